@@ -1,0 +1,54 @@
+"""The machine and the versions that figures were measured on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+PACKAGES = ("jax", "jaxlib", "numpy", "orbax-checkpoint", "tensorstore", "jaxckpt_train")
+
+Description = dict[str, str | int | float | None]
+
+
+def describe(directory: Path) -> Description:
+    """Cores, memory, kernel, the file system under `directory`, and versions."""
+    device, mount_point, fs_type, options = _mount(directory)
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "processor": _field(Path("/proc/cpuinfo"), "model name"),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": platform.release(),
+        "load_average_1min": os.getloadavg()[0],
+        "file_system": fs_type,
+        "device": device,
+        "mount_point": mount_point,
+        "mount_options": options,
+        "python": platform.python_version(),
+        **{package: _version(package) for package in PACKAGES},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _field(file: Path, name: str) -> str | None:
+    if not file.exists():
+        return None
+    lines = (line.partition(":") for line in file.read_text(encoding="utf-8").splitlines())
+    return next((value.strip() for key, _, value in lines if key.strip() == name), None)
+
+
+def _mount(directory: Path) -> tuple[str, str, str, str]:
+    """Device, mount point, type and options of the file system that holds `directory`."""
+    lines = Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
+    holding = [fields for fields in map(str.split, lines) if directory.resolve().is_relative_to(fields[1])]
+    deepest = max(len(fields[1]) for fields in holding)
+    # A later mount hides an earlier one at the same point.
+    device, point, fs_type, options, *_ = [fields for fields in holding if len(fields[1]) == deepest][-1]
+    return device, point, fs_type, options

@@ -1,0 +1,63 @@
+"""What a handler of one kind of checkpointable must do, and what passes between it and a save or a load."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+Json = Any  # None, bool, int, float, str, list or dict of these, with text keys
+
+
+@dataclasses.dataclass(frozen=True)
+class Staged:
+    """One checkpointable as of the call to save, taken on the calling thread. Exactly one part is given.
+
+    Attributes:
+        tree: a pytree whose leaves are stored one by one. It is snapshotted right after `stage` returns.
+        value: plain JSON data, stored in the file `<name>/p00000.json`.
+        write_files: called once on the writer's thread with the existing, empty directory `<name>/` of the
+            attempt; whatever plain files it leaves there are synced, digested and become part of the checkpoint.
+    """
+
+    tree: Any = None
+    value: Json = None
+    write_files: Callable[[Path], None] | None = None
+
+
+class Saved(Protocol):
+    """One checkpointable of a committed checkpoint, as a handler sees it when loading."""
+
+    name: str
+    kind: str
+
+    def tree(self, like: Any) -> Any:
+        """The stored leaves in the structure of `like`; with None, nested dicts and lists of numpy arrays."""
+
+    def value(self) -> Json:
+        """The JSON data that was staged as `value`; its digest is verified."""
+
+    def directory(self) -> Path:
+        """The directory with the files that `write_files` left; their digests are verified."""
+
+
+class Handler(Protocol):
+    """How one kind of checkpointable is taken apart and put together.
+
+    Attributes:
+        kind: recorded in the manifest; finds the handler again when there is no target.
+        early: restored before the arrays of the checkpoint (iterators: their prefetch hides behind the arrays).
+    """
+
+    kind: str
+    early: bool
+
+    def handles(self, value: object) -> bool:
+        """Whether this handler takes `value`, as something to save or as the target of a load."""
+
+    def stage(self, value: Any) -> Staged:
+        """Take `value` as it is now. Called on the thread that called save; nothing may change afterwards."""
+
+    def restore(self, target: Any, saved: Saved) -> Any:
+        """Put the saved content into `target` (or build it anew when target is None) and return it."""

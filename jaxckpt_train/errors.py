@@ -1,0 +1,98 @@
+"""Every error that jaxckpt_train raises: one class per decision that a caller can take.
+
+CheckpointError                       anything this package raises on purpose
+├── NotACheckpointError               nothing committed at this path (missing, empty, or something else)
+│   ├── StepNotFoundError             this run directory has no such step
+│   └── IncompleteCheckpointError     begun or copied in part: there is no valid COMMIT
+├── CorruptCheckpointError            committed, but bytes are missing or differ from their digest
+├── FormatVersionError                written by a newer version of this package
+├── MismatchError                     the checkpoint and the target differ; lists every difference
+├── UnsupportedLeafError              a leaf or key of the tree cannot be stored
+├── CheckpointExistsError             refuses to overwrite what is committed there
+├── StorageError (also OSError)       the file system refused: full, read-only, failing, not permitted
+├── DirectoryLockedError              another live process owns this run directory
+├── IteratorStateError                a data iterator's saved position does not fit this pipeline
+├── SettingsError (also ValueError)   an argument, setting or policy is wrong
+├── CheckpointTimeoutError (also TimeoutError)
+└── Preempted                         the loop was asked to leave and its state is saved
+"""
+
+from __future__ import annotations
+
+
+class CheckpointError(Exception):
+    """The root of all errors of this package."""
+
+
+class NotACheckpointError(CheckpointError):
+    """No committed checkpoint at this path."""
+
+
+class StepNotFoundError(NotACheckpointError):
+    """The run directory has no committed step with this number."""
+
+
+class IncompleteCheckpointError(NotACheckpointError):
+    """A checkpoint that was begun, or copied in part, and has no valid COMMIT."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A committed checkpoint whose bytes are missing, changed or contradict each other."""
+
+
+class FormatVersionError(CheckpointError):
+    """A checkpoint of a newer format version than this package reads."""
+
+
+class MismatchError(CheckpointError):
+    """The checkpoint and the target differ; the message lists every difference.
+
+    Attributes:
+        differences: one line of text for each difference, leaf path first.
+    """
+
+    def __init__(self, message: str, differences: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.differences = differences
+
+
+class UnsupportedLeafError(CheckpointError):
+    """A leaf, key or value that this package cannot store without losing something."""
+
+
+class CheckpointExistsError(CheckpointError):
+    """A committed checkpoint is already there and overwriting was not asked for."""
+
+
+class StorageError(CheckpointError, OSError):
+    """The file system refused an operation; `errno` and `filename` are those of the cause."""
+
+
+class DirectoryLockedError(CheckpointError):
+    """Another live process owns the run directory."""
+
+
+class IteratorStateError(CheckpointError):
+    """The saved position of a data iterator does not fit the pipeline it is restored into."""
+
+
+class SettingsError(CheckpointError, ValueError):
+    """An argument, setting or policy is wrong."""
+
+
+class CheckpointTimeoutError(CheckpointError, TimeoutError):
+    """A wait for a save or for another process ran out of time."""
+
+
+class Preempted(CheckpointError):
+    """The loop was asked to leave, and its state is saved.
+
+    Attributes:
+        step: the committed step, or None if nothing had to be saved.
+        exit_code: what the process should leave with.
+    """
+
+    def __init__(self, message: str, step: int | None, exit_code: int) -> None:
+        super().__init__(message)
+        self.step = step
+        self.exit_code = exit_code

@@ -1,0 +1,64 @@
+"""StoreSettings: how bytes are written, checked and read."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jaxckpt_train.errors import SettingsError
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+Durability = Literal["full", "file", "none"]
+DigestName = Literal["xxh3-128", "sha256", "blake3"]
+
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "durability": ("full", "file", "none"),
+    "digest": ("xxh3-128", "sha256", "blake3"),
+    "direct_io": ("auto", True, False),
+}
+_MINIMUM = {"segment_bytes": 1 * MIB, "staging_bytes": 1 * MIB, "read_budget_bytes": 1 * MIB, "io_threads": 1}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoreSettings:
+    """How checkpoints are stored. Checks itself when built.
+
+    Attributes:
+        durability: "full": files, directories and the parent are synced before a save is acknowledged;
+            "file": files are synced, directories are not; "none": nothing is synced.
+        digest: of every block of data: "xxh3-128" (fast), "sha256", or "blake3" (needs the `blake3` package).
+        verify_on_load: compare the digests of all bytes that a load reads.
+        segment_bytes: a segment file is closed and the next begun before it exceeds this many bytes of data,
+            unless a single chunk is larger.
+        staging_bytes: host memory of the staging buffers between a snapshot and the disk; kept between saves.
+        read_budget_bytes: host memory that a load may use beyond its destination.
+        io_threads: threads that write, and threads that read.
+        direct_io: True: `O_DIRECT` or an error; False: through the page cache; "auto": direct where the file
+            system takes it.
+
+    Raises:
+        SettingsError: a value is out of range or of the wrong type.
+    """
+
+    durability: Durability = "full"
+    digest: DigestName = "xxh3-128"
+    verify_on_load: bool = True
+    segment_bytes: int = 2 * GIB
+    staging_bytes: int = 64 * MIB
+    read_budget_bytes: int = 256 * MIB
+    io_threads: int = 2
+    direct_io: bool | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+                wanted = ", ".join(map(repr, choices))
+                raise SettingsError(f"StoreSettings.{name}: expected one of {wanted}, found {value!r}")
+        for name, least in _MINIMUM.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise SettingsError(f"StoreSettings.{name}: expected a whole number of at least {least}, found {value!r}")
+        if not isinstance(self.verify_on_load, bool):
+            raise SettingsError(f"StoreSettings.verify_on_load: expected true or false, found {self.verify_on_load!r}")

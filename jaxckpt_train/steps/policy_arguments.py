@@ -1,0 +1,95 @@
+"""Checks of the arguments that save policies and preservation policies are built with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxckpt_train.errors import SettingsError
+
+Mode = Literal["min", "max"]
+
+
+def whole_number(subject: str, value: object, least: int) -> int:
+    """`value` as an int of at least `least`; numpy integers are taken, bool and 500.0 are not."""
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= least:
+        return int(value)
+    raise SettingsError(f"{subject}: expected a whole number of at least {least}, found {value!r}")
+
+
+def positive_seconds(subject: str, value: object) -> float:
+    """`value` as a finite number of seconds above 0; an int stays an int."""
+    if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
+        if math.isfinite(value) and value > 0:
+            return value.item() if isinstance(value, np.generic) else value
+    raise SettingsError(f"{subject}: expected a finite number of seconds above 0, found {value!r}")
+
+
+def metric_name(subject: str, value: object) -> str:
+    """`value` as the name of a metric: text that is not empty."""
+    if isinstance(value, str) and value:
+        return value
+    raise SettingsError(f'{subject}: expected the name of a metric, such as "loss", found {value!r}')
+
+
+def metric_mode(subject: str, value: object) -> Mode:
+    """`value` as the direction in which a metric gets better."""
+    if value == "min":
+        return "min"
+    if value == "max":
+        return "max"
+    raise SettingsError(f'{subject}: expected "min" (lower is better) or "max" (higher is better), found {value!r}')
+
+
+def step_collection(subject: str, value: object) -> Collection[int]:
+    """`value` as steps that can be asked `in` fast: a range as it is, anything else as a frozenset."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise SettingsError(f"{subject}: expected a collection of steps, such as [100, 1000], found {value!r}")
+    if isinstance(value, range):
+        if value and min(value[0], value[-1]) < 0:
+            raise SettingsError(f"{subject}: expected steps of at least 0, found {value!r}")
+        return value
+    return frozenset(whole_number(f"{subject}: a step", step, 0) for step in value)
+
+
+def require_policy(subject: str, policy: Any, method: str) -> None:
+    """Raise SettingsError unless `policy` is an object (not a class) with the method `method`.
+
+    Args:
+        subject: names the argument in the message: "StepManager.save_decision_policy".
+        policy: what was given.
+        method: "should_save" or "should_preserve".
+    """
+    if isinstance(policy, type):
+        raise SettingsError(
+            f"{subject}: expected an object with {method}(...), found the class {policy.__name__}; "
+            f"write {policy.__name__}(...)"
+        )
+    if callable(getattr(policy, method, None)):
+        return
+    found = repr(policy)
+    if callable(getattr(policy, "should_save", None)):
+        found += ", which is a save policy"
+    elif callable(getattr(policy, "should_preserve", None)):
+        found += ", which is a preservation policy"
+    raise SettingsError(f"{subject}: expected an object with {method}(...), found {found}")
+
+
+def child_policies(subject: str, value: object, method: str) -> tuple[Any, ...]:
+    """`value` as a tuple of at least one policy, each with the method `method`."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise SettingsError(f"{subject}: expected a sequence of policies with {method}(...), found {value!r}")
+    children = tuple(value)
+    if not children:
+        raise SettingsError(f"{subject}: expected at least one policy, found none")
+    for position, child in enumerate(children):
+        require_policy(f"{subject}[{position}]", child, method)
+    return children
+
+
+def steps_text(steps: Collection[int]) -> str:
+    """Steps as they appear in a repr: in order, so that equal policies read the same."""
+    return repr(steps) if isinstance(steps, range) else repr(sorted(steps))

@@ -1,0 +1,253 @@
+"""What a policy is told and how it is asked: pure functions of a context, in which the time is passed in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from jaxckpt_train.errors import SettingsError
+
+
+def _utc(subject: str, time: datetime) -> datetime:
+    """`time` in UTC: differences of times in a zone with summer time would be an hour off twice a year."""
+    if isinstance(time, datetime) and time.tzinfo is not None:
+        return time.astimezone(UTC)
+    raise SettingsError(f"{subject}: expected a datetime with a time zone (datetime.now(UTC)), found {time!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointInfo:
+    """What a policy knows of one checkpoint, or of the step about which it is asked.
+
+    It has the attributes of Orbax's `PolicyCheckpointInfo`, so policies written for Orbax can read it.
+
+    Attributes:
+        step: number of completed updates.
+        time: when the checkpoint was committed, or the time of the decision; with a time zone, kept in UTC.
+        metrics: the metrics recorded with the step; None: none so far (an evaluation may attach them later).
+        pinned: the user asked to keep this step whatever the policy says.
+        temporary: gone after the next commit.
+
+    Raises:
+        SettingsError: the step is no whole number of at least 0, or the time has no time zone.
+    """
+
+    step: int
+    time: datetime
+    metrics: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
+    pinned: bool = False
+    temporary: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.step) is not int or self.step < 0:
+            if not isinstance(self.step, np.integer) or self.step < 0:
+                raise SettingsError(f"CheckpointInfo.step: expected a whole number of at least 0, found {self.step!r}")
+            object.__setattr__(self, "step", int(self.step))
+        if getattr(self.time, "tzinfo", None) is not UTC:
+            object.__setattr__(self, "time", _utc("CheckpointInfo.time", self.time))
+
+
+@dataclasses.dataclass(frozen=True)
+class MultiprocessingOptions:
+    """Who takes part, in the words of Orbax. Our own policies never read it.
+
+    Attributes:
+        primary_host: index of the process that decides; None: each decides for itself.
+        active_processes: indices of the processes that take part; None: all.
+        barrier_sync_key_prefix: set before the names of barriers; None: nothing.
+    """
+
+    primary_host: int | None = 0
+    active_processes: frozenset[int] | None = None
+    barrier_sync_key_prefix: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DecisionContext:
+    """What a policy knows beside the checkpoints. It has the attributes of Orbax's `DecisionContext`.
+
+    Attributes:
+        now: the time of the decision; with a time zone, kept in UTC.
+        is_saving_in_progress: an earlier save has not been committed yet.
+        reached_preemption: the process was asked to leave.
+        read_metrics: returns the metrics of the step being decided. Calling it may wait for a device, so only a
+            policy that decides by metrics calls it. None: this step has no metrics.
+        run_started: when this process began to train; with a time zone, kept in UTC. None: unknown.
+        multiprocessing_options: who takes part; anything with the attributes of `MultiprocessingOptions`.
+
+    Raises:
+        SettingsError: a time has no time zone.
+    """
+
+    now: datetime
+    is_saving_in_progress: bool = False
+    reached_preemption: bool = False
+    read_metrics: Callable[[], Mapping[str, Any] | None] | None = None
+    run_started: datetime | None = None
+    multiprocessing_options: Any = MultiprocessingOptions()
+
+    def __post_init__(self) -> None:
+        if getattr(self.now, "tzinfo", None) is not UTC:
+            object.__setattr__(self, "now", _utc("DecisionContext.now", self.now))
+        if self.run_started is not None and getattr(self.run_started, "tzinfo", None) is not UTC:
+            object.__setattr__(self, "run_started", _utc("DecisionContext.run_started", self.run_started))
+
+
+class SavePolicy(Protocol):
+    """Decides at which steps a checkpoint is saved. Any object with this method is one; Orbax's are."""
+
+    def should_save(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> bool:
+        """Whether to save now.
+
+        Args:
+            step: the step being decided; its `time` is the time of the decision and its `metrics` are None.
+            previous_steps: the checkpoints there are, in the order in which they were saved, the latest last,
+                one that is still being written included.
+            context: everything else.
+        """
+
+
+class PreservationPolicy(Protocol):
+    """Decides which checkpoints are kept. Any object with this method is one; Orbax's are."""
+
+    def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> Sequence[bool]:
+        """Which checkpoints to keep.
+
+        Args:
+            checkpoints: the committed ones that are not temporary, lowest step first.
+            context: everything else.
+
+        Returns:
+            One bool for each checkpoint: True to keep it.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """Whether a step is saved, and why.
+
+    Attributes:
+        save: whether to save.
+        reason: the policies that asked for it, such as "FixedIntervalPolicy(interval=500)", or why not.
+    """
+
+    save: bool
+    reason: str
+
+
+NOT_DUE: Final = Decision(False, "not due: no save policy asked for this step")
+
+
+def policy_name(policy: object) -> str:
+    """A policy as text: its repr, or its class where it has none of its own."""
+    return f"{type(policy).__name__}()" if type(policy).__repr__ is object.__repr__ else repr(policy)
+
+
+def deciding_policies(
+    policy: SavePolicy, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+) -> tuple[SavePolicy, ...]:
+    """The policies that ask for a save of this step: the policy itself, or some inside it; empty: no save.
+
+    A policy made of others may name them itself, by a method `deciding_policies` with the arguments of `should_save`.
+
+    Raises:
+        SettingsError: `should_save` returned something other than True or False.
+    """
+    inside = getattr(policy, "deciding_policies", None)
+    if inside is not None:
+        found: tuple[SavePolicy, ...] = inside(step, previous_steps, context=context)
+        return found
+    due = policy.should_save(step, previous_steps, context=context)
+    if due is False:
+        return ()
+    if due is True:
+        return (policy,)
+    if isinstance(due, np.bool_):
+        return (policy,) if due else ()
+    raise SettingsError(f"{policy_name(policy)}.should_save: expected True or False, found {due!r}")
+
+
+def decide(
+    policy: SavePolicy, info: CheckpointInfo, previous: Sequence[CheckpointInfo], context: DecisionContext
+) -> Decision:
+    """Whether to save the step `info`, with the reason. Cheap when nothing is due: no text is built.
+
+    Args:
+        policy: a save policy.
+        info: the step being decided.
+        previous: the checkpoints there are, in the order in which they were saved.
+        context: everything else.
+
+    Returns:
+        The decision; its reason names the policy that asked for the save, inside Any and All the children that did.
+
+    Raises:
+        SettingsError: the policy returned something other than True or False.
+    """
+    found = deciding_policies(policy, info, previous, context=context)
+    if not found:
+        return NOT_DUE
+    return Decision(True, " and ".join(map(policy_name, found)))
+
+
+def ask_to_preserve(
+    policy: PreservationPolicy, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext
+) -> list[bool]:
+    """The policy's answer, checked: one bool for each checkpoint.
+
+    Raises:
+        SettingsError: the answer has another length, or something in it is neither True nor False.
+    """
+    answer = policy.should_preserve(checkpoints, context=context)
+    subject = f"{policy_name(policy)}.should_preserve"
+    try:
+        flags = list(answer)
+    except TypeError as error:
+        raise SettingsError(f"{subject}: expected a sequence of {len(checkpoints)} bools, found {answer!r}") from error
+    if len(flags) != len(checkpoints):
+        raise SettingsError(
+            f"{subject}: expected one bool for each of {len(checkpoints)} checkpoints, found {len(flags)} values"
+        )
+    for info, flag in zip(checkpoints, flags, strict=True):
+        if not isinstance(flag, (bool, np.bool_)):
+            raise SettingsError(f"{subject}: expected True or False for step {info.step}, found {flag!r}")
+    return [bool(flag) for flag in flags]
+
+
+def steps_to_delete(
+    checkpoints: Sequence[CheckpointInfo], policy: PreservationPolicy, *, context: DecisionContext
+) -> set[int]:
+    """The committed steps that may be deleted now.
+
+    In this order: never the highest step, nor the one committed last (another one after a roll-back): only what is
+    older than both. Never a pinned step. Then every temporary step, whatever the policy says. Then whatever the
+    policy does not preserve. Temporary steps are not shown to the policy: one that is about to go must not push a
+    lasting one out of `LatestN`, nor start an interval of `EveryNSeconds`.
+
+    Args:
+        checkpoints: all committed checkpoints, in any order.
+        policy: a preservation policy.
+        context: the time, for policies that look at it.
+
+    Returns:
+        Steps to delete; never all of them.
+
+    Raises:
+        SettingsError: the policy's answer has the wrong length or holds something other than True and False.
+    """
+    if not checkpoints:
+        return set()
+    ordered = sorted(checkpoints, key=lambda info: info.step)
+    last_committed = max(ordered, key=lambda info: (info.time, info.step))
+    kept = {ordered[-1].step, last_committed.step}
+    kept.update(info.step for info in ordered if info.pinned)
+    lasting = [info for info in ordered if not info.temporary]
+    flags = ask_to_preserve(policy, lasting, context=context)
+    kept.update(info.step for info, keep in zip(lasting, flags, strict=True) if keep)
+    return {info.step for info in ordered} - kept

@@ -1,0 +1,1 @@
+"""The embedded async sharded array store: boxes, segments, manifest, transaction and I/O. Knows no JAX."""

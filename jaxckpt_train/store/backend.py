@@ -1,0 +1,109 @@
+"""The contract of a storage back end: what the store asks of a file system, an object store or memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, Protocol
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One name in a directory: what it is ("other": a link, a pipe, a device), and a file's size."""
+
+    name: str
+    kind: Literal["file", "directory", "other"]
+    bytes: int = 0
+
+
+class Sink(Protocol):
+    """A file being written. The caller keeps every buffer and may reuse it as soon as a call returns.
+
+    Attributes:
+        alignment: offsets, lengths and buffer addresses of `write_at` must be multiples of this.
+    """
+
+    alignment: int
+
+    def write_at(self, offset: int, data: np.ndarray) -> None:
+        """Write all of a flat uint8 array at this offset. May be called from several threads at once."""
+
+    def finish(self, size: int, *, sync: bool) -> None:
+        """Cut the file to `size` bytes, sync its data where asked, and close it."""
+
+    def abandon(self) -> None:
+        """Close it as it is, without error."""
+
+
+class Source(Protocol):
+    """A file being read; `size` is in bytes. Stays readable when the file is removed meanwhile.
+
+    Attributes:
+        alignment: reads whose offset, length and address are multiples of this go straight to the caller's memory.
+    """
+
+    size: int
+    alignment: int
+
+    def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
+        """Fill a flat uint8 array from this offset; only the first `needed` bytes must exist.
+
+        Raises:
+            CorruptCheckpointError: the file ends before `needed` bytes.
+        """
+
+    def close(self) -> None:
+        """Release the file."""
+
+
+class Files(Protocol):
+    """Files and directories, named by absolute paths. Every refusal of the system is a StorageError with its errno."""
+
+    def create(self, path: str, *, direct: bool | Literal["auto"]) -> Sink:
+        """Create a file that must not exist."""
+
+    def open(self, directory: str, name: str, *, direct: bool | Literal["auto"]) -> Source:
+        """Open a regular file; `name` is relative to `directory` and no link is followed on its way."""
+
+    def list(self, path: str) -> list[Entry]:
+        """The entries of a directory, sorted by name."""
+
+    def make_directory(self, path: str, *, parents: bool, sync: bool) -> None:
+        """Create a directory. With `parents`, missing parents too and no error if it exists; else it must not exist."""
+
+    def remove(self, path: str) -> None:
+        """Remove a file, or a directory with all it holds. Nothing there is no error."""
+
+
+class Publishing(Protocol):
+    """What makes a finished attempt visible, in the order that `transaction.py` decides."""
+
+    def sync(self, path: str) -> None:
+        """Sync one file's data, or one directory's entries."""
+
+    def rename(self, source: str, target: str) -> None:
+        """Move a file or directory to a name that must not exist, atomically; FileExistsError's errno otherwise."""
+
+    def exchange(self, first: str, second: str) -> None:
+        """Swap two existing names, atomically where the system can."""
+
+
+class Records(Protocol):
+    """Small files beside the checkpoints: locks, pins, the history."""
+
+    def write_new(self, path: str, data: bytes) -> bool:
+        """Create a file with this content, atomically; False if the name is taken."""
+
+    def append(self, path: str, data: bytes) -> None:
+        """Add bytes to the end of a file, creating it if need be, in one write."""
+
+    def touch(self, path: str) -> None:
+        """Set a file's modification time to now."""
+
+    def age_s(self, path: str) -> float:
+        """Seconds since the last change of a file, by the clock of the storage itself."""
+
+
+class Backend(Files, Publishing, Records, Protocol):
+    """A whole back end."""

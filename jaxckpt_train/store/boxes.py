@@ -1,0 +1,101 @@
+"""Boxes: rectangles of an array, per dimension a half-open range [start, stop)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxckpt_train.errors import CorruptCheckpointError
+
+Box = tuple[tuple[int, int], ...]
+
+
+def full_box(shape: Sequence[int]) -> Box:
+    """The box that covers a whole array of this shape."""
+    return tuple((0, size) for size in shape)
+
+
+def box_from_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    """The box that a tuple of slices (step 1, as JAX's shardings give them) selects from an array of this shape."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """The shape of the array inside the box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def box_elements(box: Box) -> int:
+    """How many elements the box holds; 1 for the box of a 0-d array."""
+    return math.prod(stop - start for start, stop in box)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common box of two boxes of one array, or None if they share no element."""
+    common = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def slices_within(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """The slices that select `inner` from an array that holds exactly `outer`."""
+    return tuple(slice(i[0] - o[0], i[1] - o[0]) for i, o in zip(inner, outer, strict=True))
+
+
+def element_span(inner: Box, outer: Box) -> tuple[int, int]:
+    """The smallest range [first, last) of row-major elements of `outer` that holds all of `inner`."""
+    first = last = 0
+    for (i0, i1), (o0, o1) in zip(inner, outer, strict=True):
+        first = first * (o1 - o0) + (i0 - o0)
+        last = last * (o1 - o0) + (i1 - 1 - o0)
+    return first, last + 1
+
+
+def is_contiguous_within(inner: Box, outer: Box) -> bool:
+    """Whether the elements of `inner` lie one after the other in a row-major array that holds exactly `outer`."""
+    first, last = element_span(inner, outer)
+    return last - first == box_elements(inner)
+
+
+def check_tiling(boxes: Sequence[Box], shape: Sequence[int], subject: str) -> None:
+    """Check that the boxes cover an array of this shape exactly: no hole, no overlap, nothing outside.
+
+    Raises:
+        CorruptCheckpointError: they do not; the message begins with `subject`.
+    """
+    full = full_box(shape)
+    if len(boxes) == 1 and boxes[0] == full:
+        return
+    for box in boxes:
+        inside = len(box) == len(full) and all(0 <= s < e <= n for (s, e), n in zip(box, shape, strict=True))
+        if not inside:
+            raise CorruptCheckpointError(f"{subject}: box {box} is empty or lies outside shape {tuple(shape)}")
+    covered, wanted = sum(map(box_elements, boxes)), math.prod(shape)
+    overlapping = _first_overlap(boxes)
+    if overlapping is not None:
+        raise CorruptCheckpointError(f"{subject}: boxes {overlapping[0]} and {overlapping[1]} overlap")
+    if covered != wanted:
+        raise CorruptCheckpointError(f"{subject}: boxes cover {covered} of {wanted} elements of shape {tuple(shape)}")
+
+
+def _first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that share an element, found by a sweep along the dimension with the most distinct starts."""
+    if len(boxes) < 2:
+        return None
+    if not boxes[0]:
+        return boxes[0], boxes[1]
+    corners = np.array(boxes, dtype=np.int64)
+    axis = int(np.argmax([len(np.unique(corners[:, d, 0])) for d in range(corners.shape[1])]))
+    order = np.argsort(corners[:, axis, 0], kind="stable")
+    corners = corners[order]
+    ends = np.searchsorted(corners[:, axis, 0], corners[:, axis, 1], side="left")
+    for i, end in enumerate(ends):
+        rivals = corners[i + 1 : end]
+        if len(rivals):
+            lows = np.maximum(rivals[:, :, 0], corners[i, :, 0])
+            highs = np.minimum(rivals[:, :, 1], corners[i, :, 1])
+            hits = np.flatnonzero((lows < highs).all(axis=1))
+            if len(hits):
+                return boxes[order[i]], boxes[order[i + 1 + hits[0]]]
+    return None

@@ -1,0 +1,54 @@
+"""Dtype names: numpy and ml_dtypes on one side, safetensors on the other."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from jaxckpt_train.errors import CorruptCheckpointError
+
+_NUMPY = (
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
+).split()
+_ML_DTYPES = (
+    "bfloat16 complex32 bcomplex32 int1 int2 int4 uint1 uint2 uint4 float4_e2m1fn float6_e2m3fn float6_e3m2fn float8_e3m4 float8_e4m3 "
+    "float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+).split()
+
+DTYPES: dict[str, np.dtype] = {name: np.dtype(name) for name in _NUMPY} | {
+    name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_DTYPES if hasattr(ml_dtypes, name)
+}
+
+# Only names whose layout is exactly numpy's and that safetensors' own numpy reader opens: it fails on a whole file for
+# one float8 tensor. Everything else is stored as U8.
+_SAFETENSORS = {
+    "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "uint8": "U8", "uint16": "U16",
+    "uint32": "U32", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    "complex64": "C64",
+}  # fmt: skip
+SAFETENSORS_ITEM_BYTES = {stored: DTYPES[name].itemsize for name, stored in _SAFETENSORS.items()}
+
+
+def is_storable(dtype: np.dtype) -> bool:
+    """Whether arrays of this dtype (of either byte order) can be stored."""
+    return dtype.newbyteorder("=").name in DTYPES and dtype.fields is None
+
+
+def dtype_named(name: str, subject: str) -> np.dtype:
+    """The little-endian numpy dtype with this name.
+
+    Raises:
+        CorruptCheckpointError: this installation knows no such dtype; the message begins with `subject`.
+    """
+    if name not in DTYPES:
+        known = "a newer ml_dtypes may know it" if name.startswith(("float", "int", "uint")) else "it is none of ours"
+        raise CorruptCheckpointError(f"{subject}: unknown dtype {name!r}; {known}")
+    return DTYPES[name]
+
+
+def safetensors_form(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """How safetensors names such an array: its dtype name and shape; U8 with the bytes spelled out where it has no name."""
+    stored = _SAFETENSORS.get(dtype.name)
+    if stored is not None:
+        return stored, shape
+    return ("U8", shape) if dtype.itemsize == 1 else ("U8", (*shape, dtype.itemsize))

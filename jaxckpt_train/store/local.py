@@ -1,0 +1,313 @@
+"""The local file system: the only file that touches the disk, with direct I/O where the file system takes it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+
+from jaxckpt_train.errors import CorruptCheckpointError, StorageError
+from jaxckpt_train.store.backend import Entry
+
+DIRECT_ALIGNMENT = 4096
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_ADVICE = {
+    errno.ENOSPC: "free some space or choose another directory",
+    errno.EDQUOT: "your quota is used up: free some space or choose another directory",
+    errno.EACCES: "this user may not do that there: choose another directory or change its permissions",
+    errno.EPERM: "this user may not do that there: choose another directory or change its permissions",
+    errno.EROFS: "the file system is read-only: choose another directory",
+    errno.ENOTDIR: "a file is where a directory should be: choose another path",
+    errno.EMFILE: "too many open files: raise `ulimit -n`",
+    errno.EIO: "the disk or its connection failed: do not trust it further",
+}
+
+
+@contextlib.contextmanager
+def _storage(action: str, path: str) -> Iterator[None]:
+    """Turn an OSError into a StorageError that names the action, the path and what to do."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        code = error.errno or errno.EIO
+        advice = f"; {_ADVICE[code]}" if code in _ADVICE else ""
+        raise StorageError(code, f"cannot {action}: {os.strerror(code)}{advice}", path) from error
+
+
+class _LocalSink:
+    def __init__(self, path: str, descriptor: int, direct: bool) -> None:
+        self._path, self._descriptor = path, descriptor
+        self.alignment = DIRECT_ALIGNMENT if direct else 1
+        self._fallback = threading.Lock()
+
+    def write_at(self, offset: int, data: np.ndarray) -> None:
+        view = memoryview(data)
+        with _storage(f"write {len(view)} bytes at {offset}", self._path):
+            while view:
+                was_direct = self.alignment > 1
+                try:
+                    done = os.pwrite(self._descriptor, view, offset)
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not was_direct:
+                        raise
+                    self._leave_direct()
+                    continue
+                if done == 0:
+                    raise OSError(errno.EIO, "wrote nothing")
+                offset, view = offset + done, view[done:]
+                if view and done % self.alignment:
+                    self._leave_direct()  # a short write left an offset that direct I/O refuses
+
+    def _leave_direct(self) -> None:
+        with self._fallback:
+            flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+            if flags & _O_DIRECT:
+                fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
+            self.alignment = 1
+
+    def finish(self, size: int, *, sync: bool) -> None:
+        with _storage("finish writing", self._path):
+            try:
+                if os.fstat(self._descriptor).st_size != size:
+                    os.ftruncate(self._descriptor, size)
+                if sync:
+                    os.fdatasync(self._descriptor)
+            finally:
+                self._close()
+
+    def abandon(self) -> None:
+        with contextlib.suppress(OSError):
+            self._close()
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class _LocalSource:
+    def __init__(self, path: str, descriptor: int, direct: bool) -> None:
+        self._path, self._descriptor = path, descriptor
+        self.size = os.fstat(descriptor).st_size
+        self.alignment = DIRECT_ALIGNMENT if direct else 1
+
+    def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
+        view, filled = memoryview(data), 0
+        with _storage(f"read {needed} bytes at {offset}", self._path):
+            while filled < needed:
+                was_direct = self.alignment > 1
+                try:
+                    done = os.preadv(self._descriptor, [view[filled:]], offset + filled)
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not was_direct:
+                        raise
+                    self._leave_direct()
+                    continue
+                if done == 0:
+                    raise CorruptCheckpointError(f"{self._path}: ends at byte {offset + filled}, expected more")
+                filled += done
+                if filled < needed and filled % self.alignment:
+                    self._leave_direct()
+
+    def _leave_direct(self) -> None:
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
+        self.alignment = 1
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class LocalBackend:
+    """Files of this machine, or of a network file system mounted on it. Keeps no state: instances are interchangeable."""
+
+    def create(self, path: str, *, direct: bool | Literal["auto"]) -> _LocalSink:
+        """Create a file that must not exist; see `backend.Files`."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with _storage("create the file", path):
+            if direct and _O_DIRECT:
+                try:
+                    return _LocalSink(path, os.open(path, flags | _O_DIRECT, 0o666), direct=True)
+                except OSError as error:
+                    if error.errno != errno.EINVAL or direct is True:
+                        raise
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(path)  # some file systems create the file before they refuse O_DIRECT
+            return _LocalSink(path, os.open(path, flags, 0o666), direct=False)
+
+    def open(self, directory: str, name: str, *, direct: bool | Literal["auto"]) -> _LocalSource:
+        """Open a regular file below a directory, following no link; see `backend.Files`."""
+        path = os.path.join(directory, name)
+        with _storage("open the file", path):
+            here = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                *folders, last = name.split("/")
+                for folder in folders:
+                    inner = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
+                    os.close(here)
+                    here = inner
+                descriptor = _open_regular(last, here, direct)
+            finally:
+                os.close(here)
+        return _LocalSource(path, descriptor, bool(direct) and bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & _O_DIRECT))
+
+    def list(self, path: str) -> list[Entry]:
+        """The entries of a directory, sorted by name."""
+        entries = []
+        with _storage("list the directory", path), os.scandir(path) as found:
+            for item in found:
+                if item.is_dir(follow_symlinks=False):
+                    entries.append(Entry(item.name, "directory"))
+                elif item.is_file(follow_symlinks=False):
+                    with contextlib.suppress(FileNotFoundError):
+                        entries.append(Entry(item.name, "file", item.stat(follow_symlinks=False).st_size))
+                else:
+                    entries.append(Entry(item.name, "other"))
+        return sorted(entries, key=lambda entry: entry.name)
+
+    def make_directory(self, path: str, *, parents: bool, sync: bool) -> None:
+        """Create a directory; with `parents`, each one that had to be created is synced into its own parent."""
+        with _storage("create the directory", path):
+            if not parents:
+                os.mkdir(path)
+                return
+            missing = []
+            while not os.path.isdir(path):
+                if os.path.lexists(path):
+                    raise OSError(errno.ENOTDIR, "not a directory")
+                missing.append(path)
+                path = os.path.dirname(path)
+            for folder in reversed(missing):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(folder)
+                if sync:
+                    self.sync(os.path.dirname(folder))
+
+    def remove(self, path: str) -> None:
+        """Remove a file or a whole directory; nothing there is no error."""
+        with _storage("remove", path), contextlib.suppress(FileNotFoundError):
+            if stat.S_ISDIR(os.lstat(path).st_mode):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+
+    def sync(self, path: str) -> None:
+        """Sync one file's data, or one directory's entries."""
+        with _storage("sync", path):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def rename(self, source: str, target: str) -> None:
+        """Move a file or directory to a name that must not exist."""
+        with _storage(f"rename to {target}", source):
+            if not _renameat2(source, target, _RENAME_NOREPLACE):
+                if os.path.lexists(target):
+                    raise FileExistsError(errno.EEXIST, "exists")
+                os.rename(source, target)
+
+    def exchange(self, first: str, second: str) -> None:
+        """Swap two names; without kernel support by way of a side name that `transaction.py` knows to recover from."""
+        with _storage(f"exchange with {second}", first):
+            if not _renameat2(first, second, _RENAME_EXCHANGE):
+                aside = side_name(second)
+                os.rename(second, aside)
+                os.rename(first, second)
+                os.rename(aside, first)
+
+    def write_new(self, path: str, data: bytes) -> bool:
+        """Create a file with this content, atomically; False if the name is taken."""
+        with _storage("create the file", path):
+            descriptor, beside = tempfile.mkstemp(prefix=".new-", dir=os.path.dirname(path))
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(descriptor)
+                os.link(beside, path)
+            except FileExistsError:
+                return False
+            finally:
+                os.unlink(beside)
+            return True
+
+    def append(self, path: str, data: bytes) -> None:
+        """Add bytes to the end of a file, creating it if need be."""
+        with _storage("append to the file", path):
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                while data:
+                    data = data[os.write(descriptor, data) :]
+            finally:
+                os.close(descriptor)
+
+    def touch(self, path: str) -> None:
+        """Set a file's modification time to now."""
+        with _storage("touch the file", path):
+            os.utime(path)
+
+    def age_s(self, path: str) -> float:
+        """Seconds since the last change of a file, both times taken from the file system's own clock."""
+        with _storage("find the age of the file", path):
+            descriptor, probe = tempfile.mkstemp(prefix=".now-", dir=os.path.dirname(path))
+            try:
+                return os.fstat(descriptor).st_mtime - os.stat(path).st_mtime
+            finally:
+                os.close(descriptor)
+                os.unlink(probe)
+
+
+def side_name(path: str) -> str:
+    """Where the older of two exchanged directories waits when the system cannot swap them atomically."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f".{name}.aside")
+
+
+def _open_regular(name: str, folder: int, direct: bool | Literal["auto"]) -> int:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = -1
+    if direct and _O_DIRECT:
+        try:
+            descriptor = os.open(name, flags | _O_DIRECT, dir_fd=folder)
+        except OSError as error:
+            if error.errno != errno.EINVAL or direct is True:
+                raise
+    if descriptor < 0:
+        descriptor = os.open(name, flags, dir_fd=folder)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return descriptor
+
+
+_RENAME_NOREPLACE, _RENAME_EXCHANGE, _AT_FDCWD = 1, 2, -100
+_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+
+
+def _renameat2(source: str, target: str, flags: int) -> bool:
+    """Linux's rename with flags; False where the kernel or file system does not offer it."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _UNSUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code))

@@ -1,0 +1,226 @@
+"""The manifest: the record of everything in a checkpoint, as typed JSON that is validated before it is believed."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import msgspec
+
+from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError
+from jaxckpt_train.store.boxes import Box, box_elements, check_tiling
+from jaxckpt_train.store.digests import HEX_DIGITS
+from jaxckpt_train.store.dtypes import dtype_named
+from jaxckpt_train.store.segment import MAX_DIMENSIONS, MAX_HEADER_BYTES
+
+FORMAT = "jaxckpt"
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+COMMIT_NAME = "COMMIT"
+RESERVED_NAMES = frozenset({MANIFEST_NAME, COMMIT_NAME})
+MAX_MANIFEST_BYTES = 1 << 30
+BLOCK_BYTES = 4 << 20
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
+_LIMIT = 1 << 62
+
+
+class ChunkRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The bytes of one box: `length` bytes at `offset` of file number `segment`, with the digests of its blocks."""
+
+    box: Box
+    segment: int
+    offset: int
+    length: int
+    digests: str
+
+
+class ArrayRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One array: its name within the checkpointable, global shape, dtype, chunks, and the sharding it had (informative)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[ChunkRecord, ...]
+    sharding: Any = None
+
+
+class SegmentRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One segment file: its path below the checkpoint, size, and the size and digest of its head."""
+
+    file: str
+    bytes: int
+    header_bytes: int
+    header_digest: str
+
+
+class FileRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One plain file: its path below the checkpoint, size, and the digests of its blocks."""
+
+    file: str
+    bytes: int
+    digests: str
+
+
+class PartRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One checkpointable: its name and kind, its arrays and files, and what its handler recorded beside them."""
+
+    name: str
+    kind: str
+    arrays: tuple[ArrayRecord, ...]
+    files: tuple[FileRecord, ...]
+    detail: msgspec.Raw
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything in a checkpoint. `info` is free-form JSON about the run; it never decides how bytes are read."""
+
+    format: str
+    format_version: int
+    digest: str
+    block_bytes: int
+    segments: tuple[SegmentRecord, ...]
+    parts: tuple[PartRecord, ...]
+    info: dict[str, Any]
+
+    def part(self, name: str) -> PartRecord | None:
+        """The checkpointable with this name."""
+        return next((part for part in self.parts if part.name == name), None)
+
+
+class _Version(msgspec.Struct):
+    format: str
+    format_version: int
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of manifest.json."""
+    return msgspec.json.encode(manifest)
+
+
+def check_version(data: bytes, subject: str) -> None:
+    """Refuse what is not ours, or is of a newer format version, before anything else of it is looked at.
+
+    Raises:
+        CorruptCheckpointError: not JSON of this format.
+        FormatVersionError: a newer version.
+    """
+    try:
+        head = msgspec.json.decode(data, type=_Version)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{subject}: not valid: {error}") from error
+    if head.format != FORMAT:
+        raise CorruptCheckpointError(f"{subject}: format is {head.format!r}, expected {FORMAT!r}")
+    if head.format_version > FORMAT_VERSION:
+        raise FormatVersionError(
+            f"{subject}: format version {head.format_version}, but this jaxckpt_train reads up to {FORMAT_VERSION}; "
+            "upgrade: pip install -U jaxckpt-train"
+        )
+    if head.format_version < 1:
+        raise CorruptCheckpointError(f"{subject}: format version {head.format_version} never existed")
+
+
+def decode_manifest(data: bytes, subject: str) -> Manifest:
+    """Decode and fully validate manifest.json.
+
+    Raises:
+        CorruptCheckpointError: malformed, contradicting itself, or in another form than this package writes
+            (which also refuses keys that appear twice).
+        FormatVersionError: a newer version.
+    """
+    check_version(data, subject)
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+        canonical = msgspec.json.encode(manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{subject}: not valid: {error}") from error
+    if canonical != data:
+        raise CorruptCheckpointError(f"{subject}: not in canonical form (a key twice, or edited by another program)")
+    _check_files(manifest, subject)
+    for part in manifest.parts:
+        names = [array.name for array in part.arrays]
+        if len(set(names)) != len(names):
+            raise CorruptCheckpointError(f"{subject}: {part.name}: an array name appears twice")
+        for array in part.arrays:
+            _check_array(manifest, array, f"{subject}: {part.name}: array {array.name!r}")
+    _check_overlaps(manifest, subject)
+    return manifest
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name can be a file or checkpointable of ours: letters, digits, `_`, `-`, `.`, not hidden, no path."""
+    return _PLAIN_NAME.fullmatch(name) is not None and name not in RESERVED_NAMES
+
+
+def block_count(length: int, block_bytes: int) -> int:
+    """How many digest blocks this many bytes have."""
+    return -(-length // block_bytes)
+
+
+def _check_files(manifest: Manifest, subject: str) -> None:
+    if manifest.digest not in HEX_DIGITS:
+        raise CorruptCheckpointError(f"{subject}: unknown digest {manifest.digest!r}")
+    if not 4096 <= manifest.block_bytes < _LIMIT:
+        raise CorruptCheckpointError(f"{subject}: block_bytes is {manifest.block_bytes}")
+    width = HEX_DIGITS[manifest.digest]
+    parts = [part.name for part in manifest.parts]
+    if len(set(parts)) != len(parts) or not all(map(is_plain_name, parts)):
+        raise CorruptCheckpointError(f"{subject}: checkpointable names are not plain or not unique: {parts}")
+    for segment in manifest.segments:
+        if not 0 < segment.header_bytes <= segment.bytes < _LIMIT or segment.header_bytes > MAX_HEADER_BYTES + 8:
+            raise CorruptCheckpointError(f"{subject}: segment {segment.file!r} has impossible sizes")
+        if len(segment.header_digest) != width:
+            raise CorruptCheckpointError(f"{subject}: segment {segment.file!r}: digest of the header is too short")
+    files = [segment.file for segment in manifest.segments]
+    for part in manifest.parts:
+        for file in part.files:
+            if not 0 <= file.bytes < _LIMIT or len(file.digests) != width * block_count(file.bytes, manifest.block_bytes):
+                raise CorruptCheckpointError(f"{subject}: file {file.file!r} has an impossible size or digest")
+            files.append(file.file)
+    for name in files:
+        pieces = name.split("/")
+        if len(pieces) < 2 or pieces[0] not in parts or not all(map(is_plain_name, pieces)):
+            raise CorruptCheckpointError(f"{subject}: {name!r} is not a plain file of a checkpointable")
+    if len(set(files)) != len(files):
+        raise CorruptCheckpointError(f"{subject}: a file appears twice")
+
+
+def _check_array(manifest: Manifest, array: ArrayRecord, subject: str) -> None:
+    if len(array.shape) > MAX_DIMENSIONS or any(not 0 <= size < _LIMIT for size in array.shape):
+        raise CorruptCheckpointError(f"{subject}: impossible shape {array.shape}")
+    item = dtype_named(array.dtype, subject).itemsize
+    if math.prod(array.shape) * item >= _LIMIT:
+        raise CorruptCheckpointError(f"{subject}: impossible shape {array.shape}")
+    if math.prod(array.shape) == 0:
+        if array.chunks:
+            raise CorruptCheckpointError(f"{subject}: chunks of an array without elements")
+        return
+    check_tiling([chunk.box for chunk in array.chunks], array.shape, subject)
+    width = HEX_DIGITS[manifest.digest]
+    for chunk in array.chunks:
+        if chunk.length != box_elements(chunk.box) * item:
+            raise CorruptCheckpointError(f"{subject}: box {chunk.box} of {array.dtype} is not {chunk.length} bytes")
+        if not 0 <= chunk.segment < len(manifest.segments):
+            raise CorruptCheckpointError(f"{subject}: no segment number {chunk.segment}")
+        segment = manifest.segments[chunk.segment]
+        if chunk.offset < segment.header_bytes or chunk.offset + chunk.length > segment.bytes:
+            raise CorruptCheckpointError(f"{subject}: box {chunk.box} lies outside {segment.file!r}")
+        if len(chunk.digests) != width * block_count(chunk.length, manifest.block_bytes):
+            raise CorruptCheckpointError(f"{subject}: box {chunk.box} has {len(chunk.digests)} digits of digests")
+
+
+def _check_overlaps(manifest: Manifest, subject: str) -> None:
+    """Chunks fill the data section of every segment exactly: no byte twice, none unaccounted for."""
+    spans: list[list[tuple[int, int]]] = [[] for _ in manifest.segments]
+    for part in manifest.parts:
+        for array in part.arrays:
+            for chunk in array.chunks:
+                spans[chunk.segment].append((chunk.offset, chunk.offset + chunk.length))
+    for segment, found in zip(manifest.segments, spans, strict=True):
+        end = segment.header_bytes
+        for start, stop in sorted(found):
+            if start != end:
+                raise CorruptCheckpointError(f"{subject}: {segment.file!r}: chunk at byte {start}, expected {end}")
+            end = stop
+        if end != segment.bytes:
+            raise CorruptCheckpointError(f"{subject}: {segment.file!r}: chunks end at byte {end} of {segment.bytes}")

@@ -1,0 +1,133 @@
+"""Plans a load: which byte runs of which segments, each byte once, and where in memory they go."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from jaxckpt_train.store.boxes import Box, box_elements, box_shape, element_span, intersect, is_contiguous_within
+from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, Manifest
+from jaxckpt_train.store.segment import ALIGNMENT
+
+COALESCE_BYTES = 16 << 20
+GAP_BYTES = 64 << 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Boxes of one array that a load needs on this host; no box twice."""
+
+    array: ArrayRecord
+    boxes: Sequence[Box]
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """What a chunk's bytes are for: all or part of box number `box` of wanted array number `wanted`.
+
+    `whole` says that the box lies in the chunk in one row-major piece, so that it can be a view of what was read.
+    """
+
+    wanted: int
+    box: int
+    common: Box
+    whole: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkRead:
+    """Bytes [start, stop) of a file, from block `first_block` of a chunk on, and their uses."""
+
+    chunk: ChunkRecord
+    first_block: int
+    start: int
+    stop: int
+    uses: Sequence[Use]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One contiguous range of one segment, read into one piece of memory: page-aligned `start` and `stop`."""
+
+    segment: int
+    start: int
+    stop: int
+    needed: int
+    reads: Sequence[ChunkRead]
+
+    @property
+    def only_views(self) -> bool:
+        """Whether the memory itself becomes the destination, so that none of it is extra."""
+        return all(use.whole for read in self.reads for use in read.uses)
+
+
+def plan_reads(manifest: Manifest, wanted: Sequence[Wanted], band_bytes: int) -> list[Run]:
+    """The runs that serve all wanted boxes, in file order.
+
+    Every byte is read once, except that a chunk which must be cut up for other boxes and is larger than
+    `band_bytes` is read in bands of whole rows, whose first and last digest block may be shared by two bands.
+    """
+    reads: list[ChunkRead] = []
+    for number, want in enumerate(wanted):
+        for chunk in want.array.chunks:
+            uses = tuple(_uses(number, want.boxes, chunk))
+            if uses:
+                reads.extend(_chunk_reads(manifest, chunk, uses, band_bytes))
+    reads.sort(key=lambda read: (read.chunk.segment, read.start))
+    return list(_coalesce(manifest, reads))
+
+
+def _uses(number: int, boxes: Sequence[Box], chunk: ChunkRecord) -> Iterator[Use]:
+    for index, box in enumerate(boxes):
+        common = intersect(box, chunk.box)
+        if common is not None:
+            yield Use(number, index, common, common == box and is_contiguous_within(box, chunk.box))
+
+
+def _chunk_reads(
+    manifest: Manifest, chunk: ChunkRecord, uses: Sequence[Use], band_bytes: int
+) -> Iterator[ChunkRead]:
+    item = chunk.length // box_elements(chunk.box)
+    if chunk.length <= band_bytes or all(use.whole for use in uses):
+        yield _chunk_read(manifest, chunk, item, uses)
+        return
+    row_bytes = chunk.length // box_shape(chunk.box)[0]
+    rows = max(1, band_bytes // row_bytes)
+    first, last = chunk.box[0]
+    for start in range(first, last, rows):
+        band: Box = ((start, min(start + rows, last)), *chunk.box[1:])
+        cut = [(use, intersect(use.common, band)) for use in uses]
+        inside = tuple(dataclasses.replace(use, common=common, whole=False) for use, common in cut if common)
+        if inside:
+            yield _chunk_read(manifest, chunk, item, inside)
+
+
+def _chunk_read(manifest: Manifest, chunk: ChunkRecord, item: int, uses: Sequence[Use]) -> ChunkRead:
+    spans = [element_span(use.common, chunk.box) for use in uses]
+    block = manifest.block_bytes
+    first_block = min(first for first, _ in spans) * item // block
+    end = -(-max(last for _, last in spans) * item // block) * block
+    return ChunkRead(
+        chunk, first_block, chunk.offset + first_block * block, chunk.offset + min(end, chunk.length), uses
+    )
+
+
+def _coalesce(manifest: Manifest, reads: Sequence[ChunkRead]) -> Iterator[Run]:
+    group: list[ChunkRead] = []
+    for read in reads:
+        if group:
+            last = group[-1]
+            joined = read.stop - group[0].start
+            near = 0 <= read.start - last.stop <= GAP_BYTES
+            if read.chunk.segment != last.chunk.segment or joined > COALESCE_BYTES or not near:
+                yield _run(manifest, group)
+                group = []
+        group.append(read)
+    if group:
+        yield _run(manifest, group)
+
+
+def _run(manifest: Manifest, reads: Sequence[ChunkRead]) -> Run:
+    start = reads[0].start // ALIGNMENT * ALIGNMENT
+    stop = -(-reads[-1].stop // ALIGNMENT) * ALIGNMENT
+    return Run(reads[0].chunk.segment, start, stop, reads[-1].stop - start, tuple(reads))

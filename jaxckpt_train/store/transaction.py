@@ -1,0 +1,281 @@
+"""The transaction: the only file that decides that a checkpoint exists.
+
+A checkpoint is a directory that holds COMMIT, and COMMIT fits its manifest. An attempt is written beside the final
+name, in a hidden directory. The order, which crash safety rests on:
+
+1. every file is written and its data synced, COMMIT last, so that COMMIT never describes bytes that may vanish;
+2. every directory of the attempt is synced, so that the names of those files are durable before the rename;
+3. the attempt is renamed to its final name;
+4. the parent directory is synced; only then is the save acknowledged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hashlib
+import itertools
+import os
+import re
+
+import msgspec
+import numpy as np
+
+from jaxckpt_train.errors import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    NotACheckpointError,
+    StorageError,
+)
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backend import Backend, Source
+from jaxckpt_train.store.digests import block_digests, digest_function
+from jaxckpt_train.store.local import side_name
+from jaxckpt_train.store.manifest import (
+    BLOCK_BYTES,
+    COMMIT_NAME,
+    FORMAT,
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    FileRecord,
+    Manifest,
+    check_version,
+    decode_manifest,
+    encode_manifest,
+)
+
+_MAX_COMMIT_BYTES = 4096
+_ATTEMPT = re.compile(r"\.(?P<final>.+)\.tmp-(?P<owner>[0-9]+-[0-9]+)")
+
+
+class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of COMMIT: which manifest it stands for."""
+
+    format: str
+    format_version: int
+    manifest_bytes: int
+    manifest_sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Committed:
+    """A committed checkpoint: its directory and validated manifest, and the manifest's bytes as stored."""
+
+    directory: str
+    manifest: Manifest
+    manifest_sha256: str
+
+
+class Transaction:
+    """One attempt to write one checkpoint: begin, write files, commit or abort.
+
+    Args:
+        backend: where.
+        final: the absolute path under which the checkpoint will appear.
+        settings: how durable.
+
+    Raises:
+        StorageError: the attempt's directory cannot be made.
+    """
+
+    def __init__(self, backend: Backend, final: str, settings: StoreSettings) -> None:
+        self._backend, self.final, self._settings = backend, final, settings
+        self._sync = settings.durability != "none"
+        self._sync_directories = settings.durability == "full"
+        parent, name = os.path.split(final)
+        self._parent = parent
+        backend.make_directory(parent, parents=True, sync=self._sync_directories)
+        self.directory = self._begin(name)
+        self._folders: list[str] = []
+
+    def _begin(self, name: str) -> str:
+        for number in itertools.count():
+            directory = f"{self._parent}/.{name}.tmp-{os.getpid()}-{number}"
+            try:
+                self._backend.make_directory(directory, parents=False, sync=False)
+            except StorageError as error:
+                if error.errno != errno.EEXIST:
+                    raise
+            else:
+                return directory
+        raise AssertionError("unreachable: the count has no end")
+
+    def add_folder(self, name: str) -> str:
+        """Create the folder of one checkpointable; returns its path."""
+        path = f"{self.directory}/{name}"
+        self._backend.make_directory(path, parents=False, sync=False)
+        self._folders.append(path)
+        return path
+
+    def write_file(self, name: str, data: bytes) -> FileRecord:
+        """Write a small file, synced, and return what the manifest says of it."""
+        sink = self._backend.create(f"{self.directory}/{name}", direct=False)
+        try:
+            content = np.frombuffer(data, np.uint8)
+            if data:
+                sink.write_at(0, content)
+            sink.finish(len(data), sync=self._sync)
+        finally:
+            sink.abandon()
+        return FileRecord(name, len(data), block_digests(content, BLOCK_BYTES, digest_function(self._settings.digest)))
+
+    def adopt_folder(self, name: str) -> tuple[FileRecord, ...]:
+        """Sync and digest the files that someone else wrote into a folder of the attempt.
+
+        Raises:
+            CorruptCheckpointError: something there is neither a plain file nor a directory.
+        """
+        records: list[FileRecord] = []
+        for entry in self._backend.list(f"{self.directory}/{name}"):
+            path = f"{name}/{entry.name}"
+            if entry.kind == "directory":
+                self._folders.append(f"{self.directory}/{path}")
+                records.extend(self.adopt_folder(path))
+            elif entry.kind == "file":
+                if self._sync:
+                    self._backend.sync(f"{self.directory}/{path}")
+                digest = digest_function(self._settings.digest)
+                content = read_whole(self._backend, self.directory, path, limit=None)
+                records.append(FileRecord(path, len(content), block_digests(content, BLOCK_BYTES, digest)))
+            else:
+                raise CorruptCheckpointError(f"{self.directory}/{path}: expected a plain file, found a link or device")
+        return tuple(records)
+
+    def commit(self, manifest: Manifest, *, replace: bool = False) -> Committed:
+        """Make the checkpoint exist under its final name.
+
+        Args:
+            manifest: everything that was written.
+            replace: whether a checkpoint under the final name is exchanged for this one and then removed.
+
+        Raises:
+            CheckpointExistsError: something has the final name and `replace` is false.
+            StorageError: the file system refused; nothing became visible.
+        """
+        data = encode_manifest(manifest)
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise StorageError(errno.EFBIG, f"manifest of {len(data)} bytes, limit {MAX_MANIFEST_BYTES}", self.final)
+        self.write_file(MANIFEST_NAME, data)
+        sha256 = hashlib.sha256(data).hexdigest()
+        self.write_file(COMMIT_NAME, msgspec.json.encode(CommitRecord(FORMAT, FORMAT_VERSION, len(data), sha256)))
+        if self._sync_directories:
+            for folder in reversed(self._folders):
+                self._backend.sync(folder)
+            self._backend.sync(self.directory)
+        self._publish(replace)
+        return Committed(self.final, manifest, sha256)
+
+    def _publish(self, replace: bool) -> None:
+        try:
+            self._backend.rename(self.directory, self.final)
+            exchanged = False
+        except StorageError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+            if not replace:
+                raise CheckpointExistsError(f"{self.final}: exists; pass overwrite=True to replace it") from error
+            self._backend.exchange(self.directory, self.final)
+            exchanged = True
+        if self._sync_directories:
+            self._backend.sync(self._parent)
+        if exchanged:
+            self._backend.remove(self.directory)
+
+    def abort(self) -> None:
+        """Remove the attempt."""
+        self._backend.remove(self.directory)
+
+
+def attempts(backend: Backend, parent: str) -> list[str]:
+    """The directories of attempts below `parent`, dead or alive; only the owner of `parent` may remove them."""
+    entries = backend.list(parent)
+    return [f"{parent}/{e.name}" for e in entries if e.kind == "directory" and _ATTEMPT.fullmatch(e.name)]
+
+
+def is_committed(backend: Backend, directory: str) -> bool:
+    """Whether the directory holds a COMMIT; a cheap look that validates nothing."""
+    try:
+        return any(entry.name == COMMIT_NAME and entry.kind == "file" for entry in backend.list(directory))
+    except StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return False
+        raise
+
+
+def open_committed(backend: Backend, directory: str) -> Committed:
+    """Read and validate COMMIT and the manifest of a checkpoint.
+
+    Raises:
+        NotACheckpointError: nothing is there, or it is a file, or a directory of something else.
+        IncompleteCheckpointError: there is a manifest or data but no COMMIT.
+        CorruptCheckpointError: COMMIT or the manifest is damaged.
+        FormatVersionError: written by a newer version.
+    """
+    directory = _recover(backend, directory)
+    commit_file = f"{directory}/{COMMIT_NAME}"
+    raw = _read_or_none(backend, directory, COMMIT_NAME, _MAX_COMMIT_BYTES)
+    if raw is None:
+        raise _why_not_committed(backend, directory)
+    check_version(raw, commit_file)
+    try:
+        commit = msgspec.json.decode(raw, type=CommitRecord)
+    except msgspec.MsgspecError as error:
+        raise CorruptCheckpointError(f"{commit_file}: not valid: {error}") from error
+    manifest_file = f"{directory}/{MANIFEST_NAME}"
+    data = _read_or_none(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)
+    if data is None:
+        raise CorruptCheckpointError(f"{manifest_file}: missing, but COMMIT stands for it")
+    if len(data) != commit.manifest_bytes:
+        raise CorruptCheckpointError(f"{manifest_file}: {len(data)} bytes, but COMMIT says {commit.manifest_bytes}")
+    if hashlib.sha256(data).hexdigest() != commit.manifest_sha256:
+        raise CorruptCheckpointError(f"{manifest_file}: changed since it was committed (SHA-256 differs)")
+    return Committed(directory, decode_manifest(data, manifest_file), commit.manifest_sha256)
+
+
+def read_whole(backend: Backend, directory: str, name: str, limit: int | None) -> np.ndarray:
+    """All bytes of a file below a directory, as a flat uint8 array.
+
+    Raises:
+        CorruptCheckpointError: it is larger than `limit` bytes.
+        StorageError: it is not there or cannot be read.
+    """
+    source: Source = backend.open(directory, name, direct=False)
+    try:
+        if limit is not None and source.size > limit:
+            raise CorruptCheckpointError(f"{directory}/{name}: {source.size} bytes, expected at most {limit}")
+        data = np.empty(source.size, np.uint8)
+        source.read_into(0, data, len(data))
+    finally:
+        source.close()
+    return data
+
+
+def _read_or_none(backend: Backend, directory: str, name: str, limit: int) -> bytes | None:
+    try:
+        return read_whole(backend, directory, name, limit).tobytes()
+    except StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return None
+        raise
+
+
+def _recover(backend: Backend, directory: str) -> str:
+    """The directory, or its side name if a crash fell between the two renames of an exchange."""
+    aside = side_name(directory)
+    return aside if not is_committed(backend, directory) and is_committed(backend, aside) else directory
+
+
+def _why_not_committed(backend: Backend, directory: str) -> NotACheckpointError:
+    try:
+        names = [entry.name for entry in backend.list(directory)]
+    except StorageError as error:
+        found = "a file" if error.errno == errno.ENOTDIR else "nothing"
+        return NotACheckpointError(f"{directory}: expected a checkpoint directory, found {found}")
+    if MANIFEST_NAME in names or any(name.startswith("p00000-s") for name in names):
+        return IncompleteCheckpointError(f"{directory}: has no {COMMIT_NAME}: never committed, or copied in part")
+    listing = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "an empty directory"
+    return NotACheckpointError(
+        f"{directory}: not a checkpoint: expected {COMMIT_NAME} and {MANIFEST_NAME}, found {listing}"
+    )

@@ -1,0 +1,82 @@
+"""Worker threads for I/O: started once, reused, and still able to work while the interpreter is exiting.
+
+Executors of the standard library refuse work once the interpreter begins to exit, and Python 3.12 refuses new threads
+then; a save that is under way at that moment must still finish. So the threads are daemons that exist beforehand, and
+whoever started a save waits for it at exit.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Workers:
+    """A fixed number of daemon threads that run jobs in the order they come."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        for number in range(count):
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            self._jobs.get()()
+
+    def run_all(self, work: Callable[[T], None], items: Sequence[T]) -> None:
+        """Run `work` on every item and wait; a single item runs on the calling thread.
+
+        After the first error no further item is begun; that error is raised once the running ones have ended.
+        """
+        if len(items) == 1:
+            work(items[0])
+            return
+        batch = _Batch(len(items))
+        for item in items:
+            self._jobs.put(lambda item=item: batch.run(work, item))  # type: ignore[misc]  # binds the loop's item
+        batch.wait()
+
+
+class _Batch:
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        if count == 0:
+            self._done.set()
+
+    def run(self, work: Callable[[T], None], item: T) -> None:
+        try:
+            if self._error is None:
+                work(item)
+        except BaseException as error:
+            with self._lock:
+                self._error = self._error or error
+        finally:
+            with self._lock:
+                self._left -= 1
+                if self._left == 0:
+                    self._done.set()
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+_shared: dict[tuple[int, str], Workers] = {}
+_shared_lock = threading.Lock()
+
+
+def shared_workers(count: int, name: str) -> Workers:
+    """The workers of this process for a count and a purpose, the same ones at every call."""
+    with _shared_lock:
+        key = (count, name)
+        if key not in _shared:
+            _shared[key] = Workers(count, name)
+        return _shared[key]

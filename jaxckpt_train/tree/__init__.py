@@ -1,0 +1,1 @@
+"""Pytrees: to named leaves and back, snapshots, differences between a checkpoint and a target, placement on devices."""

@@ -1,0 +1,129 @@
+"""Flattens any pytree to named leaves, and names its containers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxckpt_train.errors import UnsupportedLeafError
+from jaxckpt_train.tree.paths import ROOT, join, key_text
+
+PLACEHOLDER = ...
+"""Stands in a target for a leaf, or a whole subtree, that a load skips."""
+
+
+class Empty:
+    """Stands for a container without children; such a container is no leaf for JAX but is one for a checkpoint."""
+
+
+EMPTY = Empty()
+_transparent: dict[type, bool] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """A flattened pytree.
+
+    Attributes:
+        names: leaf paths.
+        leaves: the leaves, None and EMPTY included.
+        containers: for every container that is no plain dict, its path and what it is: "list", "tuple",
+            "namedtuple module.Type" or "object module.Type".
+    """
+
+    names: Sequence[str]
+    leaves: Sequence[Any]
+    containers: dict[str, str]
+
+
+def register_transparent(kind: type) -> None:
+    """Declare a pytree node with a single child that is stored under the node's own path (a box around a value)."""
+    _transparent[kind] = True
+
+
+def flatten(tree: Any) -> Flat:
+    """Flatten a pytree to named leaves.
+
+    Raises:
+        UnsupportedLeafError: a key cannot be written as text, or two leaves get the same path.
+    """
+    names: list[str] = []
+    leaves: list[Any] = []
+    containers: dict[str, str] = {}
+    _walk(tree, ROOT, names, leaves, containers)
+    if len(set(names)) != len(names):
+        twice = next(name for number, name in enumerate(names) if name in names[:number])
+        raise UnsupportedLeafError(f"leaf {twice!r}: two leaves of the tree have this path; rename one")
+    return Flat(names, leaves, containers)
+
+
+def unflatten(tree: Any, leaves: Sequence[Any]) -> Any:
+    """A tree like `tree` with other leaves, given in the order of `flatten(tree)`."""
+    structure = jax.tree_util.tree_structure(tree, is_leaf=_is_none)
+    return jax.tree_util.tree_unflatten(structure, [leaf for leaf in leaves if leaf is not EMPTY])
+
+
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+def _walk(node: Any, path: str, names: list[str], leaves: list[Any], containers: dict[str, str]) -> None:
+    children = _children(node, path)
+    if children is None:
+        names.append(path)
+        leaves.append(node)
+        return
+    kind = type(node)
+    if len(children) == 1 and _is_transparent(kind):
+        _walk(children[0][1], path, names, leaves, containers)
+        return
+    if kind is not dict:
+        containers[path] = _container(node)
+    if not children:
+        names.append(path)
+        leaves.append(EMPTY)
+    for key, child in children:
+        _walk(child, join(path, key_text(key, path)), names, leaves, containers)
+
+
+def _children(node: Any, path: str) -> Sequence[tuple[Any, Any]] | None:
+    """Keys and children in JAX's order, or None for a leaf."""
+    if node is None:
+        return None
+    kind = type(node)
+    if kind is list or kind is tuple:
+        return list(enumerate(node))
+    try:
+        found = jax.tree_util.default_registry.flatten_one_level_with_keys(node)
+    except ValueError as error:
+        raise UnsupportedLeafError(f"{path!r}: JAX cannot flatten this {kind.__name__}: {error}") from error
+    if found is None:
+        return None
+    pairs = [(_plain_key(key), child) for key, child in found[0]]
+    keys = [key for key, _ in pairs]
+    return pairs if len(set(keys)) == len(keys) else [(number, child) for number, (_, child) in enumerate(pairs)]
+
+
+def _plain_key(entry: Any) -> Any:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return getattr(entry, attribute)
+    return entry
+
+
+def _is_transparent(kind: type) -> bool:
+    known = _transparent.get(kind)
+    if known is None:
+        known = _transparent[kind] = any(_transparent.get(parent, False) for parent in kind.__mro__[1:])
+    return known
+
+
+def _container(node: Any) -> str:
+    kind = type(node)
+    if kind in (list, tuple):
+        return kind.__name__
+    sort = "namedtuple" if isinstance(node, tuple) and hasattr(node, "_fields") else "object"
+    return f"{sort} {kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,195 @@
+"""Compares what a checkpoint holds with what a target wants, and reports all differences at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+
+from jaxckpt_train.errors import MismatchError
+from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.manifest import ArrayRecord
+from jaxckpt_train.tree.leaf_records import (
+    ArrayLeaf,
+    BoolLeaf,
+    BytesLeaf,
+    ComplexLeaf,
+    EmptyLeaf,
+    FloatLeaf,
+    IntLeaf,
+    KeyLeaf,
+    LeafRecord,
+    NoneLeaf,
+    StrLeaf,
+)
+from jaxckpt_train.tree.target import Want
+
+SHOWN_DIFFERENCES = 50
+_PYTHON = {BoolLeaf: bool, IntLeaf: int, FloatLeaf: float, ComplexLeaf: complex, StrLeaf: str, BytesLeaf: bytes}
+_ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
+
+
+def leaf_difference(
+    name: str, saved: LeafRecord, array: ArrayRecord | None, want: Want, *, cast: bool
+) -> str | None:
+    """How a saved leaf and what is wanted differ, as one line; None if the load can go ahead."""
+    if want.form == "skip":
+        return None
+    same_sort = {"none": NoneLeaf, "empty": EmptyLeaf, "key": KeyLeaf}.get(want.form)
+    if same_sort is not None or isinstance(saved, (NoneLeaf, EmptyLeaf, KeyLeaf)):
+        if same_sort is None or not isinstance(saved, same_sort):
+            return _line(name, saved, array, want, "")
+        return _key_difference(name, saved, array, want) if isinstance(saved, KeyLeaf) else None
+    if isinstance(saved, ArrayLeaf):
+        assert array is not None
+        return _array_difference(name, saved, array, want, cast)
+    if want.form == "python":
+        return None if _PYTHON[type(saved)] is want.python else _line(name, saved, array, want, "")
+    return _number_difference(name, saved, want, cast)
+
+
+def _key_difference(name: str, saved: KeyLeaf, array: ArrayRecord | None, want: Want) -> str | None:
+    assert array is not None
+    same = saved.impl == want.impl and array.shape[: len(want.shape)] == want.shape
+    return None if same and len(array.shape) == len(want.shape) + 1 else _line(name, saved, array, want, "")
+
+
+def _array_difference(name: str, saved: ArrayLeaf, array: ArrayRecord, want: Want, cast: bool) -> str | None:
+    stored = DTYPES[array.dtype]
+    if want.form == "python":
+        fits = array.shape == () and want.python in (bool, int, float, complex) and _sort(stored) == _python_sort(want)
+        return None if fits else _line(name, saved, array, want, "")
+    assert want.dtype is not None
+    if array.shape != want.shape:
+        return _line(name, saved, array, want, "")
+    if stored != want.dtype.newbyteorder("=") and not (cast and can_cast(stored, want.dtype)):
+        hint = "pass cast=True to convert" if can_cast(stored, want.dtype) and not cast else "this conversion loses data"
+        return _line(name, saved, array, want, hint)
+    return _x64_difference(name, saved, array, want)
+
+
+def _x64_difference(name: str, saved: LeafRecord, array: ArrayRecord | None, want: Want) -> str | None:
+    assert want.dtype is not None
+    if want.form == "jax" and jax.dtypes.canonicalize_dtype(want.dtype) != want.dtype:
+        return _line(name, saved, array, want, 'JAX holds 64-bit types only with jax.config.update("jax_enable_x64", True)')
+    return None
+
+
+def _number_difference(name: str, saved: LeafRecord, want: Want, cast: bool) -> str | None:
+    """A saved Python number against a 0-d array: allowed if the dtype holds it exactly."""
+    assert want.dtype is not None
+    python = _PYTHON[type(saved)]
+    if want.shape != () or python in (str, bytes):
+        return _line(name, saved, None, want, "")
+    sort = {bool: "b", int: "i", float: "f", complex: "c"}[python]
+    if sort != _sort(want.dtype) and not (cast and _ORDER[sort] <= _ORDER.get(_sort(want.dtype), -1)):
+        return _line(name, saved, None, want, "")
+    return _x64_difference(name, saved, None, want)
+
+
+def _sort(dtype: np.dtype) -> str:
+    """b, i (all integers), f or c; ml_dtypes' types included."""
+    for sort, kind in (("b", np.bool_), ("i", np.integer), ("f", np.floating), ("c", np.complexfloating)):
+        if jax.numpy.issubdtype(dtype, kind):
+            return sort
+    return "?"
+
+
+def _python_sort(want: Want) -> str:
+    return {bool: "b", int: "i", float: "f", complex: "c"}.get(want.python or str, "?")
+
+
+def can_cast(saved: np.dtype, want: np.dtype) -> bool:
+    """Whether `cast=True` converts one dtype into the other: within a sort of number, or up from bool to int to float."""
+    low, high = _ORDER.get(_sort(saved), 9), _ORDER.get(_sort(want.newbyteorder("=")), -1)
+    return low <= high
+
+
+def missing_line(name: str, want: Want) -> str:
+    """A leaf that the target has and the checkpoint has not."""
+    return f"leaf {name!r}: not in the checkpoint, wanted {describe_want(want)}"
+
+
+def unexpected_line(name: str, saved: LeafRecord, array: ArrayRecord | None) -> str:
+    """A leaf that the checkpoint has and the target has not."""
+    return f"leaf {name!r}: saved {describe_saved(saved, array)}, not in the target"
+
+
+def raise_differences(subject: str, lines: Sequence[str]) -> None:
+    """Raise one MismatchError for all differences, if there are any."""
+    if not lines:
+        return
+    shown = "\n".join(f"  {line}" for line in lines[:SHOWN_DIFFERENCES])
+    more = f"\n  and {len(lines) - SHOWN_DIFFERENCES} more" if len(lines) > SHOWN_DIFFERENCES else ""
+    raise MismatchError(
+        f"{subject}: the checkpoint and the target differ in {len(lines)} "
+        f"{'leaf' if len(lines) == 1 else 'leaves'}; nothing was read:\n{shown}{more}",
+        tuple(lines),
+    )
+
+
+def _line(name: str, saved: LeafRecord, array: ArrayRecord | None, want: Want, hint: str) -> str:
+    advice = f"; {hint}" if hint else ""
+    return f"leaf {name!r}: saved {describe_saved(saved, array)}, wanted {describe_want(want)}{advice}"
+
+
+def describe_saved(saved: LeafRecord, array: ArrayRecord | None) -> str:
+    """A saved leaf in a few words: `float32[512,128]`, `key<threefry2x32>[]`, `int`, `None`."""
+    match saved:
+        case ArrayLeaf() if array is not None:
+            return f"{array.dtype}{_shape(array.shape)}"
+        case KeyLeaf(impl) if array is not None:
+            return f"key<{impl}>{_shape(array.shape[:-1])}"
+        case NoneLeaf():
+            return "None"
+        case EmptyLeaf():
+            return "an empty container"
+        case _:
+            return f"Python {_PYTHON[type(saved)].__name__}"
+
+
+def describe_want(want: Want) -> str:
+    """What a target leaf wants, in the same words."""
+    match want.form:
+        case "key":
+            return f"key<{want.impl}>{_shape(want.shape)}"
+        case "none":
+            return "None"
+        case "empty":
+            return "an empty container"
+        case "python":
+            assert want.python is not None
+            return f"Python {want.python.__name__}"
+        case _:
+            return f"{want.dtype}{_shape(want.shape)}"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, shape))}]"
+
+
+def rename_map(names: Sequence[str], rules: Mapping[str, str]) -> dict[str, str]:
+    """Which saved leaf path is known under which new one: rules are `{"old/**": "new/**"}` or single paths.
+
+    Raises:
+        MismatchError: a rule applies to no leaf, or two leaves get one name.
+    """
+    renamed, used = {}, set()
+    for name in names:
+        renamed[name] = name
+        for old, new in rules.items():
+            if old.endswith("**") and new.endswith("**") and name.startswith(old[:-2]):
+                renamed[name] = new[:-2] + name[len(old) - 2 :]
+                used.add(old)
+                break
+            if name == old:
+                renamed[name] = new
+                used.add(old)
+                break
+    idle = [rule for rule in rules if rule not in used]
+    if idle:
+        raise MismatchError(f"rename: no saved leaf fits {', '.join(map(repr, idle))}; saved are {', '.join(names[:20])}")
+    if len(set(renamed.values())) != len(renamed):
+        raise MismatchError("rename: two saved leaves would get the same path")
+    return renamed

@@ -1,0 +1,92 @@
+"""Leaf paths as text: unambiguous, readable, and turned back into typed keys.
+
+Keys are joined by `/`. Integers (list positions, integer keys) are written as digits; a text key that looks like an
+integer gets the mark `~s`. Within text, `~` is written `~0`, `/` `~1` and `@` `~2`, as in JSON pointers.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from typing import Any
+
+from jaxckpt_train.errors import UnsupportedLeafError
+
+ROOT = "~"
+Key = Any  # str, int, bool, float, None, or a tuple of these
+
+_INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
+_WORDS = {"": "~e", "__metadata__": "~m"}
+_WORDS_BACK = {text: word for word, text in _WORDS.items()} | {"~n": None, "~b0": False, "~b1": True}
+_ESCAPES = (("~", "~0"), ("/", "~1"), ("@", "~2"), (",", "~3"))
+
+
+def key_text(key: Key, parent: str) -> str:
+    """One key of a path as text.
+
+    Raises:
+        UnsupportedLeafError: a key that is no text, number, None or tuple of these; `parent` names where.
+    """
+    if isinstance(key, str):
+        text = str.__str__(key)
+        if text.isidentifier() and text != "__metadata__":
+            return text
+        return _escape(text)
+    if isinstance(key, bool):
+        return f"~b{int(key)}"
+    if key is None:
+        return "~n"
+    if isinstance(key, float):
+        return f"~f{key.hex()}"
+    if isinstance(key, tuple):
+        return "~t" + ",".join(_tuple_part(part, parent) for part in key)
+    try:
+        return str(operator.index(key))
+    except TypeError:
+        raise UnsupportedLeafError(
+            f"a key below {parent!r}: expected text, a number, None or a tuple of these, "
+            f"found {key!r} of type {type(key).__name__}; convert the key to text"
+        ) from None
+
+
+def _tuple_part(part: Key, parent: str) -> str:
+    if isinstance(part, tuple):
+        raise UnsupportedLeafError(f"a key below {parent!r}: a tuple within a tuple, {part!r}; convert the key to text")
+    return key_text(part, parent).replace(",", "~3")
+
+
+def _escape(text: str) -> str:
+    if text in _WORDS:
+        return _WORDS[text]
+    mark = "~s" if _INTEGER.fullmatch(text) else ""
+    for plain, escaped in _ESCAPES[:3]:
+        text = text.replace(plain, escaped)
+    return mark + text
+
+
+def parse_key(text: str) -> Key:
+    """The key that `key_text` wrote."""
+    if "~" not in text:
+        return int(text) if _INTEGER.fullmatch(text) else text
+    if text in _WORDS_BACK:
+        return _WORDS_BACK[text]
+    mark, rest = text[:2], text[2:]
+    if mark == "~t":
+        return tuple(parse_key(part) for part in rest.split(",")) if rest else ()
+    if mark == "~f":
+        return float.fromhex(rest)
+    if mark == "~s":
+        text = rest
+    for plain, escaped in reversed(_ESCAPES):
+        text = text.replace(escaped, plain)
+    return text
+
+
+def join(parent: str, key: str) -> str:
+    """The path of a child from its parent's path and its own key text."""
+    return key if parent == ROOT else f"{parent}/{key}"
+
+
+def split(path: str) -> list[str]:
+    """The key texts of a path; none for the root."""
+    return [] if path == ROOT else path.split("/")

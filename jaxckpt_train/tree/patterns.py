@@ -1,0 +1,34 @@
+"""Patterns of leaf paths: `params/**`, `*/kernel`, a list of them, or any predicate."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from jaxckpt_train.errors import SettingsError
+
+Only = str | Sequence[str] | Callable[[str], bool] | None
+
+_PIECES = re.compile(r"\*\*|\*|\?|[^*?]+")
+_MEANING = {"**": ".*", "*": "[^/]*", "?": "[^/]"}
+
+
+def leaf_filter(only: Only) -> Callable[[str], bool]:
+    """A predicate of the leaf path. In a pattern `**` stands for anything, `*` for anything within one key.
+
+    Raises:
+        SettingsError: `only` is none of the forms.
+    """
+    if only is None:
+        return lambda name: True
+    if callable(only):
+        return only
+    patterns = [only] if isinstance(only, str) else list(only)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise SettingsError(f'only: expected a pattern such as "params/**", a list of them or a predicate, found {only!r}')
+    compiled = [re.compile(_expression(pattern)) for pattern in patterns]
+    return lambda name: any(expression.fullmatch(name) for expression in compiled)
+
+
+def _expression(pattern: str) -> str:
+    return "".join(_MEANING.get(piece, re.escape(piece)) for piece in _PIECES.findall(pattern))

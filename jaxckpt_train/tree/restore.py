@@ -1,0 +1,274 @@
+"""Restores one pytree: compares it with the target, reads what is wanted, and puts it together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxckpt_train.errors import MismatchError, SettingsError
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
+from jaxckpt_train.store.read_plan import Wanted
+from jaxckpt_train.store.reader import Progress, read_boxes
+from jaxckpt_train.store.transaction import Committed
+from jaxckpt_train.tree.flatten import EMPTY, PLACEHOLDER, flatten, unflatten
+from jaxckpt_train.tree.leaf_records import STORED, ArrayLeaf, EmptyLeaf, KeyLeaf, LeafRecord, TreeRecord
+from jaxckpt_train.tree.leaf_records import decode_tree, python_value
+from jaxckpt_train.tree.mismatch import (
+    leaf_difference,
+    missing_line,
+    raise_differences,
+    rename_map,
+    unexpected_line,
+)
+from jaxckpt_train.tree.patterns import Only, leaf_filter
+from jaxckpt_train.tree.placement import Placement, device_placement, host_placement, put_all
+from jaxckpt_train.tree.rebuild import rebuild
+from jaxckpt_train.tree.target import Want, concrete_sharding, wanted
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How a tree is loaded; see `jaxckpt_train.load` for the meaning of each."""
+
+    only: Only = None
+    rename: Mapping[str, str] | None = None
+    cast: bool = False
+    missing: Literal["error", "keep"] = "error"
+    shardings: Any = None
+
+    def __post_init__(self) -> None:
+        if self.missing not in ("error", "keep"):
+            raise SettingsError(f'missing: expected "error" or "keep", found {self.missing!r}')
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """One leaf to produce: its path in the checkpoint, its record, and what it must become."""
+
+    name: str
+    record: LeafRecord
+    array: ArrayRecord | None
+    want: Want
+
+
+class TreeRestore:
+    """Restores the tree of one checkpointable of an opened checkpoint."""
+
+    def __init__(self, backend: Backend, committed: Committed, part: PartRecord, settings: StoreSettings) -> None:
+        self._backend, self._committed, self._settings = backend, committed, settings
+        self._subject = f"{committed.directory}: {part.name}"
+        self.record: TreeRecord = decode_tree(part, committed.directory)
+        self._arrays = {array.name: array for array in part.arrays}
+
+    def load(self, like: Any, options: LoadOptions, progress: Progress | None = None) -> Any:
+        """The stored leaves in the structure of `like`, or rebuilt without a target.
+
+        Raises:
+            MismatchError: before anything is read: every difference between the checkpoint and `like`.
+            CorruptCheckpointError: bytes are not what was saved.
+        """
+        names = rename_map(list(self.record.leaves), options.rename or {})
+        selected = leaf_filter(options.only)
+        if like is None:
+            return self._load_all(names, selected, options, progress)
+        flat = flatten(like)
+        given = _shardings_by_name(options.shardings)
+        wants = {
+            name: wanted(name, leaf, given(name))
+            for name, leaf in zip(flat.names, flat.leaves, strict=True)
+            if selected(name)
+        }
+        saved_names = {new: old for old, new in names.items()}
+        kept = self._compare(wants, saved_names, selected, options, dict(zip(flat.names, flat.leaves, strict=True)))
+        jobs = [
+            self._job(saved_names[name], want)
+            for name, want in wants.items()
+            if want.form != "skip" and name not in kept
+        ]
+        loaded = dict(zip((names[job.name] for job in jobs), self._produce(jobs, options.cast, progress), strict=True))
+        return unflatten(like, [loaded.get(n, leaf) for n, leaf in zip(flat.names, flat.leaves, strict=True)])
+
+    def _compare(
+        self,
+        wants: Mapping[str, Want],
+        saved_names: Mapping[str, str],
+        selected: Callable[[str], bool],
+        options: LoadOptions,
+        leaves: Mapping[str, Any],
+    ) -> set[str]:
+        """Raise all differences at once; returns the leaves that keep the target's own value."""
+        lines, kept = [], set()
+        for name, want in wants.items():
+            if name not in saved_names:
+                if want.form == "skip":
+                    continue
+                if options.missing == "keep" and not isinstance(leaves[name], jax.ShapeDtypeStruct):
+                    kept.add(name)
+                else:
+                    lines.append(missing_line(name, want))
+                continue
+            saved = saved_names[name]
+            line = leaf_difference(
+                name, self.record.leaves[saved], self._arrays.get(saved), want, cast=options.cast
+            )
+            if line is not None:
+                lines.append(line)
+        skipped = tuple(f"{name}/" for name, want in wants.items() if want.form == "skip")
+        for name, saved in saved_names.items():
+            if name not in wants and selected(name) and not name.startswith(skipped):
+                lines.append(unexpected_line(name, self.record.leaves[saved], self._arrays.get(saved)))
+        raise_differences(self._subject, lines)
+        return kept
+
+    def _load_all(
+        self, names: Mapping[str, str], selected: Callable[[str], bool], options: LoadOptions, progress: Progress | None
+    ) -> Any:
+        given = _shardings_by_name(options.shardings)
+        chosen = [old for old, new in names.items() if selected(new)]
+        if not chosen and options.only is not None:
+            raise MismatchError(f"{self._subject}: only={options.only!r} selects none of {len(names)} leaves")
+        jobs = [self._job(old, self._own_want(old, given(names[old]))) for old in chosen]
+        values = dict(zip((names[job.name] for job in jobs), self._produce(jobs, False, progress), strict=True))
+        if options.rename:
+            record = TreeRecord({}, {names[old]: leaf for old, leaf in self.record.leaves.items()})
+            return rebuild(record, values, self._subject)
+        return rebuild(self.record, values, self._subject)
+
+    def _own_want(self, name: str, sharding: jax.sharding.Sharding | None) -> Want:
+        """What a leaf becomes without a target: itself, on the host; JAX arrays on devices only where a sharding is given."""
+        record, array = self.record.leaves[name], self._arrays.get(name)
+        place = concrete_sharding(name, sharding)
+        match record:
+            case ArrayLeaf(host, _, big_endian):
+                assert array is not None
+                dtype = DTYPES[array.dtype].newbyteorder(">") if big_endian else DTYPES[array.dtype]
+                on_device = place is not None and host == "jax"
+                form: Any = "jax" if on_device else "scalar" if host == "scalar" else "numpy"
+                return Want(form, array.shape, dtype, place)
+            case KeyLeaf(impl):
+                assert array is not None
+                return Want("key", array.shape[:-1], sharding=place, impl=impl)
+            case EmptyLeaf():
+                return Want("empty")
+            case _:
+                return Want("python")
+
+    def _job(self, name: str, want: Want) -> _Job:
+        return _Job(name, self.record.leaves[name], self._arrays.get(name), want)
+
+    def _produce(self, jobs: Sequence[_Job], cast: bool, progress: Progress | None) -> list[Any]:
+        """The values of all jobs, in order; inline ones first, so that they fail before a bulk read."""
+        values: list[Any] = [PLACEHOLDER] * len(jobs)
+        stored: list[int] = []
+        for number, job in enumerate(jobs):
+            if isinstance(job.record, STORED):
+                stored.append(number)
+            else:
+                values[number] = self._inline(job)
+        placements = [_placement(jobs[number]) for number in stored]
+        requests = []
+        for number, placement in zip(stored, placements, strict=True):
+            array = jobs[number].array
+            assert array is not None
+            requests.append(Wanted(array, placement.boxes))
+        contents = read_boxes(self._backend, self._committed, requests, self._settings, progress) if requests else []
+        on_device: list[tuple[int, Placement, list[np.ndarray]]] = []
+        for number, placement, boxes in zip(stored, placements, contents, strict=True):
+            job = jobs[number]
+            if job.want.dtype is not None:
+                boxes = [_converted(job.name, box, job.want.dtype) for box in boxes]
+            if job.want.form == "jax" and not (job.want.weak and job.want.shape == ()):
+                on_device.append((number, placement, boxes))
+            else:
+                values[number] = _host_value(job, boxes[0])
+        del contents
+        arrays = put_all([placement for _, placement, _ in on_device], [boxes for _, _, boxes in on_device])
+        for (number, _, _), array in zip(on_device, arrays, strict=True):
+            values[number] = array
+        return values
+
+    def _inline(self, job: _Job) -> Any:
+        if isinstance(job.record, EmptyLeaf):
+            return EMPTY
+        value = python_value(job.name, job.record, self._subject)
+        if job.want.form in ("python", "none"):
+            return value
+        assert job.want.dtype is not None
+        array = np.asarray(value).astype(job.want.dtype)
+        if array.item() != value and value == value:
+            raise MismatchError(
+                f"leaf {job.name!r}: saved Python {type(value).__name__} {value!r}, which {job.want.dtype} does not hold exactly"
+            )
+        if job.want.form == "scalar":
+            return array[()]
+        if job.want.form == "numpy":
+            return array
+        return _weak_or_put(job.want, array)
+
+
+def _placement(job: _Job) -> Placement:
+    assert job.array is not None
+    if job.want.form == "jax" and job.want.sharding is not None and not (job.want.weak and job.want.shape == ()):
+        return device_placement(job.name, job.array.shape, job.want.sharding)
+    return host_placement(job.array.shape)
+
+
+def _host_value(job: _Job, array: np.ndarray) -> Any:
+    """What is not placed in a batch: host arrays, scalars, keys, and weakly typed 0-d arrays."""
+    match job.want.form:
+        case "numpy":
+            return array
+        case "scalar":
+            return array[()]
+        case "python":
+            value = array.item()
+            return value if job.want.python is None else job.want.python(value)
+        case "key":
+            key = jax.random.wrap_key_data(jnp.asarray(array), impl=job.want.impl)
+            return key if job.want.sharding is None else jax.device_put(key, job.want.sharding)
+        case _:
+            return _weak_or_put(job.want, array)
+
+
+def _weak_or_put(want: Want, array: np.ndarray) -> jax.Array:
+    if want.weak:
+        value = jnp.asarray(array.item())
+        if value.dtype == want.dtype:
+            return value if want.sharding is None else jax.device_put(value, want.sharding)
+    return jax.device_put(array, want.sharding)
+
+
+def _converted(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The array in another dtype or byte order; integers must keep their values."""
+    if array.dtype == dtype:
+        return array
+    result = array.astype(dtype)
+    if jnp.issubdtype(dtype, np.integer) and not np.array_equal(result.astype(array.dtype), array):
+        raise MismatchError(f"leaf {name!r}: cast=True, but {dtype} does not hold all values of the saved {array.dtype}")
+    return result
+
+
+def _shardings_by_name(shardings: Any) -> Callable[[str], jax.sharding.Sharding | None]:
+    """From one sharding, or a tree of shardings that may end above the leaves, to a function of the leaf path."""
+    if shardings is None or isinstance(shardings, jax.sharding.Sharding):
+        return lambda name: shardings
+    flat = flatten(shardings)
+    known = dict(zip(flat.names, flat.leaves, strict=True))
+
+    def find(name: str) -> jax.sharding.Sharding | None:
+        while True:
+            if name in known:
+                return known[name] if isinstance(known[name], jax.sharding.Sharding) else None
+            if "/" not in name:
+                return None
+            name = name.rpartition("/")[0]
+
+    return find
