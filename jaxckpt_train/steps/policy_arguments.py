@@ -22,9 +22,10 @@ def whole_number(subject: str, value: object, least: int) -> int:
 
 def positive_seconds(subject: str, value: object) -> float:
     """`value` as a finite number of seconds above 0; an int stays an int."""
-    if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
-        if math.isfinite(value) and value > 0:
-            return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
+        return value
     raise SettingsError(f"{subject}: expected a finite number of seconds above 0, found {value!r}")
 
 

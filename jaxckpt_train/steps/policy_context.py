@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.steps.policy_arguments import whole_number
 
 
 def _utc(subject: str, time: datetime) -> datetime:
@@ -44,9 +45,7 @@ class CheckpointInfo:
 
     def __post_init__(self) -> None:
         if type(self.step) is not int or self.step < 0:
-            if not isinstance(self.step, np.integer) or self.step < 0:
-                raise SettingsError(f"CheckpointInfo.step: expected a whole number of at least 0, found {self.step!r}")
-            object.__setattr__(self, "step", int(self.step))
+            object.__setattr__(self, "step", whole_number("CheckpointInfo.step", self.step, 0))
         if getattr(self.time, "tzinfo", None) is not UTC:
             object.__setattr__(self, "time", _utc("CheckpointInfo.time", self.time))
 
@@ -163,7 +162,7 @@ def deciding_policies(
     if inside is not None:
         found: tuple[SavePolicy, ...] = inside(step, previous_steps, context=context)
         return found
-    due = policy.should_save(step, previous_steps, context=context)
+    due: Any = policy.should_save(step, previous_steps, context=context)
     if due is False:
         return ()
     if due is True:

@@ -5,8 +5,8 @@ arguments when built, reads no clock and does no I/O. Every `should_preserve` is
 `policy_context.PreservationPolicy`; `policy_context.steps_to_delete` adds what holds under every policy: the newest
 step, the one committed last and pinned steps stay, temporary ones go.
 
-Each is stable: asked again after the others were deleted and newer ones arrived, it does not give up a step for any
-other cause than the one it names (a newer one, a better one, a closer one, age).
+Each is stable while steps arrive in order: asked again after the others were deleted and newer ones were committed,
+it gives up a step only because a newer, better or closer one took its place, or for its age.
 """
 
 from __future__ import annotations

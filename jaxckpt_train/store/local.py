@@ -311,3 +311,11 @@ def _renameat2(source: str, target: str, flags: int) -> bool:
     if code in _UNSUPPORTED:
         return False
     raise OSError(code, os.strerror(code))
+
+
+def file_exists(path: str) -> bool:
+    """Whether there is something at this path; a network file system that does not answer counts as no."""
+    try:
+        return os.path.exists(path)
+    except OSError:
+        return False

@@ -188,10 +188,10 @@ class Transaction:
         self._backend.remove(self.directory)
 
 
-def attempts(backend: Backend, parent: str) -> list[str]:
-    """The directories of attempts below `parent`, dead or alive; only the owner of `parent` may remove them."""
-    entries = backend.list(parent)
-    return [f"{parent}/{e.name}" for e in entries if e.kind == "directory" and _ATTEMPT.fullmatch(e.name)]
+def attempts(backend: Backend, parent: str) -> list[tuple[str, str]]:
+    """The attempts below `parent`, dead or alive: their directories, and the names they would have got."""
+    found = [(entry, _ATTEMPT.fullmatch(entry.name)) for entry in backend.list(parent) if entry.kind == "directory"]
+    return [(f"{parent}/{entry.name}", match["final"]) for entry, match in found if match is not None]
 
 
 def is_committed(backend: Backend, directory: str) -> bool:

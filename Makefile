@@ -1,0 +1,64 @@
+# Everything a contributor runs. A fresh clone needs only Python (3.11 or newer) and make.
+#   PYTHON  the interpreter that the environment is made with; not given: that of an existing environment, else python3
+#   VENV    where the environment lies
+VENV ?= .venv
+BIN := $(VENV)/bin
+ifeq ($(origin PYTHON), undefined)
+PYTHON := $(shell $(BIN)/python -c "print('$(BIN)/python')" 2>/dev/null || echo python3)
+endif
+
+# The version is part of the stamp's name: another interpreter makes another environment in the same place.
+VERSION := $(shell $(PYTHON) -c "import sys; print('%d.%d.%d' % sys.version_info[:3])" 2>/dev/null)
+STAMP := $(VENV)/.installed-$(VERSION)
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-quick lint types format bench bench-quick clean python-is-new-enough
+
+help:  ## list what can be made
+	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
+
+python-is-new-enough:
+	@if [ -z "$(VERSION)" ]; then echo "PYTHON=$(PYTHON) cannot be run: install Python 3.11 or newer, or name one by PYTHON=..." >&2; exit 1; fi
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { echo "PYTHON=$(PYTHON) is $(VERSION), and 3.11 or newer is needed: name one by PYTHON=..." >&2; exit 1; }
+
+# The plugin's file is copied by an editable install, so a change of it is a reason to install anew.
+$(STAMP): pyproject.toml constraints.txt jaxckpt_train/hydra_plugin.py | python-is-new-enough
+	@if [ "$$($(BIN)/python -c "import sys; print('%d.%d.%d' % sys.version_info[:3])" 2>/dev/null)" != "$(VERSION)" ]; then \
+		echo "making $(VENV) with Python $(VERSION)"; $(PYTHON) -m venv --clear $(VENV); fi
+	$(PIP) install -c constraints.txt -e '.[all,test,dev,bench]'
+	@rm -f $(VENV)/.installed-*; touch $@
+
+venv: $(STAMP)  ## the environment with everything that the other targets need
+
+demo: $(STAMP)  ## a training that is preempted again and again, compared with one that is not
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)  ## all tests
+	$(PYTEST)
+
+test-quick: $(STAMP)  ## the tests without the slow ones
+	$(PYTEST) -m 'not slow'
+
+lint: $(STAMP)  ## style, imports and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP)  ## put the code in the form that `make lint` wants
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMP)  ## strict type check of the package
+	$(BIN)/mypy
+
+bench: $(STAMP)  ## compare with the peers on this machine
+	$(BIN)/python -m benchmarks.run
+
+bench-quick: $(STAMP)  ## the same in a few minutes
+	$(BIN)/python -m benchmarks.run --quick
+
+clean:  ## remove everything that was made
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find jaxckpt_train tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

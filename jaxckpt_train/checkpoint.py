@@ -1,0 +1,215 @@
+"""One checkpoint: save, load, look at and verify a directory that stands for itself."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+
+from jaxckpt_train.checkpointables.loading import load_parts
+from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all, write_parts
+from jaxckpt_train.errors import CheckpointExistsError, MismatchError
+from jaxckpt_train.metadata import CheckpointMetadata, describe
+from jaxckpt_train.pending import PendingSave
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.transaction import Committed, Transaction, is_committed, open_committed
+from jaxckpt_train.store.verify import VerifyReport
+from jaxckpt_train.store.verify import verify as verify_committed
+from jaxckpt_train.store.writer import Progress
+from jaxckpt_train.tree.patterns import Only
+from jaxckpt_train.tree.restore import LoadOptions
+
+PathLike = str | os.PathLike[str]
+
+DEFAULT_NAME = "state"
+_BACKEND: Backend = LocalBackend()
+
+
+def absolute(path: PathLike) -> str:
+    """The absolute path, `~` expanded."""
+    return os.path.abspath(os.path.expanduser(os.fspath(path)))
+
+
+def run_info(**more: Any) -> dict[str, Any]:
+    """What every manifest says of who wrote it, and when."""
+    versions = {"jaxckpt_train": package_version(), "jax": jax.__version__}
+    now = datetime.datetime.now(datetime.UTC)
+    return {"created": now.isoformat(timespec="milliseconds"), "versions": versions, **more}
+
+
+def package_version() -> str:
+    """The version of this package; "unknown" when it runs from a folder that was never installed."""
+    try:
+        return importlib.metadata.version("jaxckpt-train")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def save(
+    path: PathLike, tree: Any, *, overwrite: bool = False, custom_metadata: Any = None, settings: StoreSettings | None = None
+) -> CheckpointMetadata:
+    """Save one pytree as a checkpoint of its own and wait until it is durable.
+
+    Args:
+        path: the directory to create.
+        tree: any pytree, Flax train state or NNX object; stored as the checkpointable `state`.
+        overwrite: replace a checkpoint that is there, atomically.
+        custom_metadata: plain JSON data to keep with it.
+        settings: how to store; None: the defaults.
+
+    Raises:
+        CheckpointExistsError: something is at `path` and `overwrite` is false.
+        UnsupportedLeafError: a leaf cannot be stored.
+        StorageError: the file system refused. What was at `path` before is untouched.
+    """
+    return save_async(path, tree, overwrite=overwrite, custom_metadata=custom_metadata, settings=settings).wait()
+
+
+def save_async(
+    path: PathLike, tree: Any, *, overwrite: bool = False, custom_metadata: Any = None, settings: StoreSettings | None = None
+) -> PendingSave[CheckpointMetadata]:
+    """As `save`, but returns once the state is safe from whatever happens to it next, and writes in the background.
+
+    Returns:
+        The pending save: `.wait()` gives the metadata or raises what went wrong. A script that ends without waiting
+        still finishes the save.
+    """
+    return save_checkpointables_async(
+        path, {DEFAULT_NAME: tree}, overwrite=overwrite, custom_metadata=custom_metadata, settings=settings
+    )
+
+
+def save_checkpointables(
+    path: PathLike,
+    checkpointables: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+    custom_metadata: Any = None,
+    settings: StoreSettings | None = None,
+) -> CheckpointMetadata:
+    """As `save`, with several checkpointables by name: pytrees, Flax objects, iterators, JsonValue, stateful objects."""
+    return save_checkpointables_async(
+        path, checkpointables, overwrite=overwrite, custom_metadata=custom_metadata, settings=settings
+    ).wait()
+
+
+def save_checkpointables_async(
+    path: PathLike,
+    checkpointables: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+    custom_metadata: Any = None,
+    settings: StoreSettings | None = None,
+) -> PendingSave[CheckpointMetadata]:
+    """As `save_async`, with several checkpointables by name."""
+    final, chosen, times = absolute(path), settings or StoreSettings(), SaveTimes()
+    if not overwrite and os.path.lexists(final):
+        raise CheckpointExistsError(f"{final}: exists; pass overwrite=True to replace it, or choose another path")
+    if overwrite and os.path.lexists(final) and not is_committed(_BACKEND, final):
+        raise CheckpointExistsError(f"{final}: exists and is no checkpoint; it is not replaced. Choose another path")
+    parts = stage_all(checkpointables, times)
+    transaction = Transaction(_BACKEND, final, chosen)
+    info = run_info(custom_metadata=custom_metadata)
+
+    def work() -> CheckpointMetadata:
+        return describe(write_parts(transaction, _BACKEND, parts, info, chosen, times, replace=overwrite))
+
+    return PendingSave(final, work)
+
+
+def load(
+    path: PathLike,
+    like: Any = None,
+    *,
+    only: Only = None,
+    rename: Mapping[str, str] | None = None,
+    cast: bool = False,
+    missing: Literal["error", "keep"] = "error",
+    shardings: Any = None,
+    settings: StoreSettings | None = None,
+    progress: Progress | None = None,
+) -> Any:
+    """Load one pytree: the checkpointable `state`, or the only one there is.
+
+    Args:
+        path: of a checkpoint, or of a step directory of a run.
+        like: the tree to load into, of arrays, `jax.ShapeDtypeStruct`, numpy arrays, values, PLACEHOLDER (leave this
+            leaf alone), or NNX objects, which are restored in place. None: nested dicts and lists of numpy arrays.
+        only: a pattern of leaf paths such as "params/**", several, or a predicate: only those are read; other leaves
+            of `like` come back as they are.
+        rename: saved leaf paths under other names, `{"old/**": "new/**"}`.
+        cast: convert dtypes within floats or integers, and upwards; never float to integer.
+        missing: "keep": a leaf of `like` that the checkpoint lacks keeps its value.
+        shardings: one sharding or a tree of them, for leaves of `like` that bring none, or without `like`.
+        settings: how to read; None: the defaults.
+        progress: called with numbers of bytes as they are read.
+
+    Raises:
+        NotACheckpointError: nothing committed at `path`.
+        MismatchError: before anything is read: all differences between the checkpoint and `like`.
+        CorruptCheckpointError: bytes are not what was saved.
+    """
+    committed = open_committed(_BACKEND, absolute(path))
+    options = LoadOptions(only=only, rename=rename, cast=cast, missing=missing, shardings=shardings)
+    name = _main_part(committed)
+    return load_parts(_BACKEND, committed, {name: like}, settings or StoreSettings(), options, progress)[name]
+
+
+def load_checkpointables(
+    path: PathLike,
+    targets: Mapping[str, Any] | None = None,
+    *,
+    settings: StoreSettings | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Load several checkpointables by name, each into its target (None: without one).
+
+    Args:
+        path: of a checkpoint, or of a step directory of a run.
+        targets: which, and into what; None: all, without targets.
+        settings: how to read; None: the defaults.
+        progress: called with numbers of bytes as they are read.
+
+    Raises:
+        As `load`.
+    """
+    committed = open_committed(_BACKEND, absolute(path))
+    if targets is None:
+        targets = {part.name: None for part in committed.manifest.parts}
+    return load_parts(_BACKEND, committed, targets, settings or StoreSettings(), LoadOptions(), progress)
+
+
+def metadata(path: PathLike) -> CheckpointMetadata:
+    """What a checkpoint holds. Reads no array data and touches no device.
+
+    Raises:
+        NotACheckpointError, CorruptCheckpointError, FormatVersionError: see `errors`.
+    """
+    return describe(open_committed(_BACKEND, absolute(path)))
+
+
+def verify(path: PathLike, *, settings: StoreSettings | None = None) -> VerifyReport:
+    """Read and check every byte of a checkpoint. Damage is reported, not raised.
+
+    Raises:
+        NotACheckpointError: nothing committed at `path`.
+    """
+    return verify_committed(_BACKEND, absolute(path), settings or StoreSettings())
+
+
+def _main_part(committed: Committed) -> str:
+    names = [part.name for part in committed.manifest.parts]
+    if DEFAULT_NAME in names:
+        return DEFAULT_NAME
+    if len(names) == 1:
+        return names[0]
+    raise MismatchError(
+        f"{committed.directory}: has no checkpointable {DEFAULT_NAME!r} but {', '.join(map(repr, names)) or 'none'}; "
+        "choose with load_checkpointables(path, {name: target})"
+    )

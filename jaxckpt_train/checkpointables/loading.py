@@ -1,0 +1,90 @@
+"""Loads checkpointables of a committed checkpoint through their handlers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from jaxckpt_train.checkpointables.contract import Json
+from jaxckpt_train.checkpointables.registry import handler_for_load
+from jaxckpt_train.checkpointables.saving import VALUE_FILE
+from jaxckpt_train.errors import CorruptCheckpointError, MismatchError
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.manifest import PartRecord
+from jaxckpt_train.store.reader import Progress
+from jaxckpt_train.store.transaction import Committed, read_whole
+from jaxckpt_train.store.verify import file_problems
+from jaxckpt_train.tree.restore import LoadOptions, TreeRestore
+
+
+class OpenPart:
+    """One checkpointable of an opened checkpoint; the `Saved` that handlers are given."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        committed: Committed,
+        part: PartRecord,
+        settings: StoreSettings,
+        options: LoadOptions,
+        progress: Progress | None,
+    ) -> None:
+        self._backend, self._committed, self._part = backend, committed, part
+        self._settings, self._options, self._progress = settings, options, progress
+        self.name, self.kind = part.name, part.kind
+
+    def tree(self, like: Any) -> Any:
+        """The stored leaves in the structure of `like`; with None, nested dicts and lists of numpy arrays."""
+        restore = TreeRestore(self._backend, self._committed, self._part, self._settings)
+        return restore.load(like, self._options, self._progress)
+
+    def value(self) -> Json:
+        """The JSON data, its digest verified."""
+        self._verify_files()
+        name = f"{self.name}/{VALUE_FILE}"
+        data = read_whole(self._backend, self._committed.directory, name, limit=None)
+        try:
+            return msgspec.json.decode(data)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise CorruptCheckpointError(f"{self._committed.directory}/{name}: not JSON: {error}") from error
+
+    def directory(self) -> Path:
+        """The directory of the part's own files, their digests verified."""
+        self._verify_files()
+        return Path(self._committed.directory, self.name)
+
+    def _verify_files(self) -> None:
+        for file in self._part.files:
+            for problem in file_problems(self._backend, self._committed, file):
+                raise CorruptCheckpointError(problem)
+
+
+def load_parts(
+    backend: Backend,
+    committed: Committed,
+    targets: Mapping[str, Any],
+    settings: StoreSettings,
+    options: LoadOptions,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Restore the named checkpointables into their targets; a target of None means without one.
+
+    Raises:
+        MismatchError: the checkpoint has no such checkpointable, or it does not fit its target.
+        CorruptCheckpointError: bytes are not what was saved.
+    """
+    jobs = []
+    for name, target in targets.items():
+        part = committed.manifest.part(name)
+        if part is None:
+            there = ", ".join(repr(part.name) for part in committed.manifest.parts)
+            raise MismatchError(f"{committed.directory}: has no checkpointable {name!r}; it has {there or 'none'}")
+        jobs.append((name, target, part, handler_for_load(target, part.kind, name)))
+    results: dict[str, Any] = {}
+    for name, target, part, handler in sorted(jobs, key=lambda job: not job[3].early):
+        results[name] = handler.restore(target, OpenPart(backend, committed, part, settings, options, progress))
+    return {name: results[name] for name in targets}

@@ -1,0 +1,53 @@
+"""The handler of Flax objects: NNX modules, optimizers and Rngs in place, Linen's boxed values under their own path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.core import meta
+
+from jaxckpt_train.checkpointables.contract import Saved, Staged
+from jaxckpt_train.tree.flatten import register_transparent
+
+for _box in (nnx.Variable, meta.AxisMetadata):
+    register_transparent(_box)
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, nnx.Pytree) and not isinstance(value, nnx.Variable)
+
+
+class NnxHandler:
+    """NNX objects, alone or among the leaves of a pytree; each is stored as the pure dict of its variables.
+
+    Restored in place; other leaves of the pytree are returned anew.
+    """
+
+    kind = "pytree"
+    early = False
+
+    def handles(self, value: object) -> bool:
+        """Whether there is an NNX object in it."""
+        return any(_is_object(leaf) for leaf in jax.tree_util.tree_leaves(value, is_leaf=_is_object))
+
+    def stage(self, value: Any) -> Staged:
+        """The states of its objects in their places."""
+        return Staged(tree=_states(value))
+
+    def restore(self, target: Any, saved: Saved) -> Any:
+        """The target, the variables of its objects set to what was saved."""
+        loaded = saved.tree(_states(target))
+        return jax.tree_util.tree_map(_update, target, loaded, is_leaf=_is_object)
+
+
+def _states(tree: Any) -> Any:
+    return jax.tree_util.tree_map(lambda leaf: nnx.state(leaf) if _is_object(leaf) else leaf, tree, is_leaf=_is_object)
+
+
+def _update(leaf: Any, loaded: Any) -> Any:
+    if not _is_object(leaf):
+        return loaded
+    nnx.update(leaf, loaded)
+    return leaf

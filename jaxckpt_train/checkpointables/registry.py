@@ -1,0 +1,97 @@
+"""Which handler takes which checkpointable."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+from jaxckpt_train.checkpointables.contract import Handler, Saved, Staged
+from jaxckpt_train.checkpointables.grain_iterator import GrainHandler
+from jaxckpt_train.checkpointables.pytree import GetSetStateHandler, JsonHandler, PytreeHandler
+from jaxckpt_train.checkpointables.stateful import StatefulHandler
+from jaxckpt_train.errors import MismatchError, SettingsError
+
+_OWN: tuple[Handler, ...] = (GrainHandler(), JsonHandler(), StatefulHandler(), GetSetStateHandler())
+_PYTREE = PytreeHandler()
+_registered: list[_Registered] = []
+_lock = threading.Lock()
+
+
+class _Registered:
+    """A user's handler, bound to the type that it was registered for."""
+
+    def __init__(self, taken: type, handler: Any) -> None:
+        self._taken, self._handler = taken, handler
+        self.kind: str = getattr(handler, "kind", f"{taken.__module__}.{taken.__qualname__}")
+        self.early: bool = getattr(handler, "early", False)
+
+    def handles(self, value: object) -> bool:
+        return isinstance(value, self._taken)
+
+    def stage(self, value: Any) -> Staged:
+        staged = self._handler.stage(value)
+        if not isinstance(staged, Staged):
+            raise SettingsError(f"handler of {self.kind}: stage must return jaxckpt_train.Staged, found {staged!r}")
+        return staged
+
+    def restore(self, target: Any, saved: Saved) -> Any:
+        return self._handler.restore(target, saved)
+
+
+def register_handler(taken: type, handler: Any) -> None:
+    """Register how objects of a type are saved and loaded; the newest registration that fits an object wins.
+
+    Args:
+        taken: the type; instances of subclasses are taken too.
+        handler: an object with `stage(value) -> Staged` and `restore(target, saved) -> value`; see
+            `jaxckpt_train.checkpointables.contract`. Optional attributes: `kind` (text recorded in the checkpoint, by
+            which the handler is found when there is no target; default: the type's name) and `early`.
+
+    Raises:
+        SettingsError: `taken` is no type, or the handler lacks a method.
+    """
+    if not isinstance(taken, type):
+        raise SettingsError(f"register_handler: expected a type, found {taken!r}")
+    for method in ("stage", "restore"):
+        if not callable(getattr(handler, method, None)):
+            raise SettingsError(f"register_handler: the handler of {taken.__name__} has no method {method}()")
+    with _lock:
+        _registered.insert(0, _Registered(taken, handler))
+
+
+def _handlers() -> list[Handler]:
+    """All handlers in the order in which they are asked. Flax's comes in once the user has imported Flax."""
+    known: list[Handler] = [*_registered, *_OWN]
+    if "flax" in sys.modules:
+        from jaxckpt_train.checkpointables.nnx_objects import NnxHandler
+
+        known.insert(len(_registered), NnxHandler())
+    return [*known, _PYTREE]
+
+
+def handler_of(value: object) -> Handler:
+    """The handler that takes a value, as something to save or as a target."""
+    return next(handler for handler in _handlers() if handler.handles(value))
+
+
+def handler_for_load(target: object, kind: str, name: str) -> Handler:
+    """The handler that restores a checkpointable of a kind into a target; without a target, the kind's own.
+
+    Raises:
+        MismatchError: the target is of another kind than what was saved, or no handler knows the kind.
+    """
+    if target is None:
+        for handler in [_PYTREE, *_handlers()]:
+            if handler.kind == kind:
+                return handler
+        raise MismatchError(
+            f"checkpointable {name!r} is of kind {kind!r}, which no handler here knows; register it "
+            "(jaxckpt_train.register_handler), or leave it out of what is loaded"
+        )
+    handler = handler_of(target)
+    if handler.kind != kind:
+        raise MismatchError(
+            f"checkpointable {name!r}: saved as {kind!r}, but the target is a {type(target).__name__} ({handler.kind!r})"
+        )
+    return handler

@@ -1,0 +1,171 @@
+"""Saves checkpointables: staged on the caller's thread, written and committed on any other."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from jaxckpt_train.checkpointables.contract import Staged
+from jaxckpt_train.checkpointables.registry import handler_of
+from jaxckpt_train.errors import SettingsError, UnsupportedLeafError
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.manifest import (
+    BLOCK_BYTES,
+    FORMAT,
+    FORMAT_VERSION,
+    FileRecord,
+    Manifest,
+    PartRecord,
+    SegmentRecord,
+    is_plain_name,
+)
+from jaxckpt_train.store.transaction import Committed, Transaction
+from jaxckpt_train.store.writer import Progress, write_arrays
+from jaxckpt_train.tree.leaf_records import encode_tree
+from jaxckpt_train.tree.snapshot import Snapshot, snapshot
+
+VALUE_FILE = "p00000.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedPart:
+    """One checkpointable, safe from whatever its owner does next."""
+
+    name: str
+    kind: str
+    snapshot: Snapshot | None = None
+    value: bytes | None = None
+    staged: Staged | None = None
+
+
+@dataclasses.dataclass
+class SaveTimes:
+    """How long the phases of one save took, in seconds, and how much it wrote.
+
+    `snapshot_s` and `stage_s` (other checkpointables than pytrees) blocked the caller; the rest did not.
+    """
+
+    snapshot_s: float = 0.0
+    stage_s: float = 0.0
+    write_s: float = 0.0
+    commit_s: float = 0.0
+    bytes: int = 0
+
+
+def stage_all(checkpointables: Mapping[str, Any], times: SaveTimes) -> list[StagedPart]:
+    """Take all checkpointables as they are now.
+
+    Raises:
+        SettingsError: a name that cannot name a directory.
+        UnsupportedLeafError: something cannot be stored.
+    """
+    parts = []
+    for name, value in checkpointables.items():
+        if not isinstance(name, str) or not is_plain_name(name):
+            raise SettingsError(
+                f"checkpointable name {name!r}: expected letters, digits, '_', '-' and '.', not starting with '.' or '-'"
+            )
+        started = time.perf_counter()
+        handler = handler_of(value)
+        staged = handler.stage(value)
+        if staged.write_files is not None:
+            parts.append(StagedPart(name, handler.kind, staged=staged))
+        elif staged.value is not None:
+            parts.append(StagedPart(name, handler.kind, value=_encode_value(name, staged.value)))
+        else:
+            times.stage_s += time.perf_counter() - started
+            started = time.perf_counter()
+            parts.append(StagedPart(name, handler.kind, snapshot=snapshot(staged.tree)))
+            times.snapshot_s += time.perf_counter() - started
+            continue
+        times.stage_s += time.perf_counter() - started
+    return parts
+
+
+def write_parts(
+    transaction: Transaction,
+    backend: Backend,
+    parts: Sequence[StagedPart],
+    info: Mapping[str, Any],
+    settings: StoreSettings,
+    times: SaveTimes,
+    *,
+    replace: bool,
+    progress: Progress | None = None,
+) -> Committed:
+    """Write all parts of an attempt and commit it. On any error the attempt is removed and the error raised."""
+    try:
+        started = time.perf_counter()
+        segments: list[SegmentRecord] = []
+        records = [_write_part(transaction, backend, part, segments, settings, times, progress) for part in parts]
+        times.write_s = time.perf_counter() - started
+        started = time.perf_counter()
+        manifest = Manifest(
+            FORMAT, FORMAT_VERSION, settings.digest, BLOCK_BYTES, tuple(segments), tuple(records), dict(info)
+        )
+        committed = transaction.commit(manifest, replace=replace)
+        times.commit_s = time.perf_counter() - started
+    except BaseException as error:
+        _abort(transaction, error)
+        raise
+    return committed
+
+
+def _abort(transaction: Transaction, error: BaseException) -> None:
+    """Remove the attempt; a disk that refuses that too must not hide why the save failed."""
+    try:
+        transaction.abort()
+    except OSError as second:
+        error.add_note(f"and the attempt {transaction.directory} could not be removed: {second}")
+
+
+def _write_part(
+    transaction: Transaction,
+    backend: Backend,
+    part: StagedPart,
+    segments: list[SegmentRecord],
+    settings: StoreSettings,
+    times: SaveTimes,
+    progress: Progress | None,
+) -> PartRecord:
+    folder = transaction.add_folder(part.name)
+    files: tuple[FileRecord, ...] = ()
+    if part.snapshot is not None:
+        written = write_arrays(
+            backend,
+            transaction.directory,
+            part.name,
+            part.snapshot.arrays,
+            settings,
+            first_segment=len(segments),
+            progress=progress,
+        )
+        segments.extend(written.segments)
+        times.bytes += written.data_bytes
+        return PartRecord(part.name, part.kind, written.arrays, files, encode_tree(part.snapshot.record))
+    if part.value is not None:
+        files = (transaction.write_file(f"{part.name}/{VALUE_FILE}", part.value),)
+    elif part.staged is not None and part.staged.write_files is not None:
+        part.staged.write_files(Path(folder))
+        files = transaction.adopt_folder(part.name)
+    times.bytes += sum(file.bytes for file in files)
+    return PartRecord(part.name, part.kind, (), files, msgspec.Raw(b"null"))
+
+
+def _encode_value(name: str, value: Any) -> bytes:
+    try:
+        data = msgspec.json.encode(value)
+        same = msgspec.json.decode(data) == value
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UnsupportedLeafError(f"checkpointable {name!r}: not JSON: {error}") from error
+    if not same:
+        raise UnsupportedLeafError(
+            f"checkpointable {name!r}: would not come back from JSON as it is (a tuple, nan, a key that is no text?)"
+        )
+    return data

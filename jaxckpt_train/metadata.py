@@ -1,0 +1,132 @@
+"""What a checkpoint says of itself without reading array data and without touching a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
+from jaxckpt_train.store.transaction import Committed
+from jaxckpt_train.tree.leaf_records import KeyLeaf, LeafRecord, TreeRecord, decode_tree, python_value
+from jaxckpt_train.tree.mismatch import describe_saved
+from jaxckpt_train.tree.rebuild import rebuild
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafMetadata:
+    """One leaf.
+
+    Attributes:
+        description: in a few words, `float32[512,128]`, `key<threefry2x32>[]`, `Python int`.
+        shape: of an array, or of a key array; None for other leaves.
+        dtype: of an array; None for other leaves.
+        bytes: of array data.
+        sharding: the sharding it had when it was saved: `{"mesh": {"x": 4}, "spec": ["x", None]}`, or None.
+        value: of a leaf stored inline (numbers, text).
+    """
+
+    description: str
+    shape: tuple[int, ...] | None = None
+    dtype: np.dtype | None = None
+    bytes: int = 0
+    sharding: Any = None
+    value: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointableMetadata:
+    """One checkpointable: the kind of its handler, its leaves by path (none if it is no tree), its bytes on disk."""
+
+    name: str
+    kind: str
+    leaves: Mapping[str, LeafMetadata]
+    bytes: int
+    tree: Any
+    """Nested dicts and lists of `jax.ShapeDtypeStruct` and plain values; a target for a load. None if it is no tree."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointMetadata:
+    """A committed checkpoint.
+
+    Attributes:
+        path: its directory.
+        format_version: of the files.
+        digest: the name of the digest of its blocks.
+        step: the label, if a StepManager saved it.
+        created: when, ISO 8601 in UTC.
+        metrics: as saved with the step.
+        custom_metadata: as saved.
+        versions: of the packages that wrote it.
+        bytes: of all its data.
+    """
+
+    path: str
+    format_version: int
+    digest: str
+    step: int | None
+    created: str
+    metrics: Mapping[str, float]
+    custom_metadata: Any
+    versions: Mapping[str, str]
+    bytes: int
+    _committed: Committed = dataclasses.field(repr=False, compare=False)
+
+    @functools.cached_property
+    def checkpointables(self) -> Mapping[str, CheckpointableMetadata]:
+        """The checkpointables by name, decoded when first asked for."""
+        return {part.name: _describe_part(part, self.path) for part in self._committed.manifest.parts}
+
+
+def describe(committed: Committed) -> CheckpointMetadata:
+    """The metadata of an opened checkpoint."""
+    manifest, info = committed.manifest, committed.manifest.info
+    return CheckpointMetadata(
+        path=committed.directory,
+        format_version=manifest.format_version,
+        digest=manifest.digest,
+        step=info.get("step"),
+        created=str(info.get("created", "")),
+        metrics={name: float(value) for name, value in (info.get("metrics") or {}).items()},
+        custom_metadata=info.get("custom_metadata"),
+        versions=info.get("versions") or {},
+        bytes=sum(segment.bytes for segment in manifest.segments) + sum(f.bytes for p in manifest.parts for f in p.files),
+        _committed=committed,
+    )
+
+
+def _describe_part(part: PartRecord, directory: str) -> CheckpointableMetadata:
+    size = sum(chunk.length for array in part.arrays for chunk in array.chunks) + sum(file.bytes for file in part.files)
+    if bytes(part.detail) == b"null":
+        return CheckpointableMetadata(part.name, part.kind, {}, size, None)
+    record: TreeRecord = decode_tree(part, directory)
+    arrays = {array.name: array for array in part.arrays}
+    leaves = {name: _describe_leaf(name, leaf, arrays.get(name), directory) for name, leaf in record.leaves.items()}
+    abstract = {name: _abstract(record.leaves[name], leaf) for name, leaf in leaves.items()}
+    return CheckpointableMetadata(part.name, part.kind, leaves, size, rebuild(record, abstract, directory))
+
+
+def _describe_leaf(name: str, leaf: LeafRecord, array: ArrayRecord | None, directory: str) -> LeafMetadata:
+    description = describe_saved(leaf, array)
+    if array is None:
+        return LeafMetadata(description, value=python_value(name, leaf, directory))
+    dtype = DTYPES[array.dtype]
+    shape = array.shape[:-1] if isinstance(leaf, KeyLeaf) else array.shape
+    size = math.prod(array.shape) * dtype.itemsize
+    return LeafMetadata(description, shape, dtype, size, array.sharding)
+
+
+def _abstract(record: LeafRecord, leaf: LeafMetadata) -> Any:
+    if leaf.shape is None or leaf.dtype is None:
+        return leaf.value
+    if isinstance(record, KeyLeaf):
+        key = jax.eval_shape(lambda: jax.random.key(0, impl=record.impl))
+        return jax.ShapeDtypeStruct(leaf.shape, key.dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

@@ -1,0 +1,107 @@
+"""A save under way in the background: its futures, its errors, and what happens to it when the interpreter exits."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Generic, TypeVar
+
+from jaxckpt_train.errors import CheckpointTimeoutError
+
+T = TypeVar("T")
+_under_way: set[PendingSave] = set()  # type: ignore[type-arg]  # of whatever result
+_under_way_lock = threading.Lock()
+
+
+class PendingSave(Generic[T]):
+    """A save whose state is taken and whose bytes are on their way to the storage.
+
+    Attributes:
+        subject: what is being saved, for messages.
+        staged: done when the caller may do anything with what it saved.
+        committed: done when the checkpoint exists, durably; its result is the checkpoint's metadata.
+    """
+
+    def __init__(self, subject: str, work: Callable[[], T]) -> None:
+        self.subject = subject
+        self.staged: Future[None] = Future()
+        self.staged.set_result(None)
+        self.committed: Future[T] = Future()
+        self._reported = False
+        with _under_way_lock:
+            _under_way.add(self)
+        threading.Thread(target=self._run, args=(work,), name="jaxckpt-save", daemon=True).start()
+
+    def _run(self, work: Callable[[], T]) -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            error.add_note(f"while saving {self.subject} in the background")
+            self.committed.set_exception(error)
+        else:
+            self.committed.set_result(result)
+            with _under_way_lock:
+                _under_way.discard(self)
+
+    def done(self) -> bool:
+        """Whether it has committed or failed."""
+        return self.committed.done()
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Wait until the checkpoint is committed.
+
+        Args:
+            timeout_s: seconds; None waits as long as it takes.
+
+        Returns:
+            What `committed` holds.
+
+        Raises:
+            CheckpointTimeoutError: not committed in time; the save goes on.
+            The original error of the save, if it failed.
+        """
+        try:
+            result = self.committed.result(timeout_s)
+        except FutureTimeoutError as error:
+            if self.committed.done():
+                self.mark_reported()
+                raise
+            raise CheckpointTimeoutError(f"saving {self.subject}: not committed after {timeout_s} s; it goes on") from error
+        except BaseException:
+            self.mark_reported()
+            raise
+        return result
+
+    def mark_reported(self) -> None:
+        """Say that the user has seen the outcome, so that it need not be told again at exit."""
+        with _under_way_lock:
+            _under_way.discard(self)
+
+
+def _drain_at_exit() -> None:
+    """Finish what is under way when the script ends without having waited; a failure must not end as success."""
+    failed = False
+    with _under_way_lock:
+        waiting = list(_under_way)
+    for pending in waiting:
+        error = pending.committed.exception()
+        if error is not None:
+            failed = True
+            print(f"jaxckpt_train: saving {pending.subject} failed, and nobody asked for it:", file=sys.stderr)
+            traceback.print_exception(error)
+        pending.mark_reported()
+    if failed:
+        atexit._run_exitfuncs()  # the other functions first, since the exit code can only be set by leaving here
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(1)
+
+
+atexit.register(_drain_at_exit)

@@ -1,0 +1,100 @@
+"""The history: one JSON line for every save, restore, deletion and preemption of a run, and notes on single steps."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from jaxckpt_train.errors import SettingsError, StorageError
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.transaction import read_whole
+
+HISTORY_NAME = "history.jsonl"
+NOTES_NAME = "notes.jsonl"
+_log = logging.getLogger("jaxckpt_train")
+
+
+def append_line(backend: Backend, directory: str, name: str, record: Mapping[str, Any]) -> None:
+    """Add one record to a JSON-lines file.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    backend.append(f"{directory}/{name}", msgspec.json.encode(record) + b"\n")
+
+
+def read_lines(backend: Backend, directory: str, name: str) -> Iterator[dict[str, Any]]:
+    """The records of a JSON-lines file, none if there is no file; a line cut by a crash is left out with a warning."""
+    try:
+        data = read_whole(backend, directory, name, limit=None).tobytes()
+    except StorageError as error:
+        if error.errno == errno.ENOENT:
+            return
+        raise
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if not line:
+            continue
+        try:
+            yield msgspec.json.decode(line, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            _log.warning("%s/%s: line %d is left out: %s", directory, name, number, error)
+
+
+class History:
+    """Appends to the history of a run. A disk that refuses the history warns and never stops a training."""
+
+    def __init__(self, backend: Backend, directory: str) -> None:
+        self._backend, self._directory = backend, directory
+
+    def add(self, event: str, now: datetime.datetime, **fields: Any) -> None:
+        """Append one event; seconds end in `_s`, None fields are left out."""
+        record = {"event": event, "time": now.isoformat(timespec="milliseconds")}
+        record.update({name: value for name, value in fields.items() if value is not None})
+        try:
+            append_line(self._backend, self._directory, HISTORY_NAME, record)
+        except StorageError as error:
+            _log.warning("the history was not written: %s", error)
+
+    def events(self) -> list[dict[str, Any]]:
+        """All events so far, oldest first."""
+        return list(read_lines(self._backend, self._directory, HISTORY_NAME))
+
+
+def plain_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Metrics as Python floats; waits for devices that still compute them.
+
+    Raises:
+        SettingsError: a name is not text, or a value is not a single number.
+    """
+    plain = {}
+    for name, value in (metrics or {}).items():
+        if not isinstance(name, str):
+            raise SettingsError(f"metrics: expected names as text, found {name!r}")
+        try:
+            plain[name] = float(np.asarray(value).item())
+        except (TypeError, ValueError) as error:
+            raise SettingsError(f"metric {name!r}: expected a single number, found {value!r}") from error
+    return plain
+
+
+def metrics_to_json(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """Metrics as JSON can hold them: `nan` and `inf` as text."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+
+
+def metrics_from_json(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """The reverse of `metrics_to_json`; what is no number is left out."""
+    found = {}
+    for name, value in (metrics or {}).items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError):
+            continue
+    return found

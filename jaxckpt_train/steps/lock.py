@@ -1,0 +1,136 @@
+"""The owner's lock of a run directory: one job saves there, and a dead one is recognised."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+
+import msgspec
+
+from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, DirectoryLockedError, StorageError
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.machine import ProcessIdentity, is_dead, this_process
+from jaxckpt_train.store.transaction import read_whole
+
+LOCK_NAME = ".owner"
+HEARTBEAT_S = 10.0
+SILENCE_S = 60.0
+_TRIES = 10
+_log = logging.getLogger("jaxckpt_train")
+
+
+class _Record(msgspec.Struct, frozen=True):
+    process: ProcessIdentity
+    token: str
+
+
+class OwnerLock:
+    """Holds `<directory>/.owner` while a job saves there.
+
+    An owner on this machine is known to be dead at once; one on another machine after `SILENCE_S` without a heartbeat.
+    """
+
+    def __init__(self, backend: Backend, directory: str) -> None:
+        self._backend, self._directory = backend, directory
+        self._path = f"{directory}/{LOCK_NAME}"
+        self._record = _Record(this_process(), uuid.uuid4().hex)
+        self._stop = threading.Event()
+        self._held = False
+        self._guard = threading.Lock()
+
+    def acquire(self) -> ProcessIdentity | None:
+        """Become the owner.
+
+        Returns:
+            The dead owner whose lock was taken over, if there was one.
+
+        Raises:
+            DirectoryLockedError: a live process owns the directory.
+        """
+        with self._guard:
+            if self._held:
+                return None
+            dead = self._acquire()
+            self._held = True
+        threading.Thread(
+            target=_beat, args=(self._backend, self._path, self._stop), name="jaxckpt-heartbeat", daemon=True
+        ).start()
+        return dead
+
+    def _acquire(self) -> ProcessIdentity | None:
+        dead = None
+        for _ in range(_TRIES):
+            if self._backend.write_new(self._path, msgspec.json.encode(self._record)):
+                return dead
+            other = self._read()
+            if other is None:
+                continue
+            self._refuse_if_alive(other)
+            if self._remove_dead(other):
+                dead = other.process
+        raise CheckpointError(f"{self._path}: other processes keep taking this lock; is the job started many times?")
+
+    def _read(self) -> _Record | None:
+        """Who holds the lock; None if nobody does any more."""
+        try:
+            data = read_whole(self._backend, self._directory, LOCK_NAME, limit=1 << 16).tobytes()
+            return msgspec.json.decode(data, type=_Record)
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError) or error.errno == 2:
+                return None
+            raise
+        except msgspec.MsgspecError as error:
+            raise CorruptCheckpointError(f"{self._path}: not a lock of ours ({error}); remove it if no job runs") from error
+
+    def _refuse_if_alive(self, other: _Record) -> None:
+        dead, process = is_dead(other.process), other.process
+        try:
+            age_s = self._backend.age_s(self._path)
+        except StorageError:
+            return  # released meanwhile: the next try sees that
+        if dead or (dead is None and age_s > SILENCE_S):
+            return
+        who = "this very process" if process == this_process() else f"process {process.pid} on {process.host}"
+        raise DirectoryLockedError(
+            f"{self._directory}: owned by {who}, last heard of {max(0.0, age_s):.0f} s ago. Two jobs cannot save to "
+            "one directory: stop the other one, close its manager, or choose another directory"
+            + ("" if dead is False else f". If it is dead, wait until it has been silent for {SILENCE_S:.0f} s")
+        )
+
+    def _remove_dead(self, other: _Record) -> bool:
+        """Take a dead owner's lock out of the way; of several that try, one succeeds."""
+        aside = f"{self._path}.dead-{self._record.token}"
+        try:
+            self._backend.rename(self._path, aside)
+        except StorageError:
+            return False  # somebody else was quicker
+        name = aside.rpartition("/")[2]
+        taken = msgspec.json.decode(read_whole(self._backend, self._directory, name, limit=1 << 16).tobytes(), type=_Record)
+        if taken.token != other.token:
+            self._backend.rename(aside, self._path)  # it was a new, live owner's: put it back
+            return False
+        self._backend.remove(aside)
+        _log.warning(
+            "%s: took over from process %d on %s, which is dead", self._directory, other.process.pid, other.process.host
+        )
+        return True
+
+    def release(self) -> None:
+        """Give the directory free, if this lock holds it."""
+        with self._guard:
+            if not self._held:
+                return
+            self._held = False
+            self._stop.set()
+            other = self._read()
+            if other is not None and other.token == self._record.token:
+                self._backend.remove(self._path)
+
+
+def _beat(backend: Backend, path: str, stop: threading.Event) -> None:
+    while not stop.wait(HEARTBEAT_S):
+        try:
+            backend.touch(path)
+        except StorageError as error:
+            _log.warning("%s: heartbeat failed: %s", path, error)

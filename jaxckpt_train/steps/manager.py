@@ -1,0 +1,434 @@
+"""StepManager: a run directory with a sequence of steps, saved in the background, restored with fall-back."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Literal
+
+from jaxckpt_train.checkpoint import PathLike, absolute, run_info
+from jaxckpt_train.checkpointables.saving import SaveTimes, StagedPart, stage_all, write_parts
+from jaxckpt_train.errors import SettingsError, StepNotFoundError
+from jaxckpt_train.metadata import CheckpointMetadata, describe
+from jaxckpt_train.multihost import current
+from jaxckpt_train.pending import PendingSave
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.steps.catalog import Entry
+from jaxckpt_train.steps.history import History, metrics_to_json, plain_metrics
+from jaxckpt_train.steps.policy_arguments import require_policy
+from jaxckpt_train.steps.policy_context import (
+    CheckpointInfo,
+    Decision,
+    DecisionContext,
+    PreservationPolicy,
+    SavePolicy,
+    decide,
+)
+from jaxckpt_train.steps.restoring import restore_newest
+from jaxckpt_train.steps.run_directory import RunDirectory
+from jaxckpt_train.steps.step_names import check_step
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.reader import Progress
+from jaxckpt_train.store.transaction import Transaction, open_committed
+
+Clock = Callable[[], datetime.datetime]
+_log = logging.getLogger("jaxckpt_train")
+
+
+def utc_now() -> datetime.datetime:
+    """The wall clock, in UTC."""
+    return datetime.datetime.now(datetime.UTC)
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveResult:
+    """What became of a call to `StepManager.save`.
+
+    Attributes:
+        saved: whether the step is being saved.
+        reason: why, or why not.
+        pending: the save under way; None if nothing is saved.
+    """
+
+    saved: bool
+    reason: str
+    pending: PendingSave[CheckpointMetadata] | None = None
+
+
+class StepManager:
+    """A sequence of checkpoints in one directory. A step's label is the number of completed updates.
+
+    Reading needs no lock. The first save takes the directory for this process: two jobs cannot save to one directory.
+
+    Args:
+        directory: of the run; created by the first save.
+        save_decision_policy: which steps `save` saves; None: every one it is called with.
+        preservation_policy: which committed steps are kept; None: all.
+        settings: how checkpoints are stored.
+        if_busy: what a save does while the one before is under way: "wait" for it, or "skip" this step.
+        clock: the time, with a time zone; for tests.
+        backend: where the directory is.
+
+    Raises:
+        SettingsError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        directory: PathLike,
+        *,
+        save_decision_policy: SavePolicy | None = None,
+        preservation_policy: PreservationPolicy | None = None,
+        settings: StoreSettings | None = None,
+        if_busy: Literal["wait", "skip"] = "wait",
+        clock: Clock = utc_now,
+        backend: Backend | None = None,
+    ) -> None:
+        if if_busy not in ("wait", "skip"):
+            raise SettingsError(f'StepManager.if_busy: expected "wait" or "skip", found {if_busy!r}')
+        if save_decision_policy is not None:
+            require_policy("StepManager.save_decision_policy", save_decision_policy, "should_save")
+        if preservation_policy is not None:
+            require_policy("StepManager.preservation_policy", preservation_policy, "should_preserve")
+        self.directory = absolute(directory)
+        self.settings = settings or StoreSettings()
+        self.reached_preemption = False
+        self._save_policy, self._if_busy, self._clock = save_decision_policy, if_busy, clock
+        self._backend = backend or LocalBackend()
+        self._coordinator = current()
+        self._run = RunDirectory(self._backend, self.directory, preservation_policy, clock)
+        self._started = clock()
+        self._pending: PendingSave[CheckpointMetadata] | None = None
+        self._pending_info: CheckpointInfo | None = None
+        self._closed = False
+
+    @property
+    def history(self) -> History:
+        """The history of the run, `history.jsonl` in its directory."""
+        return self._run.history
+
+    @property
+    def steps(self) -> list[int]:
+        """The committed steps, lowest first."""
+        return sorted(entry.step for entry in self._run.newest())
+
+    @property
+    def latest(self) -> int | None:
+        """The step that was committed last; after a roll-back, of the new branch. None: there is none."""
+        found = self._run.newest()
+        return found[-1].step if found else None
+
+    def all_steps(self) -> list[int]:
+        """As `steps`; the name that other managers use."""
+        return self.steps
+
+    def latest_step(self) -> int | None:
+        """As `latest`; the name that other managers use."""
+        return self.latest
+
+    def own(self) -> None:
+        """Take the directory for this process and clean what dead owners left; the first save does so by itself.
+
+        Raises:
+            DirectoryLockedError: a live process owns it.
+            StorageError: the directory cannot be created.
+        """
+        self._run.own()
+
+    def decide(self, step: int, metrics: Mapping[str, Any] | None = None) -> Decision:
+        """Whether the save policy asks for this step, and why. Reads no device unless the policy decides by metrics."""
+        if self._save_policy is None:
+            return Decision(True, "no save policy: every call saves")
+        now = self._clock()
+        previous = self._run.infos()
+        if self._pending_info is not None and self.is_saving_in_progress():
+            previous = (*previous, self._pending_info)
+        context = DecisionContext(
+            now,
+            is_saving_in_progress=self.is_saving_in_progress(),
+            reached_preemption=self.reached_preemption,
+            read_metrics=None if metrics is None else functools.partial(plain_metrics, metrics),
+            run_started=self._started,
+        )
+        return decide(self._save_policy, CheckpointInfo(step, now), previous, context)
+
+    def should_save(self, step: int, metrics: Mapping[str, Any] | None = None) -> bool:
+        """As `decide`, without the reason."""
+        return self.decide(step, metrics).save
+
+    def is_saving_in_progress(self) -> bool:
+        """Whether a save is under way in the background."""
+        return self._pending is not None and not self._pending.done()
+
+    def save(
+        self,
+        step: int,
+        checkpointables: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        custom_metadata: Any = None,
+        overwrite: bool = False,
+        force: bool = False,
+        temporary: bool = False,
+        reason: str | None = None,
+    ) -> SaveResult:
+        """Save a step if the policy asks for it. Returns once the state is taken; the rest happens in the background.
+
+        Args:
+            step: number of completed updates.
+            checkpointables: what to save, by name.
+            metrics: numbers to record with the step; they are read from devices only if it is saved.
+            custom_metadata: plain JSON data to keep with the step.
+            overwrite: publish a new generation of a step that exists.
+            force: save whatever the policy says, and wait for a save under way instead of skipping.
+            temporary: the step goes after the next commit.
+            reason: why it is saved, if that is decided already: the policy is not asked.
+
+        Returns:
+            Whether it is being saved, and why or why not.
+
+        Raises:
+            CheckpointExistsError: the step is committed already, and `overwrite` is false.
+            The original error of the save before, if that failed.
+        """
+        step = check_step(step)
+        self._check_open()
+        self.check()
+        started = time.perf_counter()
+        decided = reason or ("forced" if force else None)
+        decision = Decision(True, decided) if decided else self.decide(step, metrics)
+        decide_s = time.perf_counter() - started
+        if not decision.save:
+            return SaveResult(False, decision.reason)
+        if self.is_saving_in_progress() and self._if_busy == "skip" and not force:
+            why = f"skipped: {self._subject()} is still under way, and if_busy is 'skip'"
+            _log.info("step %d: %s", step, why)
+            return SaveResult(False, why)
+        wait_s = self._wait_for_turn(step)
+        self._run.own()
+        name = self._run.name_for(step, overwrite)
+        times = SaveTimes()
+        parts = stage_all(checkpointables, times)
+        info = run_info(
+            step=step,
+            sequence=self._run.next_sequence(),
+            metrics=metrics_to_json(plain_metrics(metrics)),
+            custom_metadata=custom_metadata,
+            temporary=temporary,
+        )
+        info["created"] = self._clock().isoformat(timespec="microseconds")
+        record = {"step": step, "name": name, "reason": decision.reason, "decide_s": decide_s, "wait_s": wait_s}
+        record["blocked_s"] = time.perf_counter() - started
+        transaction = Transaction(self._backend, f"{self.directory}/{name}", self.settings)
+        self._pending_info = CheckpointInfo(step, self._clock(), temporary=temporary)
+        _log.info("step %d: saving (%s)", step, decision.reason)
+        self._pending = PendingSave(
+            f"step {step} to {self.directory}", functools.partial(self._write, transaction, parts, info, times, record)
+        )
+        return SaveResult(True, decision.reason, self._pending)
+
+    def _wait_for_turn(self, step: int) -> float:
+        """One save is in flight at a time: wait for the one before."""
+        if self._pending is None or self._pending.done():
+            return 0.0
+        _log.info("step %d waits: %s is still under way", step, self._subject())
+        started = time.perf_counter()
+        self.wait()
+        return time.perf_counter() - started
+
+    def _write(
+        self,
+        transaction: Transaction,
+        parts: list[StagedPart],
+        info: dict[str, Any],
+        times: SaveTimes,
+        record: dict[str, Any],
+    ) -> CheckpointMetadata:
+        """The background part of a save."""
+        try:
+            committed = write_parts(transaction, self._backend, parts, info, self.settings, times, replace=False)
+        except BaseException as error:
+            self.history.add("save", self._clock(), ok=False, error=str(error), **record, **dataclasses.asdict(times))
+            raise
+        self._run.committed(committed, info)
+        spent = times.write_s + times.commit_s
+        rate = times.bytes / spent if spent > 0 else math.inf
+        self.history.add(
+            "save", self._clock(), ok=True, **record, **dataclasses.asdict(times), bytes_per_s=round(rate)
+        )
+        self._run.retain()
+        return describe(committed)
+
+    def restore(
+        self,
+        targets: Mapping[str, Any] | None = None,
+        step: int | None = None,
+        *,
+        progress: Progress | None = None,
+    ) -> dict[str, Any]:
+        """Restore checkpointables into targets.
+
+        Args:
+            targets: by name; a target of None means without one. None: all checkpointables, without targets.
+            step: which; None: the newest one that is whole, falling back past damaged ones with a warning each.
+            progress: called with numbers of bytes as they are read.
+
+        Returns:
+            What was restored, by name. `restored_step` tells from which step.
+
+        Raises:
+            StepNotFoundError: there is no such step, or no step at all.
+            CorruptCheckpointError: no candidate is whole.
+            MismatchError: a target does not fit; nothing was read.
+        """
+        self.wait()
+        candidates = self._candidates(step)
+        started = time.perf_counter()
+        with self._run.reading(candidates):
+            entry, results, damaged = restore_newest(
+                self._backend, self.directory, candidates, targets, self.settings, progress
+            )
+        self.restored_step = entry.step
+        self._run.rolled_back_to(entry, damaged)
+        if self._run.is_owner:
+            self.history.add(
+                "restore",
+                self._clock(),
+                step=entry.step,
+                name=entry.name,
+                restore_s=time.perf_counter() - started,
+                skipped=[each.name for each in damaged] or None,
+            )
+        return results
+
+    restored_step: int | None = None
+    """The step of the last `restore`."""
+
+    def _candidates(self, step: int | None) -> list[Entry]:
+        entries = self._run.entries()
+        if step is None:
+            if not entries:
+                raise StepNotFoundError(f"{self.directory}: has no committed step")
+            return entries[::-1]
+        step = check_step(step)
+        found = [entry for entry in entries[::-1] if entry.step == step]
+        if not found:
+            there = ", ".join(str(each) for each in self.steps) or "none"
+            raise StepNotFoundError(f"{self.directory}: has no committed step {step}; committed are {there}")
+        return found
+
+    def best(self, metric: str, mode: Literal["min", "max"] = "min") -> int | None:
+        """The step with the best value of a metric; of equal ones the latest; nan is never best. None: no step has it.
+
+        Raises:
+            SettingsError: `mode` is neither "min" nor "max".
+        """
+        if mode not in ("min", "max"):
+            raise SettingsError(f'best: expected mode "min" or "max", found {mode!r}')
+        sign = -1.0 if mode == "min" else 1.0
+        ranked = [
+            (sign * entry.metrics[metric], entry.step)
+            for entry in self._run.newest()
+            if entry.metrics and metric in entry.metrics and not math.isnan(entry.metrics[metric])
+        ]
+        return max(ranked)[1] if ranked else None
+
+    def pin(self, step: int, pinned: bool = True) -> None:
+        """Keep a step whatever the preservation policy says; `pinned=False` lets it go again.
+
+        Raises:
+            StepNotFoundError: there is no such step.
+        """
+        self._note(step, pin=pinned)
+
+    def attach_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add metrics to a committed step, such as those of an evaluation that ended later.
+
+        Raises:
+            StepNotFoundError: there is no such step.
+        """
+        self._note(step, metrics=metrics_to_json(plain_metrics(metrics)))
+
+    def _note(self, step: int, **note: Any) -> None:
+        self._run.own()
+        if step not in self.steps:
+            self._candidates(step)
+        self._run.note(check_step(step), note)
+
+    def note_preemption(self, step: int | None, reason: str) -> None:
+        """Write into the history that the run was asked to leave, and which step it saved."""
+        self.history.add("preempted", self._clock(), step=step, reason=reason)
+
+    def metadata(self, step: int | None = None) -> CheckpointMetadata:
+        """What a step holds; None: the latest.
+
+        Raises:
+            StepNotFoundError: there is no such step, or none at all.
+        """
+        return describe(open_committed(self._backend, f"{self.directory}/{self._candidates(step)[0].name}"))
+
+    def check(self) -> None:
+        """Raise the error of a save that failed in the background, once."""
+        pending = self._pending
+        if pending is not None and pending.done():
+            self._pending = None
+            pending.wait()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the save under way is committed.
+
+        Raises:
+            CheckpointTimeoutError: not in time; it goes on.
+            The original error of the save, if it failed.
+        """
+        pending = self._pending
+        if pending is not None:
+            if not pending.done():
+                pending.wait(timeout_s)
+            self.check()
+
+    def wait_until_finished(self) -> None:
+        """As `wait`; the name that other managers use."""
+        self.wait()
+
+    def close(self) -> None:
+        """Wait for the save and the deletions under way, and let go of the directory.
+
+        Raises:
+            The original error of a save that failed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.wait()
+        finally:
+            self._run.close()
+
+    def _subject(self) -> str:
+        return self._pending.subject if self._pending is not None else "nothing"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SettingsError(f"{self.directory}: this StepManager is closed; make a new one")
+
+    def __enter__(self) -> StepManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except BaseException as failure:
+            if error is None:
+                raise
+            _log.exception("closing %s failed while another error was on its way", self.directory)
+            error.add_note(f"besides, closing {self.directory} failed: {failure}")

@@ -1,0 +1,143 @@
+"""Preemption: signals, a notice file and a wall-clock limit, noticed between steps."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.multihost import Coordinator
+from jaxckpt_train.store.local import file_exists
+
+FILE_POLL_S = 1.0
+_log = logging.getLogger("jaxckpt_train")
+
+
+class SignalNotice:
+    """Handlers that set a flag, and call the handler that was there before if the user had set one.
+
+    Python runs them between two byte codes of the main thread; all they do is safe there. A second signal changes
+    nothing, so it cannot kill a save that the first one asked for.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.received: str | None = None
+        self._numbers = [_signal_number(name) for name in names]
+        self._before: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """Install the handlers; only the main thread can, elsewhere this warns and does nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            _log.warning("signals are not watched: only the main thread can install handlers; use notice_file instead")
+            return
+        for number in self._numbers:
+            self._before[number] = signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or signal.Signals(number).name
+        before = self._before.get(number)
+        if callable(before) and before is not signal.default_int_handler:
+            before(number, frame)
+
+    def restore(self) -> None:
+        """Put the handlers back that were there before."""
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, before if before is not None else signal.SIG_DFL)
+        self._before.clear()
+
+    def notice(self) -> str | None:
+        """The signal that came, as text."""
+        return None if self.received is None else f"signal {self.received}"
+
+
+class FileNotice:
+    """A file whose appearance asks the job to leave; looked for at most once a second."""
+
+    def __init__(self, path: str, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._monotonic = path, monotonic
+        self._next = -1.0
+        self._found = False
+
+    def notice(self) -> str | None:
+        """That the file is there, as text."""
+        now = self._monotonic()
+        if not self._found and now >= self._next:
+            self._next = now + FILE_POLL_S
+            self._found = file_exists(self._path)
+        return f"notice file {self._path}" if self._found else None
+
+
+class TimeNotice:
+    """A limit of the run's wall-clock time."""
+
+    def __init__(self, max_run_time_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._limit_s = max_run_time_s
+        self._end = monotonic() + max_run_time_s
+
+    def notice(self) -> str | None:
+        """That the time is up, as text."""
+        return f"the time limit of {self._limit_s:g} s" if self._monotonic() >= self._end else None
+
+
+class PreemptionWatch:
+    """All notices of one run. What one process notices, all processes act on at the same step, by the coordinator."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        *,
+        signals: Sequence[str] = (),
+        notice_file: str | None = None,
+        max_run_time_s: float | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._coordinator, self._monotonic = coordinator, monotonic
+        self._signals = SignalNotice(signals)
+        self._notices: list[Callable[[], str | None]] = [self._signals.notice]
+        if notice_file is not None:
+            self._notices.append(FileNotice(notice_file, monotonic).notice)
+        if max_run_time_s is not None:
+            self._notices.append(TimeNotice(max_run_time_s, monotonic).notice)
+        self.reason: str | None = None
+        self.noticed_at: float | None = None
+
+    def start(self) -> None:
+        """Begin to watch for signals."""
+        self._signals.install()
+
+    def stop(self) -> None:
+        """Put the signal handlers back."""
+        self._signals.restore()
+
+    def reached(self) -> bool:
+        """Whether the job was asked to leave; the same answer on all processes. Costs a microsecond."""
+        if self.reason is None:
+            for notice in self._notices:
+                self.reason = notice()
+                if self.reason is not None:
+                    break
+        agreed = self._coordinator.agree("preemption", self.reason is not None)
+        if agreed and self.noticed_at is None:
+            self.noticed_at = self._monotonic()
+            self.reason = self.reason or "another process was asked to leave"
+            _log.warning("asked to leave: %s", self.reason)
+        return agreed
+
+    def left_of(self, grace_period_s: float) -> float:
+        """Seconds left of the grace period, at least 0."""
+        spent = 0.0 if self.noticed_at is None else self._monotonic() - self.noticed_at
+        return max(0.0, grace_period_s - spent)
+
+
+def _signal_number(name: object) -> int:
+    number = getattr(signal.Signals, name, None) if isinstance(name, str) else None
+    if number is None:
+        raise SettingsError(f'signals: expected names such as "SIGTERM", found {name!r}')
+    return int(number)

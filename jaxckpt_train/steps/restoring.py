@@ -1,0 +1,67 @@
+"""Restores the newest step that is whole: a damaged one is skipped with a warning, and nothing is moved."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxckpt_train.checkpointables.loading import load_parts
+from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.steps.catalog import Entry
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.reader import Progress
+from jaxckpt_train.store.transaction import open_committed
+from jaxckpt_train.tree.restore import LoadOptions
+
+# What a damaged or vanished file looks like. Anything else (no permission, no memory) is not the step's fault.
+_DAMAGE = {errno.EIO, errno.ENOENT, errno.EINVAL, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EBADMSG, errno.EUCLEAN}
+_log = logging.getLogger("jaxckpt_train")
+
+
+def restore_newest(
+    backend: Backend,
+    directory: str,
+    candidates: Sequence[Entry],
+    targets: Mapping[str, Any] | None,
+    settings: StoreSettings,
+    progress: Progress | None,
+) -> tuple[Entry, dict[str, Any], list[Entry]]:
+    """Restore the first of the candidates that is whole.
+
+    Args:
+        backend: where.
+        directory: the run directory.
+        candidates: in the order in which they are tried; at least one.
+        targets: by name of the checkpointable, None without targets: all of them.
+        settings: how to read.
+        progress: called with numbers of bytes.
+
+    Returns:
+        The restored entry, what was restored, and the damaged entries that were skipped.
+
+    Raises:
+        CorruptCheckpointError: none is whole.
+        MismatchError: the first one that can be read does not fit the targets.
+    """
+    damaged: list[Entry] = []
+    problems: list[str] = []
+    last: Exception | None = None
+    for entry in candidates:
+        try:
+            committed = open_committed(backend, f"{directory}/{entry.name}")
+            wanted = {part.name: None for part in committed.manifest.parts} if targets is None else targets
+            return entry, load_parts(backend, committed, wanted, settings, LoadOptions(), progress), damaged
+        except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
+            if isinstance(error, StorageError) and error.errno not in _DAMAGE:
+                raise
+            damaged.append(entry)
+            problems.append(str(error))
+            last = error
+            _log.warning("step %d cannot be restored and is skipped: %s", entry.step, error)
+    listing = "\n".join(f"  step {entry.step}: {text}" for entry, text in zip(damaged, problems, strict=True))
+    raise CorruptCheckpointError(
+        f"{directory}: none of {len(damaged)} committed steps can be restored; nothing was changed:\n{listing}"
+    ) from last

@@ -1,0 +1,85 @@
+"""Retention: deletes steps that no policy keeps, on a thread of its own, never visible half-way."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from jaxckpt_train.errors import StorageError
+from jaxckpt_train.store.backend import Backend
+
+_DELETING = ".deleting"
+_log = logging.getLogger("jaxckpt_train")
+
+
+class Deleter:
+    """Deletes step directories one after the other. A failing deletion warns and is tried again with the next one."""
+
+    def __init__(self, backend: Backend, directory: str, deleted: Callable[[str], None]) -> None:
+        self._backend, self._directory, self._deleted = backend, directory, deleted
+        self._jobs: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._retry: list[str] = []
+        self._idle = threading.Condition()
+        self._waiting = 0
+        self._thread: threading.Thread | None = None
+
+    def delete(self, name: str) -> None:
+        """Delete a step directory soon; it stops being listed before its first byte goes."""
+        with self._idle:
+            self._waiting += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="jaxckpt-retention", daemon=True)
+                self._thread.start()
+        self._jobs.put(name)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is left to delete; False if that took too long."""
+        with self._idle:
+            return self._idle.wait_for(lambda: self._waiting == 0, timeout_s)
+
+    def close(self) -> None:
+        """Finish what is under way and end the thread."""
+        self.wait()
+        with self._idle:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join()
+
+    def _work(self) -> None:
+        while (name := self._jobs.get()) is not None:
+            again, self._retry = self._retry, []
+            for each in [*again, name]:
+                self._delete(each)
+            with self._idle:
+                self._waiting -= 1
+                self._idle.notify_all()
+
+    def _delete(self, name: str) -> None:
+        hidden = hidden_name(name)
+        try:
+            if name != hidden:
+                self._backend.rename(f"{self._directory}/{name}", f"{self._directory}/{hidden}")
+                self._deleted(name)
+            self._backend.remove(f"{self._directory}/{hidden}")
+        except StorageError as error:
+            _log.warning("deleting %s failed and will be tried again: %s", name, error)
+            self._retry.append(hidden if self._is_hidden(hidden) else name)
+
+    def _is_hidden(self, hidden: str) -> bool:
+        try:
+            return any(entry.name == hidden for entry in self._backend.list(self._directory))
+        except StorageError:
+            return False
+
+
+def hidden_name(name: str) -> str:
+    """The name of a directory while it is being deleted."""
+    return name if name.endswith(_DELETING) else f".{name}{_DELETING}"
+
+
+def half_deleted(backend: Backend, directory: str) -> list[str]:
+    """The directories whose deletion was begun and not finished."""
+    return [entry.name for entry in backend.list(directory) if entry.name.startswith(".") and entry.name.endswith(_DELETING)]

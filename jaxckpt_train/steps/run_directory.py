@@ -1,0 +1,204 @@
+"""The state of a run directory as its owner, or a reader, sees it: entries, generations, notes, retention, the lock."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import errno
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxckpt_train.errors import CheckpointExistsError, StorageError
+from jaxckpt_train.steps.catalog import Entry, newest_generations, scan
+from jaxckpt_train.steps.history import NOTES_NAME, History, append_line, metrics_from_json
+from jaxckpt_train.steps.lock import OwnerLock
+from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy, steps_to_delete
+from jaxckpt_train.steps.retention import Deleter, half_deleted
+from jaxckpt_train.steps.step_names import parse_step_name, step_name
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.transaction import Committed, attempts
+
+_log = logging.getLogger("jaxckpt_train")
+
+
+class RunDirectory:
+    """One run directory. A reader looks at the disk each time; the owner knows, since nobody else changes it."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        directory: str,
+        policy: PreservationPolicy | None,
+        clock: Callable[[], datetime.datetime],
+    ) -> None:
+        self._backend, self._directory, self._policy, self._clock = backend, directory, policy, clock
+        self.history = History(backend, directory)
+        self.is_owner = False
+        self._lock = OwnerLock(backend, directory)
+        self._deleter = Deleter(backend, directory, self._deleted)
+        self._guard = threading.RLock()
+        self._entries: list[Entry] = []
+        self._infos: tuple[CheckpointInfo, ...] | None = None
+        self._damaged: set[str] = set()
+        self._abandoned: set[str] = set()
+        self._being_read: list[str] = []
+        self._deleting: set[str] = set()
+
+    def own(self) -> None:
+        """Become the owner: take the lock, clean up after dead owners, read what is there."""
+        if self.is_owner:
+            return
+        self._backend.make_directory(self._directory, parents=True, sync=True)
+        dead = self._lock.acquire()
+        if dead is not None:
+            self.history.add("take_over", self._clock(), host=dead.host, pid=dead.pid)
+        for attempt, final in attempts(self._backend, self._directory):
+            if parse_step_name(final) is not None:
+                _log.info("removing an interrupted attempt, %s", attempt)
+                self._backend.remove(attempt)
+        with self._guard:
+            self._entries = scan(self._backend, self._directory)
+            self._infos = None
+            self.is_owner = True
+        for name in half_deleted(self._backend, self._directory):
+            self._deleter.delete(name)
+
+    def entries(self) -> list[Entry]:
+        """All committed generations of all steps that are not about to be deleted, in the order of their saves."""
+        with self._guard:
+            if not self.is_owner:
+                self._entries = scan(self._backend, self._directory)
+                self._infos = None
+            return [entry for entry in self._entries if entry.name not in self._deleting]
+
+    def newest(self) -> list[Entry]:
+        """The highest generation of each step, in the order of their saves."""
+        return newest_generations(self.entries())
+
+    def infos(self) -> tuple[CheckpointInfo, ...]:
+        """The steps as policies see them, without damaged ones. Cheap for an owner; a reader's view may be old."""
+        infos = self._infos
+        if infos is None:
+            with self._guard:
+                if not self.is_owner:
+                    self._entries = scan(self._backend, self._directory)
+                usable = [e for e in self._entries if e.name not in self._damaged | self._deleting]
+                infos = self._infos = tuple(entry.info() for entry in newest_generations(usable))
+        return infos
+
+    def next_sequence(self) -> int:
+        """The number of the next save of this run."""
+        with self._guard:
+            return max((entry.sequence for entry in self._entries), default=-1) + 1
+
+    def name_for(self, step: int, overwrite: bool) -> str:
+        """The directory name under which a step is to be saved: its next generation if it must not be kept as it is.
+
+        A step that is damaged, or that a roll-back has left behind, may be saved again.
+
+        Raises:
+            CheckpointExistsError: the step is committed.
+        """
+        with self._guard:
+            known = [entry for entry in self._entries if entry.step == step and entry.name not in self._deleting]
+            replaceable = self._damaged | self._abandoned
+            if known and not overwrite and not all(entry.name in replaceable for entry in known):
+                raise CheckpointExistsError(
+                    f"{self._directory}: step {step} is committed already; pass overwrite=True to publish it anew"
+                )
+        taken = [-1]
+        for item in self._backend.list(self._directory):
+            parsed = parse_step_name(item.name)
+            if parsed is not None and parsed[0] == step:
+                taken.append(parsed[1])
+        return step_name(step, max(taken) + 1)
+
+    def committed(self, committed: Committed, info: Mapping[str, Any]) -> None:
+        """Take note of a commit."""
+        name = committed.directory.rpartition("/")[2]
+        step, generation = parse_step_name(name) or (int(info["step"]), 0)
+        entry = Entry(
+            name,
+            step,
+            generation,
+            sequence=int(info["sequence"]),
+            time=datetime.datetime.fromisoformat(info["created"]),
+            metrics=metrics_from_json(info["metrics"]) or None,
+            temporary=bool(info["temporary"]),
+        )
+        with self._guard:
+            pinned = any(each.pinned for each in self._entries if each.step == step)
+            self._entries.append(dataclasses.replace(entry, pinned=pinned))
+            self._infos = None
+
+    def retain(self) -> None:
+        """Hand what no policy keeps to the deleter. Called after a commit; never touches what is not older."""
+        with self._guard:
+            usable = [e for e in self._entries if e.name not in self._damaged | self._deleting]
+            newest = newest_generations(usable)
+            doomed = {entry.name for entry in usable} - {entry.name for entry in newest}
+            if self._policy is not None:
+                infos = [entry.info() for entry in newest]
+                steps = steps_to_delete(infos, self._policy, context=DecisionContext(self._clock()))
+            else:
+                last = newest[-1].step if newest else None
+                steps = {entry.step for entry in newest if entry.temporary and not entry.pinned and entry.step != last}
+            doomed |= {entry.name for entry in newest if entry.step in steps}
+            doomed -= set(self._being_read)
+            self._deleting |= doomed
+            self._infos = None
+        for name in sorted(doomed):
+            self._deleter.delete(name)
+
+    def _deleted(self, name: str) -> None:
+        with self._guard:
+            self._entries = [entry for entry in self._entries if entry.name != name]
+            self._deleting.discard(name)
+            self._infos = None
+        self.history.add("delete", self._clock(), name=name)
+
+    @contextlib.contextmanager
+    def reading(self, entries: Sequence[Entry]) -> Iterator[None]:
+        """Keep retention away from these steps meanwhile."""
+        names = [entry.name for entry in entries]
+        with self._guard:
+            self._being_read += names
+        try:
+            yield
+        finally:
+            with self._guard:
+                for name in names:
+                    self._being_read.remove(name)
+
+    def rolled_back_to(self, entry: Entry, damaged: Sequence[Entry]) -> None:
+        """Take note of a restore: which steps are damaged, and which later ones the run has left behind."""
+        with self._guard:
+            self._damaged |= {each.name for each in damaged}
+            self._abandoned = {each.name for each in self._entries if each.order > entry.order}
+            self._infos = None
+
+    def note(self, step: int, note: Mapping[str, Any]) -> None:
+        """Write a pin or metrics of a step, durably."""
+        append_line(self._backend, self._directory, NOTES_NAME, {"step": step, **note})
+        self._backend.sync(f"{self._directory}/{NOTES_NAME}")
+        with self._guard:
+            self._entries = [self._with_note(e, note) if e.step == step else e for e in self._entries]
+            self._infos = None
+
+    def _with_note(self, entry: Entry, note: Mapping[str, Any]) -> Entry:
+        if "pin" in note:
+            return dataclasses.replace(entry, pinned=bool(note["pin"]))
+        return dataclasses.replace(entry, metrics={**(entry.metrics or {}), **metrics_from_json(note["metrics"])})
+
+    def close(self) -> None:
+        """Finish deletions and let go of the directory."""
+        self._deleter.close()
+        try:
+            self._lock.release()
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                _log.warning("the lock of %s was not released: %s", self._directory, error)
+        self.is_owner = False

@@ -1,0 +1,64 @@
+"""Who this process is, and whether another process of this machine is alive."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True):
+    """A process, told apart from every other that ever ran: on this machine, before a reboot, in another container.
+
+    `boot` and `namespace` are empty where the system does not tell.
+    """
+
+    host: str
+    pid: int
+    start: str
+    boot: str = ""
+    namespace: str = ""
+
+
+def this_process() -> ProcessIdentity:
+    """The process that calls."""
+    namespace = ""
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    boot = _read("/proc/sys/kernel/random/boot_id").strip()
+    return ProcessIdentity(socket.gethostname(), os.getpid(), _start_of(os.getpid()), boot, namespace)
+
+
+def is_dead(other: ProcessIdentity) -> bool | None:
+    """Whether a process is surely gone (True) or surely alive (False); None if that cannot be told from here."""
+    here = this_process()
+    if other.host != here.host:
+        return None
+    if other.boot != here.boot:
+        return True
+    if other.namespace != here.namespace:
+        return None
+    try:
+        os.kill(other.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # it exists and belongs to someone else
+    start = _start_of(other.pid)
+    return bool(start and other.start and start != other.start)
+
+
+def _start_of(pid: int) -> str:
+    """When a process started, in clock ticks since boot; the same pid used again has another."""
+    stat = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return stat[19] if len(stat) > 19 else ""
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

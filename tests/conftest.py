@@ -1,0 +1,100 @@
+"""What every test runs under: eight CPU devices, strict rank promotion, repeatable properties; runs scripts too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+# Before the first import of jax. A run on accelerators asks for them: JAX_PLATFORMS=cuda,cpu make test
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+from hypothesis import settings
+
+DEVICES = 8
+REPO_ROOT = Path(__file__).resolve().parent.parent
+
+jax.config.update("jax_num_cpu_devices", DEVICES)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# No deadline: the machines of CI are slow and noisy. The same examples each time: a failure is still there when it is
+# looked at. `--hypothesis-profile=explore` looks for new ones.
+settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, print_blob=True)
+settings.register_profile("explore", deadline=None, max_examples=2000, print_blob=True)
+settings.load_profile("repeatable")
+
+
+class RunPython(Protocol):
+    """Runs Python in a process of its own, which sees this repository's package first."""
+
+    def __call__(
+        self,
+        script: str | Path,
+        *arguments: str | os.PathLike[str],
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        path: Sequence[Path] = (),
+        devices: int = 1,
+        check: bool = False,
+        timeout_s: float = 120,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a script file, or a text as by `python -c`.
+
+        Args:
+            script: a Path: the file to run; a str: the program itself.
+            arguments: what follows on the command line.
+            cwd: the directory to run in; None: that of the tests.
+            env: variables to add.
+            path: directories to put before the repository on PYTHONPATH.
+            devices: CPU devices that jax shows there.
+            check: raise, with the output in the message, unless the exit code is 0.
+            timeout_s: kill it after this long, and raise.
+        """
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    """The root of the repository."""
+    return REPO_ROOT
+
+
+@pytest.fixture(scope="session")
+def run_python() -> RunPython:
+    """See RunPython."""
+    return _run_python
+
+
+def _run_python(
+    script: str | Path,
+    *arguments: str | os.PathLike[str],
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    path: Sequence[Path] = (),
+    devices: int = 1,
+    check: bool = False,
+    timeout_s: float = 120,
+) -> subprocess.CompletedProcess[str]:
+    program = [str(script)] if isinstance(script, Path) else ["-c", script]
+    variables = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, [*path, REPO_ROOT])),
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        **(env or {}),
+    }
+    done = subprocess.run(
+        [sys.executable, *program, *map(os.fspath, arguments)],
+        cwd=cwd,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    if check and done.returncode != 0:
+        raise AssertionError(f"{done.args} left with {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return done

@@ -1,0 +1,121 @@
+"""Preservation policies: what they refuse to be built with, and which answers of a policy are refused."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, steps_to_delete
+from jaxckpt_train.steps.preservation_policies import (
+    AnyPreservationPolicy,
+    BestN,
+    CustomSteps,
+    EveryNSeconds,
+    EveryNSteps,
+    EveryNStepsClosest,
+    LatestDuration,
+    LatestN,
+    PreserveAll,
+)
+from jaxckpt_train.steps.save_policies import FixedIntervalPolicy
+
+NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
+
+
+def info(step: int) -> CheckpointInfo:
+    return CheckpointInfo(step, NOW)
+
+
+def deleted(checkpoints: list[CheckpointInfo], policy: Any) -> list[int]:
+    """What `steps_to_delete` says, in order."""
+    return sorted(steps_to_delete(checkpoints, policy, context=DecisionContext(NOW)))
+
+
+class Answer:
+    """A policy that a user could write: it gives one fixed answer."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def should_preserve(self, checkpoints: Any, *, context: Any) -> Any:
+        return self.answer
+
+
+@pytest.mark.parametrize("build", [LatestN, EveryNSteps, EveryNStepsClosest, lambda n: BestN("loss", n, "min")])
+@pytest.mark.parametrize("number", [0, -1, True, 2.0, "2", math.nan])
+def test_counts_and_intervals_are_whole_numbers_of_at_least_one(build: Any, number: Any) -> None:
+    with pytest.raises(SettingsError, match=r"\w+\.\w+: expected a whole number of at least 1, found"):
+        build(number)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, True, math.nan, math.inf, "60", None, timedelta(0), 10**400])
+def test_seconds_must_be_finite_and_above_zero(seconds: Any) -> None:
+    with pytest.raises(SettingsError, match=r"LatestDuration\.duration: expected a"):
+        LatestDuration(seconds)
+    if seconds != 10**400:
+        with pytest.raises(SettingsError, match=r"EveryNSeconds\.interval_secs: expected a finite number"):
+            EveryNSeconds(seconds)
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (lambda: EveryNSteps(5, exact_interval=1), r"EveryNSteps\.exact_interval: expected true or false, found 1"),  # type: ignore[arg-type]
+        (lambda: EveryNSteps(5, max_to_keep=0), r"EveryNSteps\.max_to_keep: .*found 0"),
+        (lambda: EveryNStepsClosest(5, max_to_keep=0), r"EveryNStepsClosest\.max_to_keep: .*found 0"),
+        (lambda: BestN("", 1, "min"), r"BestN\.metric: expected the name of a metric"),
+        (lambda: BestN("loss", 1, "low"), r'BestN\.mode: expected "min"'),  # type: ignore[arg-type]
+        (lambda: BestN("loss", 1, "min", 1), r"BestN\.keep_checkpoints_without_metrics: expected true, false"),  # type: ignore[arg-type]
+        (
+            lambda: CustomSteps([1, True]),
+            r"CustomSteps\.steps: a step: expected a whole number of at least 0, found True",
+        ),
+        (lambda: CustomSteps("12"), r"CustomSteps\.steps: expected a collection"),  # type: ignore[arg-type]
+        (lambda: AnyPreservationPolicy([]), r"AnyPreservationPolicy\.policies: expected at least one policy"),
+        (lambda: AnyPreservationPolicy([LatestN(1), 3]), r"policies\[1\]: expected an object with should_preserve"),  # type: ignore[list-item]
+        (lambda: AnyPreservationPolicy([LatestN]), r"policies\[0\]: .*write LatestN\(\.\.\.\)"),  # type: ignore[list-item]
+        (
+            lambda: AnyPreservationPolicy([FixedIntervalPolicy(5)]),  # type: ignore[list-item]
+            r"policies\[0\]: .*found FixedIntervalPolicy\(interval=5\), which is a save policy",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_named(build: Any, match: str) -> None:
+    with pytest.raises(SettingsError, match=match):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("answer", "match"),
+    [
+        ([True], r"Answer\(\)\.should_preserve: expected one bool for each of 2 checkpoints, found 1 values"),
+        ([True] * 3, r"each of 2 checkpoints, found 3 values"),
+        (None, r"expected a sequence of 2 bools, found None"),
+        ([True, 1], r"expected True or False for step 2, found 1"),
+        ([None, True], r"expected True or False for step 1, found None"),
+        ("ab", r"expected True or False for step 1, found 'a'"),
+    ],
+)
+def test_an_answer_that_is_not_one_bool_per_checkpoint_is_refused(answer: Any, match: str) -> None:
+    for policy in (Answer(answer), AnyPreservationPolicy([PreserveAll(), Answer(answer)])):
+        with pytest.raises(SettingsError, match=match):
+            deleted([info(1), info(2)], policy)
+
+
+def test_an_answer_of_numpy_bools_is_taken() -> None:
+    assert deleted([info(1), info(2), info(3)], Answer(np.array([False, True, False]))) == [1]
+
+
+def test_policies_are_values() -> None:
+    one = AnyPreservationPolicy([LatestN(2), CustomSteps([3, 1])])
+    other = AnyPreservationPolicy((LatestN(np.int64(2)), CustomSteps({1, 3})))  # type: ignore[arg-type]
+    assert one == other
+    assert len({one, other}) == 1
+    assert repr(one) == "AnyPreservationPolicy(policies=(LatestN(n=2), CustomSteps(steps=[1, 3])))"
+    with pytest.raises(AttributeError):
+        one.policies = ()  # type: ignore[misc]

@@ -1,0 +1,125 @@
+"""What is installed: the public names, what an import costs, and the wheel with its presets and Hydra plugin."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import jaxckpt_train
+
+# What only an adapter imports, when it is used.
+OPTIONAL = ("blake3", "flax", "grain", "hydra", "omegaconf", "optax", "orbax", "tensorstore", "typer")
+MOST_IMPORT_S = 0.15
+
+
+def test_all_is_what_is_public() -> None:
+    for name in jaxckpt_train.__all__:
+        getattr(jaxckpt_train, name)
+    # After use, the lazily imported modules are attributes as well; they are no part of the surface.
+    public = {name for name in dir(jaxckpt_train) if not name.startswith("_") or name == "__version__"}
+    modules = {name for name in public if isinstance(getattr(jaxckpt_train, name), types.ModuleType)}
+    assert public - modules == set(jaxckpt_train.__all__) | ({"__version__"} & public)
+    assert len(set(jaxckpt_train.__all__)) == len(jaxckpt_train.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        jaxckpt_train.no_such_name  # noqa: B018 - reading the attribute is the test
+
+
+def test_public_names_say_what_they_are_for() -> None:
+    undocumented = [name for name in jaxckpt_train.__all__ if not (getattr(jaxckpt_train, name).__doc__ or "").strip()]
+    assert undocumented == []
+
+
+def test_import_loads_no_optional_package(run_python) -> None:
+    program = "import sys, json, jaxckpt_train; print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    loaded = json.loads(run_python(program, check=True).stdout)
+    assert [name for name in OPTIONAL if name in loaded] == []
+
+
+def test_import_touches_no_device(run_python) -> None:
+    program = """
+import jaxckpt_train
+from jax._src import xla_bridge
+print(xla_bridge.backends_are_initialized())
+"""
+    assert run_python(program, check=True).stdout.split() == ["False"]
+
+
+def test_import_costs_little_beside_jax(run_python) -> None:
+    program = """
+import time, jax
+begin = time.perf_counter()
+import jaxckpt_train
+print(time.perf_counter() - begin)
+"""
+    # The fastest of several: noise of the machine only ever adds.
+    assert min(float(run_python(program, check=True).stdout) for _ in range(5)) < MOST_IMPORT_S
+
+
+@pytest.fixture(scope="module")
+def wheel(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout, built without the network."""
+    folder = tmp_path_factory.mktemp("wheel")
+    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, repo_root)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with nothing in it but the installed wheel."""
+    target = tmp_path_factory.mktemp("installed")
+    _pip("install", "--no-deps", "--no-index", "--target", target, wheel)
+    return target
+
+
+def _pip(*arguments: str | Path) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_its_presets_and_its_plugin(wheel: Path, repo_root: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    here = {str(file.relative_to(repo_root)) for file in (repo_root / "jaxckpt_train").rglob("*.py")}
+    presets = {f"jaxckpt_train/{file.relative_to(repo_root)}" for file in (repo_root / "configs").rglob("*.yaml")}
+    wanted = here | presets | {"jaxckpt_train/py.typed", "hydra_plugins/jaxckpt_train_plugin.py"}
+    assert {name for name in names if ".dist-info/" not in name} == wanted
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
+
+
+@pytest.mark.slow
+def test_an_app_elsewhere_uses_the_installed_presets(installed: Path, run_python, tmp_path: Path) -> None:
+    app = tmp_path / "app.py"
+    app.write_text(
+        """
+import hydra, jaxckpt_train
+from jaxckpt_train.config import callback_arguments
+
+@hydra.main(version_base=None, config_path="conf", config_name="train")
+def main(cfg):
+    print(jaxckpt_train.__file__)
+    print(callback_arguments(cfg.checkpoint)["save_interval_secs"])
+
+main()
+"""
+    )
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "train.yaml").write_text("defaults:\n  - checkpoint: preemptible\n  - _self_\n")
+    done = run_python(app, cwd=tmp_path, path=[installed], check=True)
+    assert done.stdout.splitlines() == [str(installed / "jaxckpt_train" / "__init__.py"), "300.0"]
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_the_installed_package_is_typed_for_its_users(installed: Path, tmp_path: Path) -> None:
+    assert (installed / "jaxckpt_train" / "py.typed").is_file()
