@@ -14,11 +14,12 @@ from jaxckpt_train.multihost import current
 from jaxckpt_train.progress import progress_line, wants_progress
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.hooks import LoopHook
-from jaxckpt_train.steps.manager import SaveResult, StepManager
+from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.policy_choice import choose_preservation_policy, choose_save_policy
 from jaxckpt_train.steps.policy_context import PreservationPolicy, SavePolicy
 from jaxckpt_train.steps.preemption import PreemptionWatch
 from jaxckpt_train.steps.step_names import check_step
+from jaxckpt_train.steps.step_save import SaveResult
 
 _log = logging.getLogger("jaxckpt_train")
 _NOT_DUE = SaveResult(False, "not due")

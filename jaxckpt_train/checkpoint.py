@@ -52,7 +52,12 @@ def package_version() -> str:
 
 
 def save(
-    path: PathLike, tree: Any, *, overwrite: bool = False, custom_metadata: Any = None, settings: StoreSettings | None = None
+    path: PathLike,
+    tree: Any,
+    *,
+    overwrite: bool = False,
+    custom_metadata: Any = None,
+    settings: StoreSettings | None = None,
 ) -> CheckpointMetadata:
     """Save one pytree as a checkpoint of its own and wait until it is durable.
 
@@ -72,7 +77,12 @@ def save(
 
 
 def save_async(
-    path: PathLike, tree: Any, *, overwrite: bool = False, custom_metadata: Any = None, settings: StoreSettings | None = None
+    path: PathLike,
+    tree: Any,
+    *,
+    overwrite: bool = False,
+    custom_metadata: Any = None,
+    settings: StoreSettings | None = None,
 ) -> PendingSave[CheckpointMetadata]:
     """As `save`, but returns once the state is safe from whatever happens to it next, and writes in the background.
 
@@ -93,7 +103,7 @@ def save_checkpointables(
     custom_metadata: Any = None,
     settings: StoreSettings | None = None,
 ) -> CheckpointMetadata:
-    """As `save`, with several checkpointables by name: pytrees, Flax objects, iterators, JsonValue, stateful objects."""
+    """As `save`, with several checkpointables by name: pytrees, Flax objects, iterators, JsonValue."""
     return save_checkpointables_async(
         path, checkpointables, overwrite=overwrite, custom_metadata=custom_metadata, settings=settings
     ).wait()

@@ -301,11 +301,12 @@ def _instantiated(subject: str, node: Any) -> Any:
 
 
 def _own_policy(subject: str, name: str, arguments: Mapping[str, Any]) -> Any:
-    package = importlib.import_module(__package__)  # when called, not when imported: this is the lower layer
-    policies = [public for public in package.__all__ if "Policy" in public or inspect.isclass(getattr(package, public))]
-    if name not in policies:
-        raise SettingsError(f'{subject}: {__package__} has no policy "{name}"{_nearest(name, policies)}')
+    package = importlib.import_module(__package__)  # when called, not when imported: this is a lower layer
+    if name not in package.__all__:
+        raise SettingsError(f'{subject}: {__package__} has no policy "{name}"{_nearest(name, package.__all__)}')
     policy = getattr(package, name)
+    if not (hasattr(policy, "should_save") or hasattr(policy, "should_preserve")):
+        _refuse(subject, "a policy", f"{__package__}.{name}")
     signature = inspect.signature(policy)
     _known_keys(f"{subject} ({name})", arguments, list(signature.parameters))
     try:

@@ -1,7 +1,7 @@
 """The Hydra plugin: makes the presets and the schema of `checkpoint` known to every Hydra app.
 
-Hydra finds it because it is installed a second time, as `hydra_plugins/jaxckpt_train_plugin.py`. It is imported
-whenever any Hydra app of the environment starts, so it must import nothing heavy: no jax.
+Hydra finds it because it is installed as `hydra_plugins/jaxckpt_train_plugin.py`. It is imported whenever any Hydra app
+of the environment starts, so it must import nothing heavy: no jax.
 """
 
 from __future__ import annotations

@@ -97,7 +97,8 @@ def describe(committed: Committed) -> CheckpointMetadata:
         metrics={name: float(value) for name, value in (info.get("metrics") or {}).items()},
         custom_metadata=info.get("custom_metadata"),
         versions=info.get("versions") or {},
-        bytes=sum(segment.bytes for segment in manifest.segments) + sum(f.bytes for p in manifest.parts for f in p.files),
+        bytes=sum(segment.bytes for segment in manifest.segments)
+        + sum(f.bytes for p in manifest.parts for f in p.files),
         _committed=committed,
     )
 
@@ -126,7 +127,8 @@ def _describe_leaf(name: str, leaf: LeafRecord, array: ArrayRecord | None, direc
 def _abstract(record: LeafRecord, leaf: LeafMetadata) -> Any:
     if leaf.shape is None or leaf.dtype is None:
         return leaf.value
+    struct: Any = jax.ShapeDtypeStruct
     if isinstance(record, KeyLeaf):
         key = jax.eval_shape(lambda: jax.random.key(0, impl=record.impl))
-        return jax.ShapeDtypeStruct(leaf.shape, key.dtype)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        return struct(leaf.shape, key.dtype)
+    return struct(leaf.shape, leaf.dtype)

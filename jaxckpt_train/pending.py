@@ -41,7 +41,7 @@ class PendingSave(Generic[T]):
     def _run(self, work: Callable[[], T]) -> None:
         try:
             result = work()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  # a thread's edge: raised to the user by wait()
             error.add_note(f"while saving {self.subject} in the background")
             self.committed.set_exception(error)
         else:
@@ -72,7 +72,9 @@ class PendingSave(Generic[T]):
             if self.committed.done():
                 self.mark_reported()
                 raise
-            raise CheckpointTimeoutError(f"saving {self.subject}: not committed after {timeout_s} s; it goes on") from error
+            raise CheckpointTimeoutError(
+                f"saving {self.subject}: not committed after {timeout_s} s; it goes on"
+            ) from error
         except BaseException:
             self.mark_reported()
             raise

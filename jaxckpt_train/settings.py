@@ -59,6 +59,8 @@ class StoreSettings:
         for name, least in _MINIMUM.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise SettingsError(f"StoreSettings.{name}: expected a whole number of at least {least}, found {value!r}")
+                raise SettingsError(
+                    f"StoreSettings.{name}: expected a whole number of at least {least}, found {value!r}"
+                )
         if not isinstance(self.verify_on_load, bool):
             raise SettingsError(f"StoreSettings.verify_on_load: expected true or false, found {self.verify_on_load!r}")

@@ -198,14 +198,14 @@ checkpoint:
         ({"_target_": "jaxckpt_train.FixedIntervalPolicy"}, "missing a required argument: 'interval'"),
         ({"_target_": "jaxckpt_train.FixedIntervalPolicy", "interval": 0}, "at least 1"),
         ({"_target_": "jaxckpt_train.LatestN", "n": 1}, "should_save"),
-        ({"_target_": "jaxckpt_train.load", "path": "a"}, 'no policy "load"'),
+        ({"_target_": "jaxckpt_train.load", "path": "a"}, "expected a policy, found 'jaxckpt_train.load'"),
         ({"_target_": "no.such.Policy"}, "cannot build no.such.Policy"),
         ({"interval": 1}, "_target_"),
         ("often", "_target_"),
     ],
 )
 def test_a_policy_that_cannot_be_built_is_refused(node: Any, said: str) -> None:
-    with pytest.raises(SettingsError, match="checkpoint.save_policy") as caught:
+    with pytest.raises(SettingsError) as caught:
         callback_arguments({"save_policy": node})
     assert said in str(caught.value)
 

@@ -1,4 +1,4 @@
-"""The handlers of plain content: pytrees of arrays and values, JSON values, and objects with get_state and set_state."""
+"""The handlers of plain content: pytrees, JSON values, and objects with get_state and set_state."""
 
 from __future__ import annotations
 

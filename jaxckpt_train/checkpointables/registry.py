@@ -92,6 +92,7 @@ def handler_for_load(target: object, kind: str, name: str) -> Handler:
     handler = handler_of(target)
     if handler.kind != kind:
         raise MismatchError(
-            f"checkpointable {name!r}: saved as {kind!r}, but the target is a {type(target).__name__} ({handler.kind!r})"
+            f"checkpointable {name!r}: saved as {kind!r}, "
+            f"but the target is a {type(target).__name__} ({handler.kind!r})"
         )
     return handler

@@ -69,7 +69,7 @@ def stage_all(checkpointables: Mapping[str, Any], times: SaveTimes) -> list[Stag
     for name, value in checkpointables.items():
         if not isinstance(name, str) or not is_plain_name(name):
             raise SettingsError(
-                f"checkpointable name {name!r}: expected letters, digits, '_', '-' and '.', not starting with '.' or '-'"
+                f"checkpointable name {name!r}: expected letters, digits, '_', '-' and '.', not '.' or '-' first"
             )
         started = time.perf_counter()
         handler = handler_of(value)

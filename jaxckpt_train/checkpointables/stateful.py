@@ -98,7 +98,7 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     def run() -> None:
         try:
             result.set_result(asyncio.run(coroutine))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  # a thread's edge: raised to the caller by the future
             result.set_exception(error)
 
     threading.Thread(target=run, name="jaxckpt-stateful", daemon=True).start()

@@ -81,7 +81,9 @@ class OwnerLock:
                 return None
             raise
         except msgspec.MsgspecError as error:
-            raise CorruptCheckpointError(f"{self._path}: not a lock of ours ({error}); remove it if no job runs") from error
+            raise CorruptCheckpointError(
+                f"{self._path}: not a lock of ours ({error}); remove it if no job runs"
+            ) from error
 
     def _refuse_if_alive(self, other: _Record) -> None:
         dead, process = is_dead(other.process), other.process
@@ -106,7 +108,9 @@ class OwnerLock:
         except StorageError:
             return False  # somebody else was quicker
         name = aside.rpartition("/")[2]
-        taken = msgspec.json.decode(read_whole(self._backend, self._directory, name, limit=1 << 16).tobytes(), type=_Record)
+        taken = msgspec.json.decode(
+            read_whole(self._backend, self._directory, name, limit=1 << 16).tobytes(), type=_Record
+        )
         if taken.token != other.token:
             self._backend.rename(aside, self._path)  # it was a new, live owner's: put it back
             return False

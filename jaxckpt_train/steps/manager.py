@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
 import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal
 
-from jaxckpt_train.checkpoint import PathLike, absolute, run_info
-from jaxckpt_train.checkpointables.saving import SaveTimes, StagedPart, stage_all, write_parts
+from jaxckpt_train.checkpoint import PathLike, absolute
 from jaxckpt_train.errors import SettingsError, StepNotFoundError
 from jaxckpt_train.metadata import CheckpointMetadata, describe
 from jaxckpt_train.multihost import current
@@ -33,33 +30,13 @@ from jaxckpt_train.steps.policy_context import (
 from jaxckpt_train.steps.restoring import restore_newest
 from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.steps.step_names import check_step
+from jaxckpt_train.steps.step_save import Clock, SaveRequest, SaveResult, StepSave, utc_now
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.reader import Progress
-from jaxckpt_train.store.transaction import Transaction, open_committed
+from jaxckpt_train.store.transaction import open_committed
 
-Clock = Callable[[], datetime.datetime]
 _log = logging.getLogger("jaxckpt_train")
-
-
-def utc_now() -> datetime.datetime:
-    """The wall clock, in UTC."""
-    return datetime.datetime.now(datetime.UTC)
-
-
-@dataclasses.dataclass(frozen=True)
-class SaveResult:
-    """What became of a call to `StepManager.save`.
-
-    Attributes:
-        saved: whether the step is being saved.
-        reason: why, or why not.
-        pending: the save under way; None if nothing is saved.
-    """
-
-    saved: bool
-    reason: str
-    pending: PendingSave[CheckpointMetadata] | None = None
 
 
 class StepManager:
@@ -214,25 +191,23 @@ class StepManager:
         wait_s = self._wait_for_turn(step)
         self._run.own()
         name = self._run.name_for(step, overwrite)
-        times = SaveTimes()
-        parts = stage_all(checkpointables, times)
-        info = run_info(
-            step=step,
-            sequence=self._run.next_sequence(),
-            metrics=metrics_to_json(plain_metrics(metrics)),
-            custom_metadata=custom_metadata,
-            temporary=temporary,
+        request = SaveRequest(step, name, decision.reason, metrics, custom_metadata, temporary, decide_s, wait_s)
+        return self._begin(request, checkpointables)
+
+    def _begin(self, request: SaveRequest, checkpointables: Mapping[str, Any]) -> SaveResult:
+        save = StepSave(
+            request,
+            checkpointables,
+            backend=self._backend,
+            directory=self.directory,
+            run=self._run,
+            settings=self.settings,
+            clock=self._clock,
         )
-        info["created"] = self._clock().isoformat(timespec="microseconds")
-        record = {"step": step, "name": name, "reason": decision.reason, "decide_s": decide_s, "wait_s": wait_s}
-        record["blocked_s"] = time.perf_counter() - started
-        transaction = Transaction(self._backend, f"{self.directory}/{name}", self.settings)
-        self._pending_info = CheckpointInfo(step, self._clock(), temporary=temporary)
-        _log.info("step %d: saving (%s)", step, decision.reason)
-        self._pending = PendingSave(
-            f"step {step} to {self.directory}", functools.partial(self._write, transaction, parts, info, times, record)
-        )
-        return SaveResult(True, decision.reason, self._pending)
+        self._pending_info = CheckpointInfo(request.step, self._clock(), temporary=request.temporary)
+        _log.info("step %d: saving (%s)", request.step, request.reason)
+        self._pending = PendingSave(f"step {request.step} to {self.directory}", save.run)
+        return SaveResult(True, request.reason, self._pending)
 
     def _wait_for_turn(self, step: int) -> float:
         """One save is in flight at a time: wait for the one before."""
@@ -242,29 +217,6 @@ class StepManager:
         started = time.perf_counter()
         self.wait()
         return time.perf_counter() - started
-
-    def _write(
-        self,
-        transaction: Transaction,
-        parts: list[StagedPart],
-        info: dict[str, Any],
-        times: SaveTimes,
-        record: dict[str, Any],
-    ) -> CheckpointMetadata:
-        """The background part of a save."""
-        try:
-            committed = write_parts(transaction, self._backend, parts, info, self.settings, times, replace=False)
-        except BaseException as error:
-            self.history.add("save", self._clock(), ok=False, error=str(error), **record, **dataclasses.asdict(times))
-            raise
-        self._run.committed(committed, info)
-        spent = times.write_s + times.commit_s
-        rate = times.bytes / spent if spent > 0 else math.inf
-        self.history.add(
-            "save", self._clock(), ok=True, **record, **dataclasses.asdict(times), bytes_per_s=round(rate)
-        )
-        self._run.retain()
-        return describe(committed)
 
     def restore(
         self,

@@ -17,7 +17,16 @@ from jaxckpt_train.store.transaction import open_committed
 from jaxckpt_train.tree.restore import LoadOptions
 
 # What a damaged or vanished file looks like. Anything else (no permission, no memory) is not the step's fault.
-_DAMAGE = {errno.EIO, errno.ENOENT, errno.EINVAL, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EBADMSG, errno.EUCLEAN}
+_DAMAGE = {
+    errno.EIO,
+    errno.ENOENT,
+    errno.EINVAL,
+    errno.ELOOP,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EBADMSG,
+    errno.EUCLEAN,
+}
 _log = logging.getLogger("jaxckpt_train")
 
 

@@ -82,4 +82,6 @@ def hidden_name(name: str) -> str:
 
 def half_deleted(backend: Backend, directory: str) -> list[str]:
     """The directories whose deletion was begun and not finished."""
-    return [entry.name for entry in backend.list(directory) if entry.name.startswith(".") and entry.name.endswith(_DELETING)]
+    return [
+        entry.name for entry in backend.list(directory) if entry.name.startswith(".") and entry.name.endswith(_DELETING)
+    ]

@@ -30,7 +30,9 @@ def digest_function(name: str) -> HexDigest:
         try:
             blake3 = importlib.import_module("blake3")
         except ImportError as error:
-            raise SettingsError('digest "blake3" needs the package blake3: pip install "jaxckpt-train[blake3]"') from error
+            raise SettingsError(
+                'digest "blake3" needs the package blake3: pip install "jaxckpt-train[blake3]"'
+            ) from error
         return lambda data: str(blake3.blake3(data).hexdigest())
     raise SettingsError(f"digest: expected one of {', '.join(HEX_DIGITS)}, found {name!r}")
 

@@ -133,7 +133,7 @@ class _LocalSource:
 
 
 class LocalBackend:
-    """Files of this machine, or of a network file system mounted on it. Keeps no state: instances are interchangeable."""
+    """Files of this machine, or of a network file system mounted on it. Instances keep no state."""
 
     def create(self, path: str, *, direct: bool | Literal["auto"]) -> _LocalSink:
         """Create a file that must not exist; see `backend.Files`."""

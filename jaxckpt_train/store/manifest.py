@@ -36,7 +36,7 @@ class ChunkRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class ArrayRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One array: its name within the checkpointable, global shape, dtype, chunks, and the sharding it had (informative)."""
+    """One array: its name in the checkpointable, global shape, dtype, chunks, and the sharding it had (informative)."""
 
     name: str
     shape: tuple[int, ...]
@@ -174,7 +174,9 @@ def _check_files(manifest: Manifest, subject: str) -> None:
     files = [segment.file for segment in manifest.segments]
     for part in manifest.parts:
         for file in part.files:
-            if not 0 <= file.bytes < _LIMIT or len(file.digests) != width * block_count(file.bytes, manifest.block_bytes):
+            if not 0 <= file.bytes < _LIMIT or len(file.digests) != width * block_count(
+                file.bytes, manifest.block_bytes
+            ):
                 raise CorruptCheckpointError(f"{subject}: file {file.file!r} has an impossible size or digest")
             files.append(file.file)
     for name in files:

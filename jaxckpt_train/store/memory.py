@@ -58,6 +58,9 @@ class _MemorySource:
         pass
 
 
+Names = list[str]  # within the class below `list` is a method
+
+
 class MemoryBackend:
     """A tree of directories and files in memory. Its clock ticks by one second with every change."""
 
@@ -165,7 +168,7 @@ class MemoryBackend:
         self._now = next(self._clock)
         return self._now
 
-    def _tree(self, path: str) -> list[str]:
+    def _tree(self, path: str) -> Names:
         return [p for p in self._nodes if p == path or p.startswith(path + "/")]
 
     def _file(self, path: str, action: str) -> _File:

@@ -84,9 +84,7 @@ def _uses(number: int, boxes: Sequence[Box], chunk: ChunkRecord) -> Iterator[Use
             yield Use(number, index, common, common == box and is_contiguous_within(box, chunk.box))
 
 
-def _chunk_reads(
-    manifest: Manifest, chunk: ChunkRecord, uses: Sequence[Use], band_bytes: int
-) -> Iterator[ChunkRead]:
+def _chunk_reads(manifest: Manifest, chunk: ChunkRecord, uses: Sequence[Use], band_bytes: int) -> Iterator[ChunkRead]:
     item = chunk.length // box_elements(chunk.box)
     if chunk.length <= band_bytes or all(use.whole for use in uses):
         yield _chunk_read(manifest, chunk, item, uses)

@@ -14,7 +14,7 @@ from jaxckpt_train.store.backend import Backend, Source
 from jaxckpt_train.store.boxes import box_shape, element_span, slices_within
 from jaxckpt_train.store.digests import HEX_DIGITS, digest_function
 from jaxckpt_train.store.dtypes import DTYPES
-from jaxckpt_train.store.manifest import ChunkRecord, Manifest
+from jaxckpt_train.store.manifest import ChunkRecord
 from jaxckpt_train.store.read_plan import ChunkRead, Run, Use, Wanted, plan_reads
 from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.staging import aligned_buffer
@@ -49,7 +49,9 @@ class _Budget:
 class _Reading:
     """One load under way: open segments, destinations, and what all threads share."""
 
-    def __init__(self, backend: Backend, committed: Committed, wanted: Sequence[Wanted], settings: StoreSettings) -> None:
+    def __init__(
+        self, backend: Backend, committed: Committed, wanted: Sequence[Wanted], settings: StoreSettings
+    ) -> None:
         self._manifest, self._settings, self._wanted = committed.manifest, settings, wanted
         self._digest = digest_function(self._manifest.digest)
         self._budget = _Budget(settings.read_budget_bytes)

@@ -83,7 +83,9 @@ def decode_header(head: bytes, file_bytes: int, subject: str) -> Header:
     metadata = entries.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CorruptCheckpointError(f"{subject}: {METADATA_KEY} is not a map of text to text")
-    tensors = sorted((_tensor(name, entry, subject) for name, entry in entries.items()), key=lambda t: (t.start, t.stop))
+    tensors = sorted(
+        (_tensor(name, entry, subject) for name, entry in entries.items()), key=lambda t: (t.start, t.stop)
+    )
     end = 0
     for tensor in tensors:
         if tensor.start != end:
@@ -123,7 +125,9 @@ def _tensor(name: str, entry: object, subject: str) -> Tensor:
         raise CorruptCheckpointError(f"{subject}: tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}")
     item = SAFETENSORS_ITEM_BYTES.get(dtype) if isinstance(dtype, str) else None
     if item is None or offsets[1] - offsets[0] != item * math.prod(shape):
-        raise CorruptCheckpointError(f"{subject}: tensor {name!r}: {dtype!r}{shape} does not fit data_offsets {offsets}")
+        raise CorruptCheckpointError(
+            f"{subject}: tensor {name!r}: {dtype!r}{shape} does not fit data_offsets {offsets}"
+        )
     return Tensor(name, dtype, tuple(shape), offsets[0], offsets[1])
 
 

@@ -54,7 +54,7 @@ class _Batch:
         try:
             if self._error is None:
                 work(item)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  # a thread's edge: raised by wait()
             with self._lock:
                 self._error = self._error or error
         finally:

@@ -150,7 +150,9 @@ def write_arrays(
         SegmentRecord(file, layout.size, len(layout.head), digest(layout.head))
         for file, layout in zip(files, layouts, strict=True)
     )
-    return WrittenArrays(segments, _records(arrays, writers, first_segment), sum(each.size - len(each.head) for each in layouts))
+    return WrittenArrays(
+        segments, _records(arrays, writers, first_segment), sum(each.size - len(each.head) for each in layouts)
+    )
 
 
 def _run(writers: Sequence[_SegmentWriter], pool: StagingPool, threads: int, progress: Progress | None) -> None:

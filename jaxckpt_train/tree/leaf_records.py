@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 
@@ -147,7 +148,9 @@ def _text_or_bytes(name: str, value: str | bytes) -> LeafRecord:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise UnsupportedLeafError(f"leaf {name!r}: text that is not valid Unicode: {error}; store it as bytes") from error
+        raise UnsupportedLeafError(
+            f"leaf {name!r}: text that is not valid Unicode: {error}; store it as bytes"
+        ) from error
     return StrLeaf(value)
 
 
@@ -176,7 +179,7 @@ def python_value(name: str, record: LeafRecord, subject: str) -> Any:
 def is_key_array(value: Any) -> bool:
     """Whether the value is a typed PRNG key array, or an abstract one."""
     dtype = getattr(value, "dtype", None)
-    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def check_storable(name: str, value: Any) -> np.ndarray | np.generic:
@@ -185,9 +188,7 @@ def check_storable(name: str, value: Any) -> np.ndarray | np.generic:
     Raises:
         UnsupportedLeafError: it is neither, or of a dtype without fixed bytes.
     """
-    plain = isinstance(value, np.generic) or (
-        isinstance(value, np.ndarray) and type(value) in (np.ndarray, np.memmap)
-    )
+    plain = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and type(value) in (np.ndarray, np.memmap))
     if not plain:
         raise UnsupportedLeafError(
             f"leaf {name!r}: a {type(value).__module__}.{type(value).__qualname__} cannot be stored; expected arrays, "
@@ -197,4 +198,5 @@ def check_storable(name: str, value: Any) -> np.ndarray | np.generic:
         raise UnsupportedLeafError(
             f"leaf {name!r}: numpy dtype {value.dtype} has no fixed byte form; convert it, for example to uint8 or text"
         )
-    return value
+    storable: np.ndarray | np.generic = value
+    return storable

@@ -30,9 +30,7 @@ _PYTHON = {BoolLeaf: bool, IntLeaf: int, FloatLeaf: float, ComplexLeaf: complex,
 _ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
 
 
-def leaf_difference(
-    name: str, saved: LeafRecord, array: ArrayRecord | None, want: Want, *, cast: bool
-) -> str | None:
+def leaf_difference(name: str, saved: LeafRecord, array: ArrayRecord | None, want: Want, *, cast: bool) -> str | None:
     """How a saved leaf and what is wanted differ, as one line; None if the load can go ahead."""
     if want.form == "skip":
         return None
@@ -64,7 +62,9 @@ def _array_difference(name: str, saved: ArrayLeaf, array: ArrayRecord, want: Wan
     if array.shape != want.shape:
         return _line(name, saved, array, want, "")
     if stored != want.dtype.newbyteorder("=") and not (cast and can_cast(stored, want.dtype)):
-        hint = "pass cast=True to convert" if can_cast(stored, want.dtype) and not cast else "this conversion loses data"
+        hint = (
+            "pass cast=True to convert" if can_cast(stored, want.dtype) and not cast else "this conversion loses data"
+        )
         return _line(name, saved, array, want, hint)
     return _x64_difference(name, saved, array, want)
 
@@ -72,7 +72,9 @@ def _array_difference(name: str, saved: ArrayLeaf, array: ArrayRecord, want: Wan
 def _x64_difference(name: str, saved: LeafRecord, array: ArrayRecord | None, want: Want) -> str | None:
     assert want.dtype is not None
     if want.form == "jax" and jax.dtypes.canonicalize_dtype(want.dtype) != want.dtype:
-        return _line(name, saved, array, want, 'JAX holds 64-bit types only with jax.config.update("jax_enable_x64", True)')
+        return _line(
+            name, saved, array, want, 'JAX holds 64-bit types only with jax.config.update("jax_enable_x64", True)'
+        )
     return None
 
 
@@ -101,7 +103,7 @@ def _python_sort(want: Want) -> str:
 
 
 def can_cast(saved: np.dtype, want: np.dtype) -> bool:
-    """Whether `cast=True` converts one dtype into the other: within a sort of number, or up from bool to int to float."""
+    """Whether `cast=True` converts one dtype into the other: within a sort of number, or up, bool to int to float."""
     low, high = _ORDER.get(_sort(saved), 9), _ORDER.get(_sort(want.newbyteorder("=")), -1)
     return low <= high
 
@@ -189,7 +191,9 @@ def rename_map(names: Sequence[str], rules: Mapping[str, str]) -> dict[str, str]
                 break
     idle = [rule for rule in rules if rule not in used]
     if idle:
-        raise MismatchError(f"rename: no saved leaf fits {', '.join(map(repr, idle))}; saved are {', '.join(names[:20])}")
+        raise MismatchError(
+            f"rename: no saved leaf fits {', '.join(map(repr, idle))}; saved are {', '.join(names[:20])}"
+        )
     if len(set(renamed.values())) != len(renamed):
         raise MismatchError("rename: two saved leaves would get the same path")
     return renamed

@@ -25,7 +25,9 @@ def leaf_filter(only: Only) -> Callable[[str], bool]:
         return only
     patterns = [only] if isinstance(only, str) else list(only)
     if not all(isinstance(pattern, str) for pattern in patterns):
-        raise SettingsError(f'only: expected a pattern such as "params/**", a list of them or a predicate, found {only!r}')
+        raise SettingsError(
+            f'only: expected a pattern such as "params/**", a list of them or a predicate, found {only!r}'
+        )
     compiled = [re.compile(_expression(pattern)) for pattern in patterns]
     return lambda name: any(expression.fullmatch(name) for expression in compiled)
 

@@ -33,7 +33,7 @@ def rebuild(record: TreeRecord, leaves: Mapping[str, Any], subject: str) -> Any:
         node[last] = _Leaf(name)
     if ROOT in record.leaves and len(record.leaves) > 1:
         raise CorruptCheckpointError(f"{subject}: the root is a leaf, but there are others")
-    return _finish(root[ROOT] if ROOT in root else root, ROOT, record, leaves, subject)
+    return _finish(root.get(ROOT, root), ROOT, record, leaves, subject)
 
 
 class _Leaf:

@@ -19,8 +19,16 @@ from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import Progress, read_boxes
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.tree.flatten import EMPTY, PLACEHOLDER, flatten, unflatten
-from jaxckpt_train.tree.leaf_records import STORED, ArrayLeaf, EmptyLeaf, KeyLeaf, LeafRecord, TreeRecord
-from jaxckpt_train.tree.leaf_records import decode_tree, python_value
+from jaxckpt_train.tree.leaf_records import (
+    STORED,
+    ArrayLeaf,
+    EmptyLeaf,
+    KeyLeaf,
+    LeafRecord,
+    TreeRecord,
+    decode_tree,
+    python_value,
+)
 from jaxckpt_train.tree.mismatch import (
     leaf_difference,
     missing_line,
@@ -116,9 +124,7 @@ class TreeRestore:
                     lines.append(missing_line(name, want))
                 continue
             saved = saved_names[name]
-            line = leaf_difference(
-                name, self.record.leaves[saved], self._arrays.get(saved), want, cast=options.cast
-            )
+            line = leaf_difference(name, self.record.leaves[saved], self._arrays.get(saved), want, cast=options.cast)
             if line is not None:
                 lines.append(line)
         skipped = tuple(f"{name}/" for name, want in wants.items() if want.form == "skip")
@@ -143,7 +149,7 @@ class TreeRestore:
         return rebuild(self.record, values, self._subject)
 
     def _own_want(self, name: str, sharding: jax.sharding.Sharding | None) -> Want:
-        """What a leaf becomes without a target: itself, on the host; JAX arrays on devices only where a sharding is given."""
+        """What a leaf becomes without a target: itself, on the host, or on devices where a sharding is given."""
         record, array = self.record.leaves[name], self._arrays.get(name)
         place = concrete_sharding(name, sharding)
         match record:
@@ -191,8 +197,8 @@ class TreeRestore:
                 values[number] = _host_value(job, boxes[0])
         del contents
         arrays = put_all([placement for _, placement, _ in on_device], [boxes for _, _, boxes in on_device])
-        for (number, _, _), array in zip(on_device, arrays, strict=True):
-            values[number] = array
+        for (number, _, _), placed in zip(on_device, arrays, strict=True):
+            values[number] = placed
         return values
 
     def _inline(self, job: _Job) -> Any:
@@ -205,7 +211,8 @@ class TreeRestore:
         array = np.asarray(value).astype(job.want.dtype)
         if array.item() != value and value == value:
             raise MismatchError(
-                f"leaf {job.name!r}: saved Python {type(value).__name__} {value!r}, which {job.want.dtype} does not hold exactly"
+                f"leaf {job.name!r}: saved Python {type(value).__name__} {value!r}, "
+                f"which {job.want.dtype} does not hold exactly"
             )
         if job.want.form == "scalar":
             return array[()]
@@ -243,7 +250,8 @@ def _weak_or_put(want: Want, array: np.ndarray) -> jax.Array:
         value = jnp.asarray(array.item())
         if value.dtype == want.dtype:
             return value if want.sharding is None else jax.device_put(value, want.sharding)
-    return jax.device_put(array, want.sharding)
+    placed: jax.Array = jax.device_put(array, want.sharding)
+    return placed
 
 
 def _converted(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -252,7 +260,9 @@ def _converted(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
         return array
     result = array.astype(dtype)
     if jnp.issubdtype(dtype, np.integer) and not np.array_equal(result.astype(array.dtype), array):
-        raise MismatchError(f"leaf {name!r}: cast=True, but {dtype} does not hold all values of the saved {array.dtype}")
+        raise MismatchError(
+            f"leaf {name!r}: cast=True, but {dtype} does not hold all values of the saved {array.dtype}"
+        )
     return result
 
 

@@ -1,4 +1,4 @@
-"""The snapshot: a pytree as it is at this moment, safe against donation and in-place changes, as sources for the store."""
+"""The snapshot: a pytree as it is now, safe against donation and in-place changes, as sources for the store."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def snapshot(tree: Any) -> Snapshot:
     """Take a pytree as it is now.
 
     JAX arrays on the CPU are held as views: a later donation then copies instead of reusing their memory. Arrays on
-    an accelerator are copied to the host, all copies being started before the first is awaited. Numpy arrays are copied.
+    an accelerator are copied to the host, all started before the first is awaited. Numpy arrays are copied.
     Waits until the arrays are computed. Each distinct shard is taken once.
 
     Raises:
@@ -77,7 +77,9 @@ def _take(name: str, leaf: Any, arrays: list[ArraySource]) -> LeafRecord:
 
 def _take_jax(name: str, leaf: jax.Array, arrays: list[ArraySource]) -> LeafRecord:
     if isinstance(leaf, jax.core.Tracer):
-        raise UnsupportedLeafError(f"leaf {name!r}: a traced value; save outside of jit, with the arrays that it returns")
+        raise UnsupportedLeafError(
+            f"leaf {name!r}: a traced value; save outside of jit, with the arrays that it returns"
+        )
     if leaf.is_deleted():
         raise UnsupportedLeafError(
             f"leaf {name!r}: its memory was given away (donated to a jitted function or deleted); "
@@ -123,4 +125,5 @@ def _json_spec(spec: list[Any]) -> list[Any]:
 
 
 def _off_host(leaf: jax.Array) -> bool:
-    return next(iter(leaf.sharding.device_set)).platform != "cpu"
+    device: Any = next(iter(leaf.sharding.device_set))
+    return bool(device.platform != "cpu")

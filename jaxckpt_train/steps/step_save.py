@@ -1,0 +1,106 @@
+"""One save of a step: taken on the loop's thread, written, committed, recorded and retained in the background."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxckpt_train.checkpoint import run_info
+from jaxckpt_train.checkpointables.saving import SaveTimes, StagedPart, stage_all, write_parts
+from jaxckpt_train.metadata import CheckpointMetadata, describe
+from jaxckpt_train.pending import PendingSave
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.steps.history import metrics_to_json, plain_metrics
+from jaxckpt_train.steps.run_directory import RunDirectory
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.transaction import Transaction
+
+Clock = Callable[[], datetime.datetime]
+
+
+def utc_now() -> datetime.datetime:
+    """The wall clock, in UTC."""
+    return datetime.datetime.now(datetime.UTC)
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveResult:
+    """What became of a call to `StepManager.save`.
+
+    Attributes:
+        saved: whether the step is being saved.
+        reason: why, or why not.
+        pending: the save under way; None if nothing is saved.
+    """
+
+    saved: bool
+    reason: str
+    pending: PendingSave[CheckpointMetadata] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveRequest:
+    """What is saved under which label, and how long the loop was held up before its state was taken."""
+
+    step: int
+    name: str
+    reason: str
+    metrics: Mapping[str, Any] | None
+    custom_metadata: Any
+    temporary: bool
+    decide_s: float
+    wait_s: float
+
+
+class StepSave:
+    """One save. Making it takes the state; `run` does the rest, on any thread."""
+
+    def __init__(
+        self,
+        request: SaveRequest,
+        checkpointables: Mapping[str, Any],
+        *,
+        backend: Backend,
+        directory: str,
+        run: RunDirectory,
+        settings: StoreSettings,
+        clock: Clock,
+    ) -> None:
+        started = time.perf_counter()
+        self._backend, self._run, self._settings, self._clock = backend, run, settings, clock
+        self._times = SaveTimes()
+        self._parts: list[StagedPart] = stage_all(checkpointables, self._times)
+        self._info = run_info(
+            step=request.step,
+            sequence=run.next_sequence(),
+            metrics=metrics_to_json(plain_metrics(request.metrics)),
+            custom_metadata=request.custom_metadata,
+            temporary=request.temporary,
+        )
+        self._info["created"] = clock().isoformat(timespec="microseconds")
+        self._transaction = Transaction(backend, f"{directory}/{request.name}", settings)
+        self._record = {key: getattr(request, key) for key in ("step", "name", "reason", "decide_s", "wait_s")}
+        self._record["blocked_s"] = request.decide_s + request.wait_s + time.perf_counter() - started
+
+    def run(self) -> CheckpointMetadata:
+        """Write and commit; then note it in the history, and hand what no policy keeps any more to the deleter."""
+        times = self._times
+        try:
+            committed = write_parts(
+                self._transaction, self._backend, self._parts, self._info, self._settings, times, replace=False
+            )
+        except BaseException as error:
+            self._note(ok=False, error=str(error))
+            raise
+        self._run.committed(committed, self._info)
+        spent_s = times.write_s + times.commit_s
+        self._note(ok=True, bytes_per_s=round(times.bytes / spent_s) if spent_s > 0 else math.inf)
+        self._run.retain()
+        return describe(committed)
+
+    def _note(self, **outcome: Any) -> None:
+        self._run.history.add("save", self._clock(), **self._record, **dataclasses.asdict(self._times), **outcome)
