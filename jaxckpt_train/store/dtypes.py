@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import ml_dtypes
 import numpy as np
 
@@ -27,9 +29,16 @@ _SAFETENSORS = {
 SAFETENSORS_ITEM_BYTES = {stored: DTYPES[name].itemsize for name, stored in _SAFETENSORS.items()}
 
 
+@functools.cache
+def dtype_name(dtype: np.dtype) -> str:
+    """The name of a dtype, of either byte order. Numpy makes it anew each time, which is slow for thousands of leaves."""
+    return dtype.newbyteorder("=").name
+
+
+@functools.cache
 def is_storable(dtype: np.dtype) -> bool:
     """Whether arrays of this dtype (of either byte order) can be stored."""
-    return dtype.newbyteorder("=").name in DTYPES and dtype.fields is None
+    return dtype_name(dtype) in DTYPES and dtype.fields is None
 
 
 def dtype_named(name: str, subject: str) -> np.dtype:
@@ -46,7 +55,7 @@ def dtype_named(name: str, subject: str) -> np.dtype:
 
 def safetensors_form(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     """How safetensors names such an array: its dtype name and shape; U8 and bytes where it has no name."""
-    stored = _SAFETENSORS.get(dtype.name)
+    stored = _SAFETENSORS.get(dtype_name(dtype))
     if stored is not None:
         return stored, shape
     return ("U8", shape) if dtype.itemsize == 1 else ("U8", (*shape, dtype.itemsize))

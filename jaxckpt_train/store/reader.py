@@ -46,6 +46,31 @@ class _Budget:
                 self._changed.notify_all()
 
 
+class _Room:
+    """Aligned memory for those pieces of a run that lie unaligned in it: one allocation for thousands of leaves."""
+
+    def __init__(self, run: Run) -> None:
+        self._needed = sum(read.stop - read.start + len(read.uses) * VIEW_ALIGNMENT for read in run.reads)
+        self._memory: np.ndarray | None = None
+        self._used = 0
+
+    def copy(self, piece: np.ndarray) -> np.ndarray:
+        if self._memory is None:
+            self._memory = aligned_buffer(self._needed)
+        if self._used + len(piece) > len(self._memory):  # boxes of one chunk may overlap
+            return _aligned_copy(piece)
+        target = self._memory[self._used : self._used + len(piece)]
+        target[:] = piece
+        self._used += -(-len(piece) // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
+        return target
+
+
+def _aligned_copy(piece: np.ndarray) -> np.ndarray:
+    target = empty_array(piece.shape, piece.dtype)
+    target[:] = piece
+    return target
+
+
 class _Reading:
     """One load under way: open segments, destinations, and what all threads share."""
 
@@ -82,8 +107,9 @@ class _Reading:
                 self._read_piece(run, memory, start, stop)
                 if progress is not None:
                     progress(stop - start)
+            room = _Room(run)
             for read in run.reads:
-                self._hand_out(read, memory[read.start - run.start : read.stop - run.start])
+                self._hand_out(read, memory[read.start - run.start : read.stop - run.start], room)
 
     def _read_piece(self, run: Run, memory: np.ndarray, start: int, stop: int) -> None:
         low, high = start // ALIGNMENT * ALIGNMENT, min(-(-stop // ALIGNMENT) * ALIGNMENT, run.stop)
@@ -110,14 +136,16 @@ class _Reading:
             f"({self._manifest.digest} differs)"
         )
 
-    def _hand_out(self, read: ChunkRead, data: np.ndarray) -> None:
+    def _hand_out(self, read: ChunkRead, data: np.ndarray, room: _Room) -> None:
         skipped = read.first_block * self._manifest.block_bytes
         for use in read.uses:
             want = self._wanted[use.wanted]
             dtype, box = DTYPES[want.array.dtype], want.boxes[use.box]
             first, last = element_span(use.common, read.chunk.box)
             piece = data[first * dtype.itemsize - skipped : last * dtype.itemsize - skipped]
-            if use.whole and piece.ctypes.data % VIEW_ALIGNMENT == 0:
+            if use.whole:
+                if (read.start + first * dtype.itemsize - skipped) % VIEW_ALIGNMENT:
+                    piece = room.copy(piece)
                 self.results[use.wanted][use.box] = piece.view(dtype).reshape(box_shape(box))
             else:
                 target = self._destination(use, dtype)

@@ -13,6 +13,7 @@ import numpy as np
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend, Sink
 from jaxckpt_train.store.digests import HexDigest, digest_function
+from jaxckpt_train.store.dtypes import dtype_name
 from jaxckpt_train.store.layout import ArraySource, PlacedChunk, SegmentLayout, plan_segments
 from jaxckpt_train.store.manifest import BLOCK_BYTES, ArrayRecord, ChunkRecord, SegmentRecord
 from jaxckpt_train.store.staging import StagingPool, shared_pool
@@ -174,7 +175,7 @@ def _records(
             record = ChunkRecord(placed.source.box, number, placed.offset, placed.length, "".join(blocks))
             chunks[placed.array].append(record)
     return tuple(
-        ArrayRecord(array.name, array.shape, array.dtype.newbyteorder("=").name, tuple(found), array.sharding)
+        ArrayRecord(array.name, array.shape, dtype_name(array.dtype), tuple(found), array.sharding)
         for array, found in zip(arrays, chunks, strict=True)
     )
 

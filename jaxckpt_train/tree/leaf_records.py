@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import jax
@@ -179,7 +180,12 @@ def python_value(name: str, record: LeafRecord, subject: str) -> Any:
 def is_key_array(value: Any) -> bool:
     """Whether the value is a typed PRNG key array, or an abstract one."""
     dtype = getattr(value, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return dtype is not None and _is_key_dtype(dtype)
+
+
+@functools.cache
+def _is_key_dtype(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def check_storable(name: str, value: Any) -> np.ndarray | np.generic:
