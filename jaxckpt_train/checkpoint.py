@@ -17,7 +17,7 @@ from jaxckpt_train.metadata import CheckpointMetadata, describe
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.local import LocalBackend, file_exists
 from jaxckpt_train.store.transaction import Committed, Transaction, is_committed, open_committed
 from jaxckpt_train.store.verify import VerifyReport
 from jaxckpt_train.store.verify import verify as verify_committed
@@ -119,9 +119,9 @@ def save_checkpointables_async(
 ) -> PendingSave[CheckpointMetadata]:
     """As `save_async`, with several checkpointables by name."""
     final, chosen, times = absolute(path), settings or StoreSettings(), SaveTimes()
-    if not overwrite and os.path.lexists(final):
+    if not overwrite and file_exists(final):
         raise CheckpointExistsError(f"{final}: exists; pass overwrite=True to replace it, or choose another path")
-    if overwrite and os.path.lexists(final) and not is_committed(_BACKEND, final):
+    if overwrite and file_exists(final) and not is_committed(_BACKEND, final):
         raise CheckpointExistsError(f"{final}: exists and is no checkpoint; it is not replaced. Choose another path")
     parts = stage_all(checkpointables, times)
     transaction = Transaction(_BACKEND, final, chosen)

@@ -12,7 +12,8 @@ from jaxckpt_train.errors import CorruptCheckpointError
 _NUMPY = ("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128").split()
 _ML_DTYPES = (
     "bfloat16 complex32 bcomplex32 int1 int2 int4 uint1 uint2 uint4 float4_e2m1fn float6_e2m3fn float6_e3m2fn "
-    "float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+    "float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
+    "float8_e8m0fnu"
 ).split()
 
 DTYPES: dict[str, np.dtype] = {name: np.dtype(name) for name in _NUMPY} | {
@@ -31,7 +32,7 @@ SAFETENSORS_ITEM_BYTES = {stored: DTYPES[name].itemsize for name, stored in _SAF
 
 @functools.cache
 def dtype_name(dtype: np.dtype) -> str:
-    """The name of a dtype, of either byte order. Numpy makes it anew each time, which is slow for thousands of leaves."""
+    """The name of a dtype, of either byte order. Numpy makes it anew each time, slow for thousands of leaves."""
     return dtype.newbyteorder("=").name
 
 
@@ -54,7 +55,7 @@ def dtype_named(name: str, subject: str) -> np.dtype:
 
 
 def safetensors_form(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """How safetensors names such an array: its dtype name and shape; U8 and bytes where it has no name."""
+    """How safetensors names such an array: its dtype name and shape, U8 if it has no name."""
     stored = _SAFETENSORS.get(dtype_name(dtype))
     if stored is not None:
         return stored, shape

@@ -316,6 +316,6 @@ def _renameat2(source: str, target: str, flags: int) -> bool:
 def file_exists(path: str) -> bool:
     """Whether there is something at this path; a network file system that does not answer counts as no."""
     try:
-        return os.path.exists(path)
+        return os.path.lexists(path)
     except OSError:
         return False
