@@ -25,15 +25,12 @@ def test_all_is_what_is_public() -> None:
 
 
 def test_a_type_checker_sees_the_names_that_there_are_when_it_runs() -> None:
-    tree = ast.parse(Path(jaxckpt_train.__file__).read_text())
-    checked = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    imports = [child for node in checked for child in node.body if isinstance(child, ast.ImportFrom)]
-    (names,) = [node.value for node in tree.body if isinstance(node, ast.Assign) and "__all__" in ast.unparse(node)[:7]]
-    assert ast.literal_eval(names) == jaxckpt_train.__all__, "a type checker reads __all__ only if it is spelled out"
-    seen = {alias.asname or alias.name: node.module for node in imports for alias in node.names}
+    stub = ast.parse(Path(jaxckpt_train.__file__).with_suffix(".pyi").read_text())
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    seen = {str(alias.asname): str(node.module) for node in imports for alias in node.names}
     assert sorted(seen) == sorted(jaxckpt_train.__all__)
     for name, module in seen.items():
-        assert getattr(jaxckpt_train, name) is getattr(importlib.import_module(str(module)), name)
+        assert getattr(jaxckpt_train, name) is getattr(importlib.import_module(module), name)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
@@ -41,9 +38,15 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         jaxckpt_train.no_such_name  # noqa: B018 - reading the attribute is the test
 
 
+def test_no_module_has_a_public_name(repo_root: Path) -> None:
+    # Importing jaxckpt_train.x puts the module x over whatever jaxckpt_train.x was before.
+    modules = {entry.stem for entry in (repo_root / "jaxckpt_train").iterdir()}
+    assert modules & set(jaxckpt_train.__all__) == set()
+
+
 def test_public_names_say_what_they_are_for() -> None:
-    undocumented = [name for name in jaxckpt_train.__all__ if not (getattr(jaxckpt_train, name).__doc__ or "").strip()]
-    assert undocumented == []
+    values = {name: getattr(jaxckpt_train, name) for name in jaxckpt_train.__all__}
+    assert [name for name, value in values.items() if callable(value) and not (value.__doc__ or "").strip()] == []
 
 
 def test_import_loads_no_optional_package(run_python) -> None:
@@ -98,7 +101,8 @@ def _pip(*arguments: str | Path) -> None:
 @pytest.mark.slow
 def test_the_wheel_holds_the_package_its_presets_and_its_plugin(wheel: Path, repo_root: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    here = {str(file.relative_to(repo_root)) for file in (repo_root / "jaxckpt_train").rglob("*.py")}
+    sources = [*(repo_root / "jaxckpt_train").rglob("*.py"), *(repo_root / "jaxckpt_train").rglob("*.pyi")]
+    here = {str(file.relative_to(repo_root)) for file in sources}
     presets = {f"jaxckpt_train/{file.relative_to(repo_root)}" for file in (repo_root / "configs").rglob("*.yaml")}
     wanted = here | presets | {"jaxckpt_train/py.typed", "hydra_plugins/jaxckpt_train_plugin.py"}
     wanted -= {"jaxckpt_train/hydra_plugin.py"}  # installed as the one in hydra_plugins
