@@ -18,7 +18,7 @@ from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.local import LocalBackend, file_exists
-from jaxckpt_train.store.transaction import Committed, Transaction, is_committed, open_committed
+from jaxckpt_train.store.transaction import Committed, Transaction, is_committed, open_committed, remove_dead_attempts
 from jaxckpt_train.store.verify import VerifyReport
 from jaxckpt_train.store.verify import verify as verify_committed
 from jaxckpt_train.store.writer import Progress
@@ -125,6 +125,7 @@ def save_checkpointables_async(
         raise CheckpointExistsError(f"{final}: exists and is no checkpoint; it is not replaced. Choose another path")
     parts = stage_all(checkpointables, times)
     transaction = Transaction(_BACKEND, final, chosen)
+    remove_dead_attempts(_BACKEND, final)
     info = run_info(custom_metadata=custom_metadata)
 
     def work() -> CheckpointMetadata:

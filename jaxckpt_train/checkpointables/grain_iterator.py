@@ -38,8 +38,12 @@ class GrainHandler:
     def stage(self, value: Any) -> Staged:
         """Its state."""
         state = value.get_state()
-        return Staged(value={"state": json.loads(state) if isinstance(state, bytes) else copy.deepcopy(state),
-                             "bytes": isinstance(state, bytes)})
+        return Staged(
+            value={
+                "state": json.loads(state) if isinstance(state, bytes) else copy.deepcopy(state),
+                "bytes": isinstance(state, bytes),
+            }
+        )
 
     def restore(self, target: Any, saved: Saved) -> Any:
         """The target at the saved position."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import uuid
 
@@ -16,6 +17,7 @@ from jaxckpt_train.store.transaction import read_whole
 LOCK_NAME = ".owner"
 HEARTBEAT_S = 10.0
 SILENCE_S = 60.0
+LOOK_S = 0.5
 _TRIES = 10
 _log = logging.getLogger("jaxckpt_train")
 
@@ -28,7 +30,8 @@ class _Record(msgspec.Struct, frozen=True):
 class OwnerLock:
     """Holds `<directory>/.owner` while a job saves there.
 
-    An owner on this machine is known to be dead at once; one on another machine after `SILENCE_S` without a heartbeat.
+    An owner on this machine is known to be dead at once; one on another machine after `SILENCE_S` without a heartbeat,
+    for which `acquire` waits.
     """
 
     def __init__(self, backend: Backend, directory: str) -> None:
@@ -86,19 +89,33 @@ class OwnerLock:
             ) from error
 
     def _refuse_if_alive(self, other: _Record) -> None:
+        """Raise if the owner lives. Of one elsewhere only its heartbeat tells: wait for the next, or for its silence."""
         dead, process = is_dead(other.process), other.process
-        try:
-            age_s = self._backend.age_s(self._path)
-        except StorageError:
-            return  # released meanwhile: the next try sees that
-        if dead or (dead is None and age_s > SILENCE_S):
+        if dead:
+            return
+        age_s = first_s = self._age_s()
+        if dead is None and age_s <= SILENCE_S:
+            _log.warning(
+                "%s: owned by process %d on %s, last heard of %.0f s ago; waiting up to %.0f s for a sign of life",
+                self._directory, process.pid, process.host, age_s, SILENCE_S - age_s,
+            )  # fmt: skip
+        while dead is None and first_s <= age_s <= SILENCE_S:
+            self._stop.wait(LOOK_S)
+            first_s, age_s = age_s, self._age_s()
+        if dead is None and age_s > SILENCE_S:
             return
         who = "this very process" if process == this_process() else f"process {process.pid} on {process.host}"
         raise DirectoryLockedError(
             f"{self._directory}: owned by {who}, last heard of {max(0.0, age_s):.0f} s ago. Two jobs cannot save to "
             "one directory: stop the other one, close its manager, or choose another directory"
-            + ("" if dead is False else f". If it is dead, wait until it has been silent for {SILENCE_S:.0f} s")
         )
+
+    def _age_s(self) -> float:
+        """Seconds since the owner's last heartbeat; endless once the lock is gone."""
+        try:
+            return self._backend.age_s(self._path)
+        except StorageError:
+            return math.inf
 
     def _remove_dead(self, other: _Record) -> bool:
         """Take a dead owner's lock out of the way; of several that try, one succeeds."""

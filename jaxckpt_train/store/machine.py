@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
 from pathlib import Path
@@ -49,6 +50,27 @@ def is_dead(other: ProcessIdentity) -> bool | None:
         pass  # it exists and belongs to someone else
     start = _start_of(other.pid)
     return bool(start and other.start and start != other.start)
+
+
+def process_tag() -> str:
+    """This process in a form that file names can hold: `<machine>-<boot>-<pid>-<start>`."""
+    me = this_process()
+    return f"{_short(me.host + me.namespace)}-{_short(me.boot)}-{me.pid}-{me.start or 0}"
+
+
+def is_dead_tag(tag: str) -> bool:
+    """Whether the process with this tag is surely gone: it ran on this machine, before a reboot or until it ended."""
+    me = this_process()
+    machine, boot, pid, start = tag.split("-")
+    if machine != _short(me.host + me.namespace):
+        return False
+    if boot != _short(me.boot):
+        return True
+    return is_dead(ProcessIdentity(me.host, int(pid), "" if start == "0" else start, me.boot, me.namespace)) is True
+
+
+def _short(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 def _start_of(pid: int) -> str:

@@ -186,10 +186,11 @@ def read_boxes(
         StorageError: the file system refused.
     """
     reading = _Reading(backend, committed, wanted, settings)
-    runs = plan_reads(committed.manifest, wanted, max(1, settings.read_budget_bytes // (2 * READS_PER_THREAD * settings.io_threads)))
+    threads = READS_PER_THREAD * settings.io_threads
+    runs = plan_reads(committed.manifest, wanted, max(1, settings.read_budget_bytes // (2 * threads)))
     try:
         reading.open(sorted({run.segment for run in runs}))
-        workers = shared_workers(READS_PER_THREAD * settings.io_threads, "jaxckpt-read")
+        workers = shared_workers(threads, "jaxckpt-read")
         workers.run_all(lambda run: reading.read_run(run, progress), runs)
     finally:
         for source in reading.sources.values():

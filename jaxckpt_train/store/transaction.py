@@ -32,6 +32,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend, Source
 from jaxckpt_train.store.digests import block_digests, digest_function
 from jaxckpt_train.store.local import side_name
+from jaxckpt_train.store.machine import is_dead_tag, process_tag
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
     COMMIT_NAME,
@@ -47,7 +48,7 @@ from jaxckpt_train.store.manifest import (
 )
 
 _MAX_COMMIT_BYTES = 4096
-_ATTEMPT = re.compile(r"\.(?P<final>.+)\.tmp-(?P<owner>[0-9]+-[0-9]+)")
+_ATTEMPT = re.compile(r"\.(?P<final>.+)\.tmp-(?P<tag>[0-9a-f]{8}-[0-9a-f]{8}-[0-9]+-[0-9]+)-[0-9]+")
 
 
 class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,8 +92,9 @@ class Transaction:
         self._folders: list[str] = []
 
     def _begin(self, name: str) -> str:
+        tag = process_tag()
         for number in itertools.count():
-            directory = f"{self._parent}/.{name}.tmp-{os.getpid()}-{number}"
+            directory = f"{self._parent}/.{name}.tmp-{tag}-{number}"
             try:
                 self._backend.make_directory(directory, parents=False, sync=False)
             except StorageError as error:
@@ -192,6 +194,15 @@ def attempts(backend: Backend, parent: str) -> list[tuple[str, str]]:
     """The attempts below `parent`, dead or alive: their directories, and the names they would have got."""
     found = [(entry, _ATTEMPT.fullmatch(entry.name)) for entry in backend.list(parent) if entry.kind == "directory"]
     return [(f"{parent}/{entry.name}", match["final"]) for entry, match in found if match is not None]
+
+
+def remove_dead_attempts(backend: Backend, final: str) -> None:
+    """Remove what attempts at this one checkpoint left whose processes ran on this machine and are gone."""
+    parent, name = os.path.split(final)
+    for entry in backend.list(parent):
+        match = _ATTEMPT.fullmatch(entry.name)
+        if match is not None and match["final"] == name and is_dead_tag(match["tag"]):
+            backend.remove(f"{parent}/{entry.name}")
 
 
 def is_committed(backend: Backend, directory: str) -> bool:
