@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import threading
@@ -62,12 +63,16 @@ class OwnerLock:
         return dead
 
     def _acquire(self) -> ProcessIdentity | None:
-        dead = None
+        dead, collected = None, False
         for _ in range(_TRIES):
             if self._backend.write_new(self._path, msgspec.json.encode(self._record)):
                 return dead
             other = self._read()
             if other is None:
+                continue
+            if other.process == self._record.process and not collected:
+                gc.collect()  # a manager that was dropped without close() lets go when it is freed
+                collected = True
                 continue
             self._refuse_if_alive(other)
             if self._remove_dead(other):
@@ -89,7 +94,7 @@ class OwnerLock:
             ) from error
 
     def _refuse_if_alive(self, other: _Record) -> None:
-        """Raise if the owner lives. Of one elsewhere only its heartbeat tells: wait for the next, or for its silence."""
+        """Raise if the owner lives. Of one elsewhere its heartbeat tells: wait for the next, or for its silence."""
         dead, process = is_dead(other.process), other.process
         if dead:
             return

@@ -15,9 +15,15 @@ _log = logging.getLogger("jaxckpt_train")
 
 
 class Deleter:
-    """Deletes step directories one after the other. A failing deletion warns and is tried again with the next one."""
+    """Deletes step directories one after the other. A failing deletion warns and is tried again with the next one.
 
-    def __init__(self, backend: Backend, directory: str, deleted: Callable[[str], None]) -> None:
+    Args:
+        backend: where.
+        directory: of the run.
+        deleted: a weak reference to the function that is told the name of each step that is gone.
+    """
+
+    def __init__(self, backend: Backend, directory: str, deleted: Callable[[], Callable[[str], None] | None]) -> None:
         self._backend, self._directory, self._deleted = backend, directory, deleted
         self._jobs: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._retry: list[str] = []
@@ -62,7 +68,9 @@ class Deleter:
         try:
             if name != hidden:
                 self._backend.rename(f"{self._directory}/{name}", f"{self._directory}/{hidden}")
-                self._deleted(name)
+                tell = self._deleted()
+                if tell is not None:
+                    tell(name)
             self._backend.remove(f"{self._directory}/{hidden}")
         except StorageError as error:
             _log.warning("deleting %s failed and will be tried again: %s", name, error)

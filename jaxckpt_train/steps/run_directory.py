@@ -8,6 +8,7 @@ import datetime
 import errno
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,9 @@ class RunDirectory:
         self.history = History(backend, directory)
         self.is_owner = False
         self._lock = OwnerLock(backend, directory)
-        self._deleter = Deleter(backend, directory, self._deleted)
+        self._deleter = Deleter(backend, directory, weakref.WeakMethod(self._deleted))
+        # A manager that was dropped without close(), as in a notebook, must not lock its directory for ever.
+        weakref.finalize(self, self._lock.release).atexit = False
         self._guard = threading.RLock()
         self._entries: list[Entry] = []
         self._infos: tuple[CheckpointInfo, ...] | None = None
