@@ -20,7 +20,7 @@ _HOMES = {
         "MismatchError", "NotACheckpointError", "Preempted", "SettingsError", "StepNotFoundError", "StorageError",
         "UnsupportedLeafError",
     ),
-    "metadata": ("CheckpointMetadata",),
+    "checkpoint_metadata": ("CheckpointMetadata",),
     "pending": ("PendingSave",),
     "settings": ("StoreSettings",),
     "steps.manager": ("StepManager",),

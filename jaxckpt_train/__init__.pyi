@@ -9,6 +9,7 @@ from jaxckpt_train.checkpoint import save_async as save_async
 from jaxckpt_train.checkpoint import save_checkpointables as save_checkpointables
 from jaxckpt_train.checkpoint import save_checkpointables_async as save_checkpointables_async
 from jaxckpt_train.checkpoint import verify as verify
+from jaxckpt_train.checkpoint_metadata import CheckpointMetadata as CheckpointMetadata
 from jaxckpt_train.checkpointables.contract import Saved as Saved
 from jaxckpt_train.checkpointables.contract import Staged as Staged
 from jaxckpt_train.checkpointables.pytree import JsonValue as JsonValue
@@ -28,7 +29,6 @@ from jaxckpt_train.errors import SettingsError as SettingsError
 from jaxckpt_train.errors import StepNotFoundError as StepNotFoundError
 from jaxckpt_train.errors import StorageError as StorageError
 from jaxckpt_train.errors import UnsupportedLeafError as UnsupportedLeafError
-from jaxckpt_train.metadata import CheckpointMetadata as CheckpointMetadata
 from jaxckpt_train.pending import PendingSave as PendingSave
 from jaxckpt_train.settings import StoreSettings as StoreSettings
 from jaxckpt_train.steps.manager import StepManager as StepManager

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-from jaxckpt_train import config as configuration
+from jaxckpt_train import hydra_job
 from jaxckpt_train.checkpointables.grain_iterator import mark_absl_flags_parsed, with_fingerprint
+from jaxckpt_train.config import callback_arguments
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, Preempted, SettingsError
 from jaxckpt_train.multihost import current
 from jaxckpt_train.progress import progress_line, wants_progress
@@ -76,7 +77,7 @@ class CheckpointCallback:
         self._fingerprint, self._progress = fingerprint, progress
         self._warn_about(directory)
         self.manager = StepManager(
-            configuration.resolve_directory(directory),
+            hydra_job.resolve_directory(directory),
             save_decision_policy=choose_save_policy(save_interval_steps, save_interval_secs, save_policy),
             preservation_policy=choose_preservation_policy(
                 keep_latest, keep_every_steps, keep_best, best_metric, best_mode, keep_policy
@@ -104,7 +105,7 @@ class CheckpointCallback:
         Raises:
             SettingsError: a key or value is wrong.
         """
-        return cls(**configuration.callback_arguments(config))
+        return cls(**callback_arguments(config))
 
     def resume(self, state: Any, data: Any = None, **more: Any) -> Any:
         """Restore the newest step that is whole, if there is one.
@@ -276,7 +277,7 @@ class CheckpointCallback:
 
     def _exit_error(self) -> BaseException:
         assert self._preempted is not None
-        raises = self._on_preemption == "raise" or (self._on_preemption == "auto" and configuration.is_multirun())
+        raises = self._on_preemption == "raise" or (self._on_preemption == "auto" and hydra_job.is_multirun())
         return self._preempted if raises else SystemExit(self._exit_code)
 
     @property
@@ -334,7 +335,7 @@ class CheckpointCallback:
                 self._watch.start()
 
     def _warn_about(self, directory: str) -> None:
-        problem = configuration.hydra_directory_problem(directory) if self.enabled else None
+        problem = hydra_job.hydra_directory_problem(directory) if self.enabled else None
         if problem is not None:
             _log.warning("%s", problem)
 

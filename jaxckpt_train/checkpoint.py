@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import jax
 
+from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
 from jaxckpt_train.checkpointables.loading import load_parts
 from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all, write_parts
 from jaxckpt_train.errors import CheckpointExistsError, MismatchError
-from jaxckpt_train.metadata import CheckpointMetadata, describe
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend

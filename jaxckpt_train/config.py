@@ -1,4 +1,4 @@
-"""The callback's configuration as YAML has it: typed, checked, and sure of its directory under Hydra.
+"""The callback's configuration as YAML has it: typed and checked.
 
 Neither Hydra nor OmegaConf is imported: what they made is recognised when they are already there.
 """
@@ -6,83 +6,29 @@ Neither Hydra nor OmegaConf is imported: what they made is recognised when they 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import hashlib
-import importlib
-import inspect
-import math
 import os
-import re
-import signal
 import sys
-from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from jaxckpt_train.config_checks import (
+    Check,
+    anything,
+    flag,
+    known_keys,
+    one_of,
+    optional,
+    refuse,
+    seconds,
+    signals,
+    text,
+    whole,
+)
+from jaxckpt_train.config_policies import build_policy
 from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.hydra_job import job_name
 from jaxckpt_train.settings import StoreSettings
 
 _ROOT = "checkpoint"
-_LONGEST_JOB_NAME = 100
-_Check = Callable[[str, Any], Any]
-
-
-def _refuse(subject: str, expected: str, found: object) -> NoReturn:
-    raise SettingsError(f"{subject}: expected {expected}, found {found!r}")
-
-
-def _text(subject: str, value: Any) -> str:
-    return value if isinstance(value, str) and value else _refuse(subject, "text that is not empty", value)
-
-
-def _flag(subject: str, value: Any) -> bool:
-    return value if isinstance(value, bool) else _refuse(subject, "true or false", value)
-
-
-def _seconds(subject: str, value: Any) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0:
-        return float(value)
-    _refuse(subject, "a finite number of seconds above 0", value)
-
-
-def _whole(least: int, most: float = math.inf) -> _Check:
-    wanted = f"a whole number of at least {least}" if most == math.inf else f"a whole number from {least} to {most}"
-
-    def check(subject: str, value: Any) -> int:
-        fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-        return int(value) if fits else _refuse(subject, wanted, value)
-
-    return check
-
-
-def _one_of(*choices: str | bool) -> _Check:
-    wanted = "one of " + ", ".join(map(repr, choices))
-
-    def check(subject: str, value: Any) -> str | bool:
-        for choice in choices:
-            if type(value) is type(choice) and value == choice:
-                return choice
-        _refuse(subject, wanted, value)
-
-    return check
-
-
-def _optional(check: _Check) -> _Check:
-    return lambda subject, value: None if value is None else check(subject, value)
-
-
-def _signals(subject: str, value: Any) -> list[str]:
-    if isinstance(value, str) or not isinstance(value, Collection):
-        _refuse(subject, "a list of names of signals, such as [SIGTERM]", value)
-    catchable = sorted(item.name for item in signal.Signals if item.name not in ("SIGKILL", "SIGSTOP"))
-    for name in value:
-        if name not in catchable:
-            _refuse(subject, "names of signals that a process can catch, such as SIGTERM", name)
-    return list(value)
-
-
-def _any(subject: str, value: Any) -> Any:
-    return value
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -178,38 +124,38 @@ class CheckpointConfig:
             )
         if self.max_run_time_s is not None and self.max_run_time_s <= self.grace_period_s:
             longer = f"more than {_ROOT}.grace_period_s ({self.grace_period_s:g} seconds)"
-            _refuse(f"{_ROOT}.max_run_time_s", longer, self.max_run_time_s)
+            refuse(f"{_ROOT}.max_run_time_s", longer, self.max_run_time_s)
 
 
 def _store(subject: str, value: Any) -> StoreConfig:
     if isinstance(value, (StoreConfig, StoreSettings)):
         return StoreConfig(**dataclasses.asdict(value))
-    return StoreConfig(**_known_keys(subject, value, [field.name for field in dataclasses.fields(StoreConfig)]))
+    return StoreConfig(**known_keys(subject, value, [field.name for field in dataclasses.fields(StoreConfig)]))
 
 
-_CHECKS: dict[str, _Check] = {
-    "directory": _text,
-    "save_interval_steps": _optional(_whole(1)),
-    "save_interval_secs": _optional(_seconds),
-    "save_policy": _any,
-    "keep_latest": _optional(_whole(1)),
-    "keep_every_steps": _optional(_whole(1)),
-    "keep_best": _optional(_whole(1)),
-    "best_metric": _optional(_text),
-    "best_mode": _one_of("min", "max"),
-    "keep_policy": _any,
-    "save_on_exit": _flag,
-    "save_initial": _flag,
-    "if_busy": _one_of("wait", "skip"),
-    "signals": _signals,
-    "notice_file": _optional(_text),
-    "max_run_time_s": _optional(_seconds),
-    "grace_period_s": _seconds,
-    "exit_code": _whole(0, 255),
-    "on_preemption": _one_of("auto", "exit", "raise"),
-    "fingerprint": _optional(_text),
-    "progress": _one_of("auto", True, False),
-    "enabled": _flag,
+_CHECKS: dict[str, Check] = {
+    "directory": text,
+    "save_interval_steps": optional(whole(1)),
+    "save_interval_secs": optional(seconds),
+    "save_policy": anything,
+    "keep_latest": optional(whole(1)),
+    "keep_every_steps": optional(whole(1)),
+    "keep_best": optional(whole(1)),
+    "best_metric": optional(text),
+    "best_mode": one_of("min", "max"),
+    "keep_policy": anything,
+    "save_on_exit": flag,
+    "save_initial": flag,
+    "if_busy": one_of("wait", "skip"),
+    "signals": signals,
+    "notice_file": optional(text),
+    "max_run_time_s": optional(seconds),
+    "grace_period_s": seconds,
+    "exit_code": whole(0, 255),
+    "on_preemption": one_of("auto", "exit", "raise"),
+    "fingerprint": optional(text),
+    "progress": one_of("auto", True, False),
+    "enabled": flag,
     "store": _store,
 }
 
@@ -229,12 +175,12 @@ def callback_arguments(config: object = None) -> dict[str, Any]:
     """
     built = _built(config)
     arguments = {field.name: getattr(built, field.name) for field in dataclasses.fields(built)}
-    if job := _job_name():
+    if job := job_name():
         arguments["directory"] = os.path.join(built.directory, job)
     arguments["signals"] = tuple(built.signals)
     arguments["store"] = built.store.settings()
-    arguments["save_policy"] = _policy(f"{_ROOT}.save_policy", built.save_policy, "should_save")
-    arguments["keep_policy"] = _policy(f"{_ROOT}.keep_policy", built.keep_policy, "should_preserve")
+    arguments["save_policy"] = build_policy(f"{_ROOT}.save_policy", built.save_policy, "should_save")
+    arguments["keep_policy"] = build_policy(f"{_ROOT}.keep_policy", built.keep_policy, "should_preserve")
     return arguments
 
 
@@ -244,7 +190,7 @@ def _built(config: object) -> CheckpointConfig:
     if isinstance(config, CheckpointConfig):
         return dataclasses.replace(config)  # checks again: a field may have been set since
     names = [field.name for field in dataclasses.fields(CheckpointConfig)]
-    return CheckpointConfig(**_known_keys(_ROOT, _without_omegaconf(config), names))
+    return CheckpointConfig(**known_keys(_ROOT, _without_omegaconf(config), names))
 
 
 def _without_omegaconf(config: object) -> object:
@@ -258,143 +204,3 @@ def _without_omegaconf(config: object) -> object:
         key = getattr(error, "full_key", None) or _ROOT
         reason = str(error).partition("\n")[0]
         raise SettingsError(f"{key}: cannot be resolved: {reason}; give it a value, as by {key}=...") from error
-
-
-def _known_keys(subject: str, value: object, valid: Collection[str]) -> dict[str, Any]:
-    """`value` as keyword arguments, if it is a mapping with no other keys than the valid ones."""
-    if not isinstance(value, Mapping):
-        _refuse(subject, "a mapping", value)
-    for key in value:
-        if key not in valid:
-            raise SettingsError(f'{subject}: unknown key "{key}"{_nearest(key, valid)}; valid keys: {", ".join(valid)}')
-    return dict(value)
-
-
-def _nearest(name: object, valid: Collection[str]) -> str:
-    near = difflib.get_close_matches(str(name), valid)
-    return ", did you mean " + " or ".join(f'"{one}"' for one in near) + "?" if near else ""
-
-
-def _policy(subject: str, value: Any, method: str) -> Any:
-    """None, or an object with the method, built first if `value` is a node with `_target_`."""
-    if value is None:
-        return None
-    policy = _instantiated(subject, value) if isinstance(value, Mapping) else value
-    if isinstance(policy, type) or not callable(getattr(policy, method, None)):
-        _refuse(subject, f"a node with _target_, or an object, that has {method}(...)", value)
-    return policy
-
-
-def _instantiated(subject: str, node: Any) -> Any:
-    if isinstance(node, (list, tuple)):
-        return [_instantiated(f"{subject}[{position}]", child) for position, child in enumerate(node)]
-    if not isinstance(node, Mapping):
-        return node
-    arguments = {key: _instantiated(f"{subject}.{key}", child) for key, child in node.items()}
-    target = arguments.pop("_target_", None)
-    if target is None:
-        return arguments
-    package, _, name = _text(f"{subject}._target_", target).partition(".")
-    if package == __package__:
-        return _own_policy(subject, name, arguments)
-    return _foreign_policy(subject, target, arguments)
-
-
-def _own_policy(subject: str, name: str, arguments: Mapping[str, Any]) -> Any:
-    package = importlib.import_module(__package__)  # when called, not when imported: this is a lower layer
-    if name not in package.__all__:
-        raise SettingsError(f'{subject}: {__package__} has no policy "{name}"{_nearest(name, package.__all__)}')
-    policy = getattr(package, name)
-    if not (hasattr(policy, "should_save") or hasattr(policy, "should_preserve")):
-        _refuse(subject, "a policy", f"{__package__}.{name}")
-    signature = inspect.signature(policy)
-    _known_keys(f"{subject} ({name})", arguments, list(signature.parameters))
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        raise SettingsError(f"{subject}: {name}{signature}: {error}") from error
-    return policy(**arguments)
-
-
-def _foreign_policy(subject: str, target: str, arguments: Mapping[str, Any]) -> Any:
-    try:
-        import hydra.errors
-        import hydra.utils
-    except ImportError as error:
-        raise SettingsError(
-            f"{subject}: {target} is not one of {__package__}'s, and building it takes Hydra: "
-            "install jaxckpt-train[hydra], or pass the object to CheckpointCallback"
-        ) from error
-    try:
-        return hydra.utils.instantiate({"_target_": target, **arguments})
-    except hydra.errors.InstantiationException as error:
-        raise SettingsError(f"{subject}: cannot build {target}: {error}") from error
-
-
-def resolve_directory(directory: str | os.PathLike[str]) -> Path:
-    """The absolute path of a run directory.
-
-    Args:
-        directory: `~` is the user's home; a relative path starts where the command was given: under Hydra in its
-            original working directory, whatever `hydra.job.chdir` says, else in the working directory.
-
-    Raises:
-        SettingsError: it is a URL.
-    """
-    text = os.fspath(directory)
-    if "://" in text:
-        _refuse(f"{_ROOT}.directory", "a path of the file system: other stores cannot be written yet", text)
-    return Path(_hydra_value("runtime", "cwd") or Path.cwd(), Path(text).expanduser()).absolute()
-
-
-def hydra_directory_problem(directory: str | os.PathLike[str]) -> str | None:
-    """What is wrong with keeping checkpoints there in the running Hydra job; None: nothing, or no Hydra job runs.
-
-    Args:
-        directory: as given to `resolve_directory`.
-    """
-    output = _hydra_value("runtime", "output_dir")
-    path = resolve_directory(directory)
-    kind = "sweep" if is_multirun() else "run"
-    if output is None or not path.is_relative_to(output) or not _has_time_in_it(kind):
-        return None
-    return (
-        f"{_ROOT}.directory: {path} lies in the output folder of this Hydra run, which is a new one in every run: the "
-        f"same command will not find these checkpoints and will start anew; set {_ROOT}.directory to a path outside of "
-        f"{output}, or hydra.{kind}.dir to one without a time in it"
-    )
-
-
-def is_multirun() -> bool:
-    """Whether this process runs a job of a Hydra multirun (`--multirun`)."""
-    return getattr(_hydra_value("mode"), "name", None) == "MULTIRUN"
-
-
-def _job_name() -> str:
-    """In a Hydra multirun, a directory name made from the job's overrides; empty elsewhere."""
-    if not is_multirun():
-        return ""
-    ignored = {f"{_ROOT}.directory", *(_hydra_value("job", "config", "override_dirname", "exclude_keys") or ())}
-    overrides = _hydra_value("overrides", "task") or ()
-    whole = ",".join(sorted(one for one in overrides if one.partition("=")[0].lstrip("+~") not in ignored))
-    plain = re.sub(r"[^A-Za-z0-9._=,+-]", "_", whole)
-    if plain == whole and len(plain) <= _LONGEST_JOB_NAME:
-        return plain
-    return f"{plain[:_LONGEST_JOB_NAME]}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
-
-
-def _has_time_in_it(kind: str) -> bool:
-    """Whether the template of the output folder, hydra.run.dir or hydra.sweep.dir, makes a new one in every run."""
-    omegaconf: Any = sys.modules["omegaconf"]
-    return "${now" in str(omegaconf.OmegaConf.to_container(_hydra_value(kind), resolve=False))
-
-
-def _hydra_value(*path: str) -> Any:
-    """A value of the running Hydra job's own configuration; None: it is not set, or no Hydra job runs."""
-    module: Any = sys.modules.get("hydra.core.hydra_config")
-    if module is None or not module.HydraConfig.initialized():
-        return None
-    node = module.HydraConfig.get()
-    for name in path:
-        node = None if node is None else node.get(name)
-    return node

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train.config import CheckpointConfig, StoreConfig, callback_arguments, is_multirun, resolve_directory
+from jaxckpt_train.config import CheckpointConfig, StoreConfig, callback_arguments
 from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.hydra_job import is_multirun, resolve_directory
 from jaxckpt_train.settings import StoreSettings
 
 PRESETS = sorted(file.stem for file in (Path(__file__).parent.parent / "configs" / "checkpoint").glob("*.yaml"))
@@ -20,7 +21,7 @@ PRESETS = sorted(file.stem for file in (Path(__file__).parent.parent / "configs"
 APP = """
 import os
 import hydra
-from jaxckpt_train import config
+from jaxckpt_train import config, hydra_job
 
 @hydra.main(version_base=None, config_path="conf", config_name="train")
 def main(cfg):
@@ -30,9 +31,9 @@ def main(cfg):
         **{name: value for name, value in arguments.items() if name not in ("store", "save_policy", "keep_policy")},
         "policies": [repr(arguments["save_policy"]), repr(arguments["keep_policy"])],
         "durability": arguments["store"].durability,
-        "resolved": str(config.resolve_directory(directory)),
-        "problem": config.hydra_directory_problem(directory),
-        "multirun": config.is_multirun(),
+        "resolved": str(hydra_job.resolve_directory(directory)),
+        "problem": hydra_job.hydra_directory_problem(directory),
+        "multirun": hydra_job.is_multirun(),
         "cwd": os.getcwd(),
     })
 
@@ -298,7 +299,8 @@ def test_without_hydra_a_relative_directory_starts_here(tmp_path: Path, monkeypa
 def test_neither_hydra_nor_jax_is_imported_by_the_configuration(run_python: Any) -> None:
     program = """
 import sys
-from jaxckpt_train.config import callback_arguments, hydra_directory_problem, resolve_directory
+from jaxckpt_train.config import callback_arguments
+from jaxckpt_train.hydra_job import hydra_directory_problem, resolve_directory
 callback_arguments({"directory": "a"}), hydra_directory_problem("a"), resolve_directory("a")
 print([name for name in ("hydra", "omegaconf", "jax", "numpy") if name in sys.modules])
 """

@@ -22,9 +22,12 @@ LAYERS = (
     "callback",
     "progress",
     "config",
+    "config_policies",
+    "hydra_job",
+    "config_checks",
     "steps",
     "checkpoint",
-    "metadata",
+    "checkpoint_metadata",
     "checkpointables",
     "tree",
     "multihost",
@@ -35,12 +38,23 @@ LAYERS = (
 )
 # Which third parties a layer may import at all. What only adapters may import is in ADAPTERS.
 CORE = {"jax", "ml_dtypes", "msgspec", "numpy", "xxhash"}
-WITHOUT_JAX = ("hydra_plugin", "config", "progress", "pending", "store", "settings", "errors")
+WITHOUT_JAX = (
+    "hydra_plugin",
+    "config",
+    "config_policies",
+    "hydra_job",
+    "config_checks",
+    "progress",
+    "pending",
+    "store",
+    "settings",
+    "errors",
+)
 ADAPTERS = {
     "blake3": {"store.digests"},
     "flax": {"checkpointables.nnx_objects", "checkpointables.linen_modules"},
     "grain": {"checkpointables.grain_iterator"},
-    "hydra": {"config", "hydra_plugin"},
+    "hydra": {"config_policies", "hydra_plugin"},
     "rich": {"progress"},
 }
 # Never: code from a checkpoint must not run. The second line is for the disk, which only store/local.py touches.

@@ -1,19 +1,37 @@
-"""The handler of Grain's iterators: their position, with what must fit for it to mean the same."""
+"""The handler of Grain's iterators: their position in the data, with what must fit for it to mean the same."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
+import logging
+import re
 import sys
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
-from jaxckpt_train.checkpointables.contract import Saved, Staged
+from jaxckpt_train.checkpointables.contract import Json, Saved, Staged
+from jaxckpt_train.checkpointables.iterator_state import decode_state, encode_state, structure_differences
+from jaxckpt_train.errors import CorruptCheckpointError, IteratorStateError, SettingsError, UnsupportedLeafError
+
+_log = logging.getLogger("jaxckpt_train")
+_fingerprint: ContextVar[str | None] = ContextVar("jaxckpt_train_fingerprint", default=None)
+
+_FIELDS = frozenset({"grain_version", "iterator", "workers", "processes", "process", "fingerprint", "state"})
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+# What iterators raise from set_state when a state is not theirs. An error of reading the data is none of these.
+_REFUSALS = (LookupError, ValueError, TypeError, AttributeError, StopIteration)
+_START_ANEW = "or leave it out of what is restored, to start the data from the beginning"
 
 
 def mark_absl_flags_parsed() -> None:
-    """Mark absl's flags as parsed: Grain's workers read them, and an app that is not absl's never parses them."""
+    """Mark absl's flags as parsed, unless they are or absl is not imported. Calling it twice does nothing more.
+
+    Grain reads absl flags as soon as a pipeline with worker processes is asked for its state or its first element. In
+    a program that is not started by `absl.app.run` (every Hydra app) they were never parsed, and Grain fails with
+    `UnparsedFlagAccessError`. Marked as parsed, all flags have their defaults; `app.run` may still parse them later.
+    """
     flags: Any = sys.modules.get("absl.flags")
     if flags is not None and not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
@@ -21,34 +39,206 @@ def mark_absl_flags_parsed() -> None:
 
 @contextlib.contextmanager
 def with_fingerprint(fingerprint: str | None) -> Iterator[None]:
-    """Save and check this fingerprint meanwhile."""
-    yield
+    """What is saved or restored meanwhile, on this thread, has this fingerprint.
+
+    Args:
+        fingerprint: says what data this is; None leaves each handler its own.
+    """
+    token = _fingerprint.set(fingerprint)
+    try:
+        yield
+    finally:
+        _fingerprint.reset(token)
 
 
 class GrainHandler:
-    """A Grain iterator."""
+    """Iterators of Grain's `DataLoader` and of its `Dataset` pipelines.
+
+    Args:
+        processes: how many processes take part in the training.
+        process: the index of this one.
+        fingerprint: says what data this is. A restore is refused when both sides have one and they differ.
+
+    Raises:
+        SettingsError: there is no such process.
+    """
 
     kind = "grain"
     early = True
 
+    def __init__(self, *, processes: int = 1, process: int = 0, fingerprint: str | None = None) -> None:
+        if not 0 <= process < processes:
+            raise SettingsError(f"GrainHandler: expected 0 <= process < processes, found {process} and {processes}")
+        self._processes, self._process = processes, process
+        self.fingerprint = fingerprint
+        self._warned: set[str] = set()
+
     def handles(self, value: object) -> bool:
-        """Whether it is one."""
-        return type(value).__module__.startswith("grain.") and hasattr(value, "get_state")
+        """Whether it is a Grain iterator. Never imports Grain: where nobody did, nothing can be one."""
+        return isinstance(value, iterator_classes())
 
     def stage(self, value: Any) -> Staged:
-        """Its state."""
-        state = value.get_state()
+        """The position after the last element that `value` gave, with what a restore compares.
+
+        Raises:
+            UnsupportedLeafError: the state of an iterator that is not Grain's own is no plain data.
+        """
+        mark_absl_flags_parsed()
+        state = _take_state(value)
+        if is_data_loader(value):
+            self._warn_of_addresses(state)
         return Staged(
             value={
-                "state": json.loads(state) if isinstance(state, bytes) else copy.deepcopy(state),
-                "bytes": isinstance(state, bytes),
+                "grain_version": grain_version(),
+                "iterator": name_of(value),
+                "workers": worker_count(value),
+                "processes": self._processes,
+                "process": self._process,
+                "fingerprint": self._current_fingerprint(),
+                "state": state,
             }
         )
 
     def restore(self, target: Any, saved: Saved) -> Any:
-        """The target at the saved position."""
-        value = saved.value()
+        """Set `target` to the saved position, and let it start prefetching.
+
+        Returns:
+            `target` itself. Without a target the saved data as a dict, for which Grain is not needed.
+
+        Raises:
+            IteratorStateError: the position does not fit the target, which then is where it was.
+            CorruptCheckpointError: the saved data is not what `stage` writes.
+        """
+        data, state = _read(saved)
         if target is None:
-            return value["state"]
-        target.set_state(json.dumps(value["state"], indent=4).encode() if value["bytes"] else value["state"])
+            return {**data, "state": state}
+        mark_absl_flags_parsed()
+        if data["grain_version"] != grain_version():
+            _log.warning(
+                "iterator %r was saved with Grain %s, this is Grain %s; its states promise to fit the same version only",
+                saved.name,
+                data["grain_version"],
+                grain_version(),
+            )
+        self._check_run(target, data, saved.name)
+        before = _take_state(target)
+        _check_structure(data, state, decode_state(before), saved.name)
+        _set_state(target, state, before, saved.name)
+        start_prefetch = getattr(target, "start_prefetch", None)
+        if start_prefetch is not None:
+            start_prefetch()
         return target
+
+    def _current_fingerprint(self) -> str | None:
+        now = _fingerprint.get()
+        return self.fingerprint if now is None else now
+
+    def _check_run(self, target: Any, data: Json, name: str) -> None:
+        """Compare all but the state itself."""
+        if not self.handles(target) or (data["iterator"] == DATA_LOADER) != is_data_loader(target):
+            raise IteratorStateError(
+                f"iterator {name!r}: saved from a {_describe(data['iterator'])}, found a {_describe(name_of(target))}; "
+                f"give an iterator of the same kind, {_START_ANEW}"
+            )
+        ours, theirs = self._current_fingerprint(), data["fingerprint"]
+        if ours is not None and theirs is not None and ours != theirs:
+            raise IteratorStateError(
+                f"iterator {name!r}: other data: saved fingerprint {theirs!r}, found {ours!r}; use the data it was saved "
+                f"with, {_START_ANEW}"
+            )
+        if data["processes"] != self._processes:
+            raise IteratorStateError(
+                f"iterator {name!r}: saved by {data['processes']} processes, found {self._processes}: the position of one "
+                f"process's share says nothing about other shares; restart with {data['processes']} processes, {_START_ANEW}"
+            )
+        if data["process"] != self._process:
+            raise IteratorStateError(
+                f"iterator {name!r}: saved by process {data['process']}, found process {self._process}; each process "
+                "restores the position that it saved"
+            )
+        workers = worker_count(target)
+        if workers is not None and data["workers"] is not None and data["workers"] != workers:
+            raise IteratorStateError(
+                f"iterator {name!r}: saved with {data['workers']} worker processes, found {workers}: the order of the data "
+                f"depends on it; set the worker count back to {data['workers']}, {_START_ANEW}"
+            )
+
+    def _warn_of_addresses(self, state: Json) -> None:
+        """Tell before it is too late that Grain, which compares these texts, will refuse them in the next process."""
+        for key in ("sampler", "data_source"):
+            text = state.get(key) if isinstance(state, dict) else None
+            if isinstance(text, str) and _ADDRESS.search(text) and text not in self._warned:
+                self._warned.add(text)
+                _log.warning(
+                    "Grain knows the %s of this DataLoader by its repr, %.200s; it has an address in it, so a restart will "
+                    "be refused: give the class a __repr__ that says what data it is",
+                    key.replace("_", " "),
+                    text,
+                )
+
+
+def _take_state(iterator: Any) -> Json:
+    """The state as JSON data that shares nothing with the iterator."""
+    state = iterator.get_state()
+    if is_data_loader(iterator):
+        try:
+            state = json.loads(state)
+        except (TypeError, ValueError) as error:
+            raise UnsupportedLeafError(
+                f"the state of a {type(iterator).__name__} is not JSON: {state!r:.200}"
+            ) from error
+    return encode_state(state)
+
+
+def _read(saved: Saved) -> tuple[Json, Any]:
+    """The saved data, and the state in it decoded."""
+    data = saved.value()
+    if not isinstance(data, dict) or data.keys() < _FIELDS:
+        raise CorruptCheckpointError(
+            f"iterator {saved.name!r}: expected a dict with {sorted(_FIELDS)}, found {data!r:.200}"
+        )
+    try:
+        return data, decode_state(data["state"])
+    except ValueError as error:
+        raise CorruptCheckpointError(f"iterator {saved.name!r}: the saved state cannot be read") from error
+
+
+def _check_structure(data: Json, saved: Any, found: Any, name: str) -> None:
+    differences = structure_differences(saved, found)
+    if differences:
+        versions = "" if data["grain_version"] == grain_version() else f", or by Grain {data['grain_version']}"
+        raise IteratorStateError(
+            f"iterator {name!r}: the saved state is of another pipeline{versions}:\n  "
+            + "\n  ".join(differences)
+            + f"\nbuild the pipeline that it was saved with, {_START_ANEW}"
+        )
+
+
+def _set_state(target: Any, state: Any, before: Json, name: str) -> None:
+    """Set the state; where the iterator refuses, set it back to what it was."""
+    is_loader = is_data_loader(target)
+    try:
+        target.set_state(_for_set_state(state, is_loader))
+    except _REFUSALS as error:
+        with contextlib.suppress(*_REFUSALS):
+            target.set_state(_for_set_state(decode_state(before), is_loader))
+        raise IteratorStateError(_refused(target, state, decode_state(before), name)) from error
+
+
+def _for_set_state(state: Any, is_loader: bool) -> Any:
+    return json.dumps(state, indent=4).encode() if is_loader else state
+
+
+def _refused(target: Any, saved: Any, found: Any, name: str) -> str:
+    if is_data_loader(target) and isinstance(saved, dict) and isinstance(found, dict):
+        for key in ("worker_count", "sampler", "data_source"):
+            if saved.get(key) != found.get(key):
+                return (
+                    f"iterator {name!r}: the DataLoader has another {key.replace('_', ' ')}: saved {saved.get(key)!s:.300}, "
+                    f"found {found.get(key)!s:.300}; restore into the one it was saved with (Grain compares the repr: a "
+                    f"class with an address in it needs a __repr__ of its own), {_START_ANEW}"
+                )
+    return (
+        f"iterator {name!r}: {type(target).__name__} refused the saved state {saved!s:.300} (the error above says why); "
+        f"its own is {found!s:.300}; use the data and the pipeline that it was saved with, {_START_ANEW}"
+    )

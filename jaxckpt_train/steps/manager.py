@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any, Literal
 
 from jaxckpt_train.checkpoint import PathLike, absolute
+from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
 from jaxckpt_train.errors import SettingsError, StepNotFoundError
-from jaxckpt_train.metadata import CheckpointMetadata, describe
 from jaxckpt_train.multihost import current
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxckpt_train.checkpoint import run_info
+from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
 from jaxckpt_train.checkpointables.saving import SaveTimes, StagedPart, stage_all, write_parts
-from jaxckpt_train.metadata import CheckpointMetadata, describe
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.history import metrics_to_json, plain_metrics

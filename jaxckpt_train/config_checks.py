@@ -1,0 +1,96 @@
+"""Checks of single configuration values: each gives the value back in its right type, or says what is wrong with it."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import signal
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NoReturn
+
+from jaxckpt_train.errors import SettingsError
+
+Check = Callable[[str, Any], Any]
+
+
+def refuse(subject: str, expected: str, found: object) -> NoReturn:
+    """Raise a SettingsError: what was expected of the subject, and what was found."""
+    raise SettingsError(f"{subject}: expected {expected}, found {found!r}")
+
+
+def text(subject: str, value: Any) -> str:
+    """Text that is not empty."""
+    return value if isinstance(value, str) and value else refuse(subject, "text that is not empty", value)
+
+
+def flag(subject: str, value: Any) -> bool:
+    """True or False."""
+    return value if isinstance(value, bool) else refuse(subject, "true or false", value)
+
+
+def seconds(subject: str, value: Any) -> float:
+    """A finite number of seconds above 0, as a float."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0:
+        return float(value)
+    refuse(subject, "a finite number of seconds above 0", value)
+
+
+def whole(least: int, most: float = math.inf) -> Check:
+    """A check for a whole number in a range."""
+    wanted = f"a whole number of at least {least}" if most == math.inf else f"a whole number from {least} to {most}"
+
+    def check(subject: str, value: Any) -> int:
+        fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+        return int(value) if fits else refuse(subject, wanted, value)
+
+    return check
+
+
+def one_of(*choices: str | bool) -> Check:
+    """A check for one of some values."""
+    wanted = "one of " + ", ".join(map(repr, choices))
+
+    def check(subject: str, value: Any) -> str | bool:
+        for choice in choices:
+            if type(value) is type(choice) and value == choice:
+                return choice
+        refuse(subject, wanted, value)
+
+    return check
+
+
+def optional(check: Check) -> Check:
+    """A check that also takes None."""
+    return lambda subject, value: None if value is None else check(subject, value)
+
+
+def signals(subject: str, value: Any) -> list[str]:
+    """Names of signals that a process can catch."""
+    if isinstance(value, str) or not isinstance(value, Collection):
+        refuse(subject, "a list of names of signals, such as [SIGTERM]", value)
+    catchable = sorted(item.name for item in signal.Signals if item.name not in ("SIGKILL", "SIGSTOP"))
+    for name in value:
+        if name not in catchable:
+            refuse(subject, "names of signals that a process can catch, such as SIGTERM", name)
+    return list(value)
+
+
+def anything(subject: str, value: Any) -> Any:
+    """Whatever it is."""
+    return value
+
+
+def known_keys(subject: str, value: object, valid: Collection[str]) -> dict[str, Any]:
+    """`value` as keyword arguments, if it is a mapping with no other keys than the valid ones."""
+    if not isinstance(value, Mapping):
+        refuse(subject, "a mapping", value)
+    for key in value:
+        if key not in valid:
+            raise SettingsError(f'{subject}: unknown key "{key}"{nearest(key, valid)}; valid keys: {", ".join(valid)}')
+    return dict(value)
+
+
+def nearest(name: object, valid: Collection[str]) -> str:
+    """A question that names the valid names that look like this one; empty if none does."""
+    near = difflib.get_close_matches(str(name), valid)
+    return ", did you mean " + " or ".join(f'"{one}"' for one in near) + "?" if near else ""
