@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from jaxckpt_train import hydra_job
+from jaxckpt_train.checkpoint import load
 from jaxckpt_train.checkpointables.grain_iterator import mark_absl_flags_parsed, with_fingerprint
 from jaxckpt_train.config import callback_arguments
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, Preempted, SettingsError
@@ -67,6 +68,7 @@ class CheckpointCallback:
         exit_code: int = 75,
         on_preemption: Literal["exit", "raise", "auto"] = "auto",
         fingerprint: str | None = None,
+        init_from: str | None = None,
         progress: bool | Literal["auto"] = "auto",
         enabled: bool = True,
         store: StoreSettings | None = None,
@@ -74,7 +76,7 @@ class CheckpointCallback:
         self.enabled = enabled
         self._save_on_exit, self._save_initial = save_on_exit, save_initial
         self._grace_period_s, self._exit_code, self._on_preemption = grace_period_s, exit_code, on_preemption
-        self._fingerprint, self._progress = fingerprint, progress
+        self._fingerprint, self._progress, self._init_from = fingerprint, progress, init_from
         self._warn_about(directory)
         self.manager = StepManager(
             hydra_job.resolve_directory(directory),
@@ -130,11 +132,19 @@ class CheckpointCallback:
                 mark_absl_flags_parsed()
             if self.manager.latest is not None:
                 self._restore()
-            elif self._save_initial:
-                self._last = self._given
-                self._save("initial")
+            else:
+                self._initialise()
         values = tuple(self._given.values())
         return values[0] if len(values) == 1 else values
+
+    def _initialise(self) -> None:
+        """A fresh start: take the state from elsewhere if that was asked for, and save step 0 if that was."""
+        if self._init_from is not None:
+            self._given["state"] = load(hydra_job.resolve_directory(self._init_from), self._given["state"])
+            _log.info("initialised the state from %s", self._init_from)
+        if self._save_initial:
+            self._last = self._given
+            self._save("initial")
 
     def _restore(self) -> None:
         shown = wants_progress(self._progress)

@@ -11,13 +11,14 @@ from typing import Any, Literal
 import jax
 
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
+from jaxckpt_train.checkpointables.flax_legacy import load_flax_file
 from jaxckpt_train.checkpointables.loading import load_parts
 from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all, write_parts
 from jaxckpt_train.errors import CheckpointExistsError, MismatchError
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
-from jaxckpt_train.store.local import LocalBackend, file_exists
+from jaxckpt_train.store.local import LocalBackend, file_exists, is_file
 from jaxckpt_train.store.transaction import Committed, Transaction, is_committed, open_committed, remove_dead_attempts
 from jaxckpt_train.store.verify import VerifyReport
 from jaxckpt_train.store.verify import verify as verify_committed
@@ -149,7 +150,7 @@ def load(
     """Load one pytree: the checkpointable `state`, or the only one there is.
 
     Args:
-        path: of a checkpoint, or of a step directory of a run.
+        path: of a checkpoint, of a step directory of a run, or of a msgpack file that Flax wrote.
         like: the tree to load into, of arrays, `jax.ShapeDtypeStruct`, numpy arrays, values, PLACEHOLDER (leave this
             leaf alone), or NNX objects, which are restored in place. None: nested dicts and lists of numpy arrays.
         only: a pattern of leaf paths such as "params/**", several, or a predicate: only those are read; other leaves
@@ -166,8 +167,10 @@ def load(
         MismatchError: before anything is read: all differences between the checkpoint and `like`.
         CorruptCheckpointError: bytes are not what was saved.
     """
-    committed = open_committed(_BACKEND, absolute(path))
     options = LoadOptions(only=only, rename=rename, cast=cast, missing=missing, shardings=shardings)
+    if is_file(absolute(path)):
+        return load_flax_file(_BACKEND, absolute(path), like, settings or StoreSettings(), options)
+    committed = open_committed(_BACKEND, absolute(path))
     name = _main_part(committed)
     return load_parts(_BACKEND, committed, {name: like}, settings or StoreSettings(), options, progress)[name]
 

@@ -82,6 +82,8 @@ class CheckpointConfig:
         exit_code: of a process that left on request.
         on_preemption: "exit": SystemExit(exit_code); "raise": Preempted; "auto": raise in a Hydra multirun, else exit.
         fingerprint: says what data this is; a restore with another fingerprint is refused. None: not compared.
+        init_from: a checkpoint, or a Flax msgpack file, whose state a fresh run starts from; used only while the run
+            has no checkpoint of its own. None: the state as given.
         progress: a line on the terminal while saving: True, False, or "auto": only when there is a terminal.
         enabled: False: nothing is saved and nothing is restored.
         store: how bytes are written, checked and read.
@@ -110,6 +112,7 @@ class CheckpointConfig:
     exit_code: int = 75
     on_preemption: str = "auto"
     fingerprint: str | None = None
+    init_from: str | None = None
     progress: str | bool = "auto"
     enabled: bool = True
     store: StoreConfig = dataclasses.field(default_factory=StoreConfig)
@@ -154,6 +157,7 @@ _CHECKS: dict[str, Check] = {
     "exit_code": whole(0, 255),
     "on_preemption": one_of("auto", "exit", "raise"),
     "fingerprint": optional(text),
+    "init_from": optional(text),
     "progress": one_of("auto", True, False),
     "enabled": flag,
     "store": _store,

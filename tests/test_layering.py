@@ -52,7 +52,7 @@ WITHOUT_JAX = (
 )
 ADAPTERS = {
     "blake3": {"store.digests"},
-    "flax": {"checkpointables.nnx_objects", "checkpointables.linen_modules"},
+    "flax": {"checkpointables.nnx_objects", "checkpointables.flax_legacy"},
     "grain": {"checkpointables.grain_iterator"},
     "hydra": {"config_policies", "hydra_plugin"},
     "rich": {"progress"},

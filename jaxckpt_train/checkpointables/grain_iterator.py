@@ -12,7 +12,17 @@ from contextvars import ContextVar
 from typing import Any
 
 from jaxckpt_train.checkpointables.contract import Json, Saved, Staged
-from jaxckpt_train.checkpointables.iterator_state import decode_state, encode_state, structure_differences
+from jaxckpt_train.checkpointables.grain_pipeline import (
+    DATA_LOADER,
+    describe,
+    grain_version,
+    is_data_loader,
+    iterator_classes,
+    name_of,
+    structure_differences,
+    worker_count,
+)
+from jaxckpt_train.checkpointables.iterator_state import decode_state, encode_state
 from jaxckpt_train.errors import CorruptCheckpointError, IteratorStateError, SettingsError, UnsupportedLeafError
 
 _log = logging.getLogger("jaxckpt_train")
@@ -115,7 +125,8 @@ class GrainHandler:
         mark_absl_flags_parsed()
         if data["grain_version"] != grain_version():
             _log.warning(
-                "iterator %r was saved with Grain %s, this is Grain %s; its states promise to fit the same version only",
+                "iterator %r was saved with Grain %s, this is Grain %s: Grain promises only that a state fits the "
+                "version that made it",
                 saved.name,
                 data["grain_version"],
                 grain_version(),
@@ -137,30 +148,30 @@ class GrainHandler:
         """Compare all but the state itself."""
         if not self.handles(target) or (data["iterator"] == DATA_LOADER) != is_data_loader(target):
             raise IteratorStateError(
-                f"iterator {name!r}: saved from a {_describe(data['iterator'])}, found a {_describe(name_of(target))}; "
+                f"iterator {name!r}: saved from a {describe(data['iterator'])}, found a {describe(name_of(target))}; "
                 f"give an iterator of the same kind, {_START_ANEW}"
             )
         ours, theirs = self._current_fingerprint(), data["fingerprint"]
         if ours is not None and theirs is not None and ours != theirs:
             raise IteratorStateError(
-                f"iterator {name!r}: other data: saved fingerprint {theirs!r}, found {ours!r}; use the data it was saved "
+                f"iterator {name!r}: saved with fingerprint {theirs!r}, found {ours!r}; use the data it was saved "
                 f"with, {_START_ANEW}"
             )
         if data["processes"] != self._processes:
             raise IteratorStateError(
-                f"iterator {name!r}: saved by {data['processes']} processes, found {self._processes}: the position of one "
-                f"process's share says nothing about other shares; restart with {data['processes']} processes, {_START_ANEW}"
+                f"iterator {name!r}: saved by {data['processes']} processes, found {self._processes}; a position in "
+                f"one share of the data says nothing about others: restart with {data['processes']}, {_START_ANEW}"
             )
         if data["process"] != self._process:
             raise IteratorStateError(
                 f"iterator {name!r}: saved by process {data['process']}, found process {self._process}; each process "
                 "restores the position that it saved"
             )
-        workers = worker_count(target)
-        if workers is not None and data["workers"] is not None and data["workers"] != workers:
+        saved_workers, workers = data["workers"], worker_count(target)
+        if saved_workers is not None and workers is not None and saved_workers != workers:
             raise IteratorStateError(
-                f"iterator {name!r}: saved with {data['workers']} worker processes, found {workers}: the order of the data "
-                f"depends on it; set the worker count back to {data['workers']}, {_START_ANEW}"
+                f"iterator {name!r}: saved with {saved_workers} worker processes, found {workers}; the order of the "
+                f"data depends on them: set the worker count back to {saved_workers}, {_START_ANEW}"
             )
 
     def _warn_of_addresses(self, state: Json) -> None:
@@ -170,8 +181,8 @@ class GrainHandler:
             if isinstance(text, str) and _ADDRESS.search(text) and text not in self._warned:
                 self._warned.add(text)
                 _log.warning(
-                    "Grain knows the %s of this DataLoader by its repr, %.200s; it has an address in it, so a restart will "
-                    "be refused: give the class a __repr__ that says what data it is",
+                    "Grain knows the %s of this DataLoader by its repr, %.200s; it has an address in it, so that a "
+                    "restart will be refused: give the class a __repr__ that says what data it is",
                     key.replace("_", " "),
                     text,
                 )
@@ -185,7 +196,7 @@ def _take_state(iterator: Any) -> Json:
             state = json.loads(state)
         except (TypeError, ValueError) as error:
             raise UnsupportedLeafError(
-                f"the state of a {type(iterator).__name__} is not JSON: {state!r:.200}"
+                f"iterator state: {type(iterator).__name__} gives no JSON: {state!r:.200}"
             ) from error
     return encode_state(state)
 
@@ -193,13 +204,12 @@ def _take_state(iterator: Any) -> Json:
 def _read(saved: Saved) -> tuple[Json, Any]:
     """The saved data, and the state in it decoded."""
     data = saved.value()
-    if not isinstance(data, dict) or data.keys() < _FIELDS:
-        raise CorruptCheckpointError(
-            f"iterator {saved.name!r}: expected a dict with {sorted(_FIELDS)}, found {data!r:.200}"
-        )
+    if not isinstance(data, dict) or not data.keys() >= _FIELDS:
+        expected = ", ".join(sorted(_FIELDS))
+        raise CorruptCheckpointError(f"iterator {saved.name!r}: expected a dict with {expected}; found {data!s:.200}")
     try:
         return data, decode_state(data["state"])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"iterator {saved.name!r}: the saved state cannot be read") from error
 
 
@@ -231,14 +241,15 @@ def _for_set_state(state: Any, is_loader: bool) -> Any:
 
 def _refused(target: Any, saved: Any, found: Any, name: str) -> str:
     if is_data_loader(target) and isinstance(saved, dict) and isinstance(found, dict):
-        for key in ("worker_count", "sampler", "data_source"):
+        for key in ("worker_count", "sampler", "data_source"):  # what Grain compares
             if saved.get(key) != found.get(key):
                 return (
-                    f"iterator {name!r}: the DataLoader has another {key.replace('_', ' ')}: saved {saved.get(key)!s:.300}, "
-                    f"found {found.get(key)!s:.300}; restore into the one it was saved with (Grain compares the repr: a "
-                    f"class with an address in it needs a __repr__ of its own), {_START_ANEW}"
+                    f"iterator {name!r}: the DataLoader has another {key.replace('_', ' ')}: "
+                    f"saved {saved.get(key)!s:.300}, found {found.get(key)!s:.300}; restore into the DataLoader it was "
+                    "saved with (Grain compares the repr, so a class whose repr has an address in it needs its own "
+                    f"__repr__), {_START_ANEW}"
                 )
     return (
-        f"iterator {name!r}: {type(target).__name__} refused the saved state {saved!s:.300} (the error above says why); "
-        f"its own is {found!s:.300}; use the data and the pipeline that it was saved with, {_START_ANEW}"
+        f"iterator {name!r}: {type(target).__name__} refused the saved state (the error above says why): "
+        f"saved {saved!s:.300}, found {found!s:.300}; use the data and the pipeline it was saved with, {_START_ANEW}"
     )

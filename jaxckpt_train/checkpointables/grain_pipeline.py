@@ -15,7 +15,7 @@ import numpy as np
 
 DATA_LOADER = "DataLoaderIterator"
 
-# The states of Grain's own iterators (0.2.15 to 0.2.18), by their keys. `future_states` came later and may be missing.
+# The states of Grain's own iterators (0.2.18), by their keys. Of other keys nothing is known; `future_states` is newer.
 _OPTIONAL = frozenset({"future_states"})
 _INTERLEAVE_KEYS = (
     "next_index_in_cycle next_index_in_datasets iterators_in_use_indices iterators_in_use_states exhausted"
@@ -46,6 +46,7 @@ _GRAIN_NODES = frozenset(
 
 
 def iterator_classes() -> tuple[type, ...]:
+    """The classes of Grain's iterators; none where Grain was not imported."""
     grain: Any = sys.modules.get("grain")
     elastic = getattr(getattr(grain, "experimental", None), "ElasticIterator", None)
     found = [getattr(grain, DATA_LOADER, None), getattr(grain, "DatasetIterator", None), elastic]
@@ -53,21 +54,26 @@ def iterator_classes() -> tuple[type, ...]:
 
 
 def is_data_loader(iterator: object) -> bool:
+    """Whether it is the iterator of a `DataLoader`, whose state is JSON bytes, and not of a `Dataset`."""
     taken = getattr(sys.modules.get("grain"), DATA_LOADER, None)
     return isinstance(taken, type) and isinstance(iterator, taken)
 
 
 def name_of(iterator: object) -> str:
+    """The name of its class; of a DataLoader's always the same."""
     return DATA_LOADER if is_data_loader(iterator) else type(iterator).__name__
 
 
-def _describe(name: str) -> str:
+def describe(name: str) -> str:
+    """What `name_of` gave, for people."""
     return "DataLoader's iterator" if name == DATA_LOADER else f"Dataset's iterator ({name})"
 
 
 def grain_version() -> str | None:
-    version = getattr(sys.modules.get("grain"), "__version__", None)
-    if isinstance(version, str):
+    """The version of the imported Grain; None if nobody imported it."""
+    grain = sys.modules.get("grain")
+    version = getattr(grain, "__version__", None)
+    if grain is None or isinstance(version, str):
         return version
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("grain")
@@ -96,7 +102,7 @@ def structure_differences(saved: Any, found: Any) -> list[str]:
     """Where a saved state cannot be one of the pipeline that has the state `found`: one line of text each.
 
     Values are not compared, nor what legitimately changes while a pipeline runs: what is None at times, what is in
-    lists, the data sets that an interleave has open, and whatever iterators that are not Grain's own keep for themselves.
+    lists, which data sets an interleave has open, and what iterators that are not Grain's own keep for themselves.
     """
     return list(_differences(saved, found, "state", True))
 

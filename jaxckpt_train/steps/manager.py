@@ -27,7 +27,7 @@ from jaxckpt_train.steps.policy_context import (
     SavePolicy,
     decide,
 )
-from jaxckpt_train.steps.restoring import restore_newest
+from jaxckpt_train.steps.restoring import ByteMeter, restore_newest
 from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.steps.step_names import check_step
 from jaxckpt_train.steps.step_save import Clock, SaveRequest, SaveResult, StepSave, utc_now
@@ -242,11 +242,12 @@ class StepManager:
         """
         self.wait()
         candidates = self._candidates(step)
-        started = time.perf_counter()
+        started, meter = time.perf_counter(), ByteMeter(progress)
         with self._run.reading(candidates):
             entry, results, damaged = restore_newest(
-                self._backend, self.directory, candidates, targets, self.settings, progress
+                self._backend, self.directory, candidates, targets, self.settings, meter
             )
+        restore_s = time.perf_counter() - started
         self.restored_step = entry.step
         self._run.rolled_back_to(entry, damaged)
         if self._run.is_owner:
@@ -255,7 +256,9 @@ class StepManager:
                 self._clock(),
                 step=entry.step,
                 name=entry.name,
-                restore_s=time.perf_counter() - started,
+                bytes=meter.bytes,
+                restore_s=restore_s,
+                bytes_per_s=round(meter.bytes / restore_s),
                 skipped=[each.name for each in damaged] or None,
             )
         return results

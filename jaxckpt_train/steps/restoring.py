@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,21 @@ _DAMAGE = {
     errno.EUCLEAN,
 }
 _log = logging.getLogger("jaxckpt_train")
+
+
+class ByteMeter:
+    """Counts the bytes that a load reports, and passes them on."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.bytes = 0
+        self._progress, self._lock = progress, threading.Lock()
+
+    def __call__(self, done: int) -> None:
+        """Count some more."""
+        with self._lock:
+            self.bytes += done
+        if self._progress is not None:
+            self._progress(done)
 
 
 def restore_newest(

@@ -313,6 +313,11 @@ def _renameat2(source: str, target: str, flags: int) -> bool:
     raise OSError(code, os.strerror(code))
 
 
+def is_file(path: str) -> bool:
+    """Whether there is a regular file at this path."""
+    return os.path.isfile(path)
+
+
 def file_exists(path: str) -> bool:
     """Whether there is something at this path; a network file system that does not answer counts as no."""
     try:

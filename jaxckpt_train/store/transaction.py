@@ -94,7 +94,7 @@ class Transaction:
     def _begin(self, name: str) -> str:
         tag = process_tag()
         for number in itertools.count():
-            directory = f"{self._parent}/.{name}.tmp-{tag}-{number}"
+            directory = os.path.join(self._parent, f".{name}.tmp-{tag}-{number}")
             try:
                 self._backend.make_directory(directory, parents=False, sync=False)
             except StorageError as error:

@@ -1,0 +1,68 @@
+"""Reads the msgpack files that Flax wrote before it had Orbax (`flax.training.checkpoints`, `to_bytes`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxckpt_train.checkpointables.loading import load_parts
+from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all, write_parts
+from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.memory import MemoryBackend
+from jaxckpt_train.store.transaction import Transaction, read_whole
+from jaxckpt_train.tree.restore import LoadOptions
+
+_NAME = "state"
+
+
+def load_flax_file(backend: Backend, path: str, like: Any, settings: StoreSettings, options: LoadOptions) -> Any:
+    """Load a Flax msgpack file as if it were a checkpoint with one pytree: the same targets, checks and placement.
+
+    Args:
+        backend: where.
+        path: of the file.
+        like: the target; None: nested dicts of numpy arrays.
+        settings: how to read.
+        options: see `jaxckpt_train.load`.
+
+    Raises:
+        NotACheckpointError: the file is not of this form, or Flax is not installed to read it.
+        MismatchError: it does not fit the target.
+    """
+    tree = _restore(backend, path)
+    memory = MemoryBackend()
+    transaction = Transaction(memory, "/flax", settings)
+    parts = stage_all({_NAME: tree}, SaveTimes())
+    committed = write_parts(transaction, memory, parts, {}, settings, SaveTimes(), replace=False)
+    return load_parts(memory, committed, {_NAME: like}, settings, options)[_NAME]
+
+
+def _restore(backend: Backend, path: str) -> Any:
+    folder, _, name = path.rpartition("/")
+    data = read_whole(backend, folder, name, limit=None).tobytes()
+    try:
+        from flax import serialization
+    except ImportError as error:
+        raise NotACheckpointError(
+            f"{path}: expected a checkpoint directory, found a file; if Flax wrote it, install Flax to read it"
+        ) from error
+    try:
+        tree = serialization.msgpack_restore(data)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise NotACheckpointError(
+            f"{path}: expected a checkpoint directory or a Flax msgpack file, found a file that is neither ({error})"
+        ) from error
+    if not isinstance(tree, dict):
+        raise CorruptCheckpointError(f"{path}: a Flax msgpack file of a {type(tree).__name__}, expected a map")
+    return _with_positions(tree)
+
+
+def _with_positions(node: Any) -> Any:
+    """Flax writes a list or tuple as a map of "0", "1", ...: its keys become the positions that they stand for."""
+    if not isinstance(node, dict):
+        return node
+    children = {key: _with_positions(child) for key, child in node.items()}
+    if children and set(children) == {str(number) for number in range(len(children))}:
+        return [children[str(number)] for number in range(len(children))]
+    return children
