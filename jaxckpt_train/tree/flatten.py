@@ -96,6 +96,8 @@ def _children(node: Any, path: str) -> Sequence[tuple[Any, Any]] | None:
     kind = type(node)
     if kind is list or kind is tuple:
         return list(enumerate(node))
+    if isinstance(node, tuple) and hasattr(kind, "_fields"):
+        return list(zip(kind._fields, node, strict=True))  # JAX names them by position up to 0.10
     try:
         found = jax.tree_util.default_registry.flatten_one_level_with_keys(node)
     except ValueError as error:
