@@ -10,8 +10,9 @@ from typing import Any, Literal
 from jaxckpt_train import hydra_job
 from jaxckpt_train.checkpoint import load
 from jaxckpt_train.checkpointables.grain_iterator import mark_absl_flags_parsed, with_fingerprint
+from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all
 from jaxckpt_train.config import callback_arguments
-from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, Preempted, SettingsError
+from jaxckpt_train.errors import Preempted, SettingsError
 from jaxckpt_train.multihost import current
 from jaxckpt_train.progress import progress_line, wants_progress
 from jaxckpt_train.settings import StoreSettings
@@ -130,6 +131,7 @@ class CheckpointCallback:
             self._start()
             if data is not None:
                 mark_absl_flags_parsed()
+                stage_all({"data": data}, SaveTimes())  # an iterator that cannot be saved is told now, not at step 500
             if self.manager.latest is not None:
                 self._restore()
             else:
@@ -261,12 +263,9 @@ class CheckpointCallback:
         """Save the last completed update, wait until it is durable, and end the loop."""
         left_s = self._watch.left_of(self._grace_period_s)
         self.manager.reached_preemption = True
-        try:
-            self.manager.wait(left_s)
-        except CheckpointTimeoutError:
-            raise
-        except CheckpointError as error:
-            _log.error("the save before failed: %s; now saving step %d", error, self._last_step)
+        failure = self.manager.settle(left_s)
+        if failure is not None:
+            _log.error("the save before failed; now saving step %d", self._last_step, exc_info=failure)
         result = SaveResult(False, "nothing new to save")
         if self._last is not None and self._saved != self._last_step:
             result = self._save(f"preemption: {self._watch.reason}", force=True)
@@ -357,10 +356,12 @@ class CheckpointCallback:
         """
         if not self._closed:
             self._closed = True
-            self._watch.stop()
-            if self.enabled:
-                with progress_line("finishing the save", None, wants_progress(self._progress)):
-                    self.manager.close()
+            try:
+                if self.enabled:
+                    with progress_line("finishing the save", None, wants_progress(self._progress)):
+                        self.manager.close()
+            finally:
+                self._watch.stop()  # only now: until the save is committed, a signal must not kill the process
 
     def __enter__(self) -> CheckpointCallback:
         self._start()

@@ -80,10 +80,30 @@ class PendingSave(Generic[T]):
             raise
         return result
 
+    def outcome(self, timeout_s: float | None = None) -> BaseException | None:
+        """Wait, and return the error if it failed; the error then counts as seen.
+
+        Raises:
+            CheckpointTimeoutError: neither committed nor failed in time; the save goes on.
+        """
+        try:
+            error = self.committed.exception(timeout_s)
+        except FutureTimeoutError as late:
+            raise CheckpointTimeoutError(f"saving {self.subject}: not done after {timeout_s} s; it goes on") from late
+        self.mark_reported()
+        return error
+
     def mark_reported(self) -> None:
         """Say that the user has seen the outcome, so that it need not be told again at exit."""
         with _under_way_lock:
             _under_way.discard(self)
+
+
+def _forget_saves() -> None:
+    """A forked child does not wait for the saves of its parent."""
+    global _under_way_lock
+    _under_way_lock = threading.Lock()
+    _under_way.clear()
 
 
 def _drain_at_exit() -> None:
@@ -107,3 +127,4 @@ def _drain_at_exit() -> None:
 
 
 atexit.register(_drain_at_exit)
+os.register_at_fork(after_in_child=_forget_saves)

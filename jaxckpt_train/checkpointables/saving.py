@@ -71,21 +71,27 @@ def stage_all(checkpointables: Mapping[str, Any], times: SaveTimes) -> list[Stag
             raise SettingsError(
                 f"checkpointable name {name!r}: expected letters, digits, '_', '-' and '.', not '.' or '-' first"
             )
-        started = time.perf_counter()
-        handler = handler_of(value)
-        staged = handler.stage(value)
-        if staged.write_files is not None:
-            parts.append(StagedPart(name, handler.kind, staged=staged))
-        elif staged.value is not None:
-            parts.append(StagedPart(name, handler.kind, value=_encode_value(name, staged.value)))
-        else:
-            times.stage_s += time.perf_counter() - started
-            started = time.perf_counter()
-            parts.append(StagedPart(name, handler.kind, snapshot=snapshot(staged.tree)))
-            times.snapshot_s += time.perf_counter() - started
-            continue
-        times.stage_s += time.perf_counter() - started
+        try:
+            parts.append(_stage(name, value, times))
+        except UnsupportedLeafError as error:
+            raise UnsupportedLeafError(f"checkpointable {name!r}: {error}") from error
     return parts
+
+
+def _stage(name: str, value: Any, times: SaveTimes) -> StagedPart:
+    started = time.perf_counter()
+    handler = handler_of(value)
+    staged = handler.stage(value)
+    encoded = None if staged.value is None else _encode_value(staged.value)
+    now = time.perf_counter()
+    times.stage_s += now - started
+    if staged.write_files is not None:
+        return StagedPart(name, handler.kind, staged=staged)
+    if encoded is not None:
+        return StagedPart(name, handler.kind, value=encoded)
+    taken = snapshot(staged.tree)
+    times.snapshot_s += time.perf_counter() - now
+    return StagedPart(name, handler.kind, snapshot=taken)
 
 
 def write_parts(
@@ -158,14 +164,12 @@ def _write_part(
     return PartRecord(part.name, part.kind, (), files, msgspec.Raw(b"null"))
 
 
-def _encode_value(name: str, value: Any) -> bytes:
+def _encode_value(value: Any) -> bytes:
     try:
         data = msgspec.json.encode(value)
         same = msgspec.json.decode(data) == value
     except (TypeError, ValueError, RecursionError) as error:
-        raise UnsupportedLeafError(f"checkpointable {name!r}: not JSON: {error}") from error
+        raise UnsupportedLeafError(f"not JSON: {error}") from error
     if not same:
-        raise UnsupportedLeafError(
-            f"checkpointable {name!r}: would not come back from JSON as it is (a tuple, nan, a key that is no text?)"
-        )
+        raise UnsupportedLeafError("would not come back from JSON as it is (a tuple, nan, a key that is no text?)")
     return data

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -18,7 +17,7 @@ from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.catalog import Entry
 from jaxckpt_train.steps.history import History, metrics_to_json, plain_metrics
-from jaxckpt_train.steps.policy_arguments import require_policy
+from jaxckpt_train.steps.policy_arguments import metric_mode, require_policy
 from jaxckpt_train.steps.policy_context import (
     CheckpointInfo,
     Decision,
@@ -27,6 +26,7 @@ from jaxckpt_train.steps.policy_context import (
     SavePolicy,
     decide,
 )
+from jaxckpt_train.steps.ranking import rank_checkpoints
 from jaxckpt_train.steps.restoring import ByteMeter, restore_newest
 from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.steps.step_names import check_step
@@ -285,15 +285,9 @@ class StepManager:
         Raises:
             SettingsError: `mode` is neither "min" nor "max".
         """
-        if mode not in ("min", "max"):
-            raise SettingsError(f'best: expected mode "min" or "max", found {mode!r}')
-        sign = -1.0 if mode == "min" else 1.0
-        ranked = [
-            (sign * entry.metrics[metric], entry.step)
-            for entry in self._run.newest()
-            if entry.metrics and metric in entry.metrics and not math.isnan(entry.metrics[metric])
-        ]
-        return max(ranked)[1] if ranked else None
+        checked = metric_mode("best: mode", mode)
+        ranked = rank_checkpoints([entry.info() for entry in self._run.newest()], metric, checked)
+        return ranked[0].step if ranked else None
 
     def pin(self, step: int, pinned: bool = True) -> None:
         """Keep a step whatever the preservation policy says; `pinned=False` lets it go again.
@@ -348,6 +342,19 @@ class StepManager:
             if not pending.done():
                 pending.wait(timeout_s)
             self.check()
+
+    def settle(self, timeout_s: float | None = None) -> BaseException | None:
+        """As `wait`, but returns the error of a save that failed instead of raising it.
+
+        Raises:
+            CheckpointTimeoutError: not in time; it goes on.
+        """
+        pending = self._pending
+        if pending is None:
+            return None
+        error = pending.outcome(timeout_s)
+        self._pending = None
+        return error
 
     def wait_until_finished(self) -> None:
         """As `wait`; the name that other managers use."""

@@ -10,6 +10,7 @@ import numpy as np
 from jaxckpt_train.errors import CorruptCheckpointError
 
 Box = tuple[tuple[int, int], ...]
+_FEW_BOXES = 16
 
 
 def full_box(shape: Sequence[int]) -> Box:
@@ -80,12 +81,40 @@ def check_tiling(boxes: Sequence[Box], shape: Sequence[int], subject: str) -> No
 
 
 def _first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element, found by a sweep along the dimension with the most distinct starts."""
+    """Two boxes that share an element. Cuts the boxes apart as long as it can, so that large grids take no square."""
     if len(boxes) < 2:
         return None
     if not boxes[0]:
         return boxes[0], boxes[1]
     corners = np.array(boxes, dtype=np.int64)
+    pending = [(np.arange(len(boxes)), 0)]
+    while pending:
+        group, axis = pending.pop()
+        parts, axis = (None, axis) if len(group) <= _FEW_BOXES else _cut_apart(corners[group], axis)
+        if parts is not None:
+            pending.extend((group[part], axis) for part in parts if len(part) > 1)
+            continue
+        found = _overlap_in(corners[group])
+        if found is not None:
+            return boxes[group[found[0]]], boxes[group[found[1]]]
+    return None
+
+
+def _cut_apart(corners: np.ndarray, axis: int) -> tuple[list[np.ndarray] | None, int]:
+    """Groups of boxes with planes between them, across the first axis from `axis` on that has any; and the next axis."""
+    dimensions = corners.shape[1]
+    for turn in range(dimensions):
+        along = corners[:, (axis + turn) % dimensions]
+        order = np.argsort(along[:, 0], kind="stable")
+        reach = np.maximum.accumulate(along[order, 1])
+        cuts = np.flatnonzero(along[order[1:], 0] >= reach[:-1])
+        if len(cuts):
+            return np.split(order, cuts + 1), (axis + turn + 1) % dimensions
+    return None, axis
+
+
+def _overlap_in(corners: np.ndarray) -> tuple[int, int] | None:
+    """The numbers of two boxes that share an element, by a sweep along the axis with the most distinct starts."""
     axis = int(np.argmax([len(np.unique(corners[:, d, 0])) for d in range(corners.shape[1])]))
     order = np.argsort(corners[:, axis, 0], kind="stable")
     corners = corners[order]
@@ -97,5 +126,5 @@ def _first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
             highs = np.minimum(rivals[:, :, 1], corners[i, :, 1])
             hits = np.flatnonzero((lows < highs).all(axis=1))
             if len(hits):
-                return boxes[order[i]], boxes[order[i + 1 + hits[0]]]
+                return int(order[i]), int(order[i + 1 + hits[0]])
     return None

@@ -43,7 +43,7 @@ def _storage(action: str, path: str) -> Iterator[None]:
     except OSError as error:
         code = error.errno or errno.EIO
         advice = f"; {_ADVICE[code]}" if code in _ADVICE else ""
-        raise StorageError(code, f"cannot {action}: {os.strerror(code)}{advice}", path) from error
+        raise StorageError(code, f"cannot {action}: {error.strerror or os.strerror(code)}{advice}", path) from error
 
 
 class _LocalSink:
@@ -199,7 +199,7 @@ class LocalBackend:
 
     def remove(self, path: str) -> None:
         """Remove a file or a whole directory; nothing there is no error."""
-        with _storage("remove", path), contextlib.suppress(FileNotFoundError):
+        with _storage("remove", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if stat.S_ISDIR(os.lstat(path).st_mode):
                 shutil.rmtree(path)
             else:
@@ -227,6 +227,8 @@ class LocalBackend:
         with _storage(f"exchange with {second}", first):
             if not _renameat2(first, second, _RENAME_EXCHANGE):
                 aside = side_name(second)
+                if os.path.lexists(second):
+                    self.remove(aside)  # left by a crash before the last rename below; `second` is the newer of the two
                 os.rename(second, aside)
                 os.rename(first, second)
                 os.rename(aside, first)
@@ -290,9 +292,10 @@ def _open_regular(name: str, folder: int, direct: bool | Literal["auto"]) -> int
                 raise
     if descriptor < 0:
         descriptor = os.open(name, flags, dir_fd=folder)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file")
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "not a regular file")
     return descriptor
 
 

@@ -134,6 +134,8 @@ class MemoryBackend:
     def exchange(self, first: str, second: str) -> None:
         """Swap two existing names."""
         with self._lock:
+            for path in (first, second):
+                self.sync(path)  # both must exist before either moves
             aside = second + "\0"
             self.rename(second, aside)
             self.rename(first, second)

@@ -87,7 +87,8 @@ def _uses(number: int, boxes: Sequence[Box], chunk: ChunkRecord) -> Iterator[Use
 def _chunk_reads(manifest: Manifest, chunk: ChunkRecord, uses: Sequence[Use], band_bytes: int) -> Iterator[ChunkRead]:
     item = chunk.length // box_elements(chunk.box)
     if chunk.length <= band_bytes or all(use.whole for use in uses):
-        yield _chunk_read(manifest, chunk, item, uses)
+        for near in _clusters(uses, chunk, item, manifest.block_bytes):
+            yield _chunk_read(manifest, chunk, item, near)
         return
     row_bytes = chunk.length // box_shape(chunk.box)[0]
     rows = max(1, band_bytes // row_bytes)
@@ -98,6 +99,20 @@ def _chunk_reads(manifest: Manifest, chunk: ChunkRecord, uses: Sequence[Use], ba
         inside = tuple(dataclasses.replace(use, common=common, whole=False) for use, common in cut if common)
         if inside:
             yield _chunk_read(manifest, chunk, item, inside)
+
+
+def _clusters(uses: Sequence[Use], chunk: ChunkRecord, item: int, block_bytes: int) -> Iterator[list[Use]]:
+    """The uses in groups with digest blocks between them that nobody needs, so that those are not read."""
+    cluster: list[Use] = []
+    end = -1
+    for use in sorted(uses, key=lambda use: element_span(use.common, chunk.box)):
+        first, last = element_span(use.common, chunk.box)
+        if cluster and first * item // block_bytes > end:
+            yield cluster
+            cluster = []
+        cluster.append(use)
+        end = max(end, (last * item - 1) // block_bytes + 1)
+    yield cluster
 
 
 def _chunk_read(manifest: Manifest, chunk: ChunkRecord, item: int, uses: Sequence[Use]) -> ChunkRead:

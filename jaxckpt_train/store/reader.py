@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -25,6 +26,9 @@ PIECE_BLOCKS = 4
 VIEW_ALIGNMENT = 64
 # A reading thread waits for the disk about half of its time; the other half it touches fresh memory and digests.
 READS_PER_THREAD = 2
+# What opening says of a file that is gone, or is a link, a directory or a device instead. Anything else (no permission,
+# too many open files) is not the checkpoint's fault.
+MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO}
 
 Progress = Callable[[int], None]
 
@@ -95,6 +99,8 @@ class _Reading:
             try:
                 source = self._backend.open(self._directory, record.file, direct=self._settings.direct_io)
             except StorageError as error:
+                if error.errno not in MISSING:
+                    raise
                 raise CorruptCheckpointError(f"{path}: the manifest names this segment, but: {error}") from error
             self.sources[number] = source
             if source.size != record.bytes:

@@ -109,7 +109,7 @@ def _strict_json(text: bytes, subject: str) -> dict[str, Any]:
     if not text.startswith(b"{"):
         raise CorruptCheckpointError(f"{subject}: the header does not start with '{{'")
     try:
-        value = json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+        value = json.loads(text.decode(), object_pairs_hook=pairs, parse_constant=constant)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{subject}: the header is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import queue
 import threading
 from collections.abc import Iterator
@@ -50,6 +51,16 @@ class StagingPool:
 
 _pools: dict[tuple[int, int], StagingPool] = {}
 _pools_lock = threading.Lock()
+
+
+def _forget_pools() -> None:
+    """A forked child makes its own buffers: some of the parent's may be lent to threads that the child lacks."""
+    global _pools_lock
+    _pools_lock = threading.Lock()
+    _pools.clear()
+
+
+os.register_at_fork(after_in_child=_forget_pools)
 
 
 def shared_pool(budget_bytes: int, threads: int) -> StagingPool:

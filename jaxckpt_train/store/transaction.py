@@ -11,10 +11,12 @@ name, in a hidden directory. The order, which crash safety rests on:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
 import itertools
+import logging
 import os
 import re
 
@@ -27,6 +29,7 @@ from jaxckpt_train.errors import (
     IncompleteCheckpointError,
     NotACheckpointError,
     StorageError,
+    UnsupportedLeafError,
 )
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend, Source
@@ -40,13 +43,16 @@ from jaxckpt_train.store.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
+    RESERVED_NAMES,
     FileRecord,
     Manifest,
     check_version,
     decode_manifest,
     encode_manifest,
+    is_plain_name,
 )
 
+_log = logging.getLogger("jaxckpt_train")
 _MAX_COMMIT_BYTES = 4096
 _ATTEMPT = re.compile(r"\.(?P<final>.+)\.tmp-(?P<tag>[0-9a-f]{8}-[0-9a-f]{8}-[0-9]+-[0-9]+)-[0-9]+")
 
@@ -127,11 +133,17 @@ class Transaction:
         """Sync and digest the files that someone else wrote into a folder of the attempt.
 
         Raises:
+            UnsupportedLeafError: a file or directory whose name a load would refuse.
             CorruptCheckpointError: something there is neither a plain file nor a directory.
         """
         records: list[FileRecord] = []
         for entry in self._backend.list(f"{self.directory}/{name}"):
             path = f"{name}/{entry.name}"
+            if not is_plain_name(entry.name):
+                raise UnsupportedLeafError(
+                    f"file {path!r}: its name cannot be stored; expected letters, digits, '_', '-' and '.', not '.' or "
+                    f"'-' first, at most 200 of them, none of {', '.join(sorted(RESERVED_NAMES))}"
+                )
             if entry.kind == "directory":
                 self._folders.append(f"{self.directory}/{path}")
                 records.extend(self.adopt_folder(path))
@@ -181,9 +193,28 @@ class Transaction:
             self._backend.exchange(self.directory, self.final)
             exchanged = True
         if self._sync_directories:
-            self._backend.sync(self._parent)
+            try:
+                self._backend.sync(self._parent)
+            except StorageError:
+                self._withdraw(exchanged)
+                raise
         if exchanged:
+            self._remove_replaced()
+
+    def _withdraw(self, exchanged: bool) -> None:
+        """Take back what could not be made durable; `abort` would else remove the older of the two checkpoints."""
+        with contextlib.suppress(StorageError):
+            if exchanged:
+                self._backend.exchange(self.directory, self.final)
+            else:
+                self._backend.rename(self.final, self.directory)
+
+    def _remove_replaced(self) -> None:
+        """Remove the older of the two; the newer is committed by now, so a refusal is no failure of the save."""
+        try:
             self._backend.remove(self.directory)
+        except StorageError as error:
+            _log.warning("%s is saved, but what it replaced could not be removed: %s", self.final, error)
 
     def abort(self) -> None:
         """Remove the attempt."""
@@ -284,9 +315,23 @@ def _why_not_committed(backend: Backend, directory: str) -> NotACheckpointError:
     except StorageError as error:
         found = "a file" if error.errno == errno.ENOTDIR else "nothing"
         return NotACheckpointError(f"{directory}: expected a checkpoint directory, found {found}")
-    if MANIFEST_NAME in names or any(name.startswith("p00000-s") for name in names):
+    if MANIFEST_NAME in names or any(_holds_data(backend, f"{directory}/{name}") for name in names):
         return IncompleteCheckpointError(f"{directory}: has no {COMMIT_NAME}: never committed, or copied in part")
+    inside = [name for name in names if not name.startswith(".") and is_committed(backend, f"{directory}/{name}")]
+    if inside:
+        return NotACheckpointError(
+            f"{directory}: not one checkpoint but a directory of {len(inside)}; pass one of them, such as "
+            f"{directory}/{inside[-1]}"
+        )
     listing = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "an empty directory"
     return NotACheckpointError(
         f"{directory}: not a checkpoint: expected {COMMIT_NAME} and {MANIFEST_NAME}, found {listing}"
     )
+
+
+def _holds_data(backend: Backend, folder: str) -> bool:
+    """Whether this is the folder of a checkpointable with a file of process 0 in it."""
+    try:
+        return any(entry.kind == "file" and entry.name.startswith("p00000") for entry in backend.list(folder))
+    except StorageError:
+        return False

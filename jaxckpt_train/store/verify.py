@@ -113,7 +113,11 @@ def _segment_problems(backend: Backend, committed: Committed, number: int) -> It
 def _head_problems(source: Source, path: str, manifest: Manifest, number: int) -> Iterator[str]:
     record = manifest.segments[number]
     head = np.empty(record.header_bytes, np.uint8)
-    source.read_into(0, head, record.header_bytes)
+    try:
+        source.read_into(0, head, record.header_bytes)
+    except (CorruptCheckpointError, StorageError) as error:
+        yield f"{path}: its header: {error}"
+        return
     if digest_function(manifest.digest)(memoryview(head)) != record.header_digest:
         yield f"{path}: its header is not what was saved ({manifest.digest} differs)"
         return

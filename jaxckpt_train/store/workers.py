@@ -7,6 +7,7 @@ whoever started a save waits for it at exit.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -64,13 +65,29 @@ class _Batch:
                     self._done.set()
 
     def wait(self) -> None:
-        self._done.wait()
+        try:
+            self._done.wait()
+        except BaseException as error:  # an interrupt: the running items still use what the caller is about to release
+            with self._lock:
+                self._error = self._error or error
+            self._done.wait()
+            raise
         if self._error is not None:
             raise self._error
 
 
 _shared: dict[tuple[int, str], Workers] = {}
 _shared_lock = threading.Lock()
+
+
+def _forget_threads() -> None:
+    """A forked child has none of the parent's threads: it makes its own."""
+    global _shared_lock
+    _shared_lock = threading.Lock()
+    _shared.clear()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
 
 
 def shared_workers(count: int, name: str) -> Workers:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxckpt_train.errors import UnsupportedLeafError
-from jaxckpt_train.tree.paths import ROOT, join, key_text
+from jaxckpt_train.tree.paths import MAX_DEPTH, ROOT, join, key_text
 
 PLACEHOLDER = ...
 """Stands in a target for a leaf, or a whole subtree, that a load skips."""
@@ -54,6 +54,9 @@ def flatten(tree: Any) -> Flat:
     leaves: list[Any] = []
     containers: dict[str, str] = {}
     _walk(tree, ROOT, names, leaves, containers)
+    for name in names:
+        if name.count("/") >= MAX_DEPTH:
+            raise UnsupportedLeafError(f"leaf {name[:200]!r}...: deeper than {MAX_DEPTH} levels")
     if len(set(names)) != len(names):
         twice = next(name for number, name in enumerate(names) if name in names[:number])
         raise UnsupportedLeafError(f"leaf {twice!r}: two leaves of the tree have this path; rename one")

@@ -13,6 +13,7 @@ import numpy as np
 from jaxckpt_train.errors import CorruptCheckpointError, UnsupportedLeafError
 from jaxckpt_train.store.dtypes import is_storable
 from jaxckpt_train.store.manifest import PartRecord
+from jaxckpt_train.tree.paths import MAX_DEPTH
 
 MAX_INLINE_BYTES = 16 << 20
 
@@ -110,6 +111,8 @@ def decode_tree(part: PartRecord, subject: str) -> TreeRecord:
         raise CorruptCheckpointError(f"{subject}: tree of {part.name!r}: {error}") from error
     if msgspec.json.encode(record) != bytes(part.detail):
         raise CorruptCheckpointError(f"{subject}: tree of {part.name!r} is not in canonical form")
+    if any(name.count("/") >= MAX_DEPTH for name in record.leaves):
+        raise CorruptCheckpointError(f"{subject}: tree of {part.name!r} is deeper than {MAX_DEPTH} levels")
     stored = {name for name, leaf in record.leaves.items() if isinstance(leaf, STORED)}
     if stored != {array.name for array in part.arrays}:
         raise CorruptCheckpointError(f"{subject}: tree of {part.name!r} does not fit its arrays")

@@ -13,6 +13,7 @@ from typing import Any
 from jaxckpt_train.errors import UnsupportedLeafError
 
 ROOT = "~"
+MAX_DEPTH = 200
 Key = Any  # str, int, bool, float, None, or a tuple of these
 
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")

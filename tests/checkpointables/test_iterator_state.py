@@ -110,7 +110,9 @@ def test_the_written_form_stays_readable_by_later_versions(value: Any, encoded: 
     assert_same(decode_state(encoded), value)
 
 
-@pytest.mark.parametrize("value", [np.str_(""), np.str_("né"), np.bytes_(b"ab"), np.array(["a", "bcd"]), np.array([], "S3")])
+@pytest.mark.parametrize(
+    "value", [np.str_(""), np.str_("né"), np.bytes_(b"ab"), np.array(["a", "bcd"]), np.array([], "S3")]
+)
 def test_numpy_text_comes_back(value: Any) -> None:
     assert_same(through_json(value), value)
 
@@ -126,9 +128,9 @@ def test_the_state_of_a_numpy_generator_comes_back() -> None:
 def test_the_encoded_copy_shares_nothing_with_the_state() -> None:
     state = {"list": [1], "inner": {"a": 1}, "array": np.zeros(2)}
     encoded = encode_state(state)
-    state["list"].append(2)  # type: ignore[union-attr]
-    state["inner"]["a"] = 2  # type: ignore[index]
-    state["array"][0] = 1  # type: ignore[index]
+    state["list"].append(2)
+    state["inner"]["a"] = 2
+    state["array"][0] = 1
     assert_same(decode_state(encoded), {"list": [1], "inner": {"a": 1}, "array": np.zeros(2)})
 
 

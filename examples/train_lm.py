@@ -1,0 +1,145 @@
+"""A small language model of bytes with Flax NNX, sharded over a mesh of 4x2 devices, that resumes bit for bit.
+
+By default it learns the source text of Python's standard library, on eight CPU devices:
+
+    python examples/train_lm.py
+    python examples/train_lm.py steps=20 checkpoint.directory=/data/lm 'files=[README.md]'
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import grain
+import hydra
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from omegaconf import DictConfig
+
+import jaxckpt_train as jct
+
+jax.config.update("jax_num_cpu_devices", 8)  # before JAX looks for devices; other platforms do not mind
+
+
+def dense(n_in: int, n_out: int, split: tuple[str, str], rngs: nnx.Rngs) -> nnx.Linear:
+    """A dense layer whose kernel lies split over the mesh: one dimension for FSDP, one for tensor parallelism."""
+    kernel_init = nnx.with_partitioning(nnx.initializers.lecun_normal(), split)
+    return nnx.Linear(n_in, n_out, use_bias=False, kernel_init=kernel_init, rngs=rngs)
+
+
+class Block(nnx.Module):
+    """Attention to what came before, then two dense layers."""
+
+    def __init__(self, width: int, heads: int, dropout: float, rngs: nnx.Rngs) -> None:
+        self.heads = heads
+        self.norm_1, self.norm_2 = nnx.LayerNorm(width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)
+        self.qkv = dense(width, 3 * width, ("fsdp", "tensor"), rngs)
+        self.out = dense(width, width, ("tensor", "fsdp"), rngs)
+        self.up = dense(width, 4 * width, ("fsdp", "tensor"), rngs)
+        self.down = dense(4 * width, width, ("tensor", "fsdp"), rngs)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Values [batch, window, width] to values of the same shape."""
+        batch, window, width = x.shape
+        qkv = self.qkv(self.norm_1(x)).reshape(batch, window, 3, self.heads, width // self.heads)
+        heard = jax.nn.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True)
+        x = x + self.dropout(self.out(heard.reshape(batch, window, width)))
+        return x + self.dropout(self.down(jax.nn.gelu(self.up(self.norm_2(x)))))
+
+
+class Model(nnx.Module):
+    """A GPT of bytes."""
+
+    def __init__(self, cfg: DictConfig, rngs: nnx.Rngs) -> None:
+        init = nnx.with_partitioning(nnx.initializers.normal(0.02), (None, "fsdp"))
+        self.bytes = nnx.Embed(256, cfg.width, embedding_init=init, rngs=rngs)
+        self.places = nnx.Embed(cfg.window, cfg.width, embedding_init=init, rngs=rngs)
+        self.blocks = nnx.List([Block(cfg.width, cfg.heads, cfg.dropout, rngs) for _ in range(cfg.layers)])
+        self.norm = nnx.LayerNorm(cfg.width, rngs=rngs)
+        self.logits = dense(cfg.width, 256, ("fsdp", "tensor"), rngs)
+
+    def __call__(self, text: jax.Array) -> jax.Array:
+        """Logits [batch, window, 256] of the byte that follows each of text [batch, window]."""
+        x = self.bytes(text) + self.places(np.arange(text.shape[1]))
+        for block in self.blocks:
+            x = block(jax.lax.with_sharding_constraint(x, PartitionSpec("fsdp")))
+        return self.logits(self.norm(x))
+
+
+def lay_out(*objects: nnx.Pytree) -> None:
+    """Split all variables over the mesh as their kernels' metadata says; the others are on every device."""
+    state = nnx.state(objects)
+    nnx.update(objects, jax.lax.with_sharding_constraint(state, nnx.get_partition_spec(state)))
+
+
+@nnx.jit(static_argnums=0)
+def create(cfg: DictConfig) -> tuple[Model, nnx.Optimizer]:
+    """Model and optimizer, each array made on the devices that hold it."""
+    model = Model(cfg, nnx.Rngs(cfg.seed))
+    optimizer = nnx.Optimizer(model, optax.adamw(cfg.learning_rate), wrt=nnx.Param)
+    lay_out(model, optimizer)
+    return model, optimizer
+
+
+@nnx.jit
+def train_step(model: Model, optimizer: nnx.Optimizer, text: jax.Array) -> jax.Array:
+    """One update, in place; returns the loss. The counters of dropout's Rngs are part of the model and go up."""
+
+    def loss_of(model: Model) -> jax.Array:
+        logits = model(text[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
+
+    loss, gradients = nnx.value_and_grad(loss_of)(model)
+    optimizer.update(model, gradients)
+    lay_out(model, optimizer)  # as before the update: XLA would choose anew, and compile the next update again
+    return loss
+
+
+def read_text(files: Sequence[str]) -> np.ndarray:
+    """The bytes of all files one after the other, as int32 [bytes]."""
+    paths = [Path(file) for file in files] or sorted(Path(os.__file__).parent.glob("*.py"))
+    return np.frombuffer(b"\n".join(path.read_bytes() for path in paths), np.uint8).astype(np.int32)
+
+
+def dataset(text: np.ndarray, cfg: DictConfig) -> grain.IterDataset:
+    """Endless batches int32 [batch, window + 1] of pieces of the text, shuffled within a window of 1000 pieces."""
+    pieces = grain.MapDataset.range((len(text) - 1) // cfg.window).repeat()
+    pieces = pieces.map(lambda piece: text[piece * cfg.window : (piece + 1) * cfg.window + 1])
+    pieces = pieces.to_iter_dataset(grain.ReadOptions(num_threads=1))
+    pieces = grain.experimental.WindowShuffleIterDataset(pieces, window_size=1000, seed=cfg.seed)
+    return pieces.batch(cfg.batch_size, drop_remainder=True)
+
+
+@hydra.main(version_base=None, config_path="conf", config_name="train_lm")
+def main(cfg: DictConfig) -> None:
+    """Train, or go on training."""
+    text = read_text(cfg.files)
+    data = iter(dataset(text, cfg))
+    # A resume with other text is refused: the position in it would mean something else.
+    cfg.checkpoint.fingerprint = hashlib.sha256(text.tobytes()).hexdigest()[:16]
+
+    mesh = jax.make_mesh(tuple(cfg.mesh), ("fsdp", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto))
+    with jax.set_mesh(mesh), jct.CheckpointCallback.from_config(cfg.checkpoint) as ckpt:
+        model, optimizer = create(cfg)
+        # Restores the objects in place, each array to the devices that it lies on now: the checkpoint may come from
+        # another mesh.
+        (model, optimizer), data = ckpt.resume((model, optimizer), data)
+        print(f"starting after {ckpt.completed_steps} of {cfg.steps} updates of {len(text):,} bytes of text")
+        for step in ckpt.steps(cfg.steps):
+            batch = jax.device_put(next(data), NamedSharding(mesh, PartitionSpec("fsdp")))
+            loss = train_step(model, optimizer, batch)
+            # Here the loop waits for the device: the text of the loss needs its value.
+            print(f"update {step + 1}: loss {float(loss):.4f} {float(loss).hex()}", flush=True)
+            # The objects were changed in place: those that `resume` was given are saved, if it is time for that.
+            ckpt(metrics={"loss": loss})
+
+
+if __name__ == "__main__":
+    main()
