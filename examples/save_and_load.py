@@ -1,6 +1,8 @@
 """One checkpoint: saved from a mesh of 4x2 devices, looked at, and loaded in four ways.
 
-    python examples/save_and_load.py [DIRECTORY]     # a temporary one if none is given; the devices are made of the CPU
+The devices are made of the CPU. Without a directory a temporary one is used:
+
+    python examples/save_and_load.py [DIRECTORY]
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def look_and_load(path: Path, kernel: jax.Array) -> None:
     for name, leaf in jct.metadata(path).checkpointables["state"].leaves.items():
         print(f"  {name:14} {leaf.description:24} {leaf.bytes:5} bytes  {leaf.sharding or ''}")
 
-    print("\n1. Without a target: nested dicts of numpy arrays, on any machine, without the code of the model:")
+    print("\n1. Without a target: nested dicts of numpy arrays (and PRNG keys), on any machine, without the model:")
     loaded = jct.load(path)
     print(f"  {jax.tree.map(lambda leaf: type(leaf).__name__, loaded)}, step {loaded['step']}")
 

@@ -58,7 +58,7 @@ class Model(nnx.Module):
     """A GPT of bytes."""
 
     def __init__(self, cfg: DictConfig, rngs: nnx.Rngs) -> None:
-        init = nnx.with_partitioning(nnx.initializers.normal(0.02), (None, "fsdp"))
+        init = nnx.with_partitioning(nnx.initializers.normal(0.02), ("fsdp", None))
         self.bytes = nnx.Embed(256, cfg.width, embedding_init=init, rngs=rngs)
         self.places = nnx.Embed(cfg.window, cfg.width, embedding_init=init, rngs=rngs)
         self.blocks = nnx.List([Block(cfg.width, cfg.heads, cfg.dropout, rngs) for _ in range(cfg.layers)])

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -17,6 +18,7 @@ from jaxckpt_train.errors import CheckpointTimeoutError
 T = TypeVar("T")
 _under_way: set[PendingSave] = set()  # type: ignore[type-arg]  # of whatever result
 _under_way_lock = threading.Lock()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class PendingSave(Generic[T]):
@@ -33,14 +35,16 @@ class PendingSave(Generic[T]):
         self.staged: Future[None] = Future()
         self.staged.set_result(None)
         self.committed: Future[T] = Future()
-        self._reported = False
+        self._work: Callable[[], T] | None = work
+        thread = threading.Thread(target=self._run, name="jaxckpt-save", daemon=True)
         with _under_way_lock:
             _under_way.add(self)
-        threading.Thread(target=self._run, args=(work,), name="jaxckpt-save", daemon=True).start()
+            _threads.add(thread)
+        thread.start()
 
-    def _run(self, work: Callable[[], T]) -> None:
+    def _run(self) -> None:
         try:
-            result = work()
+            result = self._work_once()
         except BaseException as error:  # noqa: BLE001  # a thread's edge: raised to the user by wait()
             error.add_note(f"while saving {self.subject} in the background")
             self.committed.set_exception(error)
@@ -48,6 +52,12 @@ class PendingSave(Generic[T]):
             self.committed.set_result(result)
             with _under_way_lock:
                 _under_way.discard(self)
+
+    def _work_once(self) -> T:
+        """Do the work; when this returns, nothing holds the saved state any more."""
+        work, self._work = self._work, None
+        assert work is not None
+        return work()
 
     def done(self) -> bool:
         """Whether it has committed or failed."""
@@ -104,6 +114,7 @@ def _forget_saves() -> None:
     global _under_way_lock
     _under_way_lock = threading.Lock()
     _under_way.clear()
+    _threads.clear()
 
 
 def _drain_at_exit() -> None:
@@ -118,6 +129,8 @@ def _drain_at_exit() -> None:
             print(f"jaxckpt_train: saving {pending.subject} failed, and nobody asked for it:", file=sys.stderr)
             traceback.print_exception(error)
         pending.mark_reported()
+    for thread in list(_threads):
+        thread.join()  # one that still frees JAX arrays while the interpreter goes would abort the process
     if failed:
         atexit._run_exitfuncs()  # the other functions first, since the exit code can only be set by leaving here
         for stream in (sys.stdout, sys.stderr):

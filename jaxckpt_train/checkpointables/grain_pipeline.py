@@ -122,7 +122,7 @@ def _dict_differences(saved: dict[Any, Any], found: dict[Any, Any], path: str, s
     if (grains and not same) or (strict and saved and found and saved.keys().isdisjoint(found)):
         yield f"{path}: saved keys {_keys_text(saved)}; found keys {_keys_text(found)}"
         return
-    for key in saved.keys() & found.keys():
+    for key in (key for key in saved if key in found):
         inner = f"{path}[{key!r}]"
         if grains and key == "parents":
             yield from _children_differences(saved[key], found[key], inner)
@@ -172,4 +172,6 @@ def _keys_text(state: Mapping[Any, Any]) -> str:
 
 
 def _children_text(parents: Any) -> str:
-    return f"parents {_keys_text(parents)}" if isinstance(parents, dict) else f"{len(parents)} parents"
+    if isinstance(parents, (list, tuple)):
+        return f"{len(parents)} parents"
+    return f"parents {_keys_text(parents)}" if isinstance(parents, dict) else _kind_of(parents)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -36,25 +37,30 @@ class Workers:
         if len(items) == 1:
             work(items[0])
             return
-        batch = _Batch(len(items))
-        for item in items:
-            self._jobs.put(lambda item=item: batch.run(work, item))  # type: ignore[misc]  # binds the loop's item
+        batch = _Batch(work, items)
+        for _ in range(len(items)):
+            self._jobs.put(batch.run_next)
         batch.wait()
 
 
-class _Batch:
-    def __init__(self, count: int) -> None:
-        self._left = count
+class _Batch(Generic[T]):
+    """Items that several threads work off. Once `wait` returns, none of the threads holds an item any more."""
+
+    def __init__(self, work: Callable[[T], None], items: Sequence[T]) -> None:
+        self._work, self._items = work, deque(items)
+        self._left = len(items)
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._done = threading.Event()
-        if count == 0:
+        if not items:
             self._done.set()
 
-    def run(self, work: Callable[[T], None], item: T) -> None:
+    def run_next(self) -> None:
         try:
+            item = self._items.popleft()
             if self._error is None:
-                work(item)
+                self._work(item)
+            del item
         except BaseException as error:  # noqa: BLE001  # a thread's edge: raised by wait()
             with self._lock:
                 self._error = self._error or error
