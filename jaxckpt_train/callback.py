@@ -75,6 +75,7 @@ class CheckpointCallback:
         store: StoreSettings | None = None,
     ) -> None:
         self.enabled = enabled
+        mark_absl_flags_parsed()  # now: `iter(dataset)` in the call of `resume` may need it already
         self._save_on_exit, self._save_initial = save_on_exit, save_initial
         self._grace_period_s, self._exit_code, self._on_preemption = grace_period_s, exit_code, on_preemption
         self._fingerprint, self._progress, self._init_from = fingerprint, progress, init_from
@@ -130,7 +131,6 @@ class CheckpointCallback:
         if self.enabled:
             self._start()
             if data is not None:
-                mark_absl_flags_parsed()
                 stage_all({"data": data}, SaveTimes())  # an iterator that cannot be saved is told now, not at step 500
             if self.manager.latest is not None:
                 self._restore()

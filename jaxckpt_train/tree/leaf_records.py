@@ -199,9 +199,11 @@ def check_storable(name: str, value: Any) -> np.ndarray | np.generic:
     """
     plain = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and type(value) in (np.ndarray, np.memmap))
     if not plain:
+        iterable = hasattr(value, "__iter__") and not hasattr(value, "__next__")
+        hint = "; of a data set pass its iterator, iter(...)" if iterable else ""
         raise UnsupportedLeafError(
             f"leaf {name!r}: a {type(value).__module__}.{type(value).__qualname__} cannot be stored; expected arrays, "
-            "numbers, text, bytes or None. Convert it, or register a handler (jaxckpt_train.register_handler)"
+            f"numbers, text, bytes or None. Convert it, or register a handler (jaxckpt_train.register_handler){hint}"
         )
     if not is_storable(value.dtype):
         raise UnsupportedLeafError(

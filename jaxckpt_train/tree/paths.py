@@ -32,6 +32,8 @@ def key_text(key: Key, parent: str) -> str:
         text = str.__str__(key)
         if text.isidentifier() and text != "__metadata__":
             return text
+        if not text.isascii() and _has_surrogate(text):
+            raise UnsupportedLeafError(f"a key below {parent!r}: text that is not valid Unicode, {text!r}; rename it")
         return _escape(text)
     if isinstance(key, bool):
         return f"~b{int(key)}"
@@ -54,6 +56,10 @@ def _tuple_part(part: Key, parent: str) -> str:
     if isinstance(part, tuple):
         raise UnsupportedLeafError(f"a key below {parent!r}: a tuple within a tuple, {part!r}; convert the key to text")
     return key_text(part, parent).replace(",", "~3")
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _escape(text: str) -> str:

@@ -23,7 +23,7 @@ def leaf_filter(only: Only) -> Callable[[str], bool]:
         return lambda name: True
     if callable(only):
         return only
-    patterns = [only] if isinstance(only, str) else list(only)
+    patterns: Sequence[object] = [only] if isinstance(only, str) else list(only) if isinstance(only, Iterable) else [only]
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise SettingsError(
             f'only: expected a pattern such as "params/**", a list of them or a predicate, found {only!r}'

@@ -39,7 +39,7 @@ def device_placement(name: str, shape: tuple[int, ...], sharding: jax.sharding.S
     """
     try:
         indices = sharding.addressable_devices_indices_map(shape)
-    except ValueError as error:
+    except (ValueError, IndexError) as error:
         raise MismatchError(f"leaf {name!r}: shape {shape} does not fit its sharding {sharding}: {error}") from error
     numbers: dict[Box, int] = {}
     devices = []

@@ -14,7 +14,8 @@ from jaxckpt_train.tree.paths import ROOT, join, parse_key, split
 def rebuild(record: TreeRecord, leaves: Mapping[str, Any], subject: str) -> Any:
     """Nested containers with the given leaves; a NamedTuple or object becomes a dict of its fields.
 
-    Leaves of the record that are not given are left out of dicts; in a list or tuple PLACEHOLDER keeps their position.
+    Leaves of the record that are not given are left out, and so are containers without any that is; in a list or tuple
+    PLACEHOLDER keeps their position.
 
     Raises:
         CorruptCheckpointError: the paths contradict each other.
@@ -48,6 +49,8 @@ def _finish(node: Any, path: str, record: TreeRecord, leaves: Mapping[str, Any],
             return {"list": list, "tuple": tuple}.get(sort, dict)()
         return leaves.get(node.name, PLACEHOLDER)
     children = {key: _finish(child, join(path, key), record, leaves, subject) for key, child in node.items()}
+    if children and all(child is PLACEHOLDER for child in children.values()):
+        return PLACEHOLDER
     if sort in ("list", "tuple"):
         try:
             ordered = [children.pop(str(number)) for number in range(len(children))]
