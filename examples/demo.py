@@ -136,7 +136,7 @@ def leaves_of(tree: object) -> Leaves:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """One part of two trainings: its leaves and bytes in the first, digests of both, names of the leaves that differ."""
+    """One part of two trainings: its leaves and bytes in the first, digests of both, and which leaves differ."""
 
     part: str
     leaves: int

@@ -79,7 +79,7 @@ def main(cfg: DictConfig) -> None:
 
     model = Classifier(cfg.hidden, cfg.dropout)
     init_key, key = jax.random.split(jax.random.key(cfg.seed))
-    params = model.init(init_key, images[:1], train=False)["params"]
+    params = jax.jit(lambda key: model.init(key, images[:1], train=False)["params"])(init_key)
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(cfg.learning_rate), key=key)
 
     with jct.CheckpointCallback.from_config(cfg.checkpoint) as ckpt, open(cfg.losses, "a", buffering=1) as losses:

@@ -85,8 +85,9 @@ class PendingSave(Generic[T]):
             raise CheckpointTimeoutError(
                 f"saving {self.subject}: not committed after {timeout_s} s; it goes on"
             ) from error
-        except BaseException:
-            self.mark_reported()
+        except BaseException as error:
+            if self.committed.done() and self.committed.exception() is error:  # not an interrupt of the waiting
+                self.mark_reported()
             raise
         return result
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+NOTHING: Any = object()
+"""What `Staged.tree` is when there is no tree: None is a tree too, and a JSON value."""
 Json = Any  # None, bool, int, float, str, list or dict of these, with text keys
 
 
@@ -21,7 +23,7 @@ class Staged:
             attempt; whatever plain files it leaves there are synced, digested and become part of the checkpoint.
     """
 
-    tree: Any = None
+    tree: Any = NOTHING
     value: Json = None
     write_files: Callable[[Path], None] | None = None
 

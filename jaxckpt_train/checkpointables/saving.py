@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from jaxckpt_train.checkpointables.contract import Staged
+from jaxckpt_train.checkpointables.contract import NOTHING, Staged
 from jaxckpt_train.checkpointables.registry import handler_of
 from jaxckpt_train.errors import SettingsError, UnsupportedLeafError
 from jaxckpt_train.settings import StoreSettings
@@ -82,7 +82,8 @@ def _stage(name: str, value: Any, times: SaveTimes) -> StagedPart:
     started = time.perf_counter()
     handler = handler_of(value)
     staged = handler.stage(value)
-    encoded = None if staged.value is None else _encode_value(staged.value)
+    is_value = staged.tree is NOTHING and staged.write_files is None
+    encoded = _encode_value(staged.value) if is_value else None
     now = time.perf_counter()
     times.stage_s += now - started
     if staged.write_files is not None:

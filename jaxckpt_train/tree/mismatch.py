@@ -91,6 +91,25 @@ def _number_difference(name: str, saved: LeafRecord, want: Want, cast: bool) -> 
     return _x64_difference(name, saved, None, want)
 
 
+def exact_array(value: complex, dtype: np.dtype) -> np.ndarray | None:
+    """A Python number as a 0-d array; None if the dtype does not hold it exactly."""
+    try:
+        with np.errstate(all="ignore"):
+            array = np.asarray(value).astype(dtype)
+    except (OverflowError, TypeError):  # beyond 64 bits
+        return None
+    return array if array.item() == value or value != value else None
+
+
+def inexact_line(name: str, value: complex, want: Want) -> str:
+    """A saved Python number that the wanted dtype cannot hold."""
+    found = f"of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 128 else repr(value)
+    return (
+        f"leaf {name!r}: saved Python {type(value).__name__} {found}, wanted {describe_want(want)}, "
+        "which does not hold it exactly"
+    )
+
+
 def _sort(dtype: np.dtype) -> str:
     """b, i (all integers), f or c; ml_dtypes' types included."""
     for sort, kind in (("b", np.bool_), ("i", np.integer), ("f", np.floating), ("c", np.complexfloating)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from jaxckpt_train.errors import SettingsError
 
@@ -23,8 +23,8 @@ def leaf_filter(only: Only) -> Callable[[str], bool]:
         return lambda name: True
     if callable(only):
         return only
-    patterns: Sequence[object] = [only] if isinstance(only, str) else list(only) if isinstance(only, Iterable) else [only]
-    if not all(isinstance(pattern, str) for pattern in patterns):
+    patterns: object = (only,) if isinstance(only, str) else only
+    if not isinstance(patterns, Collection) or not all(isinstance(pattern, str) for pattern in patterns):
         raise SettingsError(
             f'only: expected a pattern such as "params/**", a list of them or a predicate, found {only!r}'
         )

@@ -30,6 +30,8 @@ from jaxckpt_train.tree.leaf_records import (
     python_value,
 )
 from jaxckpt_train.tree.mismatch import (
+    exact_array,
+    inexact_line,
     leaf_difference,
     missing_line,
     raise_differences,
@@ -53,6 +55,8 @@ class LoadOptions:
     shardings: Any = None
 
     def __post_init__(self) -> None:
+        if self.rename is not None and not isinstance(self.rename, Mapping):
+            raise SettingsError(f'rename: expected a mapping such as {{"old/**": "new/**"}}, found {self.rename!r}')
         if self.missing not in ("error", "keep"):
             raise SettingsError(f'missing: expected "error" or "keep", found {self.missing!r}')
 
@@ -125,14 +129,24 @@ class TreeRestore:
                 continue
             saved = saved_names[name]
             line = leaf_difference(name, self.record.leaves[saved], self._arrays.get(saved), want, cast=options.cast)
+            line = line or self._inexact_number(name, saved, want)
             if line is not None:
                 lines.append(line)
         skipped = tuple(f"{name}/" for name, want in wants.items() if want.form == "skip")
         for name, saved in saved_names.items():
             if name not in wants and selected(name) and not name.startswith(skipped):
                 lines.append(unexpected_line(name, self.record.leaves[saved], self._arrays.get(saved)))
+        if options.only is not None and not lines and not any(map(selected, leaves)):
+            raise MismatchError(f"{self._subject}: only={options.only!r} selects none of {len(leaves)} leaves")
         raise_differences(self._subject, lines)
         return kept
+
+    def _inexact_number(self, name: str, saved: str, want: Want) -> str | None:
+        record = self.record.leaves[saved]
+        if want.dtype is None or isinstance(record, STORED):
+            return None
+        value = python_value(saved, record, self._subject)
+        return inexact_line(name, value, want) if exact_array(value, want.dtype) is None else None
 
     def _load_all(
         self, names: Mapping[str, str], selected: Callable[[str], bool], options: LoadOptions, progress: Progress | None
@@ -142,6 +156,10 @@ class TreeRestore:
         if not chosen and options.only is not None:
             raise MismatchError(f"{self._subject}: only={options.only!r} selects none of {len(names)} leaves")
         jobs = [self._job(old, self._own_want(old, given(names[old]))) for old in chosen]
+        lines = [
+            leaf_difference(names[job.name], job.record, job.array, job.want, cast=False) for job in jobs if job.array
+        ]
+        raise_differences(self._subject, [line for line in lines if line is not None])
         values = dict(zip((names[job.name] for job in jobs), self._produce(jobs, False, progress), strict=True))
         if options.rename:
             record = TreeRecord({}, {names[old]: leaf for old, leaf in self.record.leaves.items()})
@@ -208,12 +226,8 @@ class TreeRestore:
         if job.want.form in ("python", "none"):
             return value
         assert job.want.dtype is not None
-        array = np.asarray(value).astype(job.want.dtype)
-        if array.item() != value and value == value:
-            raise MismatchError(
-                f"leaf {job.name!r}: saved Python {type(value).__name__} {value!r}, "
-                f"which {job.want.dtype} does not hold exactly"
-            )
+        array = exact_array(value, job.want.dtype)
+        assert array is not None, "compared before"
         if job.want.form == "scalar":
             return array[()]
         if job.want.form == "numpy":
@@ -258,8 +272,10 @@ def _converted(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """The array in another dtype or byte order; integers must keep their values."""
     if array.dtype == dtype:
         return array
-    result = array.astype(dtype)
-    if jnp.issubdtype(dtype, np.integer) and not np.array_equal(result.astype(array.dtype), array):
+    with np.errstate(all="ignore"):
+        result = array.astype(dtype)
+    same = not jnp.issubdtype(dtype, np.integer) or np.array_equal(result.astype(array.dtype), array)
+    if not same or (jnp.issubdtype(dtype, np.integer) and not np.array_equal(result < 0, array < 0)):
         raise MismatchError(
             f"leaf {name!r}: cast=True, but {dtype} does not hold all values of the saved {array.dtype}"
         )
@@ -271,6 +287,12 @@ def _shardings_by_name(shardings: Any) -> Callable[[str], jax.sharding.Sharding 
     if shardings is None or isinstance(shardings, jax.sharding.Sharding):
         return lambda name: shardings
     flat = flatten(shardings)
+    for name, leaf in zip(flat.names, flat.leaves, strict=True):
+        if not isinstance(leaf, jax.sharding.Sharding) and leaf is not None and leaf is not EMPTY:
+            raise SettingsError(
+                f"shardings: leaf {name!r}: expected a jax.sharding.Sharding or None, found {leaf!r}; "
+                "of a mesh and a PartitionSpec make jax.sharding.NamedSharding(mesh, spec)"
+            )
     known = dict(zip(flat.names, flat.leaves, strict=True))
 
     def find(name: str) -> jax.sharding.Sharding | None:

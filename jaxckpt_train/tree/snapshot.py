@@ -125,5 +125,7 @@ def _json_spec(spec: list[Any]) -> list[Any]:
 
 
 def _off_host(leaf: jax.Array) -> bool:
+    if isinstance(leaf, jax.core.Tracer):
+        return False
     device: Any = next(iter(leaf.sharding.device_set))
     return bool(device.platform != "cpu")

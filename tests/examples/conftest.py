@@ -1,4 +1,4 @@
-"""The examples as users start them: in a process and a directory of their own, with the Hydra plugin of this checkout."""
+"""The examples as users start them: in a process and a directory of their own, with the Hydra plugin installed."""
 
 from __future__ import annotations
 

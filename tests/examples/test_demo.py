@@ -54,13 +54,14 @@ def compared(first: demo.Training, second: demo.Training) -> list[demo.Compariso
 
 @pytest.mark.slow
 def test_the_demo_ends_well(run_example: Any, tmp_path: Path) -> None:
-    output = run_example("demo.py", "--steps", "900", "--directory", str(tmp_path / "demo"), cwd=tmp_path)
-    assert output.count("exit code 75") == 2
+    arguments = ("--steps", "600", "--preemptions", "1", "--directory", str(tmp_path / "demo"))
+    output = run_example("demo.py", *arguments, cwd=tmp_path)
+    assert output.count("exit code 75") == 1
     assert "Everything is equal" in output
     assert "NOT" not in output
-    preempted, alone = (demo.Training(tmp_path / "demo" / name, 900) for name in ("preempted", "left-alone"))
+    preempted, alone = (demo.Training(tmp_path / "demo" / name, 600) for name in ("preempted", "left-alone"))
     assert all(one.equal for one in compared(preempted, alone))
-    assert [one.leaves for one in compared(preempted, alone)] == [4, 9, 1, 1, 1, 900]
+    assert [one.leaves for one in compared(preempted, alone)] == [4, 9, 1, 1, 1, 600]
 
 
 def test_two_trainings_that_left_the_same_are_equal(tmp_path: Path) -> None:

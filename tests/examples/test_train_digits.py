@@ -17,8 +17,11 @@ pytestmark = pytest.mark.slow
 STEPS = 1000
 PIPE_BYTES = 4096
 # The losses go through a pipe that holds some 200 lines: the training cannot come to its end before they are read.
-SETTINGS = (f"steps={STEPS}", "hidden=32", "losses=/dev/stdout", "checkpoint.directory=run")
-SETTINGS_OF_A_KILL = (*SETTINGS, "checkpoint.save_interval_steps=50")
+# A save that is due waits for the one before: after two of them the first is committed.
+SETTINGS = (
+    *(f"steps={STEPS}", "batch_size=8", "hidden=32", "losses=/dev/stdout", "checkpoint=cheap"),
+    *("checkpoint.directory=run", "checkpoint.save_interval_steps=50", "checkpoint.if_busy=wait"),
+)
 LOSS = re.compile(r"^(\d+) (-?0x\S+)$", re.MULTILINE)
 
 
@@ -64,48 +67,41 @@ def start_and_signal(repo_root: Path, plugin: Path, tmp_path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def left_alone(run_example: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The losses and the last checkpoint of a training that nobody disturbed."""
+    """The directory and the losses of a training that nobody disturbed."""
     cwd = tmp_path_factory.mktemp("left-alone")
-    output = run_example("train_digits.py", *SETTINGS, cwd=cwd)
-    assert [number for number, _ in losses_in(output)] == list(range(1, STEPS + 1))
-    return losses_in(output), whole(cwd)
+    return cwd, losses_in(run_example("train_digits.py", *SETTINGS, cwd=cwd))
 
 
-def test_it_resumes_bit_for_bit_after_a_sigterm(
+def test_it_resumes_bit_for_bit_after_a_sigterm_and_after_a_sigkill(
     left_alone: Any, start_and_signal: Any, run_example: Any, tmp_path: Path
 ) -> None:
-    losses, checkpoint = left_alone
-    code, first = start_and_signal(signal.SIGTERM, 100, *SETTINGS)
-    done = len(losses_in(first))
+    cwd, losses = left_alone
+    assert [number for number, _ in losses] == list(range(1, STEPS + 1))
+
+    code, output = start_and_signal(signal.SIGTERM, 100, *SETTINGS)
+    first = losses_in(output)
     assert code == 75
-    assert 100 <= done < STEPS
-    assert saved_steps(tmp_path)[-1] == done
-    second = run_example("train_digits.py", *SETTINGS, cwd=tmp_path)
-    assert f"starting after {done} of {STEPS} updates" in second
-    assert losses_in(first) + losses_in(second) == losses
-    assert whole(tmp_path) == checkpoint
+    assert 100 <= len(first) < STEPS
+    assert saved_steps(tmp_path)[-1] == len(first), "the last update is saved"
 
-
-def test_it_resumes_bit_for_bit_after_a_sigkill(
-    left_alone: Any, start_and_signal: Any, run_example: Any, tmp_path: Path
-) -> None:
-    losses, checkpoint = left_alone
-    code, first = start_and_signal(signal.SIGKILL, 120, *SETTINGS_OF_A_KILL)
-    done = len(losses_in(first))
+    code, output = start_and_signal(signal.SIGKILL, len(first) + 120, *SETTINGS)
+    second = losses_in(output)
     assert code == -signal.SIGKILL
-    last = saved_steps(tmp_path)[-1]
-    assert 0 < last <= done < STEPS
-    second = run_example("train_digits.py", *SETTINGS_OF_A_KILL, cwd=tmp_path)
-    assert losses_in(first) == losses[:done]
-    assert losses_in(second) == losses[last:]
-    assert whole(tmp_path) == checkpoint
+    assert f"starting after {len(first)} of {STEPS} updates" in output
+    done, saved = len(first) + len(second), saved_steps(tmp_path)[-1]
+    assert len(first) < saved <= done < STEPS, "not the last update is saved, but one since the restart"
+
+    third = losses_in(run_example("train_digits.py", *SETTINGS, cwd=tmp_path))
+    assert first + second == losses[:done]
+    assert third == losses[saved:]
+    assert whole(tmp_path) == whole(cwd)
 
 
-def test_a_command_that_is_given_again_after_the_end_changes_nothing(run_example: Any, tmp_path: Path) -> None:
-    settings = ("steps=3", "hidden=8", "checkpoint=critical", "checkpoint.directory=run", "losses=losses.txt")
-    run_example("train_digits.py", *settings, cwd=tmp_path)
-    steps = saved_steps(tmp_path)
-    again = run_example("train_digits.py", *settings, cwd=tmp_path)
-    assert "starting after 3 of 3 updates" in again
-    assert saved_steps(tmp_path) == steps == [0, 3]
-    assert len((tmp_path / "losses.txt").read_text().splitlines()) == 3
+def test_the_same_command_after_the_end_changes_nothing(left_alone: Any, run_example: Any) -> None:
+    cwd, _ = left_alone
+    before = whole(cwd)
+    output = run_example("train_digits.py", *SETTINGS, cwd=cwd)
+    assert f"starting after {STEPS} of {STEPS} updates" in output
+    assert losses_in(output) == []
+    assert saved_steps(cwd)[-1] == STEPS
+    assert whole(cwd) == before

@@ -1,0 +1,197 @@
+"""Flattening: names, leaves and containers in JAX's order, and back."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxckpt_train.errors import UnsupportedLeafError
+from jaxckpt_train.tree.flatten import EMPTY, PLACEHOLDER, flatten, register_transparent, unflatten
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Weights:
+    kernel: Any
+    bias: Any
+
+
+class Pair:
+    """Registered without keys: JAX knows its children by position only."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self.children = (first, second)
+
+
+jax.tree_util.register_pytree_node(Pair, lambda pair: (pair.children, None), lambda _, children: Pair(*children))
+
+
+class Box:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+jax.tree_util.register_pytree_with_keys(
+    Box, lambda box: ([(jax.tree_util.GetAttrKey("value"), box.value)], None), lambda _, children: Box(children[0])
+)
+register_transparent(Box)
+
+
+class SpecialBox(Box):
+    pass
+
+
+jax.tree_util.register_pytree_node(SpecialBox, lambda box: ((box.value,), None), lambda _, c: SpecialBox(c[0]))
+
+leaves = st.integers() | st.none() | st.text(max_size=3) | st.floats(allow_nan=False)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=3), inner, max_size=3),
+        st.dictionaries(st.integers(-5, 20), inner, max_size=3),
+        st.builds(Point, inner, inner),
+        st.builds(Weights, inner, inner),
+        st.builds(collections.OrderedDict, st.dictionaries(st.sampled_from("abc"), inner, max_size=2)),
+    ),
+    max_leaves=12,
+)
+
+
+@given(trees)
+def test_what_is_flattened_comes_back(tree: Any) -> None:
+    flat = flatten(tree)
+    assert len(flat.names) == len(flat.leaves) == len(set(flat.names))
+    again = unflatten(tree, flat.leaves)
+    assert jax.tree.structure(again) == jax.tree.structure(tree)
+    assert again == tree
+
+
+@given(trees)
+def test_the_leaves_are_jax_s_and_none_and_empty_containers_beside_them(tree: Any) -> None:
+    own = [leaf for leaf in flatten(tree).leaves if leaf is not None and leaf is not EMPTY]
+    assert [id(leaf) for leaf in own] == [id(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def test_names_and_containers_of_every_kind_of_node() -> None:
+    tree = {
+        "list": [1, 2],
+        "tuple": (3,),
+        "point": Point(4, y=5),
+        "weights": Weights(kernel=6, bias=7),
+        "pair": Pair(8, 9),
+        "ordered": collections.OrderedDict(z=10, a=11),
+        "counted": collections.defaultdict(int, b=12),
+        "nothing": None,
+        "empty": {"dict": {}, "list": [], "tuple": ()},
+    }
+    flat = flatten(tree)
+    assert dict(zip(flat.names, flat.leaves, strict=True)) == {
+        "list/0": 1, "list/1": 2, "tuple/0": 3, "point/x": 4, "point/y": 5, "weights/kernel": 6, "weights/bias": 7,
+        "pair/0": 8, "pair/1": 9, "ordered/z": 10, "ordered/a": 11, "counted/b": 12, "nothing": None,
+        "empty/dict": EMPTY, "empty/list": EMPTY, "empty/tuple": EMPTY,
+    }  # fmt: skip
+    kinds = {path: sort.partition(" ")[0] for path, sort in flat.containers.items()}
+    assert kinds == {
+        "list": "list", "tuple": "tuple", "point": "namedtuple", "weights": "object", "pair": "object",
+        "ordered": "object", "counted": "object", "empty/list": "list", "empty/tuple": "tuple",
+    }  # fmt: skip
+    assert flat.containers["point"].endswith("test_flatten.Point")
+    assert flat.containers["ordered"] == "object collections.OrderedDict"
+
+
+@pytest.mark.parametrize("root", [5, None, "text", np.arange(3)])
+def test_a_single_leaf_is_the_root(root: Any) -> None:
+    flat = flatten(root)
+    assert flat.names == ["~"]
+    assert flat.leaves[0] is root
+
+
+@pytest.mark.parametrize("root", [{}, [], ()])
+def test_an_empty_root_is_a_leaf_of_its_own(root: Any) -> None:
+    assert flatten(root).leaves == [EMPTY]
+    assert unflatten(root, [EMPTY]) == root
+
+
+def test_a_placeholder_is_a_leaf() -> None:
+    assert flatten({"a": PLACEHOLDER}).leaves == [...]
+
+
+def test_a_box_lies_under_the_path_of_what_it_holds_and_so_does_a_subclass_of_it() -> None:
+    tree = {"a": Box(1), "b": SpecialBox({"c": 2}), "d": Box(Box(3))}
+    flat = flatten(tree)
+    assert dict(zip(flat.names, flat.leaves, strict=True)) == {"a": 1, "b/c": 2, "d": 3}
+    assert flat.containers == {}
+    again = unflatten(tree, [4, 5, 6])
+    assert (again["a"].value, again["b"].value, again["d"].value.value) == (4, {"c": 5}, 6)
+    assert isinstance(again["b"], SpecialBox)
+
+
+class Clash:
+    pass
+
+
+jax.tree_util.register_pytree_with_keys(
+    Clash,
+    lambda _: ([(jax.tree_util.DictKey("same"), 1), (jax.tree_util.DictKey("same"), 2)], None),
+    lambda _, children: Clash(),
+)
+
+
+class Blurred:
+    """Two keys that are different in Python and would be the same in a path."""
+
+
+jax.tree_util.register_pytree_with_keys(
+    Blurred,
+    lambda _: ([(jax.tree_util.DictKey(1), 1), (jax.tree_util.DictKey(np.int8(1) + np.int8(0)), 2)], None),
+    lambda _, children: Blurred(),
+)
+
+
+@pytest.mark.parametrize("kind", [Clash, Blurred])
+def test_children_with_one_key_are_known_by_position(kind: type) -> None:
+    assert flatten({"a": kind()}).names == ["a/0", "a/1"]
+
+
+class Named:
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def __hash__(self) -> int:
+        return hash(id(self))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __index__(self) -> int:
+        return 1
+
+    def __lt__(self, other: object) -> bool:
+        return id(self) < id(other)
+
+
+def test_two_leaves_with_one_path_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedLeafError, match="'a/1': two leaves of the tree have this path; rename one"):
+        flatten({"a": {Named("x"): 1, Named("y"): 2}})
+
+
+def test_a_tree_deeper_than_can_be_read_back_is_refused() -> None:
+    tree: Any = 1
+    for _ in range(250):
+        tree = {"d": tree}
+    with pytest.raises(UnsupportedLeafError, match="deeper than 200 levels"):
+        flatten(tree)
