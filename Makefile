@@ -15,7 +15,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-quick lint types format bench bench-quick clean python-is-new-enough
+.PHONY: help venv demo test test-quick lint types format bench bench-quick kill-campaign clean python-is-new-enough
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
@@ -52,6 +52,9 @@ format: $(STAMP)  ## put the code in the form that `make lint` wants
 
 types: $(STAMP)  ## strict type check of the package
 	$(BIN)/mypy
+
+kill-campaign: $(STAMP)  ## SIGKILL at 60 random moments of a training that saves every step
+	$(BIN)/python -m tests.kill.campaign --kills 60
 
 bench: $(STAMP)  ## compare with the peers on this machine
 	$(BIN)/python -m benchmarks.run

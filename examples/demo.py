@@ -118,7 +118,7 @@ def what_is_left(training: Training) -> dict[str, Leaves]:
         "optimizer state": leaves_of(state["opt_state"]),
         "PRNG key": leaves_of(state["key"]),
         "step": leaves_of(state["step"]),
-        "position in the data": {"data/p00000.json": (step / "data" / "p00000.json").read_bytes()},
+        "data position": {f"data/{file.name}": file.read_bytes() for file in (step / "data").glob("*")},
         "losses": {f"line {number}": line.encode() for number, line in enumerate(training.losses(), 1)},
     }
 

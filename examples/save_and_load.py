@@ -1,8 +1,6 @@
 """One checkpoint: saved from a mesh of 4x2 devices, looked at, and loaded in four ways.
 
-The devices are made of the CPU. Without a directory a temporary one is used:
-
-    python examples/save_and_load.py [DIRECTORY]
+`python examples/save_and_load.py [DIRECTORY]`; without one in a temporary directory. The devices are made of the CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 def split_over(*mesh_shape: int) -> NamedSharding:
     """Rows and columns split over a mesh of this shape."""
-    mesh = jax.make_mesh(mesh_shape, ("x", "y"), axis_types=(AxisType.Auto, AxisType.Auto))
+    mesh = jax.make_mesh(mesh_shape, ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     return NamedSharding(mesh, PartitionSpec("x", "y"))
 
 
@@ -46,8 +44,7 @@ def look_and_load(path: Path, kernel: jax.Array) -> None:
     loaded = jct.load(path)
     print(f"  {jax.tree.map(lambda leaf: type(leaf).__name__, loaded)}, step {loaded['step']}")
 
-    print("\n2. A part of it, by pattern. Nothing else is read:")
-    print(f"  {jax.tree.map(np.shape, jct.load(path, only='params/**'))}")
+    print(f"\n2. A part, by pattern. No more is read:\n  {jax.tree.map(np.shape, jct.load(path, only='params/**'))}")
 
     print("\n3. Onto another mesh, 2x4 instead of 4x2:")
     like = {"params": {"kernel": jax.ShapeDtypeStruct(kernel.shape, kernel.dtype, sharding=split_over(2, 4))}}
@@ -56,8 +53,7 @@ def look_and_load(path: Path, kernel: jax.Array) -> None:
 
     print("\n4. With another tool: the data files are safetensors files, a shard is a tensor named by its place:")
     with safe_open(path / "state" / "p00000-s000.safetensors", framework="numpy") as file:
-        shards = sorted(name for name in file.keys() if name.startswith("params/kernel"))  # noqa: SIM118 - no dict
-        for name in shards:
+        for name in sorted(name for name in list(file.keys()) if name.startswith("params/kernel@")):
             box = tuple(slice(int(start), int(stop)) for start, stop in re.findall(r"(\d+):(\d+)", name))
             print(f"  {name}: same bytes: {same(file.get_tensor(name), kernel[box])}")
 
@@ -80,8 +76,5 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(sys.argv[1])
-    else:
-        with tempfile.TemporaryDirectory() as temporary:
-            main(temporary)
+    with tempfile.TemporaryDirectory() as temporary:
+        main(sys.argv[1] if len(sys.argv) > 1 else temporary)

@@ -74,7 +74,7 @@ class Model(nnx.Module):
 
 
 def lay_out(*objects: nnx.Pytree) -> None:
-    """Split all variables over the mesh as their kernels' metadata says; the others are on every device."""
+    """Split all variables over the mesh as their metadata says; those without lie on every device."""
     state = nnx.state(objects)
     nnx.update(objects, jax.lax.with_sharding_constraint(state, nnx.get_partition_spec(state)))
 

@@ -19,6 +19,7 @@ LOCK_NAME = ".owner"
 HEARTBEAT_S = 10.0
 SILENCE_S = 60.0
 LOOK_S = 0.5
+_DEAD = ".dead-"
 _TRIES = 10
 _log = logging.getLogger("jaxckpt_train")
 
@@ -57,6 +58,7 @@ class OwnerLock:
                 return None
             dead = self._acquire()
             self._held = True
+            self._forget_the_dead()
         threading.Thread(
             target=_beat, args=(self._backend, self._path, self._stop), name="jaxckpt-heartbeat", daemon=True
         ).start()
@@ -107,7 +109,7 @@ class OwnerLock:
         while dead is None and first_s <= age_s <= SILENCE_S:
             self._stop.wait(LOOK_S)
             first_s, age_s = age_s, self._age_s()
-        if dead is None and age_s > SILENCE_S:
+        if age_s == math.inf or (dead is None and age_s > SILENCE_S):
             return
         who = "this very process" if process == this_process() else f"process {process.pid} on {process.host}"
         raise DirectoryLockedError(
@@ -123,8 +125,12 @@ class OwnerLock:
             return math.inf
 
     def _remove_dead(self, other: _Record) -> bool:
-        """Take a dead owner's lock out of the way; of several that try, one succeeds."""
-        aside = f"{self._path}.dead-{self._record.token}"
+        """Take a dead owner's lock out of the way; of several that try, one succeeds.
+
+        The name it gets is that of the dead, and stays taken for a while: whoever comes late, with the dead owner
+        still in mind, fails to rename and so cannot take away the lock of who was quicker.
+        """
+        aside = f"{self._path}{_DEAD}{other.token}"
         try:
             self._backend.rename(self._path, aside)
         except StorageError:
@@ -136,11 +142,18 @@ class OwnerLock:
         if taken.token != other.token:
             self._backend.rename(aside, self._path)  # it was a new, live owner's: put it back
             return False
-        self._backend.remove(aside)
+        self._backend.touch(aside)
         _log.warning(
             "%s: took over from process %d on %s, which is dead", self._directory, other.process.pid, other.process.host
         )
         return True
+
+    def _forget_the_dead(self) -> None:
+        """Remove the locks of dead owners that nobody can still have in mind."""
+        for entry in self._backend.list(self._directory):
+            path = f"{self._directory}/{entry.name}"
+            if entry.name.startswith(f"{LOCK_NAME}{_DEAD}") and self._backend.age_s(path) > SILENCE_S:
+                self._backend.remove(path)
 
     def release(self) -> None:
         """Give the directory free, if this lock holds it."""

@@ -48,6 +48,8 @@ def is_dead(other: ProcessIdentity) -> bool | None:
         return True
     except PermissionError:
         pass  # it exists and belongs to someone else
+    if _stat_of(other.pid)[:1] in (["Z"], ["X"]):
+        return True  # ended, and its parent has not asked for its exit code
     start = _start_of(other.pid)
     return bool(start and other.start and start != other.start)
 
@@ -75,8 +77,13 @@ def _short(text: str) -> str:
 
 def _start_of(pid: int) -> str:
     """When a process started, in clock ticks since boot; the same pid used again has another."""
-    stat = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    stat = _stat_of(pid)
     return stat[19] if len(stat) > 19 else ""
+
+
+def _stat_of(pid: int) -> list[str]:
+    """The fields of /proc/<pid>/stat from the state on; empty where the system does not tell."""
+    return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
 def _read(path: str) -> str:

@@ -38,8 +38,9 @@ def device_placement(name: str, shape: tuple[int, ...], sharding: jax.sharding.S
         MismatchError: the sharding does not fit the shape.
     """
     try:
+        sharding.check_compatible_aval(shape)  # type: ignore[attr-defined]
         indices = sharding.addressable_devices_indices_map(shape)
-    except (ValueError, IndexError) as error:
+    except ValueError as error:
         raise MismatchError(f"leaf {name!r}: shape {shape} does not fit its sharding {sharding}: {error}") from error
     numbers: dict[Box, int] = {}
     devices = []

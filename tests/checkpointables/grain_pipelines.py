@@ -11,7 +11,7 @@ import grain
 import msgspec
 import numpy as np
 
-from jaxckpt_train.checkpointables.contract import Json, Staged
+from jaxckpt_train.checkpointables.contract import NOTHING, Json, Staged
 from jaxckpt_train.checkpointables.grain_iterator import GrainHandler
 
 Pipeline = Callable[[], Any]
@@ -198,6 +198,6 @@ def take(iterator: Iterator[Any], count: int) -> list[Any]:
 def saved_from(iterator: Any, handler: GrainHandler | None = None) -> FakeSaved:
     staged = (handler or GrainHandler()).stage(iterator)
     assert isinstance(staged, Staged)
-    assert staged.tree is None
+    assert staged.tree is NOTHING
     assert staged.write_files is None
     return FakeSaved(staged.value)

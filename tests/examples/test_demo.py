@@ -95,8 +95,9 @@ def test_one_bit_of_a_loss_is_found(tmp_path: Path) -> None:
 
 def test_another_position_in_the_data_is_found(tmp_path: Path) -> None:
     first, second = (demo.what_is_left(training(tmp_path / name)) for name in "ab")
-    second["position in the data"] = {"data/p00000.json": b'{"next_index":3}'}
-    assert [one.part for one in demo.compare(first, second) if not one.equal] == ["position in the data"]
+    assert first["data position"].keys() == {"data/p00000.json"}
+    second["data position"] = {"data/p00000.json": b'{"next_index":3}'}
+    assert [one.part for one in demo.compare(first, second) if not one.equal] == ["data position"]
 
 
 def test_nothing_is_not_equal_to_nothing() -> None:

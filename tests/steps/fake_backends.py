@@ -1,0 +1,98 @@
+"""Back ends for the tests of runs: the real disk, but one operation waits, is refused, or is written down."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from jaxckpt_train.errors import StorageError
+from jaxckpt_train.store.local import LocalBackend
+
+
+class HoldingBackend(LocalBackend):
+    """Lets one kind of operation on matching paths wait until `go` is set.
+
+    Args:
+        operation: "rename", "remove" or "create".
+        part: text in the path; an operation on another path does not wait.
+    """
+
+    def __init__(self, operation: str, part: str) -> None:
+        self._operation, self._part = operation, part
+        self.go, self.reached = threading.Event(), threading.Event()
+        self.threads: list[str] = []
+
+    def _pass(self, operation: str, path: str) -> None:
+        if operation == self._operation and self._part in path:
+            self.threads.append(threading.current_thread().name)
+            self.reached.set()
+            assert self.go.wait(60), f"{operation} {path} was held and never let go"
+
+    def create(self, path: str, *, direct: Any) -> Any:
+        self._pass("create", path)
+        return super().create(path, direct=direct)
+
+    def rename(self, source: str, target: str) -> None:
+        self._pass("rename", target)
+        super().rename(source, target)
+
+    def remove(self, path: str) -> None:
+        self._pass("remove", path)
+        super().remove(path)
+
+
+class RefusingBackend(LocalBackend):
+    """Refuses one kind of operation on matching paths, `times` times.
+
+    Args:
+        operation: "rename", "remove", "append" or "create".
+        part: text in the path.
+        code: the errno.
+        times: how often.
+    """
+
+    def __init__(self, operation: str, part: str, code: int, times: int) -> None:
+        self._operation, self._part, self._code, self.times = operation, part, code, times
+
+    def _refuse(self, operation: str, path: str) -> None:
+        if operation == self._operation and self._part in path and self.times > 0:
+            self.times -= 1
+            raise StorageError(self._code, f"refused to {operation}", path)
+
+    def create(self, path: str, *, direct: Any) -> Any:
+        self._refuse("create", path)
+        return super().create(path, direct=direct)
+
+    def append(self, path: str, data: bytes) -> None:
+        self._refuse("append", path)
+        super().append(path, data)
+
+    def rename(self, source: str, target: str) -> None:
+        self._refuse("rename", source)
+        super().rename(source, target)
+
+    def remove(self, path: str) -> None:
+        self._refuse("remove", path)
+        super().remove(path)
+
+
+class RecordingBackend(LocalBackend):
+    """Writes down what changes the disk: (operation, name), in the order in which it was done."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, str]] = []
+
+    def _note(self, operation: str, path: str) -> None:
+        self.done.append((operation, path.rpartition("/")[2]))
+
+    def sync(self, path: str) -> None:
+        super().sync(path)
+        self._note("sync", path)
+
+    def rename(self, source: str, target: str) -> None:
+        super().rename(source, target)
+        self._note("rename", target)
+
+    def remove(self, path: str) -> None:
+        self._note("remove", path)
+        super().remove(path)

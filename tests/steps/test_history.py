@@ -1,0 +1,96 @@
+"""The history: lines that survive crashes, metrics that JSON has no number for, and a disk that refuses."""
+
+from __future__ import annotations
+
+import errno
+import math
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.steps.history import (
+    HISTORY_NAME,
+    History,
+    metrics_from_json,
+    metrics_to_json,
+    plain_metrics,
+    read_lines,
+)
+from jaxckpt_train.store.local import LocalBackend
+from tests.steps.fake_backends import RefusingBackend
+from tests.steps.runs import START
+
+
+def test_events_come_back_in_order_without_empty_fields(tmp_path: Path) -> None:
+    history = History(LocalBackend(), str(tmp_path))
+    history.add("save", START, step=1, error=None)
+    history.add("delete", START, name="step-0000000001")
+    time = "2026-03-01T00:00:00.000+00:00"
+    assert history.events() == [
+        {"event": "save", "time": time, "step": 1},
+        {"event": "delete", "time": time, "name": "step-0000000001"},
+    ]
+
+
+def test_no_history_is_an_empty_one(tmp_path: Path) -> None:
+    assert History(LocalBackend(), str(tmp_path / "nothing")).events() == []
+
+
+def test_a_line_cut_by_a_crash_is_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / HISTORY_NAME).write_bytes(b'{"event":"save"}\n{"event":"sa\n[1]\n\xff\n{"event":"restore"}\n{"ev')
+    events = History(LocalBackend(), str(tmp_path)).events()
+    assert [event["event"] for event in events] == ["save", "restore"]
+    assert [record.args[2] for record in caplog.records if isinstance(record.args, tuple)] == [2, 3, 4, 6]
+    assert "history.jsonl: line 2 is left out" in caplog.text
+
+
+def test_a_disk_that_refuses_the_history_warns_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    history = History(RefusingBackend("append", HISTORY_NAME, errno.ENOSPC, 1), str(tmp_path))
+    history.add("save", START, step=1)
+    assert "the history was not written" in caplog.text
+    history.add("save", START, step=2)
+    assert [event["step"] for event in history.events()] == [2]
+
+
+@pytest.mark.parametrize("value", [0.1, -0.0, 1e308, 5e-324, math.inf, -math.inf])
+def test_metrics_come_back_bit_for_bit(tmp_path: Path, value: float) -> None:
+    history = History(LocalBackend(), str(tmp_path))
+    history.add("save", START, metrics=metrics_to_json({"loss": value}))
+    found = metrics_from_json(history.events()[0]["metrics"])["loss"]
+    assert (found, math.copysign(1, found)) == (value, math.copysign(1, value))
+
+
+def test_nan_comes_back_as_nan(tmp_path: Path) -> None:
+    history = History(LocalBackend(), str(tmp_path))
+    history.add("save", START, metrics=metrics_to_json({"loss": math.nan}))
+    assert math.isnan(metrics_from_json(history.events()[0]["metrics"])["loss"])
+
+
+def test_what_is_no_number_is_left_out_of_stored_metrics() -> None:
+    assert metrics_from_json({"a": 1, "b": "many", "c": None, "d": [1]}) == {"a": 1.0}
+    assert metrics_from_json(None) == {}
+
+
+def test_numbers_of_devices_and_numpy_become_floats() -> None:
+    found = plain_metrics({"a": jnp.float32(0.5), "b": np.int64(3), "c": jnp.ones((1,)), "d": 2, "e": True})
+    assert found == {"a": 0.5, "b": 3.0, "c": 1.0, "d": 2.0, "e": 1.0}
+    assert {type(value) for value in found.values()} == {float}
+
+
+@pytest.mark.parametrize("value", ["low", [1.0, 2.0], np.ones(2), None, {}])
+def test_a_metric_that_is_no_single_number_is_refused(value: object) -> None:
+    with pytest.raises(SettingsError, match="metric 'loss': expected a single number, found"):
+        plain_metrics({"loss": value})
+
+
+def test_a_metric_whose_name_is_no_text_is_refused() -> None:
+    with pytest.raises(SettingsError, match="metrics: expected names as text, found 3"):
+        plain_metrics({3: 1.0})  # type: ignore[dict-item]  # what is refused
+
+
+def test_lines_that_are_no_records_do_not_hide_those_after_them(tmp_path: Path) -> None:
+    (tmp_path / "notes.jsonl").write_bytes(b'\n\n"text"\n{"step":3,"pin":true}\n')
+    assert list(read_lines(LocalBackend(), str(tmp_path), "notes.jsonl")) == [{"step": 3, "pin": True}]

@@ -1,0 +1,282 @@
+"""The owner's lock: who gets a directory, who is refused, and how a dead owner is told from a live one."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxckpt_train.errors import CorruptCheckpointError, DirectoryLockedError
+from jaxckpt_train.steps import lock as lock_module
+from jaxckpt_train.steps.lock import HEARTBEAT_S, LOCK_NAME, SILENCE_S, OwnerLock
+from jaxckpt_train.store.local import LocalBackend
+from tests.steps.runs import Talker, talking_to
+
+OWN = """
+import sys
+from jaxckpt_train.steps.lock import OwnerLock
+from jaxckpt_train.store.local import LocalBackend
+lock = OwnerLock(LocalBackend(), sys.argv[1])
+lock.acquire()
+print("owned", flush=True)
+if sys.stdin.readline().strip() == "release":
+    lock.release()
+"""
+RACE = """
+import sys
+from jaxckpt_train.errors import DirectoryLockedError
+from jaxckpt_train.steps.lock import OwnerLock
+from jaxckpt_train.store.local import LocalBackend
+lock = OwnerLock(LocalBackend(), sys.argv[1])
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    lock.acquire()
+    print("won", flush=True)
+except DirectoryLockedError:
+    print("refused", flush=True)
+sys.stdin.readline()
+"""
+
+
+def new_lock(directory: Path, backend: Any = None) -> OwnerLock:
+    return OwnerLock(backend or LocalBackend(), str(directory))
+
+
+def dead_owner(directory: Path) -> Talker:
+    """A process that owned the directory and was killed."""
+    with talking_to(OWN, directory) as owner:
+        assert owner.read() == "owned"
+    return owner
+
+
+def edit_owner(directory: Path, **process: Any) -> None:
+    """Make the lock that of another process."""
+    path = directory / LOCK_NAME
+    record = json.loads(path.read_bytes())
+    record["process"].update(process)
+    path.write_text(json.dumps(record))
+
+
+def silent_for(directory: Path, seconds: float) -> None:
+    path = directory / LOCK_NAME
+    then = path.stat().st_mtime - seconds
+    os.utime(path, (then, then))
+
+
+class Heartbeats(LocalBackend):
+    """A disk whose lock has these ages, one at each look."""
+
+    def __init__(self, *ages_s: float) -> None:
+        self._ages_s = list(ages_s)
+
+    def age_s(self, path: str) -> float:
+        return self._ages_s.pop(0)
+
+
+@pytest.fixture
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock_module, "LOOK_S", 0.001)
+
+
+def test_the_directory_of_a_live_process_is_refused_by_host_pid_and_age(tmp_path: Path) -> None:
+    with talking_to(OWN, tmp_path) as owner:
+        assert owner.read() == "owned"
+        silent_for(tmp_path, 7)
+        who = f"owned by process {owner.process.pid} on {socket.gethostname()}, last heard of [78] s ago"
+        with pytest.raises(DirectoryLockedError, match=who):
+            new_lock(tmp_path).acquire()
+
+
+def test_a_live_process_of_this_machine_keeps_its_lock_however_silent_it_is(tmp_path: Path) -> None:
+    with talking_to(OWN, tmp_path) as owner:
+        assert owner.read() == "owned"
+        silent_for(tmp_path, 100 * SILENCE_S)
+        with pytest.raises(DirectoryLockedError, match=f"process {owner.process.pid}"):
+            new_lock(tmp_path).acquire()
+        owner.tell("release")
+        assert owner.finish()[0] == 0
+    assert new_lock(tmp_path).acquire() is None
+
+
+def test_a_killed_owner_is_replaced_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    owner = dead_owner(tmp_path)
+    assert (tmp_path / LOCK_NAME).exists()
+    dead = new_lock(tmp_path).acquire()
+    assert dead is not None
+    assert (dead.pid, dead.host) == (owner.process.pid, socket.gethostname())
+    assert f"took over from process {owner.process.pid}" in caplog.text
+
+
+def test_an_owner_that_is_dead_but_not_yet_buried_is_replaced(tmp_path: Path) -> None:
+    with talking_to(OWN, tmp_path) as owner:
+        assert owner.read() == "owned"
+        owner.process.kill()
+        os.waitid(os.P_PID, owner.process.pid, os.WEXITED | os.WNOWAIT)  # a zombie: nobody has asked for its exit code
+        dead = new_lock(tmp_path).acquire()
+        assert dead is not None
+        assert dead.pid == owner.process.pid
+
+
+def test_a_pid_that_is_used_again_is_not_the_owner(tmp_path: Path) -> None:
+    dead_owner(tmp_path)
+    edit_owner(tmp_path, pid=os.getppid())  # alive, and began at another time
+    dead = new_lock(tmp_path).acquire()
+    assert dead is not None
+    assert dead.pid == os.getppid()
+
+
+def test_an_owner_from_before_a_reboot_is_dead(tmp_path: Path) -> None:
+    with talking_to(OWN, tmp_path) as owner:
+        assert owner.read() == "owned"
+        edit_owner(tmp_path, boot="another-boot-id")
+        assert new_lock(tmp_path).acquire() is not None
+
+
+def test_an_owner_on_another_machine_that_gives_a_sign_of_life_is_refused(tmp_path: Path, quick_looks: None) -> None:
+    dead_owner(tmp_path)
+    edit_owner(tmp_path, host="another-machine")
+    with pytest.raises(DirectoryLockedError, match="on another-machine, last heard of 0 s ago"):
+        new_lock(tmp_path, Heartbeats(8, 9, 9.5, 0.2)).acquire()
+    assert json.loads((tmp_path / LOCK_NAME).read_bytes())["process"]["host"] == "another-machine"
+
+
+def test_one_look_that_sees_no_change_is_no_sign_of_life(tmp_path: Path, quick_looks: None) -> None:
+    dead_owner(tmp_path)
+    edit_owner(tmp_path, host="another-machine")
+    backend = Heartbeats(5, 5, 30, SILENCE_S, SILENCE_S + 1, 0, 0)
+    assert new_lock(tmp_path, backend).acquire() is not None
+
+
+def test_an_owner_on_another_machine_is_replaced_after_its_silence(tmp_path: Path) -> None:
+    dead_owner(tmp_path)
+    edit_owner(tmp_path, host="another-machine")
+    silent_for(tmp_path, SILENCE_S + 5)
+    dead = new_lock(tmp_path).acquire()
+    assert dead is not None
+    assert dead.host == "another-machine"
+
+
+def test_an_owner_in_another_container_is_believed_by_its_heartbeat(tmp_path: Path, quick_looks: None) -> None:
+    dead_owner(tmp_path)
+    edit_owner(tmp_path, namespace="pid:[1]")
+    with pytest.raises(DirectoryLockedError, match="last heard of"):
+        new_lock(tmp_path, Heartbeats(8, 0)).acquire()
+    silent_for(tmp_path, SILENCE_S + 5)
+    assert new_lock(tmp_path).acquire() is not None
+
+
+def test_the_heartbeat_is_often_enough_to_be_heard() -> None:
+    assert HEARTBEAT_S * 3 <= SILENCE_S
+
+
+def test_a_heartbeat_makes_the_lock_young_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock_module, "HEARTBEAT_S", 0.01)
+    lock = new_lock(tmp_path)
+    lock.acquire()
+    silent_for(tmp_path, 1000)
+    backend = LocalBackend()
+    while backend.age_s(str(tmp_path / LOCK_NAME)) > 500:
+        pass  # ends with the next beat; without one, pytest's time limit ends it
+    lock.release()
+
+
+def test_the_same_process_twice_is_refused_and_told_so(tmp_path: Path) -> None:
+    first = new_lock(tmp_path)
+    first.acquire()
+    with pytest.raises(DirectoryLockedError, match=r"owned by this very process.*close its manager"):
+        new_lock(tmp_path).acquire()
+    first.acquire()  # the owner itself may ask again
+    first.release()
+    new_lock(tmp_path).acquire()
+
+
+def test_a_released_lock_leaves_nothing_behind(tmp_path: Path) -> None:
+    lock = new_lock(tmp_path)
+    lock.acquire()
+    lock.release()
+    lock.release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_release_leaves_the_lock_of_another_alone(tmp_path: Path) -> None:
+    lock = new_lock(tmp_path)
+    lock.acquire()
+    record = json.loads((tmp_path / LOCK_NAME).read_bytes())
+    (tmp_path / LOCK_NAME).write_text(json.dumps(record | {"token": "another"}))
+    lock.release()
+    assert json.loads((tmp_path / LOCK_NAME).read_bytes())["token"] == "another"
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"process":1,"token":"x"}'])
+def test_what_is_no_lock_of_ours_is_not_removed(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / LOCK_NAME).write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match=r"\.owner: not a lock of ours .* remove it if no job runs"):
+        new_lock(tmp_path).acquire()
+    assert (tmp_path / LOCK_NAME).read_bytes() == content
+
+
+def test_of_six_processes_that_want_a_dead_owners_lock_one_gets_it(tmp_path: Path) -> None:
+    racers = [Talker(RACE, tmp_path) for _ in range(6)]
+    try:
+        assert [racer.read() for racer in racers] == ["ready"] * 6
+        dead_owner(tmp_path)
+        for racer in racers:
+            racer.tell("go")
+        assert sorted(racer.read() for racer in racers) == ["refused"] * 5 + ["won"]
+    finally:
+        for racer in racers:
+            racer.tell("end")
+            racer.finish()
+
+
+class Between(LocalBackend):
+    """Calls something right before and right after its first rename."""
+
+    def __init__(self, before: Callable[[], object], after: Callable[[], object]) -> None:
+        self._before: Callable[[], object] | None = before
+        self._after = after
+
+    def rename(self, source: str, target: str) -> None:
+        before, self._before = self._before, None
+        if before is None:
+            super().rename(source, target)
+            return
+        before()
+        try:
+            super().rename(source, target)
+        finally:
+            self._after()
+
+
+def test_whoever_is_late_to_take_over_does_not_unseat_who_was_quicker(tmp_path: Path) -> None:
+    dead_owner(tmp_path)
+    quick, third = new_lock(tmp_path), new_lock(tmp_path)
+    refused = []
+
+    def try_as_third() -> None:
+        try:
+            third.acquire()
+        except DirectoryLockedError:
+            refused.append("third")
+
+    late = new_lock(tmp_path, Between(quick.acquire, try_as_third))
+    with pytest.raises(DirectoryLockedError, match="this very process"):
+        late.acquire()
+    assert refused == ["third"]
+
+
+def test_takeovers_leave_no_heap_of_files(tmp_path: Path) -> None:
+    for _ in range(3):
+        dead_owner(tmp_path)
+        for path in tmp_path.iterdir():
+            os.utime(path, (1, 1))
+    lock = new_lock(tmp_path)
+    lock.acquire()
+    lock.release()
+    assert len(os.listdir(tmp_path)) <= 1

@@ -1,0 +1,53 @@
+"""The policies that flat arguments stand for."""
+
+from __future__ import annotations
+
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.steps.policy_choice import DEFAULT_INTERVAL_SECS, choose_preservation_policy, choose_save_policy
+
+
+def test_without_arguments_time_decides() -> None:
+    assert choose_save_policy(None, None, None) == jct.EverySecondsPolicy(DEFAULT_INTERVAL_SECS)
+
+
+def test_one_reason_to_save_is_the_policy_itself() -> None:
+    assert choose_save_policy(5, None, None) == jct.FixedIntervalPolicy(5)
+    assert choose_save_policy(None, 2.5, None) == jct.EverySecondsPolicy(2.5)
+    own = jct.SpecificStepsPolicy([3])
+    assert choose_save_policy(None, None, own) is own
+
+
+def test_several_reasons_to_save_are_alternatives() -> None:
+    own = jct.SpecificStepsPolicy([3])
+    wanted = jct.AnySavePolicy([jct.FixedIntervalPolicy(5), jct.EverySecondsPolicy(2.5), own])
+    assert choose_save_policy(5, 2.5, own) == wanted
+
+
+def test_without_arguments_everything_is_kept() -> None:
+    assert choose_preservation_policy(None, None, None, None, "min", None) is None
+
+
+def test_one_reason_to_keep_is_the_policy_itself() -> None:
+    assert choose_preservation_policy(2, None, None, None, "min", None) == jct.LatestN(2)
+    assert choose_preservation_policy(None, 100, None, None, "min", None) == jct.EveryNSteps(100)
+    assert choose_preservation_policy(None, None, 3, "acc", "max", None) == jct.BestN("acc", 3, "max")
+    own = jct.CustomSteps([1])
+    assert choose_preservation_policy(None, None, None, None, "min", own) is own
+
+
+def test_several_reasons_to_keep_are_alternatives() -> None:
+    found = choose_preservation_policy(2, 100, 3, "loss", "min", jct.CustomSteps([1]))
+    parts = [jct.LatestN(2), jct.EveryNSteps(100), jct.BestN("loss", 3, "min"), jct.CustomSteps([1])]
+    assert found == jct.AnyPreservationPolicy(parts)
+
+
+def test_best_without_a_metric_is_refused() -> None:
+    with pytest.raises(jct.SettingsError, match="keep_best: expected best_metric with it"):
+        choose_preservation_policy(None, None, 1, None, "min", None)
+
+
+def test_a_wrong_interval_is_refused_by_its_policy() -> None:
+    with pytest.raises(jct.SettingsError, match=r"FixedIntervalPolicy.interval: expected a whole number of at least 1"):
+        choose_save_policy(0, None, None)
