@@ -235,9 +235,4 @@ def _part(piece: np.ndarray, dtype: np.dtype, use: Use, chunk: ChunkRecord) -> n
     for size in reversed(box_shape(chunk.box)):
         strides.append(step)
         step *= size
-    return np.lib.stride_tricks.as_strided(
-        piece.view(dtype) if piece.ctypes.data % dtype.alignment == 0 else piece.copy().view(dtype),
-        box_shape(use.common),
-        tuple(reversed(strides)),
-        writeable=False,
-    )
+    return np.ndarray(box_shape(use.common), dtype, buffer=piece.data, strides=tuple(reversed(strides)))

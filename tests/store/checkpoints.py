@@ -1,0 +1,52 @@
+"""Writes and reads small checkpoints with the store alone, as the layers above do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.boxes import Box, full_box, slices_within
+from jaxckpt_train.store.layout import ArraySource, ChunkSource
+from jaxckpt_train.store.manifest import BLOCK_BYTES, FORMAT, FORMAT_VERSION, Manifest, PartRecord
+from jaxckpt_train.store.read_plan import Wanted
+from jaxckpt_train.store.reader import read_boxes
+from jaxckpt_train.store.transaction import Committed, Transaction, open_committed
+from jaxckpt_train.store.writer import write_arrays
+
+Boxes = Mapping[str, Sequence[Box]]
+
+
+def commit(
+    backend: Any,
+    final: str,
+    arrays: Mapping[str, np.ndarray],
+    settings: StoreSettings,
+    *,
+    boxes: Boxes | None = None,
+    replace: bool = False,
+) -> Committed:
+    """Write arrays, cut into the given boxes, as a checkpoint with one part; on an error the attempt stays."""
+    transaction = Transaction(backend, final, settings)
+    transaction.add_folder("state")
+    sources = []
+    for name, array in arrays.items():
+        cuts = (boxes or {}).get(name, [full_box(array.shape)])
+        chunks = [ChunkSource(box, array[slices_within(box, full_box(array.shape))]) for box in cuts]
+        sources.append(ArraySource(name, array.shape, array.dtype, chunks))
+    written = write_arrays(backend, transaction.directory, "state", sources, settings, first_segment=0)
+    part = PartRecord("state", "pytree", written.arrays, (), msgspec.Raw(b"null"))
+    manifest = Manifest(FORMAT, FORMAT_VERSION, settings.digest, BLOCK_BYTES, written.segments, (part,), {})
+    return transaction.commit(manifest, replace=replace)
+
+
+def load(backend: Any, path: str, settings: StoreSettings, boxes: Boxes | None = None) -> dict[str, list[np.ndarray]]:
+    """Read the given boxes, or whole arrays, of all arrays."""
+    committed = open_committed(backend, path)
+    arrays = committed.manifest.parts[0].arrays
+    wanted = [Wanted(array, (boxes or {}).get(array.name, [full_box(array.shape)])) for array in arrays]
+    found = read_boxes(backend, committed, wanted, settings)
+    return {array.name: content for array, content in zip(arrays, found, strict=True)}
