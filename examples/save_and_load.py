@@ -41,8 +41,7 @@ def look_and_load(path: Path, kernel: jax.Array) -> None:
         print(f"  {name:14} {leaf.description:24} {leaf.bytes:5} bytes  {leaf.sharding or ''}")
 
     print("\n1. Without a target: nested dicts of numpy arrays (and PRNG keys), on any machine, without the model:")
-    loaded = jct.load(path)
-    print(f"  {jax.tree.map(lambda leaf: type(leaf).__name__, loaded)}, step {loaded['step']}")
+    print(f"  {jax.tree.map(lambda leaf: type(leaf).__name__, jct.load(path))}")
 
     print(f"\n2. A part, by pattern. No more is read:\n  {jax.tree.map(np.shape, jct.load(path, only='params/**'))}")
 

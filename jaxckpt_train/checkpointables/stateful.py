@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+import weakref
 from collections.abc import Awaitable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
@@ -65,6 +66,8 @@ class StatefulHandler:
             directory.created(path)
             run_coroutine(_finish(background))
 
+        if inspect.iscoroutine(background):  # a save that fails before its turn comes never awaits it
+            weakref.finalize(write, background.close).atexit = False
         return Staged(write_files=write)
 
     def restore(self, target: Any, saved: Saved) -> Any:

@@ -1,0 +1,256 @@
+"""Restores of a run: the newest whole step, past damaged ones, and a step by its number."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxckpt_train as jct
+from tests.steps.fake_backends import HoldingBackend
+from tests.steps.runs import (
+    DAMAGE,
+    Counter,
+    files_below,
+    flip_a_payload_byte,
+    made_run,
+    save_steps,
+    state_of,
+    step_of,
+    step_path,
+)
+
+damaged = pytest.mark.parametrize(("damage", "file"), list(DAMAGE.values()), ids=list(DAMAGE))
+
+
+def test_the_newest_step_is_restored(tmp_path: Path) -> None:
+    manager = jct.StepManager(made_run(tmp_path, 1, 2, 3))
+    assert step_of(manager.restore()) == 3
+    assert manager.restored_step == 3
+
+
+def test_a_target_gets_back_its_own_types(tmp_path: Path) -> None:
+    manager = jct.StepManager(made_run(tmp_path, 1))
+    restored = manager.restore({"state": jax.eval_shape(lambda: state_of(0))})
+    assert isinstance(restored["state"]["w"], jax.Array)
+    assert step_of(restored) == 1
+
+
+@damaged
+def test_past_a_damaged_newest_step_the_one_before_is_restored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], file: str
+) -> None:
+    run = made_run(tmp_path, 1, 2, 3)
+    damage(step_path(run, 3))
+    before = files_below(run)
+    manager = jct.StepManager(run)
+    assert step_of(manager.restore()) == 2
+    assert manager.restored_step == 2
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.name == "jaxckpt_train"
+    assert "step 3 cannot be restored and is skipped" in warning.getMessage()
+    assert str(step_path(run, 3)) in warning.getMessage()
+    assert file in warning.getMessage()
+    assert files_below(run) == before
+
+
+def test_past_several_damaged_steps_each_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = made_run(tmp_path, 1, 2, 3, 4)
+    for (damage, _), step in zip(DAMAGE.values(), (2, 3, 4), strict=False):
+        damage(step_path(run, step))
+    with jct.StepManager(run) as manager:
+        manager.own()
+        assert step_of(manager.restore()) == 1
+        assert manager.history.events()[-1]["skipped"] == ["step-0000000004", "step-0000000003", "step-0000000002"]
+    skipped = [record.args[0] for record in caplog.records if isinstance(record.args, tuple)]
+    assert skipped == [4, 3, 2]
+
+
+@damaged
+def test_when_all_steps_are_damaged_it_raises_and_writes_nothing(
+    tmp_path: Path, damage: Callable[[Path], None], file: str
+) -> None:
+    run = made_run(tmp_path, 1, 2)
+    for step in (1, 2):
+        damage(step_path(run, step))
+    before = files_below(run)
+    with pytest.raises(jct.CorruptCheckpointError, match="none of 2 committed steps can be restored") as caught:
+        jct.StepManager(run).restore()
+    for step in (1, 2):
+        assert f"step {step}: " in str(caught.value)
+    assert str(caught.value).count(file) >= 2
+    assert files_below(run) == before
+
+
+def test_a_step_whose_commit_is_gone_is_no_step(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2)
+    (step_path(run, 2) / "COMMIT").unlink()
+    assert step_of(jct.StepManager(run).restore()) == 1
+
+
+def test_an_empty_run_has_nothing_to_restore(tmp_path: Path) -> None:
+    for directory in (tmp_path, tmp_path / "nothing"):
+        manager = jct.StepManager(directory)
+        assert (manager.latest, manager.steps) == (None, [])
+        with pytest.raises(jct.StepNotFoundError, match="has no committed step"):
+            manager.restore()
+
+
+def test_a_step_by_its_number(tmp_path: Path) -> None:
+    manager = jct.StepManager(made_run(tmp_path, 10, 20, 30))
+    assert step_of(manager.restore(step=20)) == 20
+    with pytest.raises(jct.StepNotFoundError, match="has no committed step 25; committed are 10, 20, 30"):
+        manager.restore(step=25)
+    with pytest.raises(jct.StepNotFoundError, match="has no committed step 25; committed are none"):
+        jct.StepManager(tmp_path / "nothing").restore(step=25)
+    with pytest.raises(jct.SettingsError, match="expected a whole number"):
+        manager.restore(step=20.0)  # type: ignore[arg-type]  # what is refused
+
+
+def test_a_damaged_step_that_was_asked_for_by_number_is_not_replaced_by_another(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2)
+    flip_a_payload_byte(step_path(run, 2))
+    with pytest.raises(jct.CorruptCheckpointError, match="none of 1 committed steps"):
+        jct.StepManager(run).restore(step=2)
+
+
+def test_a_step_of_a_newer_format_version_is_told_and_not_skipped(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2)
+    commit = step_path(run, 2) / "COMMIT"
+    commit.write_text(json.dumps(json.loads(commit.read_bytes()) | {"format_version": 2, "more": [1]}))
+    with pytest.raises(jct.FormatVersionError, match="format version 2, but this jaxckpt_train reads up to 1; upgrade"):
+        jct.StepManager(run).restore()
+
+
+def test_a_target_that_does_not_fit_is_told_and_nothing_else_is_tried(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2)
+    target = {"state": {"w": jnp.zeros(5), "step": jnp.int32(0)}}
+    with pytest.raises(jct.MismatchError, match=r"step-0000000002.*\n?.*w"):
+        jct.StepManager(run).restore(target)
+
+
+def test_a_disk_that_may_not_be_read_is_not_taken_for_damage(tmp_path: Path) -> None:
+    class Forbidden(HoldingBackend):
+        def open(self, directory: str, name: str, *, direct: object) -> object:  # type: ignore[override]
+            if "step-0000000002" in directory and name.endswith(".safetensors"):
+                raise jct.StorageError(errno.EACCES, "not permitted", name)
+            return super().open(directory, name, direct=direct)  # type: ignore[arg-type]
+
+    run = made_run(tmp_path, 1, 2)
+    backend = Forbidden("none", "")
+    with pytest.raises(jct.StorageError, match="not permitted"):
+        jct.StepManager(run, backend=backend).restore()  # type: ignore[arg-type]
+
+
+def test_an_io_error_is_damage(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2)
+    segment = step_path(run, 2) / "state" / "p00000-s000.safetensors"
+    segment.unlink()
+    os.mkfifo(segment)
+    assert step_of(jct.StepManager(run).restore()) == 1
+
+
+def test_after_a_roll_back_the_new_branch_saves_and_is_the_latest(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 10, 20, 30)
+    with jct.StepManager(run) as manager:
+        assert step_of(manager.restore(step=10)) == 10
+        manager.save(20, {"state": state_of(2000)})
+        manager.wait()
+        assert manager.latest == 20
+        assert step_of(manager.restore(step=20)) == 2000
+        with pytest.raises(jct.CheckpointExistsError, match="step 10 is committed already"):
+            manager.save(10, {"state": state_of(1)})
+        with pytest.raises(jct.CheckpointExistsError, match="step 20 is committed already"):
+            manager.save(20, {"state": state_of(1)})
+        manager.save(30, {"state": state_of(3000)})
+        manager.wait()
+        assert (manager.latest, manager.steps) == (30, [10, 20, 30])
+        assert step_of(manager.restore()) == 3000
+
+
+def test_a_new_branch_survives_a_restart(tmp_path: Path) -> None:
+    """The process that rolled back is gone before it reached the labels of the old branch."""
+    run = made_run(tmp_path, 10, 20, 30)
+    with jct.StepManager(run) as manager:
+        manager.restore(step=10)
+        save_steps(manager, 15)
+    with jct.StepManager(run) as manager:
+        assert manager.latest == 15
+        assert step_of(manager.restore()) == 15
+        manager.save(20, {"state": state_of(2000)})
+        manager.save(30, {"state": state_of(3000)})
+        manager.wait()
+        assert manager.latest == 30
+        assert step_of(manager.restore()) == 3000
+        with pytest.raises(jct.CheckpointExistsError, match="step 15 is committed already"):
+            manager.save(15, {"state": state_of(1)})
+
+
+def test_a_damaged_step_can_be_saved_again(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 10, 20)
+    flip_a_payload_byte(step_path(run, 20))
+    with jct.StepManager(run) as manager:
+        assert step_of(manager.restore()) == 10
+        save_steps(manager, 20)
+        assert (manager.latest, manager.steps) == (20, [10, 20])
+        assert step_of(manager.restore()) == 20
+    assert step_of(jct.StepManager(run).restore()) == 20
+
+
+def test_a_damaged_step_does_not_count_as_one_of_the_latest(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2, 3)
+    flip_a_payload_byte(step_path(run, 3))
+    with jct.StepManager(run, preservation_policy=jct.LatestN(2)) as manager:
+        assert step_of(manager.restore()) == 2
+        save_steps(manager, 4)
+        assert [step for step in manager.steps if step != 3] == [2, 4]
+
+
+def test_a_damaged_generation_falls_back_to_the_one_before(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1)
+    step_path(run, 1).rename(tmp_path / "kept")
+    made_run(run, 1)
+    step_path(run, 1).rename(run / "step-0000000001.g1")
+    (tmp_path / "kept").rename(step_path(run, 1))
+    flip_a_payload_byte(run / "step-0000000001.g1")
+    assert step_of(jct.StepManager(run).restore()) == 1
+
+
+def test_the_position_in_the_data_comes_from_the_same_step_as_the_state(tmp_path: Path) -> None:
+    data = Counter()
+    with jct.StepManager(tmp_path) as manager:
+        for step in (1, 2):
+            next(data)
+            manager.save(step, {"state": state_of(step), "data": data})
+    flip_a_payload_byte(step_path(tmp_path, 2))
+    fresh = Counter()
+    restored = jct.StepManager(tmp_path).restore({"state": state_of(0), "data": fresh})
+    assert (step_of(restored), restored["data"], fresh.position) == (1, fresh, 1)
+
+
+def test_progress_and_history_tell_how_much_was_read(tmp_path: Path) -> None:
+    with jct.StepManager(made_run(tmp_path, 1)) as manager:
+        manager.own()
+        read: list[int] = []
+        manager.restore(progress=read.append)
+        event = manager.history.events()[-1]
+    assert event["event"] == "restore"
+    assert event["bytes"] == sum(read) >= 12000
+    assert event["restore_s"] > 0
+    assert (event["step"], event["name"], "skipped" in event) == (1, "step-0000000001", False)
+
+
+def test_a_reader_writes_nothing(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2)
+    before = {path.name: path.stat().st_mtime_ns for path in run.rglob("*")}
+    manager = jct.StepManager(run)
+    manager.restore()
+    manager.metadata()
+    manager.close()
+    assert {path.name: path.stat().st_mtime_ns for path in run.rglob("*")} == before

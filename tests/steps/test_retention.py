@@ -1,0 +1,226 @@
+"""Retention: deletions run on a thread of their own, are never seen half-way, and never touch what must stay."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.steps.retention import half_deleted, hidden_name
+from jaxckpt_train.store.local import LocalBackend
+from tests.steps.fake_backends import HoldingBackend, RecordingBackend, RefusingBackend
+from tests.steps.runs import made_run, save_steps, state_of, step_of, step_path
+
+DELETING = ".deleting"
+
+
+def step_directories(directory: Path) -> list[str]:
+    return sorted(name for name in os.listdir(directory) if name.startswith("step-"))
+
+
+def deleted_events(manager: jct.StepManager) -> list[str]:
+    return [event["name"] for event in manager.history.events() if event["event"] == "delete"]
+
+
+def test_old_steps_go_from_the_disk_and_into_the_history(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2, 3, 4, preservation_policy=jct.LatestN(2))
+    manager = jct.StepManager(run)
+    assert manager.steps == [3, 4]
+    assert [name for name in os.listdir(run) if name.startswith((".", "step"))] == step_directories(run)
+    assert step_directories(run) == ["step-0000000003", "step-0000000004"]
+    assert deleted_events(manager) == ["step-0000000001", "step-0000000002"]
+
+
+def test_without_a_policy_everything_stays(tmp_path: Path) -> None:
+    assert jct.StepManager(made_run(tmp_path, *range(6))).steps == list(range(6))
+
+
+def test_a_deletion_that_takes_long_holds_up_neither_loop_nor_saves(tmp_path: Path) -> None:
+    backend = HoldingBackend("remove", DELETING)
+    manager = jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend)
+    save_steps(manager, 1, 2)
+    assert backend.reached.wait(60)
+    save_steps(manager, 3, 4, 5)  # each of them is committed while the first deletion still waits
+    assert manager.latest == 5
+    assert manager.steps == [5]
+    assert [event["step"] for event in manager.history.events() if event["event"] == "save"] == [1, 2, 3, 4, 5]
+    backend.go.set()
+    manager.close()
+    assert set(backend.threads) == {"jaxckpt-retention"}
+    assert step_directories(tmp_path) == ["step-0000000005"]
+
+
+def test_close_waits_until_deletions_are_done(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as manager:
+        save_steps(manager, *range(5))
+    assert sorted(os.listdir(tmp_path)) == ["history.jsonl", "step-0000000004"]
+
+
+def test_a_half_deleted_step_is_never_listed_and_its_owner_to_come_cleans_it(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2)
+    step_path(run, 1).rename(run / hidden_name("step-0000000001"))
+    assert jct.StepManager(run).steps == [2]
+    assert (run / ".step-0000000001.deleting").exists()  # a reader cleans nothing
+    assert half_deleted(LocalBackend(), str(run)) == [".step-0000000001.deleting"]
+    with jct.StepManager(run) as owner:
+        owner.own()
+    assert step_directories(run) == ["step-0000000002"]
+    assert half_deleted(LocalBackend(), str(run)) == []
+
+
+def test_a_step_stops_being_listed_before_its_first_byte_goes(tmp_path: Path) -> None:
+    backend = RecordingBackend()
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend) as manager:
+        save_steps(manager, 1, 2)
+    hidden = hidden_name("step-0000000001")
+    touched = [(operation, name) for operation, name in backend.done if name in (hidden, "step-0000000001")]
+    assert touched[-2:] == [("rename", hidden), ("remove", hidden)]
+
+
+def test_old_steps_go_only_after_the_new_one_is_durable(tmp_path: Path) -> None:
+    backend = RecordingBackend()
+    run = tmp_path / "run"
+    with jct.StepManager(run, preservation_policy=jct.LatestN(1), backend=backend) as manager:
+        save_steps(manager, 1)
+        backend.done.clear()
+        save_steps(manager, 2)
+    order = backend.done
+    published = order.index(("rename", "step-0000000002"))
+    durable = order.index(("sync", "run"), published)
+    gone = order.index(("rename", hidden_name("step-0000000001")))
+    assert published < durable < gone
+    assert not [entry for entry in order[:durable] if entry[0] == "remove" and "step" in entry[1]]
+
+
+@pytest.mark.parametrize("operation", ["rename", "remove"])
+def test_a_deletion_that_fails_warns_and_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, operation: str
+) -> None:
+    part = "step-0000000001" if operation == "rename" else "step-0000000001.deleting"
+    backend = RefusingBackend(operation, part, errno.EBUSY, 0)
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend) as manager:
+        save_steps(manager, 1)
+        backend.times = 1
+        save_steps(manager, 2)
+        manager._run._deleter.wait()  # the deletion runs on its own thread: wait for the refusal
+        assert "deleting step-0000000001 failed and will be tried again" in caplog.text
+        assert manager.steps == [2]
+        save_steps(manager, 3)
+    assert step_directories(tmp_path) == ["step-0000000003"]
+    assert half_deleted(LocalBackend(), str(tmp_path)) == []
+
+
+def test_a_deletion_that_never_succeeds_does_not_stop_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = RefusingBackend("remove", "step-0000000001.deleting", errno.EACCES, 1000)
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend) as manager:
+        save_steps(manager, 1, 2, 3, 4)
+        assert manager.steps == [4]
+    assert step_directories(tmp_path) == ["step-0000000004"]
+    assert half_deleted(LocalBackend(), str(tmp_path)) == [".step-0000000001.deleting"]
+    with jct.StepManager(tmp_path) as next_owner:
+        next_owner.own()
+    assert half_deleted(LocalBackend(), str(tmp_path)) == []
+
+
+def test_pinned_steps_stay_until_they_are_let_go(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as manager:
+        save_steps(manager, 1)
+        manager.pin(1)
+        save_steps(manager, 2, 3)
+        assert manager.steps == [1, 3]
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as manager:
+        save_steps(manager, 4)
+        assert manager.steps == [1, 4]
+        manager.pin(1, pinned=False)
+        save_steps(manager, 5)
+        assert manager.steps == [5]
+
+
+def test_a_step_that_is_being_read_stays_until_it_is_read(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as manager:
+        save_steps(manager, 1)
+        with manager._run.reading(manager._run.entries()):
+            save_steps(manager, 2, 3)
+            assert manager.steps == [1, 3]
+            assert step_of(jct.load_checkpointables(step_path(tmp_path, 1))) == 1
+        save_steps(manager, 4)
+        assert manager.steps == [4]
+
+
+def test_a_reader_finishes_a_step_that_is_deleted_under_it(tmp_path: Path) -> None:
+    """A segment that is open can be read to its end after it was unlinked."""
+    run = made_run(tmp_path, 1)
+    source = LocalBackend().open(str(step_path(run, 1)), "state/p00000-s000.safetensors", direct=False)
+    with jct.StepManager(run, preservation_policy=jct.LatestN(1)) as owner:
+        save_steps(owner, 2)
+    import numpy as np
+
+    data = np.empty(source.size, np.uint8)
+    source.read_into(0, data, source.size)
+    source.close()
+    assert not step_path(run, 1).exists()
+
+
+def test_temporary_steps_go_after_the_next_commit(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path, preservation_policy=jct.EveryNSteps(10)) as manager:
+        save_steps(manager, 10)
+        save_steps(manager, 11, temporary=True)
+        assert manager.steps == [10, 11]
+        save_steps(manager, 12, temporary=True)
+        assert manager.steps == [10, 12]
+        save_steps(manager, 20)
+        assert manager.steps == [10, 20]
+
+
+def test_temporary_steps_go_without_a_policy_too(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path) as manager:
+        save_steps(manager, 1)
+        save_steps(manager, 2, temporary=True)
+        save_steps(manager, 3)
+        assert manager.steps == [1, 3]
+
+
+class KeepNothing:
+    """A policy that keeps no step at all."""
+
+    def should_preserve(self, checkpoints: object, *, context: object) -> list[bool]:
+        return [False] * len(checkpoints)  # type: ignore[arg-type]  # a sequence
+
+
+def test_a_policy_that_keeps_nothing_cannot_take_the_newest(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path, preservation_policy=KeepNothing()) as manager:
+        for step in (5, 6, 7):
+            save_steps(manager, step)
+            assert manager.steps == [step]
+            assert step_of(manager.restore()) == step
+
+
+def test_an_overwritten_generation_goes_after_the_new_one_is_committed(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path) as manager:
+        save_steps(manager, 1)
+        manager.save(1, {"state": state_of(100)}, overwrite=True)
+        manager.wait()
+        assert step_of(manager.restore()) == 100
+    assert step_directories(tmp_path) == ["step-0000000001.g1"]
+
+
+class WrongPolicy:
+    """A policy with a mistake in it."""
+
+    def should_preserve(self, checkpoints: object, *, context: object) -> list[bool]:
+        raise KeyError("a mistake")
+
+
+def test_a_policy_that_fails_is_told_and_costs_no_step(tmp_path: Path) -> None:
+    manager = jct.StepManager(tmp_path, preservation_policy=WrongPolicy())
+    manager.save(1, {"state": state_of(1)})
+    with pytest.raises(KeyError, match="a mistake"):
+        manager.wait()
+    assert manager.steps == [1]
+    manager.close()
+    assert step_of(jct.StepManager(tmp_path).restore()) == 1
