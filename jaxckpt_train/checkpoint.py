@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
+import msgspec
 
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
 from jaxckpt_train.checkpointables.flax_legacy import load_flax_file
 from jaxckpt_train.checkpointables.loading import load_parts
-from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all, write_parts
-from jaxckpt_train.errors import CheckpointExistsError, MismatchError
+from jaxckpt_train.checkpointables.saving import SaveTimes, encode_value, stage_all, write_parts
+from jaxckpt_train.errors import CheckpointExistsError, MismatchError, UnsupportedLeafError
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
@@ -37,11 +38,19 @@ def absolute(path: PathLike) -> str:
     return os.path.abspath(os.path.expanduser(os.fspath(path)))
 
 
-def run_info(**more: Any) -> dict[str, Any]:
-    """What every manifest says of who wrote it, and when."""
+def run_info(custom_metadata: Any = None, **more: Any) -> dict[str, Any]:
+    """What every manifest says of who wrote it, and when.
+
+    Raises:
+        UnsupportedLeafError: the custom metadata would not come back from JSON as it is.
+    """
+    try:
+        custom = msgspec.json.decode(encode_value(custom_metadata))  # a copy: the manifest is encoded later
+    except UnsupportedLeafError as error:
+        raise UnsupportedLeafError(f"custom_metadata: {error}") from error
     versions = {"jaxckpt_train": package_version(), "jax": jax.__version__}
     now = datetime.datetime.now(datetime.UTC)
-    return {"created": now.isoformat(timespec="milliseconds"), "versions": versions, **more}
+    return {"created": now.isoformat(timespec="milliseconds"), "versions": versions, "custom_metadata": custom, **more}
 
 
 def package_version() -> str:
@@ -125,9 +134,9 @@ def save_checkpointables_async(
     if overwrite and file_exists(final) and not is_committed(_BACKEND, final):
         raise CheckpointExistsError(f"{final}: exists and is no checkpoint; it is not replaced. Choose another path")
     parts = stage_all(checkpointables, times)
+    info = run_info(custom_metadata)
     transaction = Transaction(_BACKEND, final, chosen)
     remove_dead_attempts(_BACKEND, final)
-    info = run_info(custom_metadata=custom_metadata)
 
     def work() -> CheckpointMetadata:
         return describe(write_parts(transaction, _BACKEND, parts, info, chosen, times, replace=overwrite))

@@ -87,9 +87,18 @@ def test_the_checkpoint_tells_of_itself(tmp_path: Path) -> None:
 
 
 def test_custom_metadata_that_is_no_json_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises((jct.UnsupportedLeafError, TypeError), match="custom_metadata|Encoding objects"):
-        jct.save(tmp_path / "c", {"a": 1}, custom_metadata={"when": object()})
+    for notes in ({"when": object()}, {"pair": (1, 2)}, {1: 2}, float("nan")):
+        with pytest.raises(jct.UnsupportedLeafError, match="custom_metadata: (not JSON|would not come back from JSON)"):
+            jct.save_async(tmp_path / "c", {"a": 1}, custom_metadata=notes)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_custom_metadata_that_changes_right_after_save_is_saved_as_it_was(tmp_path: Path) -> None:
+    notes = {"losses": [1.0]}
+    pending = jct.save_async(tmp_path / "c", {"a": 1}, custom_metadata=notes)
+    notes["losses"].append(2.0)
+    assert pending.wait().custom_metadata == {"losses": [1.0]}
+    assert jct.metadata(tmp_path / "c").custom_metadata == {"losses": [1.0]}
 
 
 def test_no_data_is_read(tmp_path: Path) -> None:

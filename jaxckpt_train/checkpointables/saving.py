@@ -83,7 +83,7 @@ def _stage(name: str, value: Any, times: SaveTimes) -> StagedPart:
     handler = handler_of(value)
     staged = handler.stage(value)
     is_value = staged.tree is NOTHING and staged.write_files is None
-    encoded = _encode_value(staged.value) if is_value else None
+    encoded = encode_value(staged.value) if is_value else None
     now = time.perf_counter()
     times.stage_s += now - started
     if staged.write_files is not None:
@@ -165,7 +165,12 @@ def _write_part(
     return PartRecord(part.name, part.kind, (), files, msgspec.Raw(b"null"))
 
 
-def _encode_value(value: Any) -> bytes:
+def encode_value(value: Any) -> bytes:
+    """Plain data as JSON.
+
+    Raises:
+        UnsupportedLeafError: it would not come back as it is.
+    """
     try:
         data = msgspec.json.encode(value)
         same = msgspec.json.decode(data) == value

@@ -177,10 +177,14 @@ class RunDirectory:
                     self._being_read.remove(name)
 
     def rolled_back_to(self, entry: Entry, damaged: Sequence[Entry]) -> None:
-        """Take note of a restore: which steps are damaged, and which later ones the run has left behind."""
+        """Take note of a restore: which steps are damaged, and which later ones the run has left behind.
+
+        Later by their number, not only by when they were saved: of a branch that an earlier process rolled back from,
+        the run will come to the same numbers again.
+        """
         with self._guard:
             self._damaged |= {each.name for each in damaged}
-            self._abandoned = {each.name for each in self._entries if each.order > entry.order}
+            self._abandoned = {each.name for each in self._entries if each.order > entry.order or each.step > entry.step}
             self._infos = None
 
     def note(self, step: int, note: Mapping[str, Any]) -> None:
