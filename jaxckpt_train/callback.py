@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
@@ -12,7 +13,7 @@ from jaxckpt_train.checkpoint import load
 from jaxckpt_train.checkpointables.grain_iterator import mark_absl_flags_parsed, with_fingerprint
 from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all
 from jaxckpt_train.config import callback_arguments
-from jaxckpt_train.errors import Preempted, SettingsError
+from jaxckpt_train.errors import CheckpointError, Preempted, SettingsError
 from jaxckpt_train.multihost import current
 from jaxckpt_train.progress import progress_line, wants_progress
 from jaxckpt_train.settings import StoreSettings
@@ -149,8 +150,10 @@ class CheckpointCallback:
             self._save("initial")
 
     def _restore(self) -> None:
-        shown = wants_progress(self._progress)
-        total = self.manager.metadata().bytes if shown else None
+        shown, total = wants_progress(self._progress), None
+        if shown:
+            with contextlib.suppress(CheckpointError):  # a damaged step: the restore finds out, and tells
+                total = self.manager.metadata().bytes
         with with_fingerprint(self._fingerprint), progress_line("restoring", total, shown) as advance:
             self._given = self.manager.restore(self._given, progress=advance)
         restored = self.manager.restored_step
@@ -225,14 +228,14 @@ class CheckpointCallback:
         """Notice a preemption inside an evaluation or warm-up; saves the last completed update if that is safe.
 
         Returns:
-            Whether the job was asked to leave: stop evaluating then. Between taking a batch and `ckpt(...)` nothing is
-            saved yet, since the position in the data is already that of the next update.
+            Whether the job was asked to leave: stop evaluating then. Once a batch may be taken for the next update (in
+            a loop without `steps`: always), the position in the data is a later one: the next `ckpt(...)` saves.
         """
         if not self.enabled or self._preempted is not None:
             return self._preempted is not None
         if not self._watch.reached():
             return False
-        if self._called or self._last is None:
+        if (self._in_steps and self._called) or self._last is None:
             self._leave()
         return True
 
@@ -240,7 +243,7 @@ class CheckpointCallback:
         """Save the last completed update, whatever the policy says, if it is not saved yet.
 
         Raises:
-            SettingsError: no update was completed yet.
+            SettingsError: no update was completed yet, or the next one has begun.
         """
         if not self.enabled:
             return _DISABLED
@@ -248,7 +251,16 @@ class CheckpointCallback:
             raise SettingsError("save_now: expected a completed update to save; call ckpt(state) first")
         if self._saved == self._last_step:
             return SaveResult(False, f"step {self._last_step} is saved already")
+        if self._has_begun_another():
+            raise SettingsError(
+                f"save_now: update {self._completed} has begun, and the position in the data is that of no completed "
+                "update any more; call it right after ckpt(state)"
+            )
         return self._save("save_now", force=True)
+
+    def _has_begun_another(self) -> bool:
+        """Whether `steps` has begun an update that `ckpt(...)` was not told of."""
+        return self._last_step != self._completed or (self._broken and not self._called)
 
     def _save(self, reason: str, *, force: bool = False) -> SaveResult:
         assert self._last is not None
@@ -305,12 +317,8 @@ class CheckpointCallback:
 
     def save(self, step: int, state: Any, *, metrics: Mapping[str, Any] | None = None, force: bool = False) -> bool:
         """Save a step if it is due, as other managers' `save` does; the state is any pytree."""
-        self._completed = self._last_step = check_step(step)
-        self._called = True
-        self._last, self._last_metrics = {**self._given, "state": state}, metrics
-        if not self.enabled or not (force or self.manager.should_save(step, metrics)):
-            return False
-        return self._save("forced" if force else "due", force=force).saved
+        result = self(state, metrics=metrics, step=step)
+        return result.saved or (force and self.save_now().saved)
 
     def latest_step(self) -> int | None:
         """The step that was committed last."""
@@ -330,18 +338,16 @@ class CheckpointCallback:
 
     def on_step(self, info: Any, force: bool = False) -> None:
         """A hook in Levanter's form: `info.state` after step number `info.step`, counted from 0."""
-        self(info.state, step=int(info.step) + 1)
-        if force:
-            self.save_now()
+        self.save(int(info.step) + 1, info.state, force=force)
 
     def _start(self) -> None:
         if self._closed:
             raise SettingsError("this CheckpointCallback is closed; make a new one")
         if not self._started:
-            self._started = True
             if self.enabled:
                 self.manager.own()
                 self._watch.start()
+            self._started = True
 
     def _warn_about(self, directory: str) -> None:
         problem = hydra_job.hydra_directory_problem(directory) if self.enabled else None
@@ -388,7 +394,7 @@ class CheckpointCallback:
             return
         if self._last is None or self._saved == self._last_step:
             return
-        if self._last_step != self._completed or (self._broken and not self._called):
+        if self._has_begun_another():
             _log.warning(
                 "step %d is not saved at the end: since ckpt(...) was told of it, the loop has begun another update, "
                 "so the position in the data is a later one; the last saved step is %s",

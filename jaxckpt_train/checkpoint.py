@@ -129,10 +129,13 @@ def save_checkpointables_async(
 ) -> PendingSave[CheckpointMetadata]:
     """As `save_async`, with several checkpointables by name."""
     final, chosen, times = absolute(path), settings or StoreSettings(), SaveTimes()
-    if not overwrite and file_exists(final):
-        raise CheckpointExistsError(f"{final}: exists; pass overwrite=True to replace it, or choose another path")
-    if overwrite and file_exists(final) and not is_committed(_BACKEND, final):
-        raise CheckpointExistsError(f"{final}: exists and is no checkpoint; it is not replaced. Choose another path")
+    if file_exists(final):
+        if not is_committed(_BACKEND, final):
+            raise CheckpointExistsError(
+                f"{final}: exists and is no checkpoint; it is not replaced. Choose another path"
+            )
+        if not overwrite:
+            raise CheckpointExistsError(f"{final}: exists; pass overwrite=True to replace it, or choose another path")
     parts = stage_all(checkpointables, times)
     info = run_info(custom_metadata)
     transaction = Transaction(_BACKEND, final, chosen)

@@ -49,7 +49,7 @@ def test_overwriting_replaces_the_whole_checkpoint(tmp_path: Path) -> None:
 def test_an_overwrite_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     jct.save(tmp_path / "c", state(1))
     before = {path: path.read_bytes() for path in (tmp_path / "c").rglob("*") if path.is_file()}
-    with pytest.raises(jct.UnsupportedLeafError, match="leaf 'x': a builtins.object cannot be stored"):
+    with pytest.raises(jct.UnsupportedLeafError, match=r"leaf 'x': a builtins.object cannot be stored"):
         jct.save(tmp_path / "c", {"x": object()}, overwrite=True)
     assert {path: path.read_bytes() for path in (tmp_path / "c").rglob("*") if path.is_file()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
@@ -117,7 +117,9 @@ def test_the_main_checkpointable_is_state_or_the_only_one(tmp_path: Path) -> Non
     jct.save_checkpointables(tmp_path / "two", {"params": state(1), "state": state(2)})
     assert jct.load(tmp_path / "two")["n"] == 2
     jct.save_checkpointables(tmp_path / "three", {"params": state(1), "ema": state(2)})
-    with pytest.raises(jct.MismatchError, match="has no checkpointable 'state' but 'params', 'ema'; choose with load_ch"):
+    with pytest.raises(
+        jct.MismatchError, match="has no checkpointable 'state' but 'params', 'ema'; choose with load_ch"
+    ):
         jct.load(tmp_path / "three")
     with pytest.raises(jct.MismatchError, match="has no checkpointable 'opt'; it has 'params', 'ema'"):
         jct.load_checkpointables(tmp_path / "three", {"opt": None})
@@ -135,9 +137,11 @@ def test_several_checkpointables_each_into_its_target(tmp_path: Path) -> None:
     assert jct.load_checkpointables(tmp_path / "c", {}) == {}
 
 
-@pytest.mark.parametrize("name", ["a/b", "", ".hidden", "-x", "a b", "COMMIT", "manifest.json", "é", "x" * 201, 3, None])
+@pytest.mark.parametrize(
+    "name", ["a/b", "", ".hidden", "-x", "a b", "COMMIT", "manifest.json", "é", "x" * 201, 3, None]
+)
 def test_a_name_that_cannot_name_a_directory_is_refused(name: Any, tmp_path: Path) -> None:
-    with pytest.raises(jct.SettingsError, match="checkpointable name .*: expected letters, digits"):
+    with pytest.raises(jct.SettingsError, match=r"checkpointable name .*: expected letters, digits"):
         jct.save_checkpointables(tmp_path / "c", {name: {}})
     assert list(tmp_path.iterdir()) == []
 
@@ -190,14 +194,19 @@ def test_a_segment_is_a_safetensors_file(tmp_path: Path) -> None:
         assert raw(file.get_tensor("b")) == raw(tree["b"])
         for row in range(0, 8, 2):
             for column in range(0, 8, 4):
-                whole[row : row + 2, column : column + 4] = file.get_tensor(f"w@[{row}:{row + 2},{column}:{column + 4}]")
+                whole[row : row + 2, column : column + 4] = file.get_tensor(
+                    f"w@[{row}:{row + 2},{column}:{column + 4}]"
+                )
     assert len(names) == 9
     assert raw(whole) == raw(tree["w"])
 
 
 def test_a_whole_state_opens_with_safetensors_alone(tmp_path: Path) -> None:
     tree = {
-        "layer": [{"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3, jnp.bfloat16)}, {"w": np.arange(4, dtype=np.int64)}],
+        "layer": [
+            {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3, jnp.bfloat16)},
+            {"w": np.arange(4, dtype=np.int64)},
+        ],
         "a/b": jnp.asarray([True, False]),
         "complex": jnp.ones(2, jnp.complex64),
         "small": jnp.asarray([1, 2], jnp.float8_e4m3fn),
@@ -264,5 +273,5 @@ def test_a_path_may_be_anything_that_names_one(tmp_path: Path) -> None:
 
     jct.save(Place(), state(1))
     assert jct.load(str(tmp_path / "c"))["n"] == 1
-    with pytest.raises(TypeError, match="expected str, bytes or os.PathLike"):
+    with pytest.raises(TypeError, match=r"expected str, bytes or os.PathLike"):
         jct.load(3)  # type: ignore[arg-type]

@@ -88,7 +88,9 @@ def test_the_checkpoint_tells_of_itself(tmp_path: Path) -> None:
 
 def test_custom_metadata_that_is_no_json_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     for notes in ({"when": object()}, {"pair": (1, 2)}, {1: 2}, float("nan")):
-        with pytest.raises(jct.UnsupportedLeafError, match="custom_metadata: (not JSON|would not come back from JSON)"):
+        with pytest.raises(
+            jct.UnsupportedLeafError, match=r"custom_metadata: (not JSON|would not come back from JSON)"
+        ):
             jct.save_async(tmp_path / "c", {"a": 1}, custom_metadata=notes)
     assert list(tmp_path.iterdir()) == []
 

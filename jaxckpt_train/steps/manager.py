@@ -117,6 +117,7 @@ class StepManager:
             DirectoryLockedError: a live process owns it.
             StorageError: the directory cannot be created.
         """
+        self._check_open()
         self._run.own()
 
     def decide(self, step: int, metrics: Mapping[str, Any] | None = None) -> Decision:
@@ -204,7 +205,9 @@ class StepManager:
             settings=self.settings,
             clock=self._clock,
         )
-        self._pending_info = CheckpointInfo(request.step, self._clock(), temporary=request.temporary)
+        self._pending_info = CheckpointInfo(
+            request.step, self._clock(), save.metrics or None, temporary=request.temporary
+        )
         _log.info("step %d: saving (%s)", request.step, request.reason)
         self._pending = PendingSave(f"step {request.step} to {self.directory}", save.run)
         return SaveResult(True, request.reason, self._pending)
@@ -306,7 +309,7 @@ class StepManager:
         self._note(step, metrics=metrics_to_json(plain_metrics(metrics)))
 
     def _note(self, step: int, **note: Any) -> None:
-        self._run.own()
+        self.own()
         if step not in self.steps:
             self._candidates(step)
         self._run.note(check_step(step), note)
@@ -337,11 +340,9 @@ class StepManager:
             CheckpointTimeoutError: not in time; it goes on.
             The original error of the save, if it failed.
         """
-        pending = self._pending
-        if pending is not None:
-            if not pending.done():
-                pending.wait(timeout_s)
-            self.check()
+        error = self.settle(timeout_s)
+        if error is not None:
+            raise error
 
     def settle(self, timeout_s: float | None = None) -> BaseException | None:
         """As `wait`, but returns the error of a save that failed instead of raising it.

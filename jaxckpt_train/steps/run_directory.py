@@ -184,7 +184,8 @@ class RunDirectory:
         """
         with self._guard:
             self._damaged |= {each.name for each in damaged}
-            self._abandoned = {each.name for each in self._entries if each.order > entry.order or each.step > entry.step}
+            later = [each for each in self._entries if each.order > entry.order or each.step > entry.step]
+            self._abandoned = {each.name for each in later}
             self._infos = None
 
     def note(self, step: int, note: Mapping[str, Any]) -> None:

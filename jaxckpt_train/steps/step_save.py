@@ -74,10 +74,11 @@ class StepSave:
         self._backend, self._run, self._settings, self._clock = backend, run, settings, clock
         self._times = SaveTimes()
         self._parts: list[StagedPart] = stage_all(checkpointables, self._times)
+        self.metrics = plain_metrics(request.metrics)
         self._info = run_info(
             step=request.step,
             sequence=run.next_sequence(),
-            metrics=metrics_to_json(plain_metrics(request.metrics)),
+            metrics=metrics_to_json(self.metrics),
             custom_metadata=request.custom_metadata,
             temporary=request.temporary,
         )

@@ -72,5 +72,5 @@ def test_leaves_are_named_by_the_fields_of_the_state(tmp_path: Path) -> None:
 
 def test_another_optimizer_is_refused_with_what_differs(tmp_path: Path) -> None:
     jct.save(tmp_path / "c", optax.adam(1e-2).init(PARAMS))
-    with pytest.raises(jct.MismatchError, match="'0/nu/dense/bias': saved float32.3., not in the target"):
+    with pytest.raises(jct.MismatchError, match=r"'0/nu/dense/bias': saved float32.3., not in the target"):
         jct.load(tmp_path / "c", optax.sgd(1e-2, momentum=0.9).init(PARAMS))

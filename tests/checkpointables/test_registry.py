@@ -112,7 +112,7 @@ def test_without_the_handler_the_rest_still_loads(tmp_path: Path) -> None:
     jct.register_handler(Vocabulary, AsTree())
     path = saved(tmp_path / "c", Vocabulary(["a"]))
     registry._registered.clear()
-    with pytest.raises(jct.MismatchError, match="'words' is of kind 'test.vocabulary', which no handler here knows"):
+    with pytest.raises(jct.MismatchError, match=r"'words' is of kind 'test.vocabulary', which no handler here knows"):
         jct.load_checkpointables(path)
     assert set(jct.load_checkpointables(path, {"state": None})) == {"state"}
     assert jct.verify(path).ok
@@ -166,7 +166,9 @@ def test_early_checkpointables_are_restored_before_the_arrays(tmp_path: Path) ->
 
     jct.register_handler(Vocabulary, Late())
     jct.register_handler(Special, Early())
-    jct.save_checkpointables(tmp_path / "c", {"a": Vocabulary([]), "b": Special([]), "c": Vocabulary([]), "d": Special([])})
+    jct.save_checkpointables(
+        tmp_path / "c", {"a": Vocabulary([]), "b": Special([]), "c": Vocabulary([]), "d": Special([])}
+    )
     found = jct.load_checkpointables(tmp_path / "c")
     assert order == ["b", "d", "a", "c"]
     assert list(found) == ["a", "b", "c", "d"]

@@ -18,7 +18,7 @@ import jaxckpt_train as jct
 
 
 class Tokenizer:
-    """As Orbax's documentation has it: what is cheap in `save` itself, what is slow in the awaitable that it returns."""
+    """As Orbax has it: what is cheap in `save` itself, what is slow in the awaitable that it returns."""
 
     def __init__(self, words: dict[str, int]) -> None:
         self.words = words

@@ -81,11 +81,11 @@ def test_what_is_no_plain_value_has_no_inline_record() -> None:
 
 
 def test_text_that_is_too_large_or_not_unicode_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnsupportedLeafError, match="leaf 'x': text that is not valid Unicode.*store it as bytes"):
+    with pytest.raises(UnsupportedLeafError, match=r"leaf 'x': text that is not valid Unicode.*store it as bytes"):
         record_value("x", "\ud800")
     monkeypatch.setattr(leaf_records, "MAX_INLINE_BYTES", 10)
     for value in ("a" * 11, b"a" * 11):
-        with pytest.raises(UnsupportedLeafError, match="leaf 'x': .* of 11, at most 10 .*store it as a numpy uint8"):
+        with pytest.raises(UnsupportedLeafError, match=r"leaf 'x': .* of 11, at most 10 .*store it as a numpy uint8"):
             record_value("x", value)
 
 
@@ -109,7 +109,8 @@ def test_what_cannot_be_stored_is_named_and_told_how_to_convert(value: Any, reas
 
 
 @pytest.mark.parametrize(
-    "record", [IntLeaf("seven"), IntLeaf(""), IntLeaf("1.5"), FloatLeaf("x"), FloatLeaf("0x1p99999"), ComplexLeaf("1", "?")]
+    "record",
+    [IntLeaf("seven"), IntLeaf(""), IntLeaf("1.5"), FloatLeaf("x"), FloatLeaf("0x1p99999"), ComplexLeaf("1", "?")],
 )
 def test_a_number_that_is_none_is_corrupt(record: Any) -> None:
     with pytest.raises(CorruptCheckpointError, match="here: leaf 'x'"):

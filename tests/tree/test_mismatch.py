@@ -184,14 +184,22 @@ CAST: list[tuple[Any, Any, Any]] = [
 
 
 @pytest.mark.parametrize(("saved", "like", "expected"), CAST, ids=[str(case[1]) for case in CAST])
-def test_cast_converts_within_a_sort_of_number_and_upwards(saved: Any, like: Any, expected: Any, tmp_path: Path) -> None:
+def test_cast_converts_within_a_sort_of_number_and_upwards(
+    saved: Any, like: Any, expected: Any, tmp_path: Path
+) -> None:
     assert_same(loaded(tmp_path / "c", {"x": saved}, {"x": like}, cast=True), {"x": expected})
 
 
 @pytest.mark.parametrize(
     ("saved", "like"),
-    [(jnp.ones(2), S((2,), I32)), (jnp.ones(2), np.zeros(2, bool)), (jnp.arange(2), S((2,), bool))]
-    + [(jnp.ones(2, jnp.complex64), S((2,), F32)), (1.0, S((), I32)), (2, S((), bool))],
+    [
+        (jnp.ones(2), S((2,), I32)),
+        (jnp.ones(2), np.zeros(2, bool)),
+        (jnp.arange(2), S((2,), bool)),
+        (jnp.ones(2, jnp.complex64), S((2,), F32)),
+        (1.0, S((), I32)),
+        (2, S((), bool)),
+    ],
 )
 def test_cast_never_goes_down(saved: Any, like: Any, tmp_path: Path) -> None:
     path = saved_without_data(tmp_path / "c", {"x": saved})
@@ -201,12 +209,22 @@ def test_cast_never_goes_down(saved: Any, like: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("values", "dtype"),
-    [([300], np.uint8), ([-1], np.uint8), ([-1], np.uint32), ([-1], np.uint16), ([128], np.int8), ([8], jnp.int4)]
-    + [([2**31], np.int32), ([-129], np.int8)],
+    [
+        ([300], np.uint8),
+        ([-1], np.uint8),
+        ([-1], np.uint16),
+        ([-1], np.uint32),
+        ([-129], np.int8),
+        ([128], np.int8),
+        ([8], jnp.int4),
+        ([2**31], np.int32),
+    ],
 )
 def test_cast_of_integers_keeps_every_value_or_fails(values: list[int], dtype: Any, tmp_path: Path) -> None:
     jct.save(tmp_path / "c", {"x": np.array([0, 1, *values]), "y": np.array(values, np.int64).astype(np.int32)})
-    with pytest.raises(jct.MismatchError, match="leaf 'x': cast=True, but .* does not hold all values of the saved int64"):
+    with pytest.raises(
+        jct.MismatchError, match=r"leaf 'x': cast=True, but .* does not hold all values of the saved int64"
+    ):
         jct.load(tmp_path / "c", {"x": np.zeros(3, dtype), "y": ...}, cast=True)
     if dtype is np.uint32:
         with pytest.raises(jct.MismatchError, match="uint32 does not hold all values of the saved int32"):
@@ -237,7 +255,7 @@ def test_rename_rules() -> None:
         "single": "one",
         "rest": "rest",
     }
-    with pytest.raises(jct.MismatchError, match="rename: no saved leaf fits 'odl/.*'; saved are old/a, old/b/c"):
+    with pytest.raises(jct.MismatchError, match=r"rename: no saved leaf fits 'odl/.*'; saved are old/a, old/b/c"):
         rename_map(names, {"odl/**": "new/**"})
     with pytest.raises(jct.MismatchError, match="two saved leaves would get the same path"):
         rename_map(names, {"single": "rest"})

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.tree.patterns import leaf_filter
 
-NAMES = ["params/dense/kernel", "params/dense/bias", "params/norm", "opt/0/mu/dense/kernel", "step", "params.x", "params"]
+NAMES = [
+    "params/dense/kernel",
+    "params/dense/bias",
+    "params/norm",
+    "opt/0/mu/dense/kernel",
+    "step",
+    "params.x",
+    "params",
+]
 
 
 @pytest.mark.parametrize(
@@ -46,5 +54,7 @@ def test_a_pattern_without_stars_stands_for_itself_alone(text: str) -> None:
 
 @pytest.mark.parametrize("only", [3, 1.5, [3], ["a", None], object()])
 def test_what_is_no_pattern_is_refused_with_an_example(only: Any) -> None:
-    with pytest.raises(SettingsError, match=r'only: expected a pattern such as "params/\*\*", a list of them or a pred'):
+    with pytest.raises(
+        SettingsError, match=r'only: expected a pattern such as "params/\*\*", a list of them or a pred'
+    ):
         leaf_filter(only)

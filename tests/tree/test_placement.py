@@ -151,14 +151,16 @@ def test_a_sharding_that_does_not_fit_is_refused_by_name(name: str, spec: P, rea
 
 @pytest.mark.parametrize("shardings", [3, {"w": P("x")}, P("x"), {"w": "x"}], ids=str)
 def test_what_is_no_sharding_is_refused_with_what_to_make_of_it(saved: dict[str, Path], shardings: Any) -> None:
-    with pytest.raises(jct.SettingsError, match=r"shardings: leaf .*expected a jax.sharding.Sharding.*NamedSharding\(mesh"):
+    with pytest.raises(
+        jct.SettingsError, match=r"shardings: leaf .*expected a jax.sharding.Sharding.*NamedSharding\(mesh"
+    ):
         jct.load(saved["4x2"], shardings=shardings)
 
 
 def test_a_64_bit_array_is_not_narrowed_in_silence(tmp_path: Path) -> None:
     with jax.enable_x64(True):
         jct.save(tmp_path / "c", {"w": jnp.arange(3.0) / 3}, settings=FAST)
-    with pytest.raises(jct.MismatchError, match="leaf 'w': saved float64.*jax_enable_x64"):
+    with pytest.raises(jct.MismatchError, match=r"leaf 'w': saved float64.*jax_enable_x64"):
         jct.load(tmp_path / "c", shardings=NamedSharding(mesh(4, 2), P()))
 
 
@@ -173,13 +175,17 @@ def test_a_target_made_by_eval_shape_under_an_explicit_mesh(saved: dict[str, Pat
     for name, leaf in found.items():
         assert leaf.sharding.is_equivalent_to(arrays[name].sharding, leaf.ndim)
         assert jax.typeof(leaf) == jax.typeof(arrays[name])
-    with pytest.raises(jct.MismatchError, match="its sharding names an abstract mesh .*load inside `with jax.set_mesh"):
+    with pytest.raises(
+        jct.MismatchError, match=r"its sharding names an abstract mesh .*load inside `with jax.set_mesh"
+    ):
         jct.load(saved["2x4"], abstract)
 
 
 def test_a_target_made_by_eval_shape_of_a_function_with_shardings(saved: dict[str, Path]) -> None:
     wanted = LAYOUTS["2x4"]
-    make = jax.jit(lambda: {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in HOST.items()}, out_shardings=wanted)
+    make = jax.jit(
+        lambda: {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in HOST.items()}, out_shardings=wanted
+    )
     check(jct.load(saved["4x2"], make.eval_shape(), shardings=wanted), wanted)
     check(jct.load(saved["4x2"], make()), wanted)
 

@@ -160,7 +160,22 @@ def everything() -> Any:
         "ordered": collections.OrderedDict([("z", jnp.zeros(2)), ("a", 1)]),
         "counted": collections.defaultdict(int, {"b": 2, "a": np.int8(3)}),
         "pair": Pair(np.arange(2), {"deep": (1, [2.5])}),
-        "python": [True, False, 0, -1, 2**100, 0.1, -0.0, float("inf"), float("nan"), 1 - 2j, "", "Grüße\0", b"", b"\xff"],
+        "python": [
+            True,
+            False,
+            0,
+            -1,
+            2**100,
+            0.1,
+            -0.0,
+            float("inf"),
+            float("nan"),
+            1 - 2j,
+            "",
+            "Grüße\0",
+            b"",
+            b"\xff",
+        ],
         "weak": jnp.asarray(2.0),
         "strong": jnp.float32(2.0),
     }
@@ -184,7 +199,9 @@ def test_targets_of_another_container_type_with_the_same_paths_fit(tmp_path: Pat
     assert found.y == (1, 2)
 
 
-dtypes = st.sampled_from([DTYPES[name] for name in ("bool", "int8", "uint16", "int32", "float32", "bfloat16", "float64")])
+dtypes = st.sampled_from(
+    [DTYPES[name] for name in ("bool", "int8", "uint16", "int32", "float32", "bfloat16", "float64")]
+)
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
 
@@ -192,7 +209,7 @@ shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 def arrays(draw: st.DrawFn) -> Any:
     dtype, shape, on_device = draw(dtypes), draw(shapes), draw(st.booleans())
     size = int(np.prod(shape, dtype=int)) * dtype.itemsize
-    limit = 1 if dtype == bool else 255
+    limit = 1 if dtype.kind == "b" else 255
     data = draw(st.lists(st.integers(0, limit), min_size=size, max_size=size))
     array = np.array(data, np.uint8).view(dtype).reshape(shape)
     return jnp.asarray(array) if on_device and dtype != np.float64 else array

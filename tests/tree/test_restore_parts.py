@@ -31,7 +31,9 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-@pytest.mark.parametrize("only", ["params/**", ["params/dense/kernel", "**/bias"], lambda name: name.startswith("params")])
+@pytest.mark.parametrize(
+    "only", ["params/**", ["params/dense/kernel", "**/bias"], lambda name: name.startswith("params")]
+)
 def test_only_what_is_chosen_is_loaded_and_the_rest_comes_back_as_it_is(path: Path, only: Any) -> None:
     target = state(1.0)
     found = jct.load(path, target, only=only)
@@ -67,7 +69,9 @@ def test_placeholders_skip_a_leaf_or_a_whole_subtree(path: Path) -> None:
 
 
 def test_a_placeholder_does_not_hide_leaves_beside_it(path: Path) -> None:
-    with pytest.raises(jct.MismatchError, match="differ in 1 leaf; nothing was read:\n  leaf 'opt/1/count': saved Python int"):
+    with pytest.raises(
+        jct.MismatchError, match="differ in 1 leaf; nothing was read:\n  leaf 'opt/1/count': saved Python int"
+    ):
         jct.load(path, {"params": ..., "opt": [..., {"mu": ...}], "step": ...})
 
 

@@ -82,7 +82,12 @@ def test_a_key_that_is_donated_right_after_save_is_saved_as_it_was(tmp_path: Pat
 
 def test_numpy_leaves_that_change_in_place_right_after_save_are_saved_as_they_were(tmp_path: Path) -> None:
     memory = np.memmap(tmp_path / "memory", np.int64, "w+", shape=(1000,))
-    tree = {"plain": np.zeros(1000), "columns": np.zeros((10, 100), order="F"), "part": np.zeros((8, 8))[::2], "m": memory}
+    tree = {
+        "plain": np.zeros(1000),
+        "columns": np.zeros((10, 100), order="F"),
+        "part": np.zeros((8, 8))[::2],
+        "m": memory,
+    }
     for number in range(20):
         for leaf in tree.values():
             leaf[...] = number
@@ -127,7 +132,7 @@ def test_a_traced_value_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_float0_has_nothing_to_store() -> None:
     gradient = jax.grad(lambda x: 1.0, allow_int=True)(3)
-    with pytest.raises(jct.UnsupportedLeafError, match="leaf 'g': .*(cannot be stored|no fixed byte form)"):
+    with pytest.raises(jct.UnsupportedLeafError, match=r"leaf 'g': .*(cannot be stored|no fixed byte form)"):
         snapshot({"g": gradient})
 
 

@@ -1,0 +1,78 @@
+"""The coordinator of one process, and the refusal of jobs that this version cannot save."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from jaxckpt_train.multihost import SingleProcess, current
+from tests.conftest import RunPython
+
+TWO_PROCESSES = """
+import sys, threading
+import jax
+jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+import jaxckpt_train as jct
+try:
+    jct.StepManager(sys.argv[3])
+except jct.CheckpointError as error:
+    print(error, flush=True)
+jax.distributed.shutdown()
+"""
+ONE_PROCESS = """
+import sys
+import jax, jax.numpy as jnp
+jax.distributed.initialize(sys.argv[1], num_processes=1, process_id=0)
+import jaxckpt_train as jct
+with jct.StepManager(sys.argv[2]) as manager:
+    manager.save(1, {"state": jnp.arange(3)})
+print(manager.restore()["state"].tolist())
+"""
+NEVER_INITIALISED = """
+import sys
+import jax, jax.numpy as jnp
+import jaxckpt_train as jct
+with jct.CheckpointCallback(sys.argv[1], save_interval_steps=1) as ckpt:
+    state = ckpt.resume({"w": jnp.zeros(3)})
+    for step in ckpt.steps(2):
+        ckpt(state)
+print(jax.distributed.is_initialized(), ckpt.latest_step())
+"""
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_one_process_agrees_with_itself() -> None:
+    coordinator = current()
+    assert isinstance(coordinator, SingleProcess)
+    assert (coordinator.process, coordinator.processes) == (0, 1)
+    assert coordinator.agree("preemption", True)
+    assert not coordinator.agree("preemption", False)
+    value = object()
+    assert coordinator.broadcast("step", value) is value
+    coordinator.barrier("commit")
+
+
+def test_jax_distributed_is_never_initialised(tmp_path: Path, run_python: RunPython) -> None:
+    assert run_python(NEVER_INITIALISED, tmp_path / "run", check=True).stdout == "False 2\n"
+
+
+def test_a_distributed_job_of_one_process_saves(tmp_path: Path, run_python: RunPython) -> None:
+    done = run_python(ONE_PROCESS, free_address(), tmp_path / "run", check=True)
+    assert done.stdout == "[0, 1, 2]\n"
+
+
+def test_a_job_of_two_processes_is_refused_before_it_writes(tmp_path: Path, run_python: RunPython) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    address = free_address()
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(run_python, TWO_PROCESSES, address, str(n), tmp_path / "run", check=True) for n in (0, 1)]
+        outputs = [job.result().stdout for job in jobs]
+    for output in outputs:
+        assert output.startswith("this job has 2 processes; this version of jaxckpt_train saves jobs of one process")
+    assert not (tmp_path / "run").exists()
