@@ -273,9 +273,8 @@ class CheckpointCallback:
 
     def _leave(self) -> SaveResult:
         """Save the last completed update, wait until it is durable, and end the loop."""
-        left_s = self._watch.left_of(self._grace_period_s)
         self.manager.reached_preemption = True
-        failure = self.manager.settle(left_s)
+        failure = self.manager.settle(self._watch.left_of(self._grace_period_s))
         if failure is not None:
             _log.error("the save before failed; now saving step %d", self._last_step, exc_info=failure)
         result = SaveResult(False, "nothing new to save")
@@ -283,12 +282,8 @@ class CheckpointCallback:
             result = self._save(f"preemption: {self._watch.reason}", force=True)
             with progress_line(f"saving step {self._last_step}", None, wants_progress(self._progress)):
                 self.manager.wait(self._watch.left_of(self._grace_period_s))
-        self._preempted = Preempted(
-            f"asked to leave by {self._watch.reason}; "
-            + ("no step was completed" if self._saved is None else f"step {self._saved} is saved"),
-            self._saved,
-            self._exit_code,
-        )
+        saved = "no step was completed" if self._saved is None else f"step {self._saved} is saved"
+        self._preempted = Preempted(f"asked to leave by {self._watch.reason}; {saved}", self._saved, self._exit_code)
         _log.warning("%s", self._preempted)
         self.manager.note_preemption(self._saved, str(self._watch.reason))
         if not self._in_steps and self._called:

@@ -30,7 +30,11 @@ class NnxHandler:
 
     def handles(self, value: object) -> bool:
         """Whether there is an NNX object in it."""
-        return any(_is_object(leaf) for leaf in jax.tree_util.tree_leaves(value, is_leaf=_is_object))
+        try:
+            leaves = jax.tree_util.tree_leaves(value, is_leaf=_is_object)
+        except ValueError:  # JAX cannot flatten it; the snapshot says where
+            return False
+        return any(map(_is_object, leaves))
 
     def stage(self, value: Any) -> Staged:
         """The states of its objects in their places."""

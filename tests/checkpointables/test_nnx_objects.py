@@ -202,6 +202,11 @@ def test_a_state_and_the_object_itself_are_the_same_on_disk(make: Any, tmp_path:
     assert_same(nnx.to_pure_dict(found) if isinstance(found, nnx.State) else found, states(model)[0])
 
 
+def test_a_tree_that_jax_cannot_flatten_is_refused_here_too(tmp_path: Path) -> None:
+    with pytest.raises(jct.UnsupportedLeafError, match="'state': 'a': JAX cannot flatten this dict"):
+        jct.save(tmp_path / "c", {"a": {1: 1, "b": 2}})
+
+
 def test_a_single_variable_is_a_leaf(tmp_path: Path) -> None:
     jct.save(tmp_path / "c", {"p": nnx.Param(jnp.arange(3.0)), "boxes": nnx.Variable({"a": jnp.ones(1)})})
     assert set(jct.metadata(tmp_path / "c").checkpointables["state"].leaves) == {"p", "boxes/a"}

@@ -58,7 +58,7 @@ def test_an_empty_directory_is_a_fresh_start(tmp_path: Path) -> None:
 
 # 12, 13. Host memory of a save is bounded and does not grow; a restore does not double memory.
 MEMORY = """
-import resource, sys, threading, psutil, jax, numpy as np, jax.numpy as jnp, jaxckpt_train as jct
+import resource, statistics, sys, psutil, jax, numpy as np, jax.numpy as jnp, jaxckpt_train as jct
 MIB = 1 << 20
 own = psutil.Process()
 state = {f"w{n}": jnp.asarray(np.random.default_rng(n).random(8 * MIB // 4, np.float32)) for n in range(12)}
@@ -69,7 +69,8 @@ with jct.StepManager(sys.argv[1] + "/run", preservation_policy=jct.LatestN(1)) a
         manager.save(step, {"state": state})
         manager.wait()
         used.append(own.memory_info().rss / MIB)
-print(used[4], used[-1], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+early, late = statistics.median(used[5:15]), statistics.median(used[-10:])
+print(early, late, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 """
 LOAD = """
 import resource, sys, psutil, jax, jaxckpt_train as jct

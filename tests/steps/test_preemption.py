@@ -1,0 +1,189 @@
+"""Notices of a preemption: signals, a file, the time; each only sets a flag."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.multihost import SingleProcess
+from jaxckpt_train.steps.preemption import FileNotice, PreemptionWatch, SignalNotice, TimeNotice
+
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+
+
+class Time:
+    """A monotonic clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Agreeing(SingleProcess):
+    """The coordinator of a job in which another process was asked to leave."""
+
+    def agree(self, phase: str, flag: bool) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_put_back() -> Iterator[None]:
+    before = {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
+    yield
+    found = {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
+    for name, handler in before.items():
+        signal.signal(getattr(signal, name), handler)
+    assert found == before
+
+
+def send(name: str) -> None:
+    os.kill(os.getpid(), getattr(signal, name))
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_signal_sets_a_flag_and_the_first_one_is_named(name: str) -> None:
+    notice = SignalNotice(SIGNALS)
+    notice.install()
+    assert notice.notice() is None
+    send(name)
+    assert notice.notice() == f"signal {name}"
+    for _ in range(20):
+        send("SIGTERM")
+    assert notice.notice() == f"signal {name}"
+    notice.restore()
+
+
+def test_the_users_own_handler_is_called_too_and_put_back() -> None:
+    seen: list[int] = []
+
+    def own(number: int, frame: Any) -> None:
+        seen.append(number)
+
+    before = signal.signal(signal.SIGTERM, own)
+    notice = SignalNotice(["SIGTERM"])
+    notice.install()
+    send("SIGTERM")
+    send("SIGTERM")
+    assert seen == [signal.SIGTERM, signal.SIGTERM]
+    assert notice.notice() == "signal SIGTERM"
+    notice.restore()
+    assert signal.getsignal(signal.SIGTERM) is own
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_the_handler_of_a_keyboard_interrupt_is_not_called() -> None:
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    notice = SignalNotice(["SIGUSR1"])
+    notice.install()
+    send("SIGUSR1")
+    assert notice.notice() == "signal SIGUSR1"
+    notice.restore()
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_handler_that_was_set_later_is_not_taken_away() -> None:
+    notice = SignalNotice(["SIGUSR2"])
+    before = signal.getsignal(signal.SIGUSR2)
+    notice.install()
+    later = signal.Handlers.SIG_IGN
+    signal.signal(signal.SIGUSR2, later)
+    notice.restore()
+    assert signal.getsignal(signal.SIGUSR2) == later
+    signal.signal(signal.SIGUSR2, before)
+
+
+@pytest.mark.parametrize("name", ["SIGNOTHING", "TERM", 15, "", "SIG_DFL"])
+def test_names_that_are_no_signals_are_refused(name: Any) -> None:
+    with pytest.raises(SettingsError, match='signals: expected names such as "SIGTERM", found'):
+        SignalNotice([name])
+
+
+def test_from_another_thread_than_the_main_one_it_warns_and_does_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    notice = SignalNotice(SIGNALS)
+    thread = threading.Thread(target=lambda: (notice.install(), notice.restore()))
+    thread.start()
+    thread.join()
+    assert "signals are not watched: only the main thread can install handlers; use notice_file instead" in caplog.text
+    assert notice.notice() is None
+
+
+def test_the_appearance_of_a_file_is_noticed_and_looked_for_once_a_second(tmp_path: Path) -> None:
+    time, path = Time(), tmp_path / "leave"
+    notice = FileNotice(str(path), time)
+    assert notice.notice() is None
+    path.touch()
+    time.now += 0.9
+    assert notice.notice() is None
+    time.now += 0.2
+    assert notice.notice() == f"notice file {path}"
+    path.unlink()
+    time.now += 100
+    assert notice.notice() == f"notice file {path}"
+
+
+def test_the_time_limit_counts_from_the_start_of_the_run() -> None:
+    time = Time()
+    notice = TimeNotice(3600, time)
+    time.now += 3599
+    assert notice.notice() is None
+    time.now += 1
+    assert notice.notice() == "the time limit of 3600 s"
+
+
+def test_the_watch_tells_the_reason_once_and_how_much_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "jaxckpt_train")
+    time = Time()
+    watch = PreemptionWatch(SingleProcess(), max_run_time_s=10, monotonic=time)
+    watch.start()
+    assert not watch.reached()
+    assert watch.left_of(30) == 30
+    time.now += 10
+    assert watch.reached()
+    time.now += 12
+    assert watch.reached()
+    assert (watch.reason, watch.left_of(30)) == ("the time limit of 10 s", 18)
+    time.now += 100
+    assert watch.left_of(30) == 0
+    assert caplog.text.count("asked to leave: the time limit of 10 s") == 1
+    watch.stop()
+
+
+def test_the_first_reason_stays_the_reason(tmp_path: Path) -> None:
+    time, path = Time(), tmp_path / "leave"
+    path.touch()
+    watch = PreemptionWatch(
+        SingleProcess(), signals=["SIGUSR1"], notice_file=str(path), max_run_time_s=1, monotonic=time
+    )
+    watch.start()
+    assert watch.reached()
+    time.now += 100
+    send("SIGUSR1")
+    assert watch.reached()
+    assert watch.reason == f"notice file {path}"
+    watch.stop()
+
+
+def test_what_another_process_noticed_counts_here_too() -> None:
+    watch = PreemptionWatch(Agreeing())
+    assert watch.reached()
+    assert watch.reason == "another process was asked to leave"
+
+
+def test_before_the_start_no_handler_is_installed() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    watch = PreemptionWatch(SingleProcess(), signals=SIGNALS)
+    assert signal.getsignal(signal.SIGTERM) == before
+    watch.start()
+    assert signal.getsignal(signal.SIGTERM) != before
+    watch.stop()
+    assert signal.getsignal(signal.SIGTERM) == before
