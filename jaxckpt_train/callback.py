@@ -216,9 +216,9 @@ class CheckpointCallback:
         self._last_metrics = metrics
         if not self._started:
             self._start()
-        self.manager.check()
         if self._watch.reached():
             return self._leave()
+        self.manager.check()
         decision = self.manager.decide(self._completed, metrics)
         if not decision.save or self._completed == self._saved:
             return _NOT_DUE
@@ -233,11 +233,10 @@ class CheckpointCallback:
         """
         if not self.enabled or self._preempted is not None:
             return self._preempted is not None
-        if not self._watch.reached():
-            return False
-        if (self._in_steps and self._called) or self._last is None:
+        asked = self._watch.reached()
+        if asked and ((self._in_steps and self._called) or self._last is None):
             self._leave()
-        return True
+        return asked
 
     def save_now(self) -> SaveResult:
         """Save the last completed update, whatever the policy says, if it is not saved yet.
@@ -277,6 +276,7 @@ class CheckpointCallback:
         failure = self.manager.settle(self._watch.left_of(self._grace_period_s))
         if failure is not None:
             _log.error("the save before failed; now saving step %d", self._last_step, exc_info=failure)
+            self._saved = self.manager.latest
         result = SaveResult(False, "nothing new to save")
         if self._last is not None and self._saved != self._last_step:
             result = self._save(f"preemption: {self._watch.reason}", force=True)

@@ -128,7 +128,6 @@ def test_a_failing_save_ends_the_loop_loudly(tmp_path: Path) -> None:
         for step in ckpt.steps(50):
             ckpt(state_of(step + 1))
             done.append(step)
-            ckpt.manager._pending and ckpt.manager._pending.committed.exception()  # commits are faster than steps here
     assert done == [0, 1]
     assert jct.StepManager(tmp_path).steps == [1]
 
@@ -247,8 +246,8 @@ def test_save_now_saves_the_last_completed_update_once(tmp_path: Path) -> None:
         _, data = ckpt.resume(state_of(0), Counter())
         for step in ckpt.steps(4):
             next(data)
-            if step == 2:
-                with pytest.raises(jct.SettingsError, match=r"save_now: update 3 has begun.*right after ckpt\(state\)"):
+            if step == 3:
+                with pytest.raises(jct.SettingsError, match=r"save_now: update 4 has begun.*right after ckpt\(state\)"):
                     ckpt.save_now()
             ckpt(state_of(step + 1))
             if step == 1:
@@ -352,9 +351,9 @@ def test_the_state_that_is_handed_over_may_be_donated_at_once(tmp_path: Path) ->
 def test_a_quiet_run_logs_only_to_its_own_logger(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     train(tmp_path, 3, interval=1)
-    ours = [record for record in caplog.records if record.name == "jaxckpt_train"]
-    assert [record.getMessage() for record in ours] == [
-        "step 1: saving (FixedIntervalPolicy(interval=1))",
-        "step 2: saving (FixedIntervalPolicy(interval=1))",
-        "step 3: saving (FixedIntervalPolicy(interval=1))",
-    ] or "waits" in caplog.text
+    ours = [record for record in caplog.records if record.name.startswith("jaxckpt")]
+    assert {record.name for record in ours} == {"jaxckpt_train"}
+    assert [record.getMessage() for record in ours if "saving" in record.getMessage()] == [
+        f"step {step}: saving (FixedIntervalPolicy(interval=1))" for step in (1, 2, 3)
+    ]
+    assert {record.levelname for record in ours} == {"INFO"}

@@ -101,7 +101,7 @@ def _first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 def _cut_apart(corners: np.ndarray, axis: int) -> tuple[list[np.ndarray] | None, int]:
-    """Groups of boxes with planes between them, across the first axis from `axis` on with any; and the next axis."""
+    """Groups of boxes with planes between, across the first axis from `axis` on with any; and the next axis."""
     dimensions = corners.shape[1]
     for turn in range(dimensions):
         along = corners[:, (axis + turn) % dimensions]

@@ -1,0 +1,388 @@
+"""A job that is asked to leave: saves its last completed update, at the right position in the data, and leaves."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train import hydra_job
+from tests.steps.fake_backends import HoldingBackend, RefusingBackend
+from tests.steps.runs import Counter, made_run, state_of, step_of, talking_to
+
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+MANY_SIGNALS = """
+import sys, threading
+import jaxckpt_train as jct
+from tests.steps.fake_backends import HoldingBackend
+from tests.steps.runs import Counter, state_of
+
+ckpt = jct.CheckpointCallback(sys.argv[1], save_interval_steps=100)
+backend = HoldingBackend("rename", "step-0000000003")
+ckpt.manager = jct.StepManager(sys.argv[1], backend=backend)
+ckpt.manager._save_policy = jct.FixedIntervalPolicy(100)
+
+def talk():
+    print("ready", flush=True)
+    backend.reached.wait()
+    print("saving", flush=True)
+    sys.stdin.readline()
+    backend.go.set()
+
+with ckpt:
+    state, data = ckpt.resume(state_of(0), Counter())
+    for step in ckpt.steps(10**9):
+        next(data)
+        state = state_of(step + 1)
+        if step == 2:
+            threading.Thread(target=talk, daemon=True).start()
+            while ckpt._watch._signals.received is None:
+                pass
+        ckpt(state)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_put_back() -> Iterator[None]:
+    before = {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
+    yield
+    found = {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
+    for name, handler in before.items():
+        signal.signal(getattr(signal, name), handler)
+    assert found == before
+
+
+def callback(directory: Path, **options: Any) -> jct.CheckpointCallback:
+    return jct.CheckpointCallback(str(directory), **{"save_interval_steps": 100, **options})
+
+
+def send(name: str = "SIGTERM") -> None:
+    os.kill(os.getpid(), getattr(signal, name))
+
+
+def train(directory: Path, asked_at: int, **options: Any) -> None:
+    """A loop that is sent a signal in the middle of one update."""
+    with callback(directory, **options) as ckpt:
+        _, data = ckpt.resume(state_of(0), Counter())
+        for step in ckpt.steps(50):
+            assert next(data) == step <= asked_at
+            if step == asked_at:
+                send()
+            ckpt(state_of(step + 1))
+
+
+def check_saved(directory: Path, step: int) -> None:
+    """Exactly this step is there, with the position in the data that belongs to it."""
+    manager = jct.StepManager(directory)
+    assert manager.steps == [step]
+    restored = manager.restore({"state": state_of(0), "data": Counter()})
+    assert (step_of(restored), restored["data"].position) == (step, step)
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_signal_ends_the_loop_with_the_last_update_saved(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SystemExit) as caught, callback(tmp_path) as ckpt:
+        _, data = ckpt.resume(state_of(0), Counter())
+        for step in ckpt.steps(50):
+            assert next(data) == step <= 3
+            if step == 3:
+                send(name)
+            ckpt(state_of(step + 1))
+        assert ckpt.preempted
+    assert caught.value.code == 75
+    check_saved(tmp_path, 4)
+    event = jct.StepManager(tmp_path).history.events()[-1]
+    assert (event["event"], event["step"], event["reason"]) == ("preempted", 4, f"signal {name}")
+
+
+def test_the_exit_code_is_the_configured_one(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        train(tmp_path, 1, exit_code=13)
+    assert caught.value.code == 13
+
+
+def test_it_raises_an_ordinary_error_if_that_is_wanted(tmp_path: Path) -> None:
+    with pytest.raises(jct.Preempted, match="asked to leave by signal SIGTERM; step 2 is saved") as caught:
+        train(tmp_path, 1, on_preemption="raise")
+    assert (caught.value.step, caught.value.exit_code) == (2, 75)
+    check_saved(tmp_path, 2)
+
+
+def test_in_a_multirun_it_raises_an_ordinary_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hydra_job, "is_multirun", lambda: True)
+    with pytest.raises(jct.Preempted, match="step 2 is saved"):
+        train(tmp_path / "auto", 1)
+    with pytest.raises(SystemExit):
+        train(tmp_path / "exit", 1, on_preemption="exit")
+
+
+def test_the_next_run_goes_on_where_the_preempted_one_left(tmp_path: Path) -> None:
+    for asked_at in (2, 5, 9):
+        with pytest.raises(SystemExit):
+            train(tmp_path, asked_at, keep_latest=1)
+        check_saved(tmp_path, asked_at + 1)
+
+
+def test_a_loop_of_ones_own_is_left_by_the_call(tmp_path: Path) -> None:
+    data = Counter()
+    with pytest.raises(SystemExit) as caught, callback(tmp_path) as ckpt:
+        ckpt.resume(state_of(0), data)
+        for batch in data:
+            if batch == 2:
+                send()
+            ckpt(state_of(batch + 1))
+            assert batch < 2
+    assert caught.value.code == 75
+    check_saved(tmp_path, 3)
+
+
+def test_without_a_with_statement_the_loop_ends_and_tells(tmp_path: Path) -> None:
+    ckpt = callback(tmp_path)
+    ckpt.resume(state_of(0), Counter())
+    for step in ckpt.steps(50):
+        next(ckpt._given["data"])
+        if step == 1:
+            send()
+        ckpt(state_of(step + 1))
+    assert ckpt.preempted
+    ckpt.close()
+    check_saved(tmp_path, 2)
+
+
+def test_a_step_that_is_due_anyway_is_saved_once(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        train(tmp_path, 3, save_interval_steps=4)
+    events = [event for event in jct.StepManager(tmp_path).history.events() if event["event"] == "save"]
+    assert [(event["step"], event["reason"]) for event in events] == [(4, "preemption: signal SIGTERM")]
+
+
+def test_inside_an_evaluation_the_completed_update_is_saved_at_once(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit), callback(tmp_path) as ckpt:
+        _, data = ckpt.resume(state_of(0), Counter())
+        for step in ckpt.steps(50):
+            next(data)
+            ckpt(state_of(step + 1))
+            assert not ckpt.poll()
+            if step == 2:
+                send()
+                assert ckpt.poll()
+                assert ckpt.poll()
+                assert ckpt.latest_step() == 3
+            assert step <= 2
+    check_saved(tmp_path, 3)
+
+
+def test_between_batch_and_update_nothing_is_saved_at_a_wrong_position(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit), callback(tmp_path) as ckpt:
+        _, data = ckpt.resume(state_of(0), Counter())
+        for step in ckpt.steps(50):
+            next(data)
+            if step == 2:
+                send()
+                assert ckpt.poll()
+                assert ckpt.latest_step() is None
+            assert step <= 2
+            ckpt(state_of(step + 1))
+    check_saved(tmp_path, 3)
+
+
+def test_in_a_loop_of_ones_own_polling_saves_nothing_at_a_wrong_position(tmp_path: Path) -> None:
+    data = Counter()
+    with pytest.raises(SystemExit), callback(tmp_path) as ckpt:
+        ckpt.resume(state_of(0), data)
+        for batch in data:
+            if batch == 2:
+                send()
+                assert ckpt.poll()
+            ckpt(state_of(batch + 1))
+    check_saved(tmp_path, 3)
+
+
+def test_a_signal_while_a_function_is_compiled_waits_for_the_end_of_the_update(tmp_path: Path) -> None:
+    @jax.jit
+    def update(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        send()  # runs while the function is traced
+        return {"w": state["w"] + 1, "step": state["step"] + 1}
+
+    with pytest.raises(SystemExit), callback(tmp_path) as ckpt:
+        state, data = ckpt.resume(state_of(0), Counter())
+        for _ in ckpt.steps(50):
+            next(data)
+            state = update(state)
+            ckpt(state)
+    check_saved(tmp_path, 1)
+
+
+@pytest.mark.parametrize("polled", [False, True])
+def test_asked_before_the_first_step_it_leaves_with_nothing_saved(tmp_path: Path, polled: bool) -> None:
+    with pytest.raises(jct.Preempted, match="no step was completed") as caught:
+        with callback(tmp_path, on_preemption="raise") as ckpt:
+            ckpt.resume(state_of(0), Counter())
+            send()
+            if polled:
+                assert ckpt.poll()
+            assert list(ckpt.steps(50)) == []
+    assert caught.value.step is None
+    assert jct.StepManager(tmp_path).steps == []
+
+
+def test_asked_right_after_a_resume_it_leaves_with_what_was_resumed(tmp_path: Path) -> None:
+    with pytest.raises(jct.Preempted, match="step 5 is saved") as caught:
+        with callback(made_run(tmp_path, 5), on_preemption="raise") as ckpt:
+            ckpt.resume(state_of(0))
+            send()
+            assert list(ckpt.steps(50)) == []
+    assert caught.value.step == 5
+    assert jct.StepManager(tmp_path).steps == [5]
+
+
+def test_the_users_own_handler_is_called_and_is_back_afterwards(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def own(number: int, frame: Any) -> None:
+        seen.append(number)
+
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        with pytest.raises(SystemExit):
+            train(tmp_path, 1)
+        assert seen == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_notice_file_asks_too(tmp_path: Path) -> None:
+    notice = tmp_path / "leave"
+    with pytest.raises(SystemExit), callback(tmp_path / "run", notice_file=str(notice), signals=()) as ckpt:
+        ckpt.resume(state_of(0))
+        notice.touch()
+        for step in ckpt.steps(50):
+            ckpt(state_of(step + 1))
+    assert jct.StepManager(tmp_path / "run").steps == []
+
+
+def test_the_time_limit_asks_too(tmp_path: Path) -> None:
+    with pytest.raises(jct.Preempted, match=r"asked to leave by the time limit of 1e-09 s"):
+        with callback(tmp_path, max_run_time_s=1e-9, on_preemption="raise") as ckpt:
+            ckpt.resume(state_of(0))
+            ckpt(state_of(1))
+    assert jct.StepManager(tmp_path).steps == [1]
+
+
+def test_in_another_thread_signals_are_not_watched_but_a_file_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    notice = tmp_path / "leave"
+    raised: list[BaseException] = []
+
+    def loop() -> None:
+        try:
+            with callback(tmp_path / "run", notice_file=str(notice)) as ckpt:
+                ckpt.resume(state_of(0))
+                for step in ckpt.steps(1):
+                    ckpt(state_of(step + 1))
+                notice.touch()
+                ckpt._watch._notices[1].__self__._next = 0.0  # type: ignore[attr-defined]  # a second has passed
+                ckpt(state_of(2))
+        except BaseException as error:  # noqa: BLE001  # a thread's edge
+            raised.append(error)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    thread.join()
+    assert "signals are not watched" in caplog.text
+    assert [type(error) for error in raised] == [SystemExit]
+    assert jct.StepManager(tmp_path / "run").steps == [2]
+
+
+def test_many_signals_while_saving_do_not_kill_the_save(tmp_path: Path) -> None:
+    with talking_to(MANY_SIGNALS, tmp_path) as job:
+        assert job.read() == "ready"
+        job.process.send_signal(signal.SIGTERM)
+        assert job.read() == "saving"
+        for number in range(60):
+            job.process.send_signal(getattr(signal, SIGNALS[number % 3]))
+        job.tell("go on")
+        code, _ = job.finish()
+    assert code == 75
+    check_saved(tmp_path, 3)
+
+
+def with_backend(directory: Path, backend: Any, **options: Any) -> jct.CheckpointCallback:
+    ckpt = callback(directory, **options)
+    policy = jct.FixedIntervalPolicy(options.get("save_interval_steps", 100))
+    ckpt.manager = jct.StepManager(directory, backend=backend, save_decision_policy=policy)
+    return ckpt
+
+
+def test_a_save_that_does_not_end_in_time_is_told_and_goes_on(tmp_path: Path) -> None:
+    backend = HoldingBackend("rename", "step-0000000001")
+    ckpt = with_backend(tmp_path, backend, grace_period_s=0.05)
+    ckpt.resume(state_of(0), Counter())
+    next(ckpt._given["data"])
+    send()
+    with pytest.raises(jct.CheckpointTimeoutError, match=r"step 1 to .* it goes on"):
+        ckpt(state_of(1))
+    backend.go.set()
+    ckpt.close()
+    check_saved(tmp_path, 1)
+
+
+def test_a_save_under_way_is_finished_before_the_last_one(tmp_path: Path) -> None:
+    backend = HoldingBackend("rename", "step-0000000001")
+    ckpt = with_backend(tmp_path, backend, save_interval_steps=1)
+    releasing = threading.Thread(target=lambda: backend.reached.wait() and backend.go.set())
+    with pytest.raises(SystemExit), ckpt:
+        ckpt.resume(state_of(0))
+        ckpt(state_of(1))
+        send()
+        releasing.start()
+        ckpt(state_of(2))
+    releasing.join()
+    assert jct.StepManager(tmp_path).steps == [1, 2]
+
+
+@pytest.mark.parametrize("noticed_by", ["call", "poll"])
+def test_after_a_save_that_failed_the_last_update_is_saved_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, noticed_by: str
+) -> None:
+    backend = RefusingBackend("create", "step-0000000002", errno.EIO, 1)
+    ckpt = with_backend(tmp_path, backend, save_interval_steps=2)
+    with pytest.raises(SystemExit), ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(50):
+            ckpt(state_of(step + 1))
+            if step == 1:
+                failed = ckpt.manager._pending
+                assert failed is not None
+                assert failed.committed.exception() is not None
+                send()
+                if noticed_by == "poll":
+                    assert ckpt.poll()
+            assert step <= 2
+    assert "the save before failed; now saving step" in caplog.text
+    assert "refused to create" in caplog.text
+    assert jct.StepManager(tmp_path).latest == (2 if noticed_by == "poll" else 3)
+
+
+def test_a_last_save_that_fails_is_told_by_its_own_error(tmp_path: Path) -> None:
+    backend = RefusingBackend("create", "step-0000000002", errno.ENOSPC, 100)
+    with pytest.raises(jct.StorageError, match="refused to create") as caught:
+        with with_backend(tmp_path, backend) as ckpt:
+            ckpt.resume({"w": jnp.zeros(3)})
+            for step in ckpt.steps(50):
+                if step == 1:
+                    send()
+                ckpt({"w": jnp.zeros(3)})
+    assert caught.value.errno == errno.ENOSPC
+    assert jct.StepManager(tmp_path).steps == []
