@@ -13,16 +13,18 @@ from jaxckpt_train.checkpoint import load
 from jaxckpt_train.checkpointables.grain_iterator import mark_absl_flags_parsed, with_fingerprint
 from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all
 from jaxckpt_train.config import callback_arguments
-from jaxckpt_train.errors import CheckpointError, Preempted, SettingsError
+from jaxckpt_train.errors import CheckpointError, SettingsError
 from jaxckpt_train.multihost import current
 from jaxckpt_train.progress import progress_line, wants_progress
 from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.steps.departure import Departure
+from jaxckpt_train.steps.history import savable_metrics
 from jaxckpt_train.steps.hooks import LoopHook
+from jaxckpt_train.steps.loop_state import LoopState, refuse_to_continue
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.policy_choice import choose_preservation_policy, choose_save_policy
 from jaxckpt_train.steps.policy_context import PreservationPolicy, SavePolicy
 from jaxckpt_train.steps.preemption import PreemptionWatch
-from jaxckpt_train.steps.step_names import check_step
 from jaxckpt_train.steps.step_save import SaveResult
 
 _log = logging.getLogger("jaxckpt_train")
@@ -34,12 +36,7 @@ _MISSING: Any = object()
 class CheckpointCallback:
     """Checkpointing of one training loop.
 
-    Example:
-        with CheckpointCallback("runs/a", save_interval_steps=500, keep_latest=3) as ckpt:
-            state, data = ckpt.resume(state, iter(dataset))
-            for step in ckpt.steps(num_steps):
-                state, metrics = train_step(state, next(data))
-                ckpt(state, metrics=metrics)
+    The README shows it in a loop.
 
     Args: those of `CheckpointConfig`, which documents each.
 
@@ -78,9 +75,10 @@ class CheckpointCallback:
         self.enabled = enabled
         mark_absl_flags_parsed()  # now: `iter(dataset)` in the call of `resume` may need it already
         self._save_on_exit, self._save_initial = save_on_exit, save_initial
-        self._grace_period_s, self._exit_code, self._on_preemption = grace_period_s, exit_code, on_preemption
         self._fingerprint, self._progress, self._init_from = fingerprint, progress, init_from
-        self._warn_about(directory)
+        problem = hydra_job.hydra_directory_problem(directory) if enabled else None
+        if problem is not None:
+            _log.warning("%s", problem)
         self.manager = StepManager(
             hydra_job.resolve_directory(directory),
             save_decision_policy=choose_save_policy(save_interval_steps, save_interval_secs, save_policy),
@@ -91,17 +89,22 @@ class CheckpointCallback:
             if_busy=if_busy,
         )
         self._watch = PreemptionWatch(
-            current(), signals=tuple(signals), notice_file=notice_file, max_run_time_s=max_run_time_s
+            current(),
+            signals=tuple(signals),
+            notice_file=notice_file,
+            max_run_time_s=max_run_time_s,
+            leave_early_s=grace_period_s,
         )
         self._started = self._closed = False
-        self._completed = 0
         self._saved: int | None = None
-        self._given: dict[str, Any] = {}
-        self._last: dict[str, Any] | None = None
-        self._last_step = 0
-        self._last_metrics: Mapping[str, Any] | None = None
-        self._in_steps = self._called = self._broken = False
-        self._preempted: Preempted | None = None
+        self._resumed = False
+        self._loop = LoopState()
+        self._departure = Departure(
+            self._watch,
+            grace_period_s,
+            exit_code,
+            lambda: on_preemption == "raise" or (on_preemption == "auto" and hydra_job.is_multirun()),
+        )
 
     @classmethod
     def from_config(cls, config: Any = None) -> CheckpointCallback:
@@ -124,42 +127,46 @@ class CheckpointCallback:
             What was given, restored, in the order given: `state`, or a tuple if there was more.
 
         Raises:
-            MismatchError: the saved state does not fit; nothing was changed.
+            MismatchError: the saved state does not fit; no array was read.
             CorruptCheckpointError: there are steps, and none is whole.
             DirectoryLockedError: another live job saves there.
         """
-        self._given = {"state": state} | ({} if data is None else {"data": data}) | more
+        values = {"state": state} | ({} if data is None else {"data": data}) | more
+        self._loop.begin(values)
         if self.enabled:
             self._start()
+            self._resumed = True
             if data is not None:
                 stage_all({"data": data}, SaveTimes())  # an iterator that cannot be saved is told now, not at step 500
-            if self.manager.latest is not None:
-                self._restore()
-            else:
-                self._initialise()
-        values = tuple(self._given.values())
-        return values[0] if len(values) == 1 else values
+            there_is_one = self.manager.latest is not None
+            values = self._restore(values) if there_is_one else self._initialise(values)
+            self._loop.begin(values, completed=self._saved or 0)
+        found = tuple(values.values())
+        return found[0] if len(found) == 1 else found
 
-    def _initialise(self) -> None:
+    def _initialise(self, values: dict[str, Any]) -> dict[str, Any]:
         """A fresh start: take the state from elsewhere if that was asked for, and save step 0 if that was."""
+        self.manager.check_fresh()
         if self._init_from is not None:
-            self._given["state"] = load(hydra_job.resolve_directory(self._init_from), self._given["state"])
+            values["state"] = load(hydra_job.resolve_directory(self._init_from), values["state"])
             _log.info("initialised the state from %s", self._init_from)
         if self._save_initial:
-            self._last = self._given
+            self._loop.told(values, None)
             self._save("initial")
+        return values
 
-    def _restore(self) -> None:
+    def _restore(self, values: dict[str, Any]) -> dict[str, Any]:
         shown, total = wants_progress(self._progress), None
         if shown:
             with contextlib.suppress(CheckpointError):  # a damaged step: the restore finds out, and tells
                 total = self.manager.metadata().bytes
         with with_fingerprint(self._fingerprint), progress_line("restoring", total, shown) as advance:
-            self._given = self.manager.restore(self._given, progress=advance)
+            values = self.manager.restore(values, progress=advance)
         restored = self.manager.restored_step
         assert restored is not None
-        self._completed = self._saved = restored
+        self._saved = restored
         _log.info("resumed from step %d of %s", restored, self.manager.directory)
+        return values
 
     def steps(self, num_steps: int) -> Iterator[int]:
         """The numbers of the updates still to do, from the restored count; ends early once a preemption is saved.
@@ -168,23 +175,15 @@ class CheckpointCallback:
             num_steps: how many updates the whole training has.
         """
         self._start()
-        try:
-            self._in_steps = True
-            while self._completed < num_steps and not self._must_stop():
-                self._called = False
-                self._completed += 1
-                self._broken = True
-                yield self._completed - 1
-                self._broken = False
-        finally:
-            self._in_steps = False
+        self._refuse_unless_resumed()
+        return self._loop.updates(num_steps, self._must_stop)
 
     def _must_stop(self) -> bool:
-        """Between two steps: leave if asked to, as soon as the last update is saved or there is none."""
-        if self._preempted is None and self.enabled and self._watch.reached():
-            if self._called or self._last is None:
+        """Between two steps: leave if asked to. Saves nothing: in `zip(data, ckpt.steps(n))` the data is ahead here."""
+        if self._departure.preempted is None and self.enabled and self._watch.reached():
+            if self._loop.last is None or self._is_saved():
                 self._leave()
-        return self._preempted is not None
+        return self._departure.preempted is not None
 
     def __call__(
         self, state: Any = _MISSING, *, metrics: Mapping[str, Any] | None = None, step: int | None = None, **more: Any
@@ -203,26 +202,37 @@ class CheckpointCallback:
         """
         if not self.enabled:
             return _DISABLED
-        if step is not None:
-            self._completed = check_step(step)
-        elif not self._in_steps or self._called:
-            self._completed += 1
-        self._called, self._last_step = True, self._completed
-        if state is _MISSING and not more:
-            self._last = self._given
-        else:
-            replaced = more if state is _MISSING else {"state": state, **more}
-            self._last = {**self._given, **replaced}
-        self._last_metrics = metrics
         if not self._started:
             self._start()
+        self._refuse_unless_resumed()
+        self._loop.count(step)
+        self._loop.told(more if state is _MISSING else {"state": state, **more}, metrics)
         if self._watch.reached():
             return self._leave()
         self.manager.check()
-        decision = self.manager.decide(self._completed, metrics)
-        if not decision.save or self._completed == self._saved:
-            return _NOT_DUE
-        return self._save(decision.reason)
+        decision = self.manager.decide(self._loop.completed, metrics)
+        if decision.save and not self._is_saved():
+            return self._save(decision.reason)
+        if (
+            self._loop.in_steps
+            and self._loop.completed == self._loop.num_steps
+            and self._save_on_exit
+            and not self._is_saved()
+        ):
+            return self._save("end of the loop", force=True)  # while the position in the data is surely this step's
+        return _NOT_DUE
+
+    def _refuse_unless_resumed(self) -> None:
+        """A loop that forgets to resume must not continue somebody's run with a state from scratch."""
+        if self.enabled and not self._resumed:
+            refuse_to_continue(self.manager.directory, self.manager.latest)
+            self._resumed = True
+
+    def _is_saved(self) -> bool:
+        """Whether the last completed update is committed, or on its way: a save that failed counts for nothing."""
+        if self._saved != self._loop.step:
+            return False
+        return self.manager.is_saving_in_progress() or self._saved in self.manager.steps
 
     def poll(self) -> bool:
         """Notice a preemption inside an evaluation or warm-up; saves the last completed update if that is safe.
@@ -231,10 +241,10 @@ class CheckpointCallback:
             Whether the job was asked to leave: stop evaluating then. Once a batch may be taken for the next update (in
             a loop without `steps`: always), the position in the data is a later one: the next `ckpt(...)` saves.
         """
-        if not self.enabled or self._preempted is not None:
-            return self._preempted is not None
+        if not self.enabled or self._departure.preempted is not None:
+            return self._departure.preempted is not None
         asked = self._watch.reached()
-        if asked and ((self._in_steps and self._called) or self._last is None):
+        if asked and ((self._loop.in_steps and self._loop.called) or self._loop.last is None):
             self._leave()
         return asked
 
@@ -246,65 +256,52 @@ class CheckpointCallback:
         """
         if not self.enabled:
             return _DISABLED
-        if self._last is None:
+        if self._loop.last is None:
             raise SettingsError("save_now: expected a completed update to save; call ckpt(state) first")
-        if self._saved == self._last_step:
-            return SaveResult(False, f"step {self._last_step} is saved already")
-        if self._has_begun_another():
-            raise SettingsError(
-                f"save_now: update {self._completed} has begun, and the position in the data is that of no completed "
-                "update any more; call it right after ckpt(state)"
-            )
+        if self._is_saved():
+            return SaveResult(False, f"step {self._loop.step} is saved already")
+        if self._loop.has_begun_another():
+            raise SettingsError("save_now: the next update has begun; call it right after ckpt(state)")
         return self._save("save_now", force=True)
 
-    def _has_begun_another(self) -> bool:
-        """Whether `steps` has begun an update that `ckpt(...)` was not told of."""
-        return self._last_step != self._completed or (self._broken and not self._called)
-
     def _save(self, reason: str, *, force: bool = False) -> SaveResult:
-        assert self._last is not None
-        step = self._last_step
+        loop = self._loop
+        assert loop.last is not None
+        metrics = savable_metrics(loop.metrics) if force else loop.metrics
         with with_fingerprint(self._fingerprint):
-            result = self.manager.save(step, self._last, metrics=self._last_metrics, force=force, reason=reason)
+            result = self.manager.save(loop.step, loop.last, metrics=metrics, force=force, reason=reason)
         if result.saved:
-            self._saved = step
+            self._saved = loop.step
         return result
 
     def _leave(self) -> SaveResult:
         """Save the last completed update, wait until it is durable, and end the loop."""
         self.manager.reached_preemption = True
-        failure = self.manager.settle(self._watch.left_of(self._grace_period_s))
-        if failure is not None:
-            _log.error("the save before failed; now saving step %d", self._last_step, exc_info=failure)
-            self._saved = self.manager.latest
-        result = SaveResult(False, "nothing new to save")
-        if self._last is not None and self._saved != self._last_step:
-            result = self._save(f"preemption: {self._watch.reason}", force=True)
-            with progress_line(f"saving step {self._last_step}", None, wants_progress(self._progress)):
-                self.manager.wait(self._watch.left_of(self._grace_period_s))
-        saved = "no step was completed" if self._saved is None else f"step {self._saved} is saved"
-        self._preempted = Preempted(f"asked to leave by {self._watch.reason}; {saved}", self._saved, self._exit_code)
-        _log.warning("%s", self._preempted)
-        self.manager.note_preemption(self._saved, str(self._watch.reason))
-        if not self._in_steps and self._called:
+        with progress_line(f"saving step {self._loop.step}", None, wants_progress(self._progress)):
+            failure = self._departure.settle(self.manager)
+            if failure is not None:
+                _log.error("the save before failed; now saving step %d", self._loop.step, exc_info=failure)
+            result = SaveResult(False, "nothing new to save")
+            if self._loop.last is not None and not self._is_saved():
+                result = self._save(f"preemption: {self._watch.reason}", force=True)
+                failure = self._departure.settle(self.manager)
+                if failure is not None:
+                    raise failure
+        self._departure.decide(self.manager)
+        if not self._loop.in_steps and self._loop.called:
             self.close()
-            raise self._exit_error()
+            raise self._departure.error()
         return result
-
-    def _exit_error(self) -> BaseException:
-        assert self._preempted is not None
-        raises = self._on_preemption == "raise" or (self._on_preemption == "auto" and hydra_job.is_multirun())
-        return self._preempted if raises else SystemExit(self._exit_code)
 
     @property
     def preempted(self) -> bool:
         """Whether the job was asked to leave and its state is saved."""
-        return self._preempted is not None
+        return self._departure.preempted is not None
 
     @property
     def completed_steps(self) -> int:
         """How many updates are complete."""
-        return self._completed
+        return self._loop.completed
 
     def should_save(self, step: int) -> bool:
         """Whether the save policy asks for this step."""
@@ -344,11 +341,6 @@ class CheckpointCallback:
                 self._watch.start()
             self._started = True
 
-    def _warn_about(self, directory: str) -> None:
-        problem = hydra_job.hydra_directory_problem(directory) if self.enabled else None
-        if problem is not None:
-            _log.warning("%s", problem)
-
     def close(self) -> None:
         """Wait for what is under way, put signal handlers back, and let go of the directory. Saves nothing new.
 
@@ -372,29 +364,37 @@ class CheckpointCallback:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is None:
-                self._save_last()
-            self.close()
+            try:
+                if error is None:
+                    self._save_last()
+                    self._leave_unless_finished()
+            finally:
+                self.close()
         except BaseException as failure:
             if error is None:
                 raise
             _log.exception("closing %s failed while another error was on its way", self.manager.directory)
             error.add_note(f"besides, closing {self.manager.directory} failed: {failure}")
-        if error is None and self._preempted is not None:
-            raise self._exit_error()
+        if error is None and self._departure.preempted is not None:
+            raise self._departure.error()
+
+    def _leave_unless_finished(self) -> None:
+        """A loop that was asked to leave and broke off by itself has not finished: its process must say so."""
+        left = self.enabled and self._started and not self.preempted and not self._loop.finished()
+        if left and self._watch.reached():
+            self._departure.settle(self.manager)
+            self._departure.decide(self.manager)
 
     def _save_last(self) -> None:
         """On a normal end: the last completed update, exactly once."""
-        if not self.enabled or not self._save_on_exit or self._closed:
+        if not self.enabled or not self._save_on_exit or self._closed or self._loop.last is None or self._is_saved():
             return
-        if self._last is None or self._saved == self._last_step:
-            return
-        if self._has_begun_another():
+        if self._loop.has_begun_another():
             _log.warning(
                 "step %d is not saved at the end: since ckpt(...) was told of it, the loop has begun another update, "
                 "so the position in the data is a later one; the last saved step is %s",
-                self._last_step,
+                self._loop.step,
                 self._saved,
             )
-            return
-        self._save("end of the loop", force=True)
+        else:
+            self._save("end of the loop", force=True)

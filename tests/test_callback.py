@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import jaxckpt_train as jct
-from tests.steps.fake_backends import RefusingBackend
+from tests.steps.fake_backends import RefusingBackend, callback_on
 from tests.steps.runs import (
     Counter,
     files_below,
@@ -31,7 +31,9 @@ def callback(directory: Path, interval: int = 100, **options: Any) -> jct.Checkp
     return jct.CheckpointCallback(str(directory), save_interval_steps=interval, **options)
 
 
-def train(directory: Path, num_steps: int, interval: int = 100, stop_at: int | None = None, **options: Any) -> list[int]:
+def train(
+    directory: Path, num_steps: int, interval: int = 100, stop_at: int | None = None, **options: Any
+) -> list[int]:
     """A whole loop; the steps that it did. It raises at `stop_at`."""
     done = []
     with callback(directory, interval, **options) as ckpt:
@@ -107,10 +109,8 @@ def test_the_loops_own_error_is_what_the_user_sees_and_nothing_new_is_saved(tmp_
 
 
 def test_a_failing_save_does_not_hide_the_loops_own_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    ckpt = callback(tmp_path, 1)
-    ckpt.manager = jct.StepManager(
-        tmp_path, backend=RefusingBackend("create", "step-0000000001", errno.EIO, 1), save_decision_policy=None
-    )
+    backend = RefusingBackend("create", "step-0000000001", errno.EIO, 1)
+    ckpt = callback_on(backend, tmp_path, save_interval_steps=1)
     with pytest.raises(ValueError, match="own") as caught, ckpt:
         ckpt.resume(state_of(0))
         ckpt(state_of(1))
@@ -120,8 +120,7 @@ def test_a_failing_save_does_not_hide_the_loops_own_error(tmp_path: Path, caplog
 
 
 def test_a_failing_save_ends_the_loop_loudly(tmp_path: Path) -> None:
-    ckpt = callback(tmp_path, 1)
-    ckpt.manager = jct.StepManager(tmp_path, backend=RefusingBackend("create", "step-0000000002", errno.EIO, 1))
+    ckpt = callback_on(RefusingBackend("create", "step-0000000002", errno.EIO, 1), tmp_path, save_interval_steps=1)
     done = []
     with pytest.raises(jct.StorageError, match="refused to create"), ckpt:
         ckpt.resume(state_of(0))
@@ -152,6 +151,7 @@ def test_a_break_before_the_update_was_told_saves_no_wrong_position(
         for step in ckpt.steps(10):
             next(data)
             if step == 3:
+                ckpt.wait_until_finished()
                 break
             ckpt(state_of(step + 1))
     assert "step 3 is not saved at the end" in caplog.text
@@ -208,7 +208,7 @@ def test_a_call_that_is_not_due_reads_nothing(tmp_path: Path) -> None:
 
 
 def test_a_call_that_is_not_due_does_not_look_at_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with callback(tmp_path, interval=3, keep_latest=3) as ckpt:
+    with callback(tmp_path, interval=3, keep_latest=3, save_on_exit=False) as ckpt:
         ckpt.resume(state_of(0))
         for _ in ckpt.steps(2):
             ckpt(state_of(1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import threading
@@ -11,44 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train import hydra_job
-from tests.steps.fake_backends import HoldingBackend, RefusingBackend
-from tests.steps.runs import Counter, made_run, state_of, step_of, talking_to
+from tests.steps.runs import Counter, made_run, state_of, step_of
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
-MANY_SIGNALS = """
-import sys, threading
-import jaxckpt_train as jct
-from tests.steps.fake_backends import HoldingBackend
-from tests.steps.runs import Counter, state_of
-
-ckpt = jct.CheckpointCallback(sys.argv[1], save_interval_steps=100)
-backend = HoldingBackend("rename", "step-0000000003")
-ckpt.manager = jct.StepManager(sys.argv[1], backend=backend)
-ckpt.manager._save_policy = jct.FixedIntervalPolicy(100)
-
-def talk():
-    print("ready", flush=True)
-    backend.reached.wait()
-    print("saving", flush=True)
-    sys.stdin.readline()
-    backend.go.set()
-
-with ckpt:
-    state, data = ckpt.resume(state_of(0), Counter())
-    for step in ckpt.steps(10**9):
-        next(data)
-        state = state_of(step + 1)
-        if step == 2:
-            threading.Thread(target=talk, daemon=True).start()
-            while ckpt._watch._signals.received is None:
-                pass
-        ckpt(state)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -147,9 +115,9 @@ def test_a_loop_of_ones_own_is_left_by_the_call(tmp_path: Path) -> None:
 
 def test_without_a_with_statement_the_loop_ends_and_tells(tmp_path: Path) -> None:
     ckpt = callback(tmp_path)
-    ckpt.resume(state_of(0), Counter())
+    _, data = ckpt.resume(state_of(0), Counter())
     for step in ckpt.steps(50):
-        next(ckpt._given["data"])
+        next(data)
         if step == 1:
             send()
         ckpt(state_of(step + 1))
@@ -224,23 +192,27 @@ def test_a_signal_while_a_function_is_compiled_waits_for_the_end_of_the_update(t
 
 @pytest.mark.parametrize("polled", [False, True])
 def test_asked_before_the_first_step_it_leaves_with_nothing_saved(tmp_path: Path, polled: bool) -> None:
-    with pytest.raises(jct.Preempted, match="no step was completed") as caught:
-        with callback(tmp_path, on_preemption="raise") as ckpt:
-            ckpt.resume(state_of(0), Counter())
-            send()
-            if polled:
-                assert ckpt.poll()
-            assert list(ckpt.steps(50)) == []
+    with (
+        pytest.raises(jct.Preempted, match="no step is saved") as caught,
+        callback(tmp_path, on_preemption="raise") as ckpt,
+    ):
+        ckpt.resume(state_of(0), Counter())
+        send()
+        if polled:
+            assert ckpt.poll()
+        assert list(ckpt.steps(50)) == []
     assert caught.value.step is None
     assert jct.StepManager(tmp_path).steps == []
 
 
 def test_asked_right_after_a_resume_it_leaves_with_what_was_resumed(tmp_path: Path) -> None:
-    with pytest.raises(jct.Preempted, match="step 5 is saved") as caught:
-        with callback(made_run(tmp_path, 5), on_preemption="raise") as ckpt:
-            ckpt.resume(state_of(0))
-            send()
-            assert list(ckpt.steps(50)) == []
+    with (
+        pytest.raises(jct.Preempted, match="step 5 is saved") as caught,
+        callback(made_run(tmp_path, 5), on_preemption="raise") as ckpt,
+    ):
+        ckpt.resume(state_of(0))
+        send()
+        assert list(ckpt.steps(50)) == []
     assert caught.value.step == 5
     assert jct.StepManager(tmp_path).steps == [5]
 
@@ -271,11 +243,13 @@ def test_a_notice_file_asks_too(tmp_path: Path) -> None:
     assert jct.StepManager(tmp_path / "run").steps == []
 
 
-def test_the_time_limit_asks_too(tmp_path: Path) -> None:
-    with pytest.raises(jct.Preempted, match=r"asked to leave by the time limit of 1e-09 s"):
-        with callback(tmp_path, max_run_time_s=1e-9, on_preemption="raise") as ckpt:
-            ckpt.resume(state_of(0))
-            ckpt(state_of(1))
+def test_the_time_limit_asks_early_enough_for_the_last_save(tmp_path: Path) -> None:
+    with (
+        pytest.raises(jct.Preempted, match="asked to leave by the time limit"),
+        callback(tmp_path, max_run_time_s=20.0, grace_period_s=20.0, on_preemption="raise") as ckpt,
+    ):
+        ckpt.resume(state_of(0))
+        ckpt(state_of(1))
     assert jct.StepManager(tmp_path).steps == [1]
 
 
@@ -302,87 +276,4 @@ def test_in_another_thread_signals_are_not_watched_but_a_file_is(
     thread.join()
     assert "signals are not watched" in caplog.text
     assert [type(error) for error in raised] == [SystemExit]
-    assert jct.StepManager(tmp_path / "run").steps == [2]
-
-
-def test_many_signals_while_saving_do_not_kill_the_save(tmp_path: Path) -> None:
-    with talking_to(MANY_SIGNALS, tmp_path) as job:
-        assert job.read() == "ready"
-        job.process.send_signal(signal.SIGTERM)
-        assert job.read() == "saving"
-        for number in range(60):
-            job.process.send_signal(getattr(signal, SIGNALS[number % 3]))
-        job.tell("go on")
-        code, _ = job.finish()
-    assert code == 75
-    check_saved(tmp_path, 3)
-
-
-def with_backend(directory: Path, backend: Any, **options: Any) -> jct.CheckpointCallback:
-    ckpt = callback(directory, **options)
-    policy = jct.FixedIntervalPolicy(options.get("save_interval_steps", 100))
-    ckpt.manager = jct.StepManager(directory, backend=backend, save_decision_policy=policy)
-    return ckpt
-
-
-def test_a_save_that_does_not_end_in_time_is_told_and_goes_on(tmp_path: Path) -> None:
-    backend = HoldingBackend("rename", "step-0000000001")
-    ckpt = with_backend(tmp_path, backend, grace_period_s=0.05)
-    ckpt.resume(state_of(0), Counter())
-    next(ckpt._given["data"])
-    send()
-    with pytest.raises(jct.CheckpointTimeoutError, match=r"step 1 to .* it goes on"):
-        ckpt(state_of(1))
-    backend.go.set()
-    ckpt.close()
-    check_saved(tmp_path, 1)
-
-
-def test_a_save_under_way_is_finished_before_the_last_one(tmp_path: Path) -> None:
-    backend = HoldingBackend("rename", "step-0000000001")
-    ckpt = with_backend(tmp_path, backend, save_interval_steps=1)
-    releasing = threading.Thread(target=lambda: backend.reached.wait() and backend.go.set())
-    with pytest.raises(SystemExit), ckpt:
-        ckpt.resume(state_of(0))
-        ckpt(state_of(1))
-        send()
-        releasing.start()
-        ckpt(state_of(2))
-    releasing.join()
-    assert jct.StepManager(tmp_path).steps == [1, 2]
-
-
-@pytest.mark.parametrize("noticed_by", ["call", "poll"])
-def test_after_a_save_that_failed_the_last_update_is_saved_all_the_same(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, noticed_by: str
-) -> None:
-    backend = RefusingBackend("create", "step-0000000002", errno.EIO, 1)
-    ckpt = with_backend(tmp_path, backend, save_interval_steps=2)
-    with pytest.raises(SystemExit), ckpt:
-        ckpt.resume(state_of(0))
-        for step in ckpt.steps(50):
-            ckpt(state_of(step + 1))
-            if step == 1:
-                failed = ckpt.manager._pending
-                assert failed is not None
-                assert failed.committed.exception() is not None
-                send()
-                if noticed_by == "poll":
-                    assert ckpt.poll()
-            assert step <= 2
-    assert "the save before failed; now saving step" in caplog.text
-    assert "refused to create" in caplog.text
-    assert jct.StepManager(tmp_path).latest == (2 if noticed_by == "poll" else 3)
-
-
-def test_a_last_save_that_fails_is_told_by_its_own_error(tmp_path: Path) -> None:
-    backend = RefusingBackend("create", "step-0000000002", errno.ENOSPC, 100)
-    with pytest.raises(jct.StorageError, match="refused to create") as caught:
-        with with_backend(tmp_path, backend) as ckpt:
-            ckpt.resume({"w": jnp.zeros(3)})
-            for step in ckpt.steps(50):
-                if step == 1:
-                    send()
-                ckpt({"w": jnp.zeros(3)})
-    assert caught.value.errno == errno.ENOSPC
-    assert jct.StepManager(tmp_path).steps == []
+    assert jct.StepManager(tmp_path / "run").steps == [1, 2]

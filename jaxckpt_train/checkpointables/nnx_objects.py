@@ -36,6 +36,10 @@ class NnxHandler:
             return False
         return any(map(_is_object, leaves))
 
+    def is_current(self, value: object) -> bool:
+        """Whether it is nothing but NNX objects, which change in place."""
+        return all(map(_is_object, jax.tree_util.tree_leaves(value, is_leaf=_is_object)))
+
     def stage(self, value: Any) -> Staged:
         """The states of its objects in their places."""
         return Staged(tree=_states(value))

@@ -30,6 +30,11 @@ def append_line(backend: Backend, directory: str, name: str, record: Mapping[str
     backend.append(f"{directory}/{name}", msgspec.json.encode(record) + b"\n")
 
 
+def end_line(backend: Backend, directory: str, name: str) -> None:
+    """End a line that a crash cut short, so that the next record has its own; empty lines count for nothing."""
+    backend.append(f"{directory}/{name}", b"\n")
+
+
 def read_lines(backend: Backend, directory: str, name: str) -> Iterator[dict[str, Any]]:
     """The records of a JSON-lines file, none if there is no file; a line cut by a crash is left out with a warning."""
     try:
@@ -73,15 +78,26 @@ def plain_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     Raises:
         SettingsError: a name is not text, or a value is not a single number.
     """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise SettingsError(f"metrics: expected a mapping of names to numbers, found {metrics!r}")
     plain = {}
     for name, value in (metrics or {}).items():
         if not isinstance(name, str):
             raise SettingsError(f"metrics: expected names as text, found {name!r}")
         try:
             plain[name] = float(np.asarray(value).item())
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise SettingsError(f"metric {name!r}: expected a single number, found {value!r}") from error
     return plain
+
+
+def savable_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """The metrics, or none with a warning if they are no numbers: they must not cost a save that has to be."""
+    try:
+        return plain_metrics(metrics)
+    except SettingsError as error:
+        _log.warning("saved without metrics: %s", error)
+        return {}
 
 
 def metrics_to_json(metrics: Mapping[str, float]) -> dict[str, float | str]:

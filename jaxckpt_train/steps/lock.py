@@ -158,8 +158,8 @@ class OwnerLock:
     def release(self) -> None:
         """Give the directory free, if this lock holds it."""
         with self._guard:
-            if not self._held:
-                return
+            if not self._held or self._record.process.pid != this_process().pid:
+                return  # not ours, or ours by inheritance only: a forked child holds nothing
             self._held = False
             self._stop.set()
             other = self._read()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -77,6 +78,7 @@ class StepManager:
         self.directory = absolute(directory)
         self.settings = settings or StoreSettings()
         self.reached_preemption = False
+        self.restored_step: int | None = None
         self._save_policy, self._if_busy, self._clock = save_decision_policy, if_busy, clock
         self._backend = backend or LocalBackend()
         self._coordinator = current()
@@ -85,6 +87,7 @@ class StepManager:
         self._pending: PendingSave[CheckpointMetadata] | None = None
         self._pending_info: CheckpointInfo | None = None
         self._closed = False
+        self._turn = threading.RLock()
 
     @property
     def history(self) -> History:
@@ -103,19 +106,22 @@ class StepManager:
         return found[-1].step if found else None
 
     def all_steps(self) -> list[int]:
-        """As `steps`; the name that other managers use."""
+        """As `steps`."""
         return self.steps
 
     def latest_step(self) -> int | None:
-        """As `latest`; the name that other managers use."""
+        """As `latest`."""
         return self.latest
+
+    def check_fresh(self) -> None:
+        """Raise CorruptCheckpointError if there are step directories, and none is committed: no silent fresh start."""
+        self._run.check_fresh()
 
     def own(self) -> None:
         """Take the directory for this process and clean what dead owners left; the first save does so by itself.
 
         Raises:
-            DirectoryLockedError: a live process owns it.
-            StorageError: the directory cannot be created.
+            DirectoryLockedError, StorageError: a live process owns it, or it cannot be created.
         """
         self._check_open()
         self._run.own()
@@ -177,23 +183,24 @@ class StepManager:
             The original error of the save before, if that failed.
         """
         step = check_step(step)
-        self._check_open()
-        self.check()
-        started = time.perf_counter()
-        decided = reason or ("forced" if force else None)
-        decision = Decision(True, decided) if decided else self.decide(step, metrics)
-        decide_s = time.perf_counter() - started
-        if not decision.save:
-            return SaveResult(False, decision.reason)
-        if self.is_saving_in_progress() and self._if_busy == "skip" and not force:
-            why = f"skipped: {self._subject()} is still under way, and if_busy is 'skip'"
-            _log.info("step %d: %s", step, why)
-            return SaveResult(False, why)
-        wait_s = self._wait_for_turn(step)
-        self._run.own()
-        name = self._run.name_for(step, overwrite)
-        request = SaveRequest(step, name, decision.reason, metrics, custom_metadata, temporary, decide_s, wait_s)
-        return self._begin(request, checkpointables)
+        with self._turn:
+            self._check_open()
+            self.check()
+            started = time.perf_counter()
+            decided = reason or ("forced" if force else None)
+            decision = Decision(True, decided) if decided else self.decide(step, metrics)
+            decide_s = time.perf_counter() - started
+            if not decision.save:
+                return SaveResult(False, decision.reason)
+            if self.is_saving_in_progress() and self._if_busy == "skip" and not force:
+                why = f"skipped: {self._subject()} is still under way, and if_busy is 'skip'"
+                _log.info("step %d: %s", step, why)
+                return SaveResult(False, why)
+            wait_s = self._wait_for_turn(step)
+            self._run.own()
+            name = self._run.name_for(step, overwrite)
+            request = SaveRequest(step, name, decision.reason, metrics, custom_metadata, temporary, decide_s, wait_s)
+            return self._begin(request, checkpointables)
 
     def _begin(self, request: SaveRequest, checkpointables: Mapping[str, Any]) -> SaveResult:
         save = StepSave(
@@ -265,9 +272,6 @@ class StepManager:
                 skipped=[each.name for each in damaged] or None,
             )
         return results
-
-    restored_step: int | None = None
-    """The step of the last `restore`."""
 
     def _candidates(self, step: int | None) -> list[Entry]:
         entries = self._run.entries()
@@ -358,7 +362,7 @@ class StepManager:
         return error
 
     def wait_until_finished(self) -> None:
-        """As `wait`; the name that other managers use."""
+        """As `wait`."""
         self.wait()
 
     def close(self) -> None:

@@ -74,12 +74,14 @@ class FileNotice:
 
 
 class TimeNotice:
-    """A limit of the run's wall-clock time."""
+    """A limit of the run's wall-clock time; told `leave_early_s` before, so that the last save ends within it."""
 
-    def __init__(self, max_run_time_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, max_run_time_s: float, monotonic: Callable[[], float] = time.monotonic, leave_early_s: float = 0.0
+    ) -> None:
         self._monotonic = monotonic
         self._limit_s = max_run_time_s
-        self._end = monotonic() + max_run_time_s
+        self._end = monotonic() + max(0.0, max_run_time_s - leave_early_s)
 
     def notice(self) -> str | None:
         """That the time is up, as text."""
@@ -96,6 +98,7 @@ class PreemptionWatch:
         signals: Sequence[str] = (),
         notice_file: str | None = None,
         max_run_time_s: float | None = None,
+        leave_early_s: float = 0.0,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._coordinator, self._monotonic = coordinator, monotonic
@@ -104,7 +107,7 @@ class PreemptionWatch:
         if notice_file is not None:
             self._notices.append(FileNotice(notice_file, monotonic).notice)
         if max_run_time_s is not None:
-            self._notices.append(TimeNotice(max_run_time_s, monotonic).notice)
+            self._notices.append(TimeNotice(max_run_time_s, monotonic, leave_early_s).notice)
         self.reason: str | None = None
         self.noticed_at: float | None = None
 

@@ -88,5 +88,5 @@ def restore_newest(
             _log.warning("step %d cannot be restored and is skipped: %s", entry.step, error)
     listing = "\n".join(f"  step {entry.step}: {text}" for entry, text in zip(damaged, problems, strict=True))
     raise CorruptCheckpointError(
-        f"{directory}: none of {len(damaged)} committed steps can be restored; nothing was changed:\n{listing}"
+        f"{directory}: none of {len(damaged)} committed steps can be restored; no file was changed:\n{listing}"
     ) from last

@@ -12,9 +12,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxckpt_train.errors import CheckpointExistsError, StorageError
+from jaxckpt_train.errors import CheckpointExistsError, CorruptCheckpointError, StorageError
 from jaxckpt_train.steps.catalog import Entry, newest_generations, scan
-from jaxckpt_train.steps.history import NOTES_NAME, History, append_line, metrics_from_json
+from jaxckpt_train.steps.history import NOTES_NAME, History, append_line, end_line, metrics_from_json
 from jaxckpt_train.steps.lock import OwnerLock
 from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy, steps_to_delete
 from jaxckpt_train.steps.retention import Deleter, half_deleted
@@ -52,8 +52,11 @@ class RunDirectory:
 
     def own(self) -> None:
         """Become the owner: take the lock, clean up after dead owners, read what is there."""
-        if self.is_owner:
-            return
+        with self._guard:
+            if not self.is_owner:
+                self._own()
+
+    def _own(self) -> None:
         self._backend.make_directory(self._directory, parents=True, sync=True)
         dead = self._lock.acquire()
         if dead is not None:
@@ -68,6 +71,15 @@ class RunDirectory:
             self.is_owner = True
         for name in half_deleted(self._backend, self._directory):
             self._deleter.delete(name)
+
+    def check_fresh(self) -> None:
+        """Raise CorruptCheckpointError if there are step directories, but none that is committed."""
+        names = [e.name for e in self._backend.list(self._directory) if parse_step_name(e.name) is not None]
+        if names and not self.entries():
+            raise CorruptCheckpointError(
+                f"{self._directory}: has {', '.join(names[:5])}, but none of its steps is committed (copied in part, "
+                "or links?); copy them anew, or move them away to start from the beginning"
+            )
 
     def entries(self) -> list[Entry]:
         """All committed generations of all steps that are not about to be deleted, in the order of their saves."""
@@ -150,7 +162,7 @@ class RunDirectory:
                 last = newest[-1].step if newest else None
                 steps = {entry.step for entry in newest if entry.temporary and not entry.pinned and entry.step != last}
             doomed |= {entry.name for entry in newest if entry.step in steps}
-            doomed -= set(self._being_read)
+            doomed -= {*self._being_read, newest[-1].name if newest else ""}
             self._deleting |= doomed
             self._infos = None
         for name in sorted(doomed):
@@ -190,6 +202,7 @@ class RunDirectory:
 
     def note(self, step: int, note: Mapping[str, Any]) -> None:
         """Write a pin or metrics of a step, durably."""
+        end_line(self._backend, self._directory, NOTES_NAME)  # a crash may have left half a line
         append_line(self._backend, self._directory, NOTES_NAME, {"step": step, **note})
         self._backend.sync(f"{self._directory}/{NOTES_NAME}")
         with self._guard:

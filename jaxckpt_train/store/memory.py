@@ -176,7 +176,8 @@ class MemoryBackend:
     def _file(self, path: str, action: str) -> _File:
         with self._lock:
             if path not in self._nodes:
-                raise _refusal(errno.ENOENT, action, path)
+                below_a_file = isinstance(self._nodes.get(os.path.dirname(path)), _File)
+                raise _refusal(errno.ENOTDIR if below_a_file else errno.ENOENT, action, path)
             node = self._nodes[path]
             if node is None:
                 raise _refusal(errno.EISDIR, action, path)

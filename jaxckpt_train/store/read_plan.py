@@ -74,7 +74,7 @@ def plan_reads(manifest: Manifest, wanted: Sequence[Wanted], band_bytes: int) ->
             if uses:
                 reads.extend(_chunk_reads(manifest, chunk, uses, band_bytes))
     reads.sort(key=lambda read: (read.chunk.segment, read.start))
-    return list(_coalesce(manifest, reads))
+    return list(_coalesce(manifest, reads, min(COALESCE_BYTES, band_bytes)))
 
 
 def _uses(number: int, boxes: Sequence[Box], chunk: ChunkRecord) -> Iterator[Use]:
@@ -125,14 +125,14 @@ def _chunk_read(manifest: Manifest, chunk: ChunkRecord, item: int, uses: Sequenc
     )
 
 
-def _coalesce(manifest: Manifest, reads: Sequence[ChunkRead]) -> Iterator[Run]:
+def _coalesce(manifest: Manifest, reads: Sequence[ChunkRead], most_bytes: int) -> Iterator[Run]:
     group: list[ChunkRead] = []
     for read in reads:
         if group:
             last = group[-1]
             joined = read.stop - group[0].start
             near = 0 <= read.start - last.stop <= GAP_BYTES
-            if read.chunk.segment != last.chunk.segment or joined > COALESCE_BYTES or not near:
+            if read.chunk.segment != last.chunk.segment or joined > most_bytes or not near:
                 yield _run(manifest, group)
                 group = []
         group.append(read)

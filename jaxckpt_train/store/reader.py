@@ -110,14 +110,17 @@ class _Reading:
         """Read, check and hand out one run on the calling thread."""
         held = contextlib.nullcontext() if run.only_views else self._budget.hold(run.stop - run.start)
         with held:
-            memory = aligned_buffer(run.stop - run.start)
-            for start, stop in _pieces(run, self._manifest.block_bytes):
-                self._read_piece(run, memory, start, stop)
-                if progress is not None:
-                    progress(stop - start)
-            room = _Room(run)
-            for read in run.reads:
-                self._hand_out(read, memory[read.start - run.start : read.stop - run.start], room)
+            self._read_held(run, progress)  # a call of its own: its memory is free before the budget is given back
+
+    def _read_held(self, run: Run, progress: Progress | None) -> None:
+        memory = aligned_buffer(run.stop - run.start)
+        for start, stop in _pieces(run, self._manifest.block_bytes):
+            self._read_piece(run, memory, start, stop)
+            if progress is not None:
+                progress(stop - start)
+        room = _Room(run)
+        for read in run.reads:
+            self._hand_out(read, memory[read.start - run.start : read.stop - run.start], room)
 
     def _read_piece(self, run: Run, memory: np.ndarray, start: int, stop: int) -> None:
         low, high = start // ALIGNMENT * ALIGNMENT, min(-(-stop // ALIGNMENT) * ALIGNMENT, run.stop)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
+from jaxckpt_train.steps import manager
 from jaxckpt_train.store.local import LocalBackend
 
 
@@ -96,3 +101,10 @@ class RecordingBackend(LocalBackend):
     def remove(self, path: str) -> None:
         self._note("remove", path)
         super().remove(path)
+
+
+def callback_on(backend: LocalBackend, directory: Path | str, **options: Any) -> jct.CheckpointCallback:
+    """A callback whose run lies on this back end; saves each hundredth step unless told otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "LocalBackend", lambda: backend)
+        return jct.CheckpointCallback(str(directory), **{"save_interval_steps": 100, **options})

@@ -10,7 +10,15 @@ import pytest
 from jaxckpt_train.steps.catalog import newest_generations, scan
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.store.local import LocalBackend
-from tests.steps.runs import Clock, made_run, remove_the_manifest, save_steps, state_of, step_path, truncate_the_manifest
+from tests.steps.runs import (
+    Clock,
+    made_run,
+    remove_the_manifest,
+    save_steps,
+    state_of,
+    step_path,
+    truncate_the_manifest,
+)
 
 
 def names(directory: Path) -> list[str]:

@@ -324,7 +324,7 @@ def test_a_closed_manager_refuses_to_change_anything(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"if_busy": "drop"}, "if_busy: expected \"wait\" or \"skip\", found 'drop'"),
+        ({"if_busy": "drop"}, 'if_busy: expected "wait" or "skip", found \'drop\''),
         ({"save_decision_policy": 5}, r"save_decision_policy: expected an object with should_save"),
         ({"preservation_policy": jct.LatestN}, r"found the class LatestN; write LatestN\(...\)"),
         ({"save_decision_policy": jct.LatestN(1)}, "which is a preservation policy"),

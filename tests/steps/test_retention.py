@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import errno
 import os
 from pathlib import Path
@@ -13,7 +14,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.steps.retention import half_deleted, hidden_name
 from jaxckpt_train.store.local import LocalBackend
 from tests.steps.fake_backends import HoldingBackend, RecordingBackend, RefusingBackend
-from tests.steps.runs import made_run, save_steps, state_of, step_of, step_path
+from tests.steps.runs import Clock, made_run, save_steps, state_of, step_of, step_path
 
 DELETING = ".deleting"
 
@@ -196,6 +197,18 @@ def test_a_policy_that_keeps_nothing_cannot_take_the_newest(tmp_path: Path) -> N
             save_steps(manager, step)
             assert manager.steps == [step]
             assert step_of(manager.restore()) == step
+
+
+def test_the_step_that_was_just_committed_stays_when_the_clock_was_set_back(tmp_path: Path) -> None:
+    clock = Clock()
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(2), clock=clock) as manager:
+        save_steps(manager, 10, 30)
+        manager.restore(step=10)
+        clock.now -= datetime.timedelta(days=1)
+        save_steps(manager, 11)
+        assert manager.latest == 11
+        assert 11 in manager.steps
+        assert step_of(manager.restore()) == 11
 
 
 def test_an_overwritten_generation_goes_after_the_new_one_is_committed(tmp_path: Path) -> None:

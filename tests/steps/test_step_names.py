@@ -30,7 +30,7 @@ def test_names_sort_as_steps_do_up_to_ten_digits() -> None:
     [
         "step-100", "step-00000000100", "step-0000000100.g0", "step-0000000100.g01", "step-0000000100.g", "step-",
         ".step-0000000100.tmp-1-0", ".step-0000000100.deleting", "step-0000000100 ", "step-0000000100\n", "100",
-        "step-0000000１00", "Step-0000000100",
+        "step-0000000\uff1100", "Step-0000000100",
     ],
 )  # fmt: skip
 def test_anything_else_is_no_step(name: str) -> None:

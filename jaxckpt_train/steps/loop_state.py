@@ -1,0 +1,112 @@
+"""Where a loop is: which updates are complete, and what it last told its callback of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from jaxckpt_train.checkpointables.registry import keeps_itself_current
+from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.steps.step_names import check_step
+
+_RESERVED = ("metrics", "step")
+
+
+def refuse_to_continue(directory: str, latest: int | None) -> None:
+    """Raise SettingsError if a run has steps that a loop did not resume from: it would continue it from scratch."""
+    if latest is not None:
+        raise SettingsError(
+            f"{directory}: has step {latest}, but the loop did not resume; call ckpt.resume(state, data) before it, "
+            "or choose another directory"
+        )
+
+
+class LoopState:
+    """The updates of one loop.
+
+    Attributes:
+        completed: how many are complete; in `updates`, the one under way included.
+        called: whether the loop has told of the update under way.
+        in_steps: whether the loop runs over `updates`.
+        broken: whether the body of that loop is running, or was left by a break.
+        num_steps: how many updates the whole training has; None: the loop does not say.
+        last: checkpointables of the last completed update by name; None until the loop has told of one.
+        step: its label.
+        metrics: its metrics.
+    """
+
+    def __init__(self) -> None:
+        self.completed = 0
+        self.called = self.in_steps = self.broken = False
+        self.num_steps: int | None = None
+        self.last: Mapping[str, Any] | None = None
+        self.step = 0
+        self.metrics: Mapping[str, Any] | None = None
+        self._current: dict[str, Any] = {}
+        self._needed: frozenset[str] = frozenset()
+
+    def begin(self, values: Mapping[str, Any], completed: int = 0) -> None:
+        """Take note of what the loop works with from now on. Values that go stale are not held.
+
+        Raises:
+            SettingsError: a name that `ckpt(...)` uses for something else.
+        """
+        for name in _RESERVED:
+            if name in values:
+                raise SettingsError(f"resume: {name!r} cannot name a checkpointable; choose another name")
+        self._needed = frozenset(name for name, value in values.items() if not keeps_itself_current(value))
+        self._current = {name: value for name, value in values.items() if name not in self._needed}
+        self.last, self.metrics, self.step = None, None, 0
+        self.completed, self.called = completed, False
+
+    def updates(self, num_steps: int, must_stop: Callable[[], bool]) -> Iterator[int]:
+        """The numbers of the updates still to do; asks before each whether to stop."""
+        self.num_steps = num_steps
+        self.in_steps = True
+        try:
+            while self.completed < num_steps and not must_stop():
+                self.called, self.broken = False, True
+                self.completed += 1
+                yield self.completed - 1
+                self.broken = False
+        finally:
+            self.in_steps = False
+
+    def count(self, step: int | None) -> None:
+        """An update is complete: in `updates` the one under way, else the next, or the one that the loop names.
+
+        Raises:
+            SettingsError: within `updates`, a step that is not the one under way.
+        """
+        if not self.in_steps:
+            self.completed = self.completed + 1 if step is None else check_step(step)
+        elif step is not None and check_step(step) != self.completed:
+            raise SettingsError(
+                f"ckpt(..., step={step}): expected {self.completed}, the number of completed updates; within "
+                "ckpt.steps() leave `step` out"
+            )
+        self.called = True
+
+    def has_begun_another(self) -> bool:
+        """Whether an update was begun that the loop has not told of: the data is at a later position."""
+        return self.step != self.completed or (self.broken and not self.called)
+
+    def finished(self) -> bool:
+        """Whether the loop has come to its end."""
+        return self.num_steps is not None and self.completed >= self.num_steps and not self.broken
+
+    def told(self, given: Mapping[str, Any], metrics: Mapping[str, Any] | None) -> None:
+        """Take note of what belongs to the update just completed.
+
+        Raises:
+            SettingsError: something that went stale since `resume` was not given anew: an old state would be saved.
+        """
+        missing = self._needed - given.keys()
+        if missing:
+            names = ", ".join(sorted(missing))
+            raise SettingsError(
+                f"ckpt(...) at step {self.completed}: expected {names}: what resume() got does not change in place, "
+                "so its first value would be saved again and again; call ckpt(state), further ones by keyword"
+            )
+        self.last = {**self._current, **given}
+        self.step, self.metrics = self.completed, metrics

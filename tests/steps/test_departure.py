@@ -1,0 +1,164 @@
+"""The last save of a job that leaves: signals that keep coming, a disk that is slow, a disk that refuses."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import jaxckpt_train as jct
+from tests.steps.fake_backends import HoldingBackend, RefusingBackend, callback_on
+from tests.steps.runs import Counter, state_of, step_of, talking_to
+
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+MANY_SIGNALS = """
+import sys, threading
+from tests.steps.fake_backends import HoldingBackend, callback_on
+from tests.steps.runs import Counter, state_of
+
+backend = HoldingBackend("rename", "step-0000000003")
+ckpt = callback_on(backend, sys.argv[1])
+
+def talk():
+    print("ready", flush=True)
+    backend.reached.wait()
+    print("saving", flush=True)
+    sys.stdin.readline()
+    backend.go.set()
+
+with ckpt:
+    state, data = ckpt.resume(state_of(0), Counter())
+    for step in ckpt.steps(10**9):
+        next(data)
+        state = state_of(step + 1)
+        if step == 2:
+            threading.Thread(target=talk, daemon=True).start()
+            while ckpt._watch._signals.received is None:
+                pass
+        ckpt(state)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_put_back() -> Iterator[None]:
+    before = {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
+    yield
+    found = {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
+    for name, handler in before.items():
+        signal.signal(getattr(signal, name), handler)
+    assert found == before
+
+
+def send(name: str = "SIGTERM") -> None:
+    os.kill(os.getpid(), getattr(signal, name))
+
+
+def check_saved(directory: Path, step: int) -> None:
+    """Exactly this step is there, with the position in the data that belongs to it."""
+    manager = jct.StepManager(directory)
+    assert manager.steps == [step]
+    restored = manager.restore({"state": state_of(0), "data": Counter()})
+    assert (step_of(restored), restored["data"].position) == (step, step)
+
+
+def test_many_signals_while_saving_do_not_kill_the_save(tmp_path: Path) -> None:
+    with talking_to(MANY_SIGNALS, tmp_path) as job:
+        assert job.read() == "ready"
+        job.process.send_signal(signal.SIGTERM)
+        assert job.read() == "saving"
+        for number in range(60):
+            job.process.send_signal(getattr(signal, SIGNALS[number % 3]))
+        job.tell("go on")
+        code, _ = job.finish()
+    assert code == 75
+    check_saved(tmp_path, 3)
+
+
+class When(logging.Handler):
+    """Does something once a message with this text is logged."""
+
+    def __init__(self, text: str, do: Callable[[], object]) -> None:
+        super().__init__()
+        self._text, self._do = text, do
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._text in record.getMessage():
+            self._do()
+
+
+def test_a_save_that_takes_longer_than_the_grace_period_is_told_and_still_awaited(tmp_path: Path) -> None:
+    backend, data = HoldingBackend("rename", "step-0000000001"), Counter()
+    ckpt = callback_on(backend, tmp_path, grace_period_s=0.05)
+    logger, handler = logging.getLogger("jaxckpt_train"), When("the grace period of 0.05 s is over", backend.go.set)
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(SystemExit), ckpt:
+            ckpt.resume(state_of(0), data)
+            next(data)
+            send()
+            ckpt(state_of(1))
+    finally:
+        logger.removeHandler(handler)
+    check_saved(tmp_path, 1)
+
+
+def test_a_save_under_way_is_finished_before_the_last_one(tmp_path: Path) -> None:
+    backend = HoldingBackend("rename", "step-0000000001")
+    ckpt = callback_on(backend, tmp_path, save_interval_steps=1)
+    releasing = threading.Thread(target=lambda: backend.reached.wait() and backend.go.set())
+    with pytest.raises(SystemExit), ckpt:
+        ckpt.resume(state_of(0))
+        ckpt(state_of(1))
+        send()
+        releasing.start()
+        ckpt(state_of(2))
+    releasing.join()
+    assert jct.StepManager(tmp_path).steps == [1, 2]
+
+
+@pytest.mark.parametrize("noticed_by", ["call", "poll", "the end of a step"])
+def test_after_a_save_that_failed_the_last_update_is_saved_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, noticed_by: str
+) -> None:
+    backend = RefusingBackend("create", "step-0000000002", errno.EIO, 1)
+    ckpt = callback_on(backend, tmp_path, save_interval_steps=2)
+    with pytest.raises(SystemExit), ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(50):
+            assert step <= 2
+            if step == 2 and noticed_by == "call":
+                send()
+            ckpt(state_of(step + 1))
+            if step == 1:
+                failed = ckpt.manager._pending
+                assert failed is not None
+                assert failed.committed.exception() is not None
+                if noticed_by != "call":
+                    send()
+                if noticed_by == "poll":
+                    assert ckpt.poll()
+    assert "the save before failed; now saving step" in caplog.text
+    assert "refused to create" in caplog.text
+    assert jct.StepManager(tmp_path).latest == (2 if noticed_by == "poll" else 3)
+
+
+def test_a_last_save_that_fails_is_told_by_its_own_error(tmp_path: Path) -> None:
+    backend = RefusingBackend("create", "step-0000000002", errno.ENOSPC, 100)
+    with (
+        pytest.raises(jct.StorageError, match="refused to create") as caught,
+        callback_on(backend, tmp_path) as ckpt,
+    ):
+        ckpt.resume({"w": jnp.zeros(3)})
+        for step in ckpt.steps(50):
+            if step == 1:
+                send()
+            ckpt({"w": jnp.zeros(3)})
+    assert caught.value.errno == errno.ENOSPC
+    assert jct.StepManager(tmp_path).steps == []

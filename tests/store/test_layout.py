@@ -1,0 +1,73 @@
+"""The layout of segments: everything placed once, aligned pieces first, rolled over in time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxckpt_train.store.boxes import full_box
+from jaxckpt_train.store.layout import ArraySource, ChunkSource, SegmentLayout, chunk_name, plan_segments
+from jaxckpt_train.store.segment import MAX_HEADER_BYTES, decode_header
+
+
+def source(name: str, size: int) -> ArraySource:
+    data = np.zeros(size, np.uint8)
+    return ArraySource(name, data.shape, data.dtype, [ChunkSource(full_box(data.shape), data)])
+
+
+def check(layouts: Sequence[SegmentLayout], arrays: Sequence[ArraySource]) -> None:
+    """Every chunk with bytes lies in one segment, exactly where that segment's own header says."""
+    placed = sorted(chunk.array for layout in layouts for chunk in layout.chunks)
+    assert placed == [number for number, array in enumerate(arrays) if array.chunks[0].data.size]
+    for layout in layouts:
+        header = decode_header(layout.head, layout.size, "segment")
+        assert len(layout.head) % 4096 == 0
+        assert [tensor.name for tensor in header.tensors] == [arrays[chunk.array].name for chunk in layout.chunks]
+        for tensor, chunk in zip(header.tensors, layout.chunks, strict=True):
+            assert (chunk.offset, chunk.length) == (header.data_start + tensor.start, tensor.stop - tensor.start)
+
+
+@given(st.lists(st.sampled_from([0, 1, 63, 64, 100, 640, 4096, 5000, 8192]), max_size=30), st.integers(1, 20000))
+def test_segments_hold_everything_once_and_roll_over(sizes: list[int], segment_bytes: int) -> None:
+    arrays = [source(f"leaf{number}", size) for number, size in enumerate(sizes)]
+    layouts = list(plan_segments(arrays, segment_bytes))
+    check(layouts, arrays)
+    for layout in layouts:
+        assert layout.size - len(layout.head) <= segment_bytes or len(layout.chunks) == 1
+    for one, following in itertools.pairwise(layouts):
+        first = following.chunks[0].length
+        assert one.size - len(one.head) + first > segment_bytes, "it would have fitted"
+
+
+@given(st.lists(st.sampled_from([1, 63, 64, 100, 640, 4096, 5000, 8192]), min_size=1, max_size=30))
+def test_chunks_that_can_lie_aligned_do(sizes: list[int]) -> None:
+    (layout,) = plan_segments([source(f"leaf{number}", size) for number, size in enumerate(sizes)], 1 << 30)
+    for chunk in layout.chunks:
+        if chunk.length % 4096 == 0:
+            assert chunk.offset % 4096 == 0
+        if chunk.length % 64 == 0:
+            assert chunk.offset % 64 == 0
+
+
+def test_a_header_never_comes_near_its_limit() -> None:
+    name = "n" * 60_000
+    arrays = [source(f"{name}{number}", 1) for number in range(400)]
+    layouts = list(plan_segments(arrays, 1 << 30))
+    check(layouts, arrays)
+    assert len(layouts) > 1
+    assert all(len(layout.head) <= MAX_HEADER_BYTES for layout in layouts)
+
+
+def test_a_chunk_is_named_by_its_box_unless_it_is_the_whole_array() -> None:
+    assert chunk_name("a/b", ((0, 4), (0, 6)), (4, 6)) == "a/b"
+    assert chunk_name("a/b", ((0, 2), (3, 6)), (4, 6)) == "a/b@[0:2,3:6]"
+    assert chunk_name("a/b", (), ()) == "a/b"
+
+
+def test_nothing_to_store_makes_no_segment() -> None:
+    assert list(plan_segments([source("empty", 0)], 1 << 20)) == []
+    assert list(plan_segments([], 1 << 20)) == []

@@ -1,0 +1,214 @@
+"""The local back end keeps the contract of all back ends, through the page cache and past it, and follows no link."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxckpt_train.errors import StorageError
+from jaxckpt_train.store.backend import Entry
+from jaxckpt_train.store.local import LocalBackend, file_exists, is_file, side_name
+from jaxckpt_train.store.staging import aligned_buffer
+from tests.store.backend_contract import BackendContract, refused
+
+
+class TestBuffered(BackendContract):
+    @pytest.fixture
+    def backend(self) -> LocalBackend:
+        return LocalBackend()
+
+    @pytest.fixture
+    def root(self, tmp_path: Path) -> str:
+        return str(tmp_path)
+
+    def raw(self, backend: Any, path: str) -> bytes:
+        return Path(path).read_bytes()
+
+    def names(self, backend: Any, path: str) -> list[str]:
+        return sorted(os.listdir(path))
+
+    def make_older(self, backend: Any, path: str) -> None:
+        changed = os.stat(path).st_mtime - 60
+        os.utime(path, (changed, changed))
+
+
+class TestDirect(TestBuffered):
+    direct: Any = "auto"
+
+
+def takes_direct(folder: Path) -> bool:
+    try:
+        os.close(os.open(folder / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+def test_direct_means_past_the_page_cache(tmp_path: Path) -> None:
+    if not takes_direct(tmp_path):
+        pytest.skip("the file system of the tests does not take O_DIRECT")
+    backend = LocalBackend()
+    sink = backend.create(str(tmp_path / "a"), direct=True)
+    assert sink.alignment == 4096
+    sink.write_at(0, aligned_buffer(4096))
+    sink.finish(4096, sync=False)
+    source = backend.open(str(tmp_path), "a", direct=True)
+    assert source.alignment == 4096
+    source.close()
+    for opened in (backend.create(str(tmp_path / "b"), direct=False), backend.open(str(tmp_path), "a", direct=False)):
+        assert opened.alignment == 1
+
+
+def test_unaligned_writes_and_reads_leave_direct_mode_and_lose_nothing(tmp_path: Path) -> None:
+    sink = LocalBackend().create(str(tmp_path / "a"), direct="auto")
+    data = np.random.default_rng(0).integers(0, 256, 10_001, np.uint8)
+    sink.write_at(0, data[:4097])
+    sink.write_at(4097, data[4097:])
+    sink.finish(len(data), sync=True)
+    assert (tmp_path / "a").read_bytes() == data.tobytes()
+    source = LocalBackend().open(str(tmp_path), "a", direct="auto")
+    found = np.zeros(9000, np.uint8)
+    source.read_into(7, found, 9000)
+    source.close()
+    assert found.tobytes() == data[7:9007].tobytes()
+
+
+@pytest.mark.parametrize("where", ["file", "folder", "dangling"])
+def test_links_below_the_directory_are_refused(tmp_path: Path, where: str) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "a").write_bytes(b"secret")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "a").symlink_to(tmp_path / "real" / ("a" if where == "file" else "missing"))
+    (tmp_path / "here" / "d").symlink_to(tmp_path / "real")
+    name, code = ("d/a", errno.ENOTDIR) if where == "folder" else ("a", errno.ELOOP)
+    with refused(code, "cannot open the file"):
+        LocalBackend().open(str(tmp_path / "here"), name, direct="auto")
+    with refused(errno.ELOOP, "cannot sync"):
+        LocalBackend().sync(str(tmp_path / "here" / "a"))
+    assert [entry.kind for entry in LocalBackend().list(str(tmp_path / "here"))] == ["other", "other"]
+
+
+def test_the_directory_itself_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "a").write_bytes(b"x")
+    (tmp_path / "latest").symlink_to(tmp_path / "real")
+    source = LocalBackend().open(str(tmp_path / "latest"), "a", direct=False)
+    assert source.size == 1
+    source.close()
+
+
+@pytest.mark.parametrize("direct", ["auto", False])
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str, direct: Any) -> None:
+    path = tmp_path / "a"
+    try:
+        os.mknod(path, {"pipe": stat.S_IFIFO, "socket": stat.S_IFSOCK, "device": stat.S_IFCHR}[kind] | 0o600, 0x0105)
+    except PermissionError:
+        pytest.skip("only root makes devices")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StorageError, match=r"cannot open the file: (not a regular file|No such device)"):
+        LocalBackend().open(str(tmp_path), "a", direct=direct)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert LocalBackend().list(str(tmp_path)) == [Entry("a", "other")]
+
+
+def test_a_link_is_removed_and_what_it_points_to_is_not(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "a").write_bytes(b"x")
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    LocalBackend().remove(str(tmp_path / "tree"))
+    LocalBackend().remove(str(tmp_path / "link"))
+    assert (tmp_path / "real" / "a").read_bytes() == b"x"
+    assert sorted(os.listdir(tmp_path)) == ["real"]
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    backend, root = LocalBackend(), str(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    backend.make_directory(f"{root}/d/e", parents=True, sync=True)
+    backend.create(f"{root}/d/a", direct="auto").finish(0, sync=True)
+    backend.create(f"{root}/d/b", direct="auto").abandon()
+    backend.open(root, "d/a", direct="auto").close()
+    for name in ("d/missing", "missing/a", "d/e", "d/a/x"):
+        with pytest.raises(StorageError, match="cannot open"):
+            backend.open(root, name, direct="auto")
+    backend.write_new(f"{root}/lock", b"x")
+    backend.write_new(f"{root}/lock", b"x")
+    backend.append(f"{root}/lock", b"x")
+    backend.age_s(f"{root}/lock")
+    backend.list(root)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_too_many_open_files_says_what_to_raise(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                held.append(os.open(tmp_path, os.O_RDONLY))
+        with refused(errno.EMFILE, "too many open files: raise `ulimit -n`"):
+            LocalBackend().create(str(tmp_path / "a"), direct=False)
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_new_file_is_seen_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A reader that looks all the time never sees a lock that is empty or half written."""
+    backend, seen, stop = LocalBackend(), set(), threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            for path in tmp_path.glob("lock*"):
+                seen.add(len(path.read_bytes()))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for number in range(100):
+        assert backend.write_new(str(tmp_path / f"lock{number}"), b"x" * 100_000)
+    stop.set()
+    thread.join()
+    assert seen <= {100_000}
+
+
+def test_an_exchange_without_the_kernel_goes_by_way_of_the_side_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxckpt_train.store.local._renameat2", lambda *_: False)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text(name)
+    stale = Path(side_name(str(tmp_path / "two")))
+    (stale / "left by a crash").mkdir(parents=True)
+    LocalBackend().exchange(str(tmp_path / "one"), str(tmp_path / "two"))
+    assert sorted(os.listdir(tmp_path)) == ["one", "two"]
+    assert os.listdir(tmp_path / "one") == ["two"]
+    assert os.listdir(tmp_path / "two") == ["one"]
+    with refused(errno.EEXIST):
+        LocalBackend().rename(str(tmp_path / "one"), str(tmp_path / "two"))
+    LocalBackend().rename(str(tmp_path / "one"), str(tmp_path / "three"))
+    assert os.listdir(tmp_path / "three") == ["two"]
+
+
+def test_the_side_name_is_hidden_and_beside() -> None:
+    assert side_name("/runs/a") == "/runs/.a.aside"
+
+
+def test_looking_for_files_follows_the_path(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "missing")
+    assert [is_file(str(tmp_path / name)) for name in ("a", "dangling", "")] == [True, False, False]
+    assert [file_exists(str(tmp_path / name)) for name in ("a", "dangling", "", "x")] == [True, True, True, False]
