@@ -261,7 +261,7 @@ class CheckpointCallback:
         if self._is_saved():
             return SaveResult(False, f"step {self._loop.step} is saved already")
         if self._loop.has_begun_another():
-            raise SettingsError("save_now: the next update has begun; call it right after ckpt(state)")
+            raise SettingsError(f"save_now: update {self._loop.completed} has begun; call it right after ckpt(state)")
         return self._save("save_now", force=True)
 
     def _save(self, reason: str, *, force: bool = False) -> SaveResult:

@@ -212,6 +212,7 @@ def test_a_call_that_is_not_due_does_not_look_at_the_disk(tmp_path: Path, monkey
         ckpt.resume(state_of(0))
         for _ in ckpt.steps(2):
             ckpt(state_of(1))
+        ckpt.wait_until_finished()
         with monkeypatch.context() as patch:
             for name in ("list", "open", "create", "append"):
                 patch.setattr(ckpt.manager._backend, name, None, raising=False)

@@ -397,5 +397,4 @@ class StepManager:
         except BaseException as failure:
             if error is None:
                 raise
-            _log.exception("closing %s failed while another error was on its way", self.directory)
             error.add_note(f"besides, closing {self.directory} failed: {failure}")

@@ -1,0 +1,194 @@
+"""Writing: the bytes that land in the files, their digests, and what happens after the first refusal."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load as load_safetensors
+
+from jaxckpt_train.errors import StorageError
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.boxes import full_box
+from jaxckpt_train.store.layout import ArraySource, ChunkSource, chunk_name
+from jaxckpt_train.store.staging import shared_pool
+from jaxckpt_train.store.writer import WrittenArrays, write_arrays
+from tests.store.strategies import arrays, tilings
+from tests.store.strict_backend import BLOCK, PAGE, StrictBackend, small_sizes
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small() -> Iterator[None]:
+    yield from small_sizes()
+
+
+def source(name: str, array: np.ndarray, boxes: Any = None) -> ArraySource:
+    cuts = boxes or [full_box(array.shape)]
+    chunks = [ChunkSource(box, array[(*(slice(*side) for side in box), ...)]) for box in cuts]
+    return ArraySource(name, array.shape, array.dtype, chunks)
+
+
+def write(backend: Any, sources: list[ArraySource], chosen: StoreSettings, progress: Any = None) -> WrittenArrays:
+    backend.make_directory("/runs/a/state", parents=True, sync=False)
+    return write_arrays(backend, "/runs/a", "state", sources, chosen, first_segment=0, progress=progress)
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(arrays().flatmap(lambda array: st.tuples(st.just(array), tilings(array.shape) if array.size else st.just([]))),
+             max_size=3),
+    st.sampled_from([1, 9000, 1 << 30]),
+    st.sampled_from([PAGE, 5 * PAGE]),
+    st.integers(1, 3),
+)  # fmt: skip
+def test_files_hold_every_chunk_row_major_with_its_digests(
+    cases: Any, segment_bytes: int, staging: int, threads: int
+) -> None:
+    backend = StrictBackend()
+    sources = [source(f"leaf{n}", array, boxes) for n, (array, boxes) in enumerate(cases)]
+    chosen = StoreSettings(segment_bytes=segment_bytes, staging_bytes=staging, io_threads=threads, digest="sha256")
+    written = write(backend, sources, chosen)
+    for (array, boxes), record in zip(cases, written.arrays, strict=True):
+        assert (record.shape, record.dtype) == (array.shape, array.dtype.newbyteorder("=").name)
+        assert sorted(chunk.box for chunk in record.chunks) == sorted(boxes)
+        for chunk in record.chunks:
+            part = array[(*(slice(*side) for side in chunk.box), ...)]
+            expected = part.astype(part.dtype.newbyteorder("<"), order="C").tobytes()
+            file = bytes(backend._nodes[f"/runs/a/{written.segments[chunk.segment].file}"].data)  # type: ignore[union-attr]
+            assert file[chunk.offset : chunk.offset + chunk.length] == expected
+            blocks = [expected[at : at + BLOCK] for at in range(0, len(expected), BLOCK)]
+            assert chunk.digests == "".join(hashlib.sha256(block).hexdigest() for block in blocks)
+            stored = load_safetensors(file)[chunk_name(record.name, chunk.box, record.shape)]
+            assert stored.tobytes() == expected
+    for segment in written.segments:
+        file = bytes(backend._nodes[f"/runs/a/{segment.file}"].data)  # type: ignore[union-attr]
+        assert len(file) == segment.bytes
+        assert hashlib.sha256(file[: segment.header_bytes]).hexdigest() == segment.header_digest
+        assert file[segment.header_bytes - 1 : segment.header_bytes] in (b" ", b"}")
+    assert written.data_bytes == sum(array.nbytes for array, _ in cases)
+    assert backend.open_files == 0
+
+
+def test_segments_are_numbered_within_their_part_and_counted_over_all() -> None:
+    backend = StrictBackend()
+    backend.make_directory("/runs/a/state", parents=True, sync=False)
+    sources = [source(f"x{n}", np.zeros(PAGE, np.uint8)) for n in range(3)]
+    chosen = StoreSettings(segment_bytes=PAGE)
+    written = write_arrays(backend, "/runs/a", "state", sources, chosen, first_segment=7)
+    assert [segment.file for segment in written.segments] == [f"state/p00000-s00{n}.safetensors" for n in range(3)]
+    assert [array.chunks[0].segment for array in written.arrays] == [7, 8, 9]
+
+
+def test_progress_tells_every_byte_of_the_files() -> None:
+    backend, told = StrictBackend(), list[int]()
+    sources = [source(f"x{n}", np.zeros(n * 5000, np.uint8)) for n in range(6)]
+    written = write(backend, sources, StoreSettings(staging_bytes=2 * PAGE), told.append)
+    assert sum(told) == sum(segment.bytes for segment in written.segments)
+    assert len(told) > 3
+
+
+class FullBackend(StrictBackend):
+    """Takes a number of writes, then refuses."""
+
+    def __init__(self, takes: int) -> None:
+        super().__init__()
+        self.writes, self.takes = 0, takes
+
+    def create(self, path: str, *, direct: Any) -> Any:
+        sink = super().create(path, direct=direct)
+        inner = sink.write_at
+
+        def write_at(offset: int, data: np.ndarray) -> None:
+            with self.count_lock:
+                self.writes += 1
+                if self.writes > self.takes:
+                    raise StorageError(errno.ENOSPC, "cannot write: No space left on device", path)
+            inner(offset, data)
+
+        sink.write_at = write_at
+        return sink
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("takes", [0, 1, 10])
+def test_nothing_is_begun_after_the_first_refusal_and_all_is_given_back(takes: int, threads: int) -> None:
+    backend = FullBackend(takes)
+    sources = [source(f"x{n}", np.zeros(10 * PAGE, np.uint8)) for n in range(20)]
+    chosen = StoreSettings(segment_bytes=20 * PAGE, staging_bytes=threads * PAGE, io_threads=threads)
+    with pytest.raises(StorageError, match="No space left") as caught:
+        write(backend, sources, chosen)
+    assert caught.value.errno == errno.ENOSPC
+    assert backend.writes <= takes + threads
+    assert backend.open_files == 0
+    pool = shared_pool(chosen.staging_bytes, threads)
+    with contextlib.ExitStack() as stack:
+        for _ in range(threads):
+            stack.enter_context(pool.buffer())
+    backend.takes = 1 << 30
+    backend.remove("/runs/a")
+    assert write(backend, sources, chosen).data_bytes == 200 * PAGE
+
+
+def test_an_error_of_the_progress_line_stops_the_save() -> None:
+    def broken(_: int) -> None:
+        raise ZeroDivisionError("in the progress line")
+
+    backend = StrictBackend()
+    with pytest.raises(ZeroDivisionError, match="in the progress line"):
+        write(backend, [source("x", np.zeros(50 * PAGE, np.uint8))], StoreSettings(), broken)
+    assert backend.open_files == 0
+
+
+def test_no_more_buffers_are_filled_at_once_than_staging_holds() -> None:
+    class Watching(StrictBackend):
+        most = now = 0
+
+        def create(self, path: str, *, direct: Any) -> Any:
+            sink = super().create(path, direct=direct)
+            inner = sink.write_at
+
+            def write_at(offset: int, data: np.ndarray) -> None:
+                with self.count_lock:
+                    self.now += len(data)
+                    self.most = max(self.most, self.now)
+                meet.wait()
+                inner(offset, data)
+                with self.count_lock:
+                    self.now -= len(data)
+
+            sink.write_at = write_at
+            return sink
+
+    meet = threading.Barrier(2)
+    backend, chosen = Watching(), StoreSettings(staging_bytes=8 * PAGE, io_threads=2)
+    write(backend, [source("x", np.zeros(63 * PAGE, np.uint8))], chosen)
+    assert 4 * PAGE < backend.most <= 8 * PAGE
+
+
+def test_an_array_is_not_converted_as_a_whole_if_it_need_not_be() -> None:
+    """A large row-major array goes through the staging buffers; no copy of it is made."""
+    array = np.zeros(1 << 24, np.uint8)
+    held = source("x", array)
+    assert held.chunks[0].data.base is array or held.chunks[0].data is array
+
+    class Forgetful(StrictBackend):
+        def create(self, path: str, *, direct: Any) -> Any:
+            sink = super().create(path, direct=direct)
+            sink.write_at = lambda offset, data: None
+            return sink
+
+    tracemalloc.start()
+    try:
+        write(Forgetful(), [held], StoreSettings(staging_bytes=16 * PAGE))
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
