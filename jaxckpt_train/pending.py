@@ -10,10 +10,10 @@ import traceback
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Generic, TypeVar
 
 from jaxckpt_train.errors import CheckpointTimeoutError
+from jaxckpt_train.store.latch import Latch
 
 T = TypeVar("T")
 _under_way: set[PendingSave] = set()  # type: ignore[type-arg]  # of whatever result
@@ -35,6 +35,8 @@ class PendingSave(Generic[T]):
         self.staged: Future[None] = Future()
         self.staged.set_result(None)
         self.committed: Future[T] = Future()
+        self.committed.set_running_or_notify_cancel()  # it cannot be cancelled
+        self._ended = Latch()
         self._work: Callable[[], T] | None = work
         thread = threading.Thread(target=self._run, name="jaxckpt-save", daemon=True)
         with _under_way_lock:
@@ -52,6 +54,8 @@ class PendingSave(Generic[T]):
             self.committed.set_result(result)
             with _under_way_lock:
                 _under_way.discard(self)
+        finally:
+            self._ended.open()
 
     def _work_once(self) -> T:
         """Do the work; when this returns, nothing holds the saved state any more."""
@@ -76,20 +80,10 @@ class PendingSave(Generic[T]):
             CheckpointTimeoutError: not committed in time; the save goes on.
             The original error of the save, if it failed.
         """
-        try:
-            result = self.committed.result(timeout_s)
-        except FutureTimeoutError as error:
-            if self.committed.done():
-                self.mark_reported()
-                raise
-            raise CheckpointTimeoutError(
-                f"saving {self.subject}: not committed after {timeout_s} s; it goes on"
-            ) from error
-        except BaseException as error:
-            if self.committed.done() and self.committed.exception() is error:  # not an interrupt of the waiting
-                self.mark_reported()
-            raise
-        return result
+        error = self.outcome(timeout_s)
+        if error is not None:
+            raise error
+        return self.committed.result()
 
     def outcome(self, timeout_s: float | None = None) -> BaseException | None:
         """Wait, and return the error if it failed; the error then counts as seen.
@@ -97,12 +91,10 @@ class PendingSave(Generic[T]):
         Raises:
             CheckpointTimeoutError: neither committed nor failed in time; the save goes on.
         """
-        try:
-            error = self.committed.exception(timeout_s)
-        except FutureTimeoutError as late:
-            raise CheckpointTimeoutError(f"saving {self.subject}: not done after {timeout_s} s; it goes on") from late
+        if not self._ended.wait(timeout_s):
+            raise CheckpointTimeoutError(f"saving {self.subject}: not committed after {timeout_s} s; it goes on")
         self.mark_reported()
-        return error
+        return self.committed.exception()
 
     def mark_reported(self) -> None:
         """Say that the user has seen the outcome, so that it need not be told again at exit."""
@@ -124,12 +116,11 @@ def _drain_at_exit() -> None:
     with _under_way_lock:
         waiting = list(_under_way)
     for pending in waiting:
-        error = pending.committed.exception()
+        error = pending.outcome()
         if error is not None:
             failed = True
             print(f"jaxckpt_train: saving {pending.subject} failed, and nobody asked for it:", file=sys.stderr)
             traceback.print_exception(error)
-        pending.mark_reported()
     for thread in list(_threads):
         thread.join()  # one that still frees JAX arrays while the interpreter goes would abort the process
     if failed:

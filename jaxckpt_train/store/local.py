@@ -228,10 +228,8 @@ class LocalBackend:
             if not _renameat2(first, second, _RENAME_EXCHANGE):
                 aside = side_name(second)
                 if os.path.lexists(second):
-                    self.remove(aside)  # left by a crash before the last rename below; `second` is the newer of the two
-                os.rename(second, aside)
-                os.rename(first, second)
-                os.rename(aside, first)
+                    self.remove(aside)  # left by a crash before the last rename; `second` is the newer of the two
+                _rename_all([(second, aside), (first, second), (aside, first)])
 
     def write_new(self, path: str, data: bytes) -> bool:
         """Create a file with this content, atomically; False if the name is taken."""
@@ -279,6 +277,18 @@ def side_name(path: str) -> str:
     """Where the older of two exchanged directories waits when the system cannot swap them atomically."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{name}.aside")
+
+
+def _rename_all(steps: list[tuple[str, str]]) -> None:
+    done: list[tuple[str, str]] = []
+    try:
+        for source, target in steps:
+            os.rename(source, target)
+            done.append((source, target))
+    except OSError:
+        for source, target in reversed(done):
+            os.rename(target, source)
+        raise
 
 
 def _open_regular(name: str, folder: int, direct: bool | Literal["auto"]) -> int:

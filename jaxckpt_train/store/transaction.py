@@ -228,12 +228,20 @@ def attempts(backend: Backend, parent: str) -> list[tuple[str, str]]:
 
 
 def remove_dead_attempts(backend: Backend, final: str) -> None:
-    """Remove what attempts at this one checkpoint left whose processes ran on this machine and are gone."""
+    """Remove what attempts at this one checkpoint left whose processes ran on this machine and are gone.
+
+    An exchange that was cut between its renames is taken back, or its older checkpoint removed if the newer is in place.
+    """
     parent, name = os.path.split(final)
     for entry in backend.list(parent):
+        path = os.path.join(parent, entry.name)
         match = _ATTEMPT.fullmatch(entry.name)
         if match is not None and match["final"] == name and is_dead_tag(match["tag"]):
-            backend.remove(f"{parent}/{entry.name}")
+            backend.remove(path)
+        elif path == side_name(final) and is_committed(backend, final):
+            backend.remove(path)
+        elif path == side_name(final) and is_committed(backend, path):
+            backend.rename(path, final)
 
 
 def is_committed(backend: Backend, directory: str) -> bool:

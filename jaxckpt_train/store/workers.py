@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+from jaxckpt_train.store.latch import Latch
+
 T = TypeVar("T")
 
 
@@ -30,56 +32,66 @@ class Workers:
             self._jobs.get()()
 
     def run_all(self, work: Callable[[T], None], items: Sequence[T]) -> None:
-        """Run `work` on every item and wait; a single item runs on the calling thread.
+        """Run `work` on every item and wait; a single item runs on the calling thread, unless signals are handled there.
 
         After the first error no further item is begun; that error is raised once the running ones have ended.
         """
-        if len(items) == 1:
+        if len(items) == 1 and threading.current_thread() is not threading.main_thread():
             work(items[0])
             return
         batch = _Batch(work, items)
-        for _ in range(len(items)):
-            self._jobs.put(batch.run_next)
-        batch.wait()
+        try:
+            for _ in range(len(items)):
+                self._jobs.put(batch.run_next)
+            batch.done.wait()
+        except BaseException as error:  # an interrupt: the running items still use what the caller is about to release
+            batch.give_up(error)
+            batch.done.wait()
+            raise
+        if batch.error is not None:
+            raise batch.error
 
 
 class _Batch(Generic[T]):
-    """Items that several threads work off. Once `wait` returns, none of the threads holds an item any more."""
+    """Items that several threads work off. Once `done` is open, none of the threads holds an item any more."""
 
     def __init__(self, work: Callable[[T], None], items: Sequence[T]) -> None:
         self._work, self._items = work, deque(items)
         self._left = len(items)
-        self._error: BaseException | None = None
         self._lock = threading.Lock()
-        self._done = threading.Event()
+        self.error: BaseException | None = None
+        self.done = Latch()
         if not items:
-            self._done.set()
+            self.done.open()
 
     def run_next(self) -> None:
+        """Work on one more item, if one is left."""
         try:
             item = self._items.popleft()
-            if self._error is None:
+        except IndexError:
+            return
+        try:
+            if self.error is None:
                 self._work(item)
             del item
-        except BaseException as error:  # noqa: BLE001  # a thread's edge: raised by wait()
-            with self._lock:
-                self._error = self._error or error
+        except BaseException as error:  # noqa: BLE001  # a thread's edge: raised by run_all()
+            self._fail(error)
         finally:
             with self._lock:
                 self._left -= 1
-                if self._left == 0:
-                    self._done.set()
+                last = self._left == 0
+            if last:
+                self.done.open()
 
-    def wait(self) -> None:
-        try:
-            self._done.wait()
-        except BaseException as error:  # an interrupt: the running items still use what the caller is about to release
-            with self._lock:
-                self._error = self._error or error
-            self._done.wait()
-            raise
-        if self._error is not None:
-            raise self._error
+    def give_up(self, error: BaseException) -> None:
+        """Begin nothing more; also count the items that no thread has been told of."""
+        self._fail(error)
+        while self._items:
+            self.run_next()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self.error = self.error or error
 
 
 _shared: dict[tuple[int, str], Workers] = {}

@@ -26,7 +26,7 @@ def _small() -> Iterator[None]:
 
 def saved(shape: tuple[int, ...], boxes: list[Box], count: int = 1) -> Manifest:
     arrays = {f"x{number}": np.zeros(shape, np.float64) for number in range(count)}
-    return commit(MemoryBackend(), "/a/b", arrays, StoreSettings(), boxes={name: boxes for name in arrays}).manifest
+    return commit(MemoryBackend(), "/a/b", arrays, StoreSettings(), boxes=dict.fromkeys(arrays, boxes)).manifest
 
 
 def check(manifest: Manifest, wanted: list[Wanted], runs: list[Run]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import threading
 from typing import Any
@@ -26,10 +27,18 @@ def test_nothing_to_do_is_done_at_once() -> None:
     Workers(1, "test").run_all(pytest.fail, [])
 
 
-def test_a_single_item_needs_no_other_thread() -> None:
+def test_a_single_item_needs_no_other_thread_but_where_signals_are_handled() -> None:
     seen: list[threading.Thread] = []
-    Workers(1, "test").run_all(lambda _: seen.append(threading.current_thread()), [0])
-    assert seen == [threading.current_thread()]
+
+    def run_one() -> None:
+        Workers(1, "test").run_all(lambda _: seen.append(threading.current_thread()), [0])
+
+    run_one()
+    thread = threading.Thread(target=run_one)
+    thread.start()
+    thread.join()
+    assert threading.main_thread() not in seen
+    assert seen[1:] == [thread]
 
 
 def test_as_many_items_run_at_once_as_there_are_threads() -> None:
@@ -73,28 +82,28 @@ def test_items_that_run_already_end_before_the_error_is_raised() -> None:
 
 def test_an_interrupt_waits_for_what_runs_and_begins_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the caller would close files that a thread still writes to."""
-    handled, ended = threading.Event(), list[int]()
+    handled, ended = queue.SimpleQueue[None](), list[int]()
 
     def interrupt(*_: Any) -> None:
-        handled.set()
+        handled.put(None)
         raise KeyboardInterrupt("by hand")
 
     def work(item: int) -> None:
         if item == 0:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            handled.wait()
-            for _ in range(100_000):
-                pass
+            handled.get()
+        for _ in range(1000):
+            pass
         ended.append(item)
 
     before = signal.signal(signal.SIGINT, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt, match="by hand"):
-            Workers(1, "test").run_all(work, range(50))
+            Workers(1, "test").run_all(work, range(5000))
     finally:
         signal.signal(signal.SIGINT, before)
     assert ended[0] == 0
-    assert len(ended) < 50
+    assert len(ended) < 5000
 
 
 def test_workers_are_shared_by_purpose() -> None:

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load as load_safetensors
+from safetensors import deserialize
 
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.boxes import full_box
+from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.layout import ArraySource, ChunkSource, chunk_name
 from jaxckpt_train.store.staging import shared_pool
 from jaxckpt_train.store.writer import WrittenArrays, write_arrays
@@ -42,14 +42,19 @@ def write(backend: Any, sources: list[ArraySource], chosen: StoreSettings, progr
     return write_arrays(backend, "/runs/a", "state", sources, chosen, first_segment=0, progress=progress)
 
 
+@st.composite
+def cut_arrays(draw: st.DrawFn) -> tuple[np.ndarray, list[Box]]:
+    array = draw(arrays())
+    return array, draw(tilings(array.shape)) if array.size else []
+
+
 @settings(max_examples=150)
 @given(
-    st.lists(arrays().flatmap(lambda array: st.tuples(st.just(array), tilings(array.shape) if array.size else st.just([]))),
-             max_size=3),
+    st.lists(cut_arrays(), max_size=3),
     st.sampled_from([1, 9000, 1 << 30]),
     st.sampled_from([PAGE, 5 * PAGE]),
     st.integers(1, 3),
-)  # fmt: skip
+)
 def test_files_hold_every_chunk_row_major_with_its_digests(
     cases: Any, segment_bytes: int, staging: int, threads: int
 ) -> None:
@@ -67,8 +72,7 @@ def test_files_hold_every_chunk_row_major_with_its_digests(
             assert file[chunk.offset : chunk.offset + chunk.length] == expected
             blocks = [expected[at : at + BLOCK] for at in range(0, len(expected), BLOCK)]
             assert chunk.digests == "".join(hashlib.sha256(block).hexdigest() for block in blocks)
-            stored = load_safetensors(file)[chunk_name(record.name, chunk.box, record.shape)]
-            assert stored.tobytes() == expected
+            assert bytes(dict(deserialize(file))[chunk_name(record.name, chunk.box, record.shape)]["data"]) == expected
     for segment in written.segments:
         file = bytes(backend._nodes[f"/runs/a/{segment.file}"].data)  # type: ignore[union-attr]
         assert len(file) == segment.bytes

@@ -1,0 +1,94 @@
+"""A failing file system: short writes and EINTR are invisible, EIO and ENOSPC are loud, a kill leaves old or new."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`faults.c`, compiled."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler for the library of faults")
+    target = tmp_path_factory.mktemp("faults") / "faults.so"
+    source = HERE / "faults.c"
+    subprocess.run([compiler, "-O1", "-Wall", "-shared", "-fPIC", "-o", target, source, "-ldl"], check=True)
+    return target
+
+
+@pytest.fixture
+def ends(library: Path, run_python: Any, tmp_path: Path) -> Any:
+    """Runs a scenario of `faulty_saves.py`."""
+
+    def run(scenario: str) -> list[Any]:
+        done = run_python(
+            HERE / "faulty_saves.py", scenario, tmp_path, env={"LD_PRELOAD": str(library)}, check=True, timeout_s=100
+        )
+        found: list[Any] = json.loads(done.stdout)
+        return found
+
+    return run
+
+
+def test_short_writes_short_reads_and_interrupted_calls_are_invisible(ends: Any) -> None:
+    for scenario, counted, found, problems in ends("survive"):
+        assert counted > 2, f"{scenario}: the faults were not injected"
+        assert (found, problems) == ("large", []), scenario
+
+
+@pytest.mark.parametrize("way", ["", ",without renameat2"])
+def test_a_refusal_at_any_call_of_a_save_is_raised_and_leaves_nothing(ends: Any, way: str) -> None:
+    found = ends(f"fail{way}")
+    assert len(found) > 20
+    for mode, at, code, message, content, names in found:
+        assert code == {"e": errno.EIO, "s": errno.ENOSPC}[mode], (at, message)
+        assert ("do not trust it further" if mode == "e" else "free some space") in message
+        assert (content, names) == ("nothing", []), (at, message)
+
+
+def test_a_refusal_at_any_call_of_an_overwriting_save_leaves_the_old_one(ends: Any) -> None:
+    found = ends("fail,replacing")
+    assert len(found) > 20
+    for mode, at, code, message, content, names in found:
+        assert code == {"e": errno.EIO, "s": errno.ENOSPC}[mode], (at, message)
+        assert (content, names) == ("old", ["a"]), (at, message)
+
+
+def test_a_refusal_between_the_renames_of_an_exchange_loses_nothing(ends: Any) -> None:
+    for _, at, code, message, content, _ in ends("fail,replacing,without renameat2"):
+        assert code in (errno.EIO, errno.ENOSPC), (at, message)
+        assert content == "old", (at, message)
+
+
+@pytest.mark.parametrize("way", ["", ",without renameat2"])
+def test_a_kill_at_any_call_of_a_save_leaves_nothing_or_all(ends: Any, way: str) -> None:
+    found = ends(f"die{way}")
+    assert {died for _, _, died, *_ in found} == {-9}
+    assert {content for _, _, _, content, *_ in found} == {"nothing", "new"}
+    assert all(after == "new" and names == ["a"] for *_, after, names in found), found
+
+
+@pytest.mark.parametrize("way", ["", ",without renameat2"])
+def test_a_kill_at_any_call_of_an_overwriting_save_leaves_the_old_or_the_new_one(ends: Any, way: str) -> None:
+    found = ends(f"die,replacing{way}")
+    assert {died for _, _, died, *_ in found} == {-9}
+    assert {content for _, _, _, content, *_ in found} == {"old", "new"}
+    assert all(after == "new" and names == ["a"] for *_, after, names in found), found
+
+
+def test_a_disk_that_cannot_be_read_is_told_from_damage(ends: Any) -> None:
+    found = ends("fail to read")
+    assert len(found) >= 4
+    for at, code, message in found:
+        assert code == errno.EIO, (at, message)
+        assert "cannot read" in message
