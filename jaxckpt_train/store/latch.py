@@ -1,7 +1,7 @@
 """A latch: opened once, waited for by any number of threads, and not broken by a signal handler that raises.
 
-`threading.Event` and `concurrent.futures.Future` wait inside a `threading.Condition`, whose lock stays taken for ever if
-a KeyboardInterrupt lands between its acquisition and the `with` block; the thread that would set them then hangs too.
+`threading.Event` and `concurrent.futures.Future` wait inside a `threading.Condition`, whose lock stays taken if a
+KeyboardInterrupt lands between its acquisition and the `with` block; the thread that would set them then hangs too.
 """
 
 from __future__ import annotations
@@ -27,15 +27,19 @@ class Latch:
         for waiter in list(self._waiters):
             waiter.put(None)
 
+    def is_open(self) -> bool:
+        """Whether it was opened."""
+        return self._is_open
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it is open; False if that took longer than `timeout_s` seconds."""
-        if self._is_open:
+        if self.is_open():
             return True
         end = None if timeout_s is None else time.monotonic() + timeout_s
         mine: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._waiters.append(mine)
         try:
-            while not self._is_open:
+            while not self.is_open():
                 left = _LOOK_S if end is None else min(_LOOK_S, end - time.monotonic())
                 if left <= 0:
                     return False

@@ -230,17 +230,17 @@ def attempts(backend: Backend, parent: str) -> list[tuple[str, str]]:
 def remove_dead_attempts(backend: Backend, final: str) -> None:
     """Remove what attempts at this one checkpoint left whose processes ran on this machine and are gone.
 
-    An exchange that was cut between its renames is taken back, or its older checkpoint removed if the newer is in place.
+    An exchange cut between its renames is taken back, or its older checkpoint removed if the newer is in place.
     """
     parent, name = os.path.split(final)
     for entry in backend.list(parent):
         path = os.path.join(parent, entry.name)
         match = _ATTEMPT.fullmatch(entry.name)
-        if match is not None and match["final"] == name and is_dead_tag(match["tag"]):
+        is_dead = match is not None and match["final"] == name and is_dead_tag(match["tag"])
+        is_aside = path == side_name(final)
+        if is_dead or (is_aside and is_committed(backend, final)):
             backend.remove(path)
-        elif path == side_name(final) and is_committed(backend, final):
-            backend.remove(path)
-        elif path == side_name(final) and is_committed(backend, path):
+        elif is_aside and is_committed(backend, path):
             backend.rename(path, final)
 
 

@@ -32,7 +32,7 @@ class Workers:
             self._jobs.get()()
 
     def run_all(self, work: Callable[[T], None], items: Sequence[T]) -> None:
-        """Run `work` on every item and wait; a single item runs on the calling thread, unless signals are handled there.
+        """Run `work` on every item and wait; a single item runs on the calling thread, but not on the main one.
 
         After the first error no further item is begun; that error is raised once the running ones have ended.
         """
