@@ -16,7 +16,7 @@ from jaxckpt_train.errors import SettingsError, StepNotFoundError
 from jaxckpt_train.multihost import current
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.steps.catalog import Entry
+from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.steps.history import History, metrics_to_json, plain_metrics
 from jaxckpt_train.steps.policy_arguments import metric_mode, require_policy
 from jaxckpt_train.steps.policy_context import (
@@ -259,7 +259,7 @@ class StepManager:
             )
         restore_s = time.perf_counter() - started
         self.restored_step = entry.step
-        self._run.rolled_back_to(entry, damaged)
+        self._run.rolled_back_to(entry)
         if self._run.is_owner:
             self.history.add(
                 "restore",
@@ -314,9 +314,7 @@ class StepManager:
 
     def _note(self, step: int, **note: Any) -> None:
         self.own()
-        if step not in self.steps:
-            self._candidates(step)
-        self._run.note(check_step(step), note)
+        self._run.note(self._candidates(check_step(step))[0], note)
 
     def note_preemption(self, step: int | None, reason: str) -> None:
         """Write into the history that the run was asked to leave, and which step it saved."""

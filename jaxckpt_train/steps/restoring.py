@@ -11,7 +11,7 @@ from typing import Any
 from jaxckpt_train.checkpointables.loading import load_parts
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.steps.catalog import Entry
+from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.store.transaction import open_committed

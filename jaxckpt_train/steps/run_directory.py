@@ -8,13 +8,16 @@ import datetime
 import errno
 import logging
 import threading
+import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from jaxckpt_train.errors import CheckpointExistsError, CorruptCheckpointError, StorageError
-from jaxckpt_train.steps.catalog import Entry, newest_generations, scan
+from jaxckpt_train.steps.catalog import scan
+from jaxckpt_train.steps.entry import Entry, entry_from_manifest
 from jaxckpt_train.steps.history import NOTES_NAME, History, append_line, end_line, metrics_from_json
+from jaxckpt_train.steps.lineage import home_run, left_behind, left_behind_by, line_last, newest_generations
 from jaxckpt_train.steps.lock import OwnerLock
 from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy, steps_to_delete
 from jaxckpt_train.steps.retention import Deleter, half_deleted
@@ -45,8 +48,9 @@ class RunDirectory:
         self._guard = threading.RLock()
         self._entries: list[Entry] = []
         self._infos: tuple[CheckpointInfo, ...] | None = None
-        self._damaged: set[str] = set()
-        self._abandoned: set[str] = set()
+        self._restored: Entry | None = None
+        self._left: frozenset[str] = frozenset()
+        self._id = uuid.uuid4().hex
         self._being_read: list[str] = []
         self._deleting: set[str] = set()
 
@@ -66,11 +70,18 @@ class RunDirectory:
                 _log.info("removing an interrupted attempt, %s", attempt)
                 self._backend.remove(attempt)
         with self._guard:
-            self._entries = scan(self._backend, self._directory)
-            self._infos = None
+            self._look()
+            self._id = home_run(self._entries) or self._id
+            if self._restored is not None:
+                self._left = left_behind_by(self._restored, self._entries)
             self.is_owner = True
         for name in half_deleted(self._backend, self._directory):
             self._deleter.delete(name)
+
+    def _look(self) -> None:
+        self._entries = scan(self._backend, self._directory)
+        self._left = left_behind(self._entries)
+        self._infos = None
 
     def check_fresh(self) -> None:
         """Raise CorruptCheckpointError if there are step directories, but none that is committed."""
@@ -82,45 +93,52 @@ class RunDirectory:
             )
 
     def entries(self) -> list[Entry]:
-        """All committed generations of all steps that are not about to be deleted, in the order of their saves."""
+        """All committed generations of all steps that are not about to be deleted, in the order of their saves.
+
+        What a roll-back has left behind comes before all others.
+        """
         with self._guard:
             if not self.is_owner:
-                self._entries = scan(self._backend, self._directory)
-                self._infos = None
-            return [entry for entry in self._entries if entry.name not in self._deleting]
+                self._look()
+            return line_last([entry for entry in self._entries if entry.name not in self._deleting], self._left)
 
     def newest(self) -> list[Entry]:
-        """The highest generation of each step, in the order of their saves."""
+        """The last generation of each step, in the same order."""
         return newest_generations(self.entries())
 
     def infos(self) -> tuple[CheckpointInfo, ...]:
-        """The steps as policies see them, without damaged ones. Cheap for an owner; a reader's view may be old."""
+        """The steps that the run descends from, as policies see them. Cheap for an owner, old for a reader."""
         infos = self._infos
         if infos is None:
             with self._guard:
                 if not self.is_owner:
-                    self._entries = scan(self._backend, self._directory)
-                usable = [e for e in self._entries if e.name not in self._damaged | self._deleting]
-                infos = self._infos = tuple(entry.info() for entry in newest_generations(usable))
+                    self._look()
+                infos = self._infos = tuple(entry.info() for entry in newest_generations(self._line()))
         return infos
 
-    def next_sequence(self) -> int:
-        """The number of the next save of this run."""
+    def _line(self) -> list[Entry]:
+        left = self._left
+        if self._restored is not None and not self.is_owner:
+            left = left_behind_by(self._restored, self._entries)
+        return [entry for entry in self._entries if entry.name not in left | self._deleting]
+
+    def lineage(self) -> dict[str, Any]:
+        """What the manifest of the next save says of its place in the run."""
         with self._guard:
-            return max((entry.sequence for entry in self._entries), default=-1) + 1
+            sequence = max((entry.sequence for entry in self._entries), default=-1) + 1
+            return {"run": self._id, "sequence": sequence, "left_behind": sorted(self._left)}
 
     def name_for(self, step: int, overwrite: bool) -> str:
         """The directory name under which a step is to be saved: its next generation if it must not be kept as it is.
 
-        A step that is damaged, or that a roll-back has left behind, may be saved again.
+        A step that a roll-back has left behind, or that was damaged and skipped, may be saved again.
 
         Raises:
             CheckpointExistsError: the step is committed.
         """
         with self._guard:
             known = [entry for entry in self._entries if entry.step == step and entry.name not in self._deleting]
-            replaceable = self._damaged | self._abandoned
-            if known and not overwrite and not all(entry.name in replaceable for entry in known):
+            if not overwrite and any(entry.name not in self._left for entry in known):
                 raise CheckpointExistsError(
                     f"{self._directory}: step {step} is committed already; pass overwrite=True to publish it anew"
                 )
@@ -135,43 +153,40 @@ class RunDirectory:
         """Take note of a commit."""
         name = committed.directory.rpartition("/")[2]
         step, generation = parse_step_name(name) or (int(info["step"]), 0)
-        entry = Entry(
-            name,
-            step,
-            generation,
-            sequence=int(info["sequence"]),
-            time=datetime.datetime.fromisoformat(info["created"]),
-            metrics=metrics_from_json(info["metrics"]) or None,
-            temporary=bool(info["temporary"]),
-        )
+        entry = entry_from_manifest(name, step, generation, info)
         with self._guard:
             pinned = any(each.pinned for each in self._entries if each.step == step)
             self._entries.append(dataclasses.replace(entry, pinned=pinned))
             self._infos = None
 
     def retain(self) -> None:
-        """Hand what no policy keeps to the deleter. Called after a commit; never touches what is not older."""
+        """Hand what no policy keeps to the deleter. Called after a commit; never touches what is not older.
+
+        What a roll-back has left behind, or what was damaged and skipped, is not counted by the policy; it goes when
+        the run has saved the same step again.
+        """
         with self._guard:
-            usable = [e for e in self._entries if e.name not in self._damaged | self._deleting]
-            newest = newest_generations(usable)
-            doomed = {entry.name for entry in usable} - {entry.name for entry in newest}
-            if self._policy is not None:
-                infos = [entry.info() for entry in newest]
-                steps = steps_to_delete(infos, self._policy, context=DecisionContext(self._clock()))
-            else:
-                last = newest[-1].step if newest else None
-                steps = {entry.step for entry in newest if entry.temporary and not entry.pinned and entry.step != last}
+            newest = newest_generations(self._line())
+            saved, steps = {entry.step for entry in newest}, self._steps_to_delete(newest)
+            doomed = {entry.name for entry in self._entries if entry.step in saved} - {entry.name for entry in newest}
             doomed |= {entry.name for entry in newest if entry.step in steps}
-            doomed -= {*self._being_read, newest[-1].name if newest else ""}
+            doomed -= {*self._deleting, *self._being_read, newest[-1].name if newest else ""}
             self._deleting |= doomed
             self._infos = None
         for name in sorted(doomed):
             self._deleter.delete(name)
 
+    def _steps_to_delete(self, newest: list[Entry]) -> Set[int]:
+        if self._policy is None:
+            return {entry.step for entry in newest[:-1] if entry.temporary and not entry.pinned}
+        infos = [entry.info() for entry in newest]
+        return steps_to_delete(infos, self._policy, context=DecisionContext(self._clock()))
+
     def _deleted(self, name: str) -> None:
         with self._guard:
             self._entries = [entry for entry in self._entries if entry.name != name]
             self._deleting.discard(name)
+            self._left -= {name}
             self._infos = None
         self.history.add("delete", self._clock(), name=name)
 
@@ -188,31 +203,23 @@ class RunDirectory:
                 for name in names:
                     self._being_read.remove(name)
 
-    def rolled_back_to(self, entry: Entry, damaged: Sequence[Entry]) -> None:
-        """Take note of a restore: which steps are damaged, and which later ones the run has left behind.
-
-        Later by their number, not only by when they were saved: of a branch that an earlier process rolled back from,
-        the run will come to the same numbers again.
-        """
+    def rolled_back_to(self, entry: Entry) -> None:
+        """Take note of a restore: everything later, damaged or not, is left behind once this process saves."""
         with self._guard:
-            self._damaged |= {each.name for each in damaged}
-            later = [each for each in self._entries if each.order > entry.order or each.step > entry.step]
-            self._abandoned = {each.name for each in later}
+            self._restored = entry
+            if self.is_owner:
+                self._left = left_behind_by(entry, self._entries)
             self._infos = None
 
-    def note(self, step: int, note: Mapping[str, Any]) -> None:
-        """Write a pin or metrics of a step, durably."""
+    def note(self, entry: Entry, note: Mapping[str, Any]) -> None:
+        """Write a pin of a step, or metrics of one generation of it, durably."""
+        line = {"step": entry.step, "name": entry.name, **note}
         end_line(self._backend, self._directory, NOTES_NAME)  # a crash may have left half a line
-        append_line(self._backend, self._directory, NOTES_NAME, {"step": step, **note})
+        append_line(self._backend, self._directory, NOTES_NAME, line)
         self._backend.sync(f"{self._directory}/{NOTES_NAME}")
         with self._guard:
-            self._entries = [self._with_note(e, note) if e.step == step else e for e in self._entries]
+            self._entries = [_noted(each, entry, note) for each in self._entries]
             self._infos = None
-
-    def _with_note(self, entry: Entry, note: Mapping[str, Any]) -> Entry:
-        if "pin" in note:
-            return dataclasses.replace(entry, pinned=bool(note["pin"]))
-        return dataclasses.replace(entry, metrics={**(entry.metrics or {}), **metrics_from_json(note["metrics"])})
 
     def close(self) -> None:
         """Finish deletions and let go of the directory."""
@@ -223,3 +230,11 @@ class RunDirectory:
             if error.errno != errno.ENOENT:
                 _log.warning("the lock of %s was not released: %s", self._directory, error)
         self.is_owner = False
+
+
+def _noted(entry: Entry, subject: Entry, note: Mapping[str, Any]) -> Entry:
+    if "pin" in note and entry.step == subject.step:
+        return dataclasses.replace(entry, pinned=bool(note["pin"]))
+    if "metrics" in note and entry.name == subject.name:
+        return dataclasses.replace(entry, metrics={**(entry.metrics or {}), **metrics_from_json(note["metrics"])})
+    return entry

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxckpt_train.steps.catalog import newest_generations, scan
+from jaxckpt_train.steps.catalog import scan
+from jaxckpt_train.steps.lineage import newest_generations
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.store.local import LocalBackend
 from tests.steps.runs import (

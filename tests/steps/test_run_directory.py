@@ -110,7 +110,7 @@ def test_names_of_new_saves(tmp_path: Path) -> None:
         assert run.name_for(2, overwrite=True) == "step-0000000002.g1"
         with pytest.raises(jct.CheckpointExistsError, match="step 2 is committed already"):
             run.name_for(2, overwrite=False)
-        assert run.next_sequence() == 2
+        assert run.lineage()["sequence"] == 2
     finally:
         run.close()
 
@@ -131,7 +131,7 @@ def test_steps_that_policies_see_are_not_built_twice(tmp_path: Path) -> None:
     run = opened(made_run(tmp_path, 1, 2))
     run.own()
     assert run.infos() is run.infos()
-    run.note(1, {"pin": True})
+    run.note(run.entries()[0], {"pin": True})
     assert [info.pinned for info in run.infos()] == [True, False]
     run.close()
 

@@ -1,0 +1,73 @@
+"""An entry: what a run directory knows of one committed generation of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Mapping
+from typing import Any
+
+from jaxckpt_train.steps.history import metrics_from_json
+from jaxckpt_train.steps.policy_context import CheckpointInfo
+
+_LONG_AGO = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One committed generation of a step.
+
+    Attributes:
+        name: of its directory.
+        sequence: the how-manieth save of the run it was; orders steps by when they were saved, also after a roll-back.
+        run: id of the run that saved it; None: not told.
+        left_behind: names of the directories that a roll-back before this save has left behind.
+        is_readable: whether the manifest could be read.
+    """
+
+    name: str
+    step: int
+    generation: int
+    sequence: int
+    time: datetime.datetime
+    metrics: Mapping[str, float] | None
+    temporary: bool
+    run: str | None = None
+    left_behind: tuple[str, ...] = ()
+    is_readable: bool = True
+    pinned: bool = False
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Later saves are greater."""
+        return (self.sequence, self.step, self.generation)
+
+    def info(self) -> CheckpointInfo:
+        """The entry as policies see it."""
+        return CheckpointInfo(self.step, self.time, self.metrics, self.pinned, self.temporary)
+
+
+def entry_from_manifest(name: str, step: int, generation: int, info: Mapping[str, Any]) -> Entry:
+    """An entry from the free-form part of its manifest; empty where that could not be read."""
+    sequence, left = info.get("sequence"), info.get("left_behind")
+    run = info.get("run")
+    return Entry(
+        name,
+        step,
+        generation,
+        sequence=sequence if isinstance(sequence, int) and not isinstance(sequence, bool) else -1,
+        time=_time(info.get("created")),
+        metrics=metrics_from_json(info.get("metrics")) or None,
+        temporary=info.get("temporary") is True,
+        run=run if isinstance(run, str) else None,
+        left_behind=tuple(each for each in left if isinstance(each, str)) if isinstance(left, list) else (),
+        is_readable=bool(info),
+    )
+
+
+def _time(value: object) -> datetime.datetime:
+    try:
+        found = datetime.datetime.fromisoformat(str(value))
+    except ValueError:
+        return _LONG_AGO
+    return found if found.tzinfo else found.replace(tzinfo=datetime.UTC)

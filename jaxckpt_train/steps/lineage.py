@@ -1,0 +1,62 @@
+"""Lineage: which committed steps the run descends from, and which a roll-back has left behind."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection, Sequence
+
+from jaxckpt_train.steps.entry import Entry
+
+
+def home_run(entries: Sequence[Entry]) -> str | None:
+    """The id of the run whose directory this is: that of most steps, of equally many the one that saved last."""
+    count = collections.Counter(entry.run for entry in entries if entry.run is not None)
+    last = {entry.run: entry.time for entry in sorted(entries, key=lambda entry: entry.time)}
+    return max(count, key=lambda run: (count[run], last[run]), default=None)
+
+
+def in_order(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries in the order in which the run saved them.
+
+    A step whose manifest is damaged does not say when that was, and one copied in from another run says when that run
+    saved it: both are placed by their numbers. What such a copy says of its own run's branches is forgotten.
+    """
+    home = home_run(entries)
+    known = [entry for entry in entries if entry.sequence >= 0 and entry.run in (None, home)]
+    placed = list(known)
+    for entry in entries:
+        if entry not in known:
+            before = (other.sequence for other in known if other.step <= entry.step)
+            placed.append(dataclasses.replace(entry, sequence=max(before, default=-1), left_behind=()))
+    return sorted(placed, key=lambda entry: entry.order)
+
+
+def left_behind(entries: Sequence[Entry]) -> frozenset[str]:
+    """The names of those that are no part of the line of the last save, as that save says.
+
+    Args:
+        entries: in order.
+    """
+    told = [entry for entry in entries if entry.is_readable]
+    return frozenset(told[-1].left_behind) if told else frozenset()
+
+
+def left_behind_by(restored: Entry, entries: Sequence[Entry]) -> frozenset[str]:
+    """The names of those that are left behind once `restored` is what the run goes on from."""
+    later = {entry.name for entry in entries if entry.order > restored.order}
+    return frozenset({*restored.left_behind, *later})
+
+
+def line_last(entries: Sequence[Entry], left: Collection[str]) -> list[Entry]:
+    """What was left behind first, then the line of the run; each in order."""
+    return sorted(entries, key=lambda entry: (entry.name not in left, entry.order))
+
+
+def newest_generations(entries: Sequence[Entry]) -> list[Entry]:
+    """Of every step only the last one in the given order, in that order."""
+    last: dict[int, Entry] = {}
+    for entry in entries:
+        last.pop(entry.step, None)
+        last[entry.step] = entry
+    return list(last.values())

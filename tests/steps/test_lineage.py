@@ -1,0 +1,150 @@
+"""Branches: what a roll-back leaves behind is not counted, not fallen back to, and known to the next process."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import jaxckpt_train as jct
+from tests.steps.runs import flip_a_payload_byte, made_run, save_steps, state_of, step_of, step_path
+
+
+def rolled_back(tmp_path: Path, *later: int, to: int = 2, keep: int | None = None) -> Path:
+    """Steps 1 to 5, rolled back, and gone on from there by another process."""
+    run = made_run(tmp_path / "run", 1, 2, 3, 4, 5)
+    policy = None if keep is None else jct.LatestN(keep)
+    with jct.StepManager(run, preservation_policy=policy) as manager:
+        assert step_of(manager.restore(step=to)) == to
+        save_steps(manager, *later)
+    return run
+
+
+def test_a_policy_counts_only_what_the_run_descends_from(tmp_path: Path) -> None:
+    run = rolled_back(tmp_path, 21, 22, keep=3)
+    assert jct.StepManager(run).steps == [2, 3, 4, 5, 21, 22]  # of its own: 2, 21 and 22; the others are nobody's rest
+    with jct.StepManager(run, preservation_policy=jct.LatestN(3)) as later:
+        later.restore()
+        save_steps(later, 23)
+    assert jct.StepManager(run).steps == [3, 4, 5, 21, 22, 23]
+
+
+def test_a_step_left_behind_goes_when_it_is_saved_again(tmp_path: Path) -> None:
+    run = rolled_back(tmp_path, 3, 4, keep=10)
+    assert sorted(path.name for path in run.glob("step-*")) == [
+        "step-0000000001",
+        "step-0000000002",
+        "step-0000000003.g1",
+        "step-0000000004.g1",
+        "step-0000000005",
+    ]
+
+
+@pytest.mark.parametrize("later", [(3,), (21, 22), (6,)])
+def test_a_damaged_newest_step_never_leads_back_to_the_branch_that_was_left(tmp_path: Path, later: list[int]) -> None:
+    run = rolled_back(tmp_path, *later)
+    manager = jct.StepManager(run)
+    assert manager.latest == later[-1]
+    for step in later:
+        newest = max(run.glob(f"{step_path(run, step).name}*"))
+        flip_a_payload_byte(newest)
+    assert step_of(manager.restore()) == 2
+    assert step_of(jct.StepManager(run).restore()) == 2  # another process knows it too
+
+
+def test_the_branch_that_was_left_is_still_the_last_resort(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = rolled_back(tmp_path, 21)
+    for step in (1, 2, 21):
+        flip_a_payload_byte(step_path(run, step))
+    assert step_of(jct.StepManager(run).restore()) == 5
+    assert caplog.text.count("cannot be restored and is skipped") == 3
+
+
+def test_what_was_left_behind_may_be_saved_again_and_what_was_not_may_not(tmp_path: Path) -> None:
+    run = rolled_back(tmp_path, 21)
+    with jct.StepManager(run) as manager:  # a process that never restored
+        save_steps(manager, 4)
+        with pytest.raises(jct.CheckpointExistsError, match="step 2 is committed already"):
+            save_steps(manager, 2)
+    assert jct.StepManager(run).latest == 4
+
+
+def test_a_damaged_step_that_was_skipped_is_tried_no_more_once_the_run_went_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = made_run(tmp_path / "run", 1, 2, 9)
+    flip_a_payload_byte(step_path(run, 9))
+    with jct.StepManager(run) as manager:
+        assert step_of(manager.restore()) == 2
+        save_steps(manager, 3)
+    assert "step 9 cannot be restored" in caplog.text
+    caplog.clear()
+    again = jct.StepManager(run)
+    assert (again.latest, step_of(again.restore())) == (3, 3)
+    assert caplog.text == ""
+    assert again.steps == [1, 2, 3, 9]
+
+
+@pytest.mark.parametrize("lost", ["manifest.json", None])
+def test_a_damaged_manifest_does_not_hide_what_was_left_behind(tmp_path: Path, lost: str | None) -> None:
+    run = rolled_back(tmp_path, 21, 22)
+    if lost:
+        (step_path(run, 22) / lost).write_bytes(b"{")
+    else:
+        flip_a_payload_byte(step_path(run, 22))
+    flip_a_payload_byte(step_path(run, 21))
+    assert step_of(jct.StepManager(run).restore()) == 2
+
+
+def test_a_branch_of_a_branch(tmp_path: Path) -> None:
+    run = rolled_back(tmp_path, 21, 22, 23)
+    with jct.StepManager(run) as manager:
+        manager.restore(step=21)
+        save_steps(manager, 31)
+    for step in (31, 21):
+        flip_a_payload_byte(step_path(run, step))
+    assert step_of(jct.StepManager(run).restore()) == 2
+    with jct.StepManager(run) as manager:  # back onto the first branch
+        manager.restore(step=4)
+        save_steps(manager, 41)
+    assert jct.StepManager(run).latest == 41
+    flip_a_payload_byte(step_path(run, 41))
+    assert step_of(jct.StepManager(run).restore()) == 4
+
+
+def test_restoring_the_newest_leaves_nothing_behind(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", 1, 2)
+    with jct.StepManager(run, preservation_policy=jct.LatestN(3)) as manager:
+        manager.restore()
+        save_steps(manager, 3, 4)
+    assert jct.StepManager(run).steps == [2, 3, 4]
+
+
+@pytest.mark.parametrize("saves", [1, 8])
+def test_a_step_copied_in_from_another_run_stands_where_its_number_is(tmp_path: Path, saves: int) -> None:
+    run = made_run(tmp_path / "run", 10, 20, 30)
+    other = made_run(tmp_path / "other", *range(500 - saves, 501))
+    shutil.copytree(step_path(other, 500), step_path(run, 500))
+    shutil.copytree(step_path(other, 500), step_path(run, 15))
+    found = jct.StepManager(run)
+    assert found.latest == 500
+    assert step_of(found.restore()) == 500
+    with jct.StepManager(run, preservation_policy=jct.LatestN(2)) as manager:
+        manager.restore()
+        save_steps(manager, 510)
+    assert jct.StepManager(run).steps == [500, 510]
+
+
+def test_metrics_stay_with_the_generation_that_had_them(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", 1, 2)
+    with jct.StepManager(run) as manager:
+        manager.attach_metrics(2, {"loss": 0.1})
+        manager.pin(2)
+        manager.restore(step=1)
+        manager.save(2, {"state": state_of(2)}, metrics={"loss": 7.0})
+        manager.wait()
+        assert manager.best("loss") == 2
+        assert {info.step: info.metrics for info in manager._run.infos()} == {1: None, 2: {"loss": 7.0}}
+    (entry,) = (entry for entry in jct.StepManager(run)._run.newest() if entry.step == 2)
+    assert (entry.metrics, entry.pinned) == ({"loss": 7.0}, True)
