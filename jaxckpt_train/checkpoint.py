@@ -20,7 +20,7 @@ from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.local import LocalBackend, file_exists, is_file
-from jaxckpt_train.store.transaction import Committed, Transaction, is_committed, open_committed, remove_dead_attempts
+from jaxckpt_train.store.transaction import Committed, Transaction, is_committed, remove_dead_attempts, use_committed
 from jaxckpt_train.store.verify import VerifyReport
 from jaxckpt_train.store.verify import verify as verify_committed
 from jaxckpt_train.store.writer import Progress
@@ -182,9 +182,13 @@ def load(
     options = LoadOptions(only=only, rename=rename, cast=cast, missing=missing, shardings=shardings)
     if is_file(absolute(path)):
         return load_flax_file(_BACKEND, absolute(path), like, settings or StoreSettings(), options)
-    committed = open_committed(_BACKEND, absolute(path))
-    name = _main_part(committed)
-    return load_parts(_BACKEND, committed, {name: like}, settings or StoreSettings(), options, progress)[name]
+    chosen = settings or StoreSettings()
+
+    def load_main(committed: Committed) -> Any:
+        name = _main_part(committed)
+        return load_parts(_BACKEND, committed, {name: like}, chosen, options, progress)[name]
+
+    return use_committed(_BACKEND, absolute(path), load_main)
 
 
 def load_checkpointables(
@@ -205,10 +209,13 @@ def load_checkpointables(
     Raises:
         As `load`.
     """
-    committed = open_committed(_BACKEND, absolute(path))
-    if targets is None:
-        targets = {part.name: None for part in committed.manifest.parts}
-    return load_parts(_BACKEND, committed, targets, settings or StoreSettings(), LoadOptions(), progress)
+    chosen = settings or StoreSettings()
+
+    def load_named(committed: Committed) -> dict[str, Any]:
+        wanted = {part.name: None for part in committed.manifest.parts} if targets is None else targets
+        return load_parts(_BACKEND, committed, wanted, chosen, LoadOptions(), progress)
+
+    return use_committed(_BACKEND, absolute(path), load_named)
 
 
 def metadata(path: PathLike) -> CheckpointMetadata:
@@ -217,7 +224,7 @@ def metadata(path: PathLike) -> CheckpointMetadata:
     Raises:
         NotACheckpointError, CorruptCheckpointError, FormatVersionError: see `errors`.
     """
-    return describe(open_committed(_BACKEND, absolute(path)))
+    return use_committed(_BACKEND, absolute(path), describe)
 
 
 def verify(path: PathLike, *, settings: StoreSettings | None = None) -> VerifyReport:

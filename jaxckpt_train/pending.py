@@ -37,6 +37,7 @@ class PendingSave(Generic[T]):
         self.committed: Future[T] = Future()
         self.committed.set_running_or_notify_cancel()  # it cannot be cancelled
         self._ended = Latch()
+        self._process = os.getpid()
         self._work: Callable[[], T] | None = work
         thread = threading.Thread(target=self._run, name="jaxckpt-save", daemon=True)
         with _under_way_lock:
@@ -89,8 +90,14 @@ class PendingSave(Generic[T]):
         """Wait, and return the error if it failed; the error then counts as seen.
 
         Raises:
-            CheckpointTimeoutError: neither committed nor failed in time; the save goes on.
+            CheckpointTimeoutError: neither committed nor failed in time, and the save goes on; or it is the save of a
+                parent of this process.
         """
+        if os.getpid() != self._process and not self._ended.is_open():
+            raise CheckpointTimeoutError(
+                f"saving {self.subject}: is done by process {self._process}, of which this one, {os.getpid()}, is a "
+                "fork; wait for it there"
+            )
         if not self._ended.wait(timeout_s):
             raise CheckpointTimeoutError(f"saving {self.subject}: not committed after {timeout_s} s; it goes on")
         self.mark_reported()

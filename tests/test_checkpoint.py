@@ -275,3 +275,25 @@ def test_a_path_may_be_anything_that_names_one(tmp_path: Path) -> None:
     assert jct.load(str(tmp_path / "c"))["n"] == 1
     with pytest.raises(TypeError, match=r"expected str, bytes or os.PathLike"):
         jct.load(3)  # type: ignore[arg-type]
+
+
+class Replacing:
+    """An iterator in whose restoring, twice, another checkpoint takes the place of the one that is being read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.values = path, [1.0, 2.0]
+
+    def get_state(self) -> int:
+        return len(self.values)
+
+    def set_state(self, state: int) -> None:
+        if self.values:
+            new = {"data": self, "state": {"w": np.full(3000, self.values.pop(0))}}
+            jct.save_checkpointables(self.path, new, overwrite=True)
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(tmp_path: Path) -> None:
+    data = Replacing(tmp_path / "c")
+    jct.save_checkpointables(tmp_path / "c", {"data": data, "state": {"w": np.zeros(3000)}})
+    found = jct.load_checkpointables(tmp_path / "c", {"data": data, "state": None})
+    assert (found["state"]["w"] == 2).all()

@@ -194,6 +194,12 @@ class Slow(Tokenizer):
 save = jct.save_checkpointables_async(path, {"t": Slow({"a": 1})})
 child = os.fork()
 if child == 0:
+    try:
+        save.wait()
+    except jct.CheckpointTimeoutError as error:
+        assert "wait for it there" in str(error)
+    else:
+        os._exit(1)
     jct.save(path + "child", {"w": np.ones(3)})
     sys.exit(5)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5

@@ -37,6 +37,9 @@ class Saved(Protocol):
     def tree(self, like: Any) -> Any:
         """The stored leaves in the structure of `like`; with None, nested dicts and lists of numpy arrays."""
 
+    def compare(self, like: Any) -> None:
+        """Raise MismatchError where `tree` would; nothing is read."""
+
     def value(self) -> Json:
         """The JSON data that was staged as `value`; its digest is verified."""
 
@@ -50,6 +53,9 @@ class Handler(Protocol):
     Attributes:
         kind: recorded in the manifest; finds the handler again when there is no target.
         early: restored before the arrays of the checkpoint (iterators: their prefetch hides behind the arrays).
+
+    A handler may also have `compare(target, saved)`, which raises MismatchError where `restore` would: it is called for
+    all checkpointables before the first of them is restored, so that a mismatch of one leaves the others as they were.
     """
 
     kind: str

@@ -39,8 +39,14 @@ class OpenPart:
 
     def tree(self, like: Any) -> Any:
         """The stored leaves in the structure of `like`; with None, nested dicts and lists of numpy arrays."""
-        restore = TreeRestore(self._backend, self._committed, self._part, self._settings)
-        return restore.load(like, self._options, self._progress)
+        return self._restore().load(like, self._options, self._progress)
+
+    def compare(self, like: Any) -> None:
+        """Raise MismatchError where `tree` would; nothing is read."""
+        self._restore().compare(like, self._options)
+
+    def _restore(self) -> TreeRestore:
+        return TreeRestore(self._backend, self._committed, self._part, self._settings)
 
     def value(self) -> Json:
         """The JSON data, its digest verified."""
@@ -83,8 +89,13 @@ def load_parts(
         if part is None:
             there = ", ".join(repr(part.name) for part in committed.manifest.parts)
             raise MismatchError(f"{committed.directory}: has no checkpointable {name!r}; it has {there or 'none'}")
-        jobs.append((name, target, part, handler_for_load(target, part.kind, name)))
-    results: dict[str, Any] = {}
-    for name, target, part, handler in sorted(jobs, key=lambda job: not job[3].early):
-        results[name] = handler.restore(target, OpenPart(backend, committed, part, settings, options, progress))
+        opened = OpenPart(backend, committed, part, settings, options, progress)
+        jobs.append((handler_for_load(target, part.kind, name), target, opened))
+    if len(jobs) > 1:  # else nothing changes before the one is compared
+        for handler, target, opened in jobs:
+            compare = getattr(handler, "compare", None)
+            if compare is not None:
+                compare(target, opened)
+    jobs.sort(key=lambda job: not job[0].early)
+    results = {opened.name: handler.restore(target, opened) for handler, target, opened in jobs}
     return {name: results[name] for name in targets}

@@ -44,6 +44,10 @@ class NnxHandler:
         """The states of its objects in their places."""
         return Staged(tree=_states(value))
 
+    def compare(self, target: Any, saved: Saved) -> None:
+        """Raise all differences to the target."""
+        saved.compare(_states(target))
+
     def restore(self, target: Any, saved: Saved) -> Any:
         """The target, the variables of its objects set to what was saved."""
         loaded = saved.tree(_states(target))

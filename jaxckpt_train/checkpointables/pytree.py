@@ -24,6 +24,10 @@ class PytreeHandler:
         """The tree itself."""
         return Staged(tree=value)
 
+    def compare(self, target: Any, saved: Saved) -> None:
+        """Raise all differences to the target."""
+        saved.compare(target)
+
     def restore(self, target: Any, saved: Saved) -> Any:
         """The stored leaves in the structure of the target."""
         return saved.tree(target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from jaxckpt_train.checkpointables.contract import Handler, Saved, Staged
@@ -25,6 +26,7 @@ class _Registered:
         self._taken, self._handler = taken, handler
         self.kind: str = getattr(handler, "kind", f"{taken.__module__}.{taken.__qualname__}")
         self.early: bool = getattr(handler, "early", False)
+        self.compare: Callable[[Any, Saved], None] | None = getattr(handler, "compare", None)
 
     def handles(self, value: object) -> bool:
         return isinstance(value, self._taken)
@@ -46,7 +48,7 @@ def register_handler(taken: type, handler: Any) -> None:
         taken: the type; instances of subclasses are taken too.
         handler: an object with `stage(value) -> Staged` and `restore(target, saved) -> value`; see
             `jaxckpt_train.checkpointables.contract`. Optional attributes: `kind` (text recorded in the checkpoint, by
-            which the handler is found when there is no target; default: the type's name) and `early`.
+            which the handler is found when there is no target; default: the type's name), `early` and `compare`.
 
     Raises:
         SettingsError: `taken` is no type, or the handler lacks a method.

@@ -28,7 +28,7 @@ from jaxckpt_train.steps.policy_context import (
     decide,
 )
 from jaxckpt_train.steps.ranking import rank_checkpoints
-from jaxckpt_train.steps.restoring import ByteMeter, restore_newest
+from jaxckpt_train.steps.restoring import Restored, StepVanishedError, restore_newest
 from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.steps.step_names import check_step
 from jaxckpt_train.steps.step_save import Clock, SaveRequest, SaveResult, StepSave, utc_now
@@ -251,27 +251,21 @@ class StepManager:
             MismatchError: a target does not fit; nothing was read.
         """
         self.wait()
-        candidates = self._candidates(step)
-        started, meter = time.perf_counter(), ByteMeter(progress)
-        with self._run.reading(candidates):
-            entry, results, damaged = restore_newest(
-                self._backend, self.directory, candidates, targets, self.settings, meter
-            )
-        restore_s = time.perf_counter() - started
-        self.restored_step = entry.step
-        self._run.rolled_back_to(entry)
+        restored = self._restore(targets, step, progress)
+        self.restored_step = restored.entry.step
+        self._run.rolled_back_to(restored.entry)
         if self._run.is_owner:
-            self.history.add(
-                "restore",
-                self._clock(),
-                step=entry.step,
-                name=entry.name,
-                bytes=meter.bytes,
-                restore_s=restore_s,
-                bytes_per_s=round(meter.bytes / restore_s),
-                skipped=[each.name for each in damaged] or None,
-            )
-        return results
+            self.history.add("restore", self._clock(), **restored.record())
+        return restored.results
+
+    def _restore(self, targets: Mapping[str, Any] | None, step: int | None, progress: Progress | None) -> Restored:
+        while True:
+            candidates = self._candidates(step)
+            try:
+                with self._run.reading(candidates):
+                    return restore_newest(self._backend, self.directory, candidates, targets, self.settings, progress)
+            except StepVanishedError as gone:  # the owner deleted it after it was listed: look again
+                self._run.forget(gone.name)
 
     def _candidates(self, step: int | None) -> list[Entry]:
         entries = self._run.entries()

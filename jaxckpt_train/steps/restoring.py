@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.reader import Progress
-from jaxckpt_train.store.transaction import open_committed
+from jaxckpt_train.store.transaction import is_committed, open_committed
 from jaxckpt_train.tree.restore import LoadOptions
 
 # What a damaged or vanished file looks like. Anything else (no permission, no memory) is not the step's fault.
@@ -29,6 +31,14 @@ _DAMAGE = {
     errno.EUCLEAN,
 }
 _log = logging.getLogger("jaxckpt_train")
+
+
+class StepVanishedError(Exception):
+    """A step was deleted by its owner after it was listed."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
 
 
 class ByteMeter:
@@ -46,6 +56,28 @@ class ByteMeter:
             self._progress(done)
 
 
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What a restore brought back, from which step, and past which damaged ones."""
+
+    entry: Entry
+    results: dict[str, Any]
+    damaged: list[Entry]
+    bytes: int
+    restore_s: float
+
+    def record(self) -> dict[str, Any]:
+        """What the history says of it."""
+        return {
+            "step": self.entry.step,
+            "name": self.entry.name,
+            "bytes": self.bytes,
+            "restore_s": self.restore_s,
+            "bytes_per_s": round(self.bytes / self.restore_s),
+            "skipped": [each.name for each in self.damaged] or None,
+        }
+
+
 def restore_newest(
     backend: Backend,
     directory: str,
@@ -53,7 +85,7 @@ def restore_newest(
     targets: Mapping[str, Any] | None,
     settings: StoreSettings,
     progress: Progress | None,
-) -> tuple[Entry, dict[str, Any], list[Entry]]:
+) -> Restored:
     """Restore the first of the candidates that is whole.
 
     Args:
@@ -64,13 +96,12 @@ def restore_newest(
         settings: how to read.
         progress: called with numbers of bytes.
 
-    Returns:
-        The restored entry, what was restored, and the damaged entries that were skipped.
-
     Raises:
         CorruptCheckpointError: none is whole.
         MismatchError: the first one that can be read does not fit the targets.
+        StepVanishedError: one is not there any more; look again.
     """
+    started, meter = time.perf_counter(), ByteMeter(progress)
     damaged: list[Entry] = []
     problems: list[str] = []
     last: Exception | None = None
@@ -78,10 +109,13 @@ def restore_newest(
         try:
             committed = open_committed(backend, f"{directory}/{entry.name}")
             wanted = {part.name: None for part in committed.manifest.parts} if targets is None else targets
-            return entry, load_parts(backend, committed, wanted, settings, LoadOptions(), progress), damaged
+            results = load_parts(backend, committed, wanted, settings, LoadOptions(), meter)
+            return Restored(entry, results, damaged, meter.bytes, time.perf_counter() - started)
         except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
             if isinstance(error, StorageError) and error.errno not in _DAMAGE:
                 raise
+            if not is_committed(backend, f"{directory}/{entry.name}"):
+                raise StepVanishedError(entry.name) from error
             damaged.append(entry)
             problems.append(str(error))
             last = error

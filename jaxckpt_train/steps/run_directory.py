@@ -182,12 +182,16 @@ class RunDirectory:
         infos = [entry.info() for entry in newest]
         return steps_to_delete(infos, self._policy, context=DecisionContext(self._clock()))
 
-    def _deleted(self, name: str) -> None:
+    def forget(self, name: str) -> None:
+        """Take note that a step directory is gone."""
         with self._guard:
             self._entries = [entry for entry in self._entries if entry.name != name]
             self._deleting.discard(name)
             self._left -= {name}
             self._infos = None
+
+    def _deleted(self, name: str) -> None:
+        self.forget(name)
         self.history.add("delete", self._clock(), name=name)
 
     @contextlib.contextmanager

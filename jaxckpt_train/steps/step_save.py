@@ -100,7 +100,11 @@ class StepSave:
         self._run.committed(committed, self._info)
         spent_s = times.write_s + times.commit_s
         self._note(ok=True, bytes_per_s=round(times.bytes / spent_s) if spent_s > 0 else math.inf)
-        self._run.retain()
+        try:
+            self._run.retain()
+        except BaseException as error:
+            error.add_note(f"step {self._record['step']} is committed; what failed is deciding which steps to keep")
+            raise
         return describe(committed)
 
     def _note(self, **outcome: Any) -> None:

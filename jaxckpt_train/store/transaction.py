@@ -19,6 +19,8 @@ import itertools
 import logging
 import os
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -26,6 +28,7 @@ import numpy as np
 from jaxckpt_train.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
+    FormatVersionError,
     IncompleteCheckpointError,
     NotACheckpointError,
     StorageError,
@@ -53,6 +56,7 @@ from jaxckpt_train.store.manifest import (
 )
 
 _log = logging.getLogger("jaxckpt_train")
+T = TypeVar("T")
 _MAX_COMMIT_BYTES = 4096
 _ATTEMPT = re.compile(r"\.(?P<final>.+)\.tmp-(?P<tag>[0-9a-f]{8}-[0-9a-f]{8}-[0-9]+-[0-9]+)-[0-9]+")
 
@@ -282,6 +286,32 @@ def open_committed(backend: Backend, directory: str) -> Committed:
     if hashlib.sha256(data).hexdigest() != commit.manifest_sha256:
         raise CorruptCheckpointError(f"{manifest_file}: changed since it was committed (SHA-256 differs)")
     return Committed(directory, decode_manifest(data, manifest_file), commit.manifest_sha256)
+
+
+def use_committed(backend: Backend, directory: str, use: Callable[[Committed], T]) -> T:
+    """Open a checkpoint and call `use` with it; once more whenever another one took its place meanwhile.
+
+    Raises:
+        As `open_committed`, and what `use` raises.
+    """
+    seen = None
+    while True:
+        try:
+            committed = open_committed(backend, directory)
+            seen = committed.manifest_sha256
+            return use(committed)
+        except (CorruptCheckpointError, StorageError):
+            now = _manifest_digest(backend, directory)
+            if now is None or now == seen:
+                raise
+            seen = now
+
+
+def _manifest_digest(backend: Backend, directory: str) -> str | None:
+    try:
+        return open_committed(backend, directory).manifest_sha256
+    except (NotACheckpointError, CorruptCheckpointError, FormatVersionError, StorageError):
+        return None
 
 
 def read_whole(backend: Backend, directory: str, name: str, limit: int | None) -> np.ndarray:

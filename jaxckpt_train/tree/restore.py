@@ -18,7 +18,7 @@ from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import Progress, read_boxes
 from jaxckpt_train.store.transaction import Committed
-from jaxckpt_train.tree.flatten import EMPTY, PLACEHOLDER, flatten, unflatten
+from jaxckpt_train.tree.flatten import EMPTY, PLACEHOLDER, Flat, flatten, unflatten
 from jaxckpt_train.tree.leaf_records import (
     STORED,
     ArrayLeaf,
@@ -87,10 +87,22 @@ class TreeRestore:
             MismatchError: before anything is read: every difference between the checkpoint and `like`.
             CorruptCheckpointError: bytes are not what was saved.
         """
+        if like is None:
+            names = rename_map(list(self.record.leaves), options.rename or {})
+            return self._load_all(names, leaf_filter(options.only), options, progress)
+        flat, names, jobs = self._plan(like, options)
+        loaded = dict(zip((names[job.name] for job in jobs), self._produce(jobs, options.cast, progress), strict=True))
+        return unflatten(like, [loaded.get(n, leaf) for n, leaf in zip(flat.names, flat.leaves, strict=True)])
+
+    def compare(self, like: Any, options: LoadOptions) -> None:
+        """Raise MismatchError where `load` would; nothing is read."""
+        if like is not None:
+            self._plan(like, options)
+
+    def _plan(self, like: Any, options: LoadOptions) -> tuple[Flat, dict[str, str], list[_Job]]:
+        """The target's leaves, the names that stored leaves have in it, and the leaves to produce."""
         names = rename_map(list(self.record.leaves), options.rename or {})
         selected = leaf_filter(options.only)
-        if like is None:
-            return self._load_all(names, selected, options, progress)
         flat = flatten(like)
         given = _shardings_by_name(options.shardings)
         wants = {
@@ -105,8 +117,7 @@ class TreeRestore:
             for name, want in wants.items()
             if want.form != "skip" and name not in kept
         ]
-        loaded = dict(zip((names[job.name] for job in jobs), self._produce(jobs, options.cast, progress), strict=True))
-        return unflatten(like, [loaded.get(n, leaf) for n, leaf in zip(flat.names, flat.leaves, strict=True)])
+        return flat, names, jobs
 
     def _compare(
         self,

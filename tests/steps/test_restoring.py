@@ -5,14 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
 import jaxckpt_train as jct
+from jaxckpt_train.store.local import LocalBackend
 from tests.steps.fake_backends import HoldingBackend
 from tests.steps.runs import (
     DAMAGE,
@@ -254,3 +259,54 @@ def test_a_reader_writes_nothing(tmp_path: Path) -> None:
     manager.metadata()
     manager.close()
     assert {path.name: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_mismatch_of_the_state_leaves_the_data_iterator_where_it_was(tmp_path: Path, in_place: bool) -> None:
+    data = Counter()
+    next(data)
+    saved: Any = nnx.Linear(2, 2, rngs=nnx.Rngs(0)) if in_place else state_of(1)
+    other: Any = nnx.Linear(2, 3, rngs=nnx.Rngs(0)) if in_place else {**state_of(1), "more": np.ones(2)}
+    with jct.StepManager(tmp_path / "run") as manager:
+        manager.save(1, {"data": data, "state": saved})
+        manager.wait()
+    fresh = Counter()
+    with pytest.raises(jct.MismatchError):
+        jct.StepManager(tmp_path / "run").restore({"data": fresh, "state": other})
+    assert fresh.position == 0
+    jct.StepManager(tmp_path / "run").restore({"data": fresh, "state": saved})
+    assert fresh.position == 1
+
+
+class DeletingBackend(LocalBackend):
+    """Before the manifest of a step is first read, its owner deletes the step."""
+
+    def __init__(self, delete: Callable[[], None]) -> None:
+        super().__init__()
+        self._delete: list[Callable[[], None]] = [delete]
+
+    def open(self, directory: str, name: str, *, direct: Any) -> Any:
+        if name == "COMMIT" and self._delete:
+            self._delete.pop()()
+        return super().open(directory, name, direct=direct)
+
+
+def test_a_reader_looks_again_when_a_step_goes_under_its_eyes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = made_run(tmp_path / "run", 1)
+    with jct.StepManager(run, preservation_policy=jct.LatestN(1)) as owner:
+
+        def save_next() -> None:
+            save_steps(owner, 2)
+            assert owner._run._deleter.wait(60)
+
+        assert step_of(jct.StepManager(run, backend=DeletingBackend(save_next)).restore()) == 2
+    assert "cannot be restored" not in caplog.text
+
+
+def test_an_owner_whose_step_was_removed_by_hand_goes_on_with_the_one_before(tmp_path: Path) -> None:
+    with jct.StepManager(made_run(tmp_path / "run", 1, 2)) as owner:
+        owner.own()
+        shutil.rmtree(step_path(tmp_path / "run", 2))
+        assert step_of(owner.restore()) == 1
+        with pytest.raises(jct.StepNotFoundError, match="has no committed step 2"):
+            owner.restore(step=2)
