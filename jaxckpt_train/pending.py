@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import queue
 import sys
 import threading
 import traceback
@@ -39,13 +40,19 @@ class PendingSave(Generic[T]):
         self._ended = Latch()
         self._process = os.getpid()
         self._work: Callable[[], T] | None = work
+        # A new thread that works at once keeps its maker from going on for a switch interval, 5 ms: this one waits.
+        self._go: queue.SimpleQueue[None] = queue.SimpleQueue()
         thread = threading.Thread(target=self._run, name="jaxckpt-save", daemon=True)
         with _under_way_lock:
             _under_way.add(self)
             _threads.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        finally:
+            self._go.put(None)
 
     def _run(self) -> None:
+        self._go.get()
         try:
             result = self._work_once()
         except BaseException as error:  # noqa: BLE001  # a thread's edge: raised to the user by wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,16 +13,14 @@ from jaxckpt_train.store.dtypes import safetensors_form
 from jaxckpt_train.store.segment import MAX_HEADER_BYTES, Tensor, encode_header, header_share_bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class ChunkSource:
+class ChunkSource(NamedTuple):
     """One chunk to write: its box, and the array that holds it (any strides; made row-major when its turn comes)."""
 
     box: Box
     data: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True)
-class ArraySource:
+class ArraySource(NamedTuple):
     """One array to write: name, global shape, dtype, the sharding to record, and chunks whose boxes tile it."""
 
     name: str
@@ -31,8 +30,7 @@ class ArraySource:
     sharding: object = None
 
 
-@dataclasses.dataclass(frozen=True)
-class PlacedChunk:
+class PlacedChunk(NamedTuple):
     """A chunk with its place: number of the array in its checkpointable, offset in the file, and length."""
 
     array: int
