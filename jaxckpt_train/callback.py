@@ -232,7 +232,7 @@ class CheckpointCallback:
         """Whether the last completed update is committed, or on its way: a save that failed counts for nothing."""
         if self._saved != self._loop.step:
             return False
-        return self.manager.is_saving_in_progress() or self._saved in self.manager.steps
+        return self.manager.is_saving_in_progress() or self.manager.is_committed(self._saved)
 
     def poll(self) -> bool:
         """Notice a preemption inside an evaluation or warm-up; saves the last completed update if that is safe.

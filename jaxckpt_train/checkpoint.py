@@ -20,7 +20,14 @@ from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.local import LocalBackend, file_exists, is_file
-from jaxckpt_train.store.transaction import Committed, Transaction, is_committed, remove_dead_attempts, use_committed
+from jaxckpt_train.store.transaction import (
+    Committed,
+    Transaction,
+    is_committed,
+    manifest_digest,
+    remove_dead_attempts,
+    use_committed,
+)
 from jaxckpt_train.store.verify import VerifyReport
 from jaxckpt_train.store.verify import verify as verify_committed
 from jaxckpt_train.store.writer import Progress
@@ -233,7 +240,11 @@ def verify(path: PathLike, *, settings: StoreSettings | None = None) -> VerifyRe
     Raises:
         NotACheckpointError: nothing committed at `path`.
     """
-    return verify_committed(_BACKEND, absolute(path), settings or StoreSettings())
+    while True:
+        before = manifest_digest(_BACKEND, absolute(path))
+        report = verify_committed(_BACKEND, absolute(path), settings or StoreSettings())
+        if report.ok or manifest_digest(_BACKEND, absolute(path)) in (None, before):
+            return report  # else another checkpoint took its place meanwhile
 
 
 def _main_part(committed: Committed) -> str:

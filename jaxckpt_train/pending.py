@@ -50,6 +50,9 @@ class PendingSave(Generic[T]):
             thread.start()
         finally:
             self._go.put(None)
+            if thread.ident is None:  # refused: there is nothing to wait for at exit
+                self.mark_reported()
+                _threads.discard(thread)
 
     def _run(self) -> None:
         self._go.get()

@@ -17,6 +17,7 @@ import safetensors.numpy
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxckpt_train as jct
+from jaxckpt_train.store.verify import verify
 from tests.tree.same_trees import assert_same, raw
 
 FAST = jct.StoreSettings(durability="none")
@@ -297,3 +298,22 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(tmp_path: 
     jct.save_checkpointables(tmp_path / "c", {"data": data, "state": {"w": np.zeros(3000)}})
     found = jct.load_checkpointables(tmp_path / "c", {"data": data, "state": None})
     assert (found["state"]["w"] == 2).all()
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_verified_is_verified_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jct.save(tmp_path / "c", {"w": np.zeros(3000)})
+    swaps = [1.0, 2.0]
+
+    def verify_late(backend: Any, path: str, settings: Any) -> Any:
+        if swaps:  # as if it had read the one and then the other
+            (tmp_path / "c" / "state" / "p00000-s000.safetensors").unlink()
+            report = verify(backend, path, settings)
+            assert not report.ok
+            jct.save(tmp_path / "c", {"w": np.full(3000, swaps.pop())}, overwrite=True)
+            return report
+        return verify(backend, path, settings)
+
+    monkeypatch.setattr("jaxckpt_train.checkpoint.verify_committed", verify_late)
+    assert jct.verify(tmp_path / "c").ok

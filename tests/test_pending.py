@@ -223,3 +223,15 @@ def test_sigterm_without_a_handler_leaves_only_what_was_committed(tmp_path: Path
         assert jct.verify(tmp_path / "c2").ok
     jct.save(tmp_path / "c2", {"w": 1}, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "c2"]  # what the dead attempt left is gone
+
+
+def test_a_thread_that_cannot_be_started_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = set(under_way())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            PendingSave("x", lambda: None)
+    assert under_way() == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+from collections.abc import Set
 from typing import Any
 
 import msgspec
@@ -29,31 +30,45 @@ def scan(backend: Backend, directory: str) -> list[Entry]:
 
     A step whose manifest cannot be read is listed too: a restore finds out and falls back, with a warning.
     """
+    names = _step_names(backend, directory)
+    while True:
+        entries = _entries(backend, directory, names)
+        missing = names - {entry.name for entry in entries if entry.tells_lineage}
+        now = _step_names(backend, directory) if missing else names
+        if missing <= now:
+            return in_order(entries)
+        names = now  # the owner deleted a step while it was looked at, and has saved another
+
+
+def _entries(backend: Backend, directory: str, names: Set[str]) -> list[Entry]:
+    notes = _Notes(backend, directory)
+    entries = []
+    for name in sorted(names):
+        parsed = parse_step_name(name)
+        if parsed is not None and is_committed(backend, f"{directory}/{name}"):
+            info = _read_info(backend, f"{directory}/{name}")
+            entries.append(notes.added_to(entry_from_manifest(name, *parsed, info)))
+    return entries
+
+
+def _step_names(backend: Backend, directory: str) -> set[str]:
     try:
         names = [entry.name for entry in backend.list(directory) if entry.kind == "directory"]
     except StorageError as error:
         if error.errno == errno.ENOENT:
-            return []
+            return set()
         raise
-    notes = _Notes(backend, directory)
-    entries = []
-    for name in names:
-        parsed = parse_step_name(name)
-        if parsed is not None and is_committed(backend, f"{directory}/{name}"):
-            entries.append(
-                notes.added_to(entry_from_manifest(name, *parsed, _read_info(backend, f"{directory}/{name}")))
-            )
-    return in_order(entries)
+    return {name for name in names if parse_step_name(name) is not None}
 
 
 class _Notes:
     """What was said of steps after they were committed: pins, and metrics of evaluations that ended later."""
 
     def __init__(self, backend: Backend, directory: str) -> None:
-        self._metrics: dict[str | int, dict[str, float]] = {}
+        self._metrics: dict[object, dict[str, float]] = {}
         self._pinned: set[int] = set()
         for note in read_lines(backend, directory, NOTES_NAME):
-            step, name = note.get("step"), note.get("name")
+            step = note.get("step")
             if not isinstance(step, int):
                 continue
             if note.get("pin") is True:
@@ -61,11 +76,11 @@ class _Notes:
             elif note.get("pin") is False:
                 self._pinned.discard(step)
             if isinstance(note.get("metrics"), dict):
-                of = name if isinstance(name, str) else step
+                of = (note["name"], note.get("saved")) if "name" in note else step  # a name may be given again
                 self._metrics.setdefault(of, {}).update(metrics_from_json(note["metrics"]))
 
     def added_to(self, entry: Entry) -> Entry:
-        later = self._metrics.get(entry.step, {}) | self._metrics.get(entry.name, {})
+        later = self._metrics.get(entry.step, {}) | self._metrics.get((entry.name, entry.time.isoformat()), {})
         metrics = {**(entry.metrics or {}), **later}
         return dataclasses.replace(entry, metrics=metrics or None, pinned=entry.step in self._pinned)
 

@@ -22,7 +22,7 @@ class Entry:
         sequence: the how-manieth save of the run it was; orders steps by when they were saved, also after a roll-back.
         run: id of the run that saved it; None: not told.
         left_behind: names of the directories that a roll-back before this save has left behind.
-        is_readable: whether the manifest could be read.
+        tells_lineage: whether its manifest could be read, and is of the run whose directory this is.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Entry:
     temporary: bool
     run: str | None = None
     left_behind: tuple[str, ...] = ()
-    is_readable: bool = True
+    tells_lineage: bool = True
     pinned: bool = False
 
     @property
@@ -61,7 +61,7 @@ def entry_from_manifest(name: str, step: int, generation: int, info: Mapping[str
         temporary=info.get("temporary") is True,
         run=run if isinstance(run, str) else None,
         left_behind=tuple(each for each in left if isinstance(each, str)) if isinstance(left, list) else (),
-        is_readable=bool(info),
+        tells_lineage=bool(info),
     )
 
 

@@ -28,7 +28,8 @@ def in_order(entries: Sequence[Entry]) -> list[Entry]:
     for entry in entries:
         if entry not in known:
             before = (other.sequence for other in known if other.step <= entry.step)
-            placed.append(dataclasses.replace(entry, sequence=max(before, default=-1), left_behind=()))
+            last = max(before, default=-1)
+            placed.append(dataclasses.replace(entry, sequence=last, left_behind=(), tells_lineage=False))
     return sorted(placed, key=lambda entry: entry.order)
 
 
@@ -38,14 +39,16 @@ def left_behind(entries: Sequence[Entry]) -> frozenset[str]:
     Args:
         entries: in order.
     """
-    told = [entry for entry in entries if entry.is_readable]
-    return frozenset(told[-1].left_behind) if told else frozenset()
+    told = [entry for entry in entries if entry.tells_lineage]
+    names = {entry.name for entry in entries}
+    return frozenset(names.intersection(told[-1].left_behind)) if told else frozenset()
 
 
 def left_behind_by(restored: Entry, entries: Sequence[Entry]) -> frozenset[str]:
     """The names of those that are left behind once `restored` is what the run goes on from."""
+    before = [entry for entry in entries if entry.order <= restored.order]
     later = {entry.name for entry in entries if entry.order > restored.order}
-    return frozenset({*restored.left_behind, *later})
+    return left_behind(before) - {restored.name} | later
 
 
 def line_last(entries: Sequence[Entry], left: Collection[str]) -> list[Entry]:

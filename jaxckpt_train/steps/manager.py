@@ -6,12 +6,12 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from jaxckpt_train.checkpoint import PathLike, absolute
-from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
+from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
 from jaxckpt_train.errors import SettingsError, StepNotFoundError
 from jaxckpt_train.multihost import current
 from jaxckpt_train.pending import PendingSave
@@ -28,16 +28,16 @@ from jaxckpt_train.steps.policy_context import (
     decide,
 )
 from jaxckpt_train.steps.ranking import rank_checkpoints
-from jaxckpt_train.steps.restoring import Restored, StepVanishedError, restore_newest
+from jaxckpt_train.steps.restoring import StepVanishedError, describe_listed, restore_newest
 from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.steps.step_names import check_step
 from jaxckpt_train.steps.step_save import Clock, SaveRequest, SaveResult, StepSave, utc_now
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.reader import Progress
-from jaxckpt_train.store.transaction import open_committed
 
 _log = logging.getLogger("jaxckpt_train")
+T = TypeVar("T")
 
 
 class StepManager:
@@ -147,6 +147,10 @@ class StepManager:
         """As `decide`, without the reason."""
         return self.decide(step, metrics).save
 
+    def is_committed(self, step: int) -> bool:
+        """Whether this step is committed, and was not left behind by a roll-back."""
+        return any(info.step == step for info in self._run.infos())
+
     def is_saving_in_progress(self) -> bool:
         """Whether a save is under way in the background."""
         return self._pending is not None and not self._pending.done()
@@ -235,7 +239,9 @@ class StepManager:
         *,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
-        """Restore checkpointables into targets.
+        """Restore checkpointables into targets, to go on from there.
+
+        In an owner an older step is a roll-back; to look at one only, use `jaxckpt_train.load_checkpointables`.
 
         Args:
             targets: by name; a target of None means without one. None: all checkpointables, without targets.
@@ -251,19 +257,20 @@ class StepManager:
             MismatchError: a target does not fit; nothing was read.
         """
         self.wait()
-        restored = self._restore(targets, step, progress)
+        more: dict[str, Any] = {"targets": targets, "settings": self.settings, "progress": progress}
+        restored = self._with_entries(step, functools.partial(restore_newest, self._backend, self.directory, **more))
         self.restored_step = restored.entry.step
         self._run.rolled_back_to(restored.entry)
         if self._run.is_owner:
             self.history.add("restore", self._clock(), **restored.record())
         return restored.results
 
-    def _restore(self, targets: Mapping[str, Any] | None, step: int | None, progress: Progress | None) -> Restored:
+    def _with_entries(self, step: int | None, use: Callable[[list[Entry]], T]) -> T:
         while True:
             candidates = self._candidates(step)
             try:
                 with self._run.reading(candidates):
-                    return restore_newest(self._backend, self.directory, candidates, targets, self.settings, progress)
+                    return use(candidates)
             except StepVanishedError as gone:  # the owner deleted it after it was listed: look again
                 self._run.forget(gone.name)
 
@@ -320,13 +327,13 @@ class StepManager:
         Raises:
             StepNotFoundError: there is no such step, or none at all.
         """
-        return describe(open_committed(self._backend, f"{self.directory}/{self._candidates(step)[0].name}"))
+        return self._with_entries(step, lambda listed: describe_listed(self._backend, self.directory, listed[0]))
 
     def check(self) -> None:
         """Raise the error of a save that failed in the background, once."""
         pending = self._pending
         if pending is not None and pending.done():
-            self._pending = None
+            self._pending = None if self._pending is pending else self._pending
             pending.wait()
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -350,7 +357,8 @@ class StepManager:
         if pending is None:
             return None
         error = pending.outcome(timeout_s)
-        self._pending = None
+        if self._pending is pending:  # else another thread has begun the next one meanwhile
+            self._pending = None
         return error
 
     def wait_until_finished(self) -> None:

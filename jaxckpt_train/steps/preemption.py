@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -16,6 +18,18 @@ from jaxckpt_train.store.local import file_exists
 
 FILE_POLL_S = 1.0
 _log = logging.getLogger("jaxckpt_train")
+
+
+_notices: weakref.WeakSet[SignalNotice] = weakref.WeakSet()
+
+
+def _restore_in_child() -> None:
+    """A forked child, such as a worker of a pool, has no save to wait for: a signal ends it as it would elsewhere."""
+    for notice in list(_notices):
+        notice.restore()
+
+
+os.register_at_fork(after_in_child=_restore_in_child)
 
 
 class SignalNotice:
@@ -29,6 +43,7 @@ class SignalNotice:
         self.received: str | None = None
         self._numbers = [_signal_number(name) for name in names]
         self._before: dict[int, Any] = {}
+        _notices.add(self)
 
     def install(self) -> None:
         """Install the handlers; only the main thread can, elsewhere this warns and does nothing."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
 from jaxckpt_train.checkpointables.loading import load_parts
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
@@ -76,6 +77,21 @@ class Restored:
             "bytes_per_s": round(self.bytes / self.restore_s),
             "skipped": [each.name for each in self.damaged] or None,
         }
+
+
+def describe_listed(backend: Backend, directory: str, entry: Entry) -> CheckpointMetadata:
+    """What a listed step holds.
+
+    Raises:
+        CorruptCheckpointError: its manifest is damaged.
+        StepVanishedError: it is not there any more; look again.
+    """
+    try:
+        return describe(open_committed(backend, f"{directory}/{entry.name}"))
+    except (CorruptCheckpointError, NotACheckpointError) as error:
+        if is_committed(backend, f"{directory}/{entry.name}"):
+            raise
+        raise StepVanishedError(entry.name) from error
 
 
 def restore_newest(

@@ -122,11 +122,17 @@ class RunDirectory:
             left = left_behind_by(self._restored, self._entries)
         return [entry for entry in self._entries if entry.name not in left | self._deleting]
 
-    def lineage(self) -> dict[str, Any]:
-        """What the manifest of the next save says of its place in the run."""
+    def lineage(self, step: int) -> dict[str, Any]:
+        """What the manifest of the next save says of its place in the run.
+
+        To save a step of the line anew is to roll back to before it: what came after the old one is left behind.
+        """
         with self._guard:
             sequence = max((entry.sequence for entry in self._entries), default=-1) + 1
-            return {"run": self._id, "sequence": sequence, "left_behind": sorted(self._left)}
+            line = self._line()
+            same = [entry.order for entry in line if entry.step == step]
+            later = {entry.name for entry in line if same and entry.order > max(same)}
+            return {"run": self._id, "sequence": sequence, "left_behind": sorted(self._left | later)}
 
     def name_for(self, step: int, overwrite: bool) -> str:
         """The directory name under which a step is to be saved: its next generation if it must not be kept as it is.
@@ -157,18 +163,20 @@ class RunDirectory:
         with self._guard:
             pinned = any(each.pinned for each in self._entries if each.step == step)
             self._entries.append(dataclasses.replace(entry, pinned=pinned))
+            self._left = frozenset(entry.left_behind) - {name}
             self._infos = None
 
     def retain(self) -> None:
         """Hand what no policy keeps to the deleter. Called after a commit; never touches what is not older.
 
         What a roll-back has left behind, or what was damaged and skipped, is not counted by the policy; it goes when
-        the run has saved the same step again.
+        the run has saved the same step again, unless it is pinned.
         """
         with self._guard:
             newest = newest_generations(self._line())
             saved, steps = {entry.step for entry in newest}, self._steps_to_delete(newest)
             doomed = {entry.name for entry in self._entries if entry.step in saved} - {entry.name for entry in newest}
+            doomed -= {entry.name for entry in self._entries if entry.pinned and entry.name in self._left}
             doomed |= {entry.name for entry in newest if entry.step in steps}
             doomed -= {*self._deleting, *self._being_read, newest[-1].name if newest else ""}
             self._deleting |= doomed
@@ -217,7 +225,7 @@ class RunDirectory:
 
     def note(self, entry: Entry, note: Mapping[str, Any]) -> None:
         """Write a pin of a step, or metrics of one generation of it, durably."""
-        line = {"step": entry.step, "name": entry.name, **note}
+        line = {"step": entry.step, "name": entry.name, "saved": entry.time.isoformat(), **note}
         end_line(self._backend, self._directory, NOTES_NAME)  # a crash may have left half a line
         append_line(self._backend, self._directory, NOTES_NAME, line)
         self._backend.sync(f"{self._directory}/{NOTES_NAME}")

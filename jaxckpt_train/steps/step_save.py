@@ -77,7 +77,7 @@ class StepSave:
         self.metrics = plain_metrics(request.metrics)
         self._info = run_info(
             step=request.step,
-            **run.lineage(),
+            **run.lineage(request.step),
             metrics=metrics_to_json(self.metrics),
             custom_metadata=request.custom_metadata,
             temporary=request.temporary,

@@ -301,13 +301,14 @@ def use_committed(backend: Backend, directory: str, use: Callable[[Committed], T
             seen = committed.manifest_sha256
             return use(committed)
         except (CorruptCheckpointError, StorageError):
-            now = _manifest_digest(backend, directory)
+            now = manifest_digest(backend, directory)
             if now is None or now == seen:
                 raise
             seen = now
 
 
-def _manifest_digest(backend: Backend, directory: str) -> str | None:
+def manifest_digest(backend: Backend, directory: str) -> str | None:
+    """SHA-256 of the manifest of the checkpoint that is there now; None: there is none that can be opened."""
     try:
         return open_committed(backend, directory).manifest_sha256
     except (NotACheckpointError, CorruptCheckpointError, FormatVersionError, StorageError):

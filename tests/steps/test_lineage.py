@@ -148,3 +148,70 @@ def test_metrics_stay_with_the_generation_that_had_them(tmp_path: Path) -> None:
         assert {info.step: info.metrics for info in manager._run.infos()} == {1: None, 2: {"loss": 7.0}}
     (entry,) = (entry for entry in jct.StepManager(run)._run.newest() if entry.step == 2)
     assert (entry.metrics, entry.pinned) == ({"loss": 7.0}, True)
+
+
+def test_a_name_that_is_free_again_is_not_left_behind(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", 25, 30)
+    flip_a_payload_byte(step_path(run, 30))
+    with jct.StepManager(run) as manager:
+        assert step_of(manager.restore()) == 25
+        save_steps(manager, 28)
+    shutil.rmtree(step_path(run, 30))
+    with jct.StepManager(run, preservation_policy=jct.LatestN(2)) as manager:
+        manager.restore()
+        save_steps(manager, 30)
+        assert manager.latest == 30
+    again = jct.StepManager(run)
+    assert (again.steps, step_of(again.restore())) == ([28, 30], 30)
+
+
+def test_saving_an_earlier_step_anew_is_a_roll_back(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", 10, 20, 30)
+    with jct.StepManager(run) as manager:
+        save_steps(manager, 20, overwrite=True)
+    with jct.StepManager(run) as manager:
+        assert step_of(manager.restore()) == 20
+        save_steps(manager, 30)
+        assert manager.latest == 30
+    assert sorted(path.name for path in run.glob("step-*"))[1:] == ["step-0000000020.g1", "step-0000000030.g1"]
+
+
+def test_a_pinned_step_stays_though_a_new_branch_saves_its_number(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", 10, 20, 30)
+    with jct.StepManager(run, preservation_policy=jct.LatestN(1)) as manager:
+        manager.pin(30)
+        manager.restore(step=10)
+        save_steps(manager, 20, 30)
+    assert jct.verify(step_path(run, 30)).ok
+    assert jct.verify(run / "step-0000000030.g1").ok
+
+
+def test_metrics_of_a_deleted_step_do_not_come_back_with_its_name(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", 1, 2)
+    with jct.StepManager(run) as manager:
+        manager.attach_metrics(2, {"loss": 0.01})
+    shutil.rmtree(step_path(run, 2))
+    with jct.StepManager(run) as manager:
+        manager.save(2, {"state": state_of(2)}, metrics={"loss": 7.0})
+    assert [info.metrics for info in jct.StepManager(run)._run.infos()] == [None, {"loss": 7.0}]
+
+
+def test_a_copied_step_does_not_bring_back_what_was_left_behind(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", 10, 20, 30)
+    with jct.StepManager(run) as manager:
+        manager.restore(step=10)
+        save_steps(manager, 15, 17)
+    other = made_run(tmp_path / "other", 18)
+    shutil.copytree(step_path(other, 18), step_path(run, 18))
+    with jct.StepManager(run, preservation_policy=jct.LatestN(3)) as manager:
+        assert step_of(manager.restore()) == 18
+        save_steps(manager, 19)
+    assert jct.StepManager(run).steps == [17, 18, 19, 20, 30]
+
+
+def test_a_step_that_was_left_behind_is_not_committed(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", 10, 20, 30)
+    with jct.StepManager(run) as manager:
+        manager.restore(step=20)
+        manager.own()
+        assert [manager.is_committed(step) for step in (10, 20, 30, 40)] == [True, True, False, False]

@@ -110,7 +110,7 @@ def test_names_of_new_saves(tmp_path: Path) -> None:
         assert run.name_for(2, overwrite=True) == "step-0000000002.g1"
         with pytest.raises(jct.CheckpointExistsError, match="step 2 is committed already"):
             run.name_for(2, overwrite=False)
-        assert run.lineage()["sequence"] == 2
+        assert run.lineage(3)["sequence"] == 2
     finally:
         run.close()
 
