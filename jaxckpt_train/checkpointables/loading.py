@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,13 @@ class OpenPart:
 
     def tree(self, like: Any) -> Any:
         """The stored leaves in the structure of `like`; with None, nested dicts and lists of numpy arrays."""
-        return self._restore().load(like, self._options, self._progress)
+        return self._restore.load(like, self._options, self._progress)
 
     def compare(self, like: Any) -> None:
         """Raise MismatchError where `tree` would; nothing is read."""
-        self._restore().compare(like, self._options)
+        self._restore.compare(like, self._options)
 
+    @functools.cached_property
     def _restore(self) -> TreeRestore:
         return TreeRestore(self._backend, self._committed, self._part, self._settings)
 

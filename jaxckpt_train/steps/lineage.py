@@ -23,25 +23,29 @@ def in_order(entries: Sequence[Entry]) -> list[Entry]:
     saved it: both are placed by their numbers. What such a copy says of its own run's branches is forgotten.
     """
     home = home_run(entries)
-    known = [entry for entry in entries if entry.sequence >= 0 and entry.run in (None, home)]
-    placed = list(known)
+    known: list[Entry] = []
+    others: list[Entry] = []
     for entry in entries:
-        if entry not in known:
-            before = (other.sequence for other in known if other.step <= entry.step)
-            last = max(before, default=-1)
-            placed.append(dataclasses.replace(entry, sequence=last, left_behind=(), tells_lineage=False))
+        (known if entry.sequence >= 0 and entry.run in (None, home) else others).append(entry)
+    placed = list(known)
+    for entry in others:
+        last = max((other.sequence for other in known if other.step <= entry.step), default=-1)
+        placed.append(dataclasses.replace(entry, sequence=last, left_behind=(), tells_lineage=False))
     return sorted(placed, key=lambda entry: entry.order)
 
 
 def left_behind(entries: Sequence[Entry]) -> frozenset[str]:
     """The names of those that are no part of the line of the last save, as that save says.
 
+    Never its own: it may have been given the name of one that was left behind and is deleted.
+
     Args:
         entries: in order.
     """
-    told = [entry for entry in entries if entry.tells_lineage]
-    names = {entry.name for entry in entries}
-    return frozenset(names.intersection(told[-1].left_behind)) if told else frozenset()
+    last = next((entry for entry in reversed(entries) if entry.tells_lineage), None)
+    if last is None:
+        return frozenset()
+    return frozenset({entry.name for entry in entries}.intersection(last.left_behind) - {last.name})
 
 
 def left_behind_by(restored: Entry, entries: Sequence[Entry]) -> frozenset[str]:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train.steps.entry import entry_from_manifest
+from jaxckpt_train.steps.lineage import left_behind
 from tests.steps.runs import flip_a_payload_byte, made_run, save_steps, state_of, step_of, step_path
 
 
@@ -215,3 +217,9 @@ def test_a_step_that_was_left_behind_is_not_committed(tmp_path: Path) -> None:
         manager.restore(step=20)
         manager.own()
         assert [manager.is_committed(step) for step in (10, 20, 30, 40)] == [True, True, False, False]
+
+
+def test_a_save_never_leaves_itself_behind() -> None:
+    info = {"sequence": 0, "created": "2026-03-01T00:00:00+00:00", "left_behind": ["a", "b"]}
+    first, second = (entry_from_manifest(name, 1, 0, {**info, "sequence": n}) for n, name in enumerate("ab"))
+    assert left_behind([first, second]) == {"a"}
