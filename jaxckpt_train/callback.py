@@ -137,7 +137,7 @@ class CheckpointCallback:
             self._start()
             self._resumed = True
             if data is not None:
-                stage_all({"data": data}, SaveTimes())  # an iterator that cannot be saved is told now, not at step 500
+                stage_all({"data": data}, SaveTimes(), StoreSettings())  # one that cannot be saved is told now
             there_is_one = self.manager.latest is not None
             values = self._restore(values) if there_is_one else self._initialise(values)
             self._loop.begin(values, completed=self._saved or 0)

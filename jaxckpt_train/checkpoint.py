@@ -14,7 +14,7 @@ import msgspec
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
 from jaxckpt_train.checkpointables.flax_legacy import load_flax_file
 from jaxckpt_train.checkpointables.loading import load_parts
-from jaxckpt_train.checkpointables.saving import SaveTimes, encode_value, stage_all, write_parts
+from jaxckpt_train.checkpointables.saving import SaveTimes, encode_value, stage_all, wait_until_taken, write_parts
 from jaxckpt_train.errors import CheckpointExistsError, MismatchError, UnsupportedLeafError
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings
@@ -143,7 +143,7 @@ def save_checkpointables_async(
             )
         if not overwrite:
             raise CheckpointExistsError(f"{final}: exists; pass overwrite=True to replace it, or choose another path")
-    parts = stage_all(checkpointables, times)
+    parts = stage_all(checkpointables, times, chosen)
     info = run_info(custom_metadata)
     transaction = Transaction(_BACKEND, final, chosen)
     remove_dead_attempts(_BACKEND, final)
@@ -151,7 +151,9 @@ def save_checkpointables_async(
     def work() -> CheckpointMetadata:
         return describe(write_parts(transaction, _BACKEND, parts, info, chosen, times, replace=overwrite))
 
-    return PendingSave(final, work)
+    pending = PendingSave(final, work)
+    wait_until_taken(parts)
+    return pending
 
 
 def load(

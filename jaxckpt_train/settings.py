@@ -11,11 +11,13 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 Durability = Literal["full", "file", "none"]
 DigestName = Literal["xxh3-128", "sha256", "blake3"]
+SnapshotMode = Literal["auto", "host", "device", "stream"]
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "durability": ("full", "file", "none"),
     "digest": ("xxh3-128", "sha256", "blake3"),
     "direct_io": ("auto", True, False),
+    "snapshot": ("auto", "host", "device", "stream"),
 }
 _MINIMUM = {"segment_bytes": 1 * MIB, "staging_bytes": 1 * MIB, "read_budget_bytes": 1 * MIB, "io_threads": 1}
 
@@ -37,6 +39,12 @@ class StoreSettings:
         direct_io: True: `O_DIRECT` or an error; False: through the page cache; "auto": direct where the file
             system takes it.
 
+        snapshot: how the call to save makes the state on accelerators safe. "host": it copies it to host memory;
+            "device": it orders copies on the devices, which need memory for the state twice until they are written;
+            "auto": "device" where that surely fits beside all that training has used before, else "host"; "stream": it
+            returns once all is written, with never more than `staging_bytes` of the state in host memory. State on the
+            CPU is not copied ("auto" and "host").
+
     Raises:
         SettingsError: a value is out of range or of the wrong type.
     """
@@ -49,6 +57,7 @@ class StoreSettings:
     read_budget_bytes: int = 256 * MIB
     io_threads: int = 2
     direct_io: bool | Literal["auto"] = "auto"
+    snapshot: SnapshotMode = "auto"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

@@ -33,7 +33,7 @@ def load_flax_file(backend: Backend, path: str, like: Any, settings: StoreSettin
     tree = _restore(backend, path)
     memory = MemoryBackend()
     transaction = Transaction(memory, "/flax", settings)
-    parts = stage_all({_NAME: tree}, SaveTimes())
+    parts = stage_all({_NAME: tree}, SaveTimes(), settings)
     committed = write_parts(transaction, memory, parts, {}, settings, SaveTimes(), replace=False)
     return load_parts(memory, committed, {_NAME: like}, settings, options)[_NAME]
 

@@ -58,8 +58,8 @@ class SaveTimes:
     bytes: int = 0
 
 
-def stage_all(checkpointables: Mapping[str, Any], times: SaveTimes) -> list[StagedPart]:
-    """Take all checkpointables as they are now.
+def stage_all(checkpointables: Mapping[str, Any], times: SaveTimes, settings: StoreSettings) -> list[StagedPart]:
+    """Take all checkpointables as they are now; `wait_until_taken` says when all of it is safe.
 
     Raises:
         SettingsError: a name that cannot name a directory.
@@ -72,13 +72,13 @@ def stage_all(checkpointables: Mapping[str, Any], times: SaveTimes) -> list[Stag
                 f"checkpointable name {name!r}: expected letters, digits, '_', '-' and '.', not '.' or '-' first"
             )
         try:
-            parts.append(_stage(name, value, times))
+            parts.append(_stage(name, value, times, settings))
         except UnsupportedLeafError as error:
             raise UnsupportedLeafError(f"checkpointable {name!r}: {error}") from error
     return parts
 
 
-def _stage(name: str, value: Any, times: SaveTimes) -> StagedPart:
+def _stage(name: str, value: Any, times: SaveTimes, settings: StoreSettings) -> StagedPart:
     started = time.perf_counter()
     handler = handler_of(value)
     staged = handler.stage(value)
@@ -90,9 +90,16 @@ def _stage(name: str, value: Any, times: SaveTimes) -> StagedPart:
         return StagedPart(name, handler.kind, staged=staged)
     if encoded is not None:
         return StagedPart(name, handler.kind, value=encoded)
-    taken = snapshot(staged.tree)
+    taken = snapshot(staged.tree, settings.snapshot, settings.staging_bytes)
     times.snapshot_s += time.perf_counter() - now
     return StagedPart(name, handler.kind, snapshot=taken)
+
+
+def wait_until_taken(parts: Sequence[StagedPart]) -> None:
+    """Wait until the caller may do anything with what it saved; someone else must be writing the parts meanwhile."""
+    for part in parts:
+        if part.snapshot is not None:
+            part.snapshot.is_taken.wait()
 
 
 def write_parts(
@@ -121,6 +128,10 @@ def write_parts(
     except BaseException as error:
         _abort(transaction, error)
         raise
+    finally:
+        for part in parts:
+            if part.snapshot is not None:
+                part.snapshot.close()
     return committed
 
 

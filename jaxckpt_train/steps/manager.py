@@ -220,7 +220,7 @@ class StepManager:
             request.step, self._clock(), save.metrics or None, temporary=request.temporary
         )
         _log.info("step %d: saving (%s)", request.step, request.reason)
-        self._pending = PendingSave(f"step {request.step} to {self.directory}", save.run)
+        self._pending = save.start(f"step {request.step} to {self.directory}")
         return SaveResult(True, request.reason, self._pending)
 
     def _wait_for_turn(self, step: int) -> float:

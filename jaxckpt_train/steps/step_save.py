@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxckpt_train.checkpoint import run_info
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
-from jaxckpt_train.checkpointables.saving import SaveTimes, StagedPart, stage_all, write_parts
+from jaxckpt_train.checkpointables.saving import SaveTimes, StagedPart, stage_all, wait_until_taken, write_parts
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.history import metrics_to_json, plain_metrics
@@ -73,7 +73,7 @@ class StepSave:
         started = time.perf_counter()
         self._backend, self._run, self._settings, self._clock = backend, run, settings, clock
         self._times = SaveTimes()
-        self._parts: list[StagedPart] = stage_all(checkpointables, self._times)
+        self._parts: list[StagedPart] = stage_all(checkpointables, self._times, settings)
         self.metrics = plain_metrics(request.metrics)
         self._info = run_info(
             step=request.step,
@@ -86,6 +86,14 @@ class StepSave:
         self._transaction = Transaction(backend, f"{directory}/{request.name}", settings)
         self._record = {key: getattr(request, key) for key in ("step", "name", "reason", "decide_s", "wait_s")}
         self._record["blocked_s"] = request.decide_s + request.wait_s + time.perf_counter() - started
+
+    def start(self, subject: str) -> PendingSave[CheckpointMetadata]:
+        """Write in the background; returns once the caller may do anything with what it saved."""
+        started = time.perf_counter()
+        pending = PendingSave(subject, self.run)
+        wait_until_taken(self._parts)
+        self._record["blocked_s"] += time.perf_counter() - started
+        return pending
 
     def run(self) -> CheckpointMetadata:
         """Write and commit; then note it in the history, and hand what no policy keeps any more to the deleter."""

@@ -11,7 +11,7 @@ import queue
 import time
 
 # A signal that comes just before a wait begins does not end it: Python sees the signal when it next looks.
-_LOOK_S = 1.0
+LOOK_S = 1.0
 
 
 class Latch:
@@ -40,7 +40,7 @@ class Latch:
         self._waiters.append(mine)
         try:
             while not self.is_open():
-                left = _LOOK_S if end is None else min(_LOOK_S, end - time.monotonic())
+                left = LOOK_S if end is None else min(LOOK_S, end - time.monotonic())
                 if left <= 0:
                     return False
                 with contextlib.suppress(queue.Empty):

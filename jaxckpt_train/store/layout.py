@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,11 +13,23 @@ from jaxckpt_train.store.dtypes import safetensors_form
 from jaxckpt_train.store.segment import MAX_HEADER_BYTES, Tensor, encode_header, header_share_bytes
 
 
+class ArrayToCome(Protocol):
+    """An array that is not in host memory yet."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    size: int
+    nbytes: int
+
+    def fetch(self) -> np.ndarray:
+        """Bring it there. Called once, from any thread; the result is dropped once it is written."""
+
+
 class ChunkSource(NamedTuple):
     """One chunk to write: its box, and the array that holds it (any strides; made row-major when its turn comes)."""
 
     box: Box
-    data: np.ndarray
+    data: np.ndarray | ArrayToCome
 
 
 class ArraySource(NamedTuple):

@@ -11,7 +11,7 @@ import msgspec
 from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError
 from jaxckpt_train.store.boxes import Box, box_elements, check_tiling
 from jaxckpt_train.store.digests import HEX_DIGITS
-from jaxckpt_train.store.dtypes import dtype_named
+from jaxckpt_train.store.dtypes import DTYPES, dtype_named
 from jaxckpt_train.store.segment import MAX_DIMENSIONS, MAX_HEADER_BYTES
 
 FORMAT = "jaxckpt"
@@ -25,7 +25,8 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 _LIMIT = 1 << 62
 
 
-class ChunkRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+# gc=False: such records hold no cycles, and hundreds of thousands of them would slow the garbage collector down.
+class ChunkRecord(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
     """The bytes of one box: `length` bytes at `offset` of file number `segment`, with the digests of its blocks."""
 
     box: Box
@@ -35,7 +36,7 @@ class ChunkRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     digests: str
 
 
-class ArrayRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ArrayRecord(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """One array: its name in the checkpointable, global shape, dtype, chunks, and the sharding it had (informative)."""
 
     name: str
@@ -45,7 +46,7 @@ class ArrayRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sharding: Any = None
 
 
-class SegmentRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class SegmentRecord(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
     """One segment file: its path below the checkpoint, size, and the size and digest of its head."""
 
     file: str
@@ -54,7 +55,7 @@ class SegmentRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     header_digest: str
 
 
-class FileRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class FileRecord(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
     """One plain file: its path below the checkpoint, size, and the digests of its blocks."""
 
     file: str
@@ -142,7 +143,7 @@ def decode_manifest(data: bytes, subject: str) -> Manifest:
         if len(set(names)) != len(names):
             raise CorruptCheckpointError(f"{subject}: {part.name}: an array name appears twice")
         for array in part.arrays:
-            _check_array(manifest, array, f"{subject}: {part.name}: array {array.name!r}")
+            _check_array(manifest, array, f"{subject}: {part.name}")
     _check_overlaps(manifest, subject)
     return manifest
 
@@ -187,28 +188,39 @@ def _check_files(manifest: Manifest, subject: str) -> None:
         raise CorruptCheckpointError(f"{subject}: a file appears twice")
 
 
-def _check_array(manifest: Manifest, array: ArrayRecord, subject: str) -> None:
-    if len(array.shape) > MAX_DIMENSIONS or any(not 0 <= size < _LIMIT for size in array.shape):
-        raise CorruptCheckpointError(f"{subject}: impossible shape {array.shape}")
-    item = dtype_named(array.dtype, subject).itemsize
-    if math.prod(array.shape) * item >= _LIMIT:
-        raise CorruptCheckpointError(f"{subject}: impossible shape {array.shape}")
-    if math.prod(array.shape) == 0:
+def _check_array(manifest: Manifest, array: ArrayRecord, part: str) -> None:
+    shape = array.shape
+    if len(shape) > MAX_DIMENSIONS or (shape and not (min(shape) >= 0 and max(shape) < _LIMIT)):
+        raise CorruptCheckpointError(f"{part}: array {array.name!r}: impossible shape {shape}")
+    known = DTYPES.get(array.dtype) or dtype_named(array.dtype, f"{part}: array {array.name!r}")
+    item = known.itemsize
+    total = math.prod(shape) * item
+    if total >= _LIMIT:
+        raise CorruptCheckpointError(f"{part}: array {array.name!r}: impossible shape {shape}")
+    if total == 0:
         if array.chunks:
-            raise CorruptCheckpointError(f"{subject}: chunks of an array without elements")
+            raise CorruptCheckpointError(f"{part}: array {array.name!r}: chunks of an array without elements")
         return
-    check_tiling([chunk.box for chunk in array.chunks], array.shape, subject)
+    check_tiling([chunk.box for chunk in array.chunks], shape, f"{part}: array {array.name!r}")
     width = HEX_DIGITS[manifest.digest]
     for chunk in array.chunks:
-        if chunk.length != box_elements(chunk.box) * item:
-            raise CorruptCheckpointError(f"{subject}: box {chunk.box} of {array.dtype} is not {chunk.length} bytes")
-        if not 0 <= chunk.segment < len(manifest.segments):
-            raise CorruptCheckpointError(f"{subject}: no segment number {chunk.segment}")
-        segment = manifest.segments[chunk.segment]
-        if chunk.offset < segment.header_bytes or chunk.offset + chunk.length > segment.bytes:
-            raise CorruptCheckpointError(f"{subject}: box {chunk.box} lies outside {segment.file!r}")
-        if len(chunk.digests) != width * block_count(chunk.length, manifest.block_bytes):
-            raise CorruptCheckpointError(f"{subject}: box {chunk.box} has {len(chunk.digests)} digits of digests")
+        expected = total if len(array.chunks) == 1 else box_elements(chunk.box) * item
+        problem = _chunk_problem(manifest, chunk, expected, width)
+        if problem:
+            raise CorruptCheckpointError(f"{part}: array {array.name!r}: {problem}")
+
+
+def _chunk_problem(manifest: Manifest, chunk: ChunkRecord, expected_bytes: int, width: int) -> str | None:
+    if chunk.length != expected_bytes:
+        return f"box {chunk.box} of {expected_bytes} bytes is not {chunk.length} bytes"
+    if not 0 <= chunk.segment < len(manifest.segments):
+        return f"no segment number {chunk.segment}"
+    segment = manifest.segments[chunk.segment]
+    if chunk.offset < segment.header_bytes or chunk.offset + chunk.length > segment.bytes:
+        return f"box {chunk.box} lies outside {segment.file!r}"
+    if len(chunk.digests) != width * block_count(chunk.length, manifest.block_bytes):
+        return f"box {chunk.box} has {len(chunk.digests)} digits of digests"
+    return None
 
 
 def _check_overlaps(manifest: Manifest, subject: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from jaxckpt_train.store.boxes import Box, box_elements, box_shape, element_span, intersect, is_contiguous_within
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, Manifest
@@ -11,18 +12,18 @@ from jaxckpt_train.store.segment import ALIGNMENT
 
 COALESCE_BYTES = 16 << 20
 GAP_BYTES = 64 << 10
+VIEW_ALIGNMENT = 64
+"""JAX takes host memory on the CPU as it is, without a copy, where it lies at a multiple of this many bytes."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Wanted:
+class Wanted(NamedTuple):
     """Boxes of one array that a load needs on this host; no box twice."""
 
     array: ArrayRecord
     boxes: Sequence[Box]
 
 
-@dataclasses.dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """What a chunk's bytes are for: all or part of box number `box` of wanted array number `wanted`.
 
     `whole` says that the box lies in the chunk in one row-major piece, so that it can be a view of what was read.
@@ -34,8 +35,7 @@ class Use:
     whole: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class ChunkRead:
+class ChunkRead(NamedTuple):
     """Bytes [start, stop) of a file, from block `first_block` of a chunk on, and their uses."""
 
     chunk: ChunkRecord
@@ -58,7 +58,7 @@ class Run:
     @property
     def only_views(self) -> bool:
         """Whether the memory itself becomes the destination, so that none of it is extra."""
-        return all(use.whole for read in self.reads for use in read.uses)
+        return all(use.whole and read.start % VIEW_ALIGNMENT == 0 for read in self.reads for use in read.uses)
 
 
 def plan_reads(manifest: Manifest, wanted: Sequence[Wanted], band_bytes: int) -> list[Run]:
@@ -70,6 +70,10 @@ def plan_reads(manifest: Manifest, wanted: Sequence[Wanted], band_bytes: int) ->
     reads: list[ChunkRead] = []
     for number, want in enumerate(wanted):
         for chunk in want.array.chunks:
+            if len(want.boxes) == 1 and want.boxes[0] == chunk.box:  # most leaves: stored in one piece, wanted as such
+                use = Use(number, 0, chunk.box, True)
+                reads.append(ChunkRead(chunk, 0, chunk.offset, chunk.offset + chunk.length, (use,)))
+                continue
             uses = tuple(_uses(number, want.boxes, chunk))
             if uses:
                 reads.extend(_chunk_reads(manifest, chunk, uses, band_bytes))
@@ -96,7 +100,7 @@ def _chunk_reads(manifest: Manifest, chunk: ChunkRecord, uses: Sequence[Use], ba
     for start in range(first, last, rows):
         band: Box = ((start, min(start + rows, last)), *chunk.box[1:])
         cut = [(use, intersect(use.common, band)) for use in uses]
-        inside = tuple(dataclasses.replace(use, common=common, whole=False) for use, common in cut if common)
+        inside = tuple(use._replace(common=common, whole=False) for use, common in cut if common)
         if inside:
             yield _chunk_read(manifest, chunk, item, inside)
 

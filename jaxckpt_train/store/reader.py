@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend, Source
-from jaxckpt_train.store.boxes import box_shape, element_span, slices_within
+from jaxckpt_train.store.boxes import box_elements, box_shape, element_span, slices_within
 from jaxckpt_train.store.digests import HEX_DIGITS, digest_function
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ChunkRecord
-from jaxckpt_train.store.read_plan import ChunkRead, Run, Use, Wanted, plan_reads
+from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT, ChunkRead, Run, Use, Wanted, plan_reads
 from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.staging import aligned_buffer
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.store.workers import shared_workers
 
 PIECE_BLOCKS = 4
-VIEW_ALIGNMENT = 64
 # A reading thread waits for the disk about half of its time; the other half it touches fresh memory and digests.
 READS_PER_THREAD = 2
 # What opening says of a file that is gone, or is a link, a directory or a device instead. Anything else (no permission,
@@ -33,23 +35,32 @@ MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL,
 Progress = Callable[[int], None]
 
 
+class ReadBox(NamedTuple):
+    """Box number `box` of wanted array number `wanted`."""
+
+    wanted: int
+    box: int
+    data: np.ndarray
+
+
 class _Budget:
-    """A number of bytes that may be in use at once; one request larger than all of it waits until it is alone."""
+    """A number of bytes that may be in use at once; one request larger than all of it waits until it is alone.
+
+    Giving back takes no lock, so that it may happen wherever memory is freed.
+    """
 
     def __init__(self, total: int) -> None:
-        self._total, self._used, self._changed = total, 0, threading.Condition()
+        self._total, self._used, self._lock = total, 0, threading.Lock()
+        self._returned: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-    @contextlib.contextmanager
-    def hold(self, size: int) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._used == 0 or self._used + size <= self._total)
+    def take(self, size: int) -> None:
+        with self._lock:
+            while self._used and self._used + size > self._total:
+                self._used -= self._returned.get()
             self._used += size
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._used -= size
-                self._changed.notify_all()
+
+    def give(self, size: int) -> None:
+        self._returned.put(size)
 
 
 class _Room:
@@ -81,13 +92,20 @@ class _Reading:
     """One load under way: open segments, destinations, and what all threads share."""
 
     def __init__(
-        self, backend: Backend, committed: Committed, wanted: Sequence[Wanted], settings: StoreSettings
+        self,
+        backend: Backend,
+        committed: Committed,
+        wanted: Sequence[Wanted],
+        settings: StoreSettings,
+        progress: Progress | None,
+        passing: bool,
     ) -> None:
         self._manifest, self._settings, self._wanted = committed.manifest, settings, wanted
         self._digest = digest_function(self._manifest.digest)
         self._budget = _Budget(settings.read_budget_bytes)
-        self.results: list[list[np.ndarray | None]] = [[None] * len(want.boxes) for want in wanted]
-        self._results_lock = threading.Lock()
+        self._progress, self._passing = progress, passing
+        self._parts: dict[tuple[int, int], tuple[np.ndarray, int]] = {}  # begun boxes, and their missing elements
+        self._lock = threading.Lock()
         self._backend, self._directory = backend, committed.directory
         self.sources: dict[int, Source] = {}
 
@@ -106,21 +124,34 @@ class _Reading:
             if source.size != record.bytes:
                 raise CorruptCheckpointError(f"{path}: {source.size} bytes, but the manifest says {record.bytes}")
 
-    def read_run(self, run: Run, progress: Progress | None) -> None:
-        """Read, check and hand out one run on the calling thread."""
-        held = contextlib.nullcontext() if run.only_views else self._budget.hold(run.stop - run.start)
-        with held:
-            self._read_held(run, progress)  # a call of its own: its memory is free before the budget is given back
+    def read_run(self, run: Run) -> list[ReadBox]:
+        """Read and check one run on the calling thread; returns the boxes that it completed."""
+        if run.only_views and not self._passing:
+            return self._read_into(run, aligned_buffer(run.stop - run.start))
+        size = run.stop - run.start
+        self._budget.take(size)
+        if not self._passing:
+            try:
+                return self._read_into(run, aligned_buffer(size))
+            finally:
+                self._budget.give(size)
+        memory = aligned_buffer(size)
+        give_back = weakref.finalize(memory, self._budget.give, size)
+        try:
+            return self._read_into(run, memory)
+        except BaseException:
+            give_back()  # the error's traceback would keep the memory, and others wait for it
+            raise
 
-    def _read_held(self, run: Run, progress: Progress | None) -> None:
-        memory = aligned_buffer(run.stop - run.start)
+    def _read_into(self, run: Run, memory: np.ndarray) -> list[ReadBox]:
         for start, stop in _pieces(run, self._manifest.block_bytes):
             self._read_piece(run, memory, start, stop)
-            if progress is not None:
-                progress(stop - start)
-        room = _Room(run)
+            if self._progress is not None:
+                self._progress(stop - start)
+        room, completed = _Room(run), list[ReadBox]()
         for read in run.reads:
-            self._hand_out(read, memory[read.start - run.start : read.stop - run.start], room)
+            self._hand_out(read, memory[read.start - run.start : read.stop - run.start], room, completed)
+        return completed
 
     def _read_piece(self, run: Run, memory: np.ndarray, start: int, stop: int) -> None:
         low, high = start // ALIGNMENT * ALIGNMENT, min(-(-stop // ALIGNMENT) * ALIGNMENT, run.stop)
@@ -147,28 +178,80 @@ class _Reading:
             f"({self._manifest.digest} differs)"
         )
 
-    def _hand_out(self, read: ChunkRead, data: np.ndarray, room: _Room) -> None:
+    def _hand_out(self, read: ChunkRead, data: np.ndarray, room: _Room, completed: list[ReadBox]) -> None:
         skipped = read.first_block * self._manifest.block_bytes
         for use in read.uses:
             want = self._wanted[use.wanted]
             dtype, box = DTYPES[want.array.dtype], want.boxes[use.box]
-            first, last = element_span(use.common, read.chunk.box)
-            piece = data[first * dtype.itemsize - skipped : last * dtype.itemsize - skipped]
+            start, stop = 0, len(data)
+            if use.common != read.chunk.box:
+                first, last = element_span(use.common, read.chunk.box)
+                start, stop = first * dtype.itemsize - skipped, last * dtype.itemsize - skipped
+            piece = data[start:stop]
             if use.whole:
-                if (read.start + first * dtype.itemsize - skipped) % VIEW_ALIGNMENT:
+                if (read.start + start) % VIEW_ALIGNMENT:
                     piece = room.copy(piece)
-                self.results[use.wanted][use.box] = piece.view(dtype).reshape(box_shape(box))
+                completed.append(ReadBox(use.wanted, use.box, piece.view(dtype).reshape(box_shape(box))))
             else:
-                target = self._destination(use, dtype)
-                target[slices_within(use.common, box)] = _part(piece, dtype, use, read.chunk)
+                self._copy_part(use, _part(piece, dtype, use, read.chunk), completed)
 
-    def _destination(self, use: Use, dtype: np.dtype) -> np.ndarray:
-        with self._results_lock:
-            target = self.results[use.wanted][use.box]
-            if target is None:
-                shape = box_shape(self._wanted[use.wanted].boxes[use.box])
-                target = self.results[use.wanted][use.box] = empty_array(shape, dtype)
-        return target
+    def _copy_part(self, use: Use, part: np.ndarray, completed: list[ReadBox]) -> None:
+        key, box = (use.wanted, use.box), self._wanted[use.wanted].boxes[use.box]
+        with self._lock:
+            if key not in self._parts:
+                self._parts[key] = empty_array(box_shape(box), part.dtype), box_elements(box)
+            target = self._parts[key][0]
+        target[slices_within(use.common, box)] = part
+        with self._lock:
+            left = self._parts[key][1] - part.size
+            self._parts[key] = target, left
+            if left == 0:
+                completed.append(ReadBox(*key, target))
+                del self._parts[key]
+
+
+def iter_boxes(
+    backend: Backend,
+    committed: Committed,
+    wanted: Sequence[Wanted],
+    settings: StoreSettings,
+    progress: Progress | None = None,
+    *,
+    passing: bool = False,
+) -> Generator[ReadBox]:
+    """Read boxes of arrays of one committed checkpoint, and hand out each box as soon as it is complete.
+
+    Use `contextlib.closing` around the iterator: it holds open files and running threads until it ends.
+
+    Args:
+        backend: where.
+        committed: the opened checkpoint.
+        wanted: which boxes of which arrays.
+        settings: threads, budget, verification.
+        progress: called with numbers of bytes read, from several threads.
+        passing: the arrays only pass through host memory, on their way to other devices: all memory counts against
+            the budget until the caller, and everyone it handed a box to, has let go of it.
+
+    Yields:
+        Every wanted box, in any order, as a writable, 64-byte aligned, row-major numpy array.
+
+    Raises:
+        CorruptCheckpointError: a segment is missing, has another size, or its bytes differ from their digest.
+        StorageError: the file system refused.
+    """
+    reading = _Reading(backend, committed, wanted, settings, progress, passing)
+    threads = READS_PER_THREAD * settings.io_threads
+    runs = plan_reads(committed.manifest, wanted, max(1, settings.read_budget_bytes // (2 * threads)))
+    try:
+        yield from _empty_boxes(wanted)
+        reading.open(sorted({run.segment for run in runs}))
+        with contextlib.closing(shared_workers(threads, "jaxckpt-read").run_each(reading.read_run, runs)) as results:
+            for completed in results:
+                while completed:
+                    yield completed.pop()
+    finally:
+        for source in reading.sources.values():
+            source.close()
 
 
 def read_boxes(
@@ -178,36 +261,19 @@ def read_boxes(
     settings: StoreSettings,
     progress: Progress | None = None,
 ) -> list[list[np.ndarray]]:
-    """Read boxes of arrays of one committed checkpoint.
+    """As `iter_boxes`, all at once: for every wanted array one numpy array per box."""
+    found: list[dict[int, np.ndarray]] = [{} for _ in wanted]
+    with contextlib.closing(iter_boxes(backend, committed, wanted, settings, progress)) as boxes:
+        for read in boxes:
+            found[read.wanted][read.box] = read.data
+    return [[arrays[number] for number in range(len(arrays))] for arrays in found]
 
-    Args:
-        backend: where.
-        committed: the opened checkpoint.
-        wanted: which boxes of which arrays.
-        settings: threads, budget, verification.
-        progress: called with numbers of bytes read, from several threads.
 
-    Returns:
-        For every wanted array one writable, 64-byte aligned, row-major numpy array per box.
-
-    Raises:
-        CorruptCheckpointError: a segment is missing, has another size, or its bytes differ from their digest.
-        StorageError: the file system refused.
-    """
-    reading = _Reading(backend, committed, wanted, settings)
-    threads = READS_PER_THREAD * settings.io_threads
-    runs = plan_reads(committed.manifest, wanted, max(1, settings.read_budget_bytes // (2 * threads)))
-    try:
-        reading.open(sorted({run.segment for run in runs}))
-        workers = shared_workers(threads, "jaxckpt-read")
-        workers.run_all(lambda run: reading.read_run(run, progress), runs)
-    finally:
-        for source in reading.sources.values():
-            source.close()
-    return [
-        [_or_empty(array, want, number) for number, array in enumerate(found)]
-        for want, found in zip(wanted, reading.results, strict=True)
-    ]
+def _empty_boxes(wanted: Sequence[Wanted]) -> Generator[ReadBox]:
+    for number, want in enumerate(wanted):
+        for index, box in enumerate(want.boxes):
+            if box_elements(box) == 0:
+                yield ReadBox(number, index, empty_array(box_shape(box), DTYPES[want.array.dtype]))
 
 
 def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
@@ -220,11 +286,7 @@ def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     return room[skip : skip + size].view(dtype).reshape(shape)
 
 
-def _or_empty(array: np.ndarray | None, want: Wanted, number: int) -> np.ndarray:
-    return empty_array(box_shape(want.boxes[number]), DTYPES[want.array.dtype]) if array is None else array
-
-
-def _pieces(run: Run, block_bytes: int) -> Iterator[tuple[int, int]]:
+def _pieces(run: Run, block_bytes: int) -> Generator[tuple[int, int]]:
     """Cuts of a run for single read calls: a run of one chunk in groups of whole blocks, a coalesced one whole."""
     first, end = run.reads[0].start, run.reads[-1].stop
     step = PIECE_BLOCKS * block_bytes if len(run.reads) == 1 else end - first

@@ -7,16 +7,18 @@ whoever started a save waits for it at exit.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Generic, TypeVar
 
-from jaxckpt_train.store.latch import Latch
+from jaxckpt_train.store.latch import LOOK_S, Latch
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Workers:
@@ -51,18 +53,51 @@ class Workers:
         if batch.error is not None:
             raise batch.error
 
+    def run_each(self, work: Callable[[T], R], items: Sequence[T]) -> Generator[R]:
+        """Run `work` on every item and yield what it returned, on the calling thread, as the items get done.
+
+        After the first error no further item is begun; that error is raised once the running ones have ended. Closing
+        the iterator early ends it in the same way, so use `contextlib.closing`.
+        """
+        results: queue.SimpleQueue[list[R] | None] = queue.SimpleQueue()
+        batch = _Batch(lambda item: results.put([work(item)]), items, lambda: results.put(None))
+        try:
+            for _ in range(len(items)):
+                self._jobs.put(batch.run_next)
+            while (result := _next(results)) is not None:
+                yield result.pop()  # the consumer alone holds it, and may wait for what it frees by letting go
+        except BaseException as error:  # an interrupt, or the consumer's: as in run_all()
+            batch.give_up(error)
+            while _next(results) is not None:
+                pass
+            raise
+        if batch.error is not None:
+            raise batch.error
+
+
+def _next(results: queue.SimpleQueue[T]) -> T:
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return results.get(timeout=LOOK_S)
+
 
 class _Batch(Generic[T]):
     """Items that several threads work off. Once `done` is open, none of the threads holds an item any more."""
 
-    def __init__(self, work: Callable[[T], None], items: Sequence[T]) -> None:
+    def __init__(
+        self, work: Callable[[T], None], items: Sequence[T], at_end: Callable[[], None] = lambda: None
+    ) -> None:
         self._work, self._items = work, deque(items)
-        self._left = len(items)
+        self._left, self._at_end = len(items), at_end
         self._lock = threading.Lock()
         self.error: BaseException | None = None
         self.done = Latch()
         if not items:
-            self.done.open()
+            self._end()
+
+    def _end(self) -> None:
+        self.done.open()
+        self._at_end()
 
     def run_next(self) -> None:
         """Work on one more item, if one is left."""
@@ -81,7 +116,7 @@ class _Batch(Generic[T]):
                 self._left -= 1
                 last = self._left == 0
             if last:
-                self.done.open()
+                self._end()
 
     def give_up(self, error: BaseException) -> None:
         """Begin nothing more; also count the items that no thread has been told of."""

@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -16,8 +16,11 @@ from jaxckpt_train.store.digests import HexDigest, digest_function
 from jaxckpt_train.store.dtypes import dtype_name
 from jaxckpt_train.store.layout import ArraySource, PlacedChunk, SegmentLayout, plan_segments
 from jaxckpt_train.store.manifest import BLOCK_BYTES, ArrayRecord, ChunkRecord, SegmentRecord
+from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.staging import StagingPool, shared_pool
 from jaxckpt_train.store.workers import shared_workers
+
+SMALL_BYTES = 1 << 20
 
 Progress = Callable[[int], None]
 
@@ -39,15 +42,20 @@ class _SegmentWriter:
         self._sink: Sink | None = None
         self._starts = [chunk.offset for chunk in layout.chunks]
         self._flat: dict[int, np.ndarray] = {}
+        self._flat_left: dict[int, int] = {}
         self._flat_lock = threading.Lock()
         self.blocks = [[""] * -(-chunk.length // BLOCK_BYTES) for chunk in layout.chunks]
         self._windows_left = 0
         self._lock = threading.Lock()
 
     def windows(self, window_bytes: int) -> list[tuple[int, int]]:
-        """The windows that cover the file, in file order."""
-        size = self.layout.size
-        cuts = [(start, min(start + window_bytes, size)) for start in range(0, size, window_bytes)]
+        """The windows that cover the file, in file order; the first ones smaller, so that the disk begins at once."""
+        cuts, start = [], 0
+        width = max(window_bytes // 4 // ALIGNMENT, 1) * ALIGNMENT
+        while start < self.layout.size:
+            stop = min(start + min(width, window_bytes), self.layout.size)
+            cuts.append((start, stop))
+            start, width = stop, 2 * width
         self._windows_left = len(cuts)
         return cuts
 
@@ -59,18 +67,41 @@ class _SegmentWriter:
         with pool.buffer() as buffer:
             if start < len(self.layout.head):
                 _copy_overlap(np.frombuffer(self.layout.head, np.uint8), 0, start, buffer[: stop - start])
-            first = max(0, bisect.bisect_right(self._starts, start) - 1)
-            for index in range(first, len(self._starts)):
-                chunk = self.layout.chunks[index]
-                if chunk.offset >= stop:
-                    break
-                if chunk.offset + chunk.length > start:
-                    self._take(index, chunk, start, stop, buffer)
+            self._fill(start, stop, buffer)
             padded = -(-(stop - start) // sink.alignment) * sink.alignment
             buffer[stop - start : padded] = 0
             sink.write_at(start, buffer[:padded])
         self._finish_after_last(sink)
         return stop - start
+
+    def _fill(self, start: int, stop: int, buffer: np.ndarray) -> None:
+        """Put what lies in [start, stop) of the file into the buffer."""
+        chunks = self.layout.chunks
+        first = max(0, bisect.bisect_right(self._starts, start) - 1)
+        end = bisect.bisect_left(self._starts, stop)
+        small: list[int] = []
+        most = min(SMALL_BYTES, BLOCK_BYTES)  # so that each has one digest
+        for index in range(first, end):
+            chunk = chunks[index]
+            if chunk.length <= most and start <= chunk.offset and chunk.offset + chunk.length <= stop:
+                small.append(index)
+            elif chunk.offset + chunk.length > start:
+                self._take(index, chunk, start, stop, buffer)
+        if small:
+            self._take_small(small, start, buffer)
+
+    def _take_small(self, indices: Sequence[int], start: int, buffer: np.ndarray) -> None:
+        """Copy chunks that lie whole in the window, runs of neighbours in one call each."""
+        chunks, digest = self.layout.chunks, self._digest
+        view = memoryview(buffer)
+        for run in _neighbours(indices):
+            low = chunks[run[0]].offset - start
+            high = chunks[run[-1]].offset + chunks[run[-1]].length - start
+            np.concatenate([self._bytes(index, chunks[index]) for index in run], out=buffer[low:high])
+            for index in run:
+                at = chunks[index].offset - start
+                self.blocks[index][0] = digest(view[at : at + chunks[index].length])
+                self._let_go(index, chunks[index], chunks[index].length)
 
     def abandon(self) -> None:
         """Close the file after a failure; nothing happens if it is finished."""
@@ -78,24 +109,36 @@ class _SegmentWriter:
             self._sink.abandon()
 
     def _take(self, index: int, chunk: PlacedChunk, start: int, stop: int, buffer: np.ndarray) -> None:
+        """Copy what a chunk has in the window; block by block, so that the digest finds it in the processor's cache."""
         flat = self._bytes(index, chunk)
-        _copy_overlap(flat, chunk.offset, start, buffer[: stop - start])
-        first = max(0, -(-(start - chunk.offset) // BLOCK_BYTES))
-        last = min(-(-(stop - chunk.offset) // BLOCK_BYTES), len(self.blocks[index]))
-        for block in range(first, last):
-            self.blocks[index][block] = self._digest(memoryview(flat[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]))
-        if chunk.offset + chunk.length <= stop:
-            self._flat.pop(index, None)
+        low, high = max(start, chunk.offset), min(stop, chunk.offset + chunk.length)
+        for block in range((low - chunk.offset) // BLOCK_BYTES, -(-(high - chunk.offset) // BLOCK_BYTES)):
+            data = flat[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+            _copy_overlap(data, chunk.offset + block * BLOCK_BYTES, start, buffer[: stop - start])
+            if chunk.offset + block * BLOCK_BYTES >= start:
+                self.blocks[index][block] = self._digest(memoryview(data))
+        self._let_go(index, chunk, high - low)
 
     def _bytes(self, index: int, chunk: PlacedChunk) -> np.ndarray:
-        """The chunk as row-major, little-endian, flat bytes; converted once if it is not."""
+        """The chunk as row-major, little-endian, flat bytes; fetched or converted once if it is not that yet."""
         data = chunk.source.data
-        if data.flags.c_contiguous and data.dtype.isnative:
+        if isinstance(data, np.ndarray) and data.flags.c_contiguous and data.dtype.isnative:
             return data.reshape(-1).view(np.uint8)
         with self._flat_lock:
             if index not in self._flat:
-                self._flat[index] = np.ascontiguousarray(data, data.dtype.newbyteorder("=")).reshape(-1).view(np.uint8)
+                here = data if isinstance(data, np.ndarray) else data.fetch()
+                flat = np.ascontiguousarray(here, here.dtype.newbyteorder("=")).reshape(-1).view(np.uint8)
+                self._flat[index] = flat
+                self._flat_left[index] = chunk.length
             return self._flat[index]
+
+    def _let_go(self, index: int, chunk: PlacedChunk, taken: int) -> None:
+        """Drop what was fetched or converted once all windows have taken their share of it."""
+        if index in self._flat:
+            with self._flat_lock:
+                self._flat_left[index] -= taken
+                if self._flat_left[index] == 0:
+                    del self._flat[index], self._flat_left[index]
 
     def _finish_after_last(self, sink: Sink) -> None:
         with self._lock:
@@ -178,6 +221,18 @@ def _records(
         ArrayRecord(array.name, array.shape, dtype_name(array.dtype), tuple(found), array.sharding)
         for array, found in zip(arrays, chunks, strict=True)
     )
+
+
+def _neighbours(indices: Sequence[int]) -> Iterator[list[int]]:
+    """Cut rising numbers into runs without a gap."""
+    run: list[int] = []
+    for index in indices:
+        if run and index != run[-1] + 1:
+            yield run
+            run = []
+        run.append(index)
+    if run:
+        yield run
 
 
 def _copy_overlap(source: np.ndarray, source_start: int, window_start: int, window: np.ndarray) -> None:

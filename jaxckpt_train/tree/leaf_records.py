@@ -18,11 +18,11 @@ from jaxckpt_train.tree.paths import MAX_DEPTH
 MAX_INLINE_BYTES = 16 << 20
 
 
-class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="kind"):
+class _Record(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, omit_defaults=True, tag_field="kind"):
     pass
 
 
-class ArrayLeaf(_Record, frozen=True, tag="array"):
+class ArrayLeaf(_Record, frozen=True, gc=False, tag="array"):
     """An array in the store. `host`: what it was; `weak`: JAX's weak type; `big_endian`: numpy byte order."""
 
     host: Literal["jax", "numpy", "scalar"] = "jax"
@@ -30,54 +30,54 @@ class ArrayLeaf(_Record, frozen=True, tag="array"):
     big_endian: bool = False
 
 
-class KeyLeaf(_Record, frozen=True, tag="key"):
+class KeyLeaf(_Record, frozen=True, gc=False, tag="key"):
     """A typed PRNG key array: its key data is in the store, its implementation here."""
 
     impl: str
 
 
-class IntLeaf(_Record, frozen=True, tag="int"):
+class IntLeaf(_Record, frozen=True, gc=False, tag="int"):
     """A Python int of any size, in decimal."""
 
     value: str
 
 
-class FloatLeaf(_Record, frozen=True, tag="float"):
+class FloatLeaf(_Record, frozen=True, gc=False, tag="float"):
     """A Python float, in the hexadecimal form of `float.hex`, which is exact and knows nan and inf."""
 
     value: str
 
 
-class ComplexLeaf(_Record, frozen=True, tag="complex"):
+class ComplexLeaf(_Record, frozen=True, gc=False, tag="complex"):
     """A Python complex, both parts as in FloatLeaf."""
 
     real: str
     imag: str
 
 
-class BoolLeaf(_Record, frozen=True, tag="bool"):
+class BoolLeaf(_Record, frozen=True, gc=False, tag="bool"):
     """A Python bool."""
 
     value: bool
 
 
-class StrLeaf(_Record, frozen=True, tag="str"):
+class StrLeaf(_Record, frozen=True, gc=False, tag="str"):
     """A Python str."""
 
     value: str
 
 
-class BytesLeaf(_Record, frozen=True, tag="bytes"):
+class BytesLeaf(_Record, frozen=True, gc=False, tag="bytes"):
     """A Python bytes, in base 64."""
 
     value: bytes
 
 
-class NoneLeaf(_Record, frozen=True, tag="none"):
+class NoneLeaf(_Record, frozen=True, gc=False, tag="none"):
     """None."""
 
 
-class EmptyLeaf(_Record, frozen=True, tag="empty"):
+class EmptyLeaf(_Record, frozen=True, gc=False, tag="empty"):
     """A container without children."""
 
 

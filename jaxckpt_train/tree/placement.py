@@ -1,13 +1,11 @@
-"""Placement: host arrays onto devices, in large batches, as the target's shardings want them."""
+"""Placement: which boxes of an array the devices of this process need, as the target's sharding says."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
-import numpy as np
 
 from jaxckpt_train.errors import MismatchError
 from jaxckpt_train.store.boxes import Box, box_from_index, full_box
@@ -48,32 +46,3 @@ def device_placement(name: str, shape: tuple[int, ...], sharding: jax.sharding.S
         box = full_box(shape) if index is None else box_from_index(index, shape)
         devices.append((device, numbers.setdefault(box, len(numbers))))
     return Placement(shape, sharding, tuple(numbers), tuple(devices))
-
-
-def put_all(placements: Sequence[Placement], contents: Sequence[Sequence[np.ndarray]]) -> list[jax.Array]:
-    """Put the boxes of many arrays onto their devices with two calls in all.
-
-    On the CPU the aligned, writable arrays become the devices' memory without a copy, so the caller must let go of
-    them. An array without a sharding is put on the default device and stays uncommitted.
-    """
-    loose: list[np.ndarray] = []
-    pieces: list[np.ndarray] = []
-    places: list[Any] = []
-    for placement, boxes in zip(placements, contents, strict=True):
-        if placement.sharding is None:
-            loose.append(boxes[0])
-            continue
-        kind = placement.sharding.memory_kind
-        for device, number in placement.devices:
-            pieces.append(boxes[number])
-            places.append(jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
-    put_loose = iter(jax.device_put(loose))
-    put_pieces = iter(jax.device_put(pieces, places) if pieces else ())
-    arrays = []
-    for placement in placements:
-        if placement.sharding is None:
-            arrays.append(next(put_loose))
-        else:
-            shards = [next(put_pieces) for _ in placement.devices]
-            arrays.append(jax.make_array_from_single_device_arrays(placement.shape, placement.sharding, shards))
-    return arrays

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,9 @@ from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
 from jaxckpt_train.store.read_plan import Wanted
-from jaxckpt_train.store.reader import Progress, read_boxes
+from jaxckpt_train.store.reader import Progress, iter_boxes
 from jaxckpt_train.store.transaction import Committed
+from jaxckpt_train.tree.device_put import DevicePuts
 from jaxckpt_train.tree.flatten import EMPTY, PLACEHOLDER, Flat, flatten, unflatten
 from jaxckpt_train.tree.leaf_records import (
     STORED,
@@ -39,7 +41,7 @@ from jaxckpt_train.tree.mismatch import (
     unexpected_line,
 )
 from jaxckpt_train.tree.patterns import Only, leaf_filter
-from jaxckpt_train.tree.placement import Placement, device_placement, host_placement, put_all
+from jaxckpt_train.tree.placement import Placement, device_placement, host_placement
 from jaxckpt_train.tree.rebuild import rebuild
 from jaxckpt_train.tree.target import Want, concrete_sharding, wanted
 
@@ -61,14 +63,18 @@ class LoadOptions:
             raise SettingsError(f'missing: expected "error" or "keep", found {self.missing!r}')
 
 
-@dataclasses.dataclass(frozen=True)
-class _Job:
+class _Job(NamedTuple):
     """One leaf to produce: its path in the checkpoint, its record, and what it must become."""
 
     name: str
     record: LeafRecord
     array: ArrayRecord | None
     want: Want
+
+    @property
+    def is_weak_scalar(self) -> bool:
+        """Whether it must become a weakly typed scalar, which JAX only makes of Python numbers."""
+        return self.want.weak and self.want.shape == ()
 
 
 class TreeRestore:
@@ -208,27 +214,30 @@ class TreeRestore:
                 stored.append(number)
             else:
                 values[number] = self._inline(job)
-        placements = [_placement(jobs[number]) for number in stored]
-        requests = []
-        for number, placement in zip(stored, placements, strict=True):
-            array = jobs[number].array
-            assert array is not None
-            requests.append(Wanted(array, placement.boxes))
-        contents = read_boxes(self._backend, self._committed, requests, self._settings, progress) if requests else []
-        on_device: list[tuple[int, Placement, list[np.ndarray]]] = []
-        for number, placement, boxes in zip(stored, placements, contents, strict=True):
-            job = jobs[number]
-            if job.want.dtype is not None:
-                boxes = [_converted(job.name, box, job.want.dtype) for box in boxes]
-            if job.want.form == "jax" and not (job.want.weak and job.want.shape == ()):
-                on_device.append((number, placement, boxes))
-            else:
-                values[number] = _host_value(job, boxes[0])
-        del contents
-        arrays = put_all([placement for _, placement, _ in on_device], [boxes for _, _, boxes in on_device])
-        for (number, _, _), placed in zip(on_device, arrays, strict=True):
-            values[number] = placed
+        placements: dict[object, Placement] = {}  # most leaves share their shape and sharding with others
+        self._read([(n, jobs[n], _placement(jobs[n], placements)) for n in stored], values, cast, progress)
         return values
+
+    def _read(
+        self, jobs: Sequence[tuple[int, _Job, Placement]], values: list[Any], cast: bool, progress: Progress | None
+    ) -> None:
+        """Read what the jobs want and put each array where it goes while others are still on their way."""
+        if not jobs:
+            return
+        requests = [Wanted(job.array, placement.boxes) for _, job, placement in jobs if job.array is not None]
+        puts, passing = DevicePuts(), any(_only_passes(job, placement) for _, job, placement in jobs)
+        reading = iter_boxes(self._backend, self._committed, requests, self._settings, progress, passing=passing)
+        with contextlib.closing(reading) as boxes:
+            for wanted, box, data in boxes:
+                number, job, placement = jobs[wanted]
+                if job.want.dtype is not None:
+                    data = _converted(job.name, data, job.want.dtype)
+                if job.want.form == "jax" and not job.is_weak_scalar:
+                    array = puts.put(wanted, placement, box, data)
+                    values[number] = PLACEHOLDER if array is None else array
+                else:
+                    values[number] = _host_value(job, data)
+                del data  # the next box may wait for its memory
 
     def _inline(self, job: _Job) -> Any:
         if isinstance(job.record, EmptyLeaf):
@@ -246,11 +255,23 @@ class TreeRestore:
         return _weak_or_put(job.want, array)
 
 
-def _placement(job: _Job) -> Placement:
+def _placement(job: _Job, known: dict[object, Placement]) -> Placement:
     assert job.array is not None
-    if job.want.form == "jax" and job.want.sharding is not None and not (job.want.weak and job.want.shape == ()):
-        return device_placement(job.name, job.array.shape, job.want.sharding)
-    return host_placement(job.array.shape)
+    shape, sharding = job.array.shape, job.want.sharding
+    if job.want.form != "jax" or job.is_weak_scalar:
+        sharding = None
+    found = known.get((shape, sharding))
+    if found is None:
+        found = host_placement(shape) if sharding is None else device_placement(job.name, shape, sharding)
+        known[shape, sharding] = found
+    return found
+
+
+def _only_passes(job: _Job, placement: Placement) -> bool:
+    """Whether its bytes only pass through host memory on their way to an accelerator."""
+    if placement.devices:
+        return any(device.platform != "cpu" for device, _ in placement.devices)
+    return job.want.form == "jax" and jax.default_backend() != "cpu"
 
 
 def _host_value(job: _Job, array: np.ndarray) -> Any:

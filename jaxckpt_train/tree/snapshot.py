@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxckpt_train.errors import UnsupportedLeafError
-from jaxckpt_train.store.boxes import box_from_index, full_box
+from jaxckpt_train.settings import MIB, SnapshotMode
+from jaxckpt_train.store.boxes import Box, box_from_index, full_box
 from jaxckpt_train.store.dtypes import is_storable
+from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.store.layout import ArraySource, ChunkSource
+from jaxckpt_train.tree.device_copies import copy_on_devices, have_room
 from jaxckpt_train.tree.flatten import EMPTY, flatten
 from jaxckpt_train.tree.leaf_records import (
     ArrayLeaf,
@@ -24,92 +28,193 @@ from jaxckpt_train.tree.leaf_records import (
     is_key_array,
     record_value,
 )
+from jaxckpt_train.tree.transfers import ArrayToCome, Transfers
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """A pytree on the host: its record, and the arrays to write. Holds the memory until it is dropped."""
+    """A pytree as it was: its record, and the arrays to write. Holds the memory until it is dropped.
+
+    Attributes:
+        record: the tree and the values that are stored inline.
+        arrays: what the store writes.
+        transfers: brings what is still on devices; None where all is on the host.
+        is_taken: open once the caller may do anything with what it saved.
+    """
 
     record: TreeRecord
     arrays: Sequence[ArraySource]
+    transfers: Transfers | None
+    is_taken: Latch
 
-    @property
-    def data_bytes(self) -> int:
-        """How many bytes of array data it holds."""
-        return sum(chunk.data.nbytes for array in self.arrays for chunk in array.chunks)
+    def close(self) -> None:
+        """Let go of what is still on devices; nobody waits for it any more."""
+        if self.transfers is not None:
+            self.transfers.close()
 
 
-def snapshot(tree: Any) -> Snapshot:
-    """Take a pytree as it is now.
+def snapshot(tree: Any, mode: SnapshotMode = "auto", ahead_bytes: int = 64 * MIB) -> Snapshot:
+    """Take a pytree as it is now, safe from later donation and in-place changes.
 
-    JAX arrays on the CPU are held as views: a later donation then copies instead of reusing their memory. Arrays on
-    an accelerator are copied to the host, all started before the first is awaited. Numpy arrays are copied.
-    Waits until the arrays are computed. Each distinct shard is taken once.
+    Numpy arrays are copied. JAX arrays on the CPU are held as views: a later donation then copies instead of reusing
+    their memory. Waits until they are computed. Each distinct shard is taken once. Arrays on an accelerator:
+
+    - "host": copied to the host, all started before the first is awaited.
+    - "device": copied on their devices, which is only ordered here; the copies leave in the background.
+    - "auto": "device" where the devices surely have room, else "host".
+    - "stream": not copied; the caller waits for `is_taken` while they are written, a few at a time.
+
+    "device" and "stream" are taken at their word on the CPU too.
+
+    Args:
+        tree: any pytree.
+        mode: as above.
+        ahead_bytes: how much may be on its way from the devices to the writer at a time ("device" and "stream").
 
     Raises:
         UnsupportedLeafError: a leaf that cannot be stored, named by its path.
     """
     flat = flatten(tree)
-    for leaf in flat.leaves:
-        if isinstance(leaf, jax.Array) and not is_key_array(leaf) and _off_host(leaf):
-            leaf.copy_to_host_async()
-    records: dict[str, LeafRecord] = {}
-    arrays: list[ArraySource] = []
-    for name, leaf in zip(flat.names, flat.leaves, strict=True):
-        records[name] = _take(name, leaf, arrays)
-    return Snapshot(TreeRecord(flat.containers, records), arrays)
+    taker = _Taker(keeps_views=mode in ("auto", "host"))
+    records = {name: taker.take(name, leaf) for name, leaf in zip(flat.names, flat.leaves, strict=True)}
+    transfers = _take_elsewhere(taker, mode, ahead_bytes) if taker.elsewhere else None
+    is_taken = Latch()
+    if mode == "stream" and transfers is not None:
+        is_taken = transfers.done
+    else:
+        is_taken.open()
+    return Snapshot(TreeRecord(flat.containers, records), taker.arrays, transfers, is_taken)
 
 
-def _take(name: str, leaf: Any, arrays: list[ArraySource]) -> LeafRecord:
-    if isinstance(leaf, jax.Array):
-        return _take_jax(name, leaf, arrays)
-    if leaf is EMPTY:
-        return EmptyLeaf()
-    inline = record_value(name, leaf)
-    if inline is not None:
-        return inline
-    value = check_storable(name, leaf)
-    native = value.dtype.newbyteorder("=")
-    copy = np.array(value, dtype=native, order="C", copy=True)
-    arrays.append(ArraySource(name, copy.shape, native, (ChunkSource(full_box(copy.shape), copy),)))
-    return ArrayLeaf(host="scalar" if isinstance(value, np.generic) else "numpy", big_endian=value.dtype != native)
+def _take_elsewhere(taker: _Taker, mode: SnapshotMode, ahead_bytes: int) -> Transfers | None:
+    """Take the arrays that are not in host memory."""
+    leaves: Sequence[jax.Array] = [leaf for _, leaf in taker.elsewhere]
+    copies = None
+    if mode == "device":
+        copies = copy_on_devices(leaves)
+    elif mode == "auto" and have_room(leaves):
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # no room after all
+            copies = copy_on_devices(leaves)
+    shards = [_distinct_shards(leaf) for leaf in copies or leaves]
+    transfers = None
+    if copies is not None or mode == "stream":
+        transfers = Transfers(ahead_bytes)
+        fetch: Callable[[jax.Array], np.ndarray | ArrayToCome] = transfers.add
+    else:
+        for shard in (shard for several in shards for shard in several):
+            shard.data.copy_to_host_async()
+        fetch = np.asarray
+    for (number, leaf), several in zip(taker.elsewhere, shards, strict=True):
+        chunks = tuple(ChunkSource(box_from_index(shard.index, leaf.shape), fetch(shard.data)) for shard in several)
+        taker.arrays[number] = taker.arrays[number]._replace(chunks=chunks)
+    if transfers is not None:
+        transfers.begin()
+    return transfers
 
 
-def _take_jax(name: str, leaf: jax.Array, arrays: list[ArraySource]) -> LeafRecord:
-    if isinstance(leaf, jax.core.Tracer):
-        raise UnsupportedLeafError(
-            f"leaf {name!r}: a traced value; save outside of jit, with the arrays that it returns"
-        )
-    if leaf.is_deleted():
-        raise UnsupportedLeafError(
-            f"leaf {name!r}: its memory was given away (donated to a jitted function or deleted); "
-            "save the arrays that the function returned"
-        )
-    if not leaf.is_fully_addressable:
-        raise UnsupportedLeafError(
-            f"leaf {name!r}: spans devices of other processes, which this version cannot save; "
-            "gather it to the devices of one process first"
-        )
-    if is_key_array(leaf):
-        data = jax.random.key_data(leaf)
-        arrays.append(_source(name, data, leaf.sharding))
-        return KeyLeaf(impl=str(jax.random.key_impl(leaf)))
-    if not is_storable(np.dtype(leaf.dtype)):
-        raise UnsupportedLeafError(f"leaf {name!r}: dtype {leaf.dtype} has no fixed byte form (float0 holds no data)")
-    arrays.append(_source(name, leaf, leaf.sharding))
-    return ArrayLeaf(weak=leaf.weak_type)
+def _distinct_shards(leaf: jax.Array) -> list[jax.Shard]:
+    return [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
 
 
-def _source(name: str, leaf: jax.Array, sharding: jax.sharding.Sharding) -> ArraySource:
-    if len(sharding.device_set) == 1:
-        chunks: Sequence[ChunkSource] = (ChunkSource(full_box(leaf.shape), np.asarray(leaf)),)
-        return ArraySource(name, leaf.shape, np.dtype(leaf.dtype), chunks)
-    chunks = tuple(
-        ChunkSource(box_from_index(shard.index, leaf.shape), np.asarray(shard.data))
-        for shard in leaf.addressable_shards
-        if shard.replica_id == 0
-    )
-    return ArraySource(name, leaf.shape, np.dtype(leaf.dtype), chunks, describe_sharding(sharding))
+_STRONG, _WEAK = ArrayLeaf(), ArrayLeaf(weak=True)
+
+
+class _Form(NamedTuple):
+    """What matters of a sharding. Holds it, so that its id stays its own."""
+
+    sharding: jax.sharding.Sharding
+    single: bool
+    on_host: bool
+
+
+class _Taker:
+    """Takes leaves one after the other. What it finds out about a sharding, dtype or shape holds for later leaves.
+
+    Attributes:
+        arrays: what the store writes.
+        elsewhere: numbers of those that still lack their chunks, and the JAX arrays that hold them.
+    """
+
+    def __init__(self, keeps_views: bool) -> None:
+        self.arrays: list[ArraySource] = []
+        self.elsewhere: list[tuple[int, jax.Array]] = []
+        self._keeps_views = keeps_views
+        self._forms: dict[int, _Form] = {}
+        self._plain: dict[Any, bool] = {}
+        self._boxes: dict[tuple[int, ...], Box] = {}
+
+    def take(self, name: str, leaf: Any) -> LeafRecord:
+        if isinstance(leaf, jax.Array):
+            return self._take_jax(name, leaf)
+        if leaf is EMPTY:
+            return EmptyLeaf()
+        inline = record_value(name, leaf)
+        if inline is not None:
+            return inline
+        value = check_storable(name, leaf)
+        native = value.dtype.newbyteorder("=")
+        copy = np.array(value, dtype=native, order="C", copy=True)
+        self.arrays.append(ArraySource(name, copy.shape, native, (ChunkSource(full_box(copy.shape), copy),)))
+        return ArrayLeaf(host="scalar" if isinstance(value, np.generic) else "numpy", big_endian=value.dtype != native)
+
+    def _take_jax(self, name: str, leaf: jax.Array) -> LeafRecord:
+        if isinstance(leaf, jax.core.Tracer):
+            raise UnsupportedLeafError(
+                f"leaf {name!r}: a traced value; save outside of jit, with the arrays that it returns"
+            )
+        if leaf.is_deleted():
+            raise UnsupportedLeafError(
+                f"leaf {name!r}: its memory was given away (donated to a jitted function or deleted); "
+                "save the arrays that the function returned"
+            )
+        form = self._form(name, leaf.sharding)
+        if not self._is_plain(name, leaf):
+            self._add(name, jax.random.key_data(leaf), form)
+            return KeyLeaf(impl=str(jax.random.key_impl(leaf)))
+        self._add(name, leaf, form)
+        return _WEAK if leaf.weak_type else _STRONG
+
+    def _form(self, name: str, sharding: jax.sharding.Sharding) -> _Form:
+        known = self._forms.get(id(sharding))
+        if known is not None:
+            return known
+        if not sharding.is_fully_addressable:
+            raise UnsupportedLeafError(
+                f"leaf {name!r}: spans devices of other processes, which this version cannot save; "
+                "gather it to the devices of one process first"
+            )
+        devices: Any = sharding.device_set
+        form = _Form(sharding, len(devices) == 1, all(device.platform == "cpu" for device in devices))
+        self._forms[id(sharding)] = form
+        return form
+
+    def _is_plain(self, name: str, leaf: jax.Array) -> bool:
+        """Whether its dtype is one that the store knows; else it must hold PRNG keys."""
+        known = self._plain.get(leaf.dtype)
+        if known is None:
+            known = not is_key_array(leaf)
+            if known and not is_storable(np.dtype(leaf.dtype)):
+                raise UnsupportedLeafError(
+                    f"leaf {name!r}: dtype {leaf.dtype} has no fixed byte form (float0 holds no data)"
+                )
+            self._plain[leaf.dtype] = known
+        return known
+
+    def _add(self, name: str, leaf: jax.Array, form: _Form) -> None:
+        shape = leaf.shape
+        if not (form.on_host and self._keeps_views):
+            self.elsewhere.append((len(self.arrays), leaf))
+            chunks: tuple[ChunkSource, ...] = ()
+        elif form.single:
+            box = self._boxes.get(shape)
+            if box is None:
+                box = self._boxes[shape] = full_box(shape)
+            chunks = (ChunkSource(box, np.asarray(leaf)),)
+        else:
+            shards = _distinct_shards(leaf)
+            chunks = tuple(ChunkSource(box_from_index(shard.index, shape), np.asarray(shard.data)) for shard in shards)
+        described = None if form.single else describe_sharding(form.sharding)
+        self.arrays.append(ArraySource(name, shape, leaf.dtype, chunks, described))
 
 
 def describe_sharding(sharding: jax.sharding.Sharding) -> dict[str, Any] | None:
@@ -122,10 +227,3 @@ def describe_sharding(sharding: jax.sharding.Sharding) -> dict[str, Any] | None:
 
 def _json_spec(spec: list[Any]) -> list[Any]:
     return [part if part is None or isinstance(part, (str, list)) else str(part) for part in spec]
-
-
-def _off_host(leaf: jax.Array) -> bool:
-    if isinstance(leaf, jax.core.Tracer):
-        return False
-    device: Any = next(iter(leaf.sharding.device_set))
-    return bool(device.platform != "cpu")

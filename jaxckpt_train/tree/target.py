@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -16,8 +15,7 @@ _IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 _PYTHON = (bool, int, float, complex, str, bytes)
 
 
-@dataclasses.dataclass(frozen=True)
-class Want:
+class Want(NamedTuple):
     """What a leaf must become.
 
     Attributes:
@@ -65,9 +63,9 @@ def wanted(name: str, leaf: Any, sharding: jax.sharding.Sharding | None) -> Want
         )
     place = _place(name, leaf, sharding)
     if is_key_array(leaf):
-        return Want("key", tuple(leaf.shape), sharding=place, impl=_implementation(name, leaf))
+        return Want("key", tuple(leaf.shape), None, place, _implementation(name, leaf))
     weak = bool(getattr(leaf, "weak_type", False))
-    return Want("jax", tuple(leaf.shape), np.dtype(leaf.dtype), place, weak=weak)
+    return Want("jax", tuple(leaf.shape), np.dtype(leaf.dtype), place, "", None, weak)
 
 
 def _place(name: str, leaf: Any, default: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:

@@ -35,7 +35,7 @@ def commit(
     sources = []
     for name, array in arrays.items():
         cuts = (boxes or {}).get(name, [full_box(array.shape)])
-        chunks = [ChunkSource(box, array[slices_within(box, full_box(array.shape))]) for box in cuts]
+        chunks = [ChunkSource(box, array[(*slices_within(box, full_box(array.shape)), ...)]) for box in cuts]
         sources.append(ArraySource(name, array.shape, array.dtype, chunks))
     written = write_arrays(backend, transaction.directory, "state", sources, settings, first_segment=0)
     part = PartRecord("state", "pytree", written.arrays, (), msgspec.Raw(b"null"))

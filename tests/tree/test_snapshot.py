@@ -157,7 +157,7 @@ def test_every_element_is_taken_exactly_once(spec: tuple[Any, ...], boxes: int) 
         assert (whole[place] == -1).all()
         whole[place] = chunk.data
     assert raw(whole) == raw(array)
-    assert snapshot({"a": array}).data_bytes == array.nbytes
+    assert sum(chunk.data.nbytes for chunk in source.chunks) == array.nbytes
 
 
 def test_a_sharding_is_described_for_people() -> None:

@@ -1,0 +1,80 @@
+"""Puts host arrays onto devices one after the other, as they come from the disk."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxckpt_train.tree.placement import Placement
+
+_WANTED_PARAMETERS = ["aval", "sharding", "xs", "devices", "committed"]
+
+
+def _find_fast_put() -> Callable[..., jax.Array] | None:
+    """JAX's internal call that makes an array of one host buffer per device; None where it is not as it was.
+
+    Of the public functions only `device_put` and `make_array_from_single_device_arrays` together do the same, in ten
+    times the time for a small array: each array passes through shape inference and checks anew. See ADR 009.
+    """
+    try:
+        from jax._src.interpreters import pxla
+    except ImportError:
+        return None
+    found: Callable[..., jax.Array] | None = getattr(pxla, "batched_device_put", None)
+    if found is None or list(inspect.signature(found).parameters)[: len(_WANTED_PARAMETERS)] != _WANTED_PARAMETERS:
+        return None
+    return found
+
+
+_fast_put = _find_fast_put()
+
+
+class _Kind(NamedTuple):
+    """What JAX found out about the first array of a shape, dtype and sharding, and takes again for the next."""
+
+    aval: Any
+    sharding: jax.sharding.Sharding
+    devices: Sequence[jax.Device]
+
+
+class DevicePuts:
+    """Arrays of one load on their way to the devices. The first of each kind goes through JAX's public functions."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[object, _Kind] = {}
+        self._begun: dict[int, tuple[list[jax.Array], int]] = {}
+
+    def put(self, number: int, placement: Placement, box: int, data: np.ndarray) -> jax.Array | None:
+        """Put one box of array number `number` onto its devices; returns the array once it has all of its boxes.
+
+        Without a sharding it goes to the default device and stays uncommitted. On the CPU an aligned, writable box
+        becomes the device's memory without a copy, so the caller must let go of it.
+        """
+        if len(placement.boxes) == 1:
+            return self._put_alike(placement.sharding, data)
+        shards, left = self._begun.pop(number, ([], len(placement.boxes)))
+        assert placement.sharding is not None
+        memory = placement.sharding.memory_kind
+        for device, wanted in placement.devices:
+            if wanted == box:
+                shards.append(self._put_alike(jax.sharding.SingleDeviceSharding(device, memory_kind=memory), data))
+        if left > 1:
+            self._begun[number] = shards, left - 1
+            return None
+        return jax.make_array_from_single_device_arrays(placement.shape, placement.sharding, shards)
+
+    def _put_alike(self, sharding: jax.sharding.Sharding | None, data: np.ndarray) -> jax.Array:
+        """The same data on every device of the sharding."""
+        key = data.shape, data.dtype, sharding
+        kind = self._kinds.get(key)
+        if kind is None or _fast_put is None:
+            array: jax.Array = jax.device_put(data, sharding)
+            if array.dtype == data.dtype:  # else JAX converts: 64-bit types while x64 is off
+                devices = list(array.sharding.addressable_devices_indices_map(data.shape))
+                self._kinds[key] = _Kind(array.aval, array.sharding, devices)
+            return array
+        return _fast_put(kind.aval, kind.sharding, [data] * len(kind.devices), kind.devices, sharding is not None)

@@ -1,0 +1,86 @@
+"""Transfers: brings device arrays to the host one after the other, a bounded number of bytes ahead of the writer."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import numpy as np
+
+from jaxckpt_train.store.latch import Latch
+
+
+class Transfers:
+    """Arrays of one device each that are still to be brought to the host, in the order in which they were added.
+
+    A fetch starts the transfers of the next arrays too, up to `ahead_bytes`, so that they run while others are
+    written. Each array, and its copy on the host, is let go of as soon as it was fetched.
+
+    Attributes:
+        done: open once nothing is read from the devices any more.
+    """
+
+    def __init__(self, ahead_bytes: int) -> None:
+        self.done = Latch()
+        self._ahead_bytes = ahead_bytes
+        self._waiting: list[jax.Array | None] = []
+        self._lock = threading.Lock()
+        self._left = self._next = self._under_way = 0
+
+    def add(self, array: jax.Array) -> ArrayToCome:
+        """Add an array that lies on a single device."""
+        self._waiting.append(array)
+        self._left += 1
+        return ArrayToCome(self, len(self._waiting) - 1, array)
+
+    def begin(self) -> None:
+        """Start the first transfers, once all arrays are added."""
+        if not self._left:
+            self.done.open()
+        with self._lock:
+            self._start_more()
+
+    def fetch(self, number: int) -> np.ndarray:
+        """Bring array number `number` to the host, once; waits until it is there."""
+        with self._lock:
+            array = self._waiting[number]
+            assert array is not None, "fetched once"
+            self._waiting[number] = None
+            if number >= self._next:  # out of order
+                self._under_way += array.nbytes
+            self._under_way -= array.nbytes
+            self._start_more()
+        data = np.asarray(array)
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self.done.open()
+        return data
+
+    def close(self) -> None:
+        """Let go of what was not fetched."""
+        with self._lock:
+            self._waiting = [None] * len(self._waiting)
+            self._next = len(self._waiting)
+        self.done.open()
+
+    def _start_more(self) -> None:
+        while self._next < len(self._waiting) and self._under_way < self._ahead_bytes:
+            array = self._waiting[self._next]
+            self._next += 1
+            if array is not None:
+                array.copy_to_host_async()
+                self._under_way += array.nbytes
+
+
+class ArrayToCome:
+    """An array that is fetched when its turn to be written comes; `store.layout.ArrayToCome` says what it promises."""
+
+    def __init__(self, transfers: Transfers, number: int, array: jax.Array) -> None:
+        self._transfers, self._number = transfers, number
+        self.shape, self.dtype, self.size, self.nbytes = array.shape, np.dtype(array.dtype), array.size, array.nbytes
+
+    def fetch(self) -> np.ndarray:
+        """The data; may be called once, from any thread."""
+        return self._transfers.fetch(self._number)
