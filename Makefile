@@ -10,12 +10,13 @@ endif
 # The version is part of the stamp's name: another interpreter makes another environment in the same place.
 VERSION := $(shell $(PYTHON) -c "import sys; print('%d.%d.%d' % sys.version_info[:3])" 2>/dev/null)
 STAMP := $(VENV)/.installed-$(VERSION)
+TORCH_STAMP := .venv-torch/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-quick lint types format bench bench-quick kill-campaign clean python-is-new-enough
+.PHONY: help venv demo test test-quick lint types format bench bench-quick bench-torch kill-campaign clean python-is-new-enough
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
@@ -56,12 +57,20 @@ types: $(STAMP)  ## strict type check of the package
 kill-campaign: $(STAMP)  ## SIGKILL at 60 random moments of a training that saves every step
 	$(BIN)/python -m tests.kill.campaign --kills 60
 
-bench: $(STAMP)  ## compare with the peers on this machine
-	$(BIN)/python -m benchmarks.run
+bench: $(STAMP)  ## compare with all peers on this machine (some two hours), and write docs/benchmarks/
+	$(BIN)/python -m benchmarks.run --json build/bench.json --plots docs/benchmarks
 
-bench-quick: $(STAMP)  ## the same in a few minutes
-	$(BIN)/python -m benchmarks.run --quick
+bench-quick: $(STAMP)  ## less of the same in a few minutes
+	$(BIN)/python -m benchmarks.run --quick --json build/bench-quick.json --plots build/bench-quick
+
+# PyTorch has an environment of its own: it takes several GB, and the subjects that need it run in processes of their own.
+bench-torch: $(TORCH_STAMP)  ## the environment for the PyTorch peers, some 6 GB; without it they are left out
+
+$(TORCH_STAMP): benchmarks/torch-requirements.txt | python-is-new-enough
+	$(PYTHON) -m venv --clear .venv-torch
+	.venv-torch/bin/python -m pip --disable-pip-version-check --quiet install -r $<
+	touch $@
 
 clean:  ## remove everything that was made
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find jaxckpt_train tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,1 +1,1 @@
-"""Benchmarks of checkpoint saves and loads against Orbax and the raw limit of the disk."""
+"""Benchmarks of checkpoint saves and loads against other libraries and the limits of disk and memory."""

@@ -26,11 +26,12 @@ def describe(directory: Path) -> Description:
         "mount_point": mount_point,
         "mount_options": options,
         "python": platform.python_version(),
-        **{package: _version(package) for package in PACKAGES},
+        **{package: version(package) for package in PACKAGES},
     }
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """The installed version of a distribution, None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

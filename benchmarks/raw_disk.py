@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import mmap
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from benchmarks import page_cache
-from benchmarks.sample import Moment, Sample
-from benchmarks.workloads import Tree, as_bytes
+from benchmarks import huge_memory, page_cache
+from benchmarks.process_figures import ResidentMeter, disk_read_bytes, release_memory
+from benchmarks.sample import LoadSample, Moment, Resident, SaveSample
+from benchmarks.workloads import Workload
 
-NAME = "raw"
+NAME, NAME_FRESH = "raw", "raw_fresh"
 BLOCKS_BYTES = (64 << 20, 16 << 20)
-ALIGNMENT_BYTES = 4096
-HUGE_PAGE_BYTES = 2 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,72 +27,77 @@ class _Pass:
     wall_s: float
     cpu_s: float
     direct: bool
+    resident: Resident
+    disk_bytes: int
 
 
-def measure(directory: Path, tree: Tree) -> Sample:
-    """Write the bytes of `tree` to one file and read them back, for every block size; the faster one counts.
+class RawTurns:
+    """One file, written and read for every block size; the faster one counts, and the notes have both.
 
-    Memory is aligned, on huge pages where there are any, and faulted in before the clock starts. A write ends with
-    `fdatasync`. `O_DIRECT` is used where the file system takes it, and the sample's notes say whether it did.
+    One thread; memory on huge pages where there are any. `O_DIRECT` is used where the file system takes it, and the
+    notes say whether it did. A write ends with `fdatasync`. Reads come twice: as `raw` into memory that is there
+    already, and as `raw_fresh` into memory whose first touch is part of the time, as it is in a load into new arrays.
     """
-    directory.mkdir()
-    source = _gather(tree)
-    destination = _allocate(source.size)
-    writes = [_write(directory / str(block), source, block) for block in BLOCKS_BYTES]
-    dropped = page_cache.drop(directory)
-    reads = []
-    for block in BLOCKS_BYTES:
-        destination[:] = 0
-        reads.append(_read(directory / str(block), destination, block))
-        if not np.array_equal(source, destination):
-            raise ValueError(f"{directory / str(block)}: bytes read differ from those written")
-    return _sample(writes, reads, source.size, dropped)
+
+    packages = ("numpy",)
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+
+    def save(self, path: Path, seed: Sequence[int]) -> SaveSample:
+        path.mkdir()
+        source = huge_memory.gather(self._workload, seed)
+        writes = [_write(path / str(block), source, block) for block in BLOCKS_BYTES]
+        del source
+        release_memory()
+        best = min(writes, key=lambda one: one.wall_s)
+        return SaveSample(
+            blocking_s=None,
+            finished_s=best.wall_s,
+            durable_s=best.wall_s,
+            blocking_cpu_s=None,
+            finished_cpu_s=best.cpu_s,
+            durable_cpu_s=best.cpu_s,
+            resident=best.resident,
+            stored_bytes=self._workload.nbytes,
+            stored_files=1,
+            notes={"direct_io": all(one.direct for one in writes)} | _by_block("write", writes),
+        )
+
+    def load(self, path: Path, seed: Sequence[int], target: str) -> list[LoadSample]:
+        """The leaves of `target` are the first of the file, so they are read from its beginning."""
+        want = huge_memory.gather(self._workload, seed, target)
+        nbytes = sum(leaf.nbytes for leaf in self._workload.wanted(target))
+        ways = {NAME: huge_memory.touched, NAME_FRESH: huge_memory.fresh}
+        return [self._read_all(path, want, nbytes, target, row, allocate) for row, allocate in ways.items()]
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+    def _read_all(
+        self, path: Path, want: np.ndarray, nbytes: int, target: str, row: str, allocate: Callable[[int], np.ndarray]
+    ) -> LoadSample:
+        reads, dropped = [], ""
+        for block in BLOCKS_BYTES:
+            dropped = page_cache.drop(path)
+            reads.append(_read(path / str(block), want, nbytes, block, allocate))
+            release_memory()
+        best = min(reads, key=lambda one: one.wall_s)
+        return LoadSample(
+            target=target,
+            row=row,
+            load_s=best.wall_s,
+            lazy_s=0.0,
+            load_cpu_s=best.cpu_s,
+            resident=best.resident,
+            asked_bytes=nbytes,
+            disk_bytes=best.disk_bytes,
+            notes={"direct_io": all(one.direct for one in reads), "caches": dropped} | _by_block("read", reads),
+        )
 
 
-def _sample(writes: list[_Pass], reads: list[_Pass], stored_bytes: int, dropped: str) -> Sample:
-    write = min(writes, key=lambda one: one.wall_s)
-    read = min(reads, key=lambda one: one.wall_s)
-    notes: dict[str, float | str | bool] = {
-        "direct_io": all(one.direct for one in (*writes, *reads)),
-        "caches": dropped,
-    }
-    notes |= {f"write_{one.block_bytes >> 20}_mib_s": one.wall_s for one in writes}
-    notes |= {f"read_{one.block_bytes >> 20}_mib_s": one.wall_s for one in reads}
-    return Sample(
-        blocking_s=None,
-        finished_s=write.wall_s,
-        durable_s=write.wall_s,
-        load_s=read.wall_s,
-        lazy_s=0.0,
-        blocking_cpu_s=None,
-        finished_cpu_s=write.cpu_s,
-        durable_cpu_s=write.cpu_s,
-        load_cpu_s=read.cpu_s,
-        stored_bytes=stored_bytes,
-        stored_files=1,
-        notes=notes,
-    )
-
-
-def _gather(tree: Tree) -> np.ndarray:
-    leaves = [as_bytes(leaf) for leaf in jax.tree.leaves(tree)]
-    size = sum(leaf.size for leaf in leaves)
-    buffer = _allocate(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
-    np.concatenate(leaves, out=buffer[:size])
-    return buffer
-
-
-def _allocate(size: int) -> np.ndarray:
-    """`size` bytes of zeroed, page-aligned memory that is really there."""
-    memory = mmap.mmap(-1, -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
-    try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError as refused:
-        if refused.errno != errno.EINVAL:  # EINVAL: a kernel without transparent huge pages
-            raise
-    buffer = np.frombuffer(memory, np.uint8)
-    buffer[:] = 0
-    return buffer[:size]
+def _by_block(what: str, passes: Sequence[_Pass]) -> dict[str, float | str | bool]:
+    return {f"{what}_{one.block_bytes >> 20}_mib_s": one.wall_s for one in passes}
 
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:
@@ -109,7 +112,7 @@ def _open(path: Path, flags: int) -> tuple[int, bool]:
 def _write(path: Path, source: np.ndarray, block_bytes: int) -> _Pass:
     page_cache.settle()
     view = memoryview(source)
-    start = Moment.now()
+    meter, start = ResidentMeter(), Moment.now()
     fd, direct = _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         offset = 0
@@ -119,12 +122,16 @@ def _write(path: Path, source: np.ndarray, block_bytes: int) -> _Pass:
     finally:
         os.close(fd)
     end = Moment.now()
-    return _Pass(block_bytes, end.wall_s - start.wall_s, end.cpu_s - start.cpu_s, direct)
+    return _Pass(block_bytes, end.wall_s - start.wall_s, end.cpu_s - start.cpu_s, direct, meter.read(), 0)
 
 
-def _read(path: Path, destination: np.ndarray, block_bytes: int) -> _Pass:
+def _read(path: Path, want: np.ndarray, nbytes: int, block_bytes: int, allocate: Callable[[int], np.ndarray]) -> _Pass:
+    """Read as many bytes as `want` has, and compare the first `nbytes`: what follows belongs to other leaves."""
+    destination = allocate(want.size) if allocate is huge_memory.touched else None
+    meter, read_before, start = ResidentMeter(), disk_read_bytes(), Moment.now()
+    if destination is None:
+        destination = allocate(want.size)
     view = memoryview(destination)
-    start = Moment.now()
     fd, direct = _open(path, os.O_RDONLY)
     try:
         offset = 0
@@ -136,4 +143,7 @@ def _read(path: Path, destination: np.ndarray, block_bytes: int) -> _Pass:
     finally:
         os.close(fd)
     end = Moment.now()
-    return _Pass(block_bytes, end.wall_s - start.wall_s, end.cpu_s - start.cpu_s, direct)
+    resident, disk_bytes = meter.read(), disk_read_bytes() - read_before
+    if not np.array_equal(destination[:nbytes], want[:nbytes]):
+        raise ValueError(f"{path}: bytes read differ from those written")
+    return _Pass(block_bytes, end.wall_s - start.wall_s, end.cpu_s - start.cpu_s, direct, resident, disk_bytes)

@@ -2,121 +2,145 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import jax
+from benchmarks import page_cache
+from benchmarks.record import WARM_UP_ROUND, Turn
+from benchmarks.sample import LoadSample
+from benchmarks.worker_process import Worker, WorkerError, worker
+from benchmarks.workloads import Workload
 
-from benchmarks import page_cache, raw_disk
-from benchmarks.sample import Moment, Sample
-from benchmarks.subject import Subject
-from benchmarks.workloads import Tree, Workload, abstract, check_equal, touch
+Report = Callable[[str], None]
 
-WARM_UP_ROUND = 0
 
-Measure = Callable[[Path, Tree], Sample]
-Report = Callable[[str, int, str, Sample], None]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How rounds are run.
+
+    Attributes:
+        counted_rounds: rounds after the warm-up.
+        seed: of the random bytes, which differ in every turn.
+        fresh_loads: every load in a new process, in which nothing is warm.
+        report: called with a line of text after every turn.
+    """
+
+    counted_rounds: int
+    seed: int
+    fresh_loads: bool
+    report: Report
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
-    """One subject's turn in one round; round 0 is the warm-up and counts in no summary."""
+class Outcome:
+    """What the rounds of one workload gave.
 
-    round: int
-    subject: str
-    sample: Sample
+    Attributes:
+        turns: in the order in which they were taken.
+        versions: of what the subjects are made of; where two differ, "name (subject)".
+        failed: subject -> what went wrong. It has no turns after that, and those before are left out.
+    """
+
+    turns: list[Turn]
+    versions: dict[str, str | None]
+    failed: dict[str, str]
 
 
-def run_rounds(
-    workload: Workload,
-    subjects: Sequence[Subject | None],
-    directory: Path,
-    *,
-    counted_rounds: int,
-    seed: int,
-    report: Report,
-) -> list[Turn]:
-    """One warm-up round and `counted_rounds` more.
+def run_rounds(workload: Workload, subjects: Sequence[str], directory: Path, plan: Plan) -> Outcome:
+    """One warm-up round and `plan.counted_rounds` more.
+
+    Every subject has one worker for all rounds, and only one worker has anything to do at a time.
 
     Args:
         workload: what is saved.
-        subjects: the libraries; None stands for the raw limit of the disk.
+        subjects: names, see `registry.make_turns`.
         directory: an existing directory in which each turn has a new one of its own, deleted after the turn.
-        counted_rounds: rounds after the warm-up.
-        seed: of the random bytes, which differ in every turn.
-        report: called after every turn with the workload's name, the round, the subject's name and the sample.
-
-    Raises:
-        ValueError: a load returned something else than what was saved.
+        plan: how.
     """
-    turns = []
-    for number in range(counted_rounds + 1):
-        for index in _turn_order(len(subjects), number):
-            subject = subjects[index]
-            name = subject.name if subject else raw_disk.NAME
-            tree = workload.make((seed, workload.nbytes, number, index))
-            sample = _take_turn(directory / f"{workload.name}-{number}-{name}", subject, tree)
-            report(workload.name, number, name, sample)
-            turns.append(Turn(number, name, sample))
-            del tree
-    return turns
+    turns: list[Turn] = []
+    failed: dict[str, str] = {}
+
+    def fail(name: str, error: WorkerError) -> None:
+        failed[name] = str(error)
+        plan.report(f"FAILED: {name}: {error}")
+
+    with contextlib.ExitStack() as stack:
+        workers = {name: Worker(name, workload, directory / f"{_plain(name)}.log") for name in subjects}
+        for running in workers.values():
+            stack.callback(running.stop)
+        versions = _versions(workers, fail)
+        for number in range(plan.counted_rounds + 1):
+            for index in turn_order(len(subjects), number):
+                name = subjects[index]
+                if name in failed:
+                    continue
+                seed = (plan.seed, zlib.crc32(workload.name.encode()), number, index)
+                try:
+                    turns.append(_take_turn(directory, workload, workers[name], name, number, seed, plan.fresh_loads))
+                except WorkerError as error:
+                    fail(name, error)
+                else:
+                    plan.report(_line(workload.name, turns[-1]))
+    return Outcome([turn for turn in turns if turn.subject not in failed], versions, failed)
 
 
-def measure_checkpointer(subject: Subject, path: Path, tree: Tree) -> Sample:
-    """Save `tree` to `path`, make it durable, drop the caches, load it, compare it."""
-    start = Moment.now()
-    wait = subject.start_save(path, tree)
-    returned = Moment.now()
-    wait()
-    finished = Moment.now()
-    if not subject.durable:
-        page_cache.sync_tree(path)
-    durable = Moment.now()
-
-    files = page_cache.files_below(path)
-    stored_bytes = sum(file.stat().st_size for file in files)
-    like = abstract(tree)
-    dropped = page_cache.drop(path)
-    load_start = Moment.now()
-    loaded = jax.block_until_ready(subject.load(path, like))
-    loaded_at = Moment.now()
-    lazy_s = _touch_s(loaded) - _touch_s(tree)
-    check_equal(loaded, tree)
-    return Sample(
-        blocking_s=returned.wall_s - start.wall_s,
-        finished_s=finished.wall_s - start.wall_s,
-        durable_s=durable.wall_s - start.wall_s,
-        load_s=loaded_at.wall_s - load_start.wall_s,
-        lazy_s=max(0.0, lazy_s),
-        blocking_cpu_s=returned.cpu_s - start.cpu_s,
-        finished_cpu_s=finished.cpu_s - start.cpu_s,
-        durable_cpu_s=durable.cpu_s - start.cpu_s,
-        load_cpu_s=loaded_at.cpu_s - load_start.cpu_s,
-        stored_bytes=stored_bytes,
-        stored_files=len(files),
-        notes={"caches": dropped},
-    )
+def turn_order(count: int, number: int) -> list[int]:
+    """Another subject begins in every round, and every other round runs backwards: none has a fixed forerunner."""
+    order = [(number + index) % count for index in range(count)]
+    return order[::-1] if number % 2 else order
 
 
-def _touch_s(tree: Tree) -> float:
-    start = Moment.now()
-    touch(tree)
-    return Moment.now().wall_s - start.wall_s
-
-
-def _take_turn(path: Path, subject: Subject | None, tree: Tree) -> Sample:
-    page_cache.settle()
+def _take_turn(
+    directory: Path,
+    workload: Workload,
+    running: Worker,
+    name: str,
+    number: int,
+    seed: tuple[int, ...],
+    fresh_loads: bool,
+) -> Turn:
+    path = directory / f"{workload.name}-{number}-{_plain(name)}"
     try:
-        return measure_checkpointer(subject, path, tree) if subject else raw_disk.measure(path, tree)
+        save = running.save(path, seed)
+        loads: list[LoadSample] = []
+        for target in workload.targets:
+            if fresh_loads:
+                with worker(name, workload, directory / f"{_plain(name)}.log") as fresh:
+                    loads += fresh.load(path, seed, target)
+            else:
+                loads += running.load(path, seed, target)
+        return Turn(number, name, save, loads)
     finally:
         if path.exists():
             shutil.rmtree(path)
         page_cache.settle()
 
 
-def _turn_order(count: int, number: int) -> list[int]:
-    """Another subject begins in every round, and every other round runs backwards: none has a fixed forerunner."""
-    order = [(number + index) % count for index in range(count)]
-    return order[::-1] if number % 2 else order
+def _versions(workers: dict[str, Worker], fail: Callable[[str, WorkerError], None]) -> dict[str, str | None]:
+    """Wait until all workers are ready."""
+    versions: dict[str, str | None] = {}
+    for name, running in workers.items():
+        try:
+            found = running.ready()
+        except WorkerError as error:
+            fail(name, error)
+            continue
+        for package, version in found.items():
+            if versions.setdefault(package, version) != version:
+                versions[f"{package} ({name})"] = version
+    return versions
+
+
+def _plain(name: str) -> str:
+    """A subject's name as a part of a file's."""
+    return name.replace(":", "-")
+
+
+def _line(workload: str, turn: Turn) -> str:
+    kind = "warm-up" if turn.round == WARM_UP_ROUND else f"round {turn.round}"
+    loads = ", ".join(f"{load.row} {load.target} {load.load_s:.3f} s" for load in turn.loads)
+    return f"{workload} {kind} {turn.subject}: save {turn.save.durable_s:.3f} s; load {loads}"

@@ -4,80 +4,97 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import json
-import resource
+import os
 import secrets
+import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
-import jax
 from rich.console import Console
 
-from benchmarks import raw_disk, table
-from benchmarks.machine import Description, describe
-from benchmarks.rounds import WARM_UP_ROUND, Turn, run_rounds
-from benchmarks.sample import Sample
-from benchmarks.subject import Subject
-from benchmarks.subject_ours import Ours
-from benchmarks.subjects_orbax import OrbaxV0, OrbaxV1
-from benchmarks.summary import Summary, summarise
+from benchmarks import table
+from benchmarks.machine import describe
+from benchmarks.record import Record, WorkloadRecord
+from benchmarks.registry import ENTRIES, chosen_by_default, why_not
+from benchmarks.report import write_page
+from benchmarks.rounds import Plan, run_rounds
 from benchmarks.workloads import Workload, workloads
 
-Results = dict[str, tuple[Workload, list[Turn], Summary]]
-
-JSON_VERSION = 1
-ROUNDS, QUICK_ROUNDS, FEWEST_ROUNDS = 5, 3, 5
+ROUNDS, QUICK_ROUNDS, FEWEST_ROUNDS = 5, 2, 5
 DISK_FACTOR = 4
 DEFAULT_DIRECTORY = Path(__file__).resolve().parent.parent / "build" / "bench"
-SUBJECTS: dict[str, Callable[[], Subject | None]] = {
-    raw_disk.NAME: lambda: None,
-    OrbaxV0.name: OrbaxV0,
-    OrbaxV1.name: OrbaxV1,
-    Ours.name: Ours,
-}
+QUICK_WORKLOADS = ("dense", "small", "sharded", "partial")
 
 progress = Console(stderr=True, highlight=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what the arguments ask for, print tables to stdout, and write all samples as JSON if asked."""
-    options = _parse(arguments)
-    jax.config.update("jax_platforms", "cpu")
+    """Run what the arguments ask for, print tables to stdout, and write the samples and a page if asked.
+
+    Raises:
+        SystemExit: with status 1 if a subject failed; what the others gave is shown and written all the same.
+    """
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = _parse(given)
     chosen = [workloads(options.quick)[name] for name in options.only]
-    results: Results = {}
-    with _directory(options.dir, chosen) as directory, _subjects(options.subjects) as subjects:
-        machine = describe(directory)
+    record = Record({}, {})
+    with _directory(options.dir, chosen) as directory:
+        record.machine.update(describe(directory))
         for workload in chosen:
-            turns = run_rounds(
-                workload,
-                subjects,
-                directory,
-                counted_rounds=options.rounds,
-                seed=options.seed,
-                report=_report,
-            )
-            results[workload.name] = workload, turns, summarise(turns)
-    _show(machine, results, options.rounds)
-    if options.json:
-        _write_json(options, machine, results)
+            record.workloads[workload.name] = _measure(workload, options, directory, shlex.join(given))
+            if options.json:
+                record.write(options.json)
+    table.show(table.stdout_console(), record)
+    if options.plots:
+        write_page(record, options.plots)
+    if any(workload.failed for workload in record.workloads.values()):
+        raise SystemExit(1)
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
-    names = list(workloads(quick=False))
-    parser.add_argument("--quick", action="store_true", help="smaller and fewer rounds: a look, not a result")
-    parser.add_argument("--only", type=_names(names), default=names, help=f"workloads, of {','.join(names)}")
-    parser.add_argument(
-        "--subjects", type=_names(SUBJECTS), default=list(SUBJECTS), help=f"subjects, of {','.join(SUBJECTS)}"
+def _measure(workload: Workload, options: argparse.Namespace, directory: Path, given: str) -> WorkloadRecord:
+    left_out = {name: reason for name in options.subjects if (reason := why_not(name, workload.name))}
+    for name, reason in left_out.items():
+        _report(f"{workload.name}: left out {name}: {reason}")
+    load_average = os.getloadavg()[0]
+    plan = Plan(counted_rounds=options.rounds, seed=options.seed, fresh_loads=options.fresh_loads, report=_report)
+    subjects = [name for name in options.subjects if name not in left_out]
+    outcome = run_rounds(workload, subjects, directory, plan)
+    return WorkloadRecord(
+        name=workload.name,
+        nbytes=workload.nbytes,
+        leaves=len(workload.leaves),
+        targets=workload.targets,
+        counted_rounds=options.rounds,
+        seed=options.seed,
+        quick=options.quick,
+        fresh_loads=options.fresh_loads,
+        command=f"python -m benchmarks.run {given}".rstrip(),
+        load_average=load_average,
+        versions=outcome.versions,
+        left_out=left_out,
+        failed=outcome.failed,
+        turns=outcome.turns,
     )
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
+    names, subjects = list(workloads(quick=False)), list(ENTRIES)
+    parser.add_argument("--quick", action="store_true", help="smaller and fewer of all: a look, not a result")
+    parser.add_argument("--only", type=_names(names), help=f"workloads, of {','.join(names)}")
+    parser.add_argument("--subjects", type=_names(subjects), help=f"subjects, of {','.join(subjects)}")
     parser.add_argument("--rounds", type=int, help=f"counted rounds, at least {FEWEST_ROUNDS} unless --quick")
+    parser.add_argument("--fresh-loads", action="store_true", help="each load in a process of its own")
     parser.add_argument("--dir", type=Path, default=DEFAULT_DIRECTORY, help="a directory on the disk to measure")
-    parser.add_argument("--json", type=Path, help="write the machine, all samples and the summary to this file")
+    parser.add_argument("--json", type=Path, help="write the machine and all samples to this file")
+    parser.add_argument("--plots", type=Path, help="write plots and results.md to this folder")
     parser.add_argument("--seed", type=int, default=secrets.randbits(32), help="of the random bytes; else a new one")
     options = parser.parse_args(arguments)
+    options.only = options.only or (list(QUICK_WORKLOADS) if options.quick else names)
+    options.subjects = options.subjects or chosen_by_default(options.quick)
     if options.rounds is None:
         options.rounds = QUICK_ROUNDS if options.quick else ROUNDS
     if options.rounds < (1 if options.quick else FEWEST_ROUNDS):
@@ -107,61 +124,8 @@ def _directory(parent: Path, chosen: Sequence[Workload]) -> Iterator[Path]:
         yield Path(directory)
 
 
-@contextlib.contextmanager
-def _subjects(names: Sequence[str]) -> Iterator[list[Subject | None]]:
-    with contextlib.ExitStack() as stack:
-        made: list[Subject | None] = []
-        for name in names:
-            subject = _make_subject(name)
-            made.append(subject)
-            if subject:
-                stack.callback(subject.close)
-        yield made
-
-
-def _make_subject(name: str) -> Subject | None:
-    try:
-        return SUBJECTS[name]()
-    except (ImportError, AttributeError) as missing:
-        advice = "install it (Orbax: the bench extra) or leave it out of --subjects"
-        raise SystemExit(f"subject {name} is not there ({missing}); {advice}") from missing
-
-
-def _report(workload: str, number: int, subject: str, sample: Sample) -> None:
-    kind = "warm-up" if number == WARM_UP_ROUND else f"round {number}"
-    progress.print(f"{workload} {kind} {subject}: save {sample.durable_s:.3f} s, load {sample.load_s:.3f} s")
-
-
-def _show(machine: Description, results: Results, counted_rounds: int) -> None:
-    console = table.stdout_console()
-    table.show_machine(console, machine)
-    for workload, _, summary in results.values():
-        table.show(console, workload, summary, counted_rounds)
-    console.print(table.HOW_TO_READ, markup=False)
-    if any(summary.ratios for _, _, summary in results.values()):
-        console.print(table.HOW_TO_READ_RATIOS, markup=False)
-
-
-def _write_json(options: argparse.Namespace, machine: Description, results: Results) -> None:
-    record = {
-        "version": JSON_VERSION,
-        "machine": machine,
-        "options": {"quick": options.quick, "rounds": options.rounds, "seed": options.seed},
-        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "workloads": {name: _record(*result) for name, result in results.items()},
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-def _record(workload: Workload, turns: Sequence[Turn], summary: Summary) -> dict[str, object]:
-    return {
-        "leaves": workload.leaves,
-        "shape": workload.shape,
-        "bytes": workload.nbytes,
-        "turns": [dataclasses.asdict(turn) for turn in turns],
-        **dataclasses.asdict(summary),
-    }
+def _report(line: str) -> None:
+    progress.print(line, markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.arrays import State
 from benchmarks.subject import Wait
-from benchmarks.workloads import Tree
 
 SAVE_TIMEOUT_S = 600.0
 
 
 class Ours:
-    """`jaxckpt_train.save_async` and `jaxckpt_train.load`."""
+    """`jaxckpt_train.save_async` and `jaxckpt_train.load`; a part is loaded with `only=` and a target of that part."""
 
-    name = "ours"
+    arrays = "jax"
     durable = True
+    packages = ("jaxckpt-train", "jax", "jaxlib", "numpy")
 
     def __init__(self) -> None:
         import jaxckpt_train
@@ -22,16 +23,17 @@ class Ours:
         self._save_async = jaxckpt_train.save_async
         self._load = jaxckpt_train.load
 
-    def start_save(self, path: Path, tree: Tree) -> Wait:
-        pending = self._save_async(path, tree)
+    def start_save(self, path: Path, state: State) -> Wait:
+        pending = self._save_async(path, state)
 
         def wait() -> None:
             pending.wait(SAVE_TIMEOUT_S)
 
         return wait
 
-    def load(self, path: Path, like: Tree) -> Tree:
-        return self._load(path, like)
+    def load(self, path: Path, like: State) -> State:
+        only = "params/**" if like.keys() == {"params"} else None
+        return self._load(path, like, only=only)
 
     def close(self) -> None:
         """Nothing is kept between rounds that needs closing."""

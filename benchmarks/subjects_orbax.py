@@ -1,4 +1,4 @@
-"""The subjects `orbax_v0` and `orbax_v1`: Orbax's two interfaces with their default options.
+"""The subjects `orbax_v0...` and `orbax_v1...`: Orbax's two interfaces, with their default options and with others.
 
 A finished save of either has synced the array data and the directories that hold it (TensorStore does that), but not
 the metadata files, nor the rename to the final name (traced with Orbax 0.12.8). So `durable` is False here.
@@ -7,55 +7,126 @@ the metadata files, nor the rename to the final name (traced with Orbax 0.12.8).
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from benchmarks.arrays import State
 from benchmarks.subject import Wait
-from benchmarks.workloads import Tree
+
+PACKAGES = ("orbax-checkpoint", "tensorstore", "jax", "jaxlib", "numpy")
 
 
 class OrbaxV0:
-    """`StandardCheckpointer`, whose `save` is asynchronous."""
+    """`StandardCheckpointer`, whose `save` is asynchronous; for a part a `PyTreeCheckpointHandler`, see `load`."""
 
-    name = "orbax_v0"
+    arrays = "jax"
     durable = False
+    packages = PACKAGES
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         import orbax.checkpoint
 
-        self._checkpointer = orbax.checkpoint.StandardCheckpointer()
+        self._ocp = orbax.checkpoint
+        self._checkpointer = self._ocp.StandardCheckpointer(**options)
 
-    def start_save(self, path: Path, tree: Tree) -> Wait:
-        self._checkpointer.save(path, tree)
+    def start_save(self, path: Path, state: State) -> Wait:
+        self._checkpointer.save(path, state)
         return self._checkpointer.wait_until_finished
 
-    def load(self, path: Path, like: Tree) -> Tree:
+    def load(self, path: Path, like: State) -> State:
+        """All of it through the same checkpointer; a part, which it cannot, through `partial_restore`."""
+        if like.keys() == {"params"}:
+            with self._ocp.Checkpointer(self._ocp.PyTreeCheckpointHandler()) as part:
+                return part.restore(path, args=restore_args(self._ocp, like, partial=True))
         return self._checkpointer.restore(path, like)
 
     def close(self) -> None:
         self._checkpointer.close()
 
 
-class OrbaxV1:
-    """The free functions `save_async` and `load` of `orbax.checkpoint.experimental.v1`."""
-
-    name = "orbax_v1"
-    durable = False
+class OrbaxV0WithoutOcdbt(OrbaxV0):
+    """One directory for each array, in Zarr format, instead of the OCDBT key-value store."""
 
     def __init__(self) -> None:
+        super().__init__(use_ocdbt=False)
+
+
+class OrbaxV0WithoutCompression:
+    """`AsyncCheckpointer(PyTreeCheckpointHandler(use_compression=False))`: `StandardCheckpointer` lacks the option."""
+
+    arrays = "jax"
+    durable = False
+    packages = PACKAGES
+
+    def __init__(self) -> None:
+        import orbax.checkpoint
+
+        self._ocp = orbax.checkpoint
+        self._checkpointer = self._ocp.AsyncCheckpointer(self._ocp.PyTreeCheckpointHandler(use_compression=False))
+
+    def start_save(self, path: Path, state: State) -> Wait:
+        self._checkpointer.save(path, args=self._ocp.args.PyTreeSave(state))
+        return self._checkpointer.wait_until_finished
+
+    def load(self, path: Path, like: State) -> State:
+        partial = like.keys() == {"params"}
+        return self._checkpointer.restore(path, args=restore_args(self._ocp, like, partial=partial))
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
+class OrbaxV1:
+    """The free functions `save_async` and `load` of `orbax.checkpoint.experimental.v1`, within a `Context`."""
+
+    arrays = "jax"
+    durable = False
+    packages = PACKAGES
+
+    def __init__(self, **saving: bool) -> None:
         import orbax.checkpoint.experimental.v1 as orbax_v1
 
-        self._save_async = orbax_v1.save_async
-        self._load = orbax_v1.load
+        self._orbax = orbax_v1
+        self._saving = saving
 
-    def start_save(self, path: Path, tree: Tree) -> Wait:
-        response = self._save_async(path, tree)
+    def start_save(self, path: Path, state: State) -> Wait:
+        with self._context():
+            response = self._orbax.save_async(path, state)
 
         def wait() -> None:
             response.result()
 
         return wait
 
-    def load(self, path: Path, like: Tree) -> Tree:
-        return self._load(path, like)
+    def load(self, path: Path, like: State) -> State:
+        with self._context(partial=like.keys() == {"params"}):
+            return self._orbax.load(path, like)
 
     def close(self) -> None:
         """The free functions keep nothing."""
+
+    def _context(self, *, partial: bool = False) -> Any:
+        context = self._orbax.Context()
+        for option, value in self._saving.items():
+            setattr(context.array.saving, option, value)
+        context.pytree.loading.partial_load = partial
+        return context
+
+
+class OrbaxV1WithoutOcdbt(OrbaxV1):
+    """One directory for each array instead of the OCDBT key-value store."""
+
+    def __init__(self) -> None:
+        super().__init__(use_ocdbt=False)
+
+
+class OrbaxV1WithoutCompression(OrbaxV1):
+    """Without zstd."""
+
+    def __init__(self) -> None:
+        super().__init__(use_compression=False)
+
+
+def restore_args(ocp: Any, like: State, *, partial: bool) -> Any:
+    """The arguments with which a `PyTreeCheckpointHandler` restores arrays as `like` describes them."""
+    each = ocp.checkpoint_utils.construct_restore_args(like)
+    return ocp.args.PyTreeRestore(item=like, restore_args=each, partial_restore=partial)

@@ -1,36 +1,33 @@
-"""Summary: medians, spreads and ratios of many samples."""
+"""Summary: medians, spreads and ratios of the turns of one workload."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks.rounds import WARM_UP_ROUND, Turn
-from benchmarks.sample import Sample
+from benchmarks.raw_disk import NAME as RAW
+from benchmarks.raw_disk import NAME_FRESH as RAW_FRESH
+from benchmarks.record import WARM_UP_ROUND, Turn
+from benchmarks.registry import ENTRIES, OURS
+from benchmarks.sample import LoadSample, SaveSample
 
-OURS = "ours"
 LAZY_FRACTION = 0.1
 
-MEASURES = {
-    "blocking_s": "blocking",
-    "finished_s": "save, plain",
-    "durable_s": "save, durable",
-    "load_s": "load",
-    "durable_cpu_s": "CPU of save",
-    "load_cpu_s": "CPU of load",
-}
-"""Field of a sample -> heading, for the table of seconds."""
+SAVE_MEASURES = ("blocking_s", "finished_s", "durable_s", "durable_cpu_s", "extra_peak_bytes", "stored_bytes")
+LOAD_MEASURES = ("load_s", "load_cpu_s", "extra_peak_bytes", "asked_bytes", "disk_bytes")
 
-RATIOS = {
-    "blocking": ("blocking_s", "blocking_s"),
-    "save, durable": ("durable_s", "durable_s"),
-    "save, theirs plain": ("finished_s", "durable_s"),
-    "load": ("load_s", "load_s"),
-    "CPU of save": ("durable_cpu_s", "durable_cpu_s"),
-    "CPU of load": ("load_cpu_s", "load_cpu_s"),
+SAVE_RATIOS = {
+    "blocking_by_ours": ("blocking_s", "blocking_s"),
+    "plain_by_ours": ("finished_s", "durable_s"),
+    "durable_by_ours": ("durable_s", "durable_s"),
+    "cpu_by_ours": ("durable_cpu_s", "durable_cpu_s"),
 }
-"""Heading -> the field of the other's sample, divided by this field of our sample of the same round."""
+LOAD_RATIOS = {"load_by_ours": ("load_s", "load_s"), "cpu_by_ours": ("load_cpu_s", "load_cpu_s")}
+"""Name -> the field of the other's sample, divided by this field of our sample of the same round."""
+
+Sample = SaveSample | LoadSample
+Rounds = Mapping[int, Sample]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,58 +43,97 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values))
 
 
+Figures = dict[str, Spread | None]
+
+
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What one workload gave; None where a subject has no such measure.
+    """What one workload gave. A figure is None where a subject has no such measure.
 
     Attributes:
-        seconds: subject -> field of a sample -> spread over the counted rounds.
-        ratios: other subject -> heading -> spread of (their time / our time of the same round); empty without `ours`.
+        saves: row -> measure or ratio -> spread over the counted rounds.
+        loads: target -> row -> the same.
         warnings: what a reader of the figures has to know.
     """
 
-    seconds: dict[str, dict[str, Spread | None]]
-    ratios: dict[str, dict[str, Spread | None]]
+    saves: dict[str, Figures]
+    loads: dict[str, dict[str, Figures]]
     warnings: list[str]
 
 
 def summarise(turns: Sequence[Turn]) -> Summary:
-    """Medians and ratios over the counted rounds; the warm-up is left out."""
-    by_subject: dict[str, dict[int, Sample]] = {}
-    for turn in turns:
-        if turn.round != WARM_UP_ROUND:
-            by_subject.setdefault(turn.subject, {})[turn.round] = turn.sample
-    seconds = {
-        subject: {field: _spread([getattr(sample, field) for sample in samples.values()]) for field in MEASURES}
-        for subject, samples in sorted(by_subject.items())
-    }
-    ours = by_subject.get(OURS, {})
-    ratios = {
-        subject: {heading: _ratio(samples, ours, *fields) for heading, fields in RATIOS.items()}
-        for subject, samples in sorted(by_subject.items())
-        if ours and subject != OURS
-    }
-    return Summary(seconds, ratios, _warnings(by_subject))
+    """Medians and ratios over the counted rounds; the warm-up is left out.
+
+    `..._by_ours` are their figure divided by ours of the same round: above 1 ours is better. `share_of_raw` is the raw
+    limit's time divided by theirs: 1 is as fast as the disk. A load has a second share, of a raw read into new memory.
+    """
+    counted = [turn for turn in turns if turn.round != WARM_UP_ROUND]
+    saves: dict[str, dict[int, Sample]] = {}
+    loads: dict[str, dict[str, dict[int, Sample]]] = {}
+    for turn in counted:
+        saves.setdefault(turn.subject, {})[turn.round] = turn.save
+        for load in turn.loads:
+            loads.setdefault(load.target, {}).setdefault(load.row, {})[turn.round] = load
+    return Summary(
+        {row: _save_figures(row, saves) for row in sorted(saves, key=_place)},
+        {target: {row: _load_figures(row, rows) for row in sorted(rows, key=_place)} for target, rows in loads.items()},
+        sorted(set(_warnings(counted))),
+    )
 
 
-def _spread(values: Sequence[float | None]) -> Spread | None:
-    present = [value for value in values if value is not None]
+def _place(row: str) -> int:
+    """The order of the rows: that of the registry."""
+    names = list(ENTRIES)
+    subject = RAW if row == RAW_FRESH else row
+    return names.index(subject) if subject in names else len(names)
+
+
+def _save_figures(row: str, rows: Mapping[str, Rounds]) -> Figures:
+    figures = {field: _spread(rows[row], _field(field)) for field in SAVE_MEASURES}
+    for name, (theirs, ours) in SAVE_RATIOS.items():
+        figures[name] = None if row == OURS else _ratio(rows, (row, theirs), (OURS, ours))
+    figures["share_of_raw"] = _ratio(rows, (RAW, "durable_s"), (row, "durable_s"))
+    return figures
+
+
+def _load_figures(row: str, rows: Mapping[str, Rounds]) -> Figures:
+    figures = {field: _spread(rows[row], _field(field)) for field in LOAD_MEASURES}
+    for name, (theirs, ours) in LOAD_RATIOS.items():
+        figures[name] = None if row == OURS else _ratio(rows, (row, theirs), (OURS, ours))
+    figures["share_of_raw"] = _ratio(rows, (RAW, "load_s"), (row, "load_s"))
+    figures["share_of_raw_fresh"] = _ratio(rows, (RAW_FRESH, "load_s"), (row, "load_s"))
+    return figures
+
+
+def _field(name: str) -> Callable[[Sample], float | None]:
+    return lambda sample: getattr(sample, name)
+
+
+def _spread(rounds: Rounds, value: Callable[[Sample], float | None]) -> Spread | None:
+    present = [found for sample in rounds.values() if (found := value(sample)) is not None]
     return Spread.of(present) if present else None
 
 
-def _ratio(theirs: dict[int, Sample], ours: dict[int, Sample], their_field: str, our_field: str) -> Spread | None:
-    pairs = [(getattr(theirs[number], their_field), getattr(ours[number], our_field)) for number in ours]
-    return _spread([their / our if their is not None and our else None for their, our in pairs])
+def _ratio(rows: Mapping[str, Rounds], above: tuple[str, str], below: tuple[str, str]) -> Spread | None:
+    """The spread of (row, field) / (row, field) over the rounds that both rows have."""
+    tops, bottoms = rows.get(above[0], {}), rows.get(below[0], {})
+    pairs = [
+        (getattr(tops[number], above[1]), getattr(bottoms[number], below[1])) for number in tops if number in bottoms
+    ]
+    ratios = [top / bottom for top, bottom in pairs if top is not None and bottom]
+    return Spread.of(ratios) if ratios else None
 
 
-def _warnings(by_subject: dict[str, dict[int, Sample]]) -> list[str]:
+def _warnings(turns: Sequence[Turn]) -> list[str]:
     warnings = []
-    for subject, samples in sorted(by_subject.items()):
-        if any(sample.notes["caches"] != "drop_caches" for sample in samples.values()):
-            warnings.append(f"{subject}: no permission to drop caches; only its own files' pages were (fadvise)")
-        if not all(sample.notes.get("direct_io", True) for sample in samples.values()):
-            warnings.append(f"{subject}: the file system refused O_DIRECT; this is not the limit of the disk")
-        lazy_s = statistics.median(sample.lazy_s for sample in samples.values())
-        if lazy_s > LAZY_FRACTION * statistics.median(sample.load_s for sample in samples.values()):
-            warnings.append(f"{subject}: {lazy_s:.3f} s of reading came only at first use, not in its load time")
+    for turn in turns:
+        if not all(sample.notes.get("direct_io", True) for sample in (turn.save, *turn.loads)):
+            warnings.append(f"{turn.subject}: the file system refused O_DIRECT; this is not the limit of the disk")
+        for load in turn.loads:
+            if load.notes.get("caches", "drop_caches") != "drop_caches":
+                warnings.append(f"{load.row}: no permission to drop caches; only its own files' pages were (fadvise)")
+            if load.notes.get("was_mapped"):
+                warnings.append(f"{load.row}: its files were still mapped before a load, so that load was not cold")
+            if load.lazy_s > LAZY_FRACTION * load.load_s:
+                warnings.append(f"{load.row}: reads at first use; its load time is until every page was touched")
     return warnings

@@ -1,94 +1,117 @@
-"""Workloads: trees of random JAX arrays on the CPU device, and the byte for byte check of what a load returned."""
+"""Workloads: which arrays are saved, and onto what they are loaded. Knows no library of arrays."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+from benchmarks.leaf import Leaf
+from benchmarks.llama import Model, training_state
 
-Tree = Any
+WHOLE = "whole"
+PARAMS = "params"
+REPLICATED = "replicated"
+SAVED = "saved"  # no target of a load: as the arrays lay when they were saved
 
-PAGE_BYTES = 4096
+MIB = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """`leaves` float32 arrays of the same shape, spread over a nested dict.
+    """Arrays to save, and the loads that follow.
 
     Attributes:
         name: as on the command line.
-        leaves: number of arrays.
-        shape: of each array.
+        leaves: the arrays, in the order in which they lie in a plain file.
+        mesh: the mesh that they are saved from; None: one device, no mesh.
+        targets: what is loaded after each save, one after the other: `WHOLE`, `PARAMS` (only the leaves below
+            `params`), `REPLICATED`, or a mesh such as "8x1".
     """
 
     name: str
-    leaves: int
-    shape: tuple[int, ...]
+    leaves: tuple[Leaf, ...]
+    mesh: tuple[int, int] | None = None
+    targets: tuple[str, ...] = (WHOLE,)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays together."""
-        return 4 * self.leaves * int(np.prod(self.shape))
+        return sum(leaf.nbytes for leaf in self.leaves)
 
-    def make(self, seed: tuple[int, ...]) -> Tree:
-        """A new tree; every bit of it is random, so nothing can be compressed or found twice."""
-        rng = np.random.Generator(np.random.SFC64(np.random.SeedSequence(seed)))
-        tree: dict[str, dict[str, jax.Array]] = {}
-        for index in range(self.leaves):
-            layer = tree.setdefault(f"layer_{index // 8:03d}", {})
-            layer[f"param_{index % 8}"] = _random_array(rng, self.shape)
-        return jax.block_until_ready(tree)
+    @property
+    def devices(self) -> int:
+        """How many devices a worker has to have."""
+        return self.mesh[0] * self.mesh[1] if self.mesh else 1
+
+    def wanted(self, target: str) -> tuple[Leaf, ...]:
+        """The leaves that a load onto `target` returns."""
+        if target == PARAMS:
+            return tuple(leaf for leaf in self.leaves if leaf.path[0] == "params")
+        return self.leaves
+
+    def mesh_of(self, target: str) -> tuple[int, int] | None:
+        """The mesh that a load onto `target` ends on."""
+        if "x" in target:
+            rows, _, columns = target.partition("x")
+            return int(rows), int(columns)
+        return self.mesh
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Workload:
+        """What `dataclasses.asdict` and JSON made of one."""
+        leaves = tuple(
+            Leaf(tuple(leaf["path"]), tuple(leaf["shape"]), leaf["dtype"], tuple(leaf["spec"]))
+            for leaf in fields["leaves"]
+        )
+        mesh = fields["mesh"]
+        return cls(fields["name"], leaves, (mesh[0], mesh[1]) if mesh else None, tuple(fields["targets"]))
 
 
 def workloads(quick: bool) -> dict[str, Workload]:
-    """The workloads by name; `quick` makes the dense one a quarter as large."""
-    made = (Workload("dense", 4 if quick else 16, (4096, 4096)), Workload("small", 1000, (500,)))
+    """The workloads by name; `quick` makes most of them smaller."""
+    model = Model().scaled(width=8, layers=4) if quick else Model().scaled(width=4, layers=16)
+    sharded = _sharded(2 if quick else 8)
+    made = (
+        Workload("dense", _equal(4 if quick else 16, (4096, 4096))),
+        Workload("llama", training_state(model)),
+        Workload("llama_stacked", training_state(model, stacked=True)),
+        Workload("small", _equal(1000, (500,))),
+        Workload("small_10k", _equal(1000 if quick else 10_000, (500,))),
+        Workload("moe", _experts(200 if quick else 2000)),
+        Workload("sharded", sharded, (4, 2)),
+        Workload("resharding", sharded, (4, 2), ("8x1", "1x8", "2x1", REPLICATED)),
+        Workload("partial", training_state(model), targets=(PARAMS,)),
+    )
     return {workload.name: workload for workload in made}
 
 
-def abstract(tree: Tree) -> Tree:
-    """The shapes, dtypes and shardings that a load of `tree` must return."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
+def _equal(count: int, shape: tuple[int, ...]) -> tuple[Leaf, ...]:
+    """Arrays of one shape, eight in a layer."""
+    return tuple(Leaf((f"layer_{index // 8:04d}", f"param_{index % 8}"), shape) for index in range(count))
 
 
-def touch(tree: Tree) -> int:
-    """Read one byte of every page, so that bytes which were only promised so far are read now."""
-    return sum(int(as_bytes(leaf)[::PAGE_BYTES].max(initial=0)) for leaf in jax.tree.leaves(tree))
+def _experts(count: int) -> tuple[Leaf, ...]:
+    """Experts with matrices of 256, 384 and 512 KiB in turn."""
+    widths = (256, 384, 512)
+    return tuple(
+        Leaf((f"layer_{index // 64:02d}", f"expert_{index % 64:02d}"), (widths[index % 3], 256))
+        for index in range(count)
+    )
 
 
-def check_equal(loaded: Tree, saved: Tree) -> None:
-    """Compare structure, types, shardings and every byte.
-
-    Raises:
-        ValueError: names the first leaf that differs, and how.
-    """
-    if jax.tree.structure(loaded) != jax.tree.structure(saved):
-        raise ValueError(f"loaded tree is {jax.tree.structure(loaded)}, saved was {jax.tree.structure(saved)}")
-    for (path, want), got in zip(jax.tree.leaves_with_path(saved), jax.tree.leaves(loaded), strict=True):
-        difference = _difference(got, want)
-        if difference:
-            raise ValueError(f"leaf {jax.tree_util.keystr(path)}: {difference}")
-
-
-def as_bytes(leaf: jax.Array) -> np.ndarray:
-    """The bytes of an array on the CPU device, without a copy."""
-    return np.asarray(leaf).reshape(-1).view(np.uint8)
-
-
-def _difference(got: object, want: jax.Array) -> str | None:
-    if not isinstance(got, jax.Array):
-        return f"loaded a {type(got).__name__}, wanted a jax.Array"
-    if (got.shape, got.dtype) != (want.shape, want.dtype):
-        return f"loaded {got.dtype}{list(got.shape)}, saved was {want.dtype}{list(want.shape)}"
-    if not got.sharding.is_equivalent_to(want.sharding, want.ndim):
-        return f"loaded with sharding {got.sharding}, wanted {want.sharding}"
-    if not np.array_equal(as_bytes(got), as_bytes(want)):
-        return f"{np.count_nonzero(as_bytes(got) != as_bytes(want))} of {want.nbytes} bytes differ"
-    return None
-
-
-def _random_array(rng: np.random.Generator, shape: tuple[int, ...]) -> jax.Array:
-    return jnp.array(np.frombuffer(rng.bytes(4 * int(np.prod(shape))), np.float32).reshape(shape), copy=True)
+def _sharded(count: int) -> tuple[Leaf, ...]:
+    """Layers of about 64 MiB, cut over rows, columns, both, one dimension over both axes, and not at all."""
+    layers = []
+    for number in range(count):
+        name = f"layer_{number}"
+        layers += [
+            Leaf((name, "both"), (2048, 2048), spec=("x", "y")),
+            Leaf((name, "rows"), (2048, 2048), spec=("x", None)),
+            Leaf((name, "columns"), (2048, 2048), spec=(None, "y")),
+            Leaf((name, "one_over_both"), (2048, 1792), spec=("x+y", None)),
+            Leaf((name, "whole"), (512, 1024)),
+            Leaf((name, "scale"), (2048,), spec=("y",)),
+            Leaf((name, "half"), (512, 512), "bfloat16", ("x", "y")),
+        ]
+    return tuple(layers)

@@ -1,0 +1,122 @@
+"""Cells: the tables of a record as text, for a terminal and for markdown alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from benchmarks.machine import Description
+from benchmarks.record import WorkloadRecord
+from benchmarks.summary import Figures, Spread, Summary
+from benchmarks.workloads import WHOLE
+
+MB = 1e6
+
+HOW_TO_READ = """\
+Median, and min .. max of the counted rounds. CPU is processor time of the subject's process until durable, or loaded.
+save, plain: until the subject said that it is finished. save, durable: until all files and directories are synced.
+x ours: their figure / ours of the same round; above 1 ours is better. "plain x ours" divides their save without the
+added fsync by our durable one. of raw: the time of the raw limit / their time; 1 is as fast as one thread of plain
+direct I/O. of raw_fresh: the same for a read into memory that is new, as that of new arrays is. extra memory: resident
+at the peak, beyond what was before; a load's has the loaded arrays in it. from disk: bytes read, by bytes asked for.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class TextTable:
+    """A table whose cells are one or two lines."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Column:
+    heading: str
+    figure: str
+    show: Callable[[Spread], str]
+
+
+def seconds(spread: Spread) -> str:
+    """Seconds with three significant places below one second."""
+    return f"{spread.median:.3f}\n{spread.minimum:.3f} .. {spread.maximum:.3f}"
+
+
+def ratio(spread: Spread) -> str:
+    """A ratio."""
+    return f"{spread.median:.3g}x\n{spread.minimum:.3g} .. {spread.maximum:.3g}"
+
+
+def share(spread: Spread) -> str:
+    """A share of a limit."""
+    return f"{spread.median:.2g}\n{spread.minimum:.2g} .. {spread.maximum:.2g}"
+
+
+def megabytes(spread: Spread) -> str:
+    """Millions of bytes."""
+    return f"{spread.median / MB:,.0f} MB"
+
+
+SAVE_COLUMNS = (
+    _Column("blocking s", "blocking_s", seconds),
+    _Column("save, plain s", "finished_s", seconds),
+    _Column("save, durable s", "durable_s", seconds),
+    _Column("durable x ours", "durable_by_ours", ratio),
+    _Column("plain x ours", "plain_by_ours", ratio),
+    _Column("of raw", "share_of_raw", share),
+    _Column("CPU s", "durable_cpu_s", seconds),
+    _Column("extra memory", "extra_peak_bytes", megabytes),
+    _Column("stored", "stored_bytes", megabytes),
+)
+LOAD_COLUMNS = (
+    _Column("load s", "load_s", seconds),
+    _Column("x ours", "load_by_ours", ratio),
+    _Column("of raw", "share_of_raw", share),
+    _Column("of raw_fresh", "share_of_raw_fresh", share),
+    _Column("CPU s", "load_cpu_s", seconds),
+    _Column("extra memory", "extra_peak_bytes", megabytes),
+    _Column("from disk", "disk_bytes", megabytes),
+)
+
+
+def tables(record: WorkloadRecord, summary: Summary) -> list[TextTable]:
+    """The saves, and the loads of every target."""
+    size = f"{record.leaves:,} arrays, {record.nbytes / MB:,.1f} MB, {record.counted_rounds} rounds"
+    size += ", each load in a new process" if record.fresh_loads else ""
+    size += ", quick" if record.quick else ""
+    made = [_table(f"{record.name}: save ({size})", SAVE_COLUMNS, summary.saves)]
+    for target, rows in summary.loads.items():
+        onto = "" if target == WHOLE else f" of {target}" if target == "params" else f" onto {target}"
+        asked = next(figures["asked_bytes"] for figures in rows.values())
+        title = f"{record.name}: load{onto} ({asked.median / MB:,.1f} MB asked for)" if asked else record.name
+        made.append(_table(title, LOAD_COLUMNS, rows))
+    return made
+
+
+def absent(record: WorkloadRecord) -> list[str]:
+    """Who had no turn, and why; a line for each reason."""
+    by_reason: dict[str, list[str]] = {}
+    for subject, reason in record.left_out.items():
+        by_reason.setdefault(reason, []).append(subject)
+    return [f"left out: {', '.join(subjects)}: {reason}" for reason, subjects in by_reason.items()]
+
+
+def machine_lines(machine: Description, versions: Mapping[str, str | None]) -> list[str]:
+    """One line each for the machine, the file system and the versions."""
+    gib = int(machine["memory_bytes"] or 0) / (1 << 30)
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return [
+        f"machine: {machine['cores']} cores ({machine['processor']}), {gib:.1f} GiB, {machine['kernel']}",
+        f"files: {machine['file_system']} on {machine['device']}, {machine['mount_options']}",
+        f"versions: {listed}",
+    ]
+
+
+def _table(title: str, columns: tuple[_Column, ...], rows: Mapping[str, Figures]) -> TextTable:
+    present = [column for column in columns if any(figures[column.figure] for figures in rows.values())]
+    cells = [
+        (row, *(column.show(spread) if (spread := figures[column.figure]) else "-" for column in present))
+        for row, figures in rows.items()
+    ]
+    return TextTable(title, ("subject", *(column.heading for column in present)), cells)

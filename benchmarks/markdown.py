@@ -1,0 +1,60 @@
+"""Markdown of a record: the tables, the machine and the commands, as a page for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import cells
+from benchmarks.cells import TextTable
+from benchmarks.record import Record, WorkloadRecord
+from benchmarks.summary import summarise
+
+FILE_NAME = "results.md"
+
+
+def write(record: Record, folder: Path, plots: Sequence[Path]) -> Path:
+    """Write `results.md` to `folder`, with the plots that lie in the same folder.
+
+    Returns:
+        The file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / FILE_NAME
+    file.write_text("\n".join(_page(record, plots)), encoding="utf-8")
+    return file
+
+
+def _page(record: Record, plots: Sequence[Path]) -> list[str]:
+    commands = list(dict.fromkeys(workload.command for workload in record.workloads.values()))
+    lines = [
+        "# Results",
+        "",
+        "Written by `benchmarks.report`; [benchmarks.md](../benchmarks.md) says what is measured.",
+        "",
+    ]
+    lines += [f"- {line}" for line in cells.machine_lines(record.machine, record.versions)]
+    lines += ["", "```", *commands, "```", "", "```", cells.HOW_TO_READ.rstrip(), "```", ""]
+    for plot in plots:
+        lines += [f"![{plot.stem}]({plot.name})", ""]
+    for workload in record.workloads.values():
+        lines += _section(workload)
+    return lines
+
+
+def _section(workload: WorkloadRecord) -> list[str]:
+    summary = summarise(workload.turns)
+    lines = [f"## {workload.name}", ""]
+    for table in cells.tables(workload, summary):
+        lines += [table.title, "", *_table(table), ""]
+    notes = cells.absent(workload)
+    notes += [f"warning: {warning}" for warning in summary.warnings]
+    notes += [f"failed: {subject}: {reason.splitlines()[0]}" for subject, reason in workload.failed.items()]
+    notes.append(f"seed {workload.seed}; load of the machine before: {workload.load_average:.2f}")
+    return [*lines, *(f"- {note}" for note in notes), ""]
+
+
+def _table(table: TextTable) -> list[str]:
+    bars = "|".join(["---", *["---:"] * (len(table.headings) - 1)])
+    rows = ["| " + " | ".join(cell.replace("\n", "<br>") for cell in row) + " |" for row in table.rows]
+    return [f"| {' | '.join(table.headings)} |", f"|{bars}|", *rows]

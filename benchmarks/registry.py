@@ -1,0 +1,98 @@
+"""Registry: the subjects by name, where each runs, and which workloads it cannot do."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.memory_copy import NAME as MEMCPY
+from benchmarks.raw_disk import NAME as RAW
+from benchmarks.subject import Subject
+from benchmarks.turns import CheckpointerTurns, Turns
+from benchmarks.workloads import Workload
+
+OURS = "ours"
+TORCH_PYTHON = Path(__file__).resolve().parent.parent / ".venv-torch" / "bin" / "python"
+
+ONE_DEVICE = dict.fromkeys(("sharded", "resharding"), "knows no arrays on several devices of one process")
+VARIANT = dict.fromkeys(
+    ("llama_stacked", "small_10k", "moe", "sharded", "resharding", "partial"),
+    "a variant: measured on dense, llama and small",
+)
+READS_ALL = {"partial": "reads the whole file"}
+WHOLE_STATES = {"partial": "restores whole states, or else objects one at a time"}
+LIMIT = {"resharding": "a mark without arrays: see sharded"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One subject.
+
+    Attributes:
+        made_by: "module:class", below `benchmarks`.
+        torch: whether it runs in the environment that `make bench-torch` makes.
+        cannot: workload -> why it is left out there.
+        quick: whether it has a turn in a quick run.
+    """
+
+    made_by: str
+    torch: bool = False
+    cannot: dict[str, str] = dataclasses.field(default_factory=dict)
+    quick: bool = True
+
+
+ENTRIES = {
+    MEMCPY: Entry("memory_copy:MemcpyTurns", cannot=LIMIT),
+    RAW: Entry("raw_disk:RawTurns"),
+    "torch_save": Entry("subjects_torch:TorchSave", torch=True, cannot=ONE_DEVICE | READS_ALL, quick=False),
+    "torch_dcp": Entry("subjects_torch:TorchDcp", torch=True, cannot=ONE_DEVICE),
+    "torchsnapshot": Entry("subjects_torch:Torchsnapshot", torch=True, cannot=ONE_DEVICE | WHOLE_STATES, quick=False),
+    "flax_msgpack": Entry("subjects_files:FlaxMsgpack", cannot=ONE_DEVICE | READS_ALL, quick=False),
+    "safetensors": Entry("subjects_files:Safetensors", cannot=ONE_DEVICE),
+    "orbax_v0": Entry("subjects_orbax:OrbaxV0"),
+    "orbax_v0_no_ocdbt": Entry("subjects_orbax:OrbaxV0WithoutOcdbt", cannot=VARIANT, quick=False),
+    "orbax_v0_no_compression": Entry("subjects_orbax:OrbaxV0WithoutCompression", cannot=VARIANT, quick=False),
+    "orbax_v1": Entry("subjects_orbax:OrbaxV1"),
+    "orbax_v1_no_ocdbt": Entry("subjects_orbax:OrbaxV1WithoutOcdbt", cannot=VARIANT, quick=False),
+    "orbax_v1_no_compression": Entry("subjects_orbax:OrbaxV1WithoutCompression", cannot=VARIANT, quick=False),
+    OURS: Entry("subject_ours:Ours"),
+}
+
+
+def make_turns(name: str, workload: Workload) -> Turns:
+    """The turns of a subject, made in the process that runs it.
+
+    Args:
+        name: a key of `ENTRIES`, or "package.module:Class" of a `Subject` that is not registered.
+        workload: what it saves and loads.
+
+    Raises:
+        ImportError: its library is not installed.
+    """
+    made = _find(f"benchmarks.{ENTRIES[name].made_by}" if name in ENTRIES else name)
+    if name in (RAW, MEMCPY):
+        return made(workload)
+    return CheckpointerTurns(name, made(), workload)
+
+
+def why_not(name: str, workload: str) -> str | None:
+    """Why a subject has no turn in a workload; None: it has."""
+    entry = ENTRIES.get(name)
+    if entry is None:
+        return None
+    if entry.torch and not TORCH_PYTHON.exists():
+        return "no PyTorch environment: `make bench-torch` makes it"
+    return entry.cannot.get(workload)
+
+
+def chosen_by_default(quick: bool) -> list[str]:
+    """The subjects of a run that names none."""
+    return [name for name, entry in ENTRIES.items() if entry.quick or not quick]
+
+
+def _find(target: str) -> Callable[..., Turns | Subject]:
+    module, _, name = target.partition(":")
+    return functools.reduce(getattr, name.split("."), importlib.import_module(module))

@@ -1,0 +1,107 @@
+"""Turns: what a worker can be told to do for one subject and one workload, and how a checkpoint library does it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from benchmarks import page_cache
+from benchmarks.arrays import arrays_for, check, touch
+from benchmarks.process_figures import ResidentMeter, disk_read_bytes, is_mapped, release_memory
+from benchmarks.sample import LoadSample, Moment, SaveSample
+from benchmarks.subject import Subject
+from benchmarks.workloads import Workload
+
+
+class Turns(Protocol):
+    """One subject with one workload. Between calls nothing of a tree stays in memory.
+
+    Attributes:
+        packages: the distributions whose versions belong to its figures.
+    """
+
+    packages: tuple[str, ...]
+
+    def save(self, path: Path, seed: Sequence[int]) -> SaveSample:
+        """Make the tree of this seed, save it to the new directory `path`, free it."""
+
+    def load(self, path: Path, seed: Sequence[int], target: str) -> list[LoadSample]:
+        """Drop the caches, load what `save` left at `path`, compare it with the seed byte for byte, free it.
+
+        Raises:
+            ValueError: it is not what was saved.
+        """
+
+    def close(self) -> None:
+        """Free everything."""
+
+
+class CheckpointerTurns:
+    """The turns of a checkpoint library."""
+
+    def __init__(self, name: str, subject: Subject, workload: Workload) -> None:
+        self._name, self._subject, self._workload = name, subject, workload
+        self._arrays = arrays_for(subject.arrays)
+        self.packages = subject.packages
+
+    def save(self, path: Path, seed: Sequence[int]) -> SaveSample:
+        state = self._arrays.make(self._workload, seed)
+        page_cache.settle()
+        meter, start = ResidentMeter(), Moment.now()
+        wait = self._subject.start_save(path, state)
+        returned = Moment.now() if wait else None
+        if wait:
+            wait()
+        finished = Moment.now()
+        if not self._subject.durable:
+            page_cache.sync_tree(path)
+        durable = Moment.now()
+        resident = meter.read()
+        files = page_cache.files_below(path)
+        del state, wait
+        release_memory()
+        return SaveSample(
+            blocking_s=returned.wall_s - start.wall_s if returned else None,
+            finished_s=finished.wall_s - start.wall_s,
+            durable_s=durable.wall_s - start.wall_s,
+            blocking_cpu_s=returned.cpu_s - start.cpu_s if returned else None,
+            finished_cpu_s=finished.cpu_s - start.cpu_s,
+            durable_cpu_s=durable.cpu_s - start.cpu_s,
+            resident=resident,
+            stored_bytes=sum(file.stat().st_size for file in files),
+            stored_files=len(files),
+        )
+
+    def load(self, path: Path, seed: Sequence[int], target: str) -> list[LoadSample]:
+        leaves = self._workload.wanted(target)
+        like = self._arrays.like(self._workload, target)
+        mapped = is_mapped(path)
+        dropped = page_cache.drop(path)
+        meter, read_before, start = ResidentMeter(), disk_read_bytes(), Moment.now()
+        loaded = self._subject.load(path, like)
+        self._arrays.wait(loaded)
+        ready, read_until_ready = Moment.now(), disk_read_bytes()
+        touch(self._arrays, loaded, leaves)
+        touched, read_until_touched = Moment.now(), disk_read_bytes()
+        resident = meter.read()
+        lazy = read_until_touched > read_until_ready
+        end = touched if lazy else ready
+        check(self._arrays, loaded, self._workload, seed, target)
+        del loaded
+        release_memory()
+        sample = LoadSample(
+            target=target,
+            row=self._name,
+            load_s=end.wall_s - start.wall_s,
+            lazy_s=touched.wall_s - ready.wall_s if lazy else 0.0,
+            load_cpu_s=end.cpu_s - start.cpu_s,
+            resident=resident,
+            asked_bytes=sum(leaf.nbytes for leaf in leaves),
+            disk_bytes=read_until_touched - read_before,
+            notes={"caches": dropped, "was_mapped": mapped},
+        )
+        return [sample]
+
+    def close(self) -> None:
+        self._subject.close()

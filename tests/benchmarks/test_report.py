@@ -1,0 +1,57 @@
+"""Reports from recorded runs: tables, plots, the page."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from benchmarks import report
+from benchmarks.record import Record, merge
+from tests.benchmarks.recorded import record
+
+PNG = b"\x89PNG"
+
+
+def test_a_record_comes_back_from_its_file(tmp_path: Path) -> None:
+    record("dense").write(tmp_path / "deep" / "run.json")
+    assert Record.read(tmp_path / "deep" / "run.json") == record("dense")
+
+
+def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text('{"version": 1}')
+    with pytest.raises(ValueError, match=r"old\.json: version 1, wanted 2"):
+        Record.read(tmp_path / "old.json")
+
+
+def test_runs_of_one_machine_are_merged_and_of_two_are_not() -> None:
+    assert list(merge([record("dense"), record("small")]).workloads) == ["dense", "small"]
+    other = Record(record().machine | {"cores": 64}, {})
+    with pytest.raises(ValueError, match="cores 2, 64"):
+        merge([record("dense"), other])
+
+
+def test_tables_plots_and_page_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="the plots need the bench extra")
+    for name in ("dense", "small"):
+        record(name).write(tmp_path / f"{name}.json")
+    page = tmp_path / "page"
+    report.main([str(tmp_path / "dense.json"), str(tmp_path / "small.json"), "--plots", str(page)])
+    shown = capsys.readouterr().out
+    assert "dense: save (4 arrays, 0.0 MB, 3 rounds)" in shown
+    assert "left out: torch_save: no PyTorch environment" in shown
+    assert [(page / name).read_bytes()[:4] for name in ("save.png", "load.png")] == [PNG, PNG]
+    text = (page / "results.md").read_text()
+    assert "python -m benchmarks.run --only dense\npython -m benchmarks.run --only small" in text
+    assert "| peer | - | 1.000<br>0.500 .. 1.500 | 8.000<br>2.000 .. 9.000 | 3x<br>2 .. 4 |" in text
+    assert "![save](save.png)" in text
+    assert "2 cores (a processor), 24.0 GiB" in text
+
+
+def test_a_subject_that_failed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = record("dense")
+    failed = dataclasses.replace(made.workloads["dense"], failed={"peer": "leaf a: 1 of 4 bytes differ"})
+    Record(made.machine, {"dense": failed}).write(tmp_path / "run.json")
+    report.main([str(tmp_path / "run.json")])
+    assert "FAILED: peer: leaf a: 1 of 4 bytes differ" in capsys.readouterr().out
