@@ -21,7 +21,7 @@ def aligned_buffer(size: int) -> np.ndarray:
 
     Fresh anonymous memory: its pages are not touched yet and read as zero. It lives as long as any view of it.
     """
-    area = mmap.mmap(-1, max(size, ALIGNMENT))
+    area = mmap.mmap(-1, max(size, ALIGNMENT), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             area.madvise(mmap.MADV_HUGEPAGE)
