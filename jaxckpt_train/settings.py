@@ -35,7 +35,7 @@ class StoreSettings:
             unless a single chunk is larger.
         staging_bytes: host memory of the staging buffers between a snapshot and the disk; kept between saves.
         read_budget_bytes: host memory that a load may use beyond its destination.
-        io_threads: threads that write, and threads that read.
+        io_threads: how many writes the disk is given at a time, and half of how many reads.
         direct_io: True: `O_DIRECT` or an error; False: through the page cache; "auto": direct where the file
             system takes it.
 
@@ -53,7 +53,7 @@ class StoreSettings:
     digest: DigestName = "xxh3-128"
     verify_on_load: bool = True
     segment_bytes: int = 2 * GIB
-    staging_bytes: int = 64 * MIB
+    staging_bytes: int = 96 * MIB
     read_budget_bytes: int = 256 * MIB
     io_threads: int = 2
     direct_io: bool | Literal["auto"] = "auto"

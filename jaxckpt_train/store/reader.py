@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import queue
 import threading
 import weakref
@@ -21,11 +22,12 @@ from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ChunkRecord
 from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT, ChunkRead, Run, Use, Wanted, plan_reads
 from jaxckpt_train.store.segment import ALIGNMENT
-from jaxckpt_train.store.staging import aligned_buffer
+from jaxckpt_train.store.staging import Arena, aligned_buffer
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.store.workers import shared_workers
 
 PIECE_BLOCKS = 4
+LARGE_BYTES = 64 << 10
 # A reading thread waits for the disk about half of its time; the other half it touches fresh memory and digests.
 READS_PER_THREAD = 2
 # What opening says of a file that is gone, or is a link, a directory or a device instead. Anything else (no permission,
@@ -107,6 +109,7 @@ class _Reading:
         self._parts: dict[tuple[int, int], tuple[np.ndarray, int]] = {}  # begun boxes, and their missing elements
         self._lock = threading.Lock()
         self._backend, self._directory = backend, committed.directory
+        self._arena = Arena(0)
         self.sources: dict[int, Source] = {}
 
     def open(self, segments: Sequence[int]) -> None:
@@ -127,7 +130,7 @@ class _Reading:
     def read_run(self, run: Run) -> list[ReadBox]:
         """Read and check one run on the calling thread; returns the boxes that it completed."""
         if run.only_views and not self._passing:
-            return self._read_into(run, aligned_buffer(run.stop - run.start))
+            return self._read_into(run, self._arena.take(run.stop - run.start))
         size = run.stop - run.start
         self._budget.take(size)
         if not self._passing:
@@ -195,11 +198,29 @@ class _Reading:
             else:
                 self._copy_part(use, _part(piece, dtype, use, read.chunk), completed)
 
+    def prepare(self, runs: Sequence[Run]) -> None:
+        """Reserve the memory of all large results in one piece."""
+        if self._passing:
+            return
+        sizes = [run.stop - run.start for run in runs if run.only_views]
+        parts = {(use.wanted, use.box) for run in runs for read in run.reads for use in read.uses if not use.whole}
+        for wanted, box in parts:
+            array = self._wanted[wanted].array
+            size = box_elements(self._wanted[wanted].boxes[box]) * DTYPES[array.dtype].itemsize
+            sizes.append(size if size >= LARGE_BYTES else 0)
+        self._arena = Arena(sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
+
+    def _new_box(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        size = dtype.itemsize * math.prod(shape)
+        if size < LARGE_BYTES:
+            return empty_array(shape, dtype)
+        return self._arena.take(size).view(dtype).reshape(shape)
+
     def _copy_part(self, use: Use, part: np.ndarray, completed: list[ReadBox]) -> None:
         key, box = (use.wanted, use.box), self._wanted[use.wanted].boxes[use.box]
         with self._lock:
             if key not in self._parts:
-                self._parts[key] = empty_array(box_shape(box), part.dtype), box_elements(box)
+                self._parts[key] = self._new_box(box_shape(box), part.dtype), box_elements(box)
             target = self._parts[key][0]
         target[slices_within(use.common, box)] = part
         with self._lock:
@@ -244,6 +265,7 @@ def iter_boxes(
     runs = plan_reads(committed.manifest, wanted, max(1, settings.read_budget_bytes // (2 * threads)))
     try:
         yield from _empty_boxes(wanted)
+        reading.prepare(runs)
         reading.open(sorted({run.segment for run in runs}))
         with contextlib.closing(shared_workers(threads, "jaxckpt-read").run_each(reading.read_run, runs)) as results:
             for completed in results:

@@ -7,6 +7,7 @@ import mmap
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,11 +22,46 @@ def aligned_buffer(size: int) -> np.ndarray:
 
     Fresh anonymous memory: its pages are not touched yet and read as zero. It lives as long as any view of it.
     """
-    area = mmap.mmap(-1, max(size, ALIGNMENT), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(_fresh_area(max(size, ALIGNMENT)), np.uint8, size)
+
+
+class Arena:
+    """One area of fresh memory for the arrays of one load, so that all of it can lie in huge pages.
+
+    An array of its own size has its ends, and often all of it, in small pages, whose first touch costs several times as
+    much. The pages of each array go back to the system when nothing refers to that array any more.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._area = _fresh_area(size) if size else None
+        self._size, self._next = size, 0
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> np.ndarray:
+        """A flat uint8 array at a page boundary; from elsewhere if the area is used up."""
+        pages = -(-size // ALIGNMENT) * ALIGNMENT
+        with self._lock:
+            start = self._next
+            if self._area is None or start + pages > self._size:
+                return aligned_buffer(size)
+            self._next += pages
+        array = np.frombuffer(self._area, np.uint8, size, start)
+        weakref.finalize(array, _give_back, self._area, start, pages).atexit = False
+        return array
+
+
+def _give_back(area: mmap.mmap, start: int, size: int) -> None:
+    if hasattr(mmap, "MADV_DONTNEED"):
+        area.madvise(mmap.MADV_DONTNEED, start, size)
+
+
+def _fresh_area(size: int) -> mmap.mmap:
+    """Anonymous private memory (Python's default is shared, which gets no huge pages)."""
+    area = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             area.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(area, np.uint8, size)
+    return area
 
 
 class StagingPool:
@@ -63,8 +99,8 @@ def _forget_pools() -> None:
 os.register_at_fork(after_in_child=_forget_pools)
 
 
-def shared_pool(budget_bytes: int, threads: int) -> StagingPool:
-    """The pool of this process for a budget and a number of writing threads, the same one at every call."""
-    buffer_bytes = max(ALIGNMENT, budget_bytes // threads // ALIGNMENT * ALIGNMENT)
+def shared_pool(budget_bytes: int, count: int) -> StagingPool:
+    """The pool of this process for a budget and a number of buffers, the same one at every call."""
+    buffer_bytes = max(ALIGNMENT, budget_bytes // count // ALIGNMENT * ALIGNMENT)
     with _pools_lock:
-        return _pools.setdefault((buffer_bytes, threads), StagingPool(buffer_bytes, threads))
+        return _pools.setdefault((buffer_bytes, count), StagingPool(buffer_bytes, count))

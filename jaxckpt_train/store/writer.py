@@ -21,6 +21,8 @@ from jaxckpt_train.store.staging import StagingPool, shared_pool
 from jaxckpt_train.store.workers import shared_workers
 
 SMALL_BYTES = 1 << 20
+# While all writes that the disk is given at a time are under way, so many threads fill the next buffers.
+FILLING_THREADS = 1
 
 Progress = Callable[[int], None]
 
@@ -59,8 +61,8 @@ class _SegmentWriter:
         self._windows_left = len(cuts)
         return cuts
 
-    def write(self, window: tuple[int, int], pool: StagingPool) -> int:
-        """Fill a staging buffer with one window, digest the blocks that begin in it, and write it."""
+    def write(self, window: tuple[int, int], pool: StagingPool, disk: threading.Semaphore) -> int:
+        """Fill a staging buffer with one window, digest the blocks that begin in it, and write it when `disk` lets."""
         start, stop = window
         with self._lock:
             sink = self._sink = self._sink or self._create()
@@ -70,7 +72,8 @@ class _SegmentWriter:
             self._fill(start, stop, buffer)
             padded = -(-(stop - start) // sink.alignment) * sink.alignment
             buffer[stop - start : padded] = 0
-            sink.write_at(start, buffer[:padded])
+            with disk:
+                sink.write_at(start, buffer[:padded])
         self._finish_after_last(sink)
         return stop - start
 
@@ -173,7 +176,7 @@ def write_arrays(
         StorageError: the first refusal of the file system; nothing more is written after it.
     """
     digest = digest_function(settings.digest)
-    pool = shared_pool(settings.staging_bytes, settings.io_threads)
+    pool = shared_pool(settings.staging_bytes, settings.io_threads + FILLING_THREADS)
     layouts = list(plan_segments(arrays, settings.segment_bytes))
     files = [f"{part}/p00000-s{number:03d}.safetensors" for number in range(len(layouts))]
     writers = [
@@ -200,13 +203,15 @@ def write_arrays(
 
 
 def _run(writers: Sequence[_SegmentWriter], pool: StagingPool, threads: int, progress: Progress | None) -> None:
+    disk = threading.Semaphore(threads)
+
     def work(job: tuple[_SegmentWriter, tuple[int, int]]) -> None:
-        done = job[0].write(job[1], pool)
+        done = job[0].write(job[1], pool, disk)
         if progress is not None:
             progress(done)
 
     jobs = [(writer, window) for writer in writers for window in writer.windows(pool.buffer_bytes)]
-    shared_workers(threads, "jaxckpt-write").run_all(work, jobs)
+    shared_workers(threads + FILLING_THREADS, "jaxckpt-write").run_all(work, jobs)
 
 
 def _records(

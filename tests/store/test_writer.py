@@ -21,7 +21,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.layout import ArraySource, ChunkSource, chunk_name
 from jaxckpt_train.store.staging import shared_pool
-from jaxckpt_train.store.writer import WrittenArrays, write_arrays
+from jaxckpt_train.store.writer import FILLING_THREADS, WrittenArrays, write_arrays
 from tests.store.strategies import arrays, tilings
 from tests.store.strict_backend import BLOCK, PAGE, StrictBackend, small_sizes
 
@@ -127,15 +127,16 @@ class FullBackend(StrictBackend):
 def test_nothing_is_begun_after_the_first_refusal_and_all_is_given_back(takes: int, threads: int) -> None:
     backend = FullBackend(takes)
     sources = [source(f"x{n}", np.zeros(10 * PAGE, np.uint8)) for n in range(20)]
-    chosen = StoreSettings(segment_bytes=20 * PAGE, staging_bytes=threads * PAGE, io_threads=threads)
+    buffers = threads + FILLING_THREADS
+    chosen = StoreSettings(segment_bytes=20 * PAGE, staging_bytes=buffers * PAGE, io_threads=threads)
     with pytest.raises(StorageError, match="No space left") as caught:
         write(backend, sources, chosen)
     assert caught.value.errno == errno.ENOSPC
-    assert backend.writes <= takes + threads
+    assert backend.writes <= takes + buffers
     assert backend.open_files == 0
-    pool = shared_pool(chosen.staging_bytes, threads)
+    pool = shared_pool(chosen.staging_bytes, buffers)
     with contextlib.ExitStack() as stack:
-        for _ in range(threads):
+        for _ in range(buffers):
             stack.enter_context(pool.buffer())
     backend.takes = 1 << 30
     backend.remove("/runs/a")
@@ -172,9 +173,10 @@ def test_no_more_buffers_are_filled_at_once_than_staging_holds() -> None:
             sink.write_at = write_at
             return sink
 
-    meet = threading.Barrier(2)
-    backend, chosen = Watching(), StoreSettings(staging_bytes=8 * PAGE, io_threads=2)
-    write(backend, [source("x", np.zeros(63 * PAGE, np.uint8))], chosen)
+    meet = threading.Barrier(2, timeout=30)
+    backend, chosen = Watching(), StoreSettings(staging_bytes=12 * PAGE, io_threads=2)
+    windows = 1 + 2 + 30 * 4  # pages: the first ones are smaller; an even number of writes, so that all of them meet
+    write(backend, [source("x", np.zeros((windows - 1) * PAGE, np.uint8))], chosen)
     assert 4 * PAGE < backend.most <= 8 * PAGE
 
 
