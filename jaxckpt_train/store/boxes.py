@@ -25,12 +25,12 @@ def box_from_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
 
 def box_shape(box: Box) -> tuple[int, ...]:
     """The shape of the array inside the box."""
-    return tuple(stop - start for start, stop in box)
+    return tuple([stop - start for start, stop in box])
 
 
 def box_elements(box: Box) -> int:
     """How many elements the box holds; 1 for the box of a 0-d array."""
-    return math.prod(stop - start for start, stop in box)
+    return math.prod([stop - start for start, stop in box])
 
 
 def intersect(a: Box, b: Box) -> Box | None:

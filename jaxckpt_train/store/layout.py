@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -51,6 +52,10 @@ class PlacedChunk(NamedTuple):
     length: int
 
 
+_Job = tuple[int, ChunkSource, int]
+"""Number of the array, its chunk, and how many bytes that is."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SegmentLayout:
     """One segment to write: its head and its chunks in file order. The file is `size` bytes."""
@@ -66,17 +71,22 @@ def plan_segments(arrays: Sequence[ArraySource], segment_bytes: int) -> Iterator
     Chunks whose size is a multiple of 4096 come first, then multiples of 64, then the rest, so that as many as
     possible lie aligned: a page apart for direct I/O, 64 bytes apart for JAX on the CPU.
     """
-    jobs = [(number, chunk) for number, array in enumerate(arrays) for chunk in array.chunks if chunk.data.size]
-    jobs.sort(key=lambda job: _alignment_class(job[1].data.nbytes))
-    pending: list[tuple[int, ChunkSource]] = []
+    classes: tuple[list[_Job], ...] = ([], [], [])
+    for number, array in enumerate(arrays):
+        for chunk in array.chunks:
+            size = chunk.data.nbytes
+            if size:
+                classes[0 if size % 4096 == 0 else 1 if size % 64 == 0 else 2].append((number, chunk, size))
+    pending: list[_Job] = []
     data_bytes = head_bytes = 0
-    for number, chunk in jobs:
+    for job in itertools.chain(*classes):
+        number, chunk, size = job
         share = header_share_bytes(arrays[number].name, 3 * len(chunk.box) + 1)
-        if pending and (data_bytes + chunk.data.nbytes > segment_bytes or head_bytes + share > MAX_HEADER_BYTES // 2):
+        if pending and (data_bytes + size > segment_bytes or head_bytes + share > MAX_HEADER_BYTES // 2):
             yield _segment(arrays, pending)
             pending, data_bytes, head_bytes = [], 0, 0
-        pending.append((number, chunk))
-        data_bytes += chunk.data.nbytes
+        pending.append(job)
+        data_bytes += size
         head_bytes += share
     if pending:
         yield _segment(arrays, pending)
@@ -89,21 +99,20 @@ def chunk_name(name: str, box: Box, shape: Sequence[int]) -> str:
     return f"{name}@[{','.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
-def _segment(arrays: Sequence[ArraySource], jobs: Sequence[tuple[int, ChunkSource]]) -> SegmentLayout:
+def _segment(arrays: Sequence[ArraySource], jobs: Sequence[_Job]) -> SegmentLayout:
     tensors, at = [], 0
-    for number, chunk in jobs:
-        array = arrays[number]
-        dtype, shape = safetensors_form(array.dtype, box_shape(chunk.box))
-        name = chunk_name(array.name, chunk.box, array.shape)
-        tensors.append(Tensor(name, dtype, shape, at, at + chunk.data.nbytes))
-        at += chunk.data.nbytes
+    for number, chunk, size in jobs:
+        name, whole, data_type = arrays[number][:3]
+        shape = box_shape(chunk.box)
+        if shape != whole:
+            name = chunk_name(name, chunk.box, whole)
+        dtype, stored_shape = safetensors_form(data_type, shape)
+        tensors.append(Tensor(name, dtype, stored_shape, at, at + size))
+        at += size
     head = encode_header(tensors)
+    skip = len(head)
     placed = [
-        PlacedChunk(number, chunk, len(head) + tensor.start, tensor.stop - tensor.start)
-        for (number, chunk), tensor in zip(jobs, tensors, strict=True)
+        PlacedChunk(number, chunk, skip + tensor.start, size)
+        for (number, chunk, size), tensor in zip(jobs, tensors, strict=True)
     ]
-    return SegmentLayout(head, placed, len(head) + at)
-
-
-def _alignment_class(size: int) -> int:
-    return 0 if size % 4096 == 0 else 1 if size % 64 == 0 else 2
+    return SegmentLayout(head, placed, skip + at)

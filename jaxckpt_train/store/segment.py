@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
@@ -20,8 +20,7 @@ MAX_DIMENSIONS = 64
 METADATA_KEY = "__metadata__"
 
 
-@dataclasses.dataclass(frozen=True)
-class Tensor:
+class Tensor(NamedTuple):
     """One tensor of a segment: its safetensors dtype name, its shape, and [start, stop) within the data section."""
 
     name: str
@@ -56,7 +55,7 @@ def encode_header(tensors: Sequence[Tensor], metadata: Mapping[str, str] | None 
 
 def header_share_bytes(name: str, dimensions: int) -> int:
     """An upper bound of what one tensor adds to the header."""
-    return 6 * len(name.encode()) + 100 + 21 * dimensions
+    return len(name) * (6 if name.isascii() else 24) + 100 + 21 * dimensions
 
 
 def header_length(prefix: bytes, file_bytes: int, subject: str) -> int:

@@ -16,6 +16,7 @@ from jaxckpt_train.store.digests import HexDigest, digest_function
 from jaxckpt_train.store.dtypes import dtype_name
 from jaxckpt_train.store.layout import ArraySource, PlacedChunk, SegmentLayout, plan_segments
 from jaxckpt_train.store.manifest import BLOCK_BYTES, ArrayRecord, ChunkRecord, SegmentRecord
+from jaxckpt_train.store.quiet_gc import paused_collection
 from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.staging import StagingPool, shared_pool
 from jaxckpt_train.store.workers import shared_workers
@@ -177,7 +178,8 @@ def write_arrays(
     """
     digest = digest_function(settings.digest)
     pool = shared_pool(settings.staging_bytes, settings.io_threads + FILLING_THREADS)
-    layouts = list(plan_segments(arrays, settings.segment_bytes))
+    with paused_collection():
+        layouts = list(plan_segments(arrays, settings.segment_bytes))
     files = [f"{part}/p00000-s{number:03d}.safetensors" for number in range(len(layouts))]
     writers = [
         _SegmentWriter(
@@ -197,9 +199,9 @@ def write_arrays(
         SegmentRecord(file, layout.size, len(layout.head), digest(layout.head))
         for file, layout in zip(files, layouts, strict=True)
     )
-    return WrittenArrays(
-        segments, _records(arrays, writers, first_segment), sum(each.size - len(each.head) for each in layouts)
-    )
+    with paused_collection():
+        records = _records(arrays, writers, first_segment)
+    return WrittenArrays(segments, records, sum(each.size - len(each.head) for each in layouts))
 
 
 def _run(writers: Sequence[_SegmentWriter], pool: StagingPool, threads: int, progress: Progress | None) -> None:
@@ -219,12 +221,14 @@ def _records(
 ) -> tuple[ArrayRecord, ...]:
     chunks: list[list[ChunkRecord]] = [[] for _ in arrays]
     for number, writer in enumerate(writers, first_segment):
-        for placed, blocks in zip(writer.layout.chunks, writer.blocks, strict=True):
-            record = ChunkRecord(placed.source.box, number, placed.offset, placed.length, "".join(blocks))
-            chunks[placed.array].append(record)
+        for (array, source, offset, length), blocks in zip(writer.layout.chunks, writer.blocks, strict=True):
+            digests = blocks[0] if len(blocks) == 1 else "".join(blocks)
+            chunks[array].append(ChunkRecord(source.box, number, offset, length, digests))
     return tuple(
-        ArrayRecord(array.name, array.shape, dtype_name(array.dtype), tuple(found), array.sharding)
-        for array, found in zip(arrays, chunks, strict=True)
+        [
+            ArrayRecord(array.name, array.shape, dtype_name(array.dtype), tuple(found), array.sharding)
+            for array, found in zip(arrays, chunks, strict=True)
+        ]
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -44,12 +46,51 @@ def register_transparent(kind: type) -> None:
     _transparent[kind] = True
 
 
+class _Known(NamedTuple):
+    """What is the same for all trees of one structure; `others` are the leaves that JAX does not count as such."""
+
+    names: Sequence[str]
+    containers: dict[str, str]
+    others: dict[int, Any]
+
+
+_known: OrderedDict[Any, _Known] = OrderedDict()
+_KNOWN_TREES, _KNOWN_LEAVES = 4, 64
+
+
 def flatten(tree: Any) -> Flat:
     """Flatten a pytree to named leaves.
+
+    The names of the last few large structures are kept: a loop saves the same one again and again.
 
     Raises:
         UnsupportedLeafError: a key cannot be written as text, or two leaves get the same path.
     """
+    try:
+        leaves, structure = jax.tree_util.tree_flatten(tree)
+        known = _known.get(structure) if len(leaves) >= _KNOWN_LEAVES else None
+    except (TypeError, ValueError):  # no tree for JAX, which is told below; or static data that cannot be compared
+        return _flatten_anew(tree)
+    if known is not None:
+        return Flat(known.names, _merged(leaves, known.others), known.containers)
+    flat = _flatten_anew(tree)
+    others = {number: leaf for number, leaf in enumerate(flat.leaves) if leaf is None or leaf is EMPTY}
+    merged = _merged(leaves, others)
+    if len(leaves) >= _KNOWN_LEAVES and all(map(operator.is_, merged, flat.leaves)):
+        _known[structure] = _Known(flat.names, flat.containers, others)
+        while len(_known) > _KNOWN_TREES:
+            _known.popitem(last=False)
+    return flat
+
+
+def _merged(leaves: Sequence[Any], others: dict[int, Any]) -> Sequence[Any]:
+    if not others:
+        return leaves
+    rest = iter(leaves)
+    return [others[n] if n in others else next(rest) for n in range(len(leaves) + len(others))]
+
+
+def _flatten_anew(tree: Any) -> Flat:
     names: list[str] = []
     leaves: list[Any] = []
     containers: dict[str, str] = {}

@@ -16,6 +16,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
+from jaxckpt_train.store.quiet_gc import paused_collection
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import Progress, iter_boxes
 from jaxckpt_train.store.transaction import Committed
@@ -96,7 +97,8 @@ class TreeRestore:
         if like is None:
             names = rename_map(list(self.record.leaves), options.rename or {})
             return self._load_all(names, leaf_filter(options.only), options, progress)
-        flat, names, jobs = self._plan(like, options)
+        with paused_collection():
+            flat, names, jobs = self._plan(like, options)
         loaded = dict(zip((names[job.name] for job in jobs), self._produce(jobs, options.cast, progress), strict=True))
         return unflatten(like, [loaded.get(n, leaf) for n, leaf in zip(flat.names, flat.leaves, strict=True)])
 

@@ -16,6 +16,7 @@ from jaxckpt_train.store.boxes import Box, box_from_index, full_box
 from jaxckpt_train.store.dtypes import is_storable
 from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.store.layout import ArraySource, ChunkSource
+from jaxckpt_train.store.quiet_gc import paused_collection
 from jaxckpt_train.tree.device_copies import copy_on_devices, have_room
 from jaxckpt_train.tree.flatten import EMPTY, flatten
 from jaxckpt_train.tree.leaf_records import (
@@ -74,9 +75,10 @@ def snapshot(tree: Any, mode: SnapshotMode = "auto", ahead_bytes: int = 64 * MIB
     Raises:
         UnsupportedLeafError: a leaf that cannot be stored, named by its path.
     """
-    flat = flatten(tree)
-    taker = _Taker(keeps_views=mode in ("auto", "host"))
-    records = {name: taker.take(name, leaf) for name, leaf in zip(flat.names, flat.leaves, strict=True)}
+    with paused_collection():
+        flat = flatten(tree)
+        taker = _Taker(keeps_views=mode in ("auto", "host"))
+        records = {name: taker.take(name, leaf) for name, leaf in zip(flat.names, flat.leaves, strict=True)}
     transfers = _take_elsewhere(taker, mode, ahead_bytes) if taker.elsewhere else None
     is_taken = Latch()
     if mode == "stream" and transfers is not None:
