@@ -22,7 +22,7 @@ def aligned_buffer(size: int) -> np.ndarray:
 
     Fresh anonymous memory: its pages are not touched yet and read as zero. It lives as long as any view of it.
     """
-    return np.frombuffer(_fresh_area(max(size, ALIGNMENT)), np.uint8, size)
+    return np.frombuffer(fresh_area(max(size, ALIGNMENT)), np.uint8, size)
 
 
 class Arena:
@@ -33,7 +33,7 @@ class Arena:
     """
 
     def __init__(self, size: int) -> None:
-        self._area = _fresh_area(size) if size else None
+        self._area = fresh_area(size) if size else None
         self._size, self._next = size, 0
         self._lock = threading.Lock()
 
@@ -55,7 +55,7 @@ def _give_back(area: mmap.mmap, start: int, size: int) -> None:
         area.madvise(mmap.MADV_DONTNEED, start, size)
 
 
-def _fresh_area(size: int) -> mmap.mmap:
+def fresh_area(size: int) -> mmap.mmap:
     """Anonymous private memory (Python's default is shared, which gets no huge pages)."""
     area = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):

@@ -19,6 +19,7 @@ from jaxckpt_train.store.layout import ArraySource, ChunkSource
 from jaxckpt_train.store.quiet_gc import paused_collection
 from jaxckpt_train.tree.device_copies import copy_on_devices, have_room
 from jaxckpt_train.tree.flatten import EMPTY, flatten
+from jaxckpt_train.tree.host_copies import copy_all
 from jaxckpt_train.tree.leaf_records import (
     ArrayLeaf,
     EmptyLeaf,
@@ -60,7 +61,8 @@ def snapshot(tree: Any, mode: SnapshotMode = "auto", ahead_bytes: int = 64 * MIB
     Numpy arrays are copied. JAX arrays on the CPU are held as views: a later donation then copies instead of reusing
     their memory. Waits until they are computed. Each distinct shard is taken once. Arrays on an accelerator:
 
-    - "host": copied to the host, all started before the first is awaited.
+    - "host": copied to the host, all started before the first is awaited. On the CPU it copies too, into memory that is
+      kept, so that a step which donates the state need not do it in memory that is new.
     - "device": copied on their devices, which is only ordered here; the copies leave in the background.
     - "auto": "device" where the devices surely have room, else "host".
     - "stream": not copied; the caller waits for `is_taken` while they are written, a few at a time.
@@ -79,6 +81,8 @@ def snapshot(tree: Any, mode: SnapshotMode = "auto", ahead_bytes: int = 64 * MIB
         flat = flatten(tree)
         taker = _Taker(keeps_views=mode in ("auto", "host"))
         records = {name: taker.take(name, leaf) for name, leaf in zip(flat.names, flat.leaves, strict=True)}
+    if mode == "host":
+        _copy_views(taker)
     transfers = _take_elsewhere(taker, mode, ahead_bytes) if taker.elsewhere else None
     is_taken = Latch()
     if mode == "stream" and transfers is not None:
@@ -86,6 +90,15 @@ def snapshot(tree: Any, mode: SnapshotMode = "auto", ahead_bytes: int = 64 * MIB
     else:
         is_taken.open()
     return Snapshot(TreeRecord(flat.containers, records), taker.arrays, transfers, is_taken)
+
+
+def _copy_views(taker: _Taker) -> None:
+    """Let go of the memory that the arrays on the CPU have now."""
+    views = [chunk.data for array in taker.arrays for chunk in array.chunks if isinstance(chunk.data, np.ndarray)]
+    copies = iter(copy_all(views))
+    for number, array in enumerate(taker.arrays):
+        chunks = tuple(ChunkSource(chunk.box, next(copies)) for chunk in array.chunks)
+        taker.arrays[number] = array._replace(chunks=chunks)
 
 
 def _take_elsewhere(taker: _Taker, mode: SnapshotMode, ahead_bytes: int) -> Transfers | None:
