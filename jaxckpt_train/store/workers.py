@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -17,19 +18,26 @@ from typing import Generic, TypeVar
 
 from jaxckpt_train.store.latch import LOOK_S, Latch
 
+# What a training step computes goes before what a save does beside it; the full share is left where nothing else runs.
+NICENESS = 10
+
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class Workers:
-    """A fixed number of daemon threads that run jobs in the order they come."""
+    """A fixed number of daemon threads that run jobs in the order they come; if `polite`, others go first."""
 
-    def __init__(self, count: int, name: str) -> None:
+    def __init__(self, count: int, name: str, *, polite: bool = False) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._polite = polite
         for number in range(count):
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True).start()
 
     def _work(self) -> None:
+        if self._polite and sys.platform == "linux":  # where a thread has a priority of its own
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while True:
             self._jobs.get()()
 
@@ -129,7 +137,7 @@ class _Batch(Generic[T]):
             self.error = self.error or error
 
 
-_shared: dict[tuple[int, str], Workers] = {}
+_shared: dict[tuple[int, str, bool], Workers] = {}
 _shared_lock = threading.Lock()
 
 
@@ -143,10 +151,10 @@ def _forget_threads() -> None:
 os.register_at_fork(after_in_child=_forget_threads)
 
 
-def shared_workers(count: int, name: str) -> Workers:
+def shared_workers(count: int, name: str, *, polite: bool = False) -> Workers:
     """The workers of this process for a count and a purpose, the same ones at every call."""
     with _shared_lock:
-        key = (count, name)
+        key = (count, name, polite)
         if key not in _shared:
-            _shared[key] = Workers(count, name)
+            _shared[key] = Workers(count, name, polite=polite)
         return _shared[key]

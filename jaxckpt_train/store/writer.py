@@ -213,7 +213,7 @@ def _run(writers: Sequence[_SegmentWriter], pool: StagingPool, threads: int, pro
             progress(done)
 
     jobs = [(writer, window) for writer in writers for window in writer.windows(pool.buffer_bytes)]
-    shared_workers(threads + FILLING_THREADS, "jaxckpt-write").run_all(work, jobs)
+    shared_workers(threads + FILLING_THREADS, "jaxckpt-write", polite=True).run_all(work, jobs)
 
 
 def _records(
