@@ -17,6 +17,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.history import metrics_to_json, plain_metrics
 from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.store.transaction import Transaction
 
 Clock = Callable[[], datetime.datetime]
@@ -73,6 +74,7 @@ class StepSave:
         started = time.perf_counter()
         self._backend, self._run, self._settings, self._clock = backend, run, settings, clock
         self._times = SaveTimes()
+        self._call_ended = Latch()
         self._parts: list[StagedPart] = stage_all(checkpointables, self._times, settings)
         self.metrics = plain_metrics(request.metrics)
         self._info = run_info(
@@ -90,9 +92,12 @@ class StepSave:
     def start(self, subject: str) -> PendingSave[CheckpointMetadata]:
         """Write in the background; returns once the caller may do anything with what it saved."""
         started = time.perf_counter()
-        pending = PendingSave(subject, self.run)
-        wait_until_taken(self._parts)
-        self._record["blocked_s"] += time.perf_counter() - started
+        try:
+            pending = PendingSave(subject, self.run)
+            wait_until_taken(self._parts)
+        finally:
+            self._record["blocked_s"] += time.perf_counter() - started
+            self._call_ended.open()
         return pending
 
     def run(self) -> CheckpointMetadata:
@@ -116,4 +121,5 @@ class StepSave:
         return describe(committed)
 
     def _note(self, **outcome: Any) -> None:
+        self._call_ended.wait()  # else it is not known yet how long the call took
         self._run.history.add("save", self._clock(), **self._record, **dataclasses.asdict(self._times), **outcome)

@@ -48,21 +48,34 @@ class ReadBox(NamedTuple):
 class _Budget:
     """A number of bytes that may be in use at once; one request larger than all of it waits until it is alone.
 
-    Giving back takes no lock, so that it may happen wherever memory is freed.
+    Only `take` waits, and only worker threads take: giving back happens wherever memory is freed.
     """
 
     def __init__(self, total: int) -> None:
         self._total, self._used, self._lock = total, 0, threading.Lock()
         self._returned: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._is_lifted = False
 
     def take(self, size: int) -> None:
         with self._lock:
-            while self._used and self._used + size > self._total:
+            while not self._is_lifted and (not self._returned.empty() or 0 < self._used > self._total - size):
                 self._used -= self._returned.get()
             self._used += size
 
     def give(self, size: int) -> None:
         self._returned.put(size)
+
+    def charge(self, array: np.ndarray) -> None:
+        """Count memory that is there already, until nothing refers to it any more."""
+        while isinstance(array.base, np.ndarray):
+            array = array.base
+        self.give(-array.nbytes)
+        weakref.finalize(array, self.give, array.nbytes).atexit = False
+
+    def lift(self) -> None:
+        """Let everyone through from now on: nobody will give back what others wait for."""
+        self._is_lifted = True
+        self.give(0)
 
 
 class _Room:
@@ -70,15 +83,15 @@ class _Room:
 
     def __init__(self, run: Run) -> None:
         self._needed = sum(read.stop - read.start + len(read.uses) * VIEW_ALIGNMENT for read in run.reads)
-        self._memory: np.ndarray | None = None
+        self.memory: np.ndarray | None = None
         self._used = 0
 
     def copy(self, piece: np.ndarray) -> np.ndarray:
-        if self._memory is None:
-            self._memory = aligned_buffer(self._needed)
-        if self._used + len(piece) > len(self._memory):  # boxes of one chunk may overlap
+        if self.memory is None:
+            self.memory = aligned_buffer(self._needed)
+        if self._used + len(piece) > len(self.memory):  # boxes of one chunk may overlap
             return _aligned_copy(piece)
-        target = self._memory[self._used : self._used + len(piece)]
+        target = self.memory[self._used : self._used + len(piece)]
         target[:] = piece
         self._used += -(-len(piece) // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
         return target
@@ -139,11 +152,11 @@ class _Reading:
             finally:
                 self._budget.give(size)
         memory = aligned_buffer(size)
-        give_back = weakref.finalize(memory, self._budget.give, size)
+        weakref.finalize(memory, self._budget.give, size).atexit = False
         try:
             return self._read_into(run, memory)
         except BaseException:
-            give_back()  # the error's traceback would keep the memory, and others wait for it
+            self._budget.lift()  # the error's traceback keeps the memory, and others wait for it
             raise
 
     def _read_into(self, run: Run, memory: np.ndarray) -> list[ReadBox]:
@@ -154,6 +167,8 @@ class _Reading:
         room, completed = _Room(run), list[ReadBox]()
         for read in run.reads:
             self._hand_out(read, memory[read.start - run.start : read.stop - run.start], room, completed)
+        if self._passing and room.memory is not None:
+            self._budget.charge(room.memory)
         return completed
 
     def _read_piece(self, run: Run, memory: np.ndarray, start: int, stop: int) -> None:
@@ -198,6 +213,10 @@ class _Reading:
             else:
                 self._copy_part(use, _part(piece, dtype, use, read.chunk), completed)
 
+    def give_up(self) -> None:
+        """Let the reading threads end although nobody takes what they read."""
+        self._budget.lift()
+
     def prepare(self, runs: Sequence[Run]) -> None:
         """Reserve the memory of all large results in one piece."""
         if self._passing:
@@ -229,6 +248,8 @@ class _Reading:
             if left == 0:
                 completed.append(ReadBox(*key, target))
                 del self._parts[key]
+                if self._passing:
+                    self._budget.charge(target)
 
 
 def iter_boxes(
@@ -250,8 +271,9 @@ def iter_boxes(
         wanted: which boxes of which arrays.
         settings: threads, budget, verification.
         progress: called with numbers of bytes read, from several threads.
-        passing: the arrays only pass through host memory, on their way to other devices: all memory counts against
-            the budget until the caller, and everyone it handed a box to, has let go of it.
+        passing: the arrays only pass through host memory, on their way to other devices: their memory counts against
+            the budget until the caller, and everyone it handed a box to, has let go of it. (A box that is put together
+            of several chunks counts from the moment on in which it is complete.)
 
     Yields:
         Every wanted box, in any order, as a writable, 64-byte aligned, row-major numpy array.
@@ -268,9 +290,13 @@ def iter_boxes(
         reading.prepare(runs)
         reading.open(sorted({run.segment for run in runs}))
         with contextlib.closing(shared_workers(threads, "jaxckpt-read").run_each(reading.read_run, runs)) as results:
-            for completed in results:
-                while completed:
-                    yield completed.pop()
+            try:
+                for completed in results:
+                    while completed:
+                        yield completed.pop()
+            except BaseException:
+                reading.give_up()
+                raise
     finally:
         for source in reading.sources.values():
             source.close()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxckpt_train.errors import UnsupportedLeafError
-from jaxckpt_train.tree.paths import MAX_DEPTH, ROOT, join, key_text
+from jaxckpt_train.tree.paths import MAX_DEPTH, ROOT, join, key_text, split
 
 PLACEHOLDER = ...
 """Stands in a target for a leaf, or a whole subtree, that a load skips."""
@@ -56,6 +56,7 @@ class _Known(NamedTuple):
 
 _known: OrderedDict[Any, _Known] = OrderedDict()
 _KNOWN_TREES, _KNOWN_LEAVES = 4, 64
+_MARKS_OF_OTHER_KEYS = ("~b", "~f", "~n", "~t")
 
 
 def flatten(tree: Any) -> Flat:
@@ -76,11 +77,23 @@ def flatten(tree: Any) -> Flat:
     flat = _flatten_anew(tree)
     others = {number: leaf for number, leaf in enumerate(flat.leaves) if leaf is None or leaf is EMPTY}
     merged = _merged(leaves, others)
-    if len(leaves) >= _KNOWN_LEAVES and all(map(operator.is_, merged, flat.leaves)):
+    if len(leaves) >= _KNOWN_LEAVES and all(map(operator.is_, merged, flat.leaves)) and _has_plain_keys(flat):
         _known[structure] = _Known(flat.names, flat.containers, others)
         while len(_known) > _KNOWN_TREES:
             _known.popitem(last=False)
     return flat
+
+
+def _has_plain_keys(flat: Flat) -> bool:
+    """Whether all keys are text or positions: structures with 1, 1.0 or True as a key are equal, their names not."""
+    for name in flat.names:
+        path = ROOT
+        for key in split(name):
+            is_number = key.lstrip("-").isdigit()
+            if key[:2] in _MARKS_OF_OTHER_KEYS or (is_number and flat.containers.get(path) not in ("list", "tuple")):
+                return False
+            path = join(path, key)
+    return True
 
 
 def _merged(leaves: Sequence[Any], others: dict[int, Any]) -> Sequence[Any]:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import threading
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from jaxckpt_train.store.staging import StagingPool, aligned_buffer, shared_pool
+from jaxckpt_train.store.staging import Arena, StagingPool, aligned_buffer, shared_pool
+
+PAGE = 4096
+MIB = 1 << 20
+ROLLUP = Path("/proc/self/smaps_rollup")
+needs_proc = pytest.mark.skipif(not ROLLUP.exists(), reason="the kernel does not tell the memory of a process")
 
 
 @pytest.mark.parametrize("size", [1, 4096, 4097, 5 << 20])
@@ -70,3 +81,96 @@ def test_the_pool_of_a_budget_is_shared_and_within_it() -> None:
     assert pool.buffer_bytes % 4096 == 0
     assert 10_000_000 - 3 * 4096 <= 3 * pool.buffer_bytes <= 10_000_000
     assert shared_pool(1, 3).buffer_bytes == 4096
+
+
+def pages_of(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+@given(st.lists(st.integers(1, 5 * PAGE), min_size=1, max_size=12), st.data())
+def test_arrays_of_an_arena_are_aligned_disjoint_and_writable(sizes: list[int], data: st.DataObject) -> None:
+    """Also those that no longer fit, which come from elsewhere."""
+    arena = Arena(data.draw(st.integers(0, sum(map(pages_of, sizes)) // PAGE)) * PAGE)
+    arrays = [arena.take(size) for size in sizes]
+    for number, (array, size) in enumerate(zip(arrays, sizes, strict=True)):
+        assert (array.dtype, array.shape, array.ctypes.data % PAGE) == (np.uint8, (size,), 0)
+        assert not array.any()
+        array[:] = number + 1
+    assert [array.tobytes() for array in arrays] == [bytes([n + 1]) * size for n, size in enumerate(sizes)]
+    places = sorted((array.ctypes.data, array.ctypes.data + pages_of(len(array))) for array in arrays)
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(places))
+
+
+def test_an_arena_is_used_from_end_to_end_and_then_others_are_made() -> None:
+    arena = Arena(5 * PAGE)
+    first, large, second, last, beyond = (arena.take(size) for size in (1, 5 * PAGE, PAGE + 1, 2 * PAGE, 1))
+    begin = first.ctypes.data
+    assert [second.ctypes.data - begin, last.ctypes.data - begin] == [PAGE, 3 * PAGE]
+    assert not begin <= large.ctypes.data < begin + 5 * PAGE
+    assert not begin <= beyond.ctypes.data < begin + 5 * PAGE
+    assert beyond.tobytes() == b"\0"
+
+
+def area_of(arena: Arena) -> np.ndarray:
+    assert arena._area is not None
+    return np.frombuffer(arena._area, np.uint8)
+
+
+def test_the_pages_of_an_array_go_back_alone_and_only_when_no_view_is_left() -> None:
+    arena = Arena(8 * PAGE)
+    arrays: list[Any] = [arena.take(size) for size in (2 * PAGE, 3 * PAGE - 5, 2 * PAGE)]
+    for number, array in enumerate(arrays):
+        array[:] = number + 1
+    area_of(arena)[5 * PAGE - 5 : 5 * PAGE] = 9  # between two arrays
+    view = memoryview(arrays[1][10:20].view(np.uint16).reshape(1, 5))
+    before, arrays[1] = area_of(arena).copy(), None
+    gc.collect()
+    assert area_of(arena).tobytes() == before.tobytes()
+    assert bytes(view) == b"\2" * 10
+    del view
+    gc.collect()
+    after = area_of(arena)
+    assert not after[2 * PAGE : 5 * PAGE].any()
+    assert after[: 2 * PAGE].tobytes() == before[: 2 * PAGE].tobytes() == b"\1" * 2 * PAGE
+    assert after[5 * PAGE :].tobytes() == before[5 * PAGE :].tobytes()
+    assert arrays[2].tobytes() == b"\3" * 2 * PAGE
+
+
+def test_arrays_stay_when_their_arena_is_dropped() -> None:
+    arena = Arena(4 * PAGE)
+    one, other = arena.take(PAGE), arena.take(2 * PAGE)
+    one[:], other[:] = 1, 2
+    del arena, one
+    gc.collect()
+    assert other.tobytes() == b"\2" * 2 * PAGE
+
+
+def told_kib(path: Path, name: str) -> int:
+    (line,) = [line for line in path.read_text().splitlines() if line.startswith(f"{name}:")]
+    return int(line.split()[1])
+
+
+@needs_proc
+def test_the_system_gets_the_memory_of_an_array_back() -> None:
+    arena = Arena(96 * MIB)
+    small, large = arena.take(32 * MIB), arena.take(64 * MIB)
+    untouched = told_kib(ROLLUP, "Anonymous")
+    small[:], large[:] = 1, 2
+    full = told_kib(ROLLUP, "Anonymous")
+    assert full - untouched > 90 << 10
+    del large
+    assert 60 << 10 < full - told_kib(ROLLUP, "Anonymous") < 68 << 10
+    assert (small == 1).all()
+
+
+@needs_proc
+@pytest.mark.parametrize("take", [aligned_buffer, lambda size: Arena(size).take(size)])
+def test_memory_is_private_to_the_process(take: Any) -> None:
+    """Shared memory gets no huge pages, and counts against the limit of /dev/shm in a container."""
+    status = Path("/proc/self/status")
+    before = {name: told_kib(status, name) for name in ("RssAnon", "RssShmem")}
+    buffer = take(32 * MIB)
+    buffer[:] = 1
+    grown = {name: told_kib(status, name) - kib for name, kib in before.items()}
+    assert grown["RssAnon"] > 30 << 10
+    assert grown["RssShmem"] < 1 << 10

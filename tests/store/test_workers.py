@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import queue
 import signal
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,8 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.workers import Workers, shared_workers
 from tests.store.checkpoints import load
+
+BUSY = bytes(16 << 20)  # hashing it takes a while, in which other threads run
 
 
 def test_every_item_is_worked_on_once() -> None:
@@ -104,6 +109,161 @@ def test_an_interrupt_waits_for_what_runs_and_begins_nothing_more(monkeypatch: p
         signal.signal(signal.SIGINT, before)
     assert ended[0] == 0
     assert len(ended) < 5000
+
+
+def test_each_result_comes_once() -> None:
+    assert sorted(Workers(3, "test").run_each(lambda item: item * 2, range(1000))) == list(range(0, 2000, 2))
+    assert list(Workers(1, "test").run_each(str, [])) == []
+    assert list(Workers(1, "test").run_each(lambda item: None, [1, 2])) == [None, None]
+
+
+def test_results_come_while_others_are_worked_on() -> None:
+    go, results = threading.Event(), list[int]()
+
+    def work(item: int) -> int:
+        if item == 1:
+            assert go.wait(30), "the first result came only after the second"
+        return item
+
+    for result in Workers(1, "test").run_each(work, [0, 1]):
+        results.append(result)
+        go.set()
+    assert results == [0, 1]
+
+
+@pytest.mark.parametrize("error", [ValueError("first"), KeyboardInterrupt("first")])
+def test_results_before_the_first_error_come_and_then_it_is_raised(error: BaseException) -> None:
+    begun, results = list[int](), list[int]()
+
+    def work(item: int) -> int:
+        begun.append(item)
+        if item == 3:
+            raise error
+        return item
+
+    workers = Workers(1, "test")
+    with pytest.raises(type(error), match="first"):
+        for result in workers.run_each(work, range(100)):
+            results.append(result)
+    assert (results, begun) == ([0, 1, 2], [0, 1, 2, 3])
+    assert list(workers.run_each(str, [7])) == ["7"]
+
+
+def test_an_error_is_raised_after_the_running_items_have_ended() -> None:
+    ended, together = list[str](), threading.Barrier(2)
+
+    def work(item: str) -> None:
+        together.wait(30)
+        if item == "fails":
+            raise ValueError("one of two")
+        hashlib.sha256(BUSY)
+        ended.append(item)
+
+    with pytest.raises(ValueError, match="one of two"):
+        list(Workers(2, "test").run_each(work, ["fails", "goes on"]))
+    assert ended == ["goes on"]
+
+
+class Running:
+    """Work whose second item runs until the consumer is about to leave, and some time longer."""
+
+    def __init__(self) -> None:
+        self.begun, self.ended = list[int](), list[int]()
+        self.second_runs, self.leaving = threading.Event(), threading.Event()
+
+    def __call__(self, item: int) -> int:
+        self.begun.append(item)
+        if item == 1:
+            self.second_runs.set()
+            assert self.leaving.wait(30)
+            hashlib.sha256(BUSY)
+        self.ended.append(item)
+        return item
+
+    def leave(self) -> None:
+        assert self.second_runs.wait(30)
+        self.leaving.set()
+
+
+def test_closing_early_waits_for_what_runs_and_begins_nothing_more() -> None:
+    work, workers = Running(), Workers(1, "test")
+    with contextlib.closing(workers.run_each(work, range(50))) as results:
+        for _ in results:
+            work.leave()
+            break
+    assert work.begun == work.ended == [0, 1]
+    assert list(workers.run_each(str, [7])) == ["7"]
+    assert work.begun == [0, 1]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_error_of_the_consumer_waits_for_what_runs_too(error: type[BaseException]) -> None:
+    work = Running()
+    with pytest.raises(error), contextlib.closing(Workers(1, "test").run_each(work, range(50))) as results:
+        for _ in results:
+            work.leave()
+            raise error
+    assert work.begun == work.ended == [0, 1]
+
+
+def test_an_interrupt_while_waiting_for_a_result_waits_for_what_runs() -> None:
+    handled, begun, ended = queue.SimpleQueue[None](), list[int](), list[int]()
+
+    def interrupt(*_: Any) -> None:
+        handled.put(None)
+        raise KeyboardInterrupt("by hand")
+
+    def work(item: int) -> None:
+        begun.append(item)
+        if item == 0:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            handled.get()
+        hashlib.sha256(BUSY)
+        ended.append(item)
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt, match="by hand"):
+            list(Workers(1, "test").run_each(work, range(5000)))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert begun == ended
+    assert 0 < len(ended) < 5000
+
+
+class Result:
+    """Something whose death shows."""
+
+
+def test_a_result_is_the_consumer_s_alone() -> None:
+    """Who lets go of it frees its memory, for which other items may wait."""
+    seen = 0
+    for result in Workers(2, "test").run_each(lambda _: Result(), range(50)):
+        reference = weakref.ref(result)
+        del result
+        assert reference() is None
+        seen += 1
+    assert seen == 50
+
+
+def test_results_that_nobody_takes_are_dropped_while_items_still_run() -> None:
+    """An item may wait for memory that a result holds which the consumer will never see."""
+    references, freed, second_waits = list[Any](), threading.Event(), threading.Event()
+
+    def work(item: int) -> Result | None:
+        if item == 1:
+            result = Result()
+            references.append(weakref.finalize(result, freed.set))
+            return result
+        if item == 2:
+            second_waits.set()
+            assert freed.wait(30)
+        return None
+
+    with contextlib.closing(Workers(1, "test").run_each(work, range(3))) as results:
+        assert next(results) is None
+        assert second_waits.wait(30)
+    assert freed.is_set()
 
 
 def test_workers_are_shared_by_purpose() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import hashlib
 import threading
 import tracemalloc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,9 +21,10 @@ from safetensors import deserialize
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.boxes import Box, full_box
-from jaxckpt_train.store.layout import ArraySource, ChunkSource, chunk_name
+from jaxckpt_train.store.digests import digest_function
+from jaxckpt_train.store.layout import ArraySource, ChunkSource, chunk_name, plan_segments
 from jaxckpt_train.store.staging import shared_pool
-from jaxckpt_train.store.writer import FILLING_THREADS, WrittenArrays, write_arrays
+from jaxckpt_train.store.writer import FILLING_THREADS, WrittenArrays, _SegmentWriter, write_arrays
 from tests.store.strategies import arrays, tilings
 from tests.store.strict_backend import BLOCK, PAGE, StrictBackend, small_sizes
 
@@ -198,3 +201,132 @@ def test_an_array_is_not_converted_as_a_whole_if_it_need_not_be() -> None:
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
+
+
+@given(st.lists(st.integers(1, 40_000), min_size=1, max_size=5), st.integers(1, 40))
+def test_windows_cover_the_file_once_and_fit_a_buffer(sizes: list[int], pages: int) -> None:
+    sources = [source(f"x{n}", np.zeros(size, np.uint8)) for n, size in enumerate(sizes)]
+    (layout,) = plan_segments(sources, 1 << 30)
+    windows = _SegmentWriter(layout, pytest.fail, digest_function("xxh3-128"), False).windows(pages * PAGE)
+    assert [start for start, _ in windows] == [0, *[stop for _, stop in windows[:-1]]]
+    assert windows[-1][1] == layout.size
+    assert all(start % PAGE == 0 and 0 < stop - start <= pages * PAGE for start, stop in windows)
+    assert windows[0][1] <= max(pages // 4, 1) * PAGE, "the disk begins before a whole buffer is filled"
+
+
+class Come:
+    """Arrays that are not in host memory at first, and how many of them are."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self._lock = threading.RLock()  # a finalizer may run while it is held
+
+    def count(self, difference: int) -> None:
+        with self._lock:
+            self.now += difference
+            self.most = max(self.most, self.now)
+
+
+class ArrayToCome:
+    """One of them; may be fetched once."""
+
+    def __init__(self, all_of_them: Come, content: np.ndarray) -> None:
+        self.content, self.fetches, self._all = content, 0, all_of_them
+        self.shape, self.dtype, self.size, self.nbytes = content.shape, content.dtype, content.size, content.nbytes
+
+    def fetch(self) -> np.ndarray:
+        self.fetches += 1
+        copy = self.content.copy(order="K")
+        self._all.count(+1)
+        weakref.finalize(copy, self._all.count, -1)
+        return copy
+
+
+def files_of(backend: StrictBackend, written: WrittenArrays) -> list[bytes]:
+    return [bytes(backend._nodes[f"/runs/a/{segment.file}"].data) for segment in written.segments]  # type: ignore[union-attr]
+
+
+def assert_written(backend: StrictBackend, written: WrittenArrays, contents: list[np.ndarray]) -> None:
+    """Fail unless the files hold these arrays, each in one chunk, with the digests of their blocks."""
+    files = files_of(backend, written)
+    for content, record in zip(contents, written.arrays, strict=True):
+        expected = content.tobytes()
+        (chunk,) = record.chunks or [None]
+        if chunk is None:
+            assert not expected
+            continue
+        assert files[chunk.segment][chunk.offset : chunk.offset + chunk.length] == expected
+        blocks = [expected[at : at + BLOCK] for at in range(0, len(expected), BLOCK)]
+        assert chunk.digests == "".join(hashlib.sha256(block).hexdigest() for block in blocks)
+
+
+sizes_around_pages = st.one_of(
+    st.integers(1, 300), st.sampled_from([PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 3 * PAGE + 64]), st.just(0)
+)
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(sizes_around_pages, min_size=1, max_size=80), st.lists(st.integers(0, 2)), st.integers(1, 6), st.booleans()
+)
+def test_small_leaves_across_the_borders_of_windows_have_their_bytes(
+    sizes: list[int], kinds: list[int], pages: int, several: bool
+) -> None:
+    """In host memory, of the other byte order, or still to come; all kinds side by side in windows of a few pages."""
+    random, come, contents, sources = np.random.default_rng(pages), Come(), list[np.ndarray](), list[ArraySource]()
+    for number, size in enumerate(sizes):
+        content = random.integers(0, 256, size, np.uint8)
+        kind = kinds[number % len(kinds)] if kinds else 0
+        if kind == 1 and size % 2 == 0:
+            content = content.view(">u2")
+        contents.append(content.astype(content.dtype.newbyteorder("<")))
+        data: Any = ArrayToCome(come, content) if kind == 2 else content
+        chunks = [ChunkSource(full_box(content.shape), data)]
+        sources.append(ArraySource(f"x{number}", content.shape, contents[-1].dtype, chunks))
+    backend, threads = StrictBackend(), 3 if several else 1
+    buffers = threads + FILLING_THREADS
+    chosen = StoreSettings(staging_bytes=pages * buffers * PAGE, io_threads=threads, digest="sha256")
+    written = write(backend, sources, chosen)
+    assert_written(backend, written, contents)
+    fetches = [chunk.data.fetches for each in sources for chunk in each.chunks if isinstance(chunk.data, ArrayToCome)]
+    assert set(fetches) <= {0, 1}
+    assert sum(fetches) == sum(
+        each.chunks[0].data.nbytes > 0 for each in sources if isinstance(each.chunks[0].data, ArrayToCome)
+    )
+    assert come.now == 0
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("size", [900, 3 * PAGE + 8, 10 * PAGE])
+def test_what_is_fetched_is_fetched_once_and_dropped_after_its_last_window(threads: int, size: int) -> None:
+    """However many windows and threads share it: else a save of the whole state would hold all of it."""
+    come, buffers, count = Come(), threads + FILLING_THREADS, 150
+    contents = [np.random.default_rng(n).integers(0, 256, size, np.uint8) for n in range(count)]
+    places = [ArrayToCome(come, content) for content in contents]
+    sources = [
+        ArraySource(f"x{n}", (size,), np.dtype(np.uint8), [ChunkSource(full_box((size,)), place)])
+        for n, place in enumerate(places)
+    ]
+    backend = StrictBackend()
+    chosen = StoreSettings(staging_bytes=2 * buffers * PAGE, io_threads=threads, digest="sha256")
+    written = write(backend, sources, chosen)
+    assert_written(backend, written, contents)
+    assert [place.fetches for place in places] == [1] * count
+    assert come.now == 0
+    in_a_window = 2 * PAGE // size + 2
+    assert come.most <= (buffers + 1) * in_a_window
+
+
+def test_what_was_fetched_is_dropped_when_the_save_fails() -> None:
+    come = Come()
+    contents = [np.zeros(10 * PAGE, np.uint8) for _ in range(20)]
+    box = full_box((10 * PAGE,))
+    places: list[Any] = [ArrayToCome(come, content) for content in contents]
+    sources = [
+        ArraySource(f"x{n}", (10 * PAGE,), np.dtype(np.uint8), [ChunkSource(box, p)]) for n, p in enumerate(places)
+    ]
+    with pytest.raises(StorageError, match="No space left"):
+        write(FullBackend(5), sources, StoreSettings(staging_bytes=6 * PAGE, io_threads=2))
+    gc.collect()  # the error's traceback held some
+    assert come.now == 0
+    assert sum(place.fetches for place in places) < 20

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxckpt_train.errors import UnsupportedLeafError
+from jaxckpt_train.tree import flatten as flattening
 from jaxckpt_train.tree.flatten import EMPTY, PLACEHOLDER, flatten, register_transparent, unflatten
 
 
@@ -195,3 +198,192 @@ def test_a_tree_deeper_than_can_be_read_back_is_refused() -> None:
         tree = {"d": tree}
     with pytest.raises(UnsupportedLeafError, match="deeper than 200 levels"):
         flatten(tree)
+
+
+# Names of large trees are kept. What is found that way must be what a walk over the tree finds.
+
+MANY = 64  # leaves, from which on names are kept
+
+
+@pytest.fixture
+def kept() -> Iterator[collections.OrderedDict[Any, Any]]:
+    """What is kept, empty at first."""
+    flattening._known.clear()
+    yield flattening._known
+    flattening._known.clear()
+
+
+def same_as_walked(tree: Any) -> bool:
+    """Flatten a tree twice; whether the second time took what was kept."""
+    flatten(tree)
+    found, walked = flatten(tree), flattening._flatten_anew(tree)
+    assert list(found.names) == walked.names
+    assert [id(leaf) for leaf in found.leaves] == [id(leaf) for leaf in walked.leaves]
+    assert found.containers == walked.containers
+    return any(known.names is found.names for known in flattening._known.values())
+
+
+def refilled(tree: Any, fill: Any) -> Any:
+    return jax.tree.map(lambda _: fill(), tree)
+
+
+@settings(max_examples=100)
+@given(st.lists(trees, min_size=1, max_size=5))
+def test_names_that_are_kept_are_those_of_the_tree(parts: list[Any]) -> None:
+    """Any structures beside enough leaves, one after the other and again with other leaves."""
+    large = [{"filling": [object() for _ in range(MANY)], "part": part} for part in parts]
+    large += [[part, (Point(None, part), {}), large[0]["filling"]] for part in parts]
+    for tree in [*large, *large, *[refilled(tree, object) for tree in large]]:
+        assert same_as_walked(tree) == flattening._has_plain_keys(flattening._flatten_anew(tree))
+        assert unflatten(tree, flatten(tree).leaves) == tree
+    assert len(flattening._known) <= 4
+
+
+class OtherPoint(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Swapped(NamedTuple):
+    y: Any
+    x: Any
+
+
+ALIKE: list[Any] = [
+    {"a": 1, "b": 2},
+    {"a": 1, "c": 2},
+    {"b": 1, "a": 2},
+    collections.OrderedDict(a=1, b=2),
+    collections.OrderedDict(b=2, a=1),
+    collections.defaultdict(int, a=1, b=2),
+    {0: 1, 1: 2},
+    {"0": 1, "1": 2},
+    {"a/b": 1, "b": 2},
+    [1, 2],
+    (1, 2),
+    Point(1, 2),
+    OtherPoint(1, 2),
+    Swapped(1, 2),
+    Weights(1, 2),
+    Pair(1, 2),
+    [Box(1), 2],
+    [1, 2, None],
+    [1, None, 2],
+    [None, 1, 2],
+    [1, 2, []],
+    [1, 2, {}],
+    [1, 2, ()],
+    [1, [], 2],
+    [[1, 2]],
+    [[1], 2],
+    [1, [2]],
+]
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_structures_that_look_alike_are_told_apart(kept: dict[Any, Any], backwards: bool) -> None:
+    filling = [object() for _ in range(MANY)]
+    large = [{"part": part, "filling": filling} for part in ALIKE]
+    for tree in large[::-1] if backwards else large:
+        assert same_as_walked(tree) == flattening._has_plain_keys(flattening._flatten_anew(tree))
+        assert len(kept) <= 4
+    for first in large:
+        for second in large:
+            kept.clear()
+            flatten(first)
+            assert list(flatten(second).names) == flattening._flatten_anew(second).names
+            assert flatten(second).containers == flattening._flatten_anew(second).containers
+
+
+def test_only_large_structures_are_kept(kept: dict[Any, Any]) -> None:
+    assert not same_as_walked([0] * (MANY - 1))
+    assert not same_as_walked([None] * MANY)
+    assert not kept
+    assert same_as_walked([0] * MANY)
+
+
+def test_the_structures_that_come_again_are_kept_and_leaves_are_not(kept: dict[Any, Any]) -> None:
+    class Leaf:
+        pass
+
+    references = []
+    for number in range(10):
+        leaves = [Leaf() for _ in range(MANY + number)]
+        flatten({"x": [leaves, None, {}]})
+        references += [weakref.ref(leaf) for leaf in leaves]
+        assert len(kept) == min(number + 1, 4)
+    del leaves
+    assert not any(reference() for reference in references)
+    assert {len(known.names) for known in kept.values()} == {MANY + number + 2 for number in range(6, 10)}
+
+
+class Static:
+    """Static data of a tree, which compares and hashes in its own way."""
+
+    def __init__(self, value: Any, hashable: bool = True) -> None:
+        self.value, self.hashable = value, hashable
+
+    def __hash__(self) -> int:
+        if not self.hashable:
+            raise TypeError("cannot be hashed")
+        return 7
+
+    def __eq__(self, other: object) -> Any:
+        return self.value == other.value if isinstance(other, Static) else NotImplemented
+
+
+class Incomparable(Static):
+    def __hash__(self) -> int:
+        return 7
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("cannot be compared")
+
+
+class WithStatic:
+    """A node with static data."""
+
+    def __init__(self, child: Any, static: Any) -> None:
+        self.child, self.static = child, static
+
+
+jax.tree_util.register_pytree_with_keys(
+    WithStatic,
+    lambda node: ([(jax.tree_util.GetAttrKey("child"), node.child)], node.static),
+    lambda static, children: WithStatic(children[0], static),
+)
+
+STATIC = {
+    "no hash": lambda: Static(1, hashable=False),
+    "no truth": lambda: Static(np.arange(3)),  # as arrays compare: the result is no yes or no
+    "no comparison": lambda: Incomparable(1),
+    "array": lambda: np.arange(3),
+    "list": lambda: [1, 2],
+    "unequal to itself": lambda: float("nan"),
+    "plain": lambda: "text",
+}
+
+
+@pytest.mark.parametrize("name", list(STATIC))
+def test_static_data_of_any_kind_is_no_obstacle(kept: dict[Any, Any], name: str) -> None:
+    for turn in range(3):
+        tree = {"a": WithStatic([object() for _ in range(MANY)], STATIC[name]()), "turn": turn}
+        found, walked = flatten(tree), flattening._flatten_anew(tree)
+        assert (list(found.names), found.containers) == (walked.names, walked.containers)
+        assert [id(leaf) for leaf in found.leaves] == [id(leaf) for leaf in walked.leaves]
+    assert len(kept) <= 4
+
+
+def test_an_error_of_a_large_tree_is_raised_each_time(kept: dict[Any, Any]) -> None:
+    for _ in range(2):
+        with pytest.raises(UnsupportedLeafError, match="two leaves of the tree have this path"):
+            flatten([{Named("x"): 1, Named("y"): 2}, [0] * MANY])
+    assert not kept
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, True), (True, 1), (1, 1.0), (1.0, 1), (0.0, -0.0)])
+def test_keys_that_python_holds_equal_keep_their_own_names(first: object, second: object) -> None:
+    flattening._known.clear()
+    flatten({first: [0] * 64})
+    tree = {second: [0] * 64}
+    assert list(flatten(tree).names) == flattening._flatten_anew(tree).names

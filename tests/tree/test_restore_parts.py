@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train.tree import restore
 from tests.tree.same_trees import assert_same, raw
 
 FAST = jct.StoreSettings(durability="none")
@@ -130,3 +131,15 @@ def test_a_partial_load_reads_what_it_needs_and_little_more(only: str, tmp_path:
     jct.save(tmp_path / "c", tree, settings=FAST)
     read, asked = map(int, run_python(READ, tmp_path / "c", only, check=True).stdout.split())
     assert asked <= read <= 1.1 * asked
+
+
+@pytest.mark.timeout(30)
+def test_a_cast_that_fails_on_an_accelerator_is_raised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The CPU stands for the accelerator. The same with an out-of-memory error of device_put."""
+    monkeypatch.setattr(restore, "_only_passes", lambda job, placement: True)
+    tree = {f"x{n}": np.full(1 << 20, 1 << 20, np.int32) for n in range(20)}
+    jct.save(tmp_path / "c", tree)
+    like = {name: jax.ShapeDtypeStruct(leaf.shape, np.int8) for name, leaf in tree.items()}
+    chosen = jct.StoreSettings(read_budget_bytes=1 << 20, io_threads=1)
+    with pytest.raises(jct.MismatchError, match="does not hold all values"):
+        jct.load(tmp_path / "c", like, cast=True, settings=chosen)

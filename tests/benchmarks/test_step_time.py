@@ -1,0 +1,202 @@
+"""Tests of benchmarks.step_time: its arithmetic, and that a save which disturbs the training is seen."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import step_time
+from benchmarks.cost_fit import quantile
+from benchmarks.step_time_model import Size, Training
+from benchmarks.step_time_subjects import Nothing, Subject, Wait, make_subject
+from benchmarks.step_time_summary import Summary, summarise
+from benchmarks.step_time_turn import Cycle, run_cycle
+
+Measure = Callable[[Subject], Summary]
+
+TINY = Size(layers=1, width=64, batch=1, window=8)
+SAVE_S = 0.2
+
+
+class Disturbing:
+    """A library, and a training whose steps take three times as long while it saves."""
+
+    state = None
+
+    def __init__(self) -> None:
+        self._saving = threading.Event()
+
+    def step(self) -> tuple[float, float]:
+        began = time.perf_counter()
+        time.sleep(0.03 if self._saving.is_set() else 0.01)
+        return began, time.perf_counter()
+
+    def start_save(self, path: Path, tree: Any) -> Wait:
+        self._saving.set()
+
+        def wait() -> None:
+            time.sleep(SAVE_S)
+            self._saving.clear()
+
+        return wait
+
+    def load(self, path: Path, like: Any) -> Any:
+        raise NotImplementedError
+
+
+class Spinning:
+    """A library whose save keeps the interpreter busy, so that the training waits for it."""
+
+    def start_save(self, path: Path, tree: Any) -> Wait:
+        thread = threading.Thread(target=self._spin, daemon=True)
+        thread.start()
+        return thread.join
+
+    def load(self, path: Path, like: Any) -> Any:
+        raise NotImplementedError
+
+    def _spin(self) -> None:
+        until = time.perf_counter() + SAVE_S
+        while time.perf_counter() < until:
+            sum(range(1_000_000))
+
+
+class Blocking:
+    """A library that saves before its call returns."""
+
+    def start_save(self, path: Path, tree: Any) -> Wait:
+        time.sleep(0.1)
+        return lambda: None
+
+    def load(self, path: Path, like: Any) -> Any:
+        raise NotImplementedError
+
+
+class Failing:
+    """A library whose save fails in the background."""
+
+    def start_save(self, path: Path, tree: Any) -> Wait:
+        def wait() -> None:
+            raise OSError("no space")
+
+        return wait
+
+    def load(self, path: Path, like: Any) -> Any:
+        raise NotImplementedError
+
+
+def made_up(quiet_s: float, during_s: float, blocking_s: float = 0.5) -> Cycle:
+    """Four quiet steps; a call, then three steps while the save is under way and one after it."""
+    return Cycle(
+        quiet_s=[quiet_s] * 4,
+        during_s=[during_s] * 3,
+        after_s=[quiet_s],
+        blocking_s=blocking_s,
+        save_s=blocking_s + 3 * during_s,
+        quiet_wall_s=4 * quiet_s,
+        block_wall_s=blocking_s + 3 * during_s + quiet_s,
+    )
+
+
+@pytest.fixture(scope="module")
+def training() -> Training:
+    made = Training(TINY)
+    made.step()
+    return made
+
+
+@pytest.fixture
+def measured(training: Training, tmp_path: Path) -> Measure:
+    def measure(subject: Subject) -> Summary:
+        return summarise([[run_cycle(training, subject, tmp_path / f"save-{number}", steps=4) for number in range(2)]])
+
+    return measure
+
+
+def test_a_summary_of_made_up_steps() -> None:
+    one = summarise([[made_up(1.0, 1.2)], [made_up(2.0, 3.0)], [made_up(1.0, 1.1)]])
+    assert one.ratio.median == pytest.approx(1.2)
+    assert (one.ratio.minimum, one.ratio.maximum) == (pytest.approx(1.1), pytest.approx(1.5))
+    assert one.lost_s.median == pytest.approx(0.5 + 3 * 0.2)
+    assert one.slowdown.maximum == pytest.approx((0.5 + 9.0 + 2.0) / 4 / 2.0)
+    assert one.during_steps == 9
+    assert not one.within_target
+    assert summarise([[made_up(1.0, 1.09)]]).within_target
+
+
+def test_the_tail_is_of_all_rounds_together() -> None:
+    one = summarise([[made_up(1.0, 1.0)], [made_up(1.0, 4.0)]])
+    assert one.during_tail_s == pytest.approx(4.0)
+    assert one.tail_ratio == pytest.approx(4.0)
+
+
+def test_quantiles_lie_between_values_in_proportion() -> None:
+    assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert quantile([0.0, 10.0], 0.9) == pytest.approx(9.0)
+    assert quantile([5.0], 0.9) == 5.0
+
+
+def test_steps_that_a_save_slows_down_are_seen(tmp_path: Path) -> None:
+    both: Any = Disturbing()
+    slow = summarise([[run_cycle(both, both, tmp_path / "save", steps=4)]])
+    assert slow.ratio.median > 2
+    assert slow.first_ratio.median > 2
+    assert slow.slowdown.median > 1.5
+    assert not slow.within_target
+    assert slow.save_s.median >= SAVE_S
+
+
+def test_a_save_that_keeps_the_interpreter_busy_is_seen(measured: Measure) -> None:
+    spinning = measured(Spinning())
+    assert spinning.slowdown.median > 1.3
+    assert spinning.lost_s.median > 0
+
+
+def test_a_call_that_blocks_is_seen(measured: Measure) -> None:
+    blocking = measured(Blocking())
+    assert blocking.blocking_s.median >= 0.1
+    assert blocking.lost_s.median > 0.05
+    assert blocking.during_steps == 2, "the first step after each call counts, although the save is over"
+
+
+def test_the_control_disturbs_nothing(measured: Measure) -> None:
+    control = measured(Nothing(0.05))
+    assert control.blocking_s.median < 0.01
+    assert control.during_steps > 0
+
+
+def test_a_failed_save_is_not_a_figure(measured: Measure) -> None:
+    with pytest.raises(OSError, match="no space"):
+        measured(Failing())
+
+
+def test_ours_is_measured_and_leaves_nothing_behind(measured: Measure, tmp_path: Path) -> None:
+    ours = measured(make_subject("ours"))
+    assert 0 < ours.blocking_s.minimum <= ours.save_s.maximum
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_command_writes_all_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    json_file = tmp_path / "out.json"
+    size = ["--layers", "1", "--width", "64", "--rounds", "1", "--saves", "1"]
+    step_time.main(["--quick", *size, "--subjects", "ours", "--dir", str(tmp_path / "work"), "--json", str(json_file)])
+    assert "target 1.10x" in capsys.readouterr().out
+    document = json.loads(json_file.read_text(encoding="utf-8"))
+    (turn,) = document["results"]["turns"]["ours"]
+    assert summarise([[Cycle(**cycle) for cycle in turn]]).during_steps >= 1
+    assert document["machine"]["cores"] >= 1
+    shutil.rmtree(tmp_path / "work")
+
+
+def test_unknown_subjects_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        step_time.main(["--subjects", "ours,theirs"])
+    assert "theirs" in capsys.readouterr().err

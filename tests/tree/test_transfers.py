@@ -1,0 +1,185 @@
+"""Transfers: in order, a bounded number of bytes ahead, each array once and then let go, and an end that is told."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxckpt_train.store.workers import Workers
+from jaxckpt_train.tree.transfers import ArrayToCome, Transfers
+from tests.tree.same_trees import raw
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Device:
+    """Where fake arrays lie: what it was asked for, and what is under way to the host.
+
+    Attributes:
+        started: numbers of the arrays whose transfer was started before they were fetched, in that order.
+        under_way: their sizes, until they are fetched.
+        most: the most bytes that were under way when another transfer was started.
+    """
+
+    def __init__(self) -> None:
+        self.started: list[int] = []
+        self.under_way: dict[int, int] = {}
+        self.most = -1
+        self.refuses = -1
+
+
+class FakeArray:
+    """An array on a fake device."""
+
+    def __init__(self, device: Device, number: int, size: int) -> None:
+        self.device, self.number = device, number
+        self.shape, self.dtype, self.size, self.nbytes = (size,), np.dtype(np.uint8), size, size
+        self.content = np.full(size, number, np.uint8)
+
+    def copy_to_host_async(self) -> None:
+        self.device.most = max(self.device.most, sum(self.device.under_way.values()))
+        self.device.started.append(self.number)
+        self.device.under_way[self.number] = self.nbytes
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        if self.number == self.device.refuses:
+            raise RuntimeError("lost on the way")
+        return self.content
+
+
+def filled(device: Device, sizes: list[int], ahead: int) -> tuple[Transfers, list[ArrayToCome]]:
+    transfers = Transfers(ahead)
+    places = [transfers.add(FakeArray(device, n, size)) for n, size in enumerate(sizes)]  # type: ignore[arg-type]
+    transfers.begin()
+    return transfers, places
+
+
+@given(st.data(), st.lists(st.integers(1, 50), max_size=12), st.sampled_from([1, 10, 60, 10_000]))
+def test_any_order_of_fetches_gives_each_array_and_keeps_within_the_bound(
+    data: st.DataObject, sizes: list[int], ahead: int
+) -> None:
+    device = Device()
+    transfers, places = filled(device, sizes, ahead)
+    fetched = set[int]()
+    for number in data.draw(st.permutations(range(len(sizes)))):
+        waiting = [n for n in range(len(sizes)) if n not in fetched and n not in device.under_way]
+        assert not waiting or sum(device.under_way.values()) >= ahead, "there was room for one more"
+        assert not transfers.done.is_open()
+        device.under_way.pop(number, None)  # it counts no more once its fetch begins
+        assert places[number].fetch().tobytes() == bytes([number]) * sizes[number]
+        fetched.add(number)
+    assert transfers.done.is_open()
+    assert device.most < ahead
+    assert device.started == sorted(set(device.started))
+
+
+def test_in_order_every_transfer_is_started_ahead() -> None:
+    device = Device()
+    transfers, places = filled(device, [10] * 6, 25)
+    seen = [list(device.started)]
+    for number, place in enumerate(places):
+        device.under_way.pop(number)
+        place.fetch()
+        seen.append(list(device.started))
+    assert [len(started) for started in seen] == [3, 4, 5, 6, 6, 6, 6]
+    assert seen[-1] == list(range(6))
+    assert transfers.done.is_open()
+
+
+def test_an_array_that_was_fetched_before_its_turn_is_not_started_again() -> None:
+    device = Device()
+    _, places = filled(device, [10] * 5, 10)
+    places[3].fetch()
+    assert device.started == [0]
+    for number in (0, 1, 2, 4):
+        device.under_way.pop(number)
+        places[number].fetch()
+    assert device.started == [0, 1, 2, 4]
+
+
+def test_what_is_to_come_tells_its_form() -> None:
+    array = jnp.ones((3, 5), jnp.bfloat16)
+    place = Transfers(1).add(array)
+    assert (place.shape, place.dtype, place.size, place.nbytes) == ((3, 5), np.dtype(jnp.bfloat16), 15, 30)
+    assert isinstance(place.dtype, np.dtype)
+
+
+def test_arrays_of_real_devices_come_and_are_let_go() -> None:
+    transfers = Transfers(1000)
+    arrays = [jax.device_put(np.arange(100 * n, dtype=np.float32), jax.devices()[n]) for n in range(8)]
+    expected, references = [raw(array) for array in arrays], [weakref.ref(array) for array in arrays]
+    places = [transfers.add(array) for array in arrays]
+    transfers.begin()
+    del arrays
+    for number, place in enumerate(places):
+        assert references[number]() is not None
+        assert place.fetch().tobytes() == expected[number]
+        assert references[number]() is None
+    assert transfers.done.is_open()
+
+
+def test_several_threads_fetch_each_once() -> None:
+    device = Device()
+    transfers, places = filled(device, [7] * 200, 50)
+    found: dict[int, bytes] = {}
+
+    def fetch(number: int) -> None:
+        found[number] = places[number].fetch().tobytes()
+
+    Workers(4, "test").run_all(fetch, range(200))
+    assert found == {number: bytes([number]) * 7 for number in range(200)}
+    assert transfers.done.is_open()
+    assert device.started == sorted(set(device.started))
+
+
+def test_nothing_to_bring_is_done_when_it_begins() -> None:
+    transfers = Transfers(10)
+    assert not transfers.done.is_open()
+    transfers.begin()
+    assert transfers.done.is_open()
+
+
+def test_nothing_is_started_before_all_are_added() -> None:
+    device, transfers = Device(), Transfers(1000)
+    transfers.add(FakeArray(device, 0, 10))  # type: ignore[arg-type]
+    assert device.started == []
+
+
+def test_closing_lets_go_of_all_and_of_who_waits() -> None:
+    transfers = Transfers(1)
+    arrays = [jnp.arange(10.0) + n for n in range(5)]
+    references = [weakref.ref(array) for array in arrays]
+    places = [transfers.add(array) for array in arrays]
+    transfers.begin()
+    del arrays
+    waiting = threading.Thread(target=transfers.done.wait, daemon=True)
+    waiting.start()
+    places[0].fetch()
+    assert waiting.is_alive()
+    transfers.close()
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert [reference() for reference in references] == [None] * 5
+    with pytest.raises(AssertionError, match="fetched once"):
+        places[1].fetch()
+
+
+def test_a_transfer_that_fails_is_raised_where_it_is_fetched_and_is_not_the_last() -> None:
+    device = Device()
+    device.refuses = 1
+    transfers, places = filled(device, [10] * 3, 1000)
+    places[0].fetch()
+    with pytest.raises(RuntimeError, match="lost on the way"):
+        places[1].fetch()
+    places[2].fetch()
+    assert not transfers.done.is_open()
+    transfers.close()
+    assert transfers.done.is_open()
