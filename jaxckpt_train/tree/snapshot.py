@@ -93,11 +93,12 @@ def snapshot(tree: Any, mode: SnapshotMode = "auto", ahead_bytes: int = 64 * MIB
 
 
 def _copy_views(taker: _Taker) -> None:
-    """Let go of the memory that the arrays on the CPU have now."""
-    views = [chunk.data for array in taker.arrays for chunk in array.chunks if isinstance(chunk.data, np.ndarray)]
-    copies = iter(copy_all(views))
+    """Let go of the memory that the arrays on the CPU have now; numpy leaves are copies already."""
+    views = [c.data for array in taker.arrays for c in array.chunks if isinstance(c.data, np.ndarray) and c.data.size]
+    views = [view for view in views if not view.flags.owndata]
+    copies = {id(view): copy for view, copy in zip(views, copy_all(views), strict=True)}
     for number, array in enumerate(taker.arrays):
-        chunks = tuple(ChunkSource(chunk.box, next(copies)) for chunk in array.chunks)
+        chunks = tuple(ChunkSource(chunk.box, copies.get(id(chunk.data), chunk.data)) for chunk in array.chunks)
         taker.arrays[number] = array._replace(chunks=chunks)
 
 
