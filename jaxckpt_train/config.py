@@ -43,10 +43,11 @@ class StoreConfig:
     digest: str = "xxh3-128"
     verify_on_load: bool = True
     segment_bytes: int = 2 << 30
-    staging_bytes: int = 64 << 20
+    staging_bytes: int = 96 << 20
     read_budget_bytes: int = 256 << 20
     io_threads: int = 2
     direct_io: str | bool = "auto"
+    snapshot: str = "auto"
 
     def __post_init__(self) -> None:
         self.settings()
