@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 
 from benchmarks.machine import Description
 from benchmarks.record import WorkloadRecord
-from benchmarks.summary import Figures, Spread, Summary
+from benchmarks.spread import Spread
+from benchmarks.summary import Figures, Summary
 from benchmarks.workloads import WHOLE
 
 MB = 1e6

@@ -1,10 +1,9 @@
-"""The arithmetic of the figures: straight lines through points, growth exponents, medians with their spread."""
+"""The arithmetic of the figures: straight lines through points, growth exponents, quantiles."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Sequence
 
 
@@ -15,20 +14,6 @@ class Line:
     intercept: float
     slope: float
     slope_error: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """The middle and the ends of some values."""
-
-    median: float
-    minimum: float
-    maximum: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of at least one value."""
-        return cls(statistics.median(values), min(values), max(values))
 
 
 def fit_line(xs: Sequence[float], ys: Sequence[float], *, relative: bool = False) -> Line:

@@ -8,7 +8,8 @@ from typing import Any
 
 from benchmarks.record import Record
 from benchmarks.registry import OURS
-from benchmarks.summary import Figures, Spread, Summary, summarise
+from benchmarks.spread import Spread
+from benchmarks.summary import Figures, Summary, summarise
 from benchmarks.workloads import WHOLE
 
 COLUMNS = 3

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import cost_command
-from benchmarks.cost_fit import Spread
 from benchmarks.cost_process import run_fresh
+from benchmarks.spread import Spread
 from benchmarks.step_time_model import FULL, QUICK, Size
 from benchmarks.step_time_subjects import NOTHING, ORBAX_V0, ORBAX_V1, OURS, OURS_HOST
 from benchmarks.step_time_summary import TARGET_RATIO, Summary, Turn, summarise

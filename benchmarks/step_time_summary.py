@@ -6,7 +6,8 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.cost_fit import Spread, quantile
+from benchmarks.cost_fit import quantile
+from benchmarks.spread import Spread
 from benchmarks.step_time_turn import Cycle
 
 TAIL = 0.9

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.raw_disk import NAME as RAW
@@ -11,6 +10,7 @@ from benchmarks.raw_disk import NAME_FRESH as RAW_FRESH
 from benchmarks.record import WARM_UP_ROUND, Turn
 from benchmarks.registry import ENTRIES, OURS
 from benchmarks.sample import LoadSample, SaveSample
+from benchmarks.spread import Spread
 
 LAZY_FRACTION = 0.1
 
@@ -28,19 +28,6 @@ LOAD_RATIOS = {"load_by_ours": ("load_s", "load_s"), "cpu_by_ours": ("load_cpu_s
 
 Sample = SaveSample | LoadSample
 Rounds = Mapping[int, Sample]
-
-
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """The middle and the ends of what the counted rounds gave."""
-
-    median: float
-    minimum: float
-    maximum: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.median(values), min(values), max(values))
 
 
 Figures = dict[str, Spread | None]

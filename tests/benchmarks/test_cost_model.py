@@ -11,8 +11,9 @@ import pytest
 
 import jaxckpt_train
 from benchmarks import cost_child, cost_model, cost_phases
-from benchmarks.cost_fit import Spread, fit_line, growth_exponent
+from benchmarks.cost_fit import fit_line, growth_exponent
 from benchmarks.cost_summary import Cost, costs
+from benchmarks.spread import Spread
 
 SIZES = [10, 100, 1_000, 10_000, 100_000]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.record import Turn
-from benchmarks.summary import Spread, summarise
+from benchmarks.spread import Spread
+from benchmarks.summary import summarise
 from tests.benchmarks.recorded import load_sample, save_sample, turns
 
 
