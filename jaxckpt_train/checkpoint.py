@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.metadata
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -15,7 +17,7 @@ from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
 from jaxckpt_train.checkpointables.flax_legacy import load_flax_file
 from jaxckpt_train.checkpointables.loading import load_parts
 from jaxckpt_train.checkpointables.saving import SaveTimes, encode_value, stage_all, wait_until_taken, write_parts
-from jaxckpt_train.errors import CheckpointExistsError, MismatchError, UnsupportedLeafError
+from jaxckpt_train.errors import CheckpointExistsError, MismatchError, StorageError, UnsupportedLeafError
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
@@ -36,6 +38,7 @@ from jaxckpt_train.tree.restore import LoadOptions
 
 PathLike = str | os.PathLike[str]
 
+_log = logging.getLogger("jaxckpt_train")
 DEFAULT_NAME = "state"
 _BACKEND: Backend = LocalBackend()
 
@@ -60,6 +63,7 @@ def run_info(custom_metadata: Any = None, **more: Any) -> dict[str, Any]:
     return {"created": now.isoformat(timespec="milliseconds"), "versions": versions, "custom_metadata": custom, **more}
 
 
+@functools.cache
 def package_version() -> str:
     """The version of this package; "unknown" when it runs from a folder that was never installed."""
     try:
@@ -146,14 +150,22 @@ def save_checkpointables_async(
     parts = stage_all(checkpointables, times, chosen)
     info = run_info(custom_metadata)
     transaction = Transaction(_BACKEND, final, chosen)
-    remove_dead_attempts(_BACKEND, final)
 
     def work() -> CheckpointMetadata:
+        _remove_leftovers(final)
         return describe(write_parts(transaction, _BACKEND, parts, info, chosen, times, replace=overwrite))
 
     pending = PendingSave(final, work)
     wait_until_taken(parts)
     return pending
+
+
+def _remove_leftovers(final: str) -> None:
+    """Make room; leftovers that stay are no reason not to save."""
+    try:
+        remove_dead_attempts(_BACKEND, final)
+    except StorageError as error:
+        _log.warning("%s: what an earlier attempt left could not be removed: %s", final, error)
 
 
 def load(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -12,11 +13,12 @@ import numpy as np
 
 from jaxckpt_train.errors import UnsupportedLeafError
 from jaxckpt_train.settings import MIB, SnapshotMode
-from jaxckpt_train.store.boxes import Box, box_from_index, full_box
+from jaxckpt_train.store.boxes import box_from_index, full_box
 from jaxckpt_train.store.dtypes import is_storable
 from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.store.layout import ArraySource, ChunkSource
 from jaxckpt_train.store.quiet_gc import paused_collection
+from jaxckpt_train.tree.cpu_views import plain_kinds, take_views
 from jaxckpt_train.tree.device_copies import copy_on_devices, have_room
 from jaxckpt_train.tree.flatten import EMPTY, flatten
 from jaxckpt_train.tree.host_copies import copy_all
@@ -80,7 +82,7 @@ def snapshot(tree: Any, mode: SnapshotMode = "auto", ahead_bytes: int = 64 * MIB
     with paused_collection():
         flat = flatten(tree)
         taker = _Taker(keeps_views=mode in ("auto", "host"))
-        records = {name: taker.take(name, leaf) for name, leaf in zip(flat.names, flat.leaves, strict=True)}
+        records = taker.take_all(flat.names, flat.leaves)
     if mode == "host":
         _copy_views(taker)
     transfers = _take_elsewhere(taker, mode, ahead_bytes) if taker.elsewhere else None
@@ -136,11 +138,11 @@ _STRONG, _WEAK = ArrayLeaf(), ArrayLeaf(weak=True)
 
 
 class _Form(NamedTuple):
-    """What matters of a sharding. Holds it, so that its id stays its own."""
+    """What matters of a sharding."""
 
-    sharding: jax.sharding.Sharding
     single: bool
     on_host: bool
+    described: dict[str, Any] | None
 
 
 class _Taker:
@@ -155,9 +157,25 @@ class _Taker:
         self.arrays: list[ArraySource] = []
         self.elsewhere: list[tuple[int, jax.Array]] = []
         self._keeps_views = keeps_views
-        self._forms: dict[int, _Form] = {}
+        self._forms: dict[jax.sharding.Sharding, _Form] = {}
         self._plain: dict[Any, bool] = {}
-        self._boxes: dict[tuple[int, ...], Box] = {}
+
+    def take_all(self, names: Sequence[str], leaves: Sequence[Any]) -> dict[str, LeafRecord]:
+        """Take every leaf; those that are plain arrays on the CPU device together."""
+        kinds = plain_kinds(leaves) if self._keeps_views else set()
+        alike = [type(leaf) in kinds for leaf in leaves]
+        views = take_views(list(compress(names, alike)), list(compress(leaves, alike))) if kinds else None
+        if views is None:
+            return {name: self.take(name, leaf) for name, leaf in zip(names, leaves, strict=True)}
+        following = iter(views)
+        records: dict[str, LeafRecord] = {}
+        for name, leaf, is_view in zip(names, leaves, alike, strict=True):
+            if is_view:
+                self.arrays.append(next(following))
+                records[name] = _WEAK if leaf.weak_type else _STRONG
+            else:
+                records[name] = self.take(name, leaf)
+        return records
 
     def take(self, name: str, leaf: Any) -> LeafRecord:
         if isinstance(leaf, jax.Array):
@@ -191,7 +209,7 @@ class _Taker:
         return _WEAK if leaf.weak_type else _STRONG
 
     def _form(self, name: str, sharding: jax.sharding.Sharding) -> _Form:
-        known = self._forms.get(id(sharding))
+        known = self._forms.get(sharding)
         if known is not None:
             return known
         if not sharding.is_fully_addressable:
@@ -200,8 +218,10 @@ class _Taker:
                 "gather it to the devices of one process first"
             )
         devices: Any = sharding.device_set
-        form = _Form(sharding, len(devices) == 1, all(device.platform == "cpu" for device in devices))
-        self._forms[id(sharding)] = form
+        single = len(devices) == 1
+        on_host = all(device.platform == "cpu" for device in devices)
+        form = _Form(single, on_host, None if single else describe_sharding(sharding))
+        self._forms[sharding] = form
         return form
 
     def _is_plain(self, name: str, leaf: jax.Array) -> bool:
@@ -222,15 +242,11 @@ class _Taker:
             self.elsewhere.append((len(self.arrays), leaf))
             chunks: tuple[ChunkSource, ...] = ()
         elif form.single:
-            box = self._boxes.get(shape)
-            if box is None:
-                box = self._boxes[shape] = full_box(shape)
-            chunks = (ChunkSource(box, np.asarray(leaf)),)
+            chunks = (ChunkSource(full_box(shape), np.asarray(leaf)),)
         else:
             shards = _distinct_shards(leaf)
             chunks = tuple(ChunkSource(box_from_index(shard.index, shape), np.asarray(shard.data)) for shard in shards)
-        described = None if form.single else describe_sharding(form.sharding)
-        self.arrays.append(ArraySource(name, shape, leaf.dtype, chunks, described))
+        self.arrays.append(ArraySource(name, shape, leaf.dtype, chunks, form.described))
 
 
 def describe_sharding(sharding: jax.sharding.Sharding) -> dict[str, Any] | None:

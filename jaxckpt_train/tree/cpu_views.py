@@ -1,0 +1,54 @@
+"""Views of many arrays of the CPU device at once: a few calls for all leaves instead of some for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from jaxckpt_train.store.boxes import full_box
+from jaxckpt_train.store.dtypes import is_storable
+from jaxckpt_train.store.layout import ArraySource, ChunkSource
+from jaxckpt_train.tree.leaf_records import is_key_array
+
+T = TypeVar("T")
+
+
+def plain_kinds(leaves: Iterable[Any]) -> set[type]:
+    """Those types of leaves that are JAX arrays of numbers: no tracers, no PRNG keys."""
+    examples = {type(leaf): leaf for leaf in leaves}
+    return {
+        kind
+        for kind, leaf in examples.items()
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and not is_key_array(leaf)
+    }
+
+
+def take_views(names: Sequence[str], leaves: Sequence[jax.Array]) -> list[ArraySource] | None:
+    """What the store writes of arrays that all lie on one CPU device each; None if any does not, or cannot be taken.
+
+    A loop over 10,000 leaves that does all of this for one after the other takes twice as long.
+    """
+    if not all(map(_is_on_cpu, {leaf.sharding for leaf in leaves})):
+        return None
+    dtypes = [leaf.dtype for leaf in leaves]
+    if not all(map(is_storable, set(dtypes))) or any(leaf.is_deleted() for leaf in leaves):
+        return None
+    shapes = [leaf.shape for leaf in leaves]
+    boxes = {shape: full_box(shape) for shape in set(shapes)}
+    chunks = _made(ChunkSource, zip(map(boxes.__getitem__, shapes), map(np.asarray, leaves), strict=True))
+    return list(_made(ArraySource, zip(names, shapes, dtypes, zip(chunks, strict=True), repeat(None), strict=False)))
+
+
+def _is_on_cpu(sharding: jax.sharding.Sharding) -> bool:
+    devices: Any = sharding.device_set
+    return len(devices) == 1 and sharding.is_fully_addressable and next(iter(devices)).platform == "cpu"
+
+
+def _made(kind: type[T], fields: Iterable[tuple[Any, ...]]) -> Iterable[T]:
+    """Named tuples of one kind; their own constructor is a Python function, which takes twice as long."""
+    make: Any = tuple.__new__
+    return map(make, repeat(kind), fields)
