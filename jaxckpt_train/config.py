@@ -45,7 +45,7 @@ class StoreConfig:
     segment_bytes: int = 2 << 30
     staging_bytes: int = 96 << 20
     read_budget_bytes: int = 256 << 20
-    io_threads: int = 2
+    io_threads: int | str = "auto"
     direct_io: str | bool = "auto"
     snapshot: str = "auto"
 

@@ -335,8 +335,9 @@ def test_a_directory_without_permission(tmp_path: Path) -> None:
         ({"segment_bytes": 1000}, "segment_bytes: expected a whole number of at least 1048576, found 1000"),
         ({"staging_bytes": 0}, "staging_bytes: expected a whole number of at least 1048576, found 0"),
         ({"read_budget_bytes": 1e9}, "read_budget_bytes: expected a whole number .*, found 1000000000.0"),
-        ({"io_threads": 0}, "io_threads: expected a whole number of at least 1, found 0"),
-        ({"io_threads": True}, "io_threads: expected a whole number of at least 1, found True"),
+        ({"io_threads": 0}, "io_threads: expected a whole number of at least 1 or 'auto', found 0"),
+        ({"io_threads": True}, "io_threads: expected a whole number of at least 1 or 'auto', found True"),
+        ({"io_threads": "many"}, "io_threads: expected a whole number of at least 1 or 'auto', found 'many'"),
         ({"verify_on_load": "no"}, "verify_on_load: expected true or false, found 'no'"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Literal, Protocol
 
 import numpy as np
@@ -71,6 +72,9 @@ class Files(Protocol):
 
     def make_directory(self, path: str, *, parents: bool, sync: bool) -> None:
         """Create a directory. With `parents`, missing parents too and no error if it exists; else it must not exist."""
+
+    def volume(self, path: str) -> Hashable:
+        """What tells the disk or service that holds this directory from others."""
 
     def remove(self, path: str) -> None:
         """Remove a file, or a directory with all it holds. Nothing there is no error."""

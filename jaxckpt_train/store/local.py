@@ -205,6 +205,11 @@ class LocalBackend:
             else:
                 os.unlink(path)
 
+    def volume(self, path: str) -> int:
+        """The device number of the file system."""
+        with _storage("look at the directory", path):
+            return os.stat(path).st_dev
+
     def sync(self, path: str) -> None:
         """Sync one file's data, or one directory's entries."""
         with _storage("sync", path):

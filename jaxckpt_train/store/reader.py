@@ -29,7 +29,6 @@ from jaxckpt_train.store.workers import shared_workers
 PIECE_BLOCKS = 4
 LARGE_BYTES = 64 << 10
 # A reading thread waits for the disk about half of its time; the other half it touches fresh memory and digests.
-READS_PER_THREAD = 2
 # What opening says of a file that is gone, or is a link, a directory or a device instead. Anything else (no permission,
 # too many open files) is not the checkpoint's fault.
 MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO}
@@ -283,7 +282,7 @@ def iter_boxes(
         StorageError: the file system refused.
     """
     reading = _Reading(backend, committed, wanted, settings, progress, passing)
-    threads = READS_PER_THREAD * settings.io_threads
+    threads = settings.read_threads
     runs = plan_reads(committed.manifest, wanted, max(1, settings.read_budget_bytes // (2 * threads)))
     try:
         yield from _empty_boxes(wanted)

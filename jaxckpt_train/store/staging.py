@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -65,32 +65,72 @@ def fresh_area(size: int) -> mmap.mmap:
 
 
 class StagingPool:
-    """`count` buffers of `buffer_bytes` each, handed out one at a time; made when first needed, then kept."""
+    """One area of `budget_bytes`, lent in pieces; made when it is first needed, then kept.
 
-    def __init__(self, buffer_bytes: int, count: int) -> None:
-        self.buffer_bytes = buffer_bytes
-        self._free: queue.LifoQueue[np.ndarray | None] = queue.LifoQueue()
-        for _ in range(count):
-            self._free.put(None)
+    Pieces of any size, so that saves that cut their windows differently share one budget. Who waits is served in turn.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self._area: np.ndarray | None = None
+        self._lent: list[tuple[int, int]] = []
+        self._waiting: deque[object] = deque()
+        self._changed = threading.Condition()
 
     @contextlib.contextmanager
-    def buffer(self) -> Iterator[np.ndarray]:
-        """Borrow a buffer; waits until one is free. Its content is whatever the last user left."""
-        held = self._free.get()
+    def buffer(self, size: int) -> Iterator[np.ndarray]:
+        """Borrow `size` bytes at a page boundary; waits until they are free. Holds whatever the last user left.
+
+        Raises:
+            ValueError: more than there ever will be.
+        """
+        if size > self.budget_bytes:
+            raise ValueError(f"a buffer of {size} bytes, of {self.budget_bytes} in all")
+        piece = self._borrow(-(-size // ALIGNMENT) * ALIGNMENT)
         try:
-            if held is None:
-                held = aligned_buffer(self.buffer_bytes)
-            yield held
+            assert self._area is not None
+            yield self._area[piece[0] : piece[0] + size]
         finally:
-            self._free.put(held)
+            with self._changed:
+                self._lent.remove(piece)
+                self._changed.notify_all()
+
+    def touch(self) -> None:
+        """Have all of the memory there, unless some of it is in use; its first touch costs more than any later one."""
+        with self.buffer(self.budget_bytes) as whole:
+            whole[:] = 0
+
+    def _borrow(self, size: int) -> tuple[int, int]:
+        turn = object()
+        with self._changed:
+            self._waiting.append(turn)
+            try:
+                while self._waiting[0] is not turn or (start := self._gap(size)) is None:
+                    self._changed.wait()
+                if self._area is None:
+                    self._area = aligned_buffer(self.budget_bytes)
+                self._lent.append((start, start + size))
+            finally:
+                self._waiting.remove(turn)
+                self._changed.notify_all()
+        return start, start + size
+
+    def _gap(self, size: int) -> int | None:
+        """The first place with so many free bytes: memory that was used before is there already."""
+        start = 0
+        for low, high in sorted(self._lent):
+            if low - start >= size:
+                return start
+            start = high
+        return start if self.budget_bytes - start >= size else None
 
 
-_pools: dict[tuple[int, int], StagingPool] = {}
+_pools: dict[int, StagingPool] = {}
 _pools_lock = threading.Lock()
 
 
 def _forget_pools() -> None:
-    """A forked child makes its own buffers: some of the parent's may be lent to threads that the child lacks."""
+    """A forked child makes its own memory: some of the parent's may be lent to threads that the child lacks."""
     global _pools_lock
     _pools_lock = threading.Lock()
     _pools.clear()
@@ -99,8 +139,8 @@ def _forget_pools() -> None:
 os.register_at_fork(after_in_child=_forget_pools)
 
 
-def shared_pool(budget_bytes: int, count: int) -> StagingPool:
-    """The pool of this process for a budget and a number of buffers, the same one at every call."""
-    buffer_bytes = max(ALIGNMENT, budget_bytes // count // ALIGNMENT * ALIGNMENT)
+def shared_pool(budget_bytes: int) -> StagingPool:
+    """The pool of this process for a budget, the same one at every call."""
+    budget_bytes = max(budget_bytes // ALIGNMENT, 1) * ALIGNMENT
     with _pools_lock:
-        return _pools.setdefault((buffer_bytes, count), StagingPool(buffer_bytes, count))
+        return _pools.setdefault(budget_bytes, StagingPool(budget_bytes))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxckpt_train.store import read_plan, writer
+from jaxckpt_train.store import read_plan, segment_writer
 from jaxckpt_train.store.memory import MemoryBackend
 from tests.store import checkpoints
 
@@ -23,7 +23,7 @@ def small_sizes() -> Iterator[None]:
     """Lets settings be tiny, and digest blocks and runs small, so that small arrays take every path of large ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxckpt_train.settings._MINIMUM", {"io_threads": 1})
-        patch.setattr(writer, "BLOCK_BYTES", BLOCK)
+        patch.setattr(segment_writer, "BLOCK_BYTES", BLOCK)
         patch.setattr(checkpoints, "BLOCK_BYTES", BLOCK)
         patch.setattr(read_plan, "COALESCE_BYTES", 12 * PAGE)
         patch.setattr(read_plan, "GAP_BYTES", 3 * PAGE)

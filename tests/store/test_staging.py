@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,28 +40,40 @@ def test_a_view_keeps_the_memory() -> None:
     assert view.tolist() == [3] * 5
 
 
-def test_a_buffer_that_came_back_is_lent_again() -> None:
-    pool = StagingPool(4096, 2)
-    with pool.buffer() as first:
-        pass
-    with pool.buffer() as again:
-        assert again is first
-        with pool.buffer() as other:
-            assert other is not first
+def address(buffer: np.ndarray) -> int:
+    return buffer.ctypes.data
 
 
-def test_who_comes_too_late_waits_for_a_buffer() -> None:
-    pool = StagingPool(4096, 1)
+def test_memory_that_came_back_is_lent_again() -> None:
+    pool = StagingPool(4 * PAGE)
+    with pool.buffer(PAGE) as first:
+        begin = address(first)
+    with pool.buffer(2 * PAGE) as again, pool.buffer(2 * PAGE) as other:
+        assert (address(again), address(other)) == (begin, begin + 2 * PAGE)
+
+
+def test_a_gap_between_two_buffers_is_used() -> None:
+    pool = StagingPool(5 * PAGE)
+    with contextlib.ExitStack() as middle, pool.buffer(PAGE) as low:
+        middle.enter_context(pool.buffer(2 * PAGE))
+        with pool.buffer(PAGE):
+            middle.close()
+            with pool.buffer(2 * PAGE) as between, pool.buffer(PAGE) as last:
+                assert [address(each) - address(low) for each in (between, last)] == [PAGE, 4 * PAGE]
+
+
+def test_who_comes_too_late_waits_for_memory() -> None:
+    pool = StagingPool(2 * PAGE)
     order: list[str] = []
 
     def late() -> None:
         started.set()
-        with pool.buffer():
+        with pool.buffer(2 * PAGE):
             order.append("late")
 
     started = threading.Event()
     thread = threading.Thread(target=late)
-    with pool.buffer():
+    with pool.buffer(PAGE):
         thread.start()
         started.wait()
         order.append("early")
@@ -67,20 +81,76 @@ def test_who_comes_too_late_waits_for_a_buffer() -> None:
     assert order == ["early", "late"]
 
 
-def test_a_buffer_comes_back_after_an_error() -> None:
-    pool = StagingPool(4096, 1)
-    with pytest.raises(ZeroDivisionError, match="division"), pool.buffer():
+def test_small_requests_do_not_overtake_a_large_one_that_waits() -> None:
+    pool = StagingPool(2 * PAGE)
+    order: list[str] = []
+
+    def borrow(size: int, name: str) -> None:
+        with pool.buffer(size):
+            order.append(name)
+
+    with pool.buffer(PAGE):
+        large = threading.Thread(target=borrow, args=(2 * PAGE, "large"))
+        large.start()
+        while len(pool._waiting) < 1:
+            threading.Event().wait(0.001)
+        small = threading.Thread(target=borrow, args=(PAGE, "small"))
+        small.start()
+        while len(pool._waiting) < 2:
+            threading.Event().wait(0.001)
+        assert order == []
+    large.join()
+    small.join()
+    assert order == ["large", "small"]
+
+
+def test_memory_comes_back_after_an_error() -> None:
+    pool = StagingPool(PAGE)
+    with pytest.raises(ZeroDivisionError, match="division"), pool.buffer(1):
         1 / 0  # noqa: B018
-    with pool.buffer() as buffer:
-        assert len(buffer) == 4096
+    with pool.buffer(PAGE) as buffer:
+        assert len(buffer) == PAGE
+
+
+def test_more_than_there_is_is_an_error_and_not_a_wait_without_end() -> None:
+    with pytest.raises(ValueError, match="a buffer of 4097 bytes, of 4096 in all"), StagingPool(PAGE).buffer(PAGE + 1):
+        pass
+
+
+def test_buffers_lent_at_a_time_are_aligned_disjoint_and_within_the_budget() -> None:
+    pool, budget = StagingPool(16 * PAGE), 16 * PAGE
+    lent: set[tuple[int, int]] = set()
+    lock = threading.Lock()
+    places: list[int] = []
+
+    def work(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        for _ in range(200):
+            size = int(random.integers(1, 7 * PAGE))
+            with pool.buffer(size) as buffer:
+                mine = (address(buffer), address(buffer) + pages_of(size))
+                with lock:
+                    assert all(mine[1] <= low or high <= mine[0] for low, high in lent)
+                    lent.add(mine)
+                    places.extend(mine)
+                buffer[:] = seed
+                assert len(buffer) == size
+                assert (buffer == seed).all()
+                with lock:
+                    lent.remove(mine)
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(work, range(6)))
+    assert all(place % PAGE == 0 for place in places)
+    assert max(places) - min(places) <= budget
 
 
 def test_the_pool_of_a_budget_is_shared_and_within_it() -> None:
-    pool = shared_pool(10_000_000, 3)
-    assert shared_pool(10_000_000, 3) is pool
-    assert pool.buffer_bytes % 4096 == 0
-    assert 10_000_000 - 3 * 4096 <= 3 * pool.buffer_bytes <= 10_000_000
-    assert shared_pool(1, 3).buffer_bytes == 4096
+    pool = shared_pool(10_000_000)
+    assert shared_pool(10_000_000) is pool
+    assert 10_000_000 - PAGE < pool.budget_bytes <= 10_000_000
+    assert pool.budget_bytes % PAGE == 0
+    assert shared_pool(1).budget_bytes == PAGE
 
 
 def pages_of(size: int) -> int:

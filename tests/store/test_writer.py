@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gc
 import hashlib
@@ -23,8 +22,9 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.digests import digest_function
 from jaxckpt_train.store.layout import ArraySource, ChunkSource, chunk_name, plan_segments
+from jaxckpt_train.store.segment_writer import SegmentWriter
 from jaxckpt_train.store.staging import shared_pool
-from jaxckpt_train.store.writer import FILLING_THREADS, WrittenArrays, _SegmentWriter, write_arrays
+from jaxckpt_train.store.writer import FILLING_THREADS, WrittenArrays, _cut, write_arrays
 from tests.store.strategies import arrays, tilings
 from tests.store.strict_backend import BLOCK, PAGE, StrictBackend, small_sizes
 
@@ -137,10 +137,8 @@ def test_nothing_is_begun_after_the_first_refusal_and_all_is_given_back(takes: i
     assert caught.value.errno == errno.ENOSPC
     assert backend.writes <= takes + buffers
     assert backend.open_files == 0
-    pool = shared_pool(chosen.staging_bytes, buffers)
-    with contextlib.ExitStack() as stack:
-        for _ in range(buffers):
-            stack.enter_context(pool.buffer())
+    with shared_pool(chosen.staging_bytes).buffer(chosen.staging_bytes):
+        pass  # nothing of it is lent any more
     backend.takes = 1 << 30
     backend.remove("/runs/a")
     assert write(backend, sources, chosen).data_bytes == 200 * PAGE
@@ -203,15 +201,21 @@ def test_an_array_is_not_converted_as_a_whole_if_it_need_not_be() -> None:
         tracemalloc.stop()
 
 
-@given(st.lists(st.integers(1, 40_000), min_size=1, max_size=5), st.integers(1, 40))
-def test_windows_cover_the_file_once_and_fit_a_buffer(sizes: list[int], pages: int) -> None:
+@given(st.lists(st.integers(1, 40_000), min_size=1, max_size=5), st.integers(1, 40), st.integers(1, 200_000))
+def test_windows_cover_the_files_once_and_fit_a_buffer(sizes: list[int], pages: int, most: int) -> None:
     sources = [source(f"x{n}", np.zeros(size, np.uint8)) for n, size in enumerate(sizes)]
-    (layout,) = plan_segments(sources, 1 << 30)
-    windows = _SegmentWriter(layout, pytest.fail, digest_function("xxh3-128"), False).windows(pages * PAGE)
-    assert [start for start, _ in windows] == [0, *[stop for _, stop in windows[:-1]]]
-    assert windows[-1][1] == layout.size
-    assert all(start % PAGE == 0 and 0 < stop - start <= pages * PAGE for start, stop in windows)
-    assert windows[0][1] <= max(pages // 4, 1) * PAGE, "the disk begins before a whole buffer is filled"
+    layouts = list(plan_segments(sources, 50_000))
+    writers = [SegmentWriter(layout, pytest.fail, digest_function("xxh3-128"), False) for layout in layouts]
+    some = _cut(writers, pages * PAGE, most)
+    rest = _cut(writers, pages * PAGE, None)
+    assert not rest or most <= sum(stop - start for _, (start, stop) in some) < most + pages * PAGE
+    jobs = some + rest
+    for writer in writers:
+        windows = [window for other, window in jobs if other is writer]
+        assert [start for start, _ in windows] == [0, *[stop for _, stop in windows[:-1]]]
+        assert windows[-1][1] == writer.layout.size
+        assert all(start % PAGE == 0 and 0 < stop - start <= pages * PAGE for start, stop in windows)
+    assert jobs[0][1][1] <= max(pages // 4, 1) * PAGE, "the disk begins before a whole buffer is filled"
 
 
 class Come:

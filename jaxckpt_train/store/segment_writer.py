@@ -1,0 +1,163 @@
+"""Writes one segment file: any window of it can be filled, digested and written by any thread."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from jaxckpt_train.store.backend import Sink
+from jaxckpt_train.store.digests import HexDigest
+from jaxckpt_train.store.layout import PlacedChunk, SegmentLayout
+from jaxckpt_train.store.manifest import BLOCK_BYTES
+from jaxckpt_train.store.segment import ALIGNMENT
+from jaxckpt_train.store.staging import StagingPool
+
+SMALL_BYTES = 1 << 20
+
+
+@dataclasses.dataclass
+class _Fetched:
+    """A chunk that had to be fetched or converted, and how many of its bytes no window has taken yet."""
+
+    flat: np.ndarray
+    left: int
+
+
+class SegmentWriter:
+    """One segment: `next_window` cuts it, from the start to the end, and `write` writes what was cut, in any order.
+
+    Attributes:
+        layout: what goes where.
+        blocks: per chunk the digests of its blocks; complete when all windows are written.
+    """
+
+    def __init__(self, layout: SegmentLayout, create: Callable[[], Sink], digest: HexDigest, sync: bool) -> None:
+        self.layout, self._create, self._digest, self._sync = layout, create, digest, sync
+        self._sink: Sink | None = None
+        self._starts = [chunk.offset for chunk in layout.chunks]
+        self._fetched: dict[int, _Fetched] = {}
+        self._fetched_lock = threading.Lock()
+        self.blocks = [[""] * -(-chunk.length // BLOCK_BYTES) for chunk in layout.chunks]
+        self._cut = 0
+        self._left = layout.size
+        self._lock = threading.Lock()
+
+    def next_window(self, width: int) -> tuple[int, int] | None:
+        """Cut the next window, of at most `width` bytes (a multiple of the alignment); None: all are cut."""
+        if self._cut == self.layout.size:
+            return None
+        start, self._cut = self._cut, min(self._cut + width, self.layout.size)
+        return start, self._cut
+
+    def write(self, window: tuple[int, int], pool: StagingPool, disk: threading.Semaphore) -> int:
+        """Fill a staging buffer with one window, digest the blocks that begin in it, and write it when `disk` lets."""
+        start, stop = window
+        with self._lock:
+            sink = self._sink = self._sink or self._create()
+        with pool.buffer(-(-(stop - start) // ALIGNMENT) * ALIGNMENT) as buffer:
+            if start < len(self.layout.head):
+                _copy_overlap(np.frombuffer(self.layout.head, np.uint8), 0, start, buffer[: stop - start])
+            self._fill(start, stop, buffer)
+            padded = -(-(stop - start) // sink.alignment) * sink.alignment
+            buffer[stop - start : padded] = 0
+            with disk:
+                sink.write_at(start, buffer[:padded])
+        self._finish_after_last(sink, stop - start)
+        return stop - start
+
+    def _fill(self, start: int, stop: int, buffer: np.ndarray) -> None:
+        """Put what lies in [start, stop) of the file into the buffer."""
+        chunks = self.layout.chunks
+        first = max(0, bisect.bisect_right(self._starts, start) - 1)
+        end = bisect.bisect_left(self._starts, stop)
+        small: list[int] = []
+        most = min(SMALL_BYTES, BLOCK_BYTES)  # so that each has one digest
+        for index in range(first, end):
+            chunk = chunks[index]
+            if chunk.length <= most and start <= chunk.offset and chunk.offset + chunk.length <= stop:
+                small.append(index)
+            elif chunk.offset + chunk.length > start:
+                self._take(index, chunk, start, stop, buffer)
+        if small:
+            self._take_small(small, start, buffer)
+
+    def _take_small(self, indices: Sequence[int], start: int, buffer: np.ndarray) -> None:
+        """Copy chunks that lie whole in the window, runs of neighbours in one call each."""
+        chunks, digest = self.layout.chunks, self._digest
+        view = memoryview(buffer)
+        for run in _neighbours(indices):
+            low = chunks[run[0]].offset - start
+            high = chunks[run[-1]].offset + chunks[run[-1]].length - start
+            np.concatenate([self._bytes(index, chunks[index]) for index in run], out=buffer[low:high])
+            for index in run:
+                at = chunks[index].offset - start
+                self.blocks[index][0] = digest(view[at : at + chunks[index].length])
+                self._let_go(index, chunks[index].length)
+
+    def abandon(self) -> None:
+        """Close the file after a failure; nothing happens if it is finished."""
+        if self._sink is not None:
+            self._sink.abandon()
+
+    def _take(self, index: int, chunk: PlacedChunk, start: int, stop: int, buffer: np.ndarray) -> None:
+        """Copy what a chunk has in the window; block by block, so that the digest finds it in the processor's cache."""
+        flat = self._bytes(index, chunk)
+        low, high = max(start, chunk.offset), min(stop, chunk.offset + chunk.length)
+        for block in range((low - chunk.offset) // BLOCK_BYTES, -(-(high - chunk.offset) // BLOCK_BYTES)):
+            data = flat[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+            _copy_overlap(data, chunk.offset + block * BLOCK_BYTES, start, buffer[: stop - start])
+            if chunk.offset + block * BLOCK_BYTES >= start:
+                self.blocks[index][block] = self._digest(memoryview(data))
+        self._let_go(index, high - low)
+
+    def _bytes(self, index: int, chunk: PlacedChunk) -> np.ndarray:
+        """The chunk as row-major, little-endian, flat bytes; fetched or converted once if it is not that yet."""
+        data = chunk.source.data
+        if isinstance(data, np.ndarray) and data.flags.c_contiguous and data.dtype.isnative:
+            return data.reshape(-1).view(np.uint8)
+        with self._fetched_lock:
+            fetched = self._fetched.get(index)
+            if fetched is None:
+                here = data if isinstance(data, np.ndarray) else data.fetch()
+                flat = np.ascontiguousarray(here, here.dtype.newbyteorder("=")).reshape(-1).view(np.uint8)
+                fetched = self._fetched[index] = _Fetched(flat, chunk.length)
+            return fetched.flat
+
+    def _let_go(self, index: int, taken: int) -> None:
+        """Drop what was fetched or converted once all windows have taken their share of it."""
+        if index in self._fetched:
+            with self._fetched_lock:
+                self._fetched[index].left -= taken
+                if self._fetched[index].left == 0:
+                    del self._fetched[index]
+
+    def _finish_after_last(self, sink: Sink, written: int) -> None:
+        with self._lock:
+            self._left -= written
+            last = self._left == 0
+        if last:
+            sink.finish(self.layout.size, sync=self._sync)
+
+
+def _neighbours(indices: Sequence[int]) -> Iterator[list[int]]:
+    """Cut rising numbers into runs without a gap."""
+    run: list[int] = []
+    for index in indices:
+        if run and index != run[-1] + 1:
+            yield run
+            run = []
+        run.append(index)
+    if run:
+        yield run
+
+
+def _copy_overlap(source: np.ndarray, source_start: int, window_start: int, window: np.ndarray) -> None:
+    """Copy what a run of bytes that begins at `source_start` in the file shares with a window of the file."""
+    low = max(source_start, window_start)
+    high = min(source_start + len(source), window_start + len(window))
+    if low < high:
+        window[low - window_start : high - window_start] = source[low - source_start : high - source_start]
