@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import huge_memory, page_cache
+from benchmarks import host_memory, huge_memory, page_cache
 from benchmarks.process_figures import ResidentMeter, disk_read_bytes, release_memory
 from benchmarks.sample import LoadSample, Moment, Resident, SaveSample
 from benchmarks.workloads import Workload
@@ -80,6 +80,7 @@ class RawTurns:
         reads, dropped = [], ""
         for block in BLOCKS_BYTES:
             dropped = page_cache.drop(path)
+            host_memory.make_present(nbytes)
             reads.append(_read(path / str(block), want, nbytes, block, allocate))
             release_memory()
         best = min(reads, key=lambda one: one.wall_s)
@@ -111,6 +112,7 @@ def _open(path: Path, flags: int) -> tuple[int, bool]:
 
 def _write(path: Path, source: np.ndarray, block_bytes: int) -> _Pass:
     page_cache.settle()
+    host_memory.make_present(len(source))
     view = memoryview(source)
     meter, start = ResidentMeter(), Moment.now()
     fd, direct = _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)

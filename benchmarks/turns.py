@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from benchmarks import page_cache
+from benchmarks import host_memory, page_cache
 from benchmarks.arrays import arrays_for, check, touch
 from benchmarks.process_figures import ResidentMeter, disk_read_bytes, is_mapped, release_memory
 from benchmarks.sample import LoadSample, Moment, SaveSample
@@ -48,6 +48,7 @@ class CheckpointerTurns:
     def save(self, path: Path, seed: Sequence[int]) -> SaveSample:
         state = self._arrays.make(self._workload, seed)
         page_cache.settle()
+        host_memory.make_present(self._workload.nbytes)
         meter, start = ResidentMeter(), Moment.now()
         wait = self._subject.start_save(path, state)
         returned = Moment.now() if wait else None
@@ -78,6 +79,7 @@ class CheckpointerTurns:
         like = self._arrays.like(self._workload, target)
         mapped = is_mapped(path)
         dropped = page_cache.drop(path)
+        host_memory.make_present(sum(leaf.nbytes for leaf in leaves))
         meter, read_before, start = ResidentMeter(), disk_read_bytes(), Moment.now()
         loaded = self._subject.load(path, like)
         self._arrays.wait(loaded)

@@ -47,8 +47,9 @@ class StoreSettings:
             "device": it orders copies on the devices, which need memory for the state twice until they are written;
             "auto": "device" where that surely fits beside all that training has used before, else "host"; "stream": it
             returns once all is written, with never more than `staging_bytes` of the state in host memory. State on the
-            CPU is held, not copied, by "auto": the next step that donates it then gets new memory. With "host" it is
-            copied into memory that is kept from save to save: the call takes longer, that step does not.
+            CPU is held, not copied, by "auto", until it is seen that the loop donates it meanwhile: such a step is
+            slow, as it gets new memory. From then on, and with "host", it is copied into memory that is kept from save
+            to save: the call takes longer, that step does not.
 
     Raises:
         SettingsError: a value is out of range or of the wrong type.

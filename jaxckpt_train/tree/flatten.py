@@ -34,11 +34,13 @@ class Flat:
         leaves: the leaves, None and EMPTY included.
         containers: for every container that is no plain dict, its path and what it is: "list", "tuple",
             "namedtuple module.Type" or "object module.Type".
+        structure: what JAX says of it, for comparing; None for a tree whose structure cannot be compared.
     """
 
     names: Sequence[str]
     leaves: Sequence[Any]
     containers: dict[str, str]
+    structure: Any = None
 
 
 def register_transparent(kind: type) -> None:
@@ -73,8 +75,8 @@ def flatten(tree: Any) -> Flat:
     except (TypeError, ValueError):  # no tree for JAX, which is told below; or static data that cannot be compared
         return _flatten_anew(tree)
     if known is not None:
-        return Flat(known.names, _merged(leaves, known.others), known.containers)
-    flat = _flatten_anew(tree)
+        return Flat(known.names, _merged(leaves, known.others), known.containers, structure)
+    flat = dataclasses.replace(_flatten_anew(tree), structure=structure)
     others = {number: leaf for number, leaf in enumerate(flat.leaves) if leaf is None or leaf is EMPTY}
     merged = _merged(leaves, others)
     if len(leaves) >= _KNOWN_LEAVES and all(map(operator.is_, merged, flat.leaves)) and _has_plain_keys(flat):

@@ -20,6 +20,7 @@ from jaxckpt_train.store.layout import ArraySource, ChunkSource
 from jaxckpt_train.store.quiet_gc import paused_collection
 from jaxckpt_train.tree.cpu_views import plain_kinds, take_views
 from jaxckpt_train.tree.device_copies import copy_on_devices, have_room
+from jaxckpt_train.tree.donations import HeldViews, is_donated
 from jaxckpt_train.tree.flatten import EMPTY, flatten
 from jaxckpt_train.tree.host_copies import copy_all
 from jaxckpt_train.tree.leaf_records import (
@@ -43,6 +44,7 @@ class Snapshot:
         record: the tree and the values that are stored inline.
         arrays: what the store writes.
         transfers: brings what is still on devices; None where all is on the host.
+        held: finds out whether the loop donates what is held here; None where no views are.
         is_taken: open once the caller may do anything with what it saved.
     """
 
@@ -50,9 +52,12 @@ class Snapshot:
     arrays: Sequence[ArraySource]
     transfers: Transfers | None
     is_taken: Latch
+    held: HeldViews | None
 
     def close(self) -> None:
-        """Let go of what is still on devices; nobody waits for it any more."""
+        """It is written, or never will be: let go of what is still on devices."""
+        if self.held is not None:
+            self.held.end()
         if self.transfers is not None:
             self.transfers.close()
 
@@ -61,7 +66,8 @@ def snapshot(tree: Any, mode: SnapshotMode = "auto", ahead_bytes: int = 64 * MIB
     """Take a pytree as it is now, safe from later donation and in-place changes.
 
     Numpy arrays are copied. JAX arrays on the CPU are held as views: a later donation then copies instead of reusing
-    their memory. Waits until they are computed. Each distinct shard is taken once. Arrays on an accelerator:
+    their memory; once that was seen of a tree, later ones of its structure are copied, as by "host". Waits until they
+    are computed. Each distinct shard is taken once. Arrays on an accelerator:
 
     - "host": copied to the host, all started before the first is awaited. On the CPU it copies too, into memory that is
       kept, so that a step which donates the state need not do it in memory that is new.
@@ -83,15 +89,21 @@ def snapshot(tree: Any, mode: SnapshotMode = "auto", ahead_bytes: int = 64 * MIB
         flat = flatten(tree)
         taker = _Taker(keeps_views=mode in ("auto", "host"))
         records = taker.take_all(flat.names, flat.leaves)
+    held = None
     if mode == "host":
         _copy_views(taker)
+    elif mode == "auto" and is_donated(flat.structure):
+        with contextlib.suppress(MemoryError, OSError):  # no memory for it: then it is held, as before
+            _copy_views(taker)
+    elif mode == "auto" and flat.structure is not None and not taker.elsewhere:
+        held = HeldViews(flat, taker.arrays)
     transfers = _take_elsewhere(taker, mode, ahead_bytes) if taker.elsewhere else None
     is_taken = Latch()
     if mode == "stream" and transfers is not None:
         is_taken = transfers.done
     else:
         is_taken.open()
-    return Snapshot(TreeRecord(flat.containers, records), taker.arrays, transfers, is_taken)
+    return Snapshot(TreeRecord(flat.containers, records), taker.arrays, transfers, is_taken, held)
 
 
 def _copy_views(taker: _Taker) -> None:

@@ -1,0 +1,178 @@
+"""A loop that donates large state while a save holds it: the next save copies it instead of holding it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxckpt_train.tree import donations, host_copies
+from jaxckpt_train.tree.snapshot import Snapshot, snapshot
+
+LARGE = donations.LEAST_BYTES // 4
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known() -> Iterator[None]:
+    donations._donated.clear()
+    yield
+    donations._donated.clear()
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def step(state: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf + 1, state)
+
+
+def state_of(elements: int, **more: Any) -> dict[str, Any]:
+    return {"w": jnp.arange(elements, dtype=jnp.float32), "b": {"x": jnp.ones(3)}, **more}
+
+
+def holds_memory_of(taken: Snapshot, leaf: jax.Array) -> bool:
+    chunk = next(array for array in taken.arrays if array.name == "w").chunks[0].data
+    assert isinstance(chunk, np.ndarray)
+    return bool(chunk.ctypes.data == leaf.unsafe_buffer_pointer())
+
+
+def content(taken: Snapshot) -> bytes:
+    chunk = next(array for array in taken.arrays if array.name == "w").chunks[0].data
+    assert isinstance(chunk, np.ndarray)
+    return chunk.tobytes()
+
+
+def test_the_first_save_holds_and_the_next_copies() -> None:
+    state = state_of(LARGE)
+    first = snapshot(state)
+    assert holds_memory_of(first, state["w"])
+    state = step(state)
+    assert content(first) == np.arange(LARGE, dtype=np.float32).tobytes()
+    first.close()
+    second = snapshot(state)
+    assert not holds_memory_of(second, state["w"])
+    place = state["w"].unsafe_buffer_pointer()
+    state = step(state)
+    assert state["w"].unsafe_buffer_pointer() == place, "the step reuses the memory that it is donated"
+    assert content(second) == (np.arange(LARGE, dtype=np.float32) + 1).tobytes()
+    second.close()
+    assert not holds_memory_of(snapshot(state), state["w"])
+
+
+def test_without_memory_for_a_copy_it_is_held_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(size: int) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    state = state_of(LARGE)
+    first = snapshot(state)
+    state = step(state)
+    first.close()
+    monkeypatch.setattr(host_copies, "_take", none_left)
+    assert holds_memory_of(snapshot(state), state["w"])
+    with pytest.raises(OSError, match="Cannot allocate"):
+        snapshot(state, "host")
+
+
+def test_a_loop_that_does_not_donate_is_never_copied() -> None:
+    state = state_of(LARGE)
+    for _ in range(3):
+        taken = snapshot(state)
+        assert holds_memory_of(taken, state["w"])
+        state = jax.tree.map(lambda leaf: leaf + 1, state)
+        taken.close()
+
+
+def test_a_donation_after_the_save_costs_nothing_and_counts_for_nothing() -> None:
+    state = state_of(LARGE)
+    for _ in range(2):
+        taken = snapshot(state)
+        assert holds_memory_of(taken, state["w"])
+        taken.close()
+        state = step(state)
+
+
+def test_a_little_is_not_worth_a_copy() -> None:
+    state = state_of(LARGE // 2)
+    for _ in range(2):
+        taken = snapshot(state)
+        assert holds_memory_of(taken, state["w"])
+        state = step(state)
+        taken.close()
+
+
+def test_other_trees_are_still_held() -> None:
+    state, other = state_of(LARGE), state_of(LARGE, more=jnp.ones(1))
+    taken = snapshot(state)
+    state = step(state)
+    taken.close()
+    assert holds_memory_of(snapshot(other), other["w"])
+    assert not holds_memory_of(snapshot(state), state["w"])
+
+
+@pytest.mark.parametrize("mode", ["device", "stream"])
+def test_other_modes_are_taken_at_their_word(mode: Any) -> None:
+    state = state_of(LARGE)
+    taken = snapshot(state)
+    state = step(state)
+    taken.close()
+    again = snapshot(state, mode)
+    assert again.transfers is not None
+    assert again.held is None
+    with contextlib.closing(again):
+        pass
+
+
+def test_keys_numbers_and_numpy_arrays_beside_it_change_nothing() -> None:
+    state = state_of(LARGE)
+    more = {"key": jax.random.key(0), "host": np.ones(5), "lr": 0.1, "none": None}
+    taken = snapshot({"state": state, **more})
+    step(state)
+    taken.close()
+    state = state_of(LARGE)
+    chunk = next(a for a in snapshot({"state": state, **more}).arrays if a.name == "state/w").chunks[0].data
+    assert isinstance(chunk, np.ndarray)
+    assert chunk.ctypes.data != state["w"].unsafe_buffer_pointer()
+
+
+class Unhashable:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("the truth value of an array is ambiguous")
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class WithStatic:
+    """A container whose static data can neither be hashed nor compared."""
+
+    def __init__(self, w: jax.Array) -> None:
+        self.w = w
+
+    def tree_flatten_with_keys(self) -> Any:
+        return [(jax.tree_util.GetAttrKey("w"), self.w)], Unhashable()
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> WithStatic:
+        return cls(*children)
+
+
+def test_static_data_that_cannot_be_compared_is_no_obstacle() -> None:
+    for _ in range(2):
+        tree = WithStatic(jnp.arange(LARGE, dtype=jnp.float32))
+        taken = snapshot(tree)
+        assert holds_memory_of(taken, tree.w)
+        tree.w.delete()
+        taken.close()
+
+
+def test_few_structures_are_remembered() -> None:
+    for number in range(10):
+        state = {f"w{number}": jnp.zeros(LARGE), "b": jnp.ones(3)}
+        taken = snapshot(state)
+        step(state)
+        taken.close()
+    assert len(donations._donated) == donations._KEPT_STRUCTURES
