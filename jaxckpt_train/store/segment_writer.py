@@ -13,7 +13,6 @@ from jaxckpt_train.store.backend import Sink
 from jaxckpt_train.store.digests import HexDigest
 from jaxckpt_train.store.layout import PlacedChunk, SegmentLayout
 from jaxckpt_train.store.manifest import BLOCK_BYTES
-from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.staging import StagingPool
 
 SMALL_BYTES = 1 << 20
@@ -53,12 +52,15 @@ class SegmentWriter:
         start, self._cut = self._cut, min(self._cut + width, self.layout.size)
         return start, self._cut
 
-    def write(self, window: tuple[int, int], pool: StagingPool, disk: threading.Semaphore) -> int:
-        """Fill a staging buffer with one window, digest the blocks that begin in it, and write it when `disk` lets."""
+    def write(self, window: tuple[int, int], pool: StagingPool, buffer_bytes: int, disk: threading.Semaphore) -> int:
+        """Fill a staging buffer with one window, digest the blocks that begin in it, and write it when `disk` lets.
+
+        All of a save borrow the same `buffer_bytes`, however small the window, so that no gaps are left between them.
+        """
         start, stop = window
         with self._lock:
             sink = self._sink = self._sink or self._create()
-        with pool.buffer(-(-(stop - start) // ALIGNMENT) * ALIGNMENT) as buffer:
+        with pool.buffer(buffer_bytes) as buffer:
             if start < len(self.layout.head):
                 _copy_overlap(np.frombuffer(self.layout.head, np.uint8), 0, start, buffer[: stop - start])
             self._fill(start, stop, buffer)

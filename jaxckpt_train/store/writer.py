@@ -106,7 +106,7 @@ def _run(
     pool = shared_pool(staging_bytes)
 
     def work(job: tuple[SegmentWriter, tuple[int, int]]) -> None:
-        done = job[0].write(job[1], pool, disk)
+        done = job[0].write(job[1], pool, buffer_bytes, disk)
         if progress is not None:
             progress(done)
 
@@ -115,7 +115,8 @@ def _run(
             pool.touch()  # else the first turn alone would pay for it
         disk = threading.Semaphore(turn.depth)
         threads = turn.depth + FILLING_THREADS
-        jobs = _cut(writers, staging_bytes // threads, turn.most_bytes)
+        buffer_bytes = max(staging_bytes // threads // ALIGNMENT, 1) * ALIGNMENT
+        jobs = _cut(writers, buffer_bytes, turn.most_bytes)
         shared_workers(threads, "jaxckpt-write", polite=True).run_all(work, jobs)
 
 
@@ -124,8 +125,7 @@ def _cut(
 ) -> list[tuple[SegmentWriter, tuple[int, int]]]:
     """The next windows, in the order of the files; the first ones smaller, so that the disk begins at once."""
     jobs, total = [], 0
-    full = max(buffer_bytes // ALIGNMENT, 1) * ALIGNMENT
-    width = max(full // 4 // ALIGNMENT, 1) * ALIGNMENT
+    width = max(buffer_bytes // 4 // ALIGNMENT, 1) * ALIGNMENT
     for writer in writers:
         while most_bytes is None or total < most_bytes:
             window = writer.next_window(width)
@@ -133,7 +133,7 @@ def _cut(
                 break
             jobs.append((writer, window))
             total += window[1] - window[0]
-            width = min(2 * width, full)
+            width = min(2 * width, buffer_bytes)
     return jobs
 
 
