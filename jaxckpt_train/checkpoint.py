@@ -16,7 +16,15 @@ import msgspec
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
 from jaxckpt_train.checkpointables.flax_legacy import load_flax_file
 from jaxckpt_train.checkpointables.loading import load_parts
-from jaxckpt_train.checkpointables.saving import SaveTimes, encode_value, stage_all, wait_until_taken, write_parts
+from jaxckpt_train.checkpointables.saving import (
+    SaveTimes,
+    abandon,
+    begin_save,
+    encode_value,
+    stage_all,
+    wait_until_taken,
+    write_parts,
+)
 from jaxckpt_train.errors import CheckpointExistsError, MismatchError, StorageError, UnsupportedLeafError
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings
@@ -152,10 +160,14 @@ def save_checkpointables_async(
     transaction = Transaction(_BACKEND, final, chosen)
 
     def work() -> CheckpointMetadata:
-        _remove_leftovers(final)
+        try:
+            _remove_leftovers(final)
+        except BaseException as error:
+            abandon(transaction, parts, error)
+            raise
         return describe(write_parts(transaction, _BACKEND, parts, info, chosen, times, replace=overwrite))
 
-    pending = PendingSave(final, work)
+    pending = begin_save(final, work, transaction, parts)
     wait_until_taken(parts)
     return pending
 

@@ -22,6 +22,25 @@ _under_way_lock = threading.Lock()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
+class _Outcome(Future[T]):
+    """A future that says when its error was seen, so that it need not be told again."""
+
+    def __init__(self, seen: Callable[[], None]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def result(self, timeout: float | None = None) -> T:
+        """As of any future."""
+        self.exception(timeout)
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As of any future."""
+        error = super().exception(timeout)
+        self._seen()
+        return error
+
+
 class PendingSave(Generic[T]):
     """A save whose state is taken and whose bytes are on their way to the storage.
 
@@ -35,7 +54,7 @@ class PendingSave(Generic[T]):
         self.subject = subject
         self.staged: Future[None] = Future()
         self.staged.set_result(None)
-        self.committed: Future[T] = Future()
+        self.committed: Future[T] = _Outcome(self.mark_reported)
         self.committed.set_running_or_notify_cancel()  # it cannot be cancelled
         self._ended = Latch()
         self._process = os.getpid()
@@ -60,6 +79,7 @@ class PendingSave(Generic[T]):
             result = self._work_once()
         except BaseException as error:  # noqa: BLE001  # a thread's edge: raised to the user by wait()
             error.add_note(f"while saving {self.subject} in the background")
+            _let_go(error)
             self.committed.set_exception(error)
         else:
             self.committed.set_result(result)
@@ -117,6 +137,13 @@ class PendingSave(Generic[T]):
         """Say that the user has seen the outcome, so that it need not be told again at exit."""
         with _under_way_lock:
             _under_way.discard(self)
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Free what the frames of a failed save hold: the whole state, as long as someone keeps the error."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _forget_saves() -> None:

@@ -14,6 +14,7 @@ DigestName = Literal["xxh3-128", "sha256", "blake3"]
 SnapshotMode = Literal["auto", "host", "device", "stream"]
 
 DEFAULT_IO_THREADS = 2
+# A reading thread waits for the disk about half of its time; the other half it touches fresh memory and digests.
 READS_PER_IO_THREAD = 2
 
 _CHOICES: dict[str, tuple[object, ...]] = {
@@ -46,10 +47,11 @@ class StoreSettings:
         snapshot: how the call to save makes the state on accelerators safe. "host": it copies it to host memory;
             "device": it orders copies on the devices, which need memory for the state twice until they are written;
             "auto": "device" where that surely fits beside all that training has used before, else "host"; "stream": it
-            returns once all is written, with never more than `staging_bytes` of the state in host memory. State on the
-            CPU is held, not copied, by "auto", until it is seen that the loop donates it meanwhile: such a step is
-            slow, as it gets new memory. From then on, and with "host", it is copied into memory that is kept from save
-            to save: the call takes longer, that step does not.
+            returns once all has left the devices, with never more than `staging_bytes` of the state (or one array, if
+            that is larger) in host memory beside the staging buffers. State on the CPU is held, not copied, by "auto",
+            until it is seen that the loop donates it meanwhile: such a step is slow, as it gets new memory. From then
+            on, and with "host", it is copied into memory that is kept from save to save: the call takes longer, that
+            step does not.
 
     Raises:
         SettingsError: a value is out of range or of the wrong type.

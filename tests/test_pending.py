@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +66,58 @@ def test_wait_raises_the_original_error_and_says_what_was_being_saved(error: Bas
 def test_an_error_that_nobody_asked_for_stays_noted_until_somebody_does() -> None:
     error = ValueError("broken")
     save = failing(error)
-    assert save.committed.exception(60) is error
+    assert save._ended.wait(60)
     assert save in under_way()
     assert save.outcome() is error
     assert save not in under_way()
+
+
+@pytest.mark.parametrize("ask", ["exception", "result"])
+def test_who_asks_the_future_has_seen_the_error(ask: str) -> None:
+    error = ValueError("broken")
+    save = failing(error)
+    if ask == "exception":
+        assert save.committed.exception(60) is error
+    else:
+        with pytest.raises(ValueError, match="broken") as caught:
+            save.committed.result(60)
+        assert caught.value is error
+    assert save not in under_way()
+
+
+def test_a_future_that_is_not_done_in_time_has_shown_nothing() -> None:
+    go = threading.Event()
+
+    def work() -> None:
+        go.wait(60)
+        raise ValueError("broken")
+
+    save = PendingSave("x", work)
+    with pytest.raises(TimeoutError):
+        save.committed.result(0.01)
+    go.set()
+    assert save._ended.wait(60)
+    assert save in under_way()
+    assert save.outcome() is not None
+
+
+def test_a_failed_save_that_is_kept_holds_nothing_of_the_state() -> None:
+    class State:
+        pass
+
+    def inner(state: State) -> None:
+        parts = [state]
+        try:
+            raise ValueError("first")
+        except ValueError as error:
+            raise OSError(28, f"{len(parts)} part") from error
+
+    state = State()
+    reference = weakref.ref(state)
+    save: PendingSave[None] = PendingSave("x", functools.partial(inner, state))
+    del state
+    assert isinstance(save.outcome(60), OSError)
+    assert reference() is None
 
 
 def test_a_save_that_committed_needs_nobody_to_ask() -> None:

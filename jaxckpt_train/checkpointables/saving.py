@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from jaxckpt_train.checkpointables.contract import NOTHING, Staged
 from jaxckpt_train.checkpointables.registry import handler_of
 from jaxckpt_train.errors import SettingsError, UnsupportedLeafError
+from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.manifest import (
@@ -30,6 +31,7 @@ from jaxckpt_train.store.writer import Progress, write_arrays
 from jaxckpt_train.tree.leaf_records import encode_tree
 from jaxckpt_train.tree.snapshot import Snapshot, snapshot
 
+T = TypeVar("T")
 VALUE_FILE = "p00000.json"
 
 
@@ -133,6 +135,25 @@ def write_parts(
             if part.snapshot is not None:
                 part.snapshot.close()
     return committed
+
+
+def begin_save(
+    subject: str, work: Callable[[], T], transaction: Transaction, parts: Sequence[StagedPart]
+) -> PendingSave[T]:
+    """Start the thread that does the work, or undo what was begun if the system has no thread for it."""
+    try:
+        return PendingSave(subject, work)
+    except RuntimeError as error:
+        abandon(transaction, parts, error)
+        raise
+
+
+def abandon(transaction: Transaction, parts: Sequence[StagedPart], error: BaseException) -> None:
+    """Undo what was begun for a save that failed before its writing began."""
+    for part in parts:
+        if part.snapshot is not None:
+            part.snapshot.close()
+    _abort(transaction, error)
 
 
 def _abort(transaction: Transaction, error: BaseException) -> None:

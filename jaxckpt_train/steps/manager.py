@@ -220,8 +220,8 @@ class StepManager:
             request.step, self._clock(), save.metrics or None, temporary=request.temporary
         )
         _log.info("step %d: saving (%s)", request.step, request.reason)
-        self._pending = save.start(f"step {request.step} to {self.directory}")
-        return SaveResult(True, request.reason, self._pending)
+        pending = save.start(f"step {request.step} to {self.directory}", functools.partial(setattr, self, "_pending"))
+        return SaveResult(True, request.reason, pending)
 
     def _wait_for_turn(self, step: int) -> float:
         """One save is in flight at a time: wait for the one before."""

@@ -134,9 +134,18 @@ def restore_newest(
                 raise StepVanishedError(entry.name) from error
             damaged.append(entry)
             problems.append(str(error))
-            last = error
+            last = _without_frames(error)
             _log.warning("step %d cannot be restored and is skipped: %s", entry.step, error)
     listing = "\n".join(f"  step {entry.step}: {text}" for entry, text in zip(damaged, problems, strict=True))
     raise CorruptCheckpointError(
         f"{directory}: none of {len(damaged)} committed steps can be restored; no file was changed:\n{listing}"
     ) from last
+
+
+def _without_frames(error: Exception) -> Exception:
+    """The error without what its frames hold: all that was loaded until then, whose memory the next step needs."""
+    inner: BaseException | None = error
+    while inner is not None:
+        inner.__traceback__ = None
+        inner = inner.__cause__ or inner.__context__
+    return error

@@ -11,7 +11,14 @@ from typing import Any
 
 from jaxckpt_train.checkpoint import run_info
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
-from jaxckpt_train.checkpointables.saving import SaveTimes, StagedPart, stage_all, wait_until_taken, write_parts
+from jaxckpt_train.checkpointables.saving import (
+    SaveTimes,
+    StagedPart,
+    begin_save,
+    stage_all,
+    wait_until_taken,
+    write_parts,
+)
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.history import metrics_to_json, plain_metrics
@@ -89,11 +96,17 @@ class StepSave:
         self._record = {key: getattr(request, key) for key in ("step", "name", "reason", "decide_s", "wait_s")}
         self._record["blocked_s"] = request.decide_s + request.wait_s + time.perf_counter() - started
 
-    def start(self, subject: str) -> PendingSave[CheckpointMetadata]:
-        """Write in the background; returns once the caller may do anything with what it saved."""
+    def start(
+        self, subject: str, begun: Callable[[PendingSave[CheckpointMetadata]], None]
+    ) -> PendingSave[CheckpointMetadata]:
+        """Write in the background; returns once the caller may do anything with what it saved.
+
+        `begun` is told of the save before that, so that an interrupt of the waiting does not lose it.
+        """
         started = time.perf_counter()
         try:
-            pending = PendingSave(subject, self.run)
+            pending = begin_save(subject, self.run, self._transaction, self._parts)
+            begun(pending)
             wait_until_taken(self._parts)
         finally:
             self._record["blocked_s"] += time.perf_counter() - started

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from collections.abc import Hashable
 from typing import Literal, Protocol
 
 import numpy as np
+
+# What opening says of a file that is gone, or is a link, a directory or a device instead. Anything else (no permission,
+# too many open files) is not the checkpoint's fault.
+MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO}
 
 
 @dataclasses.dataclass(frozen=True)

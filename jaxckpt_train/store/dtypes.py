@@ -37,7 +37,6 @@ def dtype_name(dtype: np.dtype) -> str:
 
 
 @functools.cache
-@functools.cache
 def is_storable(dtype: np.dtype) -> bool:
     """Whether arrays of this dtype (of either byte order) can be stored."""
     return dtype_name(dtype) in DTYPES and dtype.fields is None

@@ -88,6 +88,6 @@ def _stat_of(pid: int) -> list[str]:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text()
+        return Path(path).read_text(errors="replace")
     except OSError:
         return ""

@@ -17,10 +17,16 @@ VIEW_ALIGNMENT = 64
 
 
 class Wanted(NamedTuple):
-    """Boxes of one array that a load needs on this host; no box twice."""
+    """Boxes of one array that a load needs on this host; no box twice.
+
+    `passing` says that they only pass through host memory, on their way to other devices: their memory counts against
+    the read budget until everyone has let go of it. (A box that is put together of several chunks counts from the
+    moment on in which it is complete.)
+    """
 
     array: ArrayRecord
     boxes: Sequence[Box]
+    passing: bool = False
 
 
 class Use(NamedTuple):
@@ -54,11 +60,19 @@ class Run:
     stop: int
     needed: int
     reads: Sequence[ChunkRead]
+    passing: bool
 
     @property
     def only_views(self) -> bool:
         """Whether the memory itself becomes the destination, so that none of it is extra."""
-        return all(use.whole and read.start % VIEW_ALIGNMENT == 0 for read in self.reads for use in read.uses)
+        return all(use.whole and _is_aligned(read.chunk, use) for read in self.reads for use in read.uses)
+
+
+def _is_aligned(chunk: ChunkRecord, use: Use) -> bool:
+    start = chunk.offset
+    if use.common != chunk.box:
+        start += element_span(use.common, chunk.box)[0] * (chunk.length // box_elements(chunk.box))
+    return start % VIEW_ALIGNMENT == 0
 
 
 def plan_reads(manifest: Manifest, wanted: Sequence[Wanted], band_bytes: int) -> list[Run]:
@@ -78,7 +92,7 @@ def plan_reads(manifest: Manifest, wanted: Sequence[Wanted], band_bytes: int) ->
             if uses:
                 reads.extend(_chunk_reads(manifest, chunk, uses, band_bytes))
     reads.sort(key=lambda read: (read.chunk.segment, read.start))
-    return list(_coalesce(manifest, reads, min(COALESCE_BYTES, band_bytes)))
+    return list(_coalesce(reads, wanted, min(COALESCE_BYTES, band_bytes)))
 
 
 def _uses(number: int, boxes: Sequence[Box], chunk: ChunkRecord) -> Iterator[Use]:
@@ -129,22 +143,26 @@ def _chunk_read(manifest: Manifest, chunk: ChunkRecord, item: int, uses: Sequenc
     )
 
 
-def _coalesce(manifest: Manifest, reads: Sequence[ChunkRead], most_bytes: int) -> Iterator[Run]:
+def _coalesce(reads: Sequence[ChunkRead], wanted: Sequence[Wanted], most_bytes: int) -> Iterator[Run]:
     group: list[ChunkRead] = []
+    passing = False
     for read in reads:
+        passes = wanted[read.uses[0].wanted].passing
         if group:
             last = group[-1]
             joined = read.stop - group[0].start
             near = 0 <= read.start - last.stop <= GAP_BYTES
-            if read.chunk.segment != last.chunk.segment or joined > most_bytes or not near:
-                yield _run(manifest, group)
+            alike = read.chunk.segment == last.chunk.segment and passes == passing
+            if not alike or joined > most_bytes or not near:
+                yield _run(group, passing)
                 group = []
+        passing = passes
         group.append(read)
     if group:
-        yield _run(manifest, group)
+        yield _run(group, passing)
 
 
-def _run(manifest: Manifest, reads: Sequence[ChunkRead]) -> Run:
+def _run(reads: Sequence[ChunkRead], passing: bool) -> Run:
     start = reads[0].start // ALIGNMENT * ALIGNMENT
     stop = -(-reads[-1].stop // ALIGNMENT) * ALIGNMENT
-    return Run(reads[0].chunk.segment, start, stop, reads[-1].stop - start, tuple(reads))
+    return Run(reads[0].chunk.segment, start, stop, reads[-1].stop - start, tuple(reads), passing)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
+import gc
+import logging
 import math
 import queue
 import threading
@@ -15,7 +16,7 @@ import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backend import Backend, Source
+from jaxckpt_train.store.backend import MISSING, Backend, Source
 from jaxckpt_train.store.boxes import box_elements, box_shape, element_span, slices_within
 from jaxckpt_train.store.digests import HEX_DIGITS, digest_function
 from jaxckpt_train.store.dtypes import DTYPES
@@ -26,13 +27,12 @@ from jaxckpt_train.store.staging import Arena, aligned_buffer
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.store.workers import shared_workers
 
+_log = logging.getLogger("jaxckpt_train")
+
 PIECE_BLOCKS = 4
 LARGE_BYTES = 64 << 10
-# A reading thread waits for the disk about half of its time; the other half it touches fresh memory and digests.
-# What opening says of a file that is gone, or is a link, a directory or a device instead. Anything else (no permission,
-# too many open files) is not the checkpoint's fault.
-MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO}
-
+# So long a reading thread waits for memory before it helps along, and so many times before it goes on without.
+STALL_S, STALLS = 0.05, 100
 Progress = Callable[[int], None]
 
 
@@ -47,7 +47,10 @@ class ReadBox(NamedTuple):
 class _Budget:
     """A number of bytes that may be in use at once; one request larger than all of it waits until it is alone.
 
-    Only `take` waits, and only worker threads take: giving back happens wherever memory is freed.
+    Only `take` waits, and only worker threads take: giving back happens wherever memory is freed. Libraries such as JAX
+    let go of what they have put on a device in later calls to them, or when Python collects garbage; so who waits
+    collects. If nothing comes back even so, somebody keeps what should only pass, and the budget is given up: better
+    than to wait for ever.
     """
 
     def __init__(self, total: int) -> None:
@@ -57,8 +60,17 @@ class _Budget:
 
     def take(self, size: int) -> None:
         with self._lock:
+            stalls = 0
             while not self._is_lifted and (not self._returned.empty() or 0 < self._used > self._total - size):
-                self._used -= self._returned.get()
+                try:
+                    self._used -= self._returned.get(timeout=STALL_S)
+                    stalls = 0
+                except queue.Empty:
+                    gc.collect(0)
+                    stalls += 1
+                    if stalls == STALLS:
+                        _log.warning("%d bytes do not leave host memory; the load goes on without a limit", self._used)
+                        self._is_lifted = True
             self._used += size
 
     def give(self, size: int) -> None:
@@ -78,12 +90,18 @@ class _Budget:
 
 
 class _Room:
-    """Aligned memory for those pieces of a run that lie unaligned in it: one allocation for thousands of leaves."""
+    """Aligned memory for pieces of a run that cannot stay where they were read: one allocation for thousands."""
 
     def __init__(self, run: Run) -> None:
         self._needed = sum(read.stop - read.start + len(read.uses) * VIEW_ALIGNMENT for read in run.reads)
         self.memory: np.ndarray | None = None
         self._used = 0
+        self._is_kept = run.passing or run.only_views
+        self._run_bytes = run.stop - run.start
+
+    def is_better(self, piece: np.ndarray) -> bool:
+        """Whether a view of this piece would keep much more memory than itself, that should be free by then."""
+        return not self._is_kept and 2 * len(piece) < self._run_bytes
 
     def copy(self, piece: np.ndarray) -> np.ndarray:
         if self.memory is None:
@@ -112,12 +130,11 @@ class _Reading:
         wanted: Sequence[Wanted],
         settings: StoreSettings,
         progress: Progress | None,
-        passing: bool,
     ) -> None:
         self._manifest, self._settings, self._wanted = committed.manifest, settings, wanted
         self._digest = digest_function(self._manifest.digest)
         self._budget = _Budget(settings.read_budget_bytes)
-        self._progress, self._passing = progress, passing
+        self._progress = progress
         self._parts: dict[tuple[int, int], tuple[np.ndarray, int]] = {}  # begun boxes, and their missing elements
         self._lock = threading.Lock()
         self._backend, self._directory = backend, committed.directory
@@ -141,18 +158,18 @@ class _Reading:
 
     def read_run(self, run: Run) -> list[ReadBox]:
         """Read and check one run on the calling thread; returns the boxes that it completed."""
-        if run.only_views and not self._passing:
-            return self._read_into(run, self._arena.take(run.stop - run.start))
         size = run.stop - run.start
+        if run.only_views and not run.passing:
+            return self._read_into(run, self._arena.take(size))
         self._budget.take(size)
-        if not self._passing:
+        if not run.passing:
             try:
                 return self._read_into(run, aligned_buffer(size))
             finally:
                 self._budget.give(size)
-        memory = aligned_buffer(size)
-        weakref.finalize(memory, self._budget.give, size).atexit = False
         try:
+            memory = aligned_buffer(size)
+            weakref.finalize(memory, self._budget.give, size).atexit = False
             return self._read_into(run, memory)
         except BaseException:
             self._budget.lift()  # the error's traceback keeps the memory, and others wait for it
@@ -166,7 +183,7 @@ class _Reading:
         room, completed = _Room(run), list[ReadBox]()
         for read in run.reads:
             self._hand_out(read, memory[read.start - run.start : read.stop - run.start], room, completed)
-        if self._passing and room.memory is not None:
+        if run.passing and room.memory is not None:
             self._budget.charge(room.memory)
         return completed
 
@@ -206,7 +223,7 @@ class _Reading:
                 start, stop = first * dtype.itemsize - skipped, last * dtype.itemsize - skipped
             piece = data[start:stop]
             if use.whole:
-                if (read.start + start) % VIEW_ALIGNMENT:
+                if (read.start + start) % VIEW_ALIGNMENT or room.is_better(piece):
                     piece = room.copy(piece)
                 completed.append(ReadBox(use.wanted, use.box, piece.view(dtype).reshape(box_shape(box))))
             else:
@@ -217,28 +234,28 @@ class _Reading:
         self._budget.lift()
 
     def prepare(self, runs: Sequence[Run]) -> None:
-        """Reserve the memory of all large results in one piece."""
-        if self._passing:
-            return
-        sizes = [run.stop - run.start for run in runs if run.only_views]
-        parts = {(use.wanted, use.box) for run in runs for read in run.reads for use in read.uses if not use.whole}
+        """Reserve the memory of all large results that stay in host memory in one piece."""
+        kept = [run for run in runs if not run.passing]
+        sizes = [run.stop - run.start for run in kept if run.only_views]
+        parts = {(use.wanted, use.box) for run in kept for read in run.reads for use in read.uses if not use.whole}
         for wanted, box in parts:
             array = self._wanted[wanted].array
             size = box_elements(self._wanted[wanted].boxes[box]) * DTYPES[array.dtype].itemsize
             sizes.append(size if size >= LARGE_BYTES else 0)
-        self._arena = Arena(sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
+        self._arena = Arena(sum(map(Arena.room_for, sizes)))
 
-    def _new_box(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def _new_box(self, shape: tuple[int, ...], dtype: np.dtype, passing: bool) -> np.ndarray:
         size = dtype.itemsize * math.prod(shape)
-        if size < LARGE_BYTES:
+        if size < LARGE_BYTES or passing:
             return empty_array(shape, dtype)
         return self._arena.take(size).view(dtype).reshape(shape)
 
     def _copy_part(self, use: Use, part: np.ndarray, completed: list[ReadBox]) -> None:
-        key, box = (use.wanted, use.box), self._wanted[use.wanted].boxes[use.box]
+        key, want = (use.wanted, use.box), self._wanted[use.wanted]
+        box = want.boxes[use.box]
         with self._lock:
             if key not in self._parts:
-                self._parts[key] = self._new_box(box_shape(box), part.dtype), box_elements(box)
+                self._parts[key] = self._new_box(box_shape(box), part.dtype, want.passing), box_elements(box)
             target = self._parts[key][0]
         target[slices_within(use.common, box)] = part
         with self._lock:
@@ -247,7 +264,7 @@ class _Reading:
             if left == 0:
                 completed.append(ReadBox(*key, target))
                 del self._parts[key]
-                if self._passing:
+                if want.passing:
                     self._budget.charge(target)
 
 
@@ -257,8 +274,6 @@ def iter_boxes(
     wanted: Sequence[Wanted],
     settings: StoreSettings,
     progress: Progress | None = None,
-    *,
-    passing: bool = False,
 ) -> Generator[ReadBox]:
     """Read boxes of arrays of one committed checkpoint, and hand out each box as soon as it is complete.
 
@@ -270,9 +285,6 @@ def iter_boxes(
         wanted: which boxes of which arrays.
         settings: threads, budget, verification.
         progress: called with numbers of bytes read, from several threads.
-        passing: the arrays only pass through host memory, on their way to other devices: their memory counts against
-            the budget until the caller, and everyone it handed a box to, has let go of it. (A box that is put together
-            of several chunks counts from the moment on in which it is complete.)
 
     Yields:
         Every wanted box, in any order, as a writable, 64-byte aligned, row-major numpy array.
@@ -281,21 +293,18 @@ def iter_boxes(
         CorruptCheckpointError: a segment is missing, has another size, or its bytes differ from their digest.
         StorageError: the file system refused.
     """
-    reading = _Reading(backend, committed, wanted, settings, progress, passing)
+    reading = _Reading(backend, committed, wanted, settings, progress)
     threads = settings.read_threads
     runs = plan_reads(committed.manifest, wanted, max(1, settings.read_budget_bytes // (2 * threads)))
     try:
         yield from _empty_boxes(wanted)
         reading.prepare(runs)
         reading.open(sorted({run.segment for run in runs}))
-        with contextlib.closing(shared_workers(threads, "jaxckpt-read").run_each(reading.read_run, runs)) as results:
-            try:
-                for completed in results:
-                    while completed:
-                        yield completed.pop()
-            except BaseException:
-                reading.give_up()
-                raise
+        readers = shared_workers(threads, "jaxckpt-read")
+        with contextlib.closing(readers.run_each(reading.read_run, runs, give_up=reading.give_up)) as results:
+            for completed in results:
+                while completed:
+                    yield completed.pop()
     finally:
         for source in reading.sources.values():
             source.close()

@@ -64,7 +64,8 @@ class SegmentWriter:
             if start < len(self.layout.head):
                 _copy_overlap(np.frombuffer(self.layout.head, np.uint8), 0, start, buffer[: stop - start])
             self._fill(start, stop, buffer)
-            padded = -(-(stop - start) // sink.alignment) * sink.alignment
+            alignment = sink.alignment  # another thread may leave direct I/O
+            padded = -(-(stop - start) // alignment) * alignment
             buffer[stop - start : padded] = 0
             with disk:
                 sink.write_at(start, buffer[:padded])

@@ -15,6 +15,7 @@ import numpy as np
 from jaxckpt_train.store.segment import ALIGNMENT
 
 HUGE_PAGE_BYTES = 2 << 20
+PAGE_BYTES = max(ALIGNMENT, mmap.PAGESIZE)  # what the kernel takes back at a time; 64 KiB on some machines
 
 
 def aligned_buffer(size: int) -> np.ndarray:
@@ -37,9 +38,14 @@ class Arena:
         self._size, self._next = size, 0
         self._lock = threading.Lock()
 
+    @staticmethod
+    def room_for(size: int) -> int:
+        """How much of an arena an array of `size` bytes takes: whole pages, as they go back."""
+        return -(-size // PAGE_BYTES) * PAGE_BYTES
+
     def take(self, size: int) -> np.ndarray:
         """A flat uint8 array at a page boundary; from elsewhere if the area is used up."""
-        pages = -(-size // ALIGNMENT) * ALIGNMENT
+        pages = self.room_for(size)
         with self._lock:
             start = self._next
             if self._area is None or start + pages > self._size:
@@ -56,8 +62,15 @@ def _give_back(area: mmap.mmap, start: int, size: int) -> None:
 
 
 def fresh_area(size: int) -> mmap.mmap:
-    """Anonymous private memory (Python's default is shared, which gets no huge pages)."""
-    area = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Anonymous private memory (Python's default is shared, which gets no huge pages).
+
+    Raises:
+        MemoryError: the system does not give so much.
+    """
+    try:
+        area = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{size} bytes of memory were refused: {error.strerror}") from error
     if size >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             area.madvise(mmap.MADV_HUGEPAGE)
@@ -96,7 +109,7 @@ class StagingPool:
                 self._changed.notify_all()
 
     def touch(self) -> None:
-        """Have all of the memory there, unless some of it is in use; its first touch costs more than any later one."""
+        """Have all of the memory there: its first touch costs more than any later one. Waits until none is lent."""
         with self.buffer(self.budget_bytes) as whole:
             whole[:] = 0
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backend import Backend, Source
+from jaxckpt_train.store.backend import MISSING, Backend, Source
 from jaxckpt_train.store.boxes import box_shape
 from jaxckpt_train.store.digests import HEX_DIGITS, digest_function
 from jaxckpt_train.store.dtypes import DTYPES, safetensors_form
@@ -57,10 +57,10 @@ def verify(backend: Backend, directory: str, settings: StoreSettings) -> VerifyR
     found: dict[str, list[str]] = {}
 
     def check_segment(number: int) -> None:
-        found[committed.manifest.segments[number].file] = list(_segment_problems(backend, committed, number))
+        found[committed.manifest.segments[number].file] = _all(_segment_problems(backend, committed, number))
 
     def check_file(file: FileRecord) -> None:
-        found[file.file] = list(file_problems(backend, committed, file))
+        found[file.file] = _all(file_problems(backend, committed, file))
 
     workers = shared_workers(settings.read_threads // 2, "jaxckpt-read")
     workers.run_all(check_segment, range(len(committed.manifest.segments)))
@@ -69,12 +69,28 @@ def verify(backend: Backend, directory: str, settings: StoreSettings) -> VerifyR
     return VerifyReport(committed.directory, size, tuple(problem for file in sorted(found) for problem in found[file]))
 
 
+def _all(problems: Iterator[str]) -> list[str]:
+    """The problems; a refusal of the storage is one more."""
+    found: list[str] = []
+    try:
+        found.extend(problems)
+    except StorageError as error:
+        found.append(str(error))
+    return found
+
+
 def file_problems(backend: Backend, committed: Committed, file: FileRecord) -> Iterator[str]:
-    """What is wrong with one plain file, if anything."""
+    """What is wrong with one plain file, if anything.
+
+    Raises:
+        StorageError: the storage refused for a reason that is not the checkpoint's fault.
+    """
     path = f"{committed.directory}/{file.file}"
     try:
         source = backend.open(committed.directory, file.file, direct=False)
     except StorageError as error:
+        if error.errno not in MISSING:
+            raise
         yield f"{path}: the manifest names this file, but: {error}"
         return
     try:
@@ -154,7 +170,7 @@ def _block_problems(
         size = min(manifest.block_bytes, length - at)
         try:
             source.read_into(start + at, memory[:size], size)
-        except (CorruptCheckpointError, StorageError) as error:
+        except CorruptCheckpointError as error:
             yield f"{path}: {subject}: {error}"
             return
         if digest(memoryview(memory[:size])) != digests[block * width : (block + 1) * width]:

@@ -61,11 +61,14 @@ class Workers:
         if batch.error is not None:
             raise batch.error
 
-    def run_each(self, work: Callable[[T], R], items: Sequence[T]) -> Generator[R]:
+    def run_each(
+        self, work: Callable[[T], R], items: Sequence[T], *, give_up: Callable[[], None] = lambda: None
+    ) -> Generator[R]:
         """Run `work` on every item and yield what it returned, on the calling thread, as the items get done.
 
         After the first error no further item is begun; that error is raised once the running ones have ended. Closing
-        the iterator early ends it in the same way, so use `contextlib.closing`.
+        the iterator early, or an interrupt, ends it in the same way after a call to `give_up`, which may set free what
+        the running ones wait for; so use `contextlib.closing`.
         """
         results: queue.SimpleQueue[list[R] | None] = queue.SimpleQueue()
         batch = _Batch(lambda item: results.put([work(item)]), items, lambda: results.put(None))
@@ -75,6 +78,7 @@ class Workers:
             while (result := _next(results)) is not None:
                 yield result.pop()  # the consumer alone holds it, and may wait for what it frees by letting go
         except BaseException as error:  # an interrupt, or the consumer's: as in run_all()
+            give_up()
             batch.give_up(error)
             while _next(results) is not None:
                 pass

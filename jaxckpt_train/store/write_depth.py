@@ -6,8 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Generator, Hashable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
 
 from jaxckpt_train.settings import DEFAULT_IO_THREADS, MIB
 
@@ -15,22 +14,13 @@ _log = logging.getLogger("jaxckpt_train")
 
 CANDIDATES = (DEFAULT_IO_THREADS, 4, 8)
 TURN_BYTES = 96 * MIB
+LEAST_BYTES = 8 * TURN_BYTES  # two turns of each, and some: a turn ends with a whole buffer
 # So much faster than the default that it is no chance: a shared machine alone makes a fifth of difference.
 CLEARLY = 1.25
 
 
-class Turn(NamedTuple):
-    """A part of a save.
-
-    Attributes:
-        depth: how many writes are under way at a time.
-        most_bytes: about how much to write in this turn; None: all that is left.
-        begins_measuring: what happens only once should happen before this turn.
-    """
-
-    depth: int
-    most_bytes: int | None = None
-    begins_measuring: bool = False
+Write = Callable[[int, int | None], int]
+"""Writes about so many of the next bytes (None: all that are left) at a depth, waits, and tells how many it were."""
 
 
 class WriteDepth:
@@ -40,28 +30,36 @@ class WriteDepth:
         self._best: int | None = None
         self._lock = threading.Lock()
 
-    def turns(self, total_bytes: int) -> Generator[Turn]:
-        """How to write so many bytes. A turn is over when the next one is asked for."""
-        order = (*CANDIDATES, *reversed(CANDIDATES))
-        if self._best is None and total_bytes > len(order) * TURN_BYTES and self._lock.acquire(blocking=False):
+    def run(self, total_bytes: int, write: Write, prepare: Callable[[], None]) -> None:
+        """Write so many bytes; `prepare` does what happens only once, and should not be in the first turn's time."""
+        if self._best is None and total_bytes > LEAST_BYTES and self._lock.acquire(blocking=False):
             try:
-                seconds = dict.fromkeys(CANDIDATES, 0.0)
-                for number, depth in enumerate(order):
-                    started = time.perf_counter()
-                    yield Turn(depth, TURN_BYTES, begins_measuring=number == 0)
-                    seconds[depth] += time.perf_counter() - started
-                self._best = best_of(seconds)
-                speeds = {depth: round(2 * TURN_BYTES / MIB / took) for depth, took in seconds.items()}
-                _log.info("%d writes at a time; MiB/s measured: %s", self._best, speeds)
+                prepare()
+                self._best = self._measure(write)
             finally:
                 self._lock.release()
-        yield Turn(self._best or CANDIDATES[0])
+        write(self._best or CANDIDATES[0], None)
+
+    def _measure(self, write: Write) -> int | None:
+        """None: the save was over too soon, as turns end with whole buffers."""
+        moved, seconds = dict.fromkeys(CANDIDATES, 0), dict.fromkeys(CANDIDATES, 0.0)
+        for depth in (*CANDIDATES, *reversed(CANDIDATES)):
+            started = time.perf_counter()
+            done = write(depth, TURN_BYTES)
+            seconds[depth] += time.perf_counter() - started
+            moved[depth] += done
+            if done < TURN_BYTES:
+                return None
+        speeds = {depth: moved[depth] / seconds[depth] for depth in CANDIDATES}
+        best = best_of(speeds)
+        _log.info("%d writes at a time; measured, in MiB/s: %s", best, {d: round(v / MIB) for d, v in speeds.items()})
+        return best
 
 
-def best_of(seconds: dict[int, float]) -> int:
+def best_of(speeds: dict[int, float]) -> int:
     """The candidate to use: the default unless another one is clearly faster."""
-    fastest = min(seconds, key=lambda depth: seconds[depth])
-    return fastest if seconds[fastest] * CLEARLY < seconds[CANDIDATES[0]] else CANDIDATES[0]
+    fastest = max(speeds, key=lambda depth: speeds[depth])
+    return fastest if speeds[fastest] > CLEARLY * speeds[CANDIDATES[0]] else CANDIDATES[0]
 
 
 _known: dict[Hashable, WriteDepth] = {}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
@@ -19,7 +18,7 @@ from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.segment_writer import SegmentWriter
 from jaxckpt_train.store.staging import shared_pool
 from jaxckpt_train.store.workers import shared_workers
-from jaxckpt_train.store.write_depth import Turn, write_depth_of
+from jaxckpt_train.store.write_depth import write_depth_of
 
 # While all writes that the disk is given at a time are under way, so many threads fill the next buffers.
 FILLING_THREADS = 1
@@ -74,9 +73,12 @@ def write_arrays(
         for layout, file in zip(layouts, files, strict=True)
     ]
     try:
-        total = sum(layout.size for layout in layouts)
-        with contextlib.closing(_turns(backend, directory, settings, total)) as turns:
-            _run(writers, turns, settings.staging_bytes, progress)
+        run = _Run(writers, settings.staging_bytes, progress)
+        if settings.io_threads == "auto":
+            depth = write_depth_of(backend.volume(directory))
+            depth.run(sum(layout.size for layout in layouts), run.write, run.pool.touch)
+        else:
+            run.write(settings.io_threads, None)
     finally:
         for writer in writers:
             writer.abandon()
@@ -89,35 +91,26 @@ def write_arrays(
     return WrittenArrays(segments, records, sum(each.size - len(each.head) for each in layouts))
 
 
-def _turns(backend: Backend, directory: str, settings: StoreSettings, total: int) -> Generator[Turn]:
-    if settings.io_threads == "auto":
-        yield from write_depth_of(backend.volume(directory)).turns(total)
-    else:
-        yield Turn(settings.io_threads)
+class _Run:
+    """The writing of all segments, in turns that may differ in how many writes are under way at a time."""
 
+    def __init__(self, writers: Sequence[SegmentWriter], staging_bytes: int, progress: Progress | None) -> None:
+        self._writers, self._staging_bytes, self._progress = writers, staging_bytes, progress
+        self.pool = shared_pool(staging_bytes)
 
-def _run(
-    writers: Sequence[SegmentWriter],
-    turns: Iterator[Turn],
-    staging_bytes: int,
-    progress: Progress | None,
-) -> None:
-    """Write all windows, in turns that may differ in how many writes are under way at a time."""
-    pool = shared_pool(staging_bytes)
+    def write(self, depth: int, most_bytes: int | None) -> int:
+        """Write the next windows, about `most_bytes` (None: all that are left); returns how many bytes they were."""
+        threads, disk = depth + FILLING_THREADS, threading.Semaphore(depth)
+        buffer_bytes = max(self._staging_bytes // threads // ALIGNMENT, 1) * ALIGNMENT
 
-    def work(job: tuple[SegmentWriter, tuple[int, int]]) -> None:
-        done = job[0].write(job[1], pool, buffer_bytes, disk)
-        if progress is not None:
-            progress(done)
+        def work(job: tuple[SegmentWriter, tuple[int, int]]) -> None:
+            done = job[0].write(job[1], self.pool, buffer_bytes, disk)
+            if self._progress is not None:
+                self._progress(done)
 
-    for turn in turns:
-        if turn.begins_measuring:
-            pool.touch()  # else the first turn alone would pay for it
-        disk = threading.Semaphore(turn.depth)
-        threads = turn.depth + FILLING_THREADS
-        buffer_bytes = max(staging_bytes // threads // ALIGNMENT, 1) * ALIGNMENT
-        jobs = _cut(writers, buffer_bytes, turn.most_bytes)
+        jobs = _cut(self._writers, buffer_bytes, most_bytes)
         shared_workers(threads, "jaxckpt-write", polite=True).run_all(work, jobs)
+        return sum(stop - start for _, (start, stop) in jobs)
 
 
 def _cut(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -46,8 +47,9 @@ def have_room(arrays: Sequence[jax.Array]) -> bool:
     """
     needed: dict[jax.Device, int] = defaultdict(int)
     for array in arrays:
-        for shard in array.addressable_shards:
-            needed[shard.device] += shard.data.nbytes
+        size = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        for device in array.sharding.addressable_devices:
+            needed[device] += size
     asked_before = _measured.issuperset(needed)
     _measured.update(needed)
     return asked_before and all(_free_bytes(device.memory_stats()) >= size for device, size in needed.items())

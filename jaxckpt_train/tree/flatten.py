@@ -78,6 +78,8 @@ def flatten(tree: Any) -> Flat:
         return Flat(known.names, _merged(leaves, known.others), known.containers, structure)
     flat = dataclasses.replace(_flatten_anew(tree), structure=structure)
     others = {number: leaf for number, leaf in enumerate(flat.leaves) if leaf is None or leaf is EMPTY}
+    if len(leaves) + len(others) != len(flat.leaves):
+        return flat  # JAX flattens a part of it otherwise, by a registration of its own
     merged = _merged(leaves, others)
     if len(leaves) >= _KNOWN_LEAVES and all(map(operator.is_, merged, flat.leaves)) and _has_plain_keys(flat):
         _known[structure] = _Known(flat.names, flat.containers, others)

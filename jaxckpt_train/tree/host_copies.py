@@ -16,7 +16,9 @@ COPYING_THREADS = 2
 PIECE_BYTES = 16 << 20
 ALIGNMENT = 64
 
-_kept: list[mmap.mmap] = []  # memory that no copy uses at the moment: of the largest state seen, touched already
+_KEPT_AREAS = 8
+
+_kept: list[mmap.mmap] = []  # memory that no copy uses at the moment, touched already: an area per tree
 
 
 def copy_all(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -24,6 +26,8 @@ def copy_all(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
 
     The memory is as large as the state, and kept for the next save when the last of the copies is dropped.
     """
+    if not arrays:
+        return []
     starts, end = [], 0
     for array in arrays:
         starts.append(end)
@@ -64,16 +68,19 @@ def _copy(portion: list[tuple[np.ndarray, np.ndarray]]) -> None:
 
 
 def _take(size: int) -> mmap.mmap:
-    while _kept:
-        area = _kept.pop()
-        if len(area) >= size:
-            return area
+    """Memory that was used for as much before; where there is none, the trees have changed, and all is made anew."""
+    fitting = [area for area in _kept if size <= len(area) <= 2 * size + mmap.PAGESIZE]
+    if fitting:
+        area = min(fitting, key=len)
+        _kept.remove(area)
+        return area
+    _kept.clear()
     return fresh_area(max(size, mmap.PAGESIZE))
 
 
 def _give_back(area: mmap.mmap) -> None:
-    if not _kept:
-        _kept.append(area)
+    _kept.append(area)
+    del _kept[:-_KEPT_AREAS]
 
 
 os.register_at_fork(after_in_child=_kept.clear)

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 
-from jaxckpt_train.errors import MismatchError
+from jaxckpt_train.errors import CheckpointError, MismatchError
 from jaxckpt_train.store.boxes import Box, box_from_index, full_box
 
 
@@ -34,7 +35,13 @@ def device_placement(name: str, shape: tuple[int, ...], sharding: jax.sharding.S
 
     Raises:
         MismatchError: the sharding does not fit the shape.
+        CheckpointError: it spans devices of other processes.
     """
+    if not sharding.is_fully_addressable:
+        raise CheckpointError(
+            f"leaf {name!r}: its sharding spans devices of other processes, onto which this version cannot load; "
+            "load onto the devices of one process"
+        )
     try:
         sharding.check_compatible_aval(shape)  # type: ignore[attr-defined]
         indices = sharding.addressable_devices_indices_map(shape)
@@ -46,3 +53,10 @@ def device_placement(name: str, shape: tuple[int, ...], sharding: jax.sharding.S
         box = full_box(shape) if index is None else box_from_index(index, shape)
         devices.append((device, numbers.setdefault(box, len(numbers))))
     return Placement(shape, sharding, tuple(numbers), tuple(devices))
+
+
+def default_platform() -> str:
+    """Where JAX puts an array without a sharding: what its default device is made of."""
+    (device,) = jax.device_put(np.zeros((), np.bool_)).devices()
+    platform: str = device.platform
+    return platform

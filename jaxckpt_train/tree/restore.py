@@ -42,7 +42,7 @@ from jaxckpt_train.tree.mismatch import (
     unexpected_line,
 )
 from jaxckpt_train.tree.patterns import Only, leaf_filter
-from jaxckpt_train.tree.placement import Placement, device_placement, host_placement
+from jaxckpt_train.tree.placement import Placement, default_platform, device_placement, host_placement
 from jaxckpt_train.tree.rebuild import rebuild
 from jaxckpt_train.tree.target import Want, concrete_sharding, wanted
 
@@ -226,9 +226,14 @@ class TreeRestore:
         """Read what the jobs want and put each array where it goes while others are still on their way."""
         if not jobs:
             return
-        requests = [Wanted(job.array, placement.boxes) for _, job, placement in jobs if job.array is not None]
-        puts, passing = DevicePuts(), any(_only_passes(job, placement) for _, job, placement in jobs)
-        reading = iter_boxes(self._backend, self._committed, requests, self._settings, progress, passing=passing)
+        default = default_platform() if any(job.want.form == "jax" for _, job, _ in jobs) else "cpu"
+        requests = [
+            Wanted(job.array, placement.boxes, _only_passes(job, placement, default))
+            for _, job, placement in jobs
+            if job.array is not None
+        ]
+        puts = DevicePuts()
+        reading = iter_boxes(self._backend, self._committed, requests, self._settings, progress)
         with contextlib.closing(reading) as boxes:
             for wanted, box, data in boxes:
                 number, job, placement = jobs[wanted]
@@ -269,11 +274,11 @@ def _placement(job: _Job, known: dict[object, Placement]) -> Placement:
     return found
 
 
-def _only_passes(job: _Job, placement: Placement) -> bool:
+def _only_passes(job: _Job, placement: Placement, default: str) -> bool:
     """Whether its bytes only pass through host memory on their way to an accelerator."""
     if placement.devices:
-        return any(device.platform != "cpu" for device, _ in placement.devices)
-    return job.want.form == "jax" and jax.default_backend() != "cpu"
+        return all(device.platform != "cpu" for device, _ in placement.devices)
+    return job.want.form == "jax" and default != "cpu"
 
 
 def _host_value(job: _Job, array: np.ndarray) -> Any:

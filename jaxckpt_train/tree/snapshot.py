@@ -125,21 +125,27 @@ def _take_elsewhere(taker: _Taker, mode: SnapshotMode, ahead_bytes: int) -> Tran
     elif mode == "auto" and have_room(leaves):
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # no room after all
             copies = copy_on_devices(leaves)
-    shards = [_distinct_shards(leaf) for leaf in copies or leaves]
+    shards = [[(shard.index, _own_handle(shard)) for shard in _distinct_shards(leaf)] for leaf in copies or leaves]
     transfers = None
     if copies is not None or mode == "stream":
         transfers = Transfers(ahead_bytes)
         fetch: Callable[[jax.Array], np.ndarray | ArrayToCome] = transfers.add
     else:
-        for shard in (shard for several in shards for shard in several):
-            shard.data.copy_to_host_async()
+        for _, data in (shard for several in shards for shard in several):
+            data.copy_to_host_async()
         fetch = np.asarray
     for (number, leaf), several in zip(taker.elsewhere, shards, strict=True):
-        chunks = tuple(ChunkSource(box_from_index(shard.index, leaf.shape), fetch(shard.data)) for shard in several)
+        chunks = tuple(ChunkSource(box_from_index(index, leaf.shape), fetch(data)) for index, data in several)
         taker.arrays[number] = taker.arrays[number]._replace(chunks=chunks)
     if transfers is not None:
         transfers.begin()
     return transfers
+
+
+def _own_handle(shard: jax.Shard) -> jax.Array:
+    """The shard as an array object of ours: JAX keeps what was copied to the host with the object it was asked for."""
+    own: jax.Array = shard.data.addressable_data(0)
+    return own
 
 
 def _distinct_shards(leaf: jax.Array) -> list[jax.Shard]:

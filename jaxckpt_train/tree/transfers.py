@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+import weakref
 
 import jax
 import numpy as np
@@ -13,8 +15,8 @@ from jaxckpt_train.store.latch import Latch
 class Transfers:
     """Arrays of one device each that are still to be brought to the host, in the order in which they were added.
 
-    A fetch starts the transfers of the next arrays too, up to `ahead_bytes`, so that they run while others are
-    written. Each array, and its copy on the host, is let go of as soon as it was fetched.
+    A fetch starts the transfers of the next arrays too, so that they run while others are written, as long as all that
+    is on its way or not dropped yet is no more than `ahead_bytes`. Each array is let go of as soon as it was fetched.
 
     Attributes:
         done: open once nothing is read from the devices any more.
@@ -26,9 +28,12 @@ class Transfers:
         self._waiting: list[jax.Array | None] = []
         self._lock = threading.Lock()
         self._left = self._next = self._under_way = 0
+        self._dropped: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-    def add(self, array: jax.Array) -> ArrayToCome:
-        """Add an array that lies on a single device."""
+    def add(self, array: jax.Array) -> ArrayToCome | np.ndarray:
+        """Add an array that lies on a single device; one without elements is here at once."""
+        if not array.size:
+            return np.empty(array.shape, array.dtype)
         self._waiting.append(array)
         self._left += 1
         return ArrayToCome(self, len(self._waiting) - 1, array)
@@ -48,9 +53,9 @@ class Transfers:
             self._waiting[number] = None
             if number >= self._next:  # out of order
                 self._under_way += array.nbytes
-            self._under_way -= array.nbytes
             self._start_more()
         data = np.asarray(array)
+        weakref.finalize(data, self._dropped.put, array.nbytes).atexit = False
         with self._lock:
             self._left -= 1
             last = self._left == 0
@@ -66,12 +71,16 @@ class Transfers:
         self.done.open()
 
     def _start_more(self) -> None:
-        while self._next < len(self._waiting) and self._under_way < self._ahead_bytes:
+        while not self._dropped.empty():
+            self._under_way -= self._dropped.get()
+        while self._next < len(self._waiting):
             array = self._waiting[self._next]
-            self._next += 1
             if array is not None:
+                if 0 < self._under_way > self._ahead_bytes - array.nbytes:
+                    return
                 array.copy_to_host_async()
                 self._under_way += array.nbytes
+            self._next += 1
 
 
 class ArrayToCome:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxckpt_train.store import staging
 from jaxckpt_train.store.staging import Arena, StagingPool, aligned_buffer, shared_pool
 
 PAGE = 4096
@@ -179,6 +180,20 @@ def test_an_arena_is_used_from_end_to_end_and_then_others_are_made() -> None:
     assert not begin <= large.ctypes.data < begin + 5 * PAGE
     assert not begin <= beyond.ctypes.data < begin + 5 * PAGE
     assert beyond.tobytes() == b"\0"
+
+
+def test_arrays_share_no_page_of_a_machine_with_larger_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes whole pages of its own size back: a neighbour in the same one would read as zero."""
+    monkeypatch.setattr(staging, "PAGE_BYTES", 16 * PAGE)
+    arena = Arena(3 * 16 * PAGE)
+    first, second = arena.take(17 * PAGE), arena.take(1)
+    assert second.ctypes.data - first.ctypes.data == 32 * PAGE
+    assert Arena.room_for(1) == 16 * PAGE
+
+
+def test_memory_that_the_system_refuses_is_named() -> None:
+    with pytest.raises(MemoryError, match=r"9007199254740992 bytes of memory were refused: .*memory"):
+        aligned_buffer(1 << 53)
 
 
 def area_of(arena: Arena) -> np.ndarray:

@@ -151,6 +151,22 @@ def test_results_before_the_first_error_come_and_then_it_is_raised(error: BaseEx
     assert list(workers.run_each(str, [7])) == ["7"]
 
 
+def test_giving_up_sets_free_what_the_running_items_wait_for() -> None:
+    waits, free, ended = threading.Event(), threading.Event(), list[int]()
+
+    def work(item: int) -> int:
+        if item == 1:
+            waits.set()
+            assert free.wait(30), "not set free"
+            ended.append(item)
+        return item
+
+    with contextlib.closing(Workers(2, "test").run_each(work, [0, 1, 2], give_up=free.set)) as results:
+        next(results)
+        assert waits.wait(30)
+    assert ended == [1]
+
+
 def test_an_error_is_raised_after_the_running_items_have_ended() -> None:
     ended, together = list[str](), threading.Barrier(2)
 

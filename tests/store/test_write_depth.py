@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ from jaxckpt_train.store.write_depth import CANDIDATES, TURN_BYTES, WriteDepth, 
 from jaxckpt_train.store.writer import write_arrays
 from tests.store.strict_backend import PAGE, StrictBackend, small_sizes
 
-LARGE = 7 * TURN_BYTES
+LARGE = 20 * TURN_BYTES
 DEFAULT = CANDIDATES[0]
 
 
@@ -28,72 +27,105 @@ def _small() -> Iterator[None]:
     yield from small_sizes()
 
 
-class Clock:
-    """Stands in for the module's `time`; a write at a depth takes as long as the test says."""
+class Disk:
+    """A disk with a clock: moves so many bytes a second at each depth, and begins with turns of whole buffers."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, speeds: dict[int, float], total: int = LARGE) -> None:
+        self.now, self.left, self.speeds = 0.0, total, speeds
+        self.depths = list[int]()
+        self.prepared = 0
         monkeypatch.setattr(write_depth, "time", self)
 
     def perf_counter(self) -> float:
         return self.now
 
+    def prepare(self) -> None:
+        self.prepared += 1
+        self.now += 1000.0  # must not be in anyone's time
 
-def walk(depth: WriteDepth, total: int, clock: Clock, seconds: dict[int, float]) -> list[int]:
-    taken = []
-    for turn in depth.turns(total):
-        taken.append(turn.depth)
-        clock.now += seconds[turn.depth]
-    return taken
+    def write(self, depth: int, most_bytes: int | None) -> int:
+        self.depths.append(depth)
+        buffer = TURN_BYTES // (depth + 1)
+        done = self.left if most_bytes is None else min(self.left, -(-most_bytes // buffer) * buffer + buffer)
+        self.left -= done
+        self.now += done / self.speeds[depth]
+        return done
+
+    def save(self, depth: WriteDepth) -> list[int]:
+        self.depths.clear()
+        total = self.left
+        depth.run(total, self.write, self.prepare)
+        assert self.left == 0
+        self.left = total
+        return list(self.depths)
 
 
 def test_the_first_large_save_tries_every_number_twice_and_the_fastest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    depth, clock = WriteDepth(), Clock(monkeypatch)
-    seconds = {2: 3.0, 4: 1.5, 8: 1.0}
-    assert walk(depth, LARGE, clock, seconds) == [2, 4, 8, 8, 4, 2, 8]
-    assert walk(depth, LARGE, clock, seconds) == [8]
-    assert walk(depth, 1, clock, seconds) == [8]
+    depth, disk = WriteDepth(), Disk(monkeypatch, {2: 1e9, 4: 2e9, 8: 3e9})
+    assert disk.save(depth) == [2, 4, 8, 8, 4, 2, 8]
+    assert disk.prepared == 1
+    assert disk.save(depth) == [8]
+    assert disk.prepared == 1
+    disk.left = 1
+    assert disk.save(depth) == [8]
 
 
-def test_what_happens_only_once_happens_before_the_first_turn() -> None:
-    assert [turn.begins_measuring for turn in WriteDepth().turns(LARGE)] == [True] + 6 * [False]
-    assert [turn.begins_measuring for turn in WriteDepth().turns(1)] == [False]
+def test_a_disk_that_does_not_care_is_given_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns end with whole buffers, which are larger the fewer there are; that must not count against anyone."""
+    depth, disk = WriteDepth(), Disk(monkeypatch, dict.fromkeys(CANDIDATES, 1e9))
+    assert disk.save(depth) == [2, 4, 8, 8, 4, 2, DEFAULT]
+    assert disk.save(depth) == [DEFAULT]
 
 
 @pytest.mark.parametrize(
-    ("seconds", "best"),
+    ("speeds", "best"),
     [
         ({2: 1.0, 4: 1.0, 8: 1.0}, 2),
-        ({2: 1.0, 4: 0.9, 8: 0.81}, 2),
-        ({2: 1.0, 4: 0.7, 8: 0.9}, 4),
-        ({2: 1.0, 4: 0.7, 8: 0.3}, 8),
-        ({2: 0.1, 4: 0.7, 8: 0.3}, 2),
+        ({2: 1.0, 4: 1.2, 8: 1.25}, 2),
+        ({2: 1.0, 4: 1.5, 8: 1.2}, 4),
+        ({2: 1.0, 4: 1.5, 8: 3.0}, 8),
+        ({2: 9.0, 4: 1.5, 8: 3.0}, 2),
     ],
 )
-def test_a_small_difference_is_chance(seconds: dict[int, float], best: int) -> None:
-    assert best_of(seconds) == best
+def test_a_small_difference_is_chance(speeds: dict[int, float], best: int) -> None:
+    assert best_of(speeds) == best
 
 
 def test_a_small_save_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    depth, clock = WriteDepth(), Clock(monkeypatch)
-    assert walk(depth, 6 * TURN_BYTES, clock, {2: 1.0}) == [DEFAULT]
-    assert walk(depth, LARGE, clock, {2: 3.0, 4: 1.0, 8: 2.0})[-1] == 4
+    depth, disk = WriteDepth(), Disk(monkeypatch, {2: 1e9, 4: 3e9, 8: 2e9}, 8 * TURN_BYTES)
+    assert disk.save(depth) == [DEFAULT]
+    assert disk.prepared == 0
+    disk.left = LARGE
+    assert disk.save(depth)[-1] == 4
 
 
-def test_a_second_save_meanwhile_measures_nothing() -> None:
-    depth = WriteDepth()
-    first = depth.turns(LARGE)
-    next(first)
-    assert [turn.depth for turn in depth.turns(LARGE)] == [DEFAULT]
-    assert len(list(first)) == 6
+def test_a_save_that_is_over_too_soon_leaves_the_measuring_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    depth, disk = WriteDepth(), Disk(monkeypatch, {2: 1e9, 4: 3e9, 8: 2e9})
+    disk.left = 3 * TURN_BYTES
+    depth.run(LARGE, disk.write, disk.prepare)  # buffers so large that few turns take all
+    assert disk.left == 0
+    assert depth._best is None
+    disk.left = LARGE
+    assert disk.save(depth)[-1] == 4
 
 
-def test_a_save_that_fails_leaves_the_measuring_to_the_next() -> None:
-    depth = WriteDepth()
-    failing = depth.turns(LARGE)
-    next(failing)
-    failing.close()
-    assert len(list(depth.turns(LARGE))) == 7
+def test_a_second_save_meanwhile_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    depth, disk = WriteDepth(), Disk(monkeypatch, {2: 1e9, 4: 3e9, 8: 2e9})
+    inner = list[int]()
+
+    def write(number: int, most_bytes: int | None) -> int:
+        if not inner:
+            depth.run(LARGE, lambda n, most: inner.append(n) or LARGE, pytest.fail)  # type: ignore[func-returns-value]
+        return disk.write(number, most_bytes)
+
+    depth.run(LARGE, write, disk.prepare)
+    assert inner == [DEFAULT]
+    assert disk.depths == [2, 4, 8, 8, 4, 2, 4]
+
+
+def small_turns(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(write_depth, "TURN_BYTES", size)
+    monkeypatch.setattr(write_depth, "LEAST_BYTES", 8 * size)
 
 
 class Counting(StrictBackend):
@@ -134,7 +166,7 @@ def written(backend: Any, name: str, content: np.ndarray, **chosen: Any) -> byte
 
 
 def test_a_save_that_measures_writes_every_byte_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_depth, "TURN_BYTES", 20 * PAGE)
+    small_turns(monkeypatch, 20 * PAGE)
     backend = Counting()
     content = np.random.default_rng(0).integers(0, 256, 300 * PAGE + 17, np.uint8)
     assert written(backend, "a", content) == content.tobytes()
@@ -143,7 +175,7 @@ def test_a_save_that_measures_writes_every_byte_once(monkeypatch: pytest.MonkeyP
 
 
 def test_the_number_in_the_settings_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_depth, "TURN_BYTES", PAGE)
+    small_turns(monkeypatch, PAGE)
     backend = Counting()
     content = np.zeros(300 * PAGE, np.uint8)
     assert written(backend, "a", content, io_threads=1) == content.tobytes()
@@ -152,7 +184,7 @@ def test_the_number_in_the_settings_is_taken_as_it_is(monkeypatch: pytest.Monkey
 
 
 def test_a_refusal_while_measuring_is_raised_and_measured_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_depth, "TURN_BYTES", 20 * PAGE)
+    small_turns(monkeypatch, 20 * PAGE)
     backend = Counting()
     content = np.random.default_rng(0).integers(0, 256, 300 * PAGE, np.uint8)
     backend.refuses = True
@@ -169,21 +201,3 @@ def test_directories_of_one_disk_share_what_is_known(tmp_path: Any) -> None:
     disk = LocalBackend()
     assert write_depth_of(disk.volume(str(tmp_path))) is write_depth_of(disk.volume(str(tmp_path / "a")))
     assert write_depth_of("elsewhere") is not write_depth_of(disk.volume(str(tmp_path)))
-
-
-def test_one_of_several_saves_at_once_measures() -> None:
-    depth, measured = WriteDepth(), list[int]()
-    together = threading.Barrier(4, timeout=30)
-
-    def save() -> None:
-        turns = depth.turns(LARGE)
-        next(turns)
-        together.wait()
-        measured.append(1 + len(list(turns)))
-
-    threads = [threading.Thread(target=save) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(measured) == [1, 1, 1, 7]

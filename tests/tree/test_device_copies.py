@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -91,14 +92,20 @@ class FakeDevice:
 
 
 @dataclasses.dataclass
-class FakeShard:
-    device: FakeDevice
-    data: np.ndarray
+class FakeSharding:
+    """Every device has the whole of it."""
+
+    addressable_devices: Sequence[FakeDevice]
+
+    def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
 
 
 @dataclasses.dataclass
 class FakeArray:
-    addressable_shards: list[FakeShard]
+    shape: tuple[int, ...]
+    sharding: FakeSharding
+    dtype = np.dtype(np.uint8)
 
 
 def device(limit: int, peak: int) -> FakeDevice:
@@ -106,7 +113,7 @@ def device(limit: int, peak: int) -> FakeDevice:
 
 
 def array_on(*devices: FakeDevice, size: int) -> Any:
-    return FakeArray([FakeShard(one, np.zeros(size, np.uint8)) for one in devices])
+    return FakeArray((size,), FakeSharding(devices))
 
 
 @pytest.fixture(autouse=True)

@@ -136,7 +136,7 @@ def test_a_partial_load_reads_what_it_needs_and_little_more(only: str, tmp_path:
 @pytest.mark.timeout(30)
 def test_a_cast_that_fails_on_an_accelerator_is_raised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The CPU stands for the accelerator. The same with an out-of-memory error of device_put."""
-    monkeypatch.setattr(restore, "_only_passes", lambda job, placement: True)
+    monkeypatch.setattr(restore, "_only_passes", lambda job, placement, default: True)
     tree = {f"x{n}": np.full(1 << 20, 1 << 20, np.int32) for n in range(20)}
     jct.save(tmp_path / "c", tree)
     like = {name: jax.ShapeDtypeStruct(leaf.shape, np.int8) for name, leaf in tree.items()}

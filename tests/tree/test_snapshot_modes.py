@@ -102,7 +102,7 @@ def test_what_is_saved_is_the_state_at_the_call(mode: str, sharded: bool, tmp_pa
         pending = jct.save_async(tmp_path / "c", tree, overwrite=True, settings=quick(mode))
         old, state = state, next_state(state)
         host += 1
-        assert old["w"].is_deleted()
+        assert old["w"].is_deleted() or mode == "stream", "what is not written yet is a view here, which JAX respects"
         pending.wait()
         assert raw_of(jct.load(tmp_path / "c")) == expected
 
@@ -141,8 +141,7 @@ def test_only_stream_keeps_the_caller() -> None:
     for mode in ("auto", "host", "device"):
         assert snapshot(state, mode).is_taken.is_open()  # type: ignore[arg-type]
     taken = snapshot(state, "stream")
-    places = [chunk.data for array in taken.arrays for chunk in array.chunks]
-    for place in places:
+    for place in (chunk.data for array in taken.arrays for chunk in array.chunks if chunk.data.size):
         assert not taken.is_taken.is_open()
         place.fetch()  # type: ignore[union-attr]
     assert taken.is_taken.is_open()
