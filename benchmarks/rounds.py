@@ -9,6 +9,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks import page_cache
 from benchmarks.record import WARM_UP_ROUND, Turn
 from benchmarks.sample import LoadSample
@@ -74,7 +76,7 @@ def run_rounds(workload: Workload, subjects: Sequence[str], directory: Path, pla
             stack.callback(running.stop)
         versions = _versions(workers, fail)
         for number in range(plan.counted_rounds + 1):
-            for index in turn_order(len(subjects), number):
+            for index in turn_order(len(subjects), number, plan.seed):
                 name = subjects[index]
                 if name in failed:
                     continue
@@ -88,10 +90,9 @@ def run_rounds(workload: Workload, subjects: Sequence[str], directory: Path, pla
     return Outcome([turn for turn in turns if turn.subject not in failed], versions, failed)
 
 
-def turn_order(count: int, number: int) -> list[int]:
-    """Another subject begins in every round, and every other round runs backwards: none has a fixed forerunner."""
-    order = [(number + index) % count for index in range(count)]
-    return order[::-1] if number % 2 else order
+def turn_order(count: int, number: int, seed: int) -> list[int]:
+    """Every round has an order of its own, by chance: none has a fixed place, or a fixed forerunner to suffer from."""
+    return [int(index) for index in np.random.default_rng((seed, number)).permutation(count)]
 
 
 def _take_turn(

@@ -27,6 +27,7 @@ class OrbaxV0:
 
         self._ocp = orbax.checkpoint
         self._checkpointer = self._ocp.StandardCheckpointer(**options)
+        self._partial = self._ocp.Checkpointer(self._ocp.PyTreeCheckpointHandler())
 
     def start_save(self, path: Path, state: State) -> Wait:
         self._checkpointer.save(path, state)
@@ -35,11 +36,11 @@ class OrbaxV0:
     def load(self, path: Path, like: State) -> State:
         """All of it through the same checkpointer; a part, which it cannot, through `partial_restore`."""
         if like.keys() == {"params"}:
-            with self._ocp.Checkpointer(self._ocp.PyTreeCheckpointHandler()) as part:
-                return part.restore(path, args=restore_args(self._ocp, like, partial=True))
+            return self._partial.restore(path, args=restore_args(self._ocp, like, partial=True))
         return self._checkpointer.restore(path, like)
 
     def close(self) -> None:
+        self._partial.close()
         self._checkpointer.close()
 
 

@@ -13,7 +13,7 @@ _pausing = threading.Lock()
 
 @contextlib.contextmanager
 def paused_collection() -> Iterator[None]:
-    """No collection within, unless another thread is within: for fractions of a second, and no memory of unknown size.
+    """No collection within, unless another thread is within: for fractions of a second beside what is waited for.
 
     A full collection looks at every object of the process, of which JAX alone has some hundred thousands; the records
     of a few thousand leaves set one off, which takes longer than all else that is done with them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -82,9 +83,10 @@ def test_another_seed_is_another_tree(tmp_path: Path) -> None:
             running.load(tmp_path / "one", (*SEED, 4), "whole")
 
 
-def test_everybody_begins_once_and_no_one_follows_always_the_same() -> None:
-    orders = [turn_order(4, number) for number in range(4)]
-    assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
-    assert orders[0] == [0, 1, 2, 3]
-    assert orders[1] == [0, 3, 2, 1]
-    assert orders[2] == [2, 3, 0, 1]
+def test_every_round_has_an_order_of_its_own_and_no_one_follows_always_the_same() -> None:
+    orders = [turn_order(8, number, seed) for seed in range(20) for number in range(6)]
+    assert all(sorted(order) == list(range(8)) for order in orders)
+    assert turn_order(8, 3, 5) == turn_order(8, 3, 5)
+    followed = {(one, other) for order in orders for one, other in itertools.pairwise(order)}
+    assert len(followed) == 8 * 7, "everyone comes after everyone at times"
+    assert {order[0] for order in orders} == set(range(8))

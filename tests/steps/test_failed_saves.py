@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,3 +153,37 @@ def test_a_script_that_raises_shows_its_own_error_too(tmp_path: Path, run_python
     assert done.returncode == 1
     assert "ValueError: the loop's own error" in done.stderr
     assert "refused to create" in done.stderr
+
+
+def test_an_interrupt_while_the_state_streams_does_not_lose_the_save(tmp_path: Path) -> None:
+    """The manager still knows it, waits for it when it is closed, and frees its directory only then."""
+    state = {"w": jnp.arange(1 << 20, dtype=jnp.float32)}
+    backend = HoldingBackend("create", "p00000-s000")
+    settings = jct.StoreSettings(snapshot="stream", staging_bytes=1 << 20)
+    manager = jct.StepManager(tmp_path / "run", settings=settings, backend=backend)  # type: ignore[arg-type]
+
+    def interrupt() -> None:
+        assert backend.reached.wait(60)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    helper = threading.Thread(target=interrupt)
+    helper.start()
+    with pytest.raises(KeyboardInterrupt):
+        manager.save(5, {"state": state}, force=True)
+    helper.join()
+    assert manager.is_saving_in_progress()
+    backend.go.set()
+    manager.close()
+    assert jct.StepManager(tmp_path / "run").latest == 5
+
+
+def test_a_system_without_threads_leaves_no_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    (tmp_path / "run").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            jct.save_async(tmp_path / "run" / "c", {"w": jnp.ones(3)})
+    assert list((tmp_path / "run").iterdir()) == []

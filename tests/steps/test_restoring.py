@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from flax import nnx
 
 import jaxckpt_train as jct
 from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.tree import device_put
 from tests.steps.fake_backends import HoldingBackend
 from tests.steps.runs import (
     DAMAGE,
@@ -310,3 +313,57 @@ def test_an_owner_whose_step_was_removed_by_hand_goes_on_with_the_one_before(tmp
         assert step_of(owner.restore()) == 1
         with pytest.raises(jct.StepNotFoundError, match="has no committed step 2"):
             owner.restore(step=2)
+
+
+def test_a_file_that_may_not_be_read_is_not_taken_for_damage(tmp_path: Path) -> None:
+    """A plain file of a checkpointable, as one of an array: the step is good, and going back would lose work."""
+
+    class Forbidden(HoldingBackend):
+        def open(self, directory: str, name: str, *, direct: object) -> object:  # type: ignore[override]
+            if "step-0000000002" in directory and name.endswith("p00000.json"):
+                raise jct.StorageError(errno.EMFILE, "too many open files", name)
+            return super().open(directory, name, direct=direct)  # type: ignore[arg-type]
+
+    with jct.StepManager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            manager.save(step, {"note": jct.JsonValue({"step": step})}, force=True)
+    backend = Forbidden("none", "")
+    with pytest.raises(jct.StorageError, match="too many open files"):
+        jct.StepManager(tmp_path / "run", backend=backend).restore()  # type: ignore[arg-type]
+    report = jct.verify(step_path(tmp_path / "run", 2))
+    assert report.ok
+
+
+def test_what_a_damaged_step_had_loaded_is_free_before_the_next_is_read(tmp_path: Path) -> None:
+    """The traceback of what failed would hold it: a state that fills most of a device could not be loaded twice."""
+    alive: list[int] = []
+    seen: list[weakref.ref[jax.Array]] = []
+    put = device_put.DevicePuts.put
+
+    def watched(self: Any, number: int, *rest: Any) -> Any:
+        array = put(self, number, *rest)
+        if array is not None:
+            alive.append(sum(one() is not None for one in seen))
+            seen.append(weakref.ref(array))
+        return array
+
+    names = [f"x{number}" for number in range(6)]
+    with jct.StepManager(tmp_path / "run", settings=jct.StoreSettings(io_threads=1)) as manager:
+        for step in (1, 2):
+            manager.save(step, {"state": {name: jnp.full(1 << 22, step) for name in names}}, force=True)
+    segment = step_path(tmp_path / "run", 2) / "state" / "p00000-s000.safetensors"
+    with segment.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+    like = {"state": {name: jax.ShapeDtypeStruct((1 << 22,), jnp.int32) for name in names}}
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device_put.DevicePuts, "put", watched)
+            restored = jct.StepManager(tmp_path / "run").restore(like)
+    finally:
+        gc.enable()
+    assert int(restored["state"]["x0"][0]) == 1
+    assert len(seen) > 6, "something of the damaged step was loaded"
+    assert alive[-6:] == list(range(6)), "nothing of the damaged step is alive while the next is loaded"

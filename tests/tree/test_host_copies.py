@@ -73,3 +73,19 @@ def test_what_is_too_small_is_replaced_and_only_one_area_is_kept() -> None:
 
 def test_an_empty_state_has_no_copies() -> None:
     assert copy_all([]) == []
+
+
+def test_two_trees_of_a_save_both_find_their_memory_again() -> None:
+    """In whichever order they come and go: the small one must not cost the large one its memory."""
+    places = set()
+    for turn in range(6):
+        order = [8 * MIB, 100] if turn % 2 else [100, 8 * MIB]
+        copies = [copy_all([np.full(size, turn, np.uint8)])[0] for size in order]
+        assert [raw(copy) for copy in copies] == [bytes([turn]) * size for size in order]
+        places.add(copies[order.index(8 * MIB)].ctypes.data)
+        copies.reverse() if turn % 3 else None
+        while copies:
+            copies.pop()
+    assert len(places) <= 2, "made at most twice: the second tree of the first turn found nothing"
+    assert len(host_copies._kept) == 2
+    assert sorted(map(len, host_copies._kept))[1] == 8 * MIB
