@@ -387,17 +387,3 @@ def test_keys_that_python_holds_equal_keep_their_own_names(first: object, second
     flatten({first: [0] * 64})
     tree = {second: [0] * 64}
     assert list(flatten(tree).names) == flattening._flatten_anew(tree).names
-
-
-class HalfStatic(NamedTuple):
-    """Walked field by field here, but JAX is told that the second one is no leaf."""
-
-    w: Any
-    n: int
-
-
-def test_a_namedtuple_that_jax_flattens_otherwise_keeps_its_fields() -> None:
-    jax.tree_util.register_pytree_node(HalfStatic, lambda s: ((s.w,), s.n), lambda n, w: HalfStatic(w[0], n))
-    flat = flatten({"a": HalfStatic(np.ones(3), 5), "z": None})
-    assert list(flat.names) == ["a/w", "a/n", "z"]
-    assert flat.leaves[1:] == [5, None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -168,3 +168,17 @@ def test_a_sharding_is_described_for_people() -> None:
     }
     positional = spread(jnp.arange(8), mesh_of(8), "x").sharding
     assert describe_sharding(positional) == {"mesh": {"x": 8}, "spec": ["x"]}
+
+
+class HalfStatic(NamedTuple):
+    """Walked field by field here, but JAX is told that the second one is no leaf."""
+
+    w: Any
+    n: int
+
+
+def test_a_namedtuple_that_jax_flattens_otherwise_keeps_its_fields() -> None:
+    jax.tree_util.register_pytree_node(HalfStatic, lambda s: ((s.w,), s.n), lambda n, w: HalfStatic(w[0], n))
+    taken = snapshot({"a": HalfStatic(np.ones(3), 5), "z": None})
+    assert list(taken.record.leaves) == ["a/w", "a/n", "z"]
+    assert [array.name for array in taken.arrays] == ["a/w"]
