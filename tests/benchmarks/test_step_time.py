@@ -30,6 +30,8 @@ class Disturbing:
 
     state = None
 
+    nbytes = 0
+
     def __init__(self) -> None:
         self._saving = threading.Event()
 
