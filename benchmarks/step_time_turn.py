@@ -75,6 +75,7 @@ def run_cycle(training: Training, subject: Subject, path: Path, steps: int) -> C
     quiet = [training.step() for _ in range(steps)]
     quiet_ended = time.perf_counter()
     host_memory.make_present(training.nbytes)
+    training.step()
     began = time.perf_counter()
     wait = subject.start_save(path, training.state)
     returned = time.perf_counter()
