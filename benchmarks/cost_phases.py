@@ -30,7 +30,7 @@ from jaxckpt_train.store.manifest import (
     encode_manifest,
 )
 from jaxckpt_train.store.read_plan import Wanted, plan_reads
-from jaxckpt_train.store.reader import read_boxes
+from jaxckpt_train.store.reader import READS_PER_THREAD, read_boxes
 from jaxckpt_train.store.transaction import Committed, Transaction, open_committed
 from jaxckpt_train.tree.restore import TreeRestore
 
@@ -152,5 +152,5 @@ def _boxes(array: ArrayRecord, sharding: jax.sharding.Sharding | None) -> list[B
 
 
 def _plan_reads(committed: Committed, wanted: list[Wanted], settings: StoreSettings) -> Any:
-    band_bytes = max(1, settings.read_budget_bytes // (2 * settings.read_threads))
+    band_bytes = max(1, settings.read_budget_bytes // (2 * READS_PER_THREAD * settings.known_io_threads))
     return plan_reads(committed.manifest, wanted, band_bytes)

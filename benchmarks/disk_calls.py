@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,8 @@ import numpy as np
 
 from benchmarks import huge_memory, page_cache
 from benchmarks.io_uring import Ring
+from benchmarks.raw_disk import open_direct
+from benchmarks.spread import Spread
 
 MIB = 1 << 20
 BUFFERS_BYTES = 128 * MIB
@@ -52,7 +53,7 @@ def move(way: Way, path: Path, total: int, buffers: np.ndarray, *, write: bool) 
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL if write else os.O_RDONLY
     page_cache.settle()
     started = time.perf_counter()
-    descriptor = os.open(path, flags | os.O_DIRECT, 0o644)
+    descriptor, _ = open_direct(path, flags)
     try:
         pieces = [(at, buffers[at % BUFFERS_BYTES :][: way.size]) for at in range(0, total, way.size)]
         (_move_by_threads if way.calls == "threads" else _move_by_ring)(way, descriptor, pieces, write)
@@ -135,7 +136,8 @@ def main() -> None:
 
 
 def _cell(speeds: list[float]) -> str:
-    return f"{statistics.median(speeds):.2f} ({min(speeds):.2f} .. {max(speeds):.2f})"
+    spread = Spread.of(speeds)
+    return f"{spread.median:.2f} ({spread.minimum:.2f} .. {spread.maximum:.2f})"
 
 
 if __name__ == "__main__":

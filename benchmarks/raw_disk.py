@@ -101,7 +101,8 @@ def _by_block(what: str, passes: Sequence[_Pass]) -> dict[str, float | str | boo
     return {f"{what}_{one.block_bytes >> 20}_mib_s": one.wall_s for one in passes}
 
 
-def _open(path: Path, flags: int) -> tuple[int, bool]:
+def open_direct(path: Path, flags: int) -> tuple[int, bool]:
+    """The file, and whether with `O_DIRECT`, which some file systems do not know."""
     try:
         return os.open(path, flags | os.O_DIRECT, 0o644), True
     except OSError as refused:
@@ -115,7 +116,7 @@ def _write(path: Path, source: np.ndarray, block_bytes: int) -> _Pass:
     host_memory.make_present(len(source))
     view = memoryview(source)
     meter, start = ResidentMeter(), Moment.now()
-    fd, direct = _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    fd, direct = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         offset = 0
         while offset < len(view):
@@ -134,7 +135,7 @@ def _read(path: Path, want: np.ndarray, nbytes: int, block_bytes: int, allocate:
     if destination is None:
         destination = allocate(want.size)
     view = memoryview(destination)
-    fd, direct = _open(path, os.O_RDONLY)
+    fd, direct = open_direct(path, os.O_RDONLY)
     try:
         offset = 0
         while offset < len(view):

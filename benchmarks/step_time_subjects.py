@@ -7,6 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from benchmarks.subject_ours import Ours
+from benchmarks.subjects_orbax import OrbaxV0, OrbaxV1
+
 Tree = Any
 Wait = Callable[[], object]
 
@@ -37,56 +40,6 @@ class Nothing:
         raise NotImplementedError("nothing was saved")
 
 
-class Ours:
-    """`jaxckpt_train.save_async` and `load`; None means the default."""
-
-    def __init__(self, read_budget_bytes: int | None = None, snapshot: str | None = None) -> None:
-        import jaxckpt_train
-
-        self._library = jaxckpt_train
-        given = {"read_budget_bytes": read_budget_bytes, "snapshot": snapshot}
-        self._settings = jaxckpt_train.StoreSettings(
-            **{name: value for name, value in given.items() if value is not None}
-        )
-
-    def start_save(self, path: Path, tree: Tree) -> Wait:
-        return self._library.save_async(path, tree, settings=self._settings).wait
-
-    def load(self, path: Path, like: Tree) -> Tree:
-        return self._library.load(path, like, settings=self._settings)
-
-
-class OrbaxV0:
-    """`StandardCheckpointer`, whose `save` is asynchronous."""
-
-    def __init__(self) -> None:
-        import orbax.checkpoint
-
-        self._checkpointer = orbax.checkpoint.StandardCheckpointer()
-
-    def start_save(self, path: Path, tree: Tree) -> Wait:
-        self._checkpointer.save(path, tree)
-        return self._checkpointer.wait_until_finished
-
-    def load(self, path: Path, like: Tree) -> Tree:
-        return self._checkpointer.restore(path, like)
-
-
-class OrbaxV1:
-    """The free functions `save_async` and `load` of `orbax.checkpoint.experimental.v1`."""
-
-    def __init__(self) -> None:
-        import orbax.checkpoint.experimental.v1 as orbax_v1
-
-        self._library = orbax_v1
-
-    def start_save(self, path: Path, tree: Tree) -> Wait:
-        return self._library.save_async(path, tree).result
-
-    def load(self, path: Path, like: Tree) -> Tree:
-        return self._library.load(path, like)
-
-
 NOTHING, OURS, OURS_HOST, ORBAX_V0, ORBAX_V1 = "nothing", "ours", "ours_host", "orbax_v0", "orbax_v1"
 LIBRARIES = (OURS, ORBAX_V0, ORBAX_V1)
 
@@ -97,7 +50,7 @@ def make_subject(name: str, read_budget_bytes: int | None = None) -> Subject:
         case "nothing":
             return Nothing(CONTROL_SAVE_S)
         case "ours":
-            return Ours(read_budget_bytes)
+            return Ours() if read_budget_bytes is None else Ours(read_budget_bytes=read_budget_bytes)
         case "ours_host":
             return Ours(snapshot="host")
         case "orbax_v0":

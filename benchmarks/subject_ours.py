@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import Any
 
 from benchmarks.arrays import State
 from benchmarks.subject import Wait
@@ -17,11 +19,13 @@ class Ours:
     durable = True
     packages = ("jaxckpt-train", "jax", "jaxlib", "numpy")
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
+        """`settings`: of the `StoreSettings`; what is not given is the default."""
         import jaxckpt_train
 
-        self._save_async = jaxckpt_train.save_async
-        self._load = jaxckpt_train.load
+        chosen = jaxckpt_train.StoreSettings(**settings)
+        self._save_async = functools.partial(jaxckpt_train.save_async, settings=chosen)
+        self._load = functools.partial(jaxckpt_train.load, settings=chosen)
 
     def start_save(self, path: Path, state: State) -> Wait:
         pending = self._save_async(path, state)

@@ -18,10 +18,10 @@ from jaxckpt_train.checkpointables.flax_legacy import load_flax_file
 from jaxckpt_train.checkpointables.loading import load_parts
 from jaxckpt_train.checkpointables.saving import (
     SaveTimes,
-    abandon,
     begin_save,
     encode_value,
     stage_all,
+    undone_on_error,
     wait_until_taken,
     write_parts,
 )
@@ -160,11 +160,8 @@ def save_checkpointables_async(
     transaction = Transaction(_BACKEND, final, chosen)
 
     def work() -> CheckpointMetadata:
-        try:
+        with undone_on_error(transaction, parts):
             _remove_leftovers(final)
-        except BaseException as error:
-            abandon(transaction, parts, error)
-            raise
         return describe(write_parts(transaction, _BACKEND, parts, info, chosen, times, replace=overwrite))
 
     pending = begin_save(final, work, transaction, parts)

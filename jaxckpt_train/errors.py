@@ -19,6 +19,8 @@ CheckpointError                       anything this package raises on purpose
 
 from __future__ import annotations
 
+import traceback
+
 
 class CheckpointError(Exception):
     """The root of all errors of this package."""
@@ -96,3 +98,10 @@ class Preempted(CheckpointError):
         super().__init__(message)
         self.step = step
         self.exit_code = exit_code
+
+
+def free_frames(error: BaseException | None) -> None:
+    """Free what the ended frames of an error and its causes hold, such as a whole state; the traceback stays."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-from jaxckpt_train.errors import CheckpointTimeoutError
+from jaxckpt_train.errors import CheckpointTimeoutError, free_frames
 from jaxckpt_train.store.latch import Latch
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ class PendingSave(Generic[T]):
             result = self._work_once()
         except BaseException as error:  # noqa: BLE001  # a thread's edge: raised to the user by wait()
             error.add_note(f"while saving {self.subject} in the background")
-            _let_go(error)
+            free_frames(error)  # of the whole state, as long as someone keeps the error
             self.committed.set_exception(error)
         else:
             self.committed.set_result(result)
@@ -137,13 +137,6 @@ class PendingSave(Generic[T]):
         """Say that the user has seen the outcome, so that it need not be told again at exit."""
         with _under_way_lock:
             _under_way.discard(self)
-
-
-def _let_go(error: BaseException | None) -> None:
-    """Free what the frames of a failed save hold: the whole state, as long as someone keeps the error."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def _forget_saves() -> None:

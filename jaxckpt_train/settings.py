@@ -14,8 +14,6 @@ DigestName = Literal["xxh3-128", "sha256", "blake3"]
 SnapshotMode = Literal["auto", "host", "device", "stream"]
 
 DEFAULT_IO_THREADS = 2
-# A reading thread waits for the disk about half of its time; the other half it touches fresh memory and digests.
-READS_PER_IO_THREAD = 2
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "durability": ("full", "file", "none"),
@@ -24,6 +22,8 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "snapshot": ("auto", "host", "device", "stream"),
 }
 _MINIMUM = {"segment_bytes": 1 * MIB, "staging_bytes": 1 * MIB, "read_budget_bytes": 1 * MIB, "io_threads": 1}
+
+_WORDS: dict[str, tuple[str, ...]] = {"io_threads": ("auto",)}  # what may stand for a number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,11 +74,11 @@ class StoreSettings:
                 wanted = ", ".join(map(repr, choices))
                 raise SettingsError(f"StoreSettings.{name}: expected one of {wanted}, found {value!r}")
         for name, least in _MINIMUM.items():
-            value = getattr(self, name)
-            if name == "io_threads" and value == "auto":
+            value, words = getattr(self, name), _WORDS.get(name, ())
+            if isinstance(value, str) and value in words:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                more = " or 'auto'" if name == "io_threads" else ""
+                more = "".join(f" or {word!r}" for word in words)
                 raise SettingsError(
                     f"StoreSettings.{name}: expected a whole number of at least {least}{more}, found {value!r}"
                 )
@@ -86,6 +86,6 @@ class StoreSettings:
             raise SettingsError(f"StoreSettings.verify_on_load: expected true or false, found {self.verify_on_load!r}")
 
     @property
-    def read_threads(self) -> int:
-        """How many reads the disk is given at a time."""
-        return READS_PER_IO_THREAD * (DEFAULT_IO_THREADS if self.io_threads == "auto" else self.io_threads)
+    def known_io_threads(self) -> int:
+        """`io_threads`, or the default where they are to be measured."""
+        return DEFAULT_IO_THREADS if self.io_threads == "auto" else self.io_threads

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -116,7 +117,7 @@ def write_parts(
     progress: Progress | None = None,
 ) -> Committed:
     """Write all parts of an attempt and commit it. On any error the attempt is removed and the error raised."""
-    try:
+    with undone_on_error(transaction, parts):
         started = time.perf_counter()
         segments: list[SegmentRecord] = []
         records = [_write_part(transaction, backend, part, segments, settings, times, progress) for part in parts]
@@ -127,13 +128,7 @@ def write_parts(
         )
         committed = transaction.commit(manifest, replace=replace)
         times.commit_s = time.perf_counter() - started
-    except BaseException as error:
-        _abort(transaction, error)
-        raise
-    finally:
-        for part in parts:
-            if part.snapshot is not None:
-                part.snapshot.close()
+    _close(parts)
     return committed
 
 
@@ -144,24 +139,33 @@ def begin_save(
     try:
         return PendingSave(subject, work)
     except RuntimeError as error:
-        abandon(transaction, parts, error)
+        _undo(transaction, parts, error)
         raise
 
 
-def abandon(transaction: Transaction, parts: Sequence[StagedPart], error: BaseException) -> None:
-    """Undo what was begun for a save that failed before its writing began."""
-    for part in parts:
-        if part.snapshot is not None:
-            part.snapshot.close()
-    _abort(transaction, error)
+@contextlib.contextmanager
+def undone_on_error(transaction: Transaction, parts: Sequence[StagedPart]) -> Iterator[None]:
+    """Whatever fails within: let go of the state, and remove the attempt."""
+    try:
+        yield
+    except BaseException as error:
+        _undo(transaction, parts, error)
+        raise
 
 
-def _abort(transaction: Transaction, error: BaseException) -> None:
-    """Remove the attempt; a disk that refuses that too must not hide why the save failed."""
+def _undo(transaction: Transaction, parts: Sequence[StagedPart], error: BaseException) -> None:
+    """A disk that refuses even to remove the attempt must not hide why the save failed."""
+    _close(parts)
     try:
         transaction.abort()
     except OSError as second:
         error.add_note(f"and the attempt {transaction.directory} could not be removed: {second}")
+
+
+def _close(parts: Sequence[StagedPart]) -> None:
+    for part in parts:
+        if part.snapshot is not None:
+            part.snapshot.close()
 
 
 def _write_part(

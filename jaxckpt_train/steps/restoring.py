@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
 from jaxckpt_train.checkpointables.loading import load_parts
-from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError
+from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError, free_frames
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.store.backend import Backend
@@ -134,18 +134,10 @@ def restore_newest(
                 raise StepVanishedError(entry.name) from error
             damaged.append(entry)
             problems.append(str(error))
-            last = _without_frames(error)
+            last = error
+            free_frames(error)  # all that was loaded until then, whose memory the next step needs
             _log.warning("step %d cannot be restored and is skipped: %s", entry.step, error)
     listing = "\n".join(f"  step {entry.step}: {text}" for entry, text in zip(damaged, problems, strict=True))
     raise CorruptCheckpointError(
         f"{directory}: none of {len(damaged)} committed steps can be restored; no file was changed:\n{listing}"
     ) from last
-
-
-def _without_frames(error: Exception) -> Exception:
-    """The error without what its frames hold: all that was loaded until then, whose memory the next step needs."""
-    inner: BaseException | None = error
-    while inner is not None:
-        inner.__traceback__ = None
-        inner = inner.__cause__ or inner.__context__
-    return error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -62,7 +63,7 @@ class Run:
     reads: Sequence[ChunkRead]
     passing: bool
 
-    @property
+    @functools.cached_property
     def only_views(self) -> bool:
         """Whether the memory itself becomes the destination, so that none of it is extra."""
         return all(use.whole and _is_aligned(read.chunk, use) for read in self.reads for use in read.uses)

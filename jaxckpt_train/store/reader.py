@@ -31,6 +31,8 @@ _log = logging.getLogger("jaxckpt_train")
 
 PIECE_BLOCKS = 4
 LARGE_BYTES = 64 << 10
+# A reading thread waits for the disk about half of its time; the other half it touches fresh memory and digests.
+READS_PER_THREAD = 2
 # So long a reading thread waits for memory before it helps along, and so many times before it goes on without.
 STALL_S, STALLS = 0.05, 100
 Progress = Callable[[int], None]
@@ -294,7 +296,7 @@ def iter_boxes(
         StorageError: the file system refused.
     """
     reading = _Reading(backend, committed, wanted, settings, progress)
-    threads = settings.read_threads
+    threads = READS_PER_THREAD * settings.known_io_threads
     runs = plan_reads(committed.manifest, wanted, max(1, settings.read_budget_bytes // (2 * threads)))
     try:
         yield from _empty_boxes(wanted)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import threading
 import weakref
 from collections import deque
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jaxckpt_train.store.per_process import PerProcess
 from jaxckpt_train.store.segment import ALIGNMENT
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -138,22 +138,9 @@ class StagingPool:
         return start if self.budget_bytes - start >= size else None
 
 
-_pools: dict[int, StagingPool] = {}
-_pools_lock = threading.Lock()
-
-
-def _forget_pools() -> None:
-    """A forked child makes its own memory: some of the parent's may be lent to threads that the child lacks."""
-    global _pools_lock
-    _pools_lock = threading.Lock()
-    _pools.clear()
-
-
-os.register_at_fork(after_in_child=_forget_pools)
+_pools = PerProcess(StagingPool)
 
 
 def shared_pool(budget_bytes: int) -> StagingPool:
     """The pool of this process for a budget, the same one at every call."""
-    budget_bytes = max(budget_bytes // ALIGNMENT, 1) * ALIGNMENT
-    with _pools_lock:
-        return _pools.setdefault(budget_bytes, StagingPool(budget_bytes))
+    return _pools.get(max(budget_bytes // ALIGNMENT, 1) * ALIGNMENT)

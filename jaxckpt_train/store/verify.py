@@ -62,7 +62,7 @@ def verify(backend: Backend, directory: str, settings: StoreSettings) -> VerifyR
     def check_file(file: FileRecord) -> None:
         found[file.file] = _all(file_problems(backend, committed, file))
 
-    workers = shared_workers(settings.read_threads // 2, "jaxckpt-read")
+    workers = shared_workers(settings.known_io_threads, "jaxckpt-read")
     workers.run_all(check_segment, range(len(committed.manifest.segments)))
     workers.run_all(check_file, files)
     size = sum(segment.bytes for segment in committed.manifest.segments) + sum(file.bytes for file in files)

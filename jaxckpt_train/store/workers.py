@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Generic, TypeVar
 
 from jaxckpt_train.store.latch import LOOK_S, Latch
+from jaxckpt_train.store.per_process import PerProcess
 
 # What a training step computes goes before what a save does beside it; the full share is left where nothing else runs.
 NICENESS = 10
@@ -141,24 +142,14 @@ class _Batch(Generic[T]):
             self.error = self.error or error
 
 
-_shared: dict[tuple[int, str, bool], Workers] = {}
-_shared_lock = threading.Lock()
+def _start(key: tuple[int, str, bool]) -> Workers:
+    count, name, polite = key
+    return Workers(count, name, polite=polite)
 
 
-def _forget_threads() -> None:
-    """A forked child has none of the parent's threads: it makes its own."""
-    global _shared_lock
-    _shared_lock = threading.Lock()
-    _shared.clear()
-
-
-os.register_at_fork(after_in_child=_forget_threads)
+_shared = PerProcess(_start)
 
 
 def shared_workers(count: int, name: str, *, polite: bool = False) -> Workers:
     """The workers of this process for a count and a purpose, the same ones at every call."""
-    with _shared_lock:
-        key = (count, name, polite)
-        if key not in _shared:
-            _shared[key] = Workers(count, name, polite=polite)
-        return _shared[key]
+    return _shared.get((count, name, polite))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Hashable
 
 from jaxckpt_train.settings import DEFAULT_IO_THREADS, MIB
+from jaxckpt_train.store.per_process import PerProcess
 
 _log = logging.getLogger("jaxckpt_train")
 
@@ -62,21 +62,13 @@ def best_of(speeds: dict[int, float]) -> int:
     return fastest if speeds[fastest] > CLEARLY * speeds[CANDIDATES[0]] else CANDIDATES[0]
 
 
-_known: dict[Hashable, WriteDepth] = {}
-_known_lock = threading.Lock()
+def _unmeasured(volume: Hashable) -> WriteDepth:
+    return WriteDepth()
 
 
-def _forget_locks() -> None:
-    """A forked child measures for itself: a save of its parent may have held a lock."""
-    global _known_lock
-    _known_lock = threading.Lock()
-    _known.clear()
-
-
-os.register_at_fork(after_in_child=_forget_locks)
+_known = PerProcess(_unmeasured)
 
 
 def write_depth_of(volume: Hashable) -> WriteDepth:
     """What this process knows of a disk."""
-    with _known_lock:
-        return _known.setdefault(volume, WriteDepth())
+    return _known.get(volume)

@@ -226,7 +226,8 @@ class TreeRestore:
         """Read what the jobs want and put each array where it goes while others are still on their way."""
         if not jobs:
             return
-        default = default_platform() if any(job.want.form == "jax" for _, job, _ in jobs) else "cpu"
+        unplaced = any(job.want.form == "jax" and not placement.devices for _, job, placement in jobs)
+        default = default_platform() if unplaced else "cpu"
         requests = [
             Wanted(job.array, placement.boxes, _only_passes(job, placement, default))
             for _, job, placement in jobs

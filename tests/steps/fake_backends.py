@@ -50,7 +50,7 @@ class RefusingBackend(LocalBackend):
     """Refuses one kind of operation on matching paths, `times` times.
 
     Args:
-        operation: "rename", "remove", "append" or "create".
+        operation: "rename", "remove", "append", "create" or "open".
         part: text in the path.
         code: the errno.
         times: how often.
@@ -67,6 +67,10 @@ class RefusingBackend(LocalBackend):
     def create(self, path: str, *, direct: Any) -> Any:
         self._refuse("create", path)
         return super().create(path, direct=direct)
+
+    def open(self, directory: str, name: str, *, direct: Any) -> Any:
+        self._refuse("open", f"{directory}/{name}")
+        return super().open(directory, name, direct=direct)
 
     def append(self, path: str, data: bytes) -> None:
         self._refuse("append", path)

@@ -21,7 +21,7 @@ from flax import nnx
 import jaxckpt_train as jct
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.tree import device_put
-from tests.steps.fake_backends import HoldingBackend
+from tests.steps.fake_backends import RefusingBackend
 from tests.steps.runs import (
     DAMAGE,
     Counter,
@@ -144,16 +144,11 @@ def test_a_target_that_does_not_fit_is_told_and_nothing_else_is_tried(tmp_path: 
 
 
 def test_a_disk_that_may_not_be_read_is_not_taken_for_damage(tmp_path: Path) -> None:
-    class Forbidden(HoldingBackend):
-        def open(self, directory: str, name: str, *, direct: object) -> object:  # type: ignore[override]
-            if "step-0000000002" in directory and name.endswith(".safetensors"):
-                raise jct.StorageError(errno.EACCES, "not permitted", name)
-            return super().open(directory, name, direct=direct)  # type: ignore[arg-type]
-
     run = made_run(tmp_path, 1, 2)
-    backend = Forbidden("none", "")
-    with pytest.raises(jct.StorageError, match="not permitted"):
-        jct.StepManager(run, backend=backend).restore()  # type: ignore[arg-type]
+    backend = RefusingBackend("open", "step-0000000002/state/p00000-s000.safetensors", errno.EACCES, times=1)
+    with pytest.raises(jct.StorageError, match="refused to open") as caught:
+        jct.StepManager(run, backend=backend).restore()
+    assert caught.value.errno == errno.EACCES
 
 
 def test_an_io_error_is_damage(tmp_path: Path) -> None:
@@ -317,19 +312,13 @@ def test_an_owner_whose_step_was_removed_by_hand_goes_on_with_the_one_before(tmp
 
 def test_a_file_that_may_not_be_read_is_not_taken_for_damage(tmp_path: Path) -> None:
     """A plain file of a checkpointable, as one of an array: the step is good, and going back would lose work."""
-
-    class Forbidden(HoldingBackend):
-        def open(self, directory: str, name: str, *, direct: object) -> object:  # type: ignore[override]
-            if "step-0000000002" in directory and name.endswith("p00000.json"):
-                raise jct.StorageError(errno.EMFILE, "too many open files", name)
-            return super().open(directory, name, direct=direct)  # type: ignore[arg-type]
-
     with jct.StepManager(tmp_path / "run") as manager:
         for step in (1, 2):
             manager.save(step, {"note": jct.JsonValue({"step": step})}, force=True)
-    backend = Forbidden("none", "")
-    with pytest.raises(jct.StorageError, match="too many open files"):
-        jct.StepManager(tmp_path / "run", backend=backend).restore()  # type: ignore[arg-type]
+    backend = RefusingBackend("open", "step-0000000002/note/p00000.json", errno.EMFILE, times=1)
+    with pytest.raises(jct.StorageError, match="refused to open") as caught:
+        jct.StepManager(tmp_path / "run", backend=backend).restore()
+    assert caught.value.errno == errno.EMFILE
     report = jct.verify(step_path(tmp_path / "run", 2))
     assert report.ok
 
