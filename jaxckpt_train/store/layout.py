@@ -27,10 +27,10 @@ class ArrayToCome(Protocol):
 
 
 class ChunkSource(NamedTuple):
-    """One chunk to write: its box, and the array that holds it (any strides; made row-major when its turn comes)."""
+    """One chunk to write: its box, and what holds it (any strides; made row-major when its turn comes)."""
 
     box: Box
-    data: np.ndarray | ArrayToCome
+    data: np.ndarray | memoryview | ArrayToCome
 
 
 class ArraySource(NamedTuple):
@@ -76,7 +76,7 @@ def plan_segments(arrays: Sequence[ArraySource], segment_bytes: int) -> Iterator
         for chunk in array.chunks:
             size = chunk.data.nbytes
             if size:
-                classes[0 if size % 4096 == 0 else 1 if size % 64 == 0 else 2].append((number, chunk, size))
+                classes[alignment_class(size)].append((number, chunk, size))
     pending: list[_Job] = []
     data_bytes = head_bytes = 0
     for job in itertools.chain(*classes):
@@ -90,6 +90,11 @@ def plan_segments(arrays: Sequence[ArraySource], segment_bytes: int) -> Iterator
         head_bytes += share
     if pending:
         yield _segment(arrays, pending)
+
+
+def alignment_class(size: int) -> int:
+    """Which chunks come first in the files: those of class 0, then 1, then 2; in a class all are in the order given."""
+    return 0 if size % 4096 == 0 else 1 if size % 64 == 0 else 2
 
 
 def chunk_name(name: str, box: Box, shape: Sequence[int]) -> str:

@@ -120,6 +120,10 @@ class SegmentWriter:
     def _bytes(self, index: int, chunk: PlacedChunk) -> np.ndarray:
         """The chunk as row-major, little-endian, flat bytes; fetched or converted once if it is not that yet."""
         data = chunk.source.data
+        if isinstance(data, memoryview):
+            if data.c_contiguous:
+                return np.frombuffer(data, np.uint8)
+            data = np.asarray(data)
         if isinstance(data, np.ndarray) and data.flags.c_contiguous and data.dtype.isnative:
             return data.reshape(-1).view(np.uint8)
         with self._fetched_lock:

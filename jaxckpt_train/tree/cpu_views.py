@@ -35,12 +35,29 @@ def take_views(names: Sequence[str], leaves: Sequence[jax.Array]) -> list[ArrayS
     if not all(map(_is_on_cpu, {leaf.sharding for leaf in leaves})):
         return None
     dtypes = [leaf.dtype for leaf in leaves]
-    if not all(map(is_storable, set(dtypes))) or any(leaf.is_deleted() for leaf in leaves):
+    if not all(map(is_storable, set(dtypes))):
+        return None
+    views = _views(leaves, dtypes)
+    if views is None:
         return None
     shapes = [leaf.shape for leaf in leaves]
     boxes = {shape: full_box(shape) for shape in set(shapes)}
-    chunks = _made(ChunkSource, zip(map(boxes.__getitem__, shapes), map(np.asarray, leaves), strict=True))
+    chunks = _made(ChunkSource, zip(map(boxes.__getitem__, shapes), views, strict=True))
     return list(_made(ArraySource, zip(names, shapes, dtypes, zip(chunks, strict=True), repeat(None), strict=False)))
+
+
+def _views(leaves: Sequence[jax.Array], dtypes: Sequence[np.dtype]) -> Sequence[memoryview | np.ndarray] | None:
+    """The memory of each, which stays as it is while the view lives; None: one was deleted.
+
+    Waits until all are computed. A memoryview takes a third of the time of an array; Python's buffer protocol knows no dtypes but numpy's own, and no
+    layouts but the usual one.
+    """
+    known = {dtype for dtype in set(dtypes) if dtype.isbuiltin == 1}
+    pairs = zip(leaves, dtypes, strict=True)
+    try:
+        return [memoryview(leaf) if dtype in known else np.asarray(leaf) for leaf, dtype in pairs]
+    except (BufferError, RuntimeError):
+        return None if any(leaf.is_deleted() for leaf in leaves) else list(map(np.asarray, leaves))
 
 
 def _is_on_cpu(sharding: jax.sharding.Sharding) -> bool:

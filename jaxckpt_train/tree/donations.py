@@ -38,7 +38,8 @@ class HeldViews:
                 break
             chunk = array.chunks[0]
             leaf = flat.leaves[flat.names.index(array.name)] if 0 < chunk.data.nbytes <= _PROBE_BYTES else None
-            if isinstance(leaf, jax.Array) and len(array.chunks) == 1 and isinstance(chunk.data, np.ndarray):
+            is_here = isinstance(chunk.data, (np.ndarray, memoryview))
+            if isinstance(leaf, jax.Array) and len(array.chunks) == 1 and is_here:
                 arrays[number] = array._replace(chunks=(chunk._replace(data=np.array(chunk.data, copy=True)),))
                 self._probes.append(leaf)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from jaxckpt_train.settings import MIB, SnapshotMode
 from jaxckpt_train.store.boxes import box_from_index, full_box
 from jaxckpt_train.store.dtypes import is_storable
 from jaxckpt_train.store.latch import Latch
-from jaxckpt_train.store.layout import ArraySource, ChunkSource
+from jaxckpt_train.store.layout import ArraySource, ChunkSource, alignment_class
 from jaxckpt_train.store.quiet_gc import paused_collection
 from jaxckpt_train.tree.cpu_views import plain_kinds, take_views
 from jaxckpt_train.tree.device_copies import copy_on_devices, have_room
@@ -33,6 +34,7 @@ from jaxckpt_train.tree.leaf_records import (
     is_key_array,
     record_value,
 )
+from jaxckpt_train.tree.pinned_host import in_pinned_host
 from jaxckpt_train.tree.transfers import ArrayToCome, Transfers
 
 
@@ -69,8 +71,9 @@ def snapshot(tree: Any, mode: SnapshotMode = "auto", ahead_bytes: int = 64 * MIB
     their memory; once that was seen of a tree, later ones of its structure are copied, as by "host". Waits until they
     are computed. Each distinct shard is taken once. Arrays on an accelerator:
 
-    - "host": copied to the host, all started before the first is awaited. On the CPU it copies too, into memory that is
-      kept, so that a step which donates the state need not do it in memory that is new.
+    - "host": copied to pinned host memory, which is only ordered here and awaited in the background; where the devices
+      know no such memory, all are started before the first is awaited here. On the CPU it copies too, into memory
+      that is kept, so that a step which donates the state need not do it in memory that is new.
     - "device": copied on their devices, which is only ordered here; the copies leave in the background.
     - "auto": "device" where the devices surely have room, else "host".
     - "stream": not copied; the caller waits for `is_taken` while they are written, a few at a time.
@@ -107,16 +110,21 @@ def snapshot(tree: Any, mode: SnapshotMode = "auto", ahead_bytes: int = 64 * MIB
 
 
 def _copy_views(taker: _Taker) -> None:
-    """Let go of the memory that the arrays on the CPU have now; numpy leaves are copies already."""
-    views = [c.data for array in taker.arrays for c in array.chunks if isinstance(c.data, np.ndarray) and c.data.size]
-    views = [view for view in views if not view.flags.owndata]
-    copies = {id(view): copy for view, copy in zip(views, copy_all(views), strict=True)}
+    """Let go of the memory that the arrays on the CPU have now; copies of numpy leaves stay."""
+    held = [chunk.data for array in taker.arrays for chunk in array.chunks if _is_view(chunk.data)]
+    copies = {id(view): copy for view, copy in zip(held, copy_all(list(map(np.asarray, held))), strict=True)}
     for number, array in enumerate(taker.arrays):
         chunks = tuple(ChunkSource(chunk.box, copies.get(id(chunk.data), chunk.data)) for chunk in array.chunks)
         taker.arrays[number] = array._replace(chunks=chunks)
 
 
-def _take_elsewhere(taker: _Taker, mode: SnapshotMode, ahead_bytes: int) -> Transfers | None:
+def _is_view(data: object) -> bool:
+    if isinstance(data, memoryview):
+        return data.nbytes > 0
+    return isinstance(data, np.ndarray) and data.size > 0 and not data.flags.owndata
+
+
+def _take_elsewhere(taker: _Taker, mode: SnapshotMode, ahead_bytes: int) -> Transfers:
     """Take the arrays that are not in host memory."""
     leaves: Sequence[jax.Array] = [leaf for _, leaf in taker.elsewhere]
     copies = None
@@ -125,21 +133,37 @@ def _take_elsewhere(taker: _Taker, mode: SnapshotMode, ahead_bytes: int) -> Tran
     elif mode == "auto" and have_room(leaves):
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # no room after all
             copies = copy_on_devices(leaves)
-    shards = [[(shard.index, _own_handle(shard)) for shard in _distinct_shards(leaf)] for leaf in copies or leaves]
-    transfers = None
-    if copies is not None or mode == "stream":
-        transfers = Transfers(ahead_bytes)
-        fetch: Callable[[jax.Array], np.ndarray | ArrayToCome] = transfers.add
-    else:
-        for _, data in (shard for several in shards for shard in several):
-            data.copy_to_host_async()
-        fetch = np.asarray
+    shards = [_distinct_shards(leaf) for leaf in copies or leaves]
+    handles: Sequence[jax.Array] = [_own_handle(shard) for several in shards for shard in several]
+    is_bounded = copies is not None or mode == "stream"
+    transfers = Transfers(ahead_bytes if is_bounded else sys.maxsize)
+    add = _add_in_turn if is_bounded else _order_now
+    data = iter(add(handles, transfers))
     for (number, leaf), several in zip(taker.elsewhere, shards, strict=True):
-        chunks = tuple(ChunkSource(box_from_index(index, leaf.shape), fetch(data)) for index, data in several)
+        chunks = tuple(ChunkSource(box_from_index(shard.index, leaf.shape), next(data)) for shard in several)
         taker.arrays[number] = taker.arrays[number]._replace(chunks=chunks)
-    if transfers is not None:
-        transfers.begin()
+    transfers.begin()
     return transfers
+
+
+def _add_in_turn(handles: Sequence[jax.Array], transfers: Transfers) -> list[np.ndarray | ArrayToCome]:
+    """The data of all, to be brought in the order in which the writer needs it."""
+    turns = sorted(range(len(handles)), key=lambda number: alignment_class(handles[number].nbytes))
+    added = {number: transfers.add(handles[number]) for number in turns}
+    return [added[number] for number in range(len(handles))]
+
+
+def _order_now(handles: Sequence[jax.Array], transfers: Transfers) -> list[np.ndarray | ArrayToCome]:
+    """The data of all, on its way to pinned host memory; where there is none, or it lies on the host already, here."""
+    pinned = in_pinned_host(handles)
+    if pinned is None:
+        for handle in handles:
+            handle.copy_to_host_async()
+        return list(map(np.asarray, handles))
+    return [
+        np.asarray(handle) if there is handle else transfers.add(there)
+        for handle, there in zip(handles, pinned, strict=True)
+    ]
 
 
 def _own_handle(shard: jax.Shard) -> jax.Array:
@@ -185,6 +209,9 @@ class _Taker:
         views = take_views(list(compress(names, alike)), list(compress(leaves, alike))) if kinds else None
         if views is None:
             return {name: self.take(name, leaf) for name, leaf in zip(names, leaves, strict=True)}
+        if len(views) == len(leaves):
+            self.arrays.extend(views)
+            return dict(zip(names, [_WEAK if leaf.weak_type else _STRONG for leaf in leaves], strict=True))
         following = iter(views)
         records: dict[str, LeafRecord] = {}
         for name, leaf, is_view in zip(names, leaves, alike, strict=True):

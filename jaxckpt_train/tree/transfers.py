@@ -5,11 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
 from jaxckpt_train.store.latch import Latch
+from jaxckpt_train.tree.pinned_host import start_transfers
 
 
 class Transfers:
@@ -22,9 +24,11 @@ class Transfers:
         done: open once nothing is read from the devices any more.
     """
 
-    def __init__(self, ahead_bytes: int) -> None:
+    def __init__(
+        self, ahead_bytes: int, start: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] = start_transfers
+    ) -> None:
         self.done = Latch()
-        self._ahead_bytes = ahead_bytes
+        self._ahead_bytes, self._start = ahead_bytes, start
         self._waiting: list[jax.Array | None] = []
         self._lock = threading.Lock()
         self._left = self._next = self._under_way = 0
@@ -73,14 +77,19 @@ class Transfers:
     def _start_more(self) -> None:
         while not self._dropped.empty():
             self._under_way -= self._dropped.get()
+        next_ones: list[int] = []
         while self._next < len(self._waiting):
             array = self._waiting[self._next]
             if array is not None:
                 if 0 < self._under_way > self._ahead_bytes - array.nbytes:
-                    return
-                array.copy_to_host_async()
+                    break
+                next_ones.append(self._next)
                 self._under_way += array.nbytes
             self._next += 1
+        if next_ones:
+            started = self._start([array for n in next_ones if (array := self._waiting[n]) is not None])
+            for number, array in zip(next_ones, started, strict=True):
+                self._waiting[number] = array
 
 
 class ArrayToCome:

@@ -271,7 +271,7 @@ sizes_around_pages = st.one_of(
 
 @settings(max_examples=150)
 @given(
-    st.lists(sizes_around_pages, min_size=1, max_size=80), st.lists(st.integers(0, 2)), st.integers(1, 6), st.booleans()
+    st.lists(sizes_around_pages, min_size=1, max_size=80), st.lists(st.integers(0, 4)), st.integers(1, 6), st.booleans()
 )
 def test_small_leaves_across_the_borders_of_windows_have_their_bytes(
     sizes: list[int], kinds: list[int], pages: int, several: bool
@@ -283,8 +283,10 @@ def test_small_leaves_across_the_borders_of_windows_have_their_bytes(
         kind = kinds[number % len(kinds)] if kinds else 0
         if kind == 1 and size % 2 == 0:
             content = content.view(">u2")
+        if kind == 4:
+            content = np.repeat(content, 2)[::2]
         contents.append(content.astype(content.dtype.newbyteorder("<")))
-        data: Any = ArrayToCome(come, content) if kind == 2 else content
+        data: Any = ArrayToCome(come, content) if kind == 2 else memoryview(content) if kind in (3, 4) else content
         chunks = [ChunkSource(full_box(content.shape), data)]
         sources.append(ArraySource(f"x{number}", content.shape, contents[-1].dtype, chunks))
     backend, threads = StrictBackend(), 3 if several else 1

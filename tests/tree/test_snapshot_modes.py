@@ -221,3 +221,13 @@ def test_the_history_tells_how_long_the_loop_was_kept(mode: str, waits: bool, tm
     assert event["step"] == 1
     assert event["blocked_s"] <= blocked_s
     assert (event["blocked_s"] >= backend.busy_s > 0.005) is waits
+
+
+def test_arrays_leave_in_the_order_of_the_files() -> None:
+    """Else small ones that are written last take the place of those that are written next."""
+    sizes = [100, 8192, 64, 7, 4096, 640, 12288, 9]
+    taken = snapshot({f"x{number}": jnp.zeros(size, jnp.uint8) for number, size in enumerate(sizes)}, "device")
+    assert taken.transfers is not None
+    order = [array.nbytes for array in taken.transfers._waiting if array is not None]
+    assert order == [8192, 4096, 12288, 64, 640, 100, 7, 9]
+    assert [array.shape for array in taken.arrays] == [(size,) for size in sizes]

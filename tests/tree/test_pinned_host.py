@@ -1,0 +1,135 @@
+"""Transfers into pinned host memory: what was ordered arrives, whatever happens to the arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+import jaxckpt_train as jct
+from jaxckpt_train.tree import snapshot as snapshots
+from jaxckpt_train.tree.pinned_host import in_pinned_host, start_transfers
+from tests.tree.same_trees import raw
+from tests.tree.test_snapshot_modes import next_state, quick, raw_of, state_of
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class FakeDevice:
+    """A device with memory of some kinds."""
+
+    def __init__(self, *kinds: str) -> None:
+        self.kinds = kinds
+
+    def addressable_memories(self) -> list[Any]:
+        return [type("Memory", (), {"kind": kind}) for kind in self.kinds]
+
+
+class FakeArray:
+    """An array in the first memory of a fake device."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.sharding = type("Sharding", (), {"memory_kind": device.kinds[0], "device_set": {device}})
+        self.asked = 0
+
+    def copy_to_host_async(self) -> None:
+        self.asked += 1
+
+
+def arrays_on_several_devices() -> list[jax.Array]:
+    devices = jax.devices()
+    dtypes = ["float32", "bfloat16", "int8", "bool", "uint32", "complex64", "float8_e4m3fn"]
+    content = np.arange(600).reshape(20, 30)
+    return [jax.device_put(jnp.asarray(content, dtype), devices[n]) for n, dtype in enumerate(dtypes)]
+
+
+@pytest.mark.parametrize("start", [start_transfers, in_pinned_host])
+@pytest.mark.parametrize("then", ["nothing", "delete", "donate"])
+def test_what_is_ordered_arrives_from_wherever(start: Callable[[Any], Any], then: str) -> None:
+    arrays = arrays_on_several_devices()
+    expected = [raw(array) for array in arrays]
+    found = start(arrays)
+    assert [array.sharding.memory_kind for array in found] == ["pinned_host"] * len(arrays)
+    for array in arrays:
+        if then == "delete":
+            array.delete()
+        elif then == "donate":
+            jax.jit(lambda x: ~x if x.dtype == bool else x + x, donate_argnums=0)(array)
+            assert array.is_deleted()
+    assert [raw(array) for array in found] == expected
+
+
+def test_what_is_on_the_host_stays_where_it_is() -> None:
+    places = [SingleDeviceSharding(jax.devices()[0], memory_kind=kind) for kind in ("pinned_host", "unpinned_host")]
+    arrays = [*(jax.device_put(jnp.arange(9), place) for place in places), jnp.arange(9)]
+    found = in_pinned_host(arrays)
+    assert found is not None
+    assert [a is b for a, b in zip(found, arrays, strict=True)] == [True, True, False]
+    assert in_pinned_host(arrays[:2]) == arrays[:2]
+    assert in_pinned_host([]) == []
+
+
+def test_devices_without_pinned_memory_are_asked_for_a_copy() -> None:
+    without = FakeDevice("device", "unpinned_host")
+    arrays: Any = [FakeArray(without), FakeArray(FakeDevice("device", "pinned_host")), FakeArray(without)]
+    assert in_pinned_host(arrays) is None
+    assert [array.asked for array in arrays] == [0, 0, 0]
+    assert start_transfers(arrays) is arrays
+    assert [array.asked for array in arrays] == [1, 1, 1]
+
+
+@pytest.fixture
+def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX's arrays on the CPU are taken as those of other devices."""
+    taker = snapshots._Taker
+    monkeypatch.setattr(snapshots, "_Taker", lambda keeps_views: taker(keeps_views=False))
+
+
+def no_room(*_: Any) -> None:
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Failed to allocate request on device ordinal 0")
+
+
+@pytest.mark.usefixtures("as_on_an_accelerator")
+@pytest.mark.parametrize("sharded", [False, True], ids=["one device", "eight devices"])
+@pytest.mark.parametrize("room", [True, False], ids=["room", "no room"])
+@pytest.mark.parametrize("mode", ["host", "auto"])
+def test_host_saves_the_state_at_the_call(
+    mode: Any, room: bool, sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call waits for nothing if there is pinned memory; and the state may be donated in either case."""
+    state = next_state(state_of(sharded))
+    for _ in range(10):
+        with monkeypatch.context() as patch:
+            if not room:
+                patch.setattr("jaxckpt_train.tree.pinned_host.jax.device_put", no_room)
+            taken = snapshots.snapshot(state, mode)
+        places = [chunk.data for array in taken.arrays for chunk in array.chunks if chunk.data.nbytes]
+        assert {isinstance(place, np.ndarray) for place in places} == {not room}
+        assert taken.is_taken.is_open()
+        taken.close()
+        expected = raw_of(state)
+        pending = jct.save_async(tmp_path / "c", state, overwrite=True, settings=quick(mode))
+        state = next_state(state)
+        pending.wait()
+        assert raw_of(jct.load(tmp_path / "c")) == expected
+
+
+@pytest.mark.usefixtures("as_on_an_accelerator")
+def test_a_state_that_is_on_the_host_in_part_may_be_donated() -> None:
+    """Optimizer states are offloaded to pinned memory; the next step is given that memory too."""
+    there = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    state = {"a": jnp.arange(5000.0), "b": jax.device_put(jnp.arange(7000.0), there)}
+    expected = raw_of(state)
+    taken = snapshots.snapshot(state, "host")
+    for leaf in state.values():
+        leaf.delete()
+    data = {array.name: array.chunks[0].data for array in taken.arrays}
+    assert isinstance(data["b"], np.ndarray)
+    found = {name: place if isinstance(place, np.ndarray) else place.fetch() for name, place in data.items()}  # type: ignore[union-attr]
+    assert raw_of(found) == expected
