@@ -44,7 +44,8 @@ class StoreSettings:
         direct_io: True: `O_DIRECT` or an error; False: through the page cache; "auto": direct where the file
             system takes it.
 
-        snapshot: how the call to save makes the state on accelerators safe. "host": it copies it to host memory;
+        snapshot: how the call to save makes the state on accelerators safe. "host": it orders copies to
+            pinned host memory, or waits for copies to other host memory where devices know no pinned one;
             "device": it orders copies on the devices, which need memory for the state twice until they are written;
             "auto": "device" where that surely fits beside all that training has used before, else "host"; "stream": it
             returns once all has left the devices, with never more than `staging_bytes` of the state (or one array, if

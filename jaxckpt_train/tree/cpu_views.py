@@ -49,8 +49,8 @@ def take_views(names: Sequence[str], leaves: Sequence[jax.Array]) -> list[ArrayS
 def _views(leaves: Sequence[jax.Array], dtypes: Sequence[np.dtype]) -> Sequence[memoryview | np.ndarray] | None:
     """The memory of each, which stays as it is while the view lives; None: one was deleted.
 
-    Waits until all are computed. A memoryview takes a third of the time of an array; Python's buffer protocol knows no dtypes but numpy's own, and no
-    layouts but the usual one.
+    Waits until all are computed. A memoryview takes a third of the time of an array; Python's buffer protocol knows no
+    dtypes but numpy's own, and no layouts but the usual one.
     """
     known = {dtype for dtype in set(dtypes) if dtype.isbuiltin == 1}
     pairs = zip(leaves, dtypes, strict=True)
