@@ -2,52 +2,60 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import jax
 from jax.sharding import SingleDeviceSharding
 
-KIND = "pinned_host"
-_HOST_KINDS = (KIND, "unpinned_host")
+_KIND = "pinned_host"
+_HOST_KINDS = (_KIND, "unpinned_host")
+_log = logging.getLogger(__name__)
+_refused: set[jax.Device] = set()
 
 
-def start_transfers(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+def is_on_host(array: jax.Array) -> bool:
+    """Whether an array lies in host memory of its device, as an offloaded optimizer state does."""
+    return array.sharding.memory_kind in _HOST_KINDS
+
+
+def start_transfers(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Order that arrays of one device each are brought to the host; returns before they are there.
 
+    They go to pinned host memory where their device knows such memory and has room. What happens to the arrays
+    afterwards, donation included, cannot reach what is transferred: JAX keeps that order. It also keeps pinned memory
+    that is let go of for the next transfers. JAX's own array serialization takes this way too (jax-ml/jax#22114), since
+    other transfers go through small buffers and are copied once more.
+
     Returns:
-        Arrays to take the data from, in the same order: `np.asarray` of one waits until it is there.
+        Arrays to take the data from, in the same order; `np.asarray` of one waits until it is there. Other objects than
+        those given lie in pinned memory and are the caller's own.
     """
-    pinned = in_pinned_host(arrays)
-    if pinned is not None:
-        return pinned
-    for array in arrays:
-        array.copy_to_host_async()
-    return arrays
-
-
-def in_pinned_host(arrays: Sequence[jax.Array]) -> Sequence[jax.Array] | None:
-    """As `start_transfers`, into pinned host memory. None: a device knows no such memory, or there is no room in it.
-
-    What happens to the arrays afterwards, donation included, cannot reach what is transferred: JAX keeps that order. It
-    also keeps pinned memory that is let go of for the next transfers. JAX's own array serialization takes this way too
-    (jax-ml/jax#22114), since other transfers go through small buffers and are copied once more.
-    """
-    here = [number for number, array in enumerate(arrays) if array.sharding.memory_kind not in _HOST_KINDS]
-    if not here:
-        return arrays
-    devices = [next(iter(arrays[number].sharding.device_set)) for number in here]
-    if not all(map(_has_pinned_memory, set(devices))):
-        return None
-    places = {device: SingleDeviceSharding(device, memory_kind=KIND) for device in set(devices)}
-    found = list(arrays)
+    started = list(arrays)
+    away = [number for number, array in enumerate(arrays) if not is_on_host(array)]
+    devices = {number: next(iter(arrays[number].sharding.device_set)) for number in away}
+    usable = {device for device in set(devices.values()) if device not in _refused and _knows_pinned_memory(device)}
+    pinned = [number for number in away if devices[number] in usable]
+    places = {device: SingleDeviceSharding(device, memory_kind=_KIND) for device in usable}
     try:
-        moved = jax.device_put([arrays[number] for number in here], [places[device] for device in devices])
-    except jax.errors.JaxRuntimeError:
-        return None
-    for number, array in zip(here, moved, strict=True):
-        found[number] = array
-    return found
+        moved = jax.device_put([arrays[n] for n in pinned], [places[devices[n]] for n in pinned]) if pinned else []
+    except jax.errors.JaxRuntimeError as error:
+        # Asked again, an allocator that is full may wait for seconds, with every save.
+        _refused.update(usable)
+        _log.warning(
+            "saves do without pinned host memory from now on, and wait longer: the devices refused it: %s", error
+        )
+        pinned, moved = [], []
+    for number, array in zip(pinned, moved, strict=True):
+        started[number] = array
+    for number in away:
+        if started[number] is arrays[number]:
+            arrays[number].copy_to_host_async()
+    return started
 
 
-def _has_pinned_memory(device: jax.Device) -> bool:
-    return any(memory.kind == KIND for memory in device.addressable_memories())
+def _knows_pinned_memory(device: jax.Device) -> bool:
+    try:
+        return any(memory.kind == _KIND for memory in device.addressable_memories())
+    except RuntimeError:  # a plugin that knows nothing of kinds of memory
+        return False

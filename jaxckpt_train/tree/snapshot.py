@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import sys
 from collections.abc import Sequence
 from itertools import compress
@@ -34,7 +36,7 @@ from jaxckpt_train.tree.leaf_records import (
     is_key_array,
     record_value,
 )
-from jaxckpt_train.tree.pinned_host import in_pinned_host
+from jaxckpt_train.tree.pinned_host import is_on_host, start_transfers
 from jaxckpt_train.tree.transfers import ArrayToCome, Transfers
 
 
@@ -125,7 +127,7 @@ def _is_view(data: object) -> bool:
 
 
 def _take_elsewhere(taker: _Taker, mode: SnapshotMode, ahead_bytes: int) -> Transfers:
-    """Take the arrays that are not in host memory."""
+    """Take the arrays that are not in host memory, in the order in which the writer wants them."""
     leaves: Sequence[jax.Array] = [leaf for _, leaf in taker.elsewhere]
     copies = None
     if mode == "device":
@@ -137,33 +139,32 @@ def _take_elsewhere(taker: _Taker, mode: SnapshotMode, ahead_bytes: int) -> Tran
     handles: Sequence[jax.Array] = [_own_handle(shard) for several in shards for shard in several]
     is_bounded = copies is not None or mode == "stream"
     transfers = Transfers(ahead_bytes if is_bounded else sys.maxsize)
-    add = _add_in_turn if is_bounded else _order_now
-    data = iter(add(handles, transfers))
+    take = transfers.add_all if is_bounded else functools.partial(_order_now, transfers)
+    turns = sorted(range(len(handles)), key=lambda number: alignment_class(handles[number].nbytes))
+    taken = dict(zip(turns, take([handles[number] for number in turns]), strict=True))
+    numbers = itertools.count()
     for (number, leaf), several in zip(taker.elsewhere, shards, strict=True):
-        chunks = tuple(ChunkSource(box_from_index(shard.index, leaf.shape), next(data)) for shard in several)
+        chunks = tuple(ChunkSource(box_from_index(shard.index, leaf.shape), taken[next(numbers)]) for shard in several)
         taker.arrays[number] = taker.arrays[number]._replace(chunks=chunks)
     transfers.begin()
     return transfers
 
 
-def _add_in_turn(handles: Sequence[jax.Array], transfers: Transfers) -> list[np.ndarray | ArrayToCome]:
-    """The data of all, to be brought in the order in which the writer needs it."""
-    turns = sorted(range(len(handles)), key=lambda number: alignment_class(handles[number].nbytes))
-    added = {number: transfers.add(handles[number]) for number in turns}
-    return [added[number] for number in range(len(handles))]
+def _order_now(transfers: Transfers, handles: Sequence[jax.Array]) -> list[np.ndarray | ArrayToCome]:
+    """The data of all: on its way to pinned host memory, or here.
 
-
-def _order_now(handles: Sequence[jax.Array], transfers: Transfers) -> list[np.ndarray | ArrayToCome]:
-    """The data of all, on its way to pinned host memory; where there is none, or it lies on the host already, here."""
-    pinned = in_pinned_host(handles)
-    if pinned is None:
-        for handle in handles:
-            handle.copy_to_host_async()
-        return list(map(np.asarray, handles))
-    return [
-        np.asarray(handle) if there is handle else transfers.add(there)
-        for handle, there in zip(handles, pinned, strict=True)
-    ]
+    What lies on the host already is copied: a view of it would make a step fail that is given its memory.
+    """
+    started = start_transfers(handles)
+    there = [handle for handle in handles if is_on_host(handle)]
+    copies = iter(copy_all(list(map(np.asarray, there))))
+    data: list[np.ndarray | ArrayToCome] = []
+    for handle, array in zip(handles, started, strict=True):
+        if array is not handle:
+            data.append(transfers.add(array, is_ours=True))
+        else:
+            data.append(next(copies) if is_on_host(handle) else np.asarray(handle))
+    return data
 
 
 def _own_handle(shard: jax.Shard) -> jax.Array:

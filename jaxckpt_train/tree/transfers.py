@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxckpt_train.store.latch import Latch
-from jaxckpt_train.tree.pinned_host import start_transfers
+from jaxckpt_train.tree.pinned_host import is_on_host, start_transfers
 
 
 class Transfers:
@@ -30,17 +30,28 @@ class Transfers:
         self.done = Latch()
         self._ahead_bytes, self._start = ahead_bytes, start
         self._waiting: list[jax.Array | None] = []
+        self._to_copy: set[int] = set()
         self._lock = threading.Lock()
         self._left = self._next = self._under_way = 0
         self._dropped: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-    def add(self, array: jax.Array) -> ArrayToCome | np.ndarray:
-        """Add an array that lies on a single device; one without elements is here at once."""
+    def add(self, array: jax.Array, *, is_ours: bool = False) -> ArrayToCome | np.ndarray:
+        """Add an array that lies on a single device; one without elements is here at once.
+
+        Unless it is `is_ours`, which nobody else is given the memory of, an array on the host is copied by the fetch: a
+        view of it would make a step fail that is given its memory.
+        """
         if not array.size:
             return np.empty(array.shape, array.dtype)
+        if not is_ours and is_on_host(array):
+            self._to_copy.add(len(self._waiting))
         self._waiting.append(array)
         self._left += 1
         return ArrayToCome(self, len(self._waiting) - 1, array)
+
+    def add_all(self, arrays: Sequence[jax.Array]) -> list[ArrayToCome | np.ndarray]:
+        """Add several, none of them `is_ours`."""
+        return [self.add(array) for array in arrays]
 
     def begin(self) -> None:
         """Start the first transfers, once all arrays are added."""
@@ -57,8 +68,9 @@ class Transfers:
             self._waiting[number] = None
             if number >= self._next:  # out of order
                 self._under_way += array.nbytes
+                (array,) = self._start([array])
             self._start_more()
-        data = np.asarray(array)
+        data = np.array(array, copy=True) if number in self._to_copy else np.asarray(array)
         weakref.finalize(data, self._dropped.put, array.nbytes).atexit = False
         with self._lock:
             self._left -= 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,8 +14,9 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import jaxckpt_train as jct
+from jaxckpt_train.tree import pinned_host
 from jaxckpt_train.tree import snapshot as snapshots
-from jaxckpt_train.tree.pinned_host import in_pinned_host, start_transfers
+from jaxckpt_train.tree.pinned_host import start_transfers
 from tests.tree.same_trees import raw
 from tests.tree.test_snapshot_modes import next_state, quick, raw_of, state_of
 
@@ -22,20 +24,22 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class FakeDevice:
-    """A device with memory of some kinds."""
+    """A device with memory of some kinds; with none it does not even tell."""
 
     def __init__(self, *kinds: str) -> None:
         self.kinds = kinds
 
     def addressable_memories(self) -> list[Any]:
-        return [type("Memory", (), {"kind": kind}) for kind in self.kinds]
+        if not self.kinds:
+            raise NotImplementedError("this platform has no kinds of memory")
+        return [SimpleNamespace(kind=kind) for kind in self.kinds]
 
 
 class FakeArray:
     """An array in the first memory of a fake device."""
 
     def __init__(self, device: FakeDevice) -> None:
-        self.sharding = type("Sharding", (), {"memory_kind": device.kinds[0], "device_set": {device}})
+        self.sharding = SimpleNamespace(memory_kind="device", device_set={device})
         self.asked = 0
 
     def copy_to_host_async(self) -> None:
@@ -49,12 +53,18 @@ def arrays_on_several_devices() -> list[jax.Array]:
     return [jax.device_put(jnp.asarray(content, dtype), devices[n]) for n, dtype in enumerate(dtypes)]
 
 
-@pytest.mark.parametrize("start", [start_transfers, in_pinned_host])
+@pytest.fixture(autouse=True)
+def _nothing_is_refused_before() -> Iterator[None]:
+    pinned_host._refused.clear()
+    yield
+    pinned_host._refused.clear()
+
+
 @pytest.mark.parametrize("then", ["nothing", "delete", "donate"])
-def test_what_is_ordered_arrives_from_wherever(start: Callable[[Any], Any], then: str) -> None:
+def test_what_is_ordered_arrives_from_wherever(then: str) -> None:
     arrays = arrays_on_several_devices()
     expected = [raw(array) for array in arrays]
-    found = start(arrays)
+    found = start_transfers(arrays)
     assert [array.sharding.memory_kind for array in found] == ["pinned_host"] * len(arrays)
     for array in arrays:
         if then == "delete":
@@ -68,20 +78,35 @@ def test_what_is_ordered_arrives_from_wherever(start: Callable[[Any], Any], then
 def test_what_is_on_the_host_stays_where_it_is() -> None:
     places = [SingleDeviceSharding(jax.devices()[0], memory_kind=kind) for kind in ("pinned_host", "unpinned_host")]
     arrays = [*(jax.device_put(jnp.arange(9), place) for place in places), jnp.arange(9)]
-    found = in_pinned_host(arrays)
-    assert found is not None
+    found = start_transfers(arrays)
     assert [a is b for a, b in zip(found, arrays, strict=True)] == [True, True, False]
-    assert in_pinned_host(arrays[:2]) == arrays[:2]
-    assert in_pinned_host([]) == []
+    assert start_transfers([]) == []
 
 
 def test_devices_without_pinned_memory_are_asked_for_a_copy() -> None:
-    without = FakeDevice("device", "unpinned_host")
-    arrays: Any = [FakeArray(without), FakeArray(FakeDevice("device", "pinned_host")), FakeArray(without)]
-    assert in_pinned_host(arrays) is None
-    assert [array.asked for array in arrays] == [0, 0, 0]
-    assert start_transfers(arrays) is arrays
-    assert [array.asked for array in arrays] == [1, 1, 1]
+    plain = FakeDevice("device", "unpinned_host")
+    arrays: Any = [FakeArray(plain), jnp.arange(9), FakeArray(FakeDevice("device")), FakeArray(FakeDevice())]
+    found = start_transfers(arrays)
+    assert [a is b for a, b in zip(found, arrays, strict=True)] == [True, False, True, True]
+    assert [array.asked for array in arrays if isinstance(array, FakeArray)] == [1, 1, 1]
+
+
+def test_a_full_memory_is_told_once_and_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = []
+
+    def refuse(arrays: Any, _: Any) -> None:
+        asked.append(len(arrays))
+        no_room()
+
+    arrays = arrays_on_several_devices()
+    monkeypatch.setattr("jaxckpt_train.tree.pinned_host.jax.device_put", refuse)
+    for _ in range(3):
+        assert [a is b for a, b in zip(start_transfers(arrays), arrays, strict=True)] == [True] * len(arrays)
+    assert asked == [len(arrays)]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "RESOURCE_EXHAUSTED" in caplog.text
 
 
 @pytest.fixture
@@ -105,19 +130,32 @@ def test_host_saves_the_state_at_the_call(
     """The call waits for nothing if there is pinned memory; and the state may be donated in either case."""
     state = next_state(state_of(sharded))
     for _ in range(10):
+        expected = raw_of(state)
         with monkeypatch.context() as patch:
             if not room:
                 patch.setattr("jaxckpt_train.tree.pinned_host.jax.device_put", no_room)
             taken = snapshots.snapshot(state, mode)
+            pending = jct.save_async(tmp_path / "c", state, overwrite=True, settings=quick(mode))
         places = [chunk.data for array in taken.arrays for chunk in array.chunks if chunk.data.nbytes]
         assert {isinstance(place, np.ndarray) for place in places} == {not room}
         assert taken.is_taken.is_open()
         taken.close()
-        expected = raw_of(state)
-        pending = jct.save_async(tmp_path / "c", state, overwrite=True, settings=quick(mode))
         state = next_state(state)
         pending.wait()
         assert raw_of(jct.load(tmp_path / "c")) == expected
+
+
+@pytest.mark.usefixtures("as_on_an_accelerator")
+def test_the_call_does_not_wait_for_what_is_not_computed_yet(tmp_path: Path) -> None:
+    one, times = jnp.eye(500), 400
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, times, lambda _, y: y @ one + 1, x))
+    slow(one).block_until_ready()
+    late = slow(jnp.zeros((500, 500)))
+    pending = jct.save_async(tmp_path / "c", {"late": late}, settings=quick("host"))
+    assert not late.is_ready()
+    late.delete()
+    pending.wait()
+    assert jct.load(tmp_path / "c")["late"].tolist() == np.full((500, 500), times).tolist()
 
 
 @pytest.mark.usefixtures("as_on_an_accelerator")
@@ -125,11 +163,12 @@ def test_a_state_that_is_on_the_host_in_part_may_be_donated() -> None:
     """Optimizer states are offloaded to pinned memory; the next step is given that memory too."""
     there = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     state = {"a": jnp.arange(5000.0), "b": jax.device_put(jnp.arange(7000.0), there)}
-    expected = raw_of(state)
+    expected, memory = raw_of(state), state["b"].unsafe_buffer_pointer()
     taken = snapshots.snapshot(state, "host")
     for leaf in state.values():
         leaf.delete()
     data = {array.name: array.chunks[0].data for array in taken.arrays}
     assert isinstance(data["b"], np.ndarray)
+    assert data["b"].ctypes.data != memory, "a step on a GPU that is given the memory of a view fails"
     found = {name: place if isinstance(place, np.ndarray) else place.fetch() for name, place in data.items()}  # type: ignore[union-attr]
     assert raw_of(found) == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt_train.store.workers import Workers
+from jaxckpt_train.tree.pinned_host import start_transfers
 from jaxckpt_train.tree.transfers import ArrayToCome, Transfers
 from tests.tree.same_trees import raw
 
@@ -26,12 +28,16 @@ class Device:
 
     Attributes:
         started: numbers of the arrays whose transfer was started before they were fetched, in that order.
+        alone: numbers of those that were fetched before their turn, and started by that.
+        wanted: numbers of the arrays that were fetched.
         on_host: sizes of those that are there or on their way, until nobody holds them.
-        ahead: how much that may be when another one is started; one may always be.
+        ahead: how much that may be when another one is started; one may always be, and what is fetched already.
     """
 
     def __init__(self, ahead: int) -> None:
         self.started: list[int] = []
+        self.alone: list[int] = []
+        self.wanted: set[int] = set()
         self.on_host: dict[int, int] = {}
         self.ahead = ahead
         self.refuses = -1
@@ -39,9 +45,13 @@ class Device:
     def start(self, arrays: Sequence[FakeArray]) -> Sequence[FakeArray]:
         for array in arrays:
             there = sum(self.on_host.values())
-            assert there == 0 or there + array.nbytes <= self.ahead
-            self.started.append(array.number)
+            if array.number in self.wanted:
+                self.alone.append(array.number)
+            else:
+                assert there == 0 or there + array.nbytes <= self.ahead
+                self.started.append(array.number)
             self.on_host[array.number] = array.nbytes
+            array.is_started = True
         return arrays
 
 
@@ -49,21 +59,34 @@ class FakeArray:
     """An array on a fake device."""
 
     def __init__(self, device: Device, number: int, size: int) -> None:
-        self.device, self.number = device, number
+        self.device, self.number, self.is_started = device, number, False
         self.shape, self.dtype, self.size, self.nbytes = (size,), np.dtype(np.uint8), size, size
+        self.sharding = SimpleNamespace(memory_kind="device")
         self.content = np.full(size, number, np.uint8)
         weakref.finalize(self.content, device.on_host.pop, number, None)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        assert self.is_started
         if self.number == self.device.refuses:
             raise RuntimeError("lost on the way")
-        self.device.on_host[self.number] = self.nbytes
         return self.content
 
 
-def filled(device: Device, sizes: list[int]) -> tuple[Transfers, list[ArrayToCome]]:
+class FakePlace:
+    """What the writer has of it."""
+
+    def __init__(self, device: Device, number: int, place: Any) -> None:
+        self._device, self._number, self._place = device, number, place
+
+    def fetch(self) -> np.ndarray:
+        self._device.wanted.add(self._number)
+        data: np.ndarray = self._place.fetch()
+        return data
+
+
+def filled(device: Device, sizes: list[int]) -> tuple[Transfers, list[FakePlace]]:
     transfers = Transfers(device.ahead, device.start)  # type: ignore[arg-type]
-    places: list[Any] = [transfers.add(FakeArray(device, n, size)) for n, size in enumerate(sizes)]  # type: ignore[arg-type]
+    places = [FakePlace(device, n, transfers.add(FakeArray(device, n, size))) for n, size in enumerate(sizes)]  # type: ignore[arg-type]
     transfers.begin()
     return transfers, places
 
@@ -81,7 +104,8 @@ def test_any_order_of_fetches_gives_each_array_and_keeps_within_the_bound(
         held = [*held[-data.draw(st.integers(0, 3)) :], places[number].fetch()]
         assert held[-1].tobytes() == bytes([number]) * sizes[number]
     assert transfers.done.is_open()
-    assert device.started == sorted(set(device.started))
+    assert device.started == sorted(device.started)
+    assert sorted(device.started + device.alone) == list(range(len(sizes)))
 
 
 def test_in_order_every_transfer_is_started_ahead() -> None:
@@ -103,7 +127,7 @@ def test_what_is_not_dropped_yet_keeps_the_next_from_coming() -> None:
     assert device.started == [0, 1]
     held.clear()
     places[2].fetch()
-    assert device.started == [0, 1, 3]
+    assert (device.started, device.alone) == ([0, 1, 3], [2])
 
 
 def test_an_array_larger_than_all_comes_alone() -> None:
@@ -120,7 +144,7 @@ def test_an_array_that_was_fetched_before_its_turn_is_not_started_again() -> Non
     assert device.started == [0, 1]
     for number in (0, 1, 2, 4):
         places[number].fetch()
-    assert device.started == [0, 1, 2, 4]
+    assert (device.started, device.alone) == ([0, 1, 2, 4], [3])
 
 
 def test_an_array_without_elements_is_here_at_once() -> None:
@@ -140,8 +164,17 @@ def test_what_is_to_come_tells_its_form() -> None:
     assert isinstance(place.dtype, np.dtype)
 
 
-def test_arrays_of_real_devices_come_and_are_let_go() -> None:
-    transfers = Transfers(1000)
+@pytest.mark.parametrize("ahead", [1, 1000, 1 << 30])
+def test_arrays_of_real_devices_come_and_are_let_go(ahead: int) -> None:
+    pinned = []
+
+    def start(several: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        moved = start_transfers(several)
+        pinned.extend([weakref.ref(array) for array in moved])
+        assert {array.sharding.memory_kind for array in moved} == {"pinned_host"}
+        return moved
+
+    transfers = Transfers(ahead, start)
     arrays = [jax.device_put(np.arange(100 * n + 1, dtype=np.float32), jax.devices()[n]) for n in range(8)]
     expected, references = [raw(array) for array in arrays], [weakref.ref(array) for array in arrays]
     places: list[Any] = [transfers.add(array) for array in arrays]
@@ -150,7 +183,22 @@ def test_arrays_of_real_devices_come_and_are_let_go() -> None:
     for number, place in enumerate(places):
         assert place.fetch().tobytes() == expected[number]
         assert references[number]() is None
+        assert pinned[number]() is None
     assert transfers.done.is_open()
+    assert len(pinned) == 8
+
+
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_a_view_is_only_taken_of_what_is_ours(is_ours: bool) -> None:
+    """A step on a GPU that is given the memory of a view fails."""
+    there = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    array = jax.device_put(jnp.arange(5000.0), there)
+    transfers = Transfers(1 << 20)
+    place: Any = transfers.add(array, is_ours=is_ours)
+    transfers.begin()
+    data = place.fetch()
+    assert raw(data) == raw(array)
+    assert (data.ctypes.data == array.unsafe_buffer_pointer()) is is_ours
 
 
 def test_several_threads_fetch_each_once() -> None:
@@ -164,7 +212,7 @@ def test_several_threads_fetch_each_once() -> None:
     Workers(4, "test").run_all(fetch, range(200))
     assert found == {number: bytes([number]) * 7 for number in range(200)}
     assert transfers.done.is_open()
-    assert device.started == sorted(set(device.started))
+    assert sorted(device.started + device.alone) == list(range(200))
 
 
 def test_nothing_to_bring_is_done_when_it_begins() -> None:
