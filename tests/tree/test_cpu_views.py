@@ -85,3 +85,16 @@ def test_a_deleted_array_is_left_to_who_names_it() -> None:
 def test_keys_and_numpy_arrays_are_no_plain_kinds() -> None:
     assert plain_kinds([jax.random.key(0), np.arange(3), 5, None]) == set()
     assert plain_kinds([jnp.arange(3), np.arange(3)]) == {type(jnp.arange(3))}
+
+
+def test_one_device_may_be_named_in_other_ways() -> None:
+    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[3:4])
+    places = [*jax.devices()[:2], jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))]
+    tree = {f"x{number}": jax.device_put(jnp.arange(9) + number, place) for number, place in enumerate(places)}
+    assert [raw(each) for each in data_of(tree)] == [raw(leaf) for leaf in tree.values()]
+
+
+def test_arrays_on_several_devices_are_left_to_others() -> None:
+    spread = jax.sharding.NamedSharding(jax.make_mesh((2,), ("x",)), jax.sharding.PartitionSpec("x"))
+    tree = {"a": jnp.arange(4), "b": jax.device_put(jnp.arange(4), spread)}
+    assert take_views(list(tree), list(tree.values())) is None
