@@ -16,6 +16,7 @@ COLUMNS = 3
 PANEL_INCHES = 4.6
 ROW_INCHES = 0.24
 DPI = 110
+FEW_DECADES = 60  # largest by smallest
 COLOURS = {"ours": "#1b6ca8", "limit": "#9a9a9a", "peer": "#d9822b"}
 LIMITS = ("raw", "raw_fresh", "memcpy")
 
@@ -95,13 +96,25 @@ def _draw_panel(axes: Any, name: str, bars: Bars) -> None:
     # Bars from 1 on: to the right what is slower than ours, to the left what is faster.
     axes.barh(rows, [median - 1 for median in medians], left=1, color=colours, height=0.7)
     axes.errorbar(medians, rows, xerr=[below, above], fmt="o", color="black", markersize=2, capsize=2, linewidth=0.8)
-    axes.set_xscale("log")
+    _logarithmic(axes, min(medians[-1] - below[-1], 1), max(medians[0] + above[0], 1))
     axes.axvline(1, color="black", linewidth=0.8)
     for row, median in zip(rows, medians, strict=True):
-        axes.annotate(f"{median:.2g}", (1.01, row), xycoords=("axes fraction", "data"), fontsize=7, va="center")
+        text = f"{median:.2g}" if median < 99.5 else f"{median:.0f}"
+        axes.annotate(text, (1.01, row), xycoords=("axes fraction", "data"), fontsize=7, va="center")
     axes.set_title(name, fontsize=9)
     axes.tick_params(labelsize=7)
     axes.grid(axis="x", linewidth=0.3)
+
+
+def _logarithmic(axes: Any, least: float, most: float) -> None:
+    """A logarithmic axis whose ticks are plain numbers: a few for each decade if it has few of them."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set_xscale("log")
+    steps = (1.0, 2.0, 5.0) if most / least < FEW_DECADES else (1.0,)
+    axes.xaxis.set_major_locator(LogLocator(subs=steps))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _caption(record: Record) -> str:
