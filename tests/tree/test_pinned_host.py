@@ -48,7 +48,7 @@ class FakeArray:
 
 def arrays_on_several_devices() -> list[jax.Array]:
     devices = jax.devices()
-    dtypes = ["float32", "bfloat16", "int8", "bool", "uint32", "complex64", "float8_e4m3fn"]
+    dtypes = ["float32", "bfloat16", "int8", "bool", "uint32", "complex64", "float8_e4m3fn", "int4"]
     content = np.arange(600).reshape(20, 30)
     return [jax.device_put(jnp.asarray(content, dtype), devices[n]) for n, dtype in enumerate(dtypes)]
 
