@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import itertools
-import sys
 from collections.abc import Sequence
 from itertools import compress
 from typing import Any, NamedTuple
@@ -19,10 +16,10 @@ from jaxckpt_train.settings import MIB, SnapshotMode
 from jaxckpt_train.store.boxes import box_from_index, full_box
 from jaxckpt_train.store.dtypes import is_storable
 from jaxckpt_train.store.latch import Latch
-from jaxckpt_train.store.layout import ArraySource, ChunkSource, alignment_class
+from jaxckpt_train.store.layout import ArraySource, ChunkSource
 from jaxckpt_train.store.quiet_gc import paused_collection
 from jaxckpt_train.tree.cpu_views import plain_kinds, take_views
-from jaxckpt_train.tree.device_copies import copy_on_devices, have_room
+from jaxckpt_train.tree.device_leaves import distinct_shards, take_from_devices
 from jaxckpt_train.tree.donations import HeldViews, is_donated
 from jaxckpt_train.tree.flatten import EMPTY, flatten
 from jaxckpt_train.tree.host_copies import copy_all
@@ -36,8 +33,7 @@ from jaxckpt_train.tree.leaf_records import (
     is_key_array,
     record_value,
 )
-from jaxckpt_train.tree.pinned_host import is_on_host, start_transfers
-from jaxckpt_train.tree.transfers import ArrayToCome, Transfers
+from jaxckpt_train.tree.transfers import Transfers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +98,12 @@ def snapshot(tree: Any, mode: SnapshotMode = "auto", ahead_bytes: int = 64 * MIB
             _copy_views(taker)
     elif mode == "auto" and flat.structure is not None and not taker.elsewhere:
         held = HeldViews(flat, taker.arrays)
-    transfers = _take_elsewhere(taker, mode, ahead_bytes) if taker.elsewhere else None
+    transfers = None
+    if taker.elsewhere:
+        numbers, elsewhere = zip(*taker.elsewhere, strict=True)
+        chunks, transfers = take_from_devices(elsewhere, mode, ahead_bytes)
+        for number, found in zip(numbers, chunks, strict=True):
+            taker.arrays[number] = taker.arrays[number]._replace(chunks=found)
     is_taken = Latch()
     if mode == "stream" and transfers is not None:
         is_taken = transfers.done
@@ -124,57 +125,6 @@ def _is_view(data: object) -> bool:
     if isinstance(data, memoryview):
         return data.nbytes > 0
     return isinstance(data, np.ndarray) and data.size > 0 and not data.flags.owndata
-
-
-def _take_elsewhere(taker: _Taker, mode: SnapshotMode, ahead_bytes: int) -> Transfers:
-    """Take the arrays that are not in host memory, in the order in which the writer wants them."""
-    leaves: Sequence[jax.Array] = [leaf for _, leaf in taker.elsewhere]
-    copies = None
-    if mode == "device":
-        copies = copy_on_devices(leaves)
-    elif mode == "auto" and have_room(leaves):
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # no room after all
-            copies = copy_on_devices(leaves)
-    shards = [_distinct_shards(leaf) for leaf in copies or leaves]
-    handles: Sequence[jax.Array] = [_own_handle(shard) for several in shards for shard in several]
-    is_bounded = copies is not None or mode == "stream"
-    transfers = Transfers(ahead_bytes if is_bounded else sys.maxsize)
-    take = transfers.add_all if is_bounded else functools.partial(_order_now, transfers)
-    turns = sorted(range(len(handles)), key=lambda number: alignment_class(handles[number].nbytes))
-    taken = dict(zip(turns, take([handles[number] for number in turns]), strict=True))
-    numbers = itertools.count()
-    for (number, leaf), several in zip(taker.elsewhere, shards, strict=True):
-        chunks = tuple(ChunkSource(box_from_index(shard.index, leaf.shape), taken[next(numbers)]) for shard in several)
-        taker.arrays[number] = taker.arrays[number]._replace(chunks=chunks)
-    transfers.begin()
-    return transfers
-
-
-def _order_now(transfers: Transfers, handles: Sequence[jax.Array]) -> list[np.ndarray | ArrayToCome]:
-    """The data of all: on its way to pinned host memory, or here.
-
-    What lies on the host already is copied: a view of it would make a step fail that is given its memory.
-    """
-    started = start_transfers(handles)
-    there = [handle for handle in handles if is_on_host(handle)]
-    copies = iter(copy_all(list(map(np.asarray, there))))
-    data: list[np.ndarray | ArrayToCome] = []
-    for handle, array in zip(handles, started, strict=True):
-        if array is not handle:
-            data.append(transfers.add(array, is_ours=True))
-        else:
-            data.append(next(copies) if is_on_host(handle) else np.asarray(handle))
-    return data
-
-
-def _own_handle(shard: jax.Shard) -> jax.Array:
-    """The shard as an array object of ours: JAX keeps what was copied to the host with the object it was asked for."""
-    own: jax.Array = shard.data.addressable_data(0)
-    return own
-
-
-def _distinct_shards(leaf: jax.Array) -> list[jax.Shard]:
-    return [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
 
 
 _STRONG, _WEAK = ArrayLeaf(), ArrayLeaf(weak=True)
@@ -290,7 +240,7 @@ class _Taker:
         elif form.single:
             chunks = (ChunkSource(full_box(shape), np.asarray(leaf)),)
         else:
-            shards = _distinct_shards(leaf)
+            shards = distinct_shards(leaf)
             chunks = tuple(ChunkSource(box_from_index(shard.index, shape), np.asarray(shard.data)) for shard in shards)
         self.arrays.append(ArraySource(name, shape, leaf.dtype, chunks, form.described))
 

@@ -1,0 +1,77 @@
+"""Takes arrays from their devices: copied where they are or brought to the host, in the order of the files."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxckpt_train.settings import SnapshotMode
+from jaxckpt_train.store.boxes import box_from_index
+from jaxckpt_train.store.layout import ChunkSource, alignment_class
+from jaxckpt_train.tree.device_copies import copy_on_devices, have_room
+from jaxckpt_train.tree.host_copies import copy_all
+from jaxckpt_train.tree.pinned_host import is_on_host, start_transfers
+from jaxckpt_train.tree.transfers import ArrayToCome, Transfers
+
+
+def take_from_devices(
+    leaves: Sequence[jax.Array], mode: SnapshotMode, ahead_bytes: int
+) -> tuple[list[tuple[ChunkSource, ...]], Transfers]:
+    """Take arrays of any devices as they are now; `snapshot` says what the modes are.
+
+    Returns:
+        The chunks of each array, and what brings those that are still to come.
+    """
+    copies = None
+    if mode == "device":
+        copies = copy_on_devices(leaves)
+    elif mode == "auto" and have_room(leaves):
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # no room after all
+            copies = copy_on_devices(leaves)
+    shards = [distinct_shards(leaf) for leaf in copies or leaves]
+    handles: Sequence[jax.Array] = [_own_handle(shard) for several in shards for shard in several]
+    is_bounded = copies is not None or mode == "stream"
+    transfers = Transfers(ahead_bytes if is_bounded else sys.maxsize)
+    take = transfers.add_all if is_bounded else functools.partial(_order_now, transfers)
+    turns = sorted(range(len(handles)), key=lambda number: alignment_class(handles[number].nbytes))
+    taken = dict(zip(turns, take([handles[number] for number in turns]), strict=True))
+    data = iter([taken[number] for number in range(len(handles))])
+    chunks = [
+        tuple(ChunkSource(box_from_index(shard.index, leaf.shape), next(data)) for shard in several)
+        for leaf, several in zip(leaves, shards, strict=True)
+    ]
+    transfers.begin()
+    return chunks, transfers
+
+
+def _order_now(transfers: Transfers, handles: Sequence[jax.Array]) -> list[np.ndarray | ArrayToCome]:
+    """The data of all: on its way to pinned host memory, or here.
+
+    What lies on the host already is copied: a view of it would make a step fail that is given its memory.
+    """
+    started = start_transfers(handles)
+    there = [handle for handle in handles if is_on_host(handle)]
+    copies = iter(copy_all(list(map(np.asarray, there))))
+    data: list[np.ndarray | ArrayToCome] = []
+    for handle, array in zip(handles, started, strict=True):
+        if array is not handle:
+            data.append(transfers.add(array, is_ours=True))
+        else:
+            data.append(next(copies) if is_on_host(handle) else np.asarray(handle))
+    return data
+
+
+def _own_handle(shard: jax.Shard) -> jax.Array:
+    """The shard as an array object of ours: JAX keeps what was copied to the host with the object it was asked for."""
+    own: jax.Array = shard.data.addressable_data(0)
+    return own
+
+
+def distinct_shards(leaf: jax.Array) -> list[jax.Shard]:
+    """One shard of each part of an array that lies on devices of this process."""
+    return [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
