@@ -16,7 +16,7 @@ COLUMNS = 3
 PANEL_INCHES = 4.6
 ROW_INCHES = 0.24
 DPI = 110
-FEW_DECADES = 60  # largest by smallest
+NARROW_RANGE = 60  # largest by smallest
 COLOURS = {"ours": "#1b6ca8", "limit": "#9a9a9a", "peer": "#d9822b"}
 LIMITS = ("raw", "raw_fresh", "memcpy")
 
@@ -111,7 +111,7 @@ def _logarithmic(axes: Any, least: float, most: float) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axes.set_xscale("log")
-    steps = (1.0, 2.0, 5.0) if most / least < FEW_DECADES else (1.0,)
+    steps = (1.0, 2.0, 5.0) if most / least < NARROW_RANGE else (1.0,)
     axes.xaxis.set_major_locator(LogLocator(subs=steps))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

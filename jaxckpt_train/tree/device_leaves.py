@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Sequence
 
@@ -37,9 +36,13 @@ def take_from_devices(
     handles: Sequence[jax.Array] = [_own_handle(shard) for several in shards for shard in several]
     is_bounded = copies is not None or mode == "stream"
     transfers = Transfers(ahead_bytes if is_bounded else sys.maxsize)
-    take = transfers.add_all if is_bounded else functools.partial(_order_now, transfers)
     turns = sorted(range(len(handles)), key=lambda number: alignment_class(handles[number].nbytes))
-    taken = dict(zip(turns, take([handles[number] for number in turns]), strict=True))
+    ordered = [handles[number] for number in turns]
+    if is_bounded:
+        arrived = [transfers.add(handle, is_ours=copies is not None) for handle in ordered]
+    else:
+        arrived = _order_now(transfers, ordered)
+    taken = dict(zip(turns, arrived, strict=True))
     data = iter([taken[number] for number in range(len(handles))])
     chunks = [
         tuple(ChunkSource(box_from_index(shard.index, leaf.shape), next(data)) for shard in several)

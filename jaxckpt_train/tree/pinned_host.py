@@ -10,7 +10,7 @@ from jax.sharding import SingleDeviceSharding
 
 _KIND = "pinned_host"
 _HOST_KINDS = (_KIND, "unpinned_host")
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("jaxckpt_train")
 _refused: set[jax.Device] = set()
 
 

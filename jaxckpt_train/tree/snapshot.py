@@ -156,13 +156,14 @@ class _Taker:
     def take_all(self, names: Sequence[str], leaves: Sequence[Any]) -> dict[str, LeafRecord]:
         """Take every leaf; those that are plain arrays on the CPU device together."""
         kinds = plain_kinds(leaves) if self._keeps_views else set()
-        if kinds.issuperset(map(type, leaves)) and (views := take_views(names, leaves)) is not None:
-            self.arrays.extend(views)
-            return dict(zip(names, [_WEAK if leaf.weak_type else _STRONG for leaf in leaves], strict=True))
         alike = [type(leaf) in kinds for leaf in leaves]
-        views = take_views(list(compress(names, alike)), list(compress(leaves, alike))) if kinds else None
+        together = (names, leaves) if all(alike) else (list(compress(names, alike)), list(compress(leaves, alike)))
+        views = take_views(*together) if kinds else None
         if views is None:
             return {name: self.take(name, leaf) for name, leaf in zip(names, leaves, strict=True)}
+        if all(alike):
+            self.arrays.extend(views)
+            return dict(zip(names, [_WEAK if leaf.weak_type else _STRONG for leaf in leaves], strict=True))
         following = iter(views)
         records: dict[str, LeafRecord] = {}
         for name, leaf, is_view in zip(names, leaves, alike, strict=True):

@@ -49,10 +49,6 @@ class Transfers:
         self._left += 1
         return ArrayToCome(self, len(self._waiting) - 1, array)
 
-    def add_all(self, arrays: Sequence[jax.Array]) -> list[ArrayToCome | np.ndarray]:
-        """Add several, none of them `is_ours`."""
-        return [self.add(array) for array in arrays]
-
     def begin(self) -> None:
         """Start the first transfers, once all arrays are added."""
         if not self._left:
