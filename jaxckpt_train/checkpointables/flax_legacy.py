@@ -10,7 +10,8 @@ from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.memory import MemoryBackend
-from jaxckpt_train.store.transaction import Transaction, read_whole
+from jaxckpt_train.store.plain_files import read_whole
+from jaxckpt_train.store.transaction import Transaction
 from jaxckpt_train.tree.restore import LoadOptions
 
 _NAME = "state"

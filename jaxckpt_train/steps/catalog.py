@@ -16,7 +16,8 @@ from jaxckpt_train.steps.lineage import in_order
 from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
-from jaxckpt_train.store.transaction import is_committed, read_whole
+from jaxckpt_train.store.plain_files import read_whole
+from jaxckpt_train.store.transaction import is_committed
 
 
 class _Info(msgspec.Struct):

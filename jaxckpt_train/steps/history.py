@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxckpt_train.errors import SettingsError, StorageError
 from jaxckpt_train.store.backend import Backend
-from jaxckpt_train.store.transaction import read_whole
+from jaxckpt_train.store.plain_files import read_whole
 
 HISTORY_NAME = "history.jsonl"
 NOTES_NAME = "notes.jsonl"

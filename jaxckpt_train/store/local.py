@@ -32,6 +32,8 @@ _ADVICE = {
     errno.EIO: "the disk or its connection failed: do not trust it further",
 }
 
+_NO_DIRECT = 'the file system refuses direct I/O, and direct_io=True asks for nothing else; use "auto"'
+
 
 @contextlib.contextmanager
 def _storage(action: str, path: str) -> Iterator[None]:
@@ -143,10 +145,12 @@ class LocalBackend:
                 try:
                     return _LocalSink(path, os.open(path, flags | _O_DIRECT, 0o666), direct=True)
                 except OSError as error:
-                    if error.errno != errno.EINVAL or direct is True:
+                    if error.errno != errno.EINVAL:
                         raise
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(path)  # some file systems create the file before they refuse O_DIRECT
+                    if direct is True:
+                        raise OSError(errno.EOPNOTSUPP, _NO_DIRECT) from error
             return _LocalSink(path, os.open(path, flags, 0o666), direct=False)
 
     def open(self, directory: str, name: str, *, direct: bool | Literal["auto"]) -> _LocalSource:
@@ -303,13 +307,16 @@ def _open_regular(name: str, folder: int, direct: bool | Literal["auto"]) -> int
         try:
             descriptor = os.open(name, flags | _O_DIRECT, dir_fd=folder)
         except OSError as error:
-            if error.errno != errno.EINVAL or direct is True:
+            if error.errno != errno.EINVAL:
                 raise
+    is_refused = direct is True and bool(_O_DIRECT) and descriptor < 0
     if descriptor < 0:
         descriptor = os.open(name, flags, dir_fd=folder)
     mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(mode) or is_refused:
         os.close(descriptor)
+        if is_refused and stat.S_ISREG(mode):
+            raise OSError(errno.EOPNOTSUPP, _NO_DIRECT)
         raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "not a regular file")
     return descriptor
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxckpt_train.store.boxes import Box, box_elements, box_shape, element_span, intersect, is_contiguous_within
+from jaxckpt_train.store.boxes import Box, box_elements, element_span, intersect, is_contiguous_within
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, Manifest
 from jaxckpt_train.store.segment import ALIGNMENT
 
@@ -79,19 +79,21 @@ def _is_aligned(chunk: ChunkRecord, use: Use) -> bool:
 def plan_reads(manifest: Manifest, wanted: Sequence[Wanted], band_bytes: int) -> list[Run]:
     """The runs that serve all wanted boxes, in file order.
 
-    Every byte is read once, except that a chunk which must be cut up for other boxes and is larger than
-    `band_bytes` is read in bands of whole rows, whose first and last digest block may be shared by two bands.
+    Every byte is read once, except where more than `band_bytes` would have to be in memory at once, beside the
+    destination or on their way to devices. A chunk that must be cut up or moved is then read in bands of whole rows,
+    and one of which several boxes pass is read box by box; two neighbours share the digest block between them.
     """
     reads: list[ChunkRead] = []
     for number, want in enumerate(wanted):
         for chunk in want.array.chunks:
-            if len(want.boxes) == 1 and want.boxes[0] == chunk.box:  # most leaves: stored in one piece, wanted as such
+            is_view = chunk.length <= band_bytes or want.passing or chunk.offset % VIEW_ALIGNMENT == 0
+            if is_view and len(want.boxes) == 1 and want.boxes[0] == chunk.box:  # most leaves: stored as wanted
                 use = Use(number, 0, chunk.box, True)
                 reads.append(ChunkRead(chunk, 0, chunk.offset, chunk.offset + chunk.length, (use,)))
                 continue
             uses = tuple(_uses(number, want.boxes, chunk))
             if uses:
-                reads.extend(_chunk_reads(manifest, chunk, uses, band_bytes))
+                reads.extend(_chunk_reads(manifest, chunk, uses, band_bytes, want.passing))
     reads.sort(key=lambda read: (read.chunk.segment, read.start))
     return list(_coalesce(reads, wanted, min(COALESCE_BYTES, band_bytes)))
 
@@ -103,32 +105,51 @@ def _uses(number: int, boxes: Sequence[Box], chunk: ChunkRecord) -> Iterator[Use
             yield Use(number, index, common, common == box and is_contiguous_within(box, chunk.box))
 
 
-def _chunk_reads(manifest: Manifest, chunk: ChunkRecord, uses: Sequence[Use], band_bytes: int) -> Iterator[ChunkRead]:
+def _chunk_reads(
+    manifest: Manifest, chunk: ChunkRecord, uses: Sequence[Use], band_bytes: int, passing: bool
+) -> Iterator[ChunkRead]:
     item = chunk.length // box_elements(chunk.box)
-    if chunk.length <= band_bytes or all(use.whole for use in uses):
-        for near in _clusters(uses, chunk, item, manifest.block_bytes):
+    is_whole = all(use.whole and (passing or _is_aligned(chunk, use)) for use in uses)
+    if chunk.length <= band_bytes or is_whole:
+        for near in _clusters(uses, chunk, item, manifest.block_bytes, band_bytes if passing else chunk.length):
             yield _chunk_read(manifest, chunk, item, near)
         return
-    row_bytes = chunk.length // box_shape(chunk.box)[0]
-    rows = max(1, band_bytes // row_bytes)
-    first, last = chunk.box[0]
-    for start in range(first, last, rows):
-        band: Box = ((start, min(start + rows, last)), *chunk.box[1:])
+    for band in _bands(chunk.box, item, max(band_bytes, manifest.block_bytes)):  # less would read blocks over and over
         cut = [(use, intersect(use.common, band)) for use in uses]
-        inside = tuple(use._replace(common=common, whole=False) for use, common in cut if common)
+        inside = tuple(use._replace(common=common, whole=False) for use, common in cut if common is not None)
         if inside:
             yield _chunk_read(manifest, chunk, item, inside)
 
 
-def _clusters(uses: Sequence[Use], chunk: ChunkRecord, item: int, block_bytes: int) -> Iterator[list[Use]]:
-    """The uses in groups with digest blocks between them that nobody needs, so that those are not read."""
+def _bands(box: Box, item: int, most_bytes: int) -> Iterator[Box]:
+    """A box cut into boxes that lie in it one after the other, each of at most so many bytes, or of one element."""
+    if not box:
+        yield box
+        return
+    (first, last), inner = box[0], box[1:]
+    row_bytes = item * box_elements(inner)
+    if row_bytes <= most_bytes or not inner:
+        rows = max(1, most_bytes // row_bytes)
+        for start in range(first, last, rows):
+            yield ((start, min(start + rows, last)), *inner)
+        return
+    for index in range(first, last):
+        for rest in _bands(inner, item, most_bytes):
+            yield ((index, index + 1), *rest)
+
+
+def _clusters(
+    uses: Sequence[Use], chunk: ChunkRecord, item: int, block_bytes: int, most_bytes: int
+) -> Iterator[list[Use]]:
+    """The uses in groups: digest blocks that nobody needs are not read, and no two uses make more than `most_bytes`."""
     cluster: list[Use] = []
-    end = -1
+    begin, end = 0, -1
     for use in sorted(uses, key=lambda use: element_span(use.common, chunk.box)):
         first, last = element_span(use.common, chunk.box)
-        if cluster and first * item // block_bytes > end:
+        if cluster and (first * item // block_bytes > end or (last - begin) * item > most_bytes):
             yield cluster
-            cluster = []
+            cluster, end = [], -1
+        begin = begin if cluster else first
         cluster.append(use)
         end = max(end, (last * item - 1) // block_bytes + 1)
     yield cluster

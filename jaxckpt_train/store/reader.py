@@ -14,15 +14,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxckpt_train.errors import CorruptCheckpointError, StorageError
+from jaxckpt_train.errors import CorruptCheckpointError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backend import MISSING, Backend, Source
+from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.boxes import box_elements, box_shape, element_span, slices_within
 from jaxckpt_train.store.digests import HEX_DIGITS, digest_function
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ChunkRecord
 from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT, ChunkRead, Run, Use, Wanted, plan_reads
 from jaxckpt_train.store.segment import ALIGNMENT
+from jaxckpt_train.store.sources import Sources
 from jaxckpt_train.store.staging import Arena, aligned_buffer
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.store.workers import shared_workers
@@ -123,11 +124,11 @@ def _aligned_copy(piece: np.ndarray) -> np.ndarray:
 
 
 class _Reading:
-    """One load under way: open segments, destinations, and what all threads share."""
+    """One load under way: destinations, and what all threads share."""
 
     def __init__(
         self,
-        backend: Backend,
+        sources: Sources,
         committed: Committed,
         wanted: Sequence[Wanted],
         settings: StoreSettings,
@@ -139,27 +140,16 @@ class _Reading:
         self._progress = progress
         self._parts: dict[tuple[int, int], tuple[np.ndarray, int]] = {}  # begun boxes, and their missing elements
         self._lock = threading.Lock()
-        self._backend, self._directory = backend, committed.directory
+        self._directory, self._sources = committed.directory, sources
         self._arena = Arena(0)
-        self.sources: dict[int, Source] = {}
-
-    def open(self, segments: Sequence[int]) -> None:
-        """Open all segments before the first read, so that a retention that removes the step does no harm."""
-        for number in segments:
-            record = self._manifest.segments[number]
-            path = f"{self._directory}/{record.file}"
-            try:
-                source = self._backend.open(self._directory, record.file, direct=self._settings.direct_io)
-            except StorageError as error:
-                if error.errno not in MISSING:
-                    raise
-                raise CorruptCheckpointError(f"{path}: the manifest names this segment, but: {error}") from error
-            self.sources[number] = source
-            if source.size != record.bytes:
-                raise CorruptCheckpointError(f"{path}: {source.size} bytes, but the manifest says {record.bytes}")
 
     def read_run(self, run: Run) -> list[ReadBox]:
         """Read and check one run on the calling thread; returns the boxes that it completed."""
+        completed = self._read_run(run)
+        self._sources.done(run.segment)
+        return completed
+
+    def _read_run(self, run: Run) -> list[ReadBox]:
         size = run.stop - run.start
         if run.only_views and not run.passing:
             return self._read_into(run, self._arena.take(size))
@@ -178,8 +168,10 @@ class _Reading:
             raise
 
     def _read_into(self, run: Run, memory: np.ndarray) -> list[ReadBox]:
+        at = run.start
         for start, stop in _pieces(run, self._manifest.block_bytes):
-            self._read_piece(run, memory, start, stop)
+            at = self._read_up_to(run, memory, at, stop)
+            self._verify_all(run, memory, start, stop)
             if self._progress is not None:
                 self._progress(stop - start)
         room, completed = _Room(run), list[ReadBox]()
@@ -189,9 +181,15 @@ class _Reading:
             self._budget.charge(room.memory)
         return completed
 
-    def _read_piece(self, run: Run, memory: np.ndarray, start: int, stop: int) -> None:
-        low, high = start // ALIGNMENT * ALIGNMENT, min(-(-stop // ALIGNMENT) * ALIGNMENT, run.stop)
-        self.sources[run.segment].read_into(low, memory[low - run.start : high - run.start], stop - low)
+    def _read_up_to(self, run: Run, memory: np.ndarray, at: int, stop: int) -> int:
+        """Read whole pages from `at` on, until `stop` is there; no page twice, since what was verified must stay."""
+        high = min(-(-stop // ALIGNMENT) * ALIGNMENT, run.stop)
+        if high > at:
+            needed = min(high, run.start + run.needed) - at
+            self._sources.read_into(run.segment, at, memory[at - run.start : high - run.start], needed)
+        return high
+
+    def _verify_all(self, run: Run, memory: np.ndarray, start: int, stop: int) -> None:
         if self._settings.verify_on_load:
             for read in run.reads:
                 if read.start < stop and read.stop > start:
@@ -295,21 +293,21 @@ def iter_boxes(
         CorruptCheckpointError: a segment is missing, has another size, or its bytes differ from their digest.
         StorageError: the file system refused.
     """
-    reading = _Reading(backend, committed, wanted, settings, progress)
     threads = READS_PER_THREAD * settings.known_io_threads
     runs = plan_reads(committed.manifest, wanted, max(1, settings.read_budget_bytes // (2 * threads)))
+    sources = Sources(backend, committed, settings.direct_io, [run.segment for run in runs])
+    reading = _Reading(sources, committed, wanted, settings, progress)
     try:
         yield from _empty_boxes(wanted)
         reading.prepare(runs)
-        reading.open(sorted({run.segment for run in runs}))
+        sources.open()
         readers = shared_workers(threads, "jaxckpt-read")
         with contextlib.closing(readers.run_each(reading.read_run, runs, give_up=reading.give_up)) as results:
             for completed in results:
                 while completed:
                     yield completed.pop()
     finally:
-        for source in reading.sources.values():
-            source.close()
+        sources.close()
 
 
 def read_boxes(

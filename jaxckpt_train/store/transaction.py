@@ -35,7 +35,7 @@ from jaxckpt_train.errors import (
     UnsupportedLeafError,
 )
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backend import Backend, Source
+from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.digests import block_digests, digest_function
 from jaxckpt_train.store.local import side_name
 from jaxckpt_train.store.machine import is_dead_tag, process_tag
@@ -54,6 +54,7 @@ from jaxckpt_train.store.manifest import (
     encode_manifest,
     is_plain_name,
 )
+from jaxckpt_train.store.plain_files import file_record, read_whole
 
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
@@ -154,9 +155,7 @@ class Transaction:
             elif entry.kind == "file":
                 if self._sync:
                     self._backend.sync(f"{self.directory}/{path}")
-                digest = digest_function(self._settings.digest)
-                content = read_whole(self._backend, self.directory, path, limit=None)
-                records.append(FileRecord(path, len(content), block_digests(content, BLOCK_BYTES, digest)))
+                records.append(file_record(self._backend, self.directory, path, self._settings.digest))
             else:
                 raise CorruptCheckpointError(f"{self.directory}/{path}: expected a plain file, found a link or device")
         return tuple(records)
@@ -248,6 +247,26 @@ def remove_dead_attempts(backend: Backend, final: str) -> None:
             backend.rename(path, final)
 
 
+def make_durable(backend: Backend, directory: str) -> None:
+    """Sync all files and directories of a checkpoint that was committed without, and its parent.
+
+    Raises:
+        StorageError: the file system refused; nothing is known of what is on the disk.
+    """
+    _sync_tree(backend, directory)
+    backend.sync(os.path.dirname(directory))
+
+
+def _sync_tree(backend: Backend, directory: str) -> None:
+    for entry in backend.list(directory):
+        path = f"{directory}/{entry.name}"
+        if entry.kind == "directory":
+            _sync_tree(backend, path)
+        elif entry.kind == "file":
+            backend.sync(path)
+    backend.sync(directory)
+
+
 def is_committed(backend: Backend, directory: str) -> bool:
     """Whether the directory holds a COMMIT; a cheap look that validates nothing."""
     try:
@@ -313,24 +332,6 @@ def manifest_digest(backend: Backend, directory: str) -> str | None:
         return open_committed(backend, directory).manifest_sha256
     except (NotACheckpointError, CorruptCheckpointError, FormatVersionError, StorageError):
         return None
-
-
-def read_whole(backend: Backend, directory: str, name: str, limit: int | None) -> np.ndarray:
-    """All bytes of a file below a directory, as a flat uint8 array.
-
-    Raises:
-        CorruptCheckpointError: it is larger than `limit` bytes.
-        StorageError: it is not there or cannot be read.
-    """
-    source: Source = backend.open(directory, name, direct=False)
-    try:
-        if limit is not None and source.size > limit:
-            raise CorruptCheckpointError(f"{directory}/{name}: {source.size} bytes, expected at most {limit}")
-        data = np.empty(source.size, np.uint8)
-        source.read_into(0, data, len(data))
-    finally:
-        source.close()
-    return data
 
 
 def _read_or_none(backend: Backend, directory: str, name: str, limit: int) -> bytes | None:

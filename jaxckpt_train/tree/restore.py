@@ -276,7 +276,9 @@ def _placement(job: _Job, known: dict[object, Placement]) -> Placement:
 
 
 def _only_passes(job: _Job, placement: Placement, default: str) -> bool:
-    """Whether its bytes only pass through host memory on their way to an accelerator."""
+    """Whether its bytes only pass through host memory: to an accelerator, or to another dtype or byte order."""
+    if job.array is not None and job.want.dtype is not None and job.want.dtype != DTYPES[job.array.dtype]:
+        return True
     if placement.devices:
         return all(device.platform != "cpu" for device, _ in placement.devices)
     return job.want.form == "jax" and default != "cpu"

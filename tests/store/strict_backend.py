@@ -37,12 +37,13 @@ class StrictBackend(MemoryBackend):
         reads: (path, offset, bytes that had to be there) of every read.
         most_held_bytes: the most memory that reads filled and that was alive at any one time.
         open_files: sinks and sources that were not closed.
+        most_open_files: the most of them at any one time.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.reads: list[tuple[str, int, int]] = []
-        self.open_files = 0
+        self.open_files = self.most_open_files = 0
         self._held: dict[int, int] = {}
         self.most_held_bytes = 0
         self.count_lock = threading.RLock()  # a finalizer may run while it is held
@@ -57,6 +58,7 @@ class StrictBackend(MemoryBackend):
     def count(self, difference: int) -> None:
         with self.count_lock:
             self.open_files += difference
+            self.most_open_files = max(self.most_open_files, self.open_files)
 
     def hold(self, data: np.ndarray) -> None:
         """Count the memory that an array lies in until it is freed."""

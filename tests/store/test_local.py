@@ -212,3 +212,27 @@ def test_looking_for_files_follows_the_path(tmp_path: Path) -> None:
     (tmp_path / "dangling").symlink_to(tmp_path / "missing")
     assert [is_file(str(tmp_path / name)) for name in ("a", "dangling", "")] == [True, False, False]
     assert [file_exists(str(tmp_path / name)) for name in ("a", "dangling", "", "x")] == [True, True, True, False]
+
+
+def test_a_file_system_that_refuses_direct_io_is_not_taken_for_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_bytes(b"whole")
+    open_file = os.open
+
+    def refuse(path: str, flags: int, *more: Any, **named: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return open_file(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    backend = LocalBackend()
+    for try_it in (
+        lambda: backend.open(str(tmp_path), "a", direct=True),
+        lambda: backend.create(str(tmp_path / "b"), direct=True),
+    ):
+        with pytest.raises(StorageError, match='direct_io=True asks for nothing else; use "auto"') as caught:
+            try_it()
+        assert caught.value.errno == errno.EOPNOTSUPP
+    assert not (tmp_path / "b").exists()
+    backend.open(str(tmp_path), "a", direct="auto").close()

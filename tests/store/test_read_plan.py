@@ -13,7 +13,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.boxes import Box, box_elements, element_span, full_box, intersect
 from jaxckpt_train.store.manifest import Manifest
 from jaxckpt_train.store.memory import MemoryBackend
-from jaxckpt_train.store.read_plan import Run, Wanted, plan_reads
+from jaxckpt_train.store.read_plan import Run, Wanted, _bands, plan_reads
 from tests.store.checkpoints import commit
 from tests.store.strategies import boxes_in, shapes, tilings
 from tests.store.strict_backend import BLOCK, PAGE, small_sizes
@@ -99,3 +99,40 @@ def test_pieces_far_apart_in_one_chunk_leave_out_what_lies_between() -> None:
     runs = plan_reads(manifest, [Wanted(array, rows)], 1 << 30)
     check(manifest, [Wanted(array, rows)], runs)
     assert [run.needed for run in runs] == [PAGE] * 3
+
+
+def test_a_large_leaf_that_no_view_can_be_made_of_comes_in_bands() -> None:
+    arrays = {"a": np.zeros(3, np.uint8), "x": np.zeros((60, 1001), np.uint8)}
+    manifest = commit(MemoryBackend(), "/a/b", arrays, StoreSettings()).manifest
+    (array,) = [array for array in manifest.parts[0].arrays if array.name == "x"]
+    assert array.chunks[0].offset % 64
+    wanted = [Wanted(array, [full_box(array.shape)])]
+    runs = plan_reads(manifest, wanted, 4 * PAGE)
+    check(manifest, wanted, runs)
+    assert len(runs) > 2
+    assert all(run.needed <= 7 * PAGE for run in runs)  # the band, and the blocks at its ends
+
+
+def test_boxes_that_pass_are_read_one_after_the_other_if_together_they_are_too_large() -> None:
+    manifest = saved((64, 512), [((0, 64), (0, 512))])
+    (array,) = manifest.parts[0].arrays
+    quarters = [((row, row + 16), (0, 512)) for row in range(0, 64, 16)]
+    for passing, sizes in ((False, [64 * PAGE]), (True, [16 * PAGE] * 4)):
+        wanted = [Wanted(array, quarters, passing)]
+        runs = plan_reads(manifest, wanted, 20 * PAGE)
+        check(manifest, wanted, runs)
+        assert [run.needed for run in runs] == sizes
+
+
+@given(shapes(4, 9), st.integers(1, 600), st.sampled_from([1, 4, 8]))
+def test_bands_tile_a_box_in_its_order(shape: tuple[int, ...], most: int, item: int) -> None:
+    box = full_box(shape)
+    if not box_elements(box):
+        return
+    at = 0
+    for band in _bands(box, item, most):
+        first, last = element_span(band, box)
+        assert (first, last - first) == (at, box_elements(band))
+        assert box_elements(band) * item <= most or box_elements(band) == 1
+        at = last
+    assert at == box_elements(box)

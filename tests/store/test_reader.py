@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store import sources
 from jaxckpt_train.store.boxes import Box, box_shape, full_box
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.read_plan import Wanted
@@ -148,6 +149,55 @@ def test_a_load_that_cuts_up_holds_no_more_than_its_budget(budget: int, threads:
     columns = {name: [((0, 512), (at, at + 256)) for at in range(0, 1024, 256)] for name in saved}
     check(load(backend, "/runs/a", chosen, columns), saved, columns)
     assert 0 < backend.most_held_bytes <= budget
+
+
+ROWS = np.random.default_rng(0).integers(0, 256, (1, 300, 1024), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("array", "cuts"),
+    [
+        (ROWS[0, :, :1001], [full_box((300, 1001))]),  # moved as a whole: it begins where no view can
+        (ROWS[0, :, :1001], [((0, 150), (0, 1001)), ((150, 300), (0, 1001))]),
+        (ROWS, [((0, 1), (0, 300), (0, 512)), ((0, 1), (0, 300), (512, 1024))]),  # its leading row is all of it
+        (ROWS.reshape(2, 150, 1024), [((0, 2), (0, 150), (at, at + 256)) for at in range(0, 1024, 256)]),
+    ],
+)
+def test_nor_does_one_large_array_however_it_lies(array: np.ndarray, cuts: list[Box]) -> None:
+    backend, chosen = StrictBackend(), StoreSettings(read_budget_bytes=32 * PAGE, io_threads=1)
+    saved = {"a": np.zeros(3, np.uint8), "x": np.ascontiguousarray(array)}  # the first puts the other out of line
+    (wanted,) = [
+        Wanted(x, cuts) for x in commit(backend, "/a", saved, chosen).manifest.parts[0].arrays if x.name == "x"
+    ]
+    found = read_boxes(backend, open_committed(backend, "/a"), [wanted], chosen)
+    check({"x": found[0]}, {"x": saved["x"]}, {"x": cuts})
+    assert 0 < backend.most_held_bytes <= 32 * PAGE
+
+
+def test_no_page_of_a_large_array_is_read_again_after_it_was_verified() -> None:
+    """Of bytes that the disk gives out twice, differently, the later ones would come to nobody's notice."""
+    backend = StrictBackend()
+    saved = {"a": np.zeros(3, np.uint8), "x": np.ascontiguousarray(ROWS[0, :, :1001])}
+    arrays_of = commit(backend, "/a", saved, StoreSettings()).manifest.parts[0].arrays
+    (wanted,) = [Wanted(array, [full_box(array.shape)]) for array in arrays_of if array.name == "x"]
+    found = read_boxes(backend, open_committed(backend, "/a"), [wanted], StoreSettings())
+    check({"x": found[0]}, {"x": saved["x"]}, {})
+    ranges = sorted((offset, offset + needed) for _, offset, needed in backend.reads)
+    assert len(ranges) > 3
+    for (_, stop), (start, _) in itertools.pairwise(ranges):
+        assert start >= stop
+
+
+def test_a_checkpoint_of_many_segments_takes_few_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "OPEN_AT_ONCE", 8)
+    backend, chosen = StrictBackend(), StoreSettings(segment_bytes=PAGE, io_threads=2)
+    saved = {f"x{n:03d}": np.full(PAGE, n, np.uint8) for n in range(100)}
+    segments = commit(backend, "/runs/a", saved, chosen).manifest.segments
+    assert len(segments) == 100
+    backend.most_open_files = 0
+    check(load(backend, "/runs/a", chosen), saved, {})
+    assert 8 <= backend.most_open_files <= 8 + 4
+    assert backend.open_files == 0
 
 
 @settings(max_examples=150)

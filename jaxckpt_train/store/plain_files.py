@@ -1,0 +1,43 @@
+"""Plain files of a checkpoint, beside its segments: read whole, or digested block by block."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxckpt_train.errors import CorruptCheckpointError
+from jaxckpt_train.store.backend import Backend, Source
+from jaxckpt_train.store.digests import digest_function
+from jaxckpt_train.store.manifest import BLOCK_BYTES, FileRecord
+
+
+def file_record(backend: Backend, directory: str, name: str, digest_name: str) -> FileRecord:
+    """What the manifest says of a file that is there, read block by block: nobody knows how large it is."""
+    digest, digests = digest_function(digest_name), list[str]()
+    source: Source = backend.open(directory, name, direct=False)
+    try:
+        memory = np.empty(min(source.size, BLOCK_BYTES), np.uint8)
+        for at in range(0, source.size, BLOCK_BYTES):
+            block = memory[: min(BLOCK_BYTES, source.size - at)]
+            source.read_into(at, block, len(block))
+            digests.append(digest(memoryview(block)))
+        return FileRecord(name, source.size, "".join(digests))
+    finally:
+        source.close()
+
+
+def read_whole(backend: Backend, directory: str, name: str, limit: int | None) -> np.ndarray:
+    """All bytes of a file below a directory, as a flat uint8 array.
+
+    Raises:
+        CorruptCheckpointError: it is larger than `limit` bytes.
+        StorageError: it is not there or cannot be read.
+    """
+    source: Source = backend.open(directory, name, direct=False)
+    try:
+        if limit is not None and source.size > limit:
+            raise CorruptCheckpointError(f"{directory}/{name}: {source.size} bytes, expected at most {limit}")
+        data = np.empty(source.size, np.uint8)
+        source.read_into(0, data, len(data))
+    finally:
+        source.close()
+    return data
