@@ -57,6 +57,7 @@ class PendingSave(Generic[T]):
         self.committed: Future[T] = _Outcome(self.mark_reported)
         self.committed.set_running_or_notify_cancel()  # it cannot be cancelled
         self._ended = Latch()
+        self._is_done = False
         self._process = os.getpid()
         self._work: Callable[[], T] | None = work
         # A new thread that works at once keeps its maker from going on for a switch interval, 5 ms: this one waits.
@@ -80,8 +81,10 @@ class PendingSave(Generic[T]):
         except BaseException as error:  # noqa: BLE001  # a thread's edge: raised to the user by wait()
             error.add_note(f"while saving {self.subject} in the background")
             free_frames(error)  # of the whole state, as long as someone keeps the error
+            self._is_done = True
             self.committed.set_exception(error)
         else:
+            self._is_done = True
             self.committed.set_result(result)
             with _under_way_lock:
                 _under_way.discard(self)
@@ -95,8 +98,8 @@ class PendingSave(Generic[T]):
         return work()
 
     def done(self) -> bool:
-        """Whether it has committed or failed."""
-        return self.committed.done()
+        """Whether it has committed or failed. Takes no lock, which an interrupt could leave taken."""
+        return self._is_done
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Wait until the checkpoint is committed.

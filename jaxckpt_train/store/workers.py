@@ -1,8 +1,8 @@
 """Worker threads for I/O: started once, reused, and still able to work while the interpreter is exiting.
 
-Executors of the standard library refuse work once the interpreter begins to exit, and Python 3.12 refuses new threads
-then; a save that is under way at that moment must still finish. So the threads are daemons that exist beforehand, and
-whoever started a save waits for it at exit.
+Executors of the standard library refuse work once the interpreter begins to exit, and some releases of Python 3.12
+refuse new threads then; a save that is under way at that moment must still finish. So the threads are daemons that
+exist beforehand, whoever started a save waits for it at exit, and a refused thread only makes it slower.
 """
 
 from __future__ import annotations
@@ -27,13 +27,26 @@ R = TypeVar("R")
 
 
 class Workers:
-    """A fixed number of daemon threads that run jobs in the order they come; if `polite`, others go first."""
+    """A fixed number of daemon threads that run jobs in the order they come; if `polite`, others go first.
+
+    Where the system has fewer threads to give they do all the work, without any the calling thread; the next call asks
+    for the rest again.
+    """
 
     def __init__(self, count: int, name: str, *, polite: bool = False) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._polite = polite
-        for number in range(count):
-            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True).start()
+        self._count, self._name, self._polite = count, name, polite
+        self._started, self._starting = 0, threading.Lock()
+        self._start_missing()
+
+    def _start_missing(self) -> bool:
+        """Start the threads that are not there yet; whether there is any."""
+        if self._started < self._count:
+            with self._starting, contextlib.suppress(RuntimeError):
+                while self._started < self._count:
+                    threading.Thread(target=self._work, name=f"{self._name}-{self._started}", daemon=True).start()
+                    self._started += 1
+        return self._started > 0
 
     def _work(self) -> None:
         if self._polite and sys.platform == "linux":  # where a thread has a priority of its own
@@ -49,6 +62,10 @@ class Workers:
         """
         if len(items) == 1 and threading.current_thread() is not threading.main_thread():
             work(items[0])
+            return
+        if not self._start_missing():
+            for item in items:
+                work(item)
             return
         batch = _Batch(work, items)
         try:
@@ -71,6 +88,9 @@ class Workers:
         the iterator early, or an interrupt, ends it in the same way after a call to `give_up`, which may set free what
         the running ones wait for; so use `contextlib.closing`.
         """
+        if not self._start_missing():
+            yield from map(work, items)
+            return
         results: queue.SimpleQueue[list[R] | None] = queue.SimpleQueue()
         batch = _Batch(lambda item: results.put([work(item)]), items, lambda: results.put(None))
         try:

@@ -52,6 +52,31 @@ def test_as_many_items_run_at_once_as_there_are_threads() -> None:
     Workers(4, "test").run_all(lambda _: together.wait(10), range(8))  # type: ignore[arg-type, return-value]
 
 
+@pytest.mark.parametrize("granted", [0, 1])
+def test_refused_threads_make_it_slower_and_are_asked_for_again(monkeypatch: pytest.MonkeyPatch, granted: int) -> None:
+    """As at the end of the interpreter, or in a container with too few processes."""
+    start, started = threading.Thread.start, list[str]()
+
+    def refuse(self: threading.Thread) -> None:
+        if len(started) >= granted:
+            raise RuntimeError("can't start new thread")
+        started.append(self.name)
+        start(self)
+
+    done: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        workers = Workers(3, f"refused-{granted}")
+        workers.run_all(done.append, range(100))
+        assert sorted(done) == list(range(100))
+        with contextlib.closing(workers.run_each(lambda item: item, range(100))) as results:
+            assert sorted(results) == list(range(100))
+    assert len(started) == granted
+    together = threading.Barrier(3)
+    workers.run_all(lambda _: together.wait(10), range(3))  # type: ignore[arg-type, return-value]
+    assert sum(thread.name.startswith(f"refused-{granted}-") for thread in threading.enumerate()) == 3
+
+
 @pytest.mark.parametrize("error", [ValueError("first"), KeyboardInterrupt("first"), SystemExit("first")])
 def test_the_first_error_is_raised_and_nothing_begins_after_it(error: BaseException) -> None:
     workers, begun = Workers(1, "test"), list[int]()
