@@ -7,13 +7,14 @@ import logging
 import math
 import threading
 import uuid
+from collections.abc import Callable
 
 import msgspec
 
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, DirectoryLockedError, StorageError
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.machine import ProcessIdentity, is_dead, this_process
-from jaxckpt_train.store.transaction import read_whole
+from jaxckpt_train.store.plain_files import read_whole
 
 LOCK_NAME = ".owner"
 HEARTBEAT_S = 10.0
@@ -60,9 +61,36 @@ class OwnerLock:
             self._held = True
             self._forget_the_dead()
         threading.Thread(
-            target=_beat, args=(self._backend, self._path, self._stop), name="jaxckpt-heartbeat", daemon=True
+            target=_beat, args=(self._beat_once, self._stop), name="jaxckpt-heartbeat", daemon=True
         ).start()
         return dead
+
+    def check(self) -> None:
+        """Raise DirectoryLockedError if the lock that this process holds is not its own any more.
+
+        After `SILENCE_S` without a heartbeat (a machine that slept, storage that did not answer) another may have it.
+        """
+        other = self._read()
+        if other is not None and other.token == self._record.token:
+            return
+        found = "is gone" if other is None else f"is held by process {other.process.pid} on {other.process.host}"
+        raise DirectoryLockedError(
+            f"{self._directory}: this job owned it, and its lock {found}: it was taken for dead (was this machine "
+            "asleep, or the storage away, for a minute?). Nothing more is saved by it, since another may have gone "
+            "on from its last step; start it again to go on from what is there now"
+        )
+
+    def _beat_once(self) -> bool:
+        """Tell that the owner lives; False once the lock is another's, whose death must not be hidden."""
+        try:
+            other = self._read()
+            if (other is None or other.token != self._record.token) and not self._stop.is_set():
+                _log.error("%s: the lock of this job was taken over; its next save will be refused", self._directory)
+                return False
+            self._backend.touch(self._path)
+        except (StorageError, CorruptCheckpointError) as error:
+            _log.warning("%s: heartbeat failed: %s", self._path, error)
+        return True
 
     def _acquire(self) -> ProcessIdentity | None:
         dead, collected = None, False
@@ -167,9 +195,7 @@ class OwnerLock:
                 self._backend.remove(self._path)
 
 
-def _beat(backend: Backend, path: str, stop: threading.Event) -> None:
+def _beat(beat_once: Callable[[], bool], stop: threading.Event) -> None:
     while not stop.wait(HEARTBEAT_S):
-        try:
-            backend.touch(path)
-        except StorageError as error:
-            _log.warning("%s: heartbeat failed: %s", path, error)
+        if not beat_once():
+            return

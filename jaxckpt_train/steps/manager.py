@@ -149,7 +149,7 @@ class StepManager:
 
     def is_committed(self, step: int) -> bool:
         """Whether this step is committed, and was not left behind by a roll-back."""
-        return any(info.step == step for info in self._run.infos())
+        return self._run.is_committed(step)
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save is under way in the background."""
@@ -361,9 +361,7 @@ class StepManager:
             self._pending = None
         return error
 
-    def wait_until_finished(self) -> None:
-        """As `wait`."""
-        self.wait()
+    wait_until_finished = wait
 
     def close(self) -> None:
         """Wait for the save and the deletions under way, and let go of the directory.
@@ -377,7 +375,9 @@ class StepManager:
         try:
             self.wait()
         finally:
-            self._run.close()
+            self._closed = not self.is_saving_in_progress()  # else an interrupt: who still writes stays the owner
+            if self._closed:
+                self._run.close()
 
     def _subject(self) -> str:
         return self._pending.subject if self._pending is not None else "nothing"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.transaction import make_durable
 
 _DELETING = ".deleting"
 _log = logging.getLogger("jaxckpt_train")
@@ -25,20 +26,27 @@ class Deleter:
 
     def __init__(self, backend: Backend, directory: str, deleted: Callable[[], Callable[[str], None] | None]) -> None:
         self._backend, self._directory, self._deleted = backend, directory, deleted
-        self._jobs: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[str, str | None] | None] = queue.SimpleQueue()
         self._retry: list[str] = []
+        self._durable: str | None = None
         self._idle = threading.Condition()
         self._waiting = 0
         self._thread: threading.Thread | None = None
 
-    def delete(self, name: str) -> None:
-        """Delete a step directory soon; it stops being listed before its first byte goes."""
+    def delete(self, name: str, *, instead: str | None = None) -> None:
+        """Delete a step directory soon; it stops being listed before its first byte goes.
+
+        Args:
+            name: of the directory.
+            instead: a step that was saved without being synced: it is now, before the other one goes. A power cut would
+                else find neither, since names are often on the disk before the data are.
+        """
         with self._idle:
             self._waiting += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="jaxckpt-retention", daemon=True)
                 self._thread.start()
-        self._jobs.put(name)
+        self._jobs.put((name, instead))
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is left to delete; False if that took too long."""
@@ -55,13 +63,28 @@ class Deleter:
             thread.join()
 
     def _work(self) -> None:
-        while (name := self._jobs.get()) is not None:
-            again, self._retry = self._retry, []
-            for each in [*again, name]:
-                self._delete(each)
+        while (job := self._jobs.get()) is not None:
+            name, instead = job
+            names, self._retry = [*self._retry, name], []
+            if self._is_durable(instead):
+                for each in names:
+                    self._delete(each)
+            else:
+                self._retry = names
             with self._idle:
                 self._waiting -= 1
                 self._idle.notify_all()
+
+    def _is_durable(self, instead: str | None) -> bool:
+        """Sync it if need be; False if that failed."""
+        if instead is not None and instead != self._durable:
+            try:
+                make_durable(self._backend, f"{self._directory}/{instead}")
+            except StorageError as error:
+                _log.warning("%s could not be synced, so older steps stay for now: %s", instead, error)
+                return False
+            self._durable = instead
+        return True
 
     def _delete(self, name: str) -> None:
         hidden = hidden_name(name)

@@ -55,9 +55,15 @@ class RunDirectory:
         self._deleting: set[str] = set()
 
     def own(self) -> None:
-        """Become the owner: take the lock, clean up after dead owners, read what is there."""
+        """Become the owner: take the lock, clean up after dead owners, read what is there; or see that it still is.
+
+        Raises:
+            DirectoryLockedError: a live process owns the directory, or took it over from this one.
+        """
         with self._guard:
-            if not self.is_owner:
+            if self.is_owner:
+                self._lock.check()
+            else:
                 self._own()
 
     def _own(self) -> None:
@@ -116,6 +122,13 @@ class RunDirectory:
                 infos = self._infos = tuple(entry.info() for entry in newest_generations(self._line()))
         return infos
 
+    def is_committed(self, step: int) -> bool:
+        """Whether the line that the run descends from has this step, now."""
+        with self._guard:
+            if not self.is_owner:
+                self._look()
+            return any(entry.step == step for entry in self._line())
+
     def _line(self) -> list[Entry]:
         left = self._left
         if self._restored is not None and not self.is_owner:
@@ -166,8 +179,10 @@ class RunDirectory:
             self._left = frozenset(entry.left_behind) - {name}
             self._infos = None
 
-    def retain(self) -> None:
+    def retain(self, *, is_durable: bool = True) -> None:
         """Hand what no policy keeps to the deleter. Called after a commit; never touches what is not older.
+
+        If the newest is not durable, the deleter syncs it first.
 
         What a roll-back has left behind, or what was damaged and skipped, is not counted by the policy; it goes when
         the run has saved the same step again, unless it is pinned.
@@ -181,8 +196,9 @@ class RunDirectory:
             doomed -= {*self._deleting, *self._being_read, newest[-1].name if newest else ""}
             self._deleting |= doomed
             self._infos = None
+        instead = None if is_durable or not newest else newest[-1].name
         for name in sorted(doomed):
-            self._deleter.delete(name)
+            self._deleter.delete(name, instead=instead)
 
     def _steps_to_delete(self, newest: list[Entry]) -> Set[int]:
         if self._policy is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxckpt_train.checkpoint import run_info
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
+from jaxckpt_train.checkpointables.fingerprint import current_fingerprint
 from jaxckpt_train.checkpointables.saving import (
     SaveTimes,
     StagedPart,
@@ -90,6 +91,7 @@ class StepSave:
             metrics=metrics_to_json(self.metrics),
             custom_metadata=request.custom_metadata,
             temporary=request.temporary,
+            fingerprint=current_fingerprint(),
         )
         self._info["created"] = clock().isoformat(timespec="microseconds")
         self._transaction = Transaction(backend, f"{directory}/{request.name}", settings)
@@ -127,7 +129,7 @@ class StepSave:
         spent_s = times.write_s + times.commit_s
         self._note(ok=True, bytes_per_s=round(times.bytes / spent_s) if spent_s > 0 else math.inf)
         try:
-            self._run.retain()
+            self._run.retain(is_durable=self._settings.durability == "full")
         except BaseException as error:
             error.add_note(f"step {self._record['step']} is committed; what failed is deciding which steps to keep")
             raise

@@ -39,7 +39,7 @@ def is_dead(other: ProcessIdentity) -> bool | None:
     if other.host != here.host:
         return None
     if other.boot != here.boot:
-        return True
+        return None  # this machine before it was booted anew, or another one of the same name
     if other.namespace != here.namespace:
         return None
     try:

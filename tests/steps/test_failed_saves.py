@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train.store.quiet_gc import paused_collection
 from tests.conftest import RunPython
 from tests.steps.fake_backends import HoldingBackend, RefusingBackend
 from tests.steps.runs import made_run, save_steps, state_of, step_of
@@ -175,6 +176,35 @@ def test_an_interrupt_while_the_state_streams_does_not_lose_the_save(tmp_path: P
     backend.go.set()
     manager.close()
     assert jct.StepManager(tmp_path / "run").latest == 5
+
+
+def test_who_is_interrupted_while_closing_stays_the_owner_until_the_save_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another job would else take the directory, and remove the attempt that is still being written."""
+    backend = HoldingBackend("create", "p00000-s000")
+    manager = jct.StepManager(tmp_path / "run", backend=backend)
+    manager.save(5, {"state": state_of(5)})
+    wait, waiting = manager.wait, threading.Event()
+    monkeypatch.setattr(manager, "wait", lambda: (waiting.set(), wait()))
+
+    def interrupt() -> None:
+        assert backend.reached.wait(60)
+        assert waiting.wait(60)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    helper = threading.Thread(target=interrupt)
+    helper.start()
+    with paused_collection(), pytest.raises(KeyboardInterrupt):
+        manager.close()
+    helper.join()
+    with pytest.raises(jct.DirectoryLockedError, match="this very process"):
+        jct.StepManager(tmp_path / "run").own()
+    backend.go.set()
+    manager.close()
+    with jct.StepManager(tmp_path / "run") as other:
+        other.own()
+        assert other.steps == [5]
 
 
 def test_a_system_without_threads_leaves_no_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,11 +132,18 @@ def test_a_pid_that_is_used_again_is_not_the_owner(tmp_path: Path) -> None:
     assert dead.pid == os.getppid()
 
 
-def test_an_owner_from_before_a_reboot_is_dead(tmp_path: Path) -> None:
-    with talking_to(OWN, tmp_path) as owner:
-        assert owner.read() == "owned"
-        edit_owner(tmp_path, boot="another-boot-id")
-        assert new_lock(tmp_path).acquire() is not None
+def test_an_owner_from_before_a_reboot_is_dead_after_its_silence(tmp_path: Path) -> None:
+    dead_owner(tmp_path)
+    edit_owner(tmp_path, boot="another-boot-id")
+    silent_for(tmp_path, SILENCE_S + 5)
+    assert new_lock(tmp_path).acquire() is not None
+
+
+def test_a_live_owner_on_another_machine_of_the_same_name_is_refused(tmp_path: Path, quick_looks: None) -> None:
+    dead_owner(tmp_path)
+    edit_owner(tmp_path, boot="another-boot-id")
+    with pytest.raises(DirectoryLockedError, match="last heard of 0 s ago"):
+        new_lock(tmp_path, Heartbeats(8, 9, 9.5, 0.2)).acquire()
 
 
 def test_an_owner_on_another_machine_that_gives_a_sign_of_life_is_refused(tmp_path: Path, quick_looks: None) -> None:
@@ -184,6 +192,29 @@ def test_a_heartbeat_makes_the_lock_young_again(tmp_path: Path, monkeypatch: pyt
     while backend.age_s(str(tmp_path / LOCK_NAME)) > 500:
         pass  # ends with the next beat; without one, pytest's time limit ends it
     lock.release()
+
+
+def test_an_owner_that_was_taken_for_dead_says_so_and_keeps_nobody_elses_lock_young(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lock_module, "HEARTBEAT_S", 0.01)
+    sleeper = new_lock(tmp_path)
+    sleeper.acquire()
+    sleeper.check()
+    (beating,) = [thread for thread in threading.enumerate() if thread.name == "jaxckpt-heartbeat"]
+    edit_owner(tmp_path, host="another-machine", pid=4711)
+    record = json.loads((tmp_path / LOCK_NAME).read_bytes())
+    (tmp_path / LOCK_NAME).write_text(json.dumps({**record, "token": "of the other"}))
+    beating.join(60)
+    assert not beating.is_alive()
+    assert "was taken over" in caplog.text
+    with pytest.raises(DirectoryLockedError, match=r"is held by process 4711 on another-machine.*start it again"):
+        sleeper.check()
+    sleeper.release()
+    assert json.loads((tmp_path / LOCK_NAME).read_bytes())["token"] == "of the other"
+    (tmp_path / LOCK_NAME).unlink()
+    with pytest.raises(DirectoryLockedError, match="is gone"):
+        sleeper.check()
 
 
 def test_the_same_process_twice_is_refused_and_told_so(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.steps.step_save import utc_now
 from jaxckpt_train.store.local import LocalBackend
-from tests.steps.runs import made_run, save_steps, state_of, step_path, talking_to
+from tests.steps.runs import made_run, save_steps, state_of, step_of, step_path, talking_to
 
 KILLED_WHILE_SAVING = """
 import sys
@@ -157,3 +157,30 @@ def test_a_lock_that_somebody_removed_does_not_fail_the_close(tmp_path: Path) ->
         save_steps(owner, 1)
         (tmp_path / ".owner").unlink()
     assert jct.StepManager(tmp_path).steps == [1]
+
+
+def test_an_owner_that_lost_its_lock_saves_nothing_more(tmp_path: Path) -> None:
+    manager = jct.StepManager(tmp_path)
+    save_steps(manager, 1)
+    (tmp_path / ".owner").unlink()
+    with jct.StepManager(tmp_path) as other:
+        other.restore({"state": state_of(0)})
+        save_steps(other, 2)
+        with pytest.raises(jct.DirectoryLockedError, match="this job owned it"):
+            manager.save(2, {"state": state_of(99)})
+    with pytest.raises(jct.DirectoryLockedError, match="this job owned it"):
+        manager.save(2, {"state": state_of(99)})
+    manager.close()
+    reader = jct.StepManager(tmp_path)
+    assert reader.steps == [1, 2]
+    assert step_of(reader.restore({"state": state_of(0)})) == 2
+
+
+def test_a_reader_sees_what_was_committed_since(tmp_path: Path) -> None:
+    reader = jct.StepManager(tmp_path)
+    assert not reader.is_committed(1)
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as owner:
+        save_steps(owner, 1)
+        assert reader.is_committed(1)
+        save_steps(owner, 2)
+    assert (reader.is_committed(1), reader.is_committed(2)) == (False, True)
