@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from jaxckpt_train import hydra_job
 from jaxckpt_train.checkpoint import load
-from jaxckpt_train.checkpointables.grain_iterator import mark_absl_flags_parsed, with_fingerprint
+from jaxckpt_train.checkpointables.fingerprint import with_fingerprint
+from jaxckpt_train.checkpointables.grain_iterator import mark_absl_flags_parsed
 from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all
-from jaxckpt_train.config import callback_arguments
+from jaxckpt_train.config import callback_arguments, check_arguments
 from jaxckpt_train.errors import CheckpointError, SettingsError
 from jaxckpt_train.multihost import current
 from jaxckpt_train.progress import progress_line, wants_progress
@@ -72,6 +73,7 @@ class CheckpointCallback:
         enabled: bool = True,
         store: StoreSettings | None = None,
     ) -> None:
+        check_arguments({name: value for name, value in locals().items() if name != "self"})
         self.enabled = enabled
         mark_absl_flags_parsed()  # now: `iter(dataset)` in the call of `resume` may need it already
         self._save_on_exit, self._save_initial = save_on_exit, save_initial
@@ -80,7 +82,7 @@ class CheckpointCallback:
         if problem is not None:
             _log.warning("%s", problem)
         self.manager = StepManager(
-            hydra_job.resolve_directory(directory),
+            hydra_job.run_directory(directory),
             save_decision_policy=choose_save_policy(save_interval_steps, save_interval_secs, save_policy),
             preservation_policy=choose_preservation_policy(
                 keep_latest, keep_every_steps, keep_best, best_metric, best_mode, keep_policy
@@ -211,15 +213,10 @@ class CheckpointCallback:
             return self._leave()
         self.manager.check()
         decision = self.manager.decide(self._loop.completed, metrics)
-        if decision.save and not self._is_saved():
-            return self._save(decision.reason)
-        if (
-            self._loop.in_steps
-            and self._loop.completed == self._loop.num_steps
-            and self._save_on_exit
-            and not self._is_saved()
-        ):
-            return self._save("end of the loop", force=True)  # while the position in the data is surely this step's
+        # The last one now and not at the exit: here the position in the data is surely this step's.
+        is_last = self._save_on_exit and self._loop.in_steps and self._loop.completed == self._loop.num_steps
+        if (decision.save or is_last) and not self._is_saved():
+            return self._save(decision.reason if decision.save else "end of the loop", force=is_last)
         return _NOT_DUE
 
     def _refuse_unless_resumed(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from jaxckpt_train.config_checks import (
@@ -25,7 +26,6 @@ from jaxckpt_train.config_checks import (
 )
 from jaxckpt_train.config_policies import build_policy
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.hydra_job import job_name
 from jaxckpt_train.settings import StoreSettings
 
 _ROOT = "checkpoint"
@@ -78,7 +78,8 @@ class CheckpointConfig:
         if_busy: a save is due while the last one is still being written: "wait" for it, or "skip" this one.
         signals: names of the signals that ask the loop to save and leave.
         notice_file: a file whose appearance asks the loop to save and leave; None: none does.
-        max_run_time_s: leave so that the last save ends within this many seconds of the start; None: no limit.
+        max_run_time_s: leave so that the last save ends within this many seconds of when the callback was made; take
+            off what your program spends before that. None: no limit.
         grace_period_s: seconds between a request to leave and the end of the process.
         exit_code: of a process that left on request.
         on_preemption: "exit": SystemExit(exit_code); "raise": Preempted; "auto": raise in a Hydra multirun, else exit.
@@ -172,21 +173,24 @@ def callback_arguments(config: object = None) -> dict[str, Any]:
         config: a CheckpointConfig, a mapping, an OmegaConf node, or None for the defaults.
 
     Returns:
-        One entry for each argument, checked; `store` is a StoreSettings, policies are objects. In a Hydra multirun
-        `directory` ends with a name made from the job's overrides: two jobs must never continue each other.
+        One entry for each argument, checked; `store` is a StoreSettings, policies are objects.
 
     Raises:
         SettingsError: a key is unknown, or a value is missing, out of range or of the wrong type.
     """
     built = _built(config)
     arguments = {field.name: getattr(built, field.name) for field in dataclasses.fields(built)}
-    if job := job_name():
-        arguments["directory"] = os.path.join(built.directory, job)
     arguments["signals"] = tuple(built.signals)
     arguments["store"] = built.store.settings()
     arguments["save_policy"] = build_policy(f"{_ROOT}.save_policy", built.save_policy, "should_save")
     arguments["keep_policy"] = build_policy(f"{_ROOT}.keep_policy", built.keep_policy, "should_preserve")
     return arguments
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise SettingsError if arguments of `CheckpointCallback` are not what a configuration may say too."""
+    as_text = os.fspath(arguments["directory"])
+    CheckpointConfig(**{**arguments, "directory": as_text, "store": arguments["store"] or StoreConfig()})
 
 
 def _built(config: object) -> CheckpointConfig:

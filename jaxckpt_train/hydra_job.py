@@ -31,6 +31,11 @@ def resolve_directory(directory: str | os.PathLike[str]) -> Path:
     return Path(_hydra_value("runtime", "cwd") or Path.cwd(), Path(text).expanduser()).absolute()
 
 
+def run_directory(directory: str | os.PathLike[str]) -> Path:
+    """As `resolve_directory`; in a Hydra multirun it ends with `job_name()`: no job must continue another one."""
+    return resolve_directory(directory) / job_name()
+
+
 def hydra_directory_problem(directory: str | os.PathLike[str]) -> str | None:
     """What is wrong with keeping checkpoints there in the running Hydra job; None: nothing, or no Hydra job runs.
 

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import jaxckpt_train as jct
-from tests.steps.fake_backends import RefusingBackend, callback_on
+from tests.steps.fake_backends import HoldingBackend, RefusingBackend, callback_on
 from tests.steps.runs import (
     Counter,
     files_below,
@@ -52,6 +52,30 @@ def train(
 def saves(directory: Path) -> list[tuple[int, str]]:
     events = jct.StepManager(directory).history.events()
     return [(event["step"], event["reason"]) for event in events if event["event"] == "save"]
+
+
+def test_the_last_step_is_saved_where_the_loop_ends_even_if_the_disk_is_busy(tmp_path: Path) -> None:
+    """In a loop over the data the position is a later one as soon as the next batch is taken."""
+    backend = HoldingBackend("rename", "step-0000000002")
+    with callback_on(backend, tmp_path, save_interval_steps=2, if_busy="skip") as ckpt:
+        state, data = ckpt.resume(state_of(0), Counter())
+        for _, step in zip(data, ckpt.steps(4), strict=False):
+            state = state_of(step + 1)
+            if step == 3:
+                backend.go.set()
+            result = ckpt(state)
+        assert result.saved
+    assert position_of(tmp_path, 4) == 4
+
+
+def test_a_position_of_any_iterator_is_refused_under_another_fingerprint(tmp_path: Path) -> None:
+    train(tmp_path, 3, fingerprint="v1 batch=32")
+    with pytest.raises(jct.IteratorStateError, match="'data': saved with fingerprint 'v1 batch=32', found 'v2'"):
+        train(tmp_path, 6, fingerprint="v2")
+    assert train(tmp_path, 4, fingerprint="v1 batch=32") == [3]
+    assert train(tmp_path, 5) == [4]  # without one nothing is compared
+    with callback(tmp_path, fingerprint="v2") as ckpt:
+        assert int(ckpt.resume(state_of(0))["step"]) == 5  # nor for arrays
 
 
 def position_of(directory: Path, step: int) -> int:

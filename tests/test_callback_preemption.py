@@ -246,7 +246,7 @@ def test_a_notice_file_asks_too(tmp_path: Path) -> None:
 def test_the_time_limit_asks_early_enough_for_the_last_save(tmp_path: Path) -> None:
     with (
         pytest.raises(jct.Preempted, match="asked to leave by the time limit"),
-        callback(tmp_path, max_run_time_s=20.0, grace_period_s=20.0, on_preemption="raise") as ckpt,
+        callback(tmp_path, max_run_time_s=20.00001, grace_period_s=20.0, on_preemption="raise") as ckpt,
     ):
         ckpt.resume(state_of(0))
         ckpt(state_of(1))

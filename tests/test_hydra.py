@@ -31,7 +31,7 @@ def main(cfg):
         **{name: value for name, value in arguments.items() if name not in ("store", "save_policy", "keep_policy")},
         "policies": [repr(arguments["save_policy"]), repr(arguments["keep_policy"])],
         "durability": arguments["store"].durability,
-        "resolved": str(hydra_job.resolve_directory(directory)),
+        "resolved": str(hydra_job.run_directory(directory)),
         "problem": hydra_job.hydra_directory_problem(directory),
         "multirun": hydra_job.is_multirun(),
         "cwd": os.getcwd(),

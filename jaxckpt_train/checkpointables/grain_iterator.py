@@ -7,11 +7,10 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 
 from jaxckpt_train.checkpointables.contract import Json, Saved, Staged
+from jaxckpt_train.checkpointables.fingerprint import check_fingerprint, current_fingerprint
 from jaxckpt_train.checkpointables.grain_pipeline import (
     DATA_LOADER,
     describe,
@@ -26,7 +25,6 @@ from jaxckpt_train.checkpointables.iterator_state import decode_state, encode_st
 from jaxckpt_train.errors import CorruptCheckpointError, IteratorStateError, SettingsError, UnsupportedLeafError
 
 _log = logging.getLogger("jaxckpt_train")
-_fingerprint: ContextVar[str | None] = ContextVar("jaxckpt_train_fingerprint", default=None)
 
 _FIELDS = frozenset({"grain_version", "iterator", "workers", "processes", "process", "fingerprint", "state"})
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -45,20 +43,6 @@ def mark_absl_flags_parsed() -> None:
     flags: Any = sys.modules.get("absl.flags")
     if flags is not None and not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
-
-
-@contextlib.contextmanager
-def with_fingerprint(fingerprint: str | None) -> Iterator[None]:
-    """What is saved or restored meanwhile, on this thread, has this fingerprint.
-
-    Args:
-        fingerprint: says what data this is; None leaves each handler its own.
-    """
-    token = _fingerprint.set(fingerprint)
-    try:
-        yield
-    finally:
-        _fingerprint.reset(token)
 
 
 class GrainHandler:
@@ -141,7 +125,7 @@ class GrainHandler:
         return target
 
     def _current_fingerprint(self) -> str | None:
-        now = _fingerprint.get()
+        now = current_fingerprint()
         return self.fingerprint if now is None else now
 
     def _check_run(self, target: Any, data: Json, name: str) -> None:
@@ -151,12 +135,7 @@ class GrainHandler:
                 f"iterator {name!r}: saved from a {describe(data['iterator'])}, found a {describe(name_of(target))}; "
                 f"give an iterator of the same kind, {_START_ANEW}"
             )
-        ours, theirs = self._current_fingerprint(), data["fingerprint"]
-        if ours is not None and theirs is not None and ours != theirs:
-            raise IteratorStateError(
-                f"iterator {name!r}: saved with fingerprint {theirs!r}, found {ours!r}; use the data it was saved "
-                f"with, {_START_ANEW}"
-            )
+        check_fingerprint(name, data["fingerprint"], self._current_fingerprint())
         if data["processes"] != self._processes:
             raise IteratorStateError(
                 f"iterator {name!r}: saved by {data['processes']} processes, found {self._processes}; a position in "

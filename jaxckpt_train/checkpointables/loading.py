@@ -10,14 +10,17 @@ from typing import Any
 import msgspec
 
 from jaxckpt_train.checkpointables.contract import Json
+from jaxckpt_train.checkpointables.fingerprint import check_fingerprint, current_fingerprint
+from jaxckpt_train.checkpointables.pytree import JsonHandler
 from jaxckpt_train.checkpointables.registry import handler_for_load
 from jaxckpt_train.checkpointables.saving import VALUE_FILE
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.manifest import PartRecord
+from jaxckpt_train.store.plain_files import read_whole
 from jaxckpt_train.store.reader import Progress
-from jaxckpt_train.store.transaction import Committed, read_whole
+from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.store.verify import file_problems
 from jaxckpt_train.tree.restore import LoadOptions, TreeRestore
 
@@ -83,6 +86,7 @@ def load_parts(
 
     Raises:
         MismatchError: the checkpoint has no such checkpointable, or it does not fit its target.
+        IteratorStateError: the position of an iterator was saved with another fingerprint than holds now.
         CorruptCheckpointError: bytes are not what was saved.
     """
     jobs = []
@@ -92,7 +96,10 @@ def load_parts(
             there = ", ".join(repr(part.name) for part in committed.manifest.parts)
             raise MismatchError(f"{committed.directory}: has no checkpointable {name!r}; it has {there or 'none'}")
         opened = OpenPart(backend, committed, part, settings, options, progress)
-        jobs.append((handler_for_load(target, part.kind, name), target, opened))
+        handler = handler_for_load(target, part.kind, name)
+        if handler.early and part.kind != JsonHandler.kind:
+            check_fingerprint(name, committed.manifest.info.get("fingerprint"), current_fingerprint())
+        jobs.append((handler, target, opened))
     if len(jobs) > 1:  # else nothing changes before the one is compared
         for handler, target, opened in jobs:
             compare = getattr(handler, "compare", None)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.checkpointables.contract import Json
-from jaxckpt_train.checkpointables.grain_iterator import GrainHandler, with_fingerprint
+from jaxckpt_train.checkpointables.fingerprint import with_fingerprint
+from jaxckpt_train.checkpointables.grain_iterator import GrainHandler
 from jaxckpt_train.errors import CorruptCheckpointError, IteratorStateError, SettingsError, UnsupportedLeafError
 from tests.checkpointables.grain_pipelines import (
     PIPELINES,

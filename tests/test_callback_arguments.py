@@ -1,0 +1,36 @@
+"""The arguments of CheckpointCallback: checked as a configuration's, and a directory for each job of a multirun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train import hydra_job
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"max_run_time_s": 30}, "more than checkpoint.grace_period_s"),
+        ({"on_preemption": "Raise"}, "checkpoint.on_preemption: expected one of"),
+        ({"exit_code": 300}, "from 0 to 255"),
+        ({"grace_period_s": -1.0}, "checkpoint.grace_period_s"),
+        ({"signals": ("SIGKILL",)}, "that a process can catch"),
+        ({"keep_latest": 0}, "checkpoint.keep_latest"),
+    ],
+)
+def test_the_constructor_checks_what_a_configuration_does(tmp_path: Path, wrong: Any, said: str) -> None:
+    with pytest.raises(jct.SettingsError, match=said):
+        jct.CheckpointCallback(str(tmp_path), save_interval_steps=5, **wrong)
+
+
+def test_the_constructor_too_gives_each_job_of_a_multirun_a_directory_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hydra_job, "job_name", lambda: "lr=0.1")
+    assert jct.CheckpointCallback(str(tmp_path / "a")).manager.directory == str(tmp_path / "a" / "lr=0.1")
+    from_config = jct.CheckpointCallback.from_config({"directory": str(tmp_path / "a")})
+    assert from_config.manager.directory == str(tmp_path / "a" / "lr=0.1")
