@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jaxckpt_train import hydra_job
 from jaxckpt_train.checkpoint import load
-from jaxckpt_train.checkpointables.fingerprint import with_fingerprint
+from jaxckpt_train.checkpointables.fingerprint import DATA_NAME, with_fingerprint
 from jaxckpt_train.checkpointables.grain_iterator import mark_absl_flags_parsed
 from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all
 from jaxckpt_train.config import callback_arguments, check_arguments
@@ -133,13 +133,13 @@ class CheckpointCallback:
             CorruptCheckpointError: there are steps, and none is whole.
             DirectoryLockedError: another live job saves there.
         """
-        values = {"state": state} | ({} if data is None else {"data": data}) | more
+        values = {"state": state} | ({} if data is None else {DATA_NAME: data}) | more
         self._loop.begin(values)
         if self.enabled:
             self._start()
             self._resumed = True
             if data is not None:
-                stage_all({"data": data}, SaveTimes(), StoreSettings())  # one that cannot be saved is told now
+                stage_all({DATA_NAME: data}, SaveTimes(), StoreSettings())  # one that cannot be saved is told now
             there_is_one = self.manager.latest is not None
             values = self._restore(values) if there_is_one else self._initialise(values)
             self._loop.begin(values, completed=self._saved or 0)

@@ -20,6 +20,7 @@ from jaxckpt_train.config_checks import (
     optional,
     refuse,
     seconds,
+    seconds_or_none_at_all,
     signals,
     text,
     whole,
@@ -83,7 +84,8 @@ class CheckpointConfig:
         grace_period_s: seconds between a request to leave and the end of the process.
         exit_code: of a process that left on request.
         on_preemption: "exit": SystemExit(exit_code); "raise": Preempted; "auto": raise in a Hydra multirun, else exit.
-        fingerprint: says what data this is; a restore with another fingerprint is refused. None: not compared.
+        fingerprint: says what `data` is; its position is refused under another fingerprint, and so is that of any other
+            Grain iterator. None: not compared.
         init_from: a checkpoint, or a Flax msgpack file, whose state a fresh run starts from; used only while the run
             has no checkpoint of its own. None: the state as given.
         progress: a line on the terminal while saving: True, False, or "auto": only when there is a terminal.
@@ -155,7 +157,7 @@ _CHECKS: dict[str, Check] = {
     "signals": signals,
     "notice_file": optional(text),
     "max_run_time_s": optional(seconds),
-    "grace_period_s": seconds,
+    "grace_period_s": seconds_or_none_at_all,
     "exit_code": whole(0, 255),
     "on_preemption": one_of("auto", "exit", "raise"),
     "fingerprint": optional(text),
@@ -189,8 +191,12 @@ def callback_arguments(config: object = None) -> dict[str, Any]:
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise SettingsError if arguments of `CheckpointCallback` are not what a configuration may say too."""
-    as_text = os.fspath(arguments["directory"])
-    CheckpointConfig(**{**arguments, "directory": as_text, "store": arguments["store"] or StoreConfig()})
+    store = arguments["store"]
+    if not isinstance(store, (StoreSettings, type(None))):
+        refuse(f"{_ROOT}.store", "a StoreSettings", store)
+    paths = {name: arguments[name] for name in ("directory", "init_from", "notice_file")}
+    as_text = {name: path if path is None else os.fspath(path) for name, path in paths.items()}
+    CheckpointConfig(**{**arguments, **as_text, "store": store or StoreConfig()})
 
 
 def _built(config: object) -> CheckpointConfig:

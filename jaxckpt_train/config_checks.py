@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 import signal
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
@@ -29,18 +30,23 @@ def flag(subject: str, value: Any) -> bool:
 
 
 def seconds(subject: str, value: Any) -> float:
-    """A finite number of seconds above 0, as a float."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0:
-        return float(value)
-    refuse(subject, "a finite number of seconds above 0", value)
+    """A finite number of seconds above 0, as a float; numpy's are taken too."""
+    found = seconds_or_none_at_all(subject, value, "above 0")
+    return found if found > 0 else refuse(subject, "a finite number of seconds above 0", value)
+
+
+def seconds_or_none_at_all(subject: str, value: Any, range_: str = "of at least 0") -> float:
+    """As `seconds`, or 0."""
+    number = float(value) if not isinstance(value, bool) and isinstance(value, numbers.Real) else -1.0
+    return number if 0 <= number < math.inf else refuse(subject, f"a finite number of seconds {range_}", value)
 
 
 def whole(least: int, most: float = math.inf) -> Check:
-    """A check for a whole number in a range."""
+    """A check for a whole number in a range; numpy's are taken too."""
     wanted = f"a whole number of at least {least}" if most == math.inf else f"a whole number from {least} to {most}"
 
     def check(subject: str, value: Any) -> int:
-        fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+        fits = not isinstance(value, bool) and isinstance(value, numbers.Integral) and least <= int(value) <= most
         return int(value) if fits else refuse(subject, wanted, value)
 
     return check
@@ -68,7 +74,7 @@ def signals(subject: str, value: Any) -> list[str]:
     """Names of signals that a process can catch."""
     if isinstance(value, str) or not isinstance(value, Collection):
         refuse(subject, "a list of names of signals, such as [SIGTERM]", value)
-    catchable = sorted(item.name for item in signal.Signals if item.name not in ("SIGKILL", "SIGSTOP"))
+    catchable = set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}
     for name in value:
         if name not in catchable:
             refuse(subject, "names of signals that a process can catch, such as SIGTERM", name)

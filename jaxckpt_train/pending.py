@@ -101,6 +101,10 @@ class PendingSave(Generic[T]):
         """Whether it has committed or failed. Takes no lock, which an interrupt could leave taken."""
         return self._is_done
 
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call it once the save has committed or failed, on its thread; at once if it has already."""
+        self.committed.add_done_callback(lambda _: call())
+
     def wait(self, timeout_s: float | None = None) -> T:
         """Wait until the checkpoint is committed.
 

@@ -32,9 +32,9 @@ class StoreSettings:
 
     Attributes:
         durability: "full": files, directories and the parent are synced before a save is acknowledged;
-            "file": files are synced, directories are not; "none": nothing is synced. Retention syncs the newest
-            step, in the background, before it deletes older ones. To overwrite a single checkpoint without "full" may
-            lose both in a power cut.
+            "file": files are synced, directories are not; "none": nothing is synced. Without "full", retention syncs
+            the newest step before it deletes older ones, in the background (closing waits for that), and to overwrite
+            a single checkpoint may lose both in a power cut.
         digest: of every block of data: "xxh3-128" (fast), "sha256", or "blake3" (needs the `blake3` package).
         verify_on_load: compare the digests of all bytes that a load reads.
         segment_bytes: a segment file is closed and the next begun before it exceeds this many bytes of data,

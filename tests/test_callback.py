@@ -75,7 +75,12 @@ def test_a_position_of_any_iterator_is_refused_under_another_fingerprint(tmp_pat
     assert train(tmp_path, 4, fingerprint="v1 batch=32") == [3]
     assert train(tmp_path, 5) == [4]  # without one nothing is compared
     with callback(tmp_path, fingerprint="v2") as ckpt:
-        assert int(ckpt.resume(state_of(0))["step"]) == 5  # nor for arrays
+        assert int(ckpt.resume(state_of(0))["step"]) == 5  # nor for what is no data
+    with callback(tmp_path / "b", fingerprint="v1") as ckpt:
+        ckpt.resume(state_of(0), Counter(), tracker=Counter())
+        ckpt(state_of(1))
+    with callback(tmp_path / "b", fingerprint="v2") as ckpt:
+        ckpt.resume(state_of(0), tracker=Counter())
 
 
 def position_of(directory: Path, step: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import jaxckpt_train as jct
@@ -34,3 +35,19 @@ def test_the_constructor_too_gives_each_job_of_a_multirun_a_directory_of_its_own
     assert jct.CheckpointCallback(str(tmp_path / "a")).manager.directory == str(tmp_path / "a" / "lr=0.1")
     from_config = jct.CheckpointCallback.from_config({"directory": str(tmp_path / "a")})
     assert from_config.manager.directory == str(tmp_path / "a" / "lr=0.1")
+
+
+def test_the_constructor_takes_what_python_has_and_yaml_has_not(tmp_path: Path) -> None:
+    ckpt = jct.CheckpointCallback(
+        tmp_path / "run",  # type: ignore[arg-type]
+        save_interval_steps=np.int64(5),  # type: ignore[arg-type]
+        save_interval_secs=np.float32(60),  # type: ignore[arg-type]
+        notice_file=tmp_path / "leave",  # type: ignore[arg-type]
+        init_from=tmp_path / "other",  # type: ignore[arg-type]
+        grace_period_s=0,
+        signals=("SIGCLD",),
+        store=jct.StoreSettings(durability="none"),
+    )
+    assert ckpt.manager.directory == str(tmp_path / "run")
+    with pytest.raises(jct.SettingsError, match=r"checkpoint\.store: expected a StoreSettings"):
+        jct.CheckpointCallback(str(tmp_path), store={"durability": "none"})  # type: ignore[arg-type]

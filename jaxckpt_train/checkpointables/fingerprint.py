@@ -1,4 +1,4 @@
-"""The fingerprint of a run's data: by a context while the callback saves or restores, compared for what is no array."""
+"""The fingerprint of a run's data: set while the callback saves or restores, compared for its data iterator."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from contextvars import ContextVar
 
 from jaxckpt_train.errors import IteratorStateError
 
+DATA_NAME = "data"
+"""The checkpointable that is the loop's data iterator."""
 _fingerprint: ContextVar[str | None] = ContextVar("jaxckpt_train_fingerprint", default=None)
 
 

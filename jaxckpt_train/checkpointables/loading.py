@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from jaxckpt_train.checkpointables.contract import Json
-from jaxckpt_train.checkpointables.fingerprint import check_fingerprint, current_fingerprint
-from jaxckpt_train.checkpointables.pytree import JsonHandler
+from jaxckpt_train.checkpointables.fingerprint import DATA_NAME, check_fingerprint, current_fingerprint
 from jaxckpt_train.checkpointables.registry import handler_for_load
 from jaxckpt_train.checkpointables.saving import VALUE_FILE
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError
@@ -96,10 +95,9 @@ def load_parts(
             there = ", ".join(repr(part.name) for part in committed.manifest.parts)
             raise MismatchError(f"{committed.directory}: has no checkpointable {name!r}; it has {there or 'none'}")
         opened = OpenPart(backend, committed, part, settings, options, progress)
-        handler = handler_for_load(target, part.kind, name)
-        if handler.early and part.kind != JsonHandler.kind:
+        if name == DATA_NAME:
             check_fingerprint(name, committed.manifest.info.get("fingerprint"), current_fingerprint())
-        jobs.append((handler, target, opened))
+        jobs.append((handler_for_load(target, part.kind, name), target, opened))
     if len(jobs) > 1:  # else nothing changes before the one is compared
         for handler, target, opened in jobs:
             compare = getattr(handler, "compare", None)

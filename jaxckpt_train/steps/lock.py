@@ -44,6 +44,7 @@ class OwnerLock:
         self._stop = threading.Event()
         self._held = False
         self._guard = threading.Lock()
+        self._beating: threading.Thread | None = None
 
     def acquire(self) -> ProcessIdentity | None:
         """Become the owner.
@@ -60,10 +61,21 @@ class OwnerLock:
             dead = self._acquire()
             self._held = True
             self._forget_the_dead()
-        threading.Thread(
-            target=_beat, args=(self._beat_once, self._stop), name="jaxckpt-heartbeat", daemon=True
-        ).start()
+            self._keep_beating()
         return dead
+
+    def _keep_beating(self) -> None:
+        """Have a thread for the heartbeat, unless the system has none for it now: then until the next look."""
+        if self._beating is None or not self._beating.is_alive():
+            thread = threading.Thread(
+                target=_beat, args=(self._beat_once, self._stop), name="jaxckpt-heartbeat", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:
+                _log.warning("%s: no heartbeat for now: %s", self._path, error)
+            else:
+                self._beating = thread
 
     def check(self) -> None:
         """Raise DirectoryLockedError if the lock that this process holds is not its own any more.
@@ -71,7 +83,12 @@ class OwnerLock:
         After `SILENCE_S` without a heartbeat (a machine that slept, storage that did not answer) another may have it.
         """
         other = self._read()
+        if other is None:  # out of sight for a moment, as on a network file system?
+            self._stop.wait(LOOK_S)
+            other = self._read()
         if other is not None and other.token == self._record.token:
+            self._backend.touch(self._path)
+            self._keep_beating()
             return
         found = "is gone" if other is None else f"is held by process {other.process.pid} on {other.process.host}"
         raise DirectoryLockedError(
@@ -84,7 +101,7 @@ class OwnerLock:
         """Tell that the owner lives; False once the lock is another's, whose death must not be hidden."""
         try:
             other = self._read()
-            if (other is None or other.token != self._record.token) and not self._stop.is_set():
+            if other is not None and other.token != self._record.token:
                 _log.error("%s: the lock of this job was taken over; its next save will be refused", self._directory)
                 return False
             self._backend.touch(self._path)

@@ -375,9 +375,8 @@ class StepManager:
         try:
             self.wait()
         finally:
-            self._closed = not self.is_saving_in_progress()  # else an interrupt: who still writes stays the owner
-            if self._closed:
-                self._run.close()
+            close = self._run.close  # after an interrupt of the wait later: who still writes stays the owner
+            close() if self._pending is None else self._pending.when_done(close)
 
     def _subject(self) -> str:
         return self._pending.subject if self._pending is not None else "nothing"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -43,10 +44,16 @@ class Deleter:
         """
         with self._idle:
             self._waiting += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="jaxckpt-retention", daemon=True)
-                self._thread.start()
-        self._jobs.put((name, instead))
+            self._jobs.put((name, instead))
+            if self._thread is not None:
+                return
+            thread = threading.Thread(target=self._work, name="jaxckpt-retention", daemon=True)
+            with contextlib.suppress(RuntimeError):  # the system has no thread for it
+                thread.start()
+                self._thread = thread
+                return
+        while not self._jobs.empty():
+            self._work_on(self._jobs.get())
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is left to delete; False if that took too long."""
@@ -64,16 +71,20 @@ class Deleter:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            name, instead = job
-            names, self._retry = [*self._retry, name], []
-            if self._is_durable(instead):
-                for each in names:
-                    self._delete(each)
-            else:
-                self._retry = names
-            with self._idle:
-                self._waiting -= 1
-                self._idle.notify_all()
+            self._work_on(job)
+
+    def _work_on(self, job: tuple[str, str | None] | None) -> None:
+        assert job is not None, "the end is asked for of a thread"
+        name, instead = job
+        names, self._retry = [*self._retry, name], []
+        if self._is_durable(instead):
+            for each in names:
+                self._delete(each)
+        else:
+            self._retry = names
+        with self._idle:
+            self._waiting -= 1
+            self._idle.notify_all()
 
     def _is_durable(self, instead: str | None) -> bool:
         """Sync it if need be; False if that failed."""

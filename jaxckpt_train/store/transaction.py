@@ -250,11 +250,13 @@ def remove_dead_attempts(backend: Backend, final: str) -> None:
 def make_durable(backend: Backend, directory: str) -> None:
     """Sync all files and directories of a checkpoint that was committed without, and its parent.
 
+    A file system that cannot sync directories at all is taken as it is: whoever saves without is there for that reason.
+
     Raises:
         StorageError: the file system refused; nothing is known of what is on the disk.
     """
     _sync_tree(backend, directory)
-    backend.sync(os.path.dirname(directory))
+    _sync_directory(backend, os.path.dirname(directory))
 
 
 def _sync_tree(backend: Backend, directory: str) -> None:
@@ -264,7 +266,15 @@ def _sync_tree(backend: Backend, directory: str) -> None:
             _sync_tree(backend, path)
         elif entry.kind == "file":
             backend.sync(path)
-    backend.sync(directory)
+    _sync_directory(backend, directory)
+
+
+def _sync_directory(backend: Backend, directory: str) -> None:
+    try:
+        backend.sync(directory)
+    except StorageError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
 
 
 def is_committed(backend: Backend, directory: str) -> bool:

@@ -184,7 +184,8 @@ def test_who_is_interrupted_while_closing_stays_the_owner_until_the_save_has_end
     """Another job would else take the directory, and remove the attempt that is still being written."""
     backend = HoldingBackend("create", "p00000-s000")
     manager = jct.StepManager(tmp_path / "run", backend=backend)
-    manager.save(5, {"state": state_of(5)})
+    pending = manager.save(5, {"state": state_of(5)}).pending
+    assert pending is not None
     wait, waiting = manager.wait, threading.Event()
     monkeypatch.setattr(manager, "wait", lambda: (waiting.set(), wait()))
 
@@ -201,7 +202,7 @@ def test_who_is_interrupted_while_closing_stays_the_owner_until_the_save_has_end
     with pytest.raises(jct.DirectoryLockedError, match="this very process"):
         jct.StepManager(tmp_path / "run").own()
     backend.go.set()
-    manager.close()
+    pending.wait()
     with jct.StepManager(tmp_path / "run") as other:
         other.own()
         assert other.steps == [5]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,10 @@ def test_the_step_that_stays_is_on_the_disk_before_an_older_one_goes(tmp_path: P
     wanted = {"step-0000000002", "state", tmp_path.name}
     if durability == "none":
         wanted |= {"COMMIT", "manifest.json", "p00000-s000.safetensors"}
-    if durability != "full":  # there the attempt was synced under the name that it had then
-        assert wanted <= synced
+    if durability == "full":  # the attempt was, under the name that it had then
+        wanted -= {"step-0000000002"}
+        assert any(name.startswith(".step-0000000002.tmp-") for name in synced)
+    assert wanted <= synced
     assert step_directories(tmp_path) == ["step-0000000002"]
 
 
@@ -99,6 +102,38 @@ def test_nothing_goes_while_what_stays_cannot_be_synced(tmp_path: Path, caplog: 
         backend.refuses = False
         save_steps(manager, 3)
     assert step_directories(tmp_path) == ["step-0000000003"]
+
+
+def test_a_system_without_threads_deletes_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name in ("jaxckpt-retention", "jaxckpt-heartbeat"):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            save_steps(manager, 1, 2, 3)
+            assert step_directories(tmp_path) == ["step-0000000003"]
+        save_steps(manager, 4)
+        assert any(thread.name == "jaxckpt-retention" for thread in threading.enumerate())
+    assert step_directories(tmp_path) == ["step-0000000004"]
+
+
+def test_without_directory_syncs_old_steps_go_nevertheless(tmp_path: Path) -> None:
+    class NoDirectorySync(LocalBackend):
+        def sync(self, path: str) -> None:
+            if os.path.isdir(path):
+                raise StorageError(errno.EINVAL, "not for directories", path)
+            super().sync(path)
+
+    settings = jct.StoreSettings(durability="none")
+    policy = jct.LatestN(1)
+    with jct.StepManager(tmp_path, preservation_policy=policy, backend=NoDirectorySync(), settings=settings) as manager:
+        save_steps(manager, 1, 2)
+    assert step_directories(tmp_path) == ["step-0000000002"]
 
 
 def test_a_half_deleted_step_is_never_listed_and_its_owner_to_come_cleans_it(tmp_path: Path) -> None:
