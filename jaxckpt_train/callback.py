@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from jaxckpt_train import hydra_job
-from jaxckpt_train.checkpoint import load
+from jaxckpt_train.checkpoint import PathLike, load
 from jaxckpt_train.checkpointables.fingerprint import DATA_NAME, with_fingerprint
 from jaxckpt_train.checkpointables.grain_iterator import mark_absl_flags_parsed
 from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all
@@ -47,7 +47,7 @@ class CheckpointCallback:
 
     def __init__(
         self,
-        directory: str,
+        directory: PathLike,
         *,
         save_interval_steps: int | None = None,
         save_interval_secs: float | None = None,
@@ -62,18 +62,18 @@ class CheckpointCallback:
         save_initial: bool = False,
         if_busy: Literal["wait", "skip"] = "wait",
         signals: Sequence[str] = ("SIGTERM", "SIGUSR1", "SIGUSR2"),
-        notice_file: str | None = None,
+        notice_file: PathLike | None = None,
         max_run_time_s: float | None = None,
         grace_period_s: float = 30.0,
         exit_code: int = 75,
         on_preemption: Literal["exit", "raise", "auto"] = "auto",
         fingerprint: str | None = None,
-        init_from: str | None = None,
+        init_from: PathLike | None = None,
         progress: bool | Literal["auto"] = "auto",
         enabled: bool = True,
         store: StoreSettings | None = None,
     ) -> None:
-        check_arguments({name: value for name, value in locals().items() if name != "self"})
+        check_arguments({name: value for name, value in locals().items() if name != "self"})  # there are no others yet
         self.enabled = enabled
         mark_absl_flags_parsed()  # now: `iter(dataset)` in the call of `resume` may need it already
         self._save_on_exit, self._save_initial = save_on_exit, save_initial

@@ -31,14 +31,19 @@ def flag(subject: str, value: Any) -> bool:
 
 def seconds(subject: str, value: Any) -> float:
     """A finite number of seconds above 0, as a float; numpy's are taken too."""
-    found = seconds_or_none_at_all(subject, value, "above 0")
-    return found if found > 0 else refuse(subject, "a finite number of seconds above 0", value)
+    number = _real(value)
+    return number if 0 < number < math.inf else refuse(subject, "a finite number of seconds above 0", value)
 
 
-def seconds_or_none_at_all(subject: str, value: Any, range_: str = "of at least 0") -> float:
+def seconds_or_zero(subject: str, value: Any) -> float:
     """As `seconds`, or 0."""
-    number = float(value) if not isinstance(value, bool) and isinstance(value, numbers.Real) else -1.0
-    return number if 0 <= number < math.inf else refuse(subject, f"a finite number of seconds {range_}", value)
+    number = _real(value)
+    return number if 0 <= number < math.inf else refuse(subject, "a finite number of seconds of at least 0", value)
+
+
+def _real(value: Any) -> float:
+    """A number as a float; nan for anything else."""
+    return float(value) if not isinstance(value, bool) and isinstance(value, numbers.Real) else math.nan
 
 
 def whole(least: int, most: float = math.inf) -> Check:

@@ -81,10 +81,8 @@ class PendingSave(Generic[T]):
         except BaseException as error:  # noqa: BLE001  # a thread's edge: raised to the user by wait()
             error.add_note(f"while saving {self.subject} in the background")
             free_frames(error)  # of the whole state, as long as someone keeps the error
-            self._is_done = True
             self.committed.set_exception(error)
         else:
-            self._is_done = True
             self.committed.set_result(result)
             with _under_way_lock:
                 _under_way.discard(self)
@@ -95,15 +93,14 @@ class PendingSave(Generic[T]):
         """Do the work; when this returns, nothing holds the saved state any more."""
         work, self._work = self._work, None
         assert work is not None
-        return work()
+        try:
+            return work()
+        finally:
+            self._is_done = True
 
     def done(self) -> bool:
         """Whether it has committed or failed. Takes no lock, which an interrupt could leave taken."""
         return self._is_done
-
-    def when_done(self, call: Callable[[], None]) -> None:
-        """Call it once the save has committed or failed, on its thread; at once if it has already."""
-        self.committed.add_done_callback(lambda _: call())
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Wait until the checkpoint is committed.
@@ -144,6 +141,14 @@ class PendingSave(Generic[T]):
         """Say that the user has seen the outcome, so that it need not be told again at exit."""
         with _under_way_lock:
             _under_way.discard(self)
+
+
+def call_after(pending: PendingSave[T] | None, call: Callable[[], None]) -> None:
+    """Call it once the save has committed or failed, on its thread; at once if it has already, or there is none."""
+    if pending is None:
+        call()
+    else:
+        pending.committed.add_done_callback(lambda _: call())
 
 
 def _forget_saves() -> None:

@@ -39,11 +39,11 @@ def test_the_constructor_too_gives_each_job_of_a_multirun_a_directory_of_its_own
 
 def test_the_constructor_takes_what_python_has_and_yaml_has_not(tmp_path: Path) -> None:
     ckpt = jct.CheckpointCallback(
-        tmp_path / "run",  # type: ignore[arg-type]
+        tmp_path / "run",
         save_interval_steps=np.int64(5),  # type: ignore[arg-type]
         save_interval_secs=np.float32(60),  # type: ignore[arg-type]
-        notice_file=tmp_path / "leave",  # type: ignore[arg-type]
-        init_from=tmp_path / "other",  # type: ignore[arg-type]
+        notice_file=tmp_path / "leave",
+        init_from=tmp_path / "other",
         grace_period_s=0,
         signals=("SIGCLD",),
         store=jct.StoreSettings(durability="none"),

@@ -7,7 +7,6 @@ import logging
 import math
 import threading
 import uuid
-from collections.abc import Callable
 
 import msgspec
 
@@ -65,17 +64,17 @@ class OwnerLock:
         return dead
 
     def _keep_beating(self) -> None:
-        """Have a thread for the heartbeat, unless the system has none for it now: then until the next look."""
-        if self._beating is None or not self._beating.is_alive():
-            thread = threading.Thread(
-                target=_beat, args=(self._beat_once, self._stop), name="jaxckpt-heartbeat", daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError as error:
-                _log.warning("%s: no heartbeat for now: %s", self._path, error)
-            else:
-                self._beating = thread
+        """Have a thread for the heartbeat; where the system has none for it now, beat once until the next look."""
+        if self._beating is not None and self._beating.is_alive():
+            return
+        thread = threading.Thread(target=self._beat, name="jaxckpt-heartbeat", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            _log.warning("%s: no heartbeat for now: %s", self._path, error)
+            self._backend.touch(self._path)
+        else:
+            self._beating = thread
 
     def check(self) -> None:
         """Raise DirectoryLockedError if the lock that this process holds is not its own any more.
@@ -87,7 +86,6 @@ class OwnerLock:
             self._stop.wait(LOOK_S)
             other = self._read()
         if other is not None and other.token == self._record.token:
-            self._backend.touch(self._path)
             self._keep_beating()
             return
         found = "is gone" if other is None else f"is held by process {other.process.pid} on {other.process.host}"
@@ -96,6 +94,10 @@ class OwnerLock:
             "asleep, or the storage away, for a minute?). Nothing more is saved by it, since another may have gone "
             "on from its last step; start it again to go on from what is there now"
         )
+
+    def _beat(self) -> None:
+        while not self._stop.wait(HEARTBEAT_S) and self._beat_once():
+            pass
 
     def _beat_once(self) -> bool:
         """Tell that the owner lives; False once the lock is another's, whose death must not be hidden."""
@@ -210,9 +212,3 @@ class OwnerLock:
             other = self._read()
             if other is not None and other.token == self._record.token:
                 self._backend.remove(self._path)
-
-
-def _beat(beat_once: Callable[[], bool], stop: threading.Event) -> None:
-    while not stop.wait(HEARTBEAT_S):
-        if not beat_once():
-            return

@@ -14,7 +14,7 @@ from jaxckpt_train.checkpoint import PathLike, absolute
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
 from jaxckpt_train.errors import SettingsError, StepNotFoundError
 from jaxckpt_train.multihost import current
-from jaxckpt_train.pending import PendingSave
+from jaxckpt_train.pending import PendingSave, call_after
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.steps.history import History, metrics_to_json, plain_metrics
@@ -375,8 +375,7 @@ class StepManager:
         try:
             self.wait()
         finally:
-            close = self._run.close  # after an interrupt of the wait later: who still writes stays the owner
-            close() if self._pending is None else self._pending.when_done(close)
+            call_after(self._pending, self._run.close)  # there is one after an interrupt: who writes stays the owner
 
     def _subject(self) -> str:
         return self._pending.subject if self._pending is not None else "nothing"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+from jaxckpt_train.checkpoint import PathLike
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.multihost import Coordinator
 from jaxckpt_train.store.local import file_exists
@@ -74,7 +75,7 @@ class SignalNotice:
 class FileNotice:
     """A file whose appearance asks the job to leave; looked for at most once a second."""
 
-    def __init__(self, path: str, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: PathLike, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._path, self._monotonic = path, monotonic
         self._next = -1.0
         self._found = False
@@ -111,7 +112,7 @@ class PreemptionWatch:
         coordinator: Coordinator,
         *,
         signals: Sequence[str] = (),
-        notice_file: str | None = None,
+        notice_file: PathLike | None = None,
         max_run_time_s: float | None = None,
         leave_early_s: float = 0.0,
         monotonic: Callable[[], float] = time.monotonic,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.store.backend import Backend
@@ -27,33 +26,39 @@ class Deleter:
 
     def __init__(self, backend: Backend, directory: str, deleted: Callable[[], Callable[[str], None] | None]) -> None:
         self._backend, self._directory, self._deleted = backend, directory, deleted
-        self._jobs: queue.SimpleQueue[tuple[str, str | None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Sequence[str], str | None] | None] = queue.SimpleQueue()
         self._retry: list[str] = []
-        self._durable: str | None = None
         self._idle = threading.Condition()
         self._waiting = 0
         self._thread: threading.Thread | None = None
 
-    def delete(self, name: str, *, instead: str | None = None) -> None:
-        """Delete a step directory soon; it stops being listed before its first byte goes.
+    def delete(self, names: Sequence[str], *, instead: str | None = None) -> None:
+        """Delete step directories soon; each stops being listed before its first byte goes.
 
         Args:
-            name: of the directory.
-            instead: a step that was saved without being synced: it is now, before the other one goes. A power cut would
-                else find neither, since names are often on the disk before the data are.
+            names: of the directories.
+            instead: a step that was saved without being synced: it is now, before the others go. A power cut would
+                else find none, since names are often on the disk before the data are.
         """
+        if not names:
+            return
         with self._idle:
             self._waiting += 1
-            self._jobs.put((name, instead))
-            if self._thread is not None:
-                return
-            thread = threading.Thread(target=self._work, name="jaxckpt-retention", daemon=True)
-            with contextlib.suppress(RuntimeError):  # the system has no thread for it
-                thread.start()
-                self._thread = thread
-                return
-        while not self._jobs.empty():
-            self._work_on(self._jobs.get())
+            has_thread = self._thread is not None or self._start()
+        if has_thread:
+            self._jobs.put((names, instead))
+        else:
+            self._work_on(names, instead)
+
+    def _start(self) -> bool:
+        """Start the thread; False if the system has none for it."""
+        thread = threading.Thread(target=self._work, name="jaxckpt-retention", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return False
+        self._thread = thread
+        return True
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is left to delete; False if that took too long."""
@@ -71,30 +76,25 @@ class Deleter:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._work_on(job)
+            self._work_on(*job)
 
-    def _work_on(self, job: tuple[str, str | None] | None) -> None:
-        assert job is not None, "the end is asked for of a thread"
-        name, instead = job
-        names, self._retry = [*self._retry, name], []
-        if self._is_durable(instead):
-            for each in names:
-                self._delete(each)
+    def _work_on(self, names: Sequence[str], instead: str | None) -> None:
+        names, self._retry = [*self._retry, *names], []
+        if instead is None or self._make_durable(instead):
+            for name in names:
+                self._delete(name)
         else:
             self._retry = names
         with self._idle:
             self._waiting -= 1
             self._idle.notify_all()
 
-    def _is_durable(self, instead: str | None) -> bool:
-        """Sync it if need be; False if that failed."""
-        if instead is not None and instead != self._durable:
-            try:
-                make_durable(self._backend, f"{self._directory}/{instead}")
-            except StorageError as error:
-                _log.warning("%s could not be synced, so older steps stay for now: %s", instead, error)
-                return False
-            self._durable = instead
+    def _make_durable(self, name: str) -> bool:
+        try:
+            make_durable(self._backend, f"{self._directory}/{name}")
+        except StorageError as error:
+            _log.warning("%s could not be synced, so older steps stay for now: %s", name, error)
+            return False
         return True
 
     def _delete(self, name: str) -> None:

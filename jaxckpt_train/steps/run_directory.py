@@ -81,8 +81,7 @@ class RunDirectory:
             if self._restored is not None:
                 self._left = left_behind_by(self._restored, self._entries)
             self.is_owner = True
-        for name in half_deleted(self._backend, self._directory):
-            self._deleter.delete(name)
+        self._deleter.delete(half_deleted(self._backend, self._directory))
 
     def _look(self) -> None:
         self._entries = scan(self._backend, self._directory)
@@ -197,8 +196,7 @@ class RunDirectory:
             self._deleting |= doomed
             self._infos = None
         instead = None if is_durable or not newest else newest[-1].name
-        for name in sorted(doomed):
-            self._deleter.delete(name, instead=instead)
+        self._deleter.delete(sorted(doomed), instead=instead)
 
     def _steps_to_delete(self, newest: list[Entry]) -> Set[int]:
         if self._policy is None:

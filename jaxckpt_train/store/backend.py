@@ -12,6 +12,8 @@ import numpy as np
 # What opening says of a file that is gone, or is a link, a directory or a device instead. Anything else (no permission,
 # too many open files) is not the checkpoint's fault.
 MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO}
+# What a system says that does not offer an operation.
+UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backend import Entry
+from jaxckpt_train.store.backend import UNSUPPORTED, Entry
 
 DIRECT_ALIGNMENT = 4096
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -302,27 +302,28 @@ def _rename_all(steps: list[tuple[str, str]]) -> None:
 
 def _open_regular(name: str, folder: int, direct: bool | Literal["auto"]) -> int:
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = -1
+    descriptor, is_refused = -1, False
     if direct and _O_DIRECT:
         try:
             descriptor = os.open(name, flags | _O_DIRECT, dir_fd=folder)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-    is_refused = direct is True and bool(_O_DIRECT) and descriptor < 0
+            is_refused = direct is True
     if descriptor < 0:
         descriptor = os.open(name, flags, dir_fd=folder)
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode) or is_refused:
+    mode, problem = os.fstat(descriptor).st_mode, None
+    if not stat.S_ISREG(mode):
+        problem = OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "not a regular file")
+    elif is_refused:
+        problem = OSError(errno.EOPNOTSUPP, _NO_DIRECT)
+    if problem is not None:
         os.close(descriptor)
-        if is_refused and stat.S_ISREG(mode):
-            raise OSError(errno.EOPNOTSUPP, _NO_DIRECT)
-        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "not a regular file")
+        raise problem
     return descriptor
 
 
 _RENAME_NOREPLACE, _RENAME_EXCHANGE, _AT_FDCWD = 1, 2, -100
-_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def _renameat2(source: str, target: str, flags: int) -> bool:
@@ -333,7 +334,7 @@ def _renameat2(source: str, target: str, flags: int) -> bool:
     if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
         return True
     code = ctypes.get_errno()
-    if code in _UNSUPPORTED:
+    if code in UNSUPPORTED:
         return False
     raise OSError(code, os.strerror(code))
 
@@ -343,7 +344,7 @@ def is_file(path: str) -> bool:
     return os.path.isfile(path)
 
 
-def file_exists(path: str) -> bool:
+def file_exists(path: str | os.PathLike[str]) -> bool:
     """Whether there is something at this path; a network file system that does not answer counts as no."""
     try:
         return os.path.lexists(path)

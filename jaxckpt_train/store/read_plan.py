@@ -20,9 +20,9 @@ VIEW_ALIGNMENT = 64
 class Wanted(NamedTuple):
     """Boxes of one array that a load needs on this host; no box twice.
 
-    `passing` says that they only pass through host memory, on their way to other devices: their memory counts against
-    the read budget until everyone has let go of it. (A box that is put together of several chunks counts from the
-    moment on in which it is complete.)
+    `passing` says that they only pass through host memory, to other devices or another dtype: their memory counts
+    against the read budget until everyone has let go of it. (A box that is put together of several chunks counts from
+    the moment on in which it is complete.)
     """
 
     array: ArrayRecord

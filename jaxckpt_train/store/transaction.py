@@ -35,7 +35,7 @@ from jaxckpt_train.errors import (
     UnsupportedLeafError,
 )
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.backend import UNSUPPORTED, Backend
 from jaxckpt_train.store.digests import block_digests, digest_function
 from jaxckpt_train.store.local import side_name
 from jaxckpt_train.store.machine import is_dead_tag, process_tag
@@ -273,7 +273,7 @@ def _sync_directory(backend: Backend, directory: str) -> None:
     try:
         backend.sync(directory)
     except StorageError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+        if error.errno not in UNSUPPORTED:
             raise
 
 
