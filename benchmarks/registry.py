@@ -51,6 +51,7 @@ ENTRIES = {
     "torch_dcp": Entry("subjects_torch:TorchDcp", torch=True, cannot=ONE_DEVICE),
     "torchsnapshot": Entry("subjects_torch:Torchsnapshot", torch=True, cannot=ONE_DEVICE | WHOLE_STATES, quick=False),
     "flax_msgpack": Entry("subjects_files:FlaxMsgpack", cannot=ONE_DEVICE | READS_ALL, quick=False),
+    "safetensors_mapped": Entry("subjects_torch:SafetensorsMapped", torch=True, cannot=ONE_DEVICE, quick=False),
     "safetensors": Entry("subjects_files:Safetensors", cannot=ONE_DEVICE),
     "orbax_v0": Entry("subjects_orbax:OrbaxV0"),
     "orbax_v0_no_ocdbt": Entry("subjects_orbax:OrbaxV0WithoutOcdbt", cannot=VARIANT, quick=False),

@@ -1,4 +1,4 @@
-"""The subjects of the PyTorch environment: `torch_dcp`, `torchsnapshot` and `torch_save`."""
+"""The subjects of the PyTorch environment: `torch_dcp`, `torchsnapshot`, `torch_save` and `safetensors_mapped`."""
 
 from __future__ import annotations
 
@@ -97,6 +97,34 @@ class TorchSave:
 
     def close(self) -> None:
         """Nothing is kept."""
+
+
+class SafetensorsMapped:
+    """`safetensors.torch`: of its interfaces the one that maps the file instead of copying out of it.
+
+    The load is `load_file`'s own loop, over the names that are wanted. Nothing is verified. Whatever the load leaves on
+    the disk is read when the tensors are touched, which is in its time. A save syncs nothing.
+    """
+
+    arrays = "torch"
+    durable = False
+    packages = ("safetensors", "torch", "numpy")
+
+    def __init__(self) -> None:
+        import safetensors.torch
+
+        self._save_file, self._open = safetensors.torch.save_file, safetensors.safe_open
+
+    def start_save(self, path: Path, state: State) -> None:
+        path.mkdir()
+        self._save_file(state, path / "model.safetensors")
+
+    def load(self, path: Path, like: State) -> State:
+        with self._open(path / "model.safetensors", framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in like}
+
+    def close(self) -> None:
+        """Nothing is kept but what the tensors map."""
 
 
 def _empty(like: State) -> State:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -57,6 +57,28 @@ def is_contiguous_within(inner: Box, outer: Box) -> bool:
     """Whether the elements of `inner` lie one after the other in a row-major array that holds exactly `outer`."""
     first, last = element_span(inner, outer)
     return last - first == box_elements(inner)
+
+
+def row_major_range(box: Box, first: int, last: int) -> Iterator[Box]:
+    """Elements first to last of a box, counted in row-major order, as boxes: at most 2 n - 1 in n dimensions."""
+    if not box:
+        yield box
+        return
+    (low, _), inner = box[0], box[1:]
+    row = box_elements(inner)
+    begin, end = -(-first // row), last // row  # the whole rows between
+    if begin > end:
+        for part in row_major_range(inner, first - end * row, last - end * row):
+            yield ((low + end, low + begin), *part)
+        return
+    if first < begin * row:
+        for part in row_major_range(inner, first - (begin - 1) * row, row):
+            yield ((low + begin - 1, low + begin), *part)
+    if begin < end:
+        yield ((low + begin, low + end), *inner)
+    if last > end * row:
+        for part in row_major_range(inner, 0, last - end * row):
+            yield ((low + end, low + end + 1), *part)
 
 
 def check_tiling(boxes: Sequence[Box], shape: Sequence[int], subject: str) -> None:

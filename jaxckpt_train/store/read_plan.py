@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from jaxckpt_train.store.boxes import Box, box_elements, element_span, intersect, is_contiguous_within
+from jaxckpt_train.store.boxes import Box, box_elements, element_span, intersect, is_contiguous_within, row_major_range
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, Manifest
 from jaxckpt_train.store.segment import ALIGNMENT
 
 COALESCE_BYTES = 16 << 20
 GAP_BYTES = 64 << 10
+"""Unwanted bytes that are read along rather than to read twice: less than a disk gives in the time of a request."""
 VIEW_ALIGNMENT = 64
 """JAX takes host memory on the CPU as it is, without a copy, where it lies at a multiple of this many bytes."""
 
@@ -65,8 +66,12 @@ class Run:
 
     @functools.cached_property
     def only_views(self) -> bool:
-        """Whether the memory itself becomes the destination, so that none of it is extra."""
-        return all(use.whole and _is_aligned(read.chunk, use) for read in self.reads for use in read.uses)
+        """Whether the memory itself becomes the destination, so that next to none of it is extra."""
+        size = self.stop - self.start
+        extra = size - sum(read.stop - read.start for read in self.reads)
+        return extra <= max(2 * ALIGNMENT, size // 16) and all(
+            use.whole and _is_aligned(read.chunk, use) for read in self.reads for use in read.uses
+        )
 
 
 def _is_aligned(chunk: ChunkRecord, use: Use) -> bool:
@@ -80,8 +85,8 @@ def plan_reads(manifest: Manifest, wanted: Sequence[Wanted], band_bytes: int) ->
     """The runs that serve all wanted boxes, in file order.
 
     Every byte is read once, except where more than `band_bytes` would have to be in memory at once, beside the
-    destination or on their way to devices. A chunk that must be cut up or moved is then read in bands of whole rows,
-    and one of which several boxes pass is read box by box; two neighbours share the digest block between them.
+    destination or on their way to devices: a chunk of which several boxes pass is then read box by box, and neighbours
+    share the digest block between them. A chunk that must be cut up or moved is then read in bands of whole blocks.
     """
     reads: list[ChunkRead] = []
     for number, want in enumerate(wanted):
@@ -114,28 +119,20 @@ def _chunk_reads(
         for near in _clusters(uses, chunk, item, manifest.block_bytes, band_bytes if passing else chunk.length):
             yield _chunk_read(manifest, chunk, item, near)
         return
-    for band in _bands(chunk.box, item, max(band_bytes, manifest.block_bytes)):  # less would read blocks over and over
-        cut = [(use, intersect(use.common, band)) for use in uses]
-        inside = tuple(use._replace(common=common, whole=False) for use, common in cut if common is not None)
+    step = max(band_bytes // manifest.block_bytes, 1) * manifest.block_bytes // item
+    elements = box_elements(chunk.box)
+    for start in range(0, elements, step):
+        inside = tuple(_uses_within(uses, row_major_range(chunk.box, start, min(start + step, elements))))
         if inside:
             yield _chunk_read(manifest, chunk, item, inside)
 
 
-def _bands(box: Box, item: int, most_bytes: int) -> Iterator[Box]:
-    """A box cut into boxes that lie in it one after the other, each of at most so many bytes, or of one element."""
-    if not box:
-        yield box
-        return
-    (first, last), inner = box[0], box[1:]
-    row_bytes = item * box_elements(inner)
-    if row_bytes <= most_bytes or not inner:
-        rows = max(1, most_bytes // row_bytes)
-        for start in range(first, last, rows):
-            yield ((start, min(start + rows, last)), *inner)
-        return
-    for index in range(first, last):
-        for rest in _bands(inner, item, most_bytes):
-            yield ((index, index + 1), *rest)
+def _uses_within(uses: Sequence[Use], boxes: Iterable[Box]) -> Iterator[Use]:
+    for box in boxes:
+        for use in uses:
+            common = intersect(use.common, box)
+            if common is not None:
+                yield use._replace(common=common, whole=False)
 
 
 def _clusters(

@@ -9,7 +9,7 @@ import math
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -52,14 +52,25 @@ class _Budget:
 
     Only `take` waits, and only worker threads take: giving back happens wherever memory is freed. Libraries such as JAX
     let go of what they have put on a device in later calls to them, or when Python collects garbage; so who waits
-    collects. If nothing comes back even so, somebody keeps what should only pass, and the budget is given up: better
-    than to wait for ever.
+    collects. If nothing comes back even so, and nobody is at work whose end could bring it, then somebody keeps what
+    should only pass, and the budget is given up: better than to wait for ever.
     """
 
     def __init__(self, total: int) -> None:
         self._total, self._used, self._lock = total, 0, threading.Lock()
         self._returned: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._is_lifted = False
+        self._at_work: set[int] = set()  # threads; each adds and removes itself only
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Within, this thread reads, or does what it read for: memory may come back when it is done, however late."""
+        me = threading.get_ident()
+        self._at_work.add(me)
+        try:
+            yield
+        finally:
+            self._at_work.discard(me)
 
     def take(self, size: int) -> None:
         with self._lock:
@@ -70,7 +81,7 @@ class _Budget:
                     stalls = 0
                 except queue.Empty:
                     gc.collect(0)
-                    stalls += 1
+                    stalls = 0 if self._at_work else stalls + 1
                     if stalls == STALLS:
                         _log.warning("%d bytes do not leave host memory; the load goes on without a limit", self._used)
                         self._is_lifted = True
@@ -156,13 +167,15 @@ class _Reading:
         self._budget.take(size)
         if not run.passing:
             try:
-                return self._read_into(run, aligned_buffer(size))
+                with self._budget.at_work():
+                    return self._read_into(run, aligned_buffer(size))
             finally:
                 self._budget.give(size)
         try:
             memory = aligned_buffer(size)
             weakref.finalize(memory, self._budget.give, size).atexit = False
-            return self._read_into(run, memory)
+            with self._budget.at_work():
+                return self._read_into(run, memory)
         except BaseException:
             self._budget.lift()  # the error's traceback keeps the memory, and others wait for it
             raise
@@ -228,6 +241,12 @@ class _Reading:
                 completed.append(ReadBox(use.wanted, use.box, piece.view(dtype).reshape(box_shape(box))))
             else:
                 self._copy_part(use, _part(piece, dtype, use, read.chunk), completed)
+
+    def hand_over(self, completed: list[ReadBox]) -> Generator[ReadBox]:
+        """One box after the other, of which the consumer holds only one."""
+        with self._budget.at_work():
+            while completed:
+                yield completed.pop()
 
     def give_up(self) -> None:
         """Let the reading threads end although nobody takes what they read."""
@@ -304,8 +323,7 @@ def iter_boxes(
         readers = shared_workers(threads, "jaxckpt-read")
         with contextlib.closing(readers.run_each(reading.read_run, runs, give_up=reading.give_up)) as results:
             for completed in results:
-                while completed:
-                    yield completed.pop()
+                yield from reading.hand_over(completed)
     finally:
         sources.close()
 

@@ -70,5 +70,5 @@ _known = PerProcess(_unmeasured)
 
 
 def write_depth_of(volume: Hashable) -> WriteDepth:
-    """What this process knows of a disk."""
+    """What this process knows of a disk, and of a way to write to it."""
     return _known.get(volume)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import weakref
@@ -69,11 +70,11 @@ def _copy(portion: list[tuple[np.ndarray, np.ndarray]]) -> None:
 
 def _take(size: int) -> mmap.mmap:
     """Memory that was used for as much before; where there is none, the trees have changed, and all is made anew."""
-    fitting = [area for area in _kept if size <= len(area) <= 2 * size + mmap.PAGESIZE]
-    if fitting:
-        area = min(fitting, key=len)
-        _kept.remove(area)
-        return area
+    for area in sorted(_kept, key=len):
+        if size <= len(area) <= 2 * size + mmap.PAGESIZE:
+            with contextlib.suppress(ValueError):  # another thread took it at this moment
+                _kept.remove(area)
+                return area
     _kept.clear()
     return fresh_area(max(size, mmap.PAGESIZE))
 

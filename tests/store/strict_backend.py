@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ class StrictBackend(MemoryBackend):
         most_held_bytes: the most memory that reads filled and that was alive at any one time.
         open_files: sinks and sources that were not closed.
         most_open_files: the most of them at any one time.
+        before_read: called at the begin of every direct read.
     """
 
     def __init__(self) -> None:
@@ -46,6 +47,7 @@ class StrictBackend(MemoryBackend):
         self.open_files = self.most_open_files = 0
         self._held: dict[int, int] = {}
         self.most_held_bytes = 0
+        self.before_read: Callable[[], None] = lambda: None
         self.count_lock = threading.RLock()  # a finalizer may run while it is held
 
     def create(self, path: str, *, direct: Any) -> Any:
@@ -124,6 +126,7 @@ class _StrictSource(_Source):
 
     def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
         assert not any(number % PAGE for number in (offset, len(data), data.ctypes.data))
+        self._backend.before_read()
         self._backend.hold(data)
         with self._backend.count_lock:
             self._backend.reads.append((self._path, offset, needed))

@@ -21,6 +21,7 @@ from jaxckpt_train.store.boxes import (
     full_box,
     intersect,
     is_contiguous_within,
+    row_major_range,
     slices_within,
 )
 from tests.store.strategies import boxes_in, shapes, tilings
@@ -142,3 +143,18 @@ def test_thousands_of_boxes_take_no_square_of_their_number(side: int, dimensions
     started = time.process_time()
     check_tiling(boxes, (side,) * dimensions, "leaf")
     assert time.process_time() - started < 2.5  # comparing all pairs takes 3 s and more on any machine
+
+
+@given(shapes(4, 9).flatmap(boxes_in), st.data())
+def test_a_range_of_elements_is_a_few_boxes_in_their_order(box: Box, data: st.DataObject) -> None:
+    elements = box_elements(box)
+    first, last = sorted((data.draw(st.integers(0, elements - 1)), data.draw(st.integers(1, elements))))
+    assume(first < last)
+    parts, at = list(row_major_range(box, first, last)), first
+    for part in parts:
+        assert intersect(part, box) == part
+        assert is_contiguous_within(part, box)
+        assert element_span(part, box) == (at, at + box_elements(part))
+        at += box_elements(part)
+    assert at == last
+    assert len(parts) <= max(1, 2 * len(box) - 1)

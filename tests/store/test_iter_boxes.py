@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import threading
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,63 +19,17 @@ from jaxckpt_train.store import reader, staging
 from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import iter_boxes, read_boxes
-from jaxckpt_train.store.transaction import Committed
 from tests.store.checkpoints import commit
 from tests.store.strategies import arrays, tilings
 from tests.store.strict_backend import PAGE, StrictBackend, small_sizes
+from tests.store.watched_reads import LEAF_PAGES, Watch, leaf, marked, passing, saved
 
 pytestmark = pytest.mark.timeout(60)
-
-LEAF_PAGES = 16
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _small() -> Iterator[None]:
     yield from small_sizes()
-
-
-class Watch:
-    """Counts the memory that the reader took and that is alive.
-
-    By plain weak references, which are dead before the first finalizer tells anyone that there is room again.
-    """
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.most = self.largest = self.taken = 0
-        self._alive: list[tuple[weakref.ref[np.ndarray], int]] = []
-        self._lock = threading.Lock()
-        self._make = staging.aligned_buffer
-        for module in (reader, staging):
-            patch.setattr(module, "aligned_buffer", self._aligned_buffer)
-
-    @property
-    def now(self) -> int:
-        return sum(size for reference, size in list(self._alive) if reference() is not None)
-
-    def _aligned_buffer(self, size: int) -> np.ndarray:
-        array = self._make(size)
-        with self._lock:
-            self._alive.append((weakref.ref(array), size))
-            self.taken += 1
-            self.most, self.largest = max(self.most, self.now), max(self.largest, size)
-        return array
-
-
-def leaf(number: int, size: int = LEAF_PAGES * PAGE) -> np.ndarray:
-    return np.random.default_rng(number).integers(0, 256, size, np.uint8)
-
-
-def saved(backend: StrictBackend, count: int = 20, size: int = LEAF_PAGES * PAGE) -> tuple[Committed, list[Wanted]]:
-    committed = commit(backend, "/runs/a", {f"x{n}": leaf(n, size) for n in range(count)}, StoreSettings())
-    return committed, [Wanted(array, [full_box(array.shape)]) for array in committed.manifest.parts[0].arrays]
-
-
-def passing(backend: Any, committed: Committed, wanted: Sequence[Wanted], chosen: StoreSettings) -> Any:
-    return contextlib.closing(iter_boxes(backend, committed, marked(wanted, True), chosen))
-
-
-def marked(wanted: Sequence[Wanted], passing: bool) -> list[Wanted]:
-    return [want._replace(passing=passing) for want in wanted]
 
 
 @st.composite
@@ -348,25 +300,3 @@ def test_memory_that_the_system_refuses_is_an_error_and_not_a_hang(
     ):
         list(reading)
     assert backend.open_files == 0
-
-
-def test_a_small_leaf_beside_one_that_is_cut_keeps_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are read in one run, whose memory is a passing thing; a view would keep all of it."""
-    backend = StrictBackend()
-    arrays_there = {"a": np.full(PAGE, 7, np.uint8), "b": np.arange(8 * PAGE, dtype=np.uint8).reshape(8, PAGE)}
-    committed = commit(backend, "/runs/a", arrays_there, StoreSettings())
-    small, cut = committed.manifest.parts[0].arrays
-    halves = [((0, 8), (0, PAGE // 2)), ((0, 8), (PAGE // 2, PAGE))]
-    watch = Watch(monkeypatch)
-    (one,), _ = read_boxes(
-        backend, committed, [Wanted(small, [full_box((PAGE,))]), Wanted(cut, halves)], StoreSettings()
-    )
-    assert one.tobytes() == bytes([7]) * PAGE
-    assert len(backend.reads) < 8, "one run"
-    del _
-    gc.collect()
-    assert watch.now <= 10 * PAGE
-    root: Any = one
-    while isinstance(root.base, np.ndarray):
-        root = root.base
-    assert root.nbytes < 18 * PAGE

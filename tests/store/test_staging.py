@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt_train.store import staging
-from jaxckpt_train.store.staging import Arena, StagingPool, aligned_buffer, shared_pool
+from jaxckpt_train.store.staging import HUGE_PAGE_BYTES, Arena, StagingPool, aligned_buffer, shared_pool
 
 PAGE = 4096
 MIB = 1 << 20
@@ -259,3 +259,35 @@ def test_memory_is_private_to_the_process(take: Any) -> None:
     grown = {name: told_kib(status, name) - kib for name, kib in before.items()}
     assert grown["RssAnon"] > 30 << 10
     assert grown["RssShmem"] < 1 << 10
+
+
+def mapping_of(address: int) -> dict[str, str]:
+    """What /proc/self/smaps says of the mapping that an address lies in."""
+    found, inside = dict[str, str](), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if "-" in name.split()[0]:
+            start, stop = (int(number, 16) for number in name.split()[0].split("-"))
+            if found:
+                return found
+            inside = start <= address < stop
+        elif inside:
+            found[name] = value
+    return found  # of the last one
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no such pages here")
+@pytest.mark.parametrize("take", [aligned_buffer, lambda size: Arena(size).take(size)], ids=["buffer", "arena"])
+def test_large_memory_asks_for_huge_pages(take: Any) -> None:
+    memory = take(3 * HUGE_PAGE_BYTES)
+    assert "hg" in mapping_of(memory.ctypes.data)["VmFlags"].split()
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="tells what of a mapping is there")
+def test_a_touched_pool_is_there() -> None:
+    pool, budget = StagingPool(8 << 20), 8 << 20
+    with pool.buffer(4096) as piece:
+        address = piece.ctypes.data
+    resident = int(mapping_of(address)["Rss"].split()[0]) << 10
+    pool.touch()
+    assert int(mapping_of(address)["Rss"].split()[0]) << 10 >= max(budget, resident)

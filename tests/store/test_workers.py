@@ -7,6 +7,7 @@ import hashlib
 import os
 import queue
 import signal
+import sys
 import threading
 import weakref
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.quiet_gc import paused_collection
-from jaxckpt_train.store.workers import Workers, shared_workers
+from jaxckpt_train.store.workers import NICENESS, Workers, shared_workers
 from tests.store.checkpoints import load
 
 BUSY = bytes(16 << 20)  # hashing it takes a while, in which other threads run
@@ -308,6 +309,18 @@ def test_results_that_nobody_takes_are_dropped_while_items_still_run() -> None:
         assert next(results) is None
         assert second_waits.wait(30)
     assert freed.is_set()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority is the whole process's")
+def test_polite_threads_let_others_go_first() -> None:
+    def niceness(_: int) -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    usual = niceness(0)
+    assert list(shared_workers(2, "test-usual").run_each(niceness, range(4))) == [usual] * 4
+    assert list(shared_workers(2, "test-polite", polite=True).run_each(niceness, range(4))) == [NICENESS] * 4
+    assert usual < NICENESS
+    assert niceness(0) == usual
 
 
 def test_workers_are_shared_by_purpose() -> None:

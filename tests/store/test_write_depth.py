@@ -14,6 +14,7 @@ from jaxckpt_train.store import write_depth
 from jaxckpt_train.store.boxes import full_box
 from jaxckpt_train.store.layout import ArraySource, ChunkSource
 from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.staging import StagingPool
 from jaxckpt_train.store.write_depth import CANDIDATES, TURN_BYTES, WriteDepth, best_of, write_depth_of
 from jaxckpt_train.store.writer import write_arrays
 from tests.store.strict_backend import PAGE, StrictBackend, small_sizes
@@ -165,13 +166,32 @@ def written(backend: Any, name: str, content: np.ndarray, **chosen: Any) -> byte
     return data[segment.header_bytes :]
 
 
+def known(backend: StrictBackend, direct: Any = "auto") -> int | None:
+    return write_depth_of((backend.volume("/runs/a"), direct))._best
+
+
 def test_a_save_that_measures_writes_every_byte_once(monkeypatch: pytest.MonkeyPatch) -> None:
     small_turns(monkeypatch, 20 * PAGE)
     backend = Counting()
     content = np.random.default_rng(0).integers(0, 256, 300 * PAGE + 17, np.uint8)
     assert written(backend, "a", content) == content.tobytes()
     assert max(backend.most) <= max(CANDIDATES)
-    assert write_depth_of(backend.volume("/runs/a"))._best in CANDIDATES
+    assert known(backend) in CANDIDATES
+
+
+def test_memory_is_touched_before_a_measurement_and_not_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_turns(monkeypatch, 20 * PAGE)
+    backend, touched = Counting(), list[int]()
+    monkeypatch.setattr(StagingPool, "touch", lambda pool: touched.append(len(backend.most)))
+    content = np.zeros(300 * PAGE, np.uint8)
+    written(backend, "a", content, io_threads=1)
+    assert touched == []
+    written(Counting(), "a", content[: 20 * PAGE])
+    assert touched == []
+    backend = Counting()
+    written(backend, "a", content)
+    written(backend, "b", content)
+    assert touched == [0]
 
 
 def test_the_number_in_the_settings_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +200,7 @@ def test_the_number_in_the_settings_is_taken_as_it_is(monkeypatch: pytest.Monkey
     content = np.zeros(300 * PAGE, np.uint8)
     assert written(backend, "a", content, io_threads=1) == content.tobytes()
     assert set(backend.most) == {1}
-    assert write_depth_of(backend.volume("/runs/a"))._best is None
+    assert known(backend) is None
 
 
 def test_a_refusal_while_measuring_is_raised_and_measured_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,10 +210,21 @@ def test_a_refusal_while_measuring_is_raised_and_measured_again_later(monkeypatc
     backend.refuses = True
     with pytest.raises(StorageError, match="No space left"):
         written(backend, "a", content)
-    assert write_depth_of(backend.volume("/runs/a"))._best is None
+    assert known(backend) is None
     backend.refuses = False
     assert written(backend, "b", content) == content.tobytes()
-    assert write_depth_of(backend.volume("/runs/a"))._best is not None
+    assert known(backend) is not None
+
+
+def test_what_the_page_cache_takes_tells_nothing_about_direct_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_turns(monkeypatch, 20 * PAGE)
+    backend = Counting()
+    content = np.zeros(300 * PAGE, np.uint8)
+    written(backend, "a", content, direct_io=False)
+    assert known(backend, False) in CANDIDATES
+    assert known(backend) is None
+    written(backend, "b", content)
+    assert known(backend) in CANDIDATES
 
 
 def test_directories_of_one_disk_share_what_is_known(tmp_path: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -89,3 +90,24 @@ def test_two_trees_of_a_save_both_find_their_memory_again() -> None:
     assert len(places) <= 2, "made at most twice: the second tree of the first turn found nothing"
     assert len(host_copies._kept) == 2
     assert sorted(map(len, host_copies._kept))[1] == 8 * MIB
+
+
+class _Contested(list[Any]):
+    """Another thread takes what is kept as soon as one has looked at it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        seen = list(super().__iter__())
+        self.clear()
+        return iter(seen)
+
+
+def test_memory_that_another_thread_takes_first_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copies, "_kept", _Contested())
+    first = copy_all([np.ones(MIB, np.uint8)])
+    place = first[0].ctypes.data
+    taken = first.pop()
+    del first, taken
+    assert len(host_copies._kept) == 1
+    held = copy_all([np.full(MIB, 3, np.uint8)])
+    assert held[0].tobytes() == bytes([3]) * MIB
+    assert held[0].ctypes.data != place or host_copies._kept == []

@@ -1,0 +1,91 @@
+"""The read budget: who is slow does not lift it, and small results do not keep the memory of large reads."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store import reader
+from jaxckpt_train.store.boxes import full_box
+from jaxckpt_train.store.read_plan import Wanted
+from jaxckpt_train.store.reader import read_boxes
+from tests.store.checkpoints import commit
+from tests.store.strict_backend import PAGE, StrictBackend, small_sizes
+from tests.store.watched_reads import LEAF_PAGES, Watch, leaf, passing, saved
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small() -> Iterator[None]:
+    yield from small_sizes()
+
+
+@pytest.mark.parametrize("who", ["disk", "consumer"])
+def test_whoever_is_slow_does_not_lift_the_limit(
+    who: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another thread waits for memory meanwhile, many times longer than it would if nobody were at work."""
+    monkeypatch.setattr(reader, "STALLS", 2)
+    backend = StrictBackend()
+    committed, wanted = saved(backend, 6)
+    waited, slow = threading.Semaphore(0), iter(range(1))
+    monkeypatch.setattr(reader.gc, "collect", lambda *generation: waited.release())
+
+    def be_slow() -> None:
+        for _ in slow:  # once, by one thread
+            for _ in range(6):
+                assert waited.acquire(timeout=30)
+
+    backend.before_read = be_slow if who == "disk" else lambda: None
+    watch, chosen = Watch(monkeypatch), StoreSettings(read_budget_bytes=LEAF_PAGES * PAGE, io_threads=2)
+    with passing(backend, committed, wanted, chosen) as reading:
+        for number, _, data in reading:
+            if who == "consumer":
+                be_slow()
+            assert data.tobytes() == leaf(number).tobytes()
+            del data
+    assert watch.most == chosen.read_budget_bytes
+    assert not caplog.records
+
+
+def kept_by(array: Any) -> np.ndarray:
+    """The memory that goes back only with this array."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def test_leaves_with_much_between_them_keep_only_themselves() -> None:
+    backend = StrictBackend()
+    committed, wanted = saved(backend, 40, PAGE)
+    found = read_boxes(backend, committed, wanted[::3], StoreSettings())
+    assert [one.tobytes() for (one,) in found] == [leaf(number, PAGE).tobytes() for number in range(0, 40, 3)]
+    assert len(backend.reads) < len(found), "several in one run"
+    kept = {id(memory): memory.nbytes for (one,) in found for memory in [kept_by(one)]}
+    assert sum(kept.values()) <= 2 * len(found) * PAGE
+
+
+def test_a_small_leaf_beside_one_that_is_cut_keeps_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are read in one run, whose memory is a passing thing; a view would keep all of it."""
+    backend = StrictBackend()
+    arrays_there = {"a": np.full(PAGE, 7, np.uint8), "b": np.arange(8 * PAGE, dtype=np.uint8).reshape(8, PAGE)}
+    committed = commit(backend, "/runs/a", arrays_there, StoreSettings())
+    small, cut = committed.manifest.parts[0].arrays
+    halves = [((0, 8), (0, PAGE // 2)), ((0, 8), (PAGE // 2, PAGE))]
+    watch = Watch(monkeypatch)
+    (one,), _ = read_boxes(
+        backend, committed, [Wanted(small, [full_box((PAGE,))]), Wanted(cut, halves)], StoreSettings()
+    )
+    assert one.tobytes() == bytes([7]) * PAGE
+    assert len(backend.reads) < 8, "one run"
+    del _
+    gc.collect()
+    assert watch.now <= 10 * PAGE
+    assert kept_by(one).nbytes < 18 * PAGE

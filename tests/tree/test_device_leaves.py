@@ -1,0 +1,44 @@
+"""`snapshot="auto"` on devices: a copy there where there is room, else through the host, and the state of the call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxckpt_train.tree import device_leaves
+from jaxckpt_train.tree.device_leaves import take_from_devices
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("room", ["there is", "there is none", "there is none after all"])
+def test_auto_copies_on_the_devices_only_where_there_is_room(room: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, ordered = list[Any](), list[Any]()
+    copy_on_devices, start_transfers = device_leaves.copy_on_devices, device_leaves.start_transfers
+
+    def copy(leaves: Any) -> Any:
+        copied.append(leaves)
+        if room == "there is none after all":
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return copy_on_devices(leaves)
+
+    def start(handles: Any) -> Any:
+        ordered.append(handles)
+        return start_transfers(handles)
+
+    monkeypatch.setattr(device_leaves, "have_room", lambda leaves: room != "there is none")
+    monkeypatch.setattr(device_leaves, "copy_on_devices", copy)
+    monkeypatch.setattr(device_leaves, "start_transfers", start)
+    content = np.random.default_rng(0).random((256, 1024), np.float32)
+    array = jnp.array(content)
+    chunks, transfers = take_from_devices([array], "auto", MIB)
+    assert (len(copied), len(ordered)) == {"there is": (1, 0), "there is none": (0, 1)}.get(room, (1, 1))
+    jax.block_until_ready(jax.jit(lambda old: old * 0 - 1, donate_argnums=0)(array))
+    ((chunk,),) = chunks
+    data = chunk.data if isinstance(chunk.data, np.ndarray) else chunk.data.fetch()
+    assert data.tobytes() == content.tobytes()
+    transfers.close()
