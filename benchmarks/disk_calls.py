@@ -1,4 +1,4 @@
-"""Raw calls to the disk compared: threads with pwrite and preadv, and io_uring, by size and number under way."""
+"""Raw calls to the disk compared: pwrite and preadv on threads, and io_uring, by size and number; preallocation."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ def ways(ring: bool) -> list[Way]:
     found = [
         Way("threads", *both) for both in itertools.product(THREADS, THREAD_SIZES) if both[0] * both[1] <= BUFFERS_BYTES
     ]
+    found += [Way("preallocated", number, 32 * MIB) for number in (1, 2)]
     if ring:
         found += [Way("io_uring", *both) for both in itertools.product(DEPTHS, RING_SIZES)]
     return found
@@ -56,7 +57,9 @@ def move(way: Way, path: Path, total: int, buffers: np.ndarray, *, write: bool) 
     descriptor, _ = open_direct(path, flags)
     try:
         pieces = [(at, buffers[at % BUFFERS_BYTES :][: way.size]) for at in range(0, total, way.size)]
-        (_move_by_threads if way.calls == "threads" else _move_by_ring)(way, descriptor, pieces, write)
+        if write and way.calls == "preallocated":  # and then as "threads"
+            os.posix_fallocate(descriptor, 0, total)
+        (_move_by_ring if way.calls == "io_uring" else _move_by_threads)(way, descriptor, pieces, write)
         if write:
             os.fdatasync(descriptor)
     finally:

@@ -285,7 +285,7 @@ def _only_passes(job: _Job, placement: Placement, default: str) -> bool:
 
 
 def _host_value(job: _Job, array: np.ndarray) -> Any:
-    """What is not placed in a batch: host arrays, scalars, keys, and weakly typed 0-d arrays."""
+    """What `DevicePuts` does not make: host arrays, scalars, keys, and weakly typed 0-d arrays."""
     match job.want.form:
         case "numpy":
             return array

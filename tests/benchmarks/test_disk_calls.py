@@ -19,7 +19,7 @@ def needs_ring() -> None:
         pytest.skip(f"io_uring: {refused}")
 
 
-@pytest.mark.parametrize("calls", ["threads", "io_uring"])
+@pytest.mark.parametrize("calls", ["threads", "preallocated", "io_uring"])
 @pytest.mark.parametrize("under_way", [1, 4])
 def test_every_byte_is_moved_there_and_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: str, under_way: int
