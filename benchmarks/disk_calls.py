@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks import huge_memory, page_cache
 from benchmarks.io_uring import Ring
-from benchmarks.raw_disk import open_direct
+from benchmarks.raw_disk import open_direct, warn_if_buffered
 from benchmarks.spread import Spread
 
 MIB = 1 << 20
@@ -118,7 +118,7 @@ def measure(folder: Path, total: int, rounds: int) -> dict[Way, tuple[list[float
                 path.unlink(missing_ok=True)
             if number:
                 times[way][0].append(took[0])
-                times[way][1].append(took[1])
+                times[way][1].extend(took[1:] if way.calls != "preallocated" else ())
     return times
 
 
@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     options.dir.mkdir(parents=True, exist_ok=True)
+    warn_if_buffered(options.dir)
     total = options.mib * MIB
     times = measure(options.dir, total, options.rounds)
     print(f"| calls, {options.mib} MiB, GB/s, median of {options.rounds} (range) | write | read |\n|---|---|---|")
@@ -139,6 +140,8 @@ def main() -> None:
 
 
 def _cell(speeds: list[float]) -> str:
+    if not speeds:
+        return "-"
     spread = Spread.of(speeds)
     return f"{spread.median:.2f} ({spread.minimum:.2f} .. {spread.maximum:.2f})"
 

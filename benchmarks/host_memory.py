@@ -15,7 +15,7 @@ MEMORY_INFO = Path("/proc/meminfo")
 
 
 def make_present(nbytes: int) -> None:
-    """Touch memory for twice so many bytes, and free it again.
+    """Touch memory for twice so many bytes, and free it again; from 64 MiB on, after three seconds.
 
     A kernel that reports free pages gives them back to its host after two seconds. Who touches them next waits for the
     host, from 0.6 to over 3 s for 1 GiB instead of 0.1 s, whatever it is measured for. Twice: for what is made, and

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -109,6 +110,16 @@ def open_direct(path: Path, flags: int) -> tuple[int, bool]:
         if refused.errno != errno.EINVAL:  # EINVAL: the file system does not know O_DIRECT
             raise
     return os.open(path, flags, 0o644), False
+
+
+def warn_if_buffered(folder: Path) -> None:
+    """Say so on stderr if the file system of a directory does not know `O_DIRECT`."""
+    path = folder / "direct"
+    descriptor, direct = open_direct(path, os.O_WRONLY | os.O_CREAT)
+    os.close(descriptor)
+    path.unlink()
+    if not direct:
+        print(f"{folder}: this file system does not know O_DIRECT, so all is buffered", file=sys.stderr)
 
 
 def _write(path: Path, source: np.ndarray, block_bytes: int) -> _Pass:

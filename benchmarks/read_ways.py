@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from benchmarks import host_memory, huge_memory, page_cache
-from benchmarks.raw_disk import open_direct
+from benchmarks.raw_disk import open_direct, warn_if_buffered
 from benchmarks.spread import Spread
 
 MIB = 1 << 20
@@ -119,6 +119,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     options.dir.mkdir(parents=True, exist_ok=True)
+    warn_if_buffered(options.dir)
     print(f"| way, {options.mib} MiB, every byte digested | seconds, median of {options.rounds} (range) |\n|---|---|")
     for name, seconds in measure(options.dir, options.mib * MIB, options.rounds).items():
         spread = Spread.of(seconds)

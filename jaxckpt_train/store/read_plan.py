@@ -65,11 +65,16 @@ class Run:
     passing: bool
 
     @functools.cached_property
-    def only_views(self) -> bool:
-        """Whether the memory itself becomes the destination, so that next to none of it is extra."""
+    def has_gaps(self) -> bool:
+        """Whether a good part of the memory lies between what is wanted, and should be free soon."""
         size = self.stop - self.start
         extra = size - sum(read.stop - read.start for read in self.reads)
-        return extra <= max(2 * ALIGNMENT, size // 16) and all(
+        return extra > max(2 * ALIGNMENT, size // 16)
+
+    @functools.cached_property
+    def only_views(self) -> bool:
+        """Whether the memory itself becomes the destination, so that little more of it is kept than is wanted."""
+        return not self.has_gaps and all(
             use.whole and _is_aligned(read.chunk, use) for read in self.reads for use in read.uses
         )
 

@@ -7,6 +7,7 @@ import gc
 import logging
 import math
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -34,8 +35,9 @@ PIECE_BLOCKS = 4
 LARGE_BYTES = 64 << 10
 # A reading thread waits for the disk about half of its time; the other half it touches fresh memory and digests.
 READS_PER_THREAD = 2
-# So long a reading thread waits for memory before it helps along, and so many times before it goes on without.
-STALL_S, STALLS = 0.05, 100
+# So long a reading thread waits for memory before it helps along, and so many times before it goes on without; so many
+# times more often while somebody is at work who may give some back.
+STALL_S, STALLS, PATIENCE = 0.05, 100, 120
 Progress = Callable[[int], None]
 
 
@@ -53,14 +55,14 @@ class _Budget:
     Only `take` waits, and only worker threads take: giving back happens wherever memory is freed. Libraries such as JAX
     let go of what they have put on a device in later calls to them, or when Python collects garbage; so who waits
     collects. If nothing comes back even so, and nobody is at work whose end could bring it, then somebody keeps what
-    should only pass, and the budget is given up: better than to wait for ever.
+    should only pass, and the budget is given up: better than to wait for ever. (Ten minutes where somebody is at work.)
     """
 
     def __init__(self, total: int) -> None:
         self._total, self._used, self._lock = total, 0, threading.Lock()
         self._returned: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._is_lifted = False
-        self._at_work: set[int] = set()  # threads; each adds and removes itself only
+        self._at_work: set[int] = set()  # threads
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
@@ -74,15 +76,15 @@ class _Budget:
 
     def take(self, size: int) -> None:
         with self._lock:
-            stalls = 0
+            stalls = 0.0
             while not self._is_lifted and (not self._returned.empty() or 0 < self._used > self._total - size):
                 try:
                     self._used -= self._returned.get(timeout=STALL_S)
-                    stalls = 0
+                    stalls = 0.0
                 except queue.Empty:
                     gc.collect(0)
-                    stalls = 0 if self._at_work else stalls + 1
-                    if stalls == STALLS:
+                    stalls += 1 / PATIENCE if self._at_work else 1
+                    if stalls >= STALLS:
                         _log.warning("%d bytes do not leave host memory; the load goes on without a limit", self._used)
                         self._is_lifted = True
             self._used += size
@@ -111,11 +113,11 @@ class _Room:
         self.memory: np.ndarray | None = None
         self._used = 0
         self._is_kept = run.passing or run.only_views
-        self._run_bytes = run.stop - run.start
+        self._least_bytes = sys.maxsize if run.has_gaps else (run.stop - run.start) // 2
 
     def is_better(self, piece: np.ndarray) -> bool:
         """Whether a view of this piece would keep much more memory than itself, that should be free by then."""
-        return not self._is_kept and 2 * len(piece) < self._run_bytes
+        return not self._is_kept and len(piece) < self._least_bytes
 
     def copy(self, piece: np.ndarray) -> np.ndarray:
         if self.memory is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,15 +33,15 @@ def test_whoever_is_slow_does_not_lift_the_limit(
     who: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another thread waits for memory meanwhile, many times longer than it would if nobody were at work."""
-    monkeypatch.setattr(reader, "STALLS", 2)
+    monkeypatch.setattr(reader, "STALL_S", 0.005)
     backend = StrictBackend()
     committed, wanted = saved(backend, 6)
     waited, slow = threading.Semaphore(0), iter(range(1))
-    monkeypatch.setattr(reader.gc, "collect", lambda *generation: waited.release())
+    monkeypatch.setattr(reader, "gc", SimpleNamespace(collect=lambda generation: waited.release()))
 
     def be_slow() -> None:
         for _ in slow:  # once, by one thread
-            for _ in range(6):
+            for _ in range(2 * reader.STALLS):
                 assert waited.acquire(timeout=30)
 
     backend.before_read = be_slow if who == "disk" else lambda: None
@@ -70,6 +71,18 @@ def test_leaves_with_much_between_them_keep_only_themselves() -> None:
     assert len(backend.reads) < len(found), "several in one run"
     kept = {id(memory): memory.nbytes for (one,) in found for memory in [kept_by(one)]}
     assert sum(kept.values()) <= 2 * len(found) * PAGE
+
+
+def test_a_large_leaf_beside_a_gap_keeps_no_more_than_itself() -> None:
+    backend = StrictBackend()
+    arrays = {"a": np.full(8 * PAGE, 1, np.uint8), "b": np.zeros(3 * PAGE, np.uint8), "c": np.full(PAGE, 2, np.uint8)}
+    committed = commit(backend, "/runs/a", arrays, StoreSettings())
+    wanted = [Wanted(one, [full_box(one.shape)]) for one in committed.manifest.parts[0].arrays if one.name != "b"]
+    (large,), (small,) = read_boxes(backend, committed, wanted, StoreSettings())
+    assert len({offset for _, offset, _ in backend.reads}) == 1, "one run"
+    assert (large.tobytes(), small.tobytes()) == (b"\1" * 8 * PAGE, b"\2" * PAGE)
+    kept = {id(memory): memory.nbytes for memory in (kept_by(large), kept_by(small))}
+    assert sum(kept.values()) <= 11 * PAGE
 
 
 def test_a_small_leaf_beside_one_that_is_cut_keeps_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:

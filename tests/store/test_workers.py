@@ -317,9 +317,10 @@ def test_polite_threads_let_others_go_first() -> None:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     usual = niceness(0)
+    if usual >= NICENESS:
+        pytest.skip("these tests run at a low priority themselves")
     assert list(shared_workers(2, "test-usual").run_each(niceness, range(4))) == [usual] * 4
     assert list(shared_workers(2, "test-polite", polite=True).run_each(niceness, range(4))) == [NICENESS] * 4
-    assert usual < NICENESS
     assert niceness(0) == usual
 
 

@@ -14,6 +14,7 @@ from jaxckpt_train.store import write_depth
 from jaxckpt_train.store.boxes import full_box
 from jaxckpt_train.store.layout import ArraySource, ChunkSource
 from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.per_process import PerProcess
 from jaxckpt_train.store.staging import StagingPool
 from jaxckpt_train.store.write_depth import CANDIDATES, TURN_BYTES, WriteDepth, best_of, write_depth_of
 from jaxckpt_train.store.writer import write_arrays
@@ -26,6 +27,12 @@ DEFAULT = CANDIDATES[0]
 @pytest.fixture(autouse=True)
 def _small() -> Iterator[None]:
     yield from small_sizes()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk in memory is known by its address, which the next test's may have too."""
+    monkeypatch.setattr(write_depth, "_known", PerProcess(write_depth._unmeasured))
 
 
 class Disk:
