@@ -112,13 +112,14 @@ def measure(folder: Path, total: int, rounds: int) -> dict[Way, tuple[list[float
         turn = found[number % len(found) :] + found[: number % len(found)]
         for way in turn if number % 2 else turn[::-1]:
             path = folder / "disk_calls"
+            kinds = (True,) if way.calls == "preallocated" else (True, False)  # its file is read as any other
             try:
-                took = move(way, path, total, buffers, write=True), move(way, path, total, buffers, write=False)
+                took = [move(way, path, total, buffers, write=write) for write in kinds]
             finally:
                 path.unlink(missing_ok=True)
             if number:
-                times[way][0].append(took[0])
-                times[way][1].extend(took[1:] if way.calls != "preallocated" else ())
+                for seconds, second in zip(times[way], took, strict=False):
+                    seconds.append(second)
     return times
 
 
@@ -140,10 +141,7 @@ def main() -> None:
 
 
 def _cell(speeds: list[float]) -> str:
-    if not speeds:
-        return "-"
-    spread = Spread.of(speeds)
-    return f"{spread.median:.2f} ({spread.minimum:.2f} .. {spread.maximum:.2f})"
+    return str(Spread.of(speeds)) if speeds else "-"
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def fresh(nbytes: int) -> np.ndarray:
-    """Page-aligned memory that is only promised: its first touch will make it."""
+def fresh(nbytes: int, *, huge: bool = True) -> np.ndarray:
+    """Page-aligned memory that is only promised: its first touch makes it, in huge pages or surely in small ones."""
     memory = mmap.mmap(-1, -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE)
     try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
     except OSError as refused:
         if refused.errno != errno.EINVAL:  # EINVAL: a kernel without transparent huge pages
             raise

@@ -30,12 +30,12 @@ def by_calls(threads: int, *, direct: bool, huge: bool) -> Read:
 
     def read(path: Path, total: int) -> tuple[np.ndarray, list[str]]:
         descriptor = open_direct(path, os.O_RDONLY)[0] if direct else os.open(path, os.O_RDONLY)
-        memory = huge_memory.fresh(total) if huge else _small_pages(total)
+        memory = huge_memory.fresh(total, huge=huge)
 
         def one(piece: Piece) -> str:
             if (done := os.preadv(descriptor, [memoryview(piece[1])], piece[0])) != len(piece[1]):
                 raise OSError(f"read {done} of {len(piece[1])} bytes at {piece[0]}")
-            return xxhash.xxh3_128_hexdigest(piece[1])
+            return _digest(piece)
 
         try:
             return memory, _digests(one, memory, threads)
@@ -46,7 +46,7 @@ def by_calls(threads: int, *, direct: bool, huge: bool) -> Read:
 
 
 def by_mapping(threads: int, *, populate: bool) -> Read:
-    """A private mapping, as arrays that may be written to need it; digesting it reads what is not there yet."""
+    """A private mapping: read when it is digested, and writable, as JAX wants it; or populated, and read-only."""
 
     def read(path: Path, total: int) -> tuple[np.ndarray, list[str]]:
         descriptor = os.open(path, os.O_RDONLY)
@@ -56,7 +56,7 @@ def by_mapping(threads: int, *, populate: bool) -> Read:
         finally:
             os.close(descriptor)
         memory = np.frombuffer(mapped, np.uint8)
-        return memory, _digests(lambda piece: xxhash.xxh3_128_hexdigest(piece[1]), memory, threads)
+        return memory, _digests(_digest, memory, threads)
 
     return read
 
@@ -72,10 +72,8 @@ WAYS: dict[str, Read] = {
 }
 
 
-def _small_pages(total: int) -> np.ndarray:
-    memory = mmap.mmap(-1, total, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
+def _digest(piece: Piece) -> str:
+    return xxhash.xxh3_128_hexdigest(piece[1])
 
 
 def _digests(digest: Callable[[Piece], str], memory: np.ndarray, threads: int) -> list[str]:
@@ -89,7 +87,7 @@ def measure(folder: Path, total: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each way, in turn, caches dropped before each; the first round is not counted."""
     path = folder / "read_ways"
     content = np.random.default_rng(0).integers(0, 256, total, np.uint8)
-    expected = _digests(lambda piece: xxhash.xxh3_128_hexdigest(piece[1]), content, 1)
+    expected = _digests(_digest, content, 1)
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     try:
         path.write_bytes(content.data)
@@ -122,8 +120,7 @@ def main() -> None:
     warn_if_buffered(options.dir)
     print(f"| way, {options.mib} MiB, every byte digested | seconds, median of {options.rounds} (range) |\n|---|---|")
     for name, seconds in measure(options.dir, options.mib * MIB, options.rounds).items():
-        spread = Spread.of(seconds)
-        print(f"| {name} | {spread.median:.2f} ({spread.minimum:.2f} .. {spread.maximum:.2f}) |")
+        print(f"| {name} | {Spread.of(seconds)} |")
 
 
 if __name__ == "__main__":

@@ -19,3 +19,7 @@ class Spread:
     def of(cls, values: Sequence[float]) -> Spread:
         """The spread of at least one value."""
         return cls(statistics.median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        """The median, and the range in brackets."""
+        return f"{self.median:.2f} ({self.minimum:.2f} .. {self.maximum:.2f})"

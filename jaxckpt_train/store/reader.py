@@ -7,7 +7,6 @@ import gc
 import logging
 import math
 import queue
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -113,11 +112,11 @@ class _Room:
         self.memory: np.ndarray | None = None
         self._used = 0
         self._is_kept = run.passing or run.only_views
-        self._least_bytes = sys.maxsize if run.has_gaps else (run.stop - run.start) // 2
+        self._has_gaps, self._run_bytes = run.has_gaps, run.stop - run.start
 
     def is_better(self, piece: np.ndarray) -> bool:
         """Whether a view of this piece would keep much more memory than itself, that should be free by then."""
-        return not self._is_kept and len(piece) < self._least_bytes
+        return not self._is_kept and (self._has_gaps or 2 * len(piece) < self._run_bytes)
 
     def copy(self, piece: np.ndarray) -> np.ndarray:
         if self.memory is None:

@@ -62,13 +62,13 @@ def best_of(speeds: dict[int, float]) -> int:
     return fastest if speeds[fastest] > CLEARLY * speeds[CANDIDATES[0]] else CANDIDATES[0]
 
 
-def _unmeasured(volume: Hashable) -> WriteDepth:
+def _unmeasured(way: Hashable) -> WriteDepth:
     return WriteDepth()
 
 
 _known = PerProcess(_unmeasured)
 
 
-def write_depth_of(volume: Hashable) -> WriteDepth:
-    """What this process knows of a disk, and of a way to write to it."""
-    return _known.get(volume)
+def write_depth_of(way: Hashable) -> WriteDepth:
+    """What this process knows of a disk, or of a disk and a way to write to it."""
+    return _known.get(way)
