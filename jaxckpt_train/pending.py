@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import queue
 import sys
 import threading
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from jaxckpt_train.errors import CheckpointTimeoutError, free_frames
-from jaxckpt_train.store.latch import Latch
+from jaxckpt_train.store.latch import LOOK_S, Latch
 
 T = TypeVar("T")
+BEGIN_S = 10.0
 _under_way: set[PendingSave] = set()  # type: ignore[type-arg]  # of whatever result
 _under_way_lock = threading.Lock()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -42,10 +45,11 @@ class _Outcome(Future[T]):
 
 
 class PendingSave(Generic[T]):
-    """A save whose state is taken and whose bytes are on their way to the storage.
+    """A save whose state is taken and whose bytes are on their way to the storage, once it is started.
 
     Attributes:
         subject: what is being saved, for messages.
+        is_refused: whether there was no thread for it, so that it has failed without having begun.
         staged: done when the caller may do anything with what it saved.
         committed: done when the checkpoint exists, durably; its result is the checkpoint's metadata.
     """
@@ -57,27 +61,53 @@ class PendingSave(Generic[T]):
         self.committed: Future[T] = _Outcome(self.mark_reported)
         self.committed.set_running_or_notify_cancel()  # it cannot be cancelled
         self._ended = Latch()
-        self._is_done = False
+        self._is_done = self.is_refused = False
         self._process = os.getpid()
-        self._work: Callable[[], T] | None = work
+        self._work = deque([work])  # whoever takes it out does it, or sees to it that nobody does
+        self._has_begun = Latch()
         # A new thread that works at once keeps its maker from going on for a switch interval, 5 ms: this one waits.
         self._go: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Start the thread that does the work; after an interrupt `is_refused` tells whether it will be done.
+
+        Raises:
+            RuntimeError: the system has no thread for it.
+        """
         thread = threading.Thread(target=self._run, name="jaxckpt-save", daemon=True)
         with _under_way_lock:
             _under_way.add(self)
             _threads.add(thread)
         try:
             thread.start()
-        finally:
             self._go.put(None)
-            if thread.ident is None:  # refused: there is nothing to wait for at exit
-                self.mark_reported()
-                _threads.discard(thread)
+        except BaseException as error:
+            if isinstance(error, RuntimeError) or not self._has_begun.wait(BEGIN_S):
+                self._refuse(thread, error)
+            raise
+
+    def _refuse(self, thread: threading.Thread, error: BaseException) -> None:
+        """There is no thread: nothing is done, and there is nothing to wait for at exit."""
+        try:
+            self._work.pop()
+        except IndexError:
+            return  # it has come after all
+        self.is_refused = self._is_done = True
+        _threads.discard(thread)
+        self.mark_reported()
+        self.committed.set_exception(error)
+        self._ended.open()
 
     def _run(self) -> None:
-        self._go.get()
+        with contextlib.suppress(queue.Empty):  # an interrupt may have come before it was told
+            self._go.get(timeout=LOOK_S)
         try:
-            result = self._work_once()
+            work = [self._work.pop()]
+        except IndexError:
+            return  # given up
+        self._has_begun.open()
+        try:
+            result = self._work_once(work)
         except BaseException as error:  # noqa: BLE001  # a thread's edge: raised to the user by wait()
             error.add_note(f"while saving {self.subject} in the background")
             free_frames(error)  # of the whole state, as long as someone keeps the error
@@ -89,12 +119,10 @@ class PendingSave(Generic[T]):
         finally:
             self._ended.open()
 
-    def _work_once(self) -> T:
+    def _work_once(self, work: list[Callable[[], T]]) -> T:
         """Do the work; when this returns, nothing holds the saved state any more."""
-        work, self._work = self._work, None
-        assert work is not None
         try:
-            return work()
+            return work.pop()()
         finally:
             self._is_done = True
 

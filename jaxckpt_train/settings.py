@@ -40,12 +40,12 @@ class StoreSettings:
         segment_bytes: a segment file is closed and the next begun before it exceeds this many bytes of data,
             unless a single chunk is larger.
         staging_bytes: host memory of the staging buffers between a snapshot and the disk; kept between saves.
-        read_budget_bytes: host memory that a load may use beyond its destination.
+        read_budget_bytes: host memory that a load may use beyond its destination. A single array that only passes
+            (to an accelerator, or converted) takes its own size if that is more.
         io_threads: how many writes the disk is given at a time, and half of how many reads. "auto": 2, and for writes
             what the first large save to a disk measures as clearly faster; known until the process ends.
-        direct_io: True: `O_DIRECT` or an error; False: through the page cache; "auto": direct where the file
-            system takes it.
-
+        direct_io: True: `O_DIRECT`, or an error where the file system refuses it; False: through the page cache;
+            "auto": direct where the file system takes it.
         snapshot: how the call to save makes the state on accelerators safe. "host": it orders copies to
             pinned host memory, or waits for copies to other host memory where devices know no pinned one;
             "device": it orders copies on the devices, which need memory for the state twice until they are written;

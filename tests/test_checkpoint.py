@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -317,3 +318,10 @@ def test_a_checkpoint_that_is_replaced_while_it_is_verified_is_verified_again(
 
     monkeypatch.setattr("jaxckpt_train.checkpoint.verify_committed", verify_late)
     assert jct.verify(tmp_path / "c").ok
+
+
+def test_a_digest_whose_package_is_missing_is_told_by_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "blake3", None)
+    with pytest.raises(jct.SettingsError, match=r'pip install "jaxckpt-train\[blake3\]"'):
+        jct.save_async(tmp_path / "a", {"w": np.arange(3)}, settings=jct.StoreSettings(digest="blake3"))
+    assert list(tmp_path.iterdir()) == []

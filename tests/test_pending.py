@@ -7,18 +7,28 @@ import os
 import signal
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train import pending as pending_module
 from jaxckpt_train.pending import PendingSave
 
+T = TypeVar("T")
+
 
 def under_way() -> set[PendingSave[Any]]:
     return pending_module._under_way
+
+
+def started(work: Callable[[], T]) -> PendingSave[T]:
+    save = PendingSave("x", work)
+    save.start()
+    return save
 
 
 def test_it_hands_out_the_result_of_its_work() -> None:
@@ -28,7 +38,7 @@ def test_it_hands_out_the_result_of_its_work() -> None:
         release.wait()
         return threading.current_thread().name
 
-    save = PendingSave("x", work)
+    save = started(work)
     assert not save.done()
     assert save.staged.done()
     assert save in under_way()
@@ -47,7 +57,7 @@ def failing(error: BaseException) -> PendingSave[None]:
     def work() -> None:
         raise error
 
-    return PendingSave("x", work)
+    return started(work)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +102,7 @@ def test_a_future_that_is_not_done_in_time_has_shown_nothing() -> None:
         go.wait(60)
         raise ValueError("broken")
 
-    save = PendingSave("x", work)
+    save = started(work)
     with pytest.raises(TimeoutError):
         save.committed.result(0.01)
     go.set()
@@ -114,14 +124,14 @@ def test_a_failed_save_that_is_kept_holds_nothing_of_the_state() -> None:
 
     state = State()
     reference = weakref.ref(state)
-    save: PendingSave[None] = PendingSave("x", functools.partial(inner, state))
+    save = started(functools.partial(inner, state))
     del state
     assert isinstance(save.outcome(60), OSError)
     assert reference() is None
 
 
 def test_a_save_that_committed_needs_nobody_to_ask() -> None:
-    save = PendingSave("x", lambda: 3)
+    save = started(lambda: 3)
     assert save.committed.result(60) == 3
     for thread in threading.enumerate():
         if thread.name == "jaxckpt-save":
@@ -280,8 +290,69 @@ def test_a_thread_that_cannot_be_started_is_not_waited_for(monkeypatch: pytest.M
         raise RuntimeError("can't start new thread")
 
     before = set(under_way())
+    save = PendingSave("x", lambda: None)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start new thread"):
-            PendingSave("x", lambda: None)
+            save.start()
     assert under_way() == before
+    assert save.is_refused
+    assert save.done()
+    assert isinstance(save.outcome(0), RuntimeError)
+
+
+def interrupted_starts(monkeypatch: pytest.MonkeyPatch, *, before: bool) -> None:
+    """Every start of a save's thread is interrupted, before the system has the thread or after."""
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name != "jaxckpt-save":
+            return start(thread)
+        if not before:
+            start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    monkeypatch.setattr(pending_module, "BEGIN_S", 0.2 if before else 60)
+
+
+def test_an_interrupt_after_its_thread_was_started_does_not_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted_starts(monkeypatch, before=False)
+    save = PendingSave("x", lambda: 3)
+    with pytest.raises(KeyboardInterrupt):
+        save.start()
+    assert not save.is_refused
+    assert save.wait(60) == 3
+
+
+def test_an_interrupt_before_its_thread_was_started_leaves_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted_starts(monkeypatch, before=True)
+    before, worked = set(under_way()), list[int]()
+    save = PendingSave("x", lambda: worked.append(1))
+    with pytest.raises(KeyboardInterrupt):
+        save.start()
+    assert save.is_refused
+    assert isinstance(save.outcome(0), KeyboardInterrupt)
+    assert under_way() == before
+    save._run()  # were the thread to come after all
+    assert not worked
+
+
+def test_a_manager_knows_of_a_save_whose_start_was_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    manager = jct.StepManager(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        interrupted_starts(patch, before=False)
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(1, {"state": {"w": np.arange(3)}})
+    manager.wait(60)
+    assert manager.steps == [1]
+    with monkeypatch.context() as patch:
+        interrupted_starts(patch, before=True)
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(2, {"state": {"w": np.arange(3)}})
+    manager.save(3, {"state": {"w": np.arange(3)}})
+    manager.close()
+    assert manager.steps == [1, 3]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "history.jsonl", "step-0000000001", "step-0000000003",
+    }  # fmt: skip

@@ -17,6 +17,7 @@ from jaxckpt_train.errors import SettingsError, UnsupportedLeafError
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.digests import digest_function
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
     FORMAT,
@@ -65,9 +66,10 @@ def stage_all(checkpointables: Mapping[str, Any], times: SaveTimes, settings: St
     """Take all checkpointables as they are now; `wait_until_taken` says when all of it is safe.
 
     Raises:
-        SettingsError: a name that cannot name a directory.
+        SettingsError: a name that cannot name a directory, or a digest whose package is not installed.
         UnsupportedLeafError: something cannot be stored.
     """
+    digest_function(settings.digest)  # told now, and not in the background
     parts = []
     for name, value in checkpointables.items():
         if not isinstance(name, str) or not is_plain_name(name):
@@ -133,14 +135,26 @@ def write_parts(
 
 
 def begin_save(
-    subject: str, work: Callable[[], T], transaction: Transaction, parts: Sequence[StagedPart]
+    subject: str,
+    work: Callable[[], T],
+    transaction: Transaction,
+    parts: Sequence[StagedPart],
+    begun: Callable[[PendingSave[T] | None], None] = lambda pending: None,
 ) -> PendingSave[T]:
-    """Start the thread that does the work, or undo what was begun if the system has no thread for it."""
+    """Start the thread that does the work, or undo what was begun if the system has no thread for it.
+
+    `begun` is told of the save before that, so that no interrupt loses it; and of None if there is none after all.
+    """
+    pending = PendingSave(subject, work)
+    begun(pending)
     try:
-        return PendingSave(subject, work)
-    except RuntimeError as error:
-        _undo(transaction, parts, error)
+        pending.start()
+    except BaseException as error:
+        if pending.is_refused:
+            begun(None)
+            _undo(transaction, parts, error)
         raise
+    return pending
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.store.backend import Backend
-from jaxckpt_train.store.transaction import make_durable
+from jaxckpt_train.store.late_sync import make_durable
 
 _DELETING = ".deleting"
 _log = logging.getLogger("jaxckpt_train")

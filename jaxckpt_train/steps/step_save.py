@@ -99,16 +99,15 @@ class StepSave:
         self._record["blocked_s"] = request.decide_s + request.wait_s + time.perf_counter() - started
 
     def start(
-        self, subject: str, begun: Callable[[PendingSave[CheckpointMetadata]], None]
+        self, subject: str, begun: Callable[[PendingSave[CheckpointMetadata] | None], None]
     ) -> PendingSave[CheckpointMetadata]:
         """Write in the background; returns once the caller may do anything with what it saved.
 
-        `begun` is told of the save before that, so that an interrupt of the waiting does not lose it.
+        `begun` is told of the save before it begins (None: it did not), so that an interrupt does not lose it.
         """
         started = time.perf_counter()
         try:
-            pending = begin_save(subject, self.run, self._transaction, self._parts)
-            begun(pending)
+            pending = begin_save(subject, self.run, self._transaction, self._parts, begun)
             wait_until_taken(self._parts)
         finally:
             self._record["blocked_s"] += time.perf_counter() - started

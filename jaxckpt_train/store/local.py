@@ -48,9 +48,15 @@ def _storage(action: str, path: str) -> Iterator[None]:
         raise StorageError(code, f"cannot {action}: {error.strerror or os.strerror(code)}{advice}", path) from error
 
 
+def _is_aligned(offset: int, view: memoryview) -> bool:
+    """Whether direct I/O must take this; what it refuses otherwise is the caller's doing."""
+    address = np.frombuffer(view, np.uint8).ctypes.data
+    return not any(number % DIRECT_ALIGNMENT for number in (offset, len(view), address))
+
+
 class _LocalSink:
-    def __init__(self, path: str, descriptor: int, direct: bool) -> None:
-        self._path, self._descriptor = path, descriptor
+    def __init__(self, path: str, descriptor: int, direct: bool | Literal["auto"]) -> None:
+        self._path, self._descriptor, self._must = path, descriptor, direct is True
         self.alignment = DIRECT_ALIGNMENT if direct else 1
         self._fallback = threading.Lock()
 
@@ -64,6 +70,8 @@ class _LocalSink:
                 except OSError as error:
                     if error.errno != errno.EINVAL or not was_direct:
                         raise
+                    if self._must and _is_aligned(offset, view):
+                        raise OSError(errno.EOPNOTSUPP, _NO_DIRECT) from error
                     self._leave_direct()
                     continue
                 if done == 0:
@@ -100,9 +108,9 @@ class _LocalSink:
 
 
 class _LocalSource:
-    def __init__(self, path: str, descriptor: int, direct: bool) -> None:
-        self._path, self._descriptor = path, descriptor
-        self.size = os.fstat(descriptor).st_size
+    def __init__(self, path: str, descriptor: int, size: int, direct: bool | Literal["auto"]) -> None:
+        self._path, self._descriptor, self._must = path, descriptor, direct is True
+        self.size = size
         self.alignment = DIRECT_ALIGNMENT if direct else 1
 
     def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
@@ -115,6 +123,8 @@ class _LocalSource:
                 except OSError as error:
                     if error.errno != errno.EINVAL or not was_direct:
                         raise
+                    if self._must and _is_aligned(offset + filled, view[filled:]):
+                        raise OSError(errno.EOPNOTSUPP, _NO_DIRECT) from error
                     self._leave_direct()
                     continue
                 if done == 0:
@@ -131,7 +141,8 @@ class _LocalSource:
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            os.close(descriptor)
+            with contextlib.suppress(OSError):  # nothing was written, so nothing can be lost
+                os.close(descriptor)
 
 
 class LocalBackend:
@@ -143,7 +154,7 @@ class LocalBackend:
         with _storage("create the file", path):
             if direct and _O_DIRECT:
                 try:
-                    return _LocalSink(path, os.open(path, flags | _O_DIRECT, 0o666), direct=True)
+                    return _LocalSink(path, os.open(path, flags | _O_DIRECT, 0o666), direct)
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
@@ -157,17 +168,16 @@ class LocalBackend:
         """Open a regular file below a directory, following no link; see `backend.Files`."""
         path = os.path.join(directory, name)
         with _storage("open the file", path):
-            here = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            here = [os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
             try:
                 *folders, last = name.split("/")
                 for folder in folders:
-                    inner = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
-                    os.close(here)
-                    here = inner
-                descriptor = _open_regular(last, here, direct)
+                    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+                    here.append(os.open(folder, flags, dir_fd=here[-1]))
+                return _open_regular(last, here[-1], direct, path)
             finally:
-                os.close(here)
-        return _LocalSource(path, descriptor, bool(direct) and bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & _O_DIRECT))
+                while here:
+                    os.close(here.pop())
 
     def list(self, path: str) -> list[Entry]:
         """The entries of a directory, sorted by name."""
@@ -300,27 +310,30 @@ def _rename_all(steps: list[tuple[str, str]]) -> None:
         raise
 
 
-def _open_regular(name: str, folder: int, direct: bool | Literal["auto"]) -> int:
+def _open_regular(name: str, folder: int, direct: bool | Literal["auto"], path: str) -> _LocalSource:
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor, is_refused = -1, False
+    descriptor, refusal = -1, None
     if direct and _O_DIRECT:
         try:
             descriptor = os.open(name, flags | _O_DIRECT, dir_fd=folder)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            is_refused = direct is True
+            refusal = error
+    is_direct = descriptor >= 0
     if descriptor < 0:
         descriptor = os.open(name, flags, dir_fd=folder)
-    mode, problem = os.fstat(descriptor).st_mode, None
-    if not stat.S_ISREG(mode):
-        problem = OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "not a regular file")
-    elif is_refused:
-        problem = OSError(errno.EOPNOTSUPP, _NO_DIRECT)
-    if problem is not None:
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            code = errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL
+            raise OSError(code, "not a regular file")
+        if refusal is not None and direct is True:
+            raise OSError(errno.EOPNOTSUPP, _NO_DIRECT) from refusal
+        return _LocalSource(path, descriptor, found.st_size, is_direct and direct)
+    except BaseException:
         os.close(descriptor)
-        raise problem
-    return descriptor
+        raise
 
 
 _RENAME_NOREPLACE, _RENAME_EXCHANGE, _AT_FDCWD = 1, 2, -100

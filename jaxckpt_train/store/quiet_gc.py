@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 
 _pausing = threading.Lock()
+_threshold = 0
 
 
 @contextlib.contextmanager
@@ -17,23 +18,32 @@ def paused_collection() -> Iterator[None]:
 
     A full collection looks at every object of the process, of which JAX alone has some hundred thousands; the records
     of a few thousand leaves set one off, which takes longer than all else that is done with them.
+
+    It is the threshold that pauses: a loop may call `gc.disable()` meanwhile, and finds it as it has left it.
     """
-    if not gc.isenabled() or not _pausing.acquire(blocking=False):
+    global _threshold
+    if not gc.isenabled() or not gc.get_threshold()[0] or not _pausing.acquire(blocking=False):
         yield
         return
     try:
-        gc.disable()
+        _threshold = gc.get_threshold()[0]
+        gc.set_threshold(0)
         yield
     finally:
-        gc.enable()
+        _go_on()
         _pausing.release()
+
+
+def _go_on() -> None:
+    if not gc.get_threshold()[0]:  # else someone has set another meanwhile
+        gc.set_threshold(_threshold)
 
 
 def _go_on_in_child() -> None:
     """A forked child lacks the thread that would end the pause."""
     global _pausing
     if _pausing.locked():
-        gc.enable()
+        _go_on()
     _pausing = threading.Lock()
 
 

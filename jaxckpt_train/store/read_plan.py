@@ -14,6 +14,8 @@ from jaxckpt_train.store.segment import ALIGNMENT
 COALESCE_BYTES = 16 << 20
 GAP_BYTES = 64 << 10
 """Unwanted bytes that are read along rather than to read twice: less than a disk gives in the time of a request."""
+APART_BYTES = 1 << 20
+"""Not read together with another so large one, if one of them can stay where it was read and the other cannot."""
 VIEW_ALIGNMENT = 64
 """JAX takes host memory on the CPU as it is, without a copy, where it lies at a multiple of this many bytes."""
 
@@ -65,18 +67,34 @@ class Run:
     passing: bool
 
     @functools.cached_property
-    def has_gaps(self) -> bool:
-        """Whether a good part of the memory lies between what is wanted, and should be free soon."""
-        size = self.stop - self.start
-        extra = size - sum(read.stop - read.start for read in self.reads)
-        return extra > max(2 * ALIGNMENT, size // 16)
+    def is_destination(self) -> bool:
+        """Whether nearly all of the memory becomes the destination: little else of it is kept."""
+        size, views = self.stop - self.start, sum(map(_view_bytes, self.reads))
+        return 2 * views >= size and size - views <= max(2 * ALIGNMENT, size // 16)
 
     @functools.cached_property
-    def only_views(self) -> bool:
-        """Whether the memory itself becomes the destination, so that little more of it is kept than is wanted."""
-        return not self.has_gaps and all(
-            use.whole and _is_aligned(read.chunk, use) for read in self.reads for use in read.uses
-        )
+    def moved_bytes(self) -> int:
+        """Room for the boxes that lie whole in it and cannot stay there."""
+        stays = self.passing or self.is_destination
+        moved = [
+            _use_bytes(read.chunk, use)
+            for read in self.reads
+            for use in read.uses
+            if use.whole and not (stays and _is_aligned(read.chunk, use))
+        ]
+        return sum(-(-size // VIEW_ALIGNMENT) * VIEW_ALIGNMENT for size in moved)
+
+
+def _view_bytes(read: ChunkRead) -> int:
+    """How much of what is read can be handed out where it lies."""
+    views = sum(_use_bytes(read.chunk, use) for use in read.uses if use.whole and _is_aligned(read.chunk, use))
+    return min(views, read.stop - read.start)
+
+
+def _use_bytes(chunk: ChunkRecord, use: Use) -> int:
+    if use.common is chunk.box:
+        return chunk.length
+    return box_elements(use.common) * (chunk.length // box_elements(chunk.box))
 
 
 def _is_aligned(chunk: ChunkRecord, use: Use) -> bool:
@@ -96,7 +114,7 @@ def plan_reads(manifest: Manifest, wanted: Sequence[Wanted], band_bytes: int) ->
     reads: list[ChunkRead] = []
     for number, want in enumerate(wanted):
         for chunk in want.array.chunks:
-            is_view = chunk.length <= band_bytes or want.passing or chunk.offset % VIEW_ALIGNMENT == 0
+            is_view = chunk.length <= band_bytes or chunk.offset % VIEW_ALIGNMENT == 0
             if is_view and len(want.boxes) == 1 and want.boxes[0] == chunk.box:  # most leaves: stored as wanted
                 use = Use(number, 0, chunk.box, True)
                 reads.append(ChunkRead(chunk, 0, chunk.offset, chunk.offset + chunk.length, (use,)))
@@ -119,7 +137,7 @@ def _chunk_reads(
     manifest: Manifest, chunk: ChunkRecord, uses: Sequence[Use], band_bytes: int, passing: bool
 ) -> Iterator[ChunkRead]:
     item = chunk.length // box_elements(chunk.box)
-    is_whole = all(use.whole and (passing or _is_aligned(chunk, use)) for use in uses)
+    is_whole = all(use.whole and _is_aligned(chunk, use) for use in uses)
     if chunk.length <= band_bytes or is_whole:
         for near in _clusters(uses, chunk, item, manifest.block_bytes, band_bytes if passing else chunk.length):
             yield _chunk_read(manifest, chunk, item, near)
@@ -170,17 +188,20 @@ def _chunk_read(manifest: Manifest, chunk: ChunkRecord, item: int, uses: Sequenc
 def _coalesce(reads: Sequence[ChunkRead], wanted: Sequence[Wanted], most_bytes: int) -> Iterator[Run]:
     group: list[ChunkRead] = []
     passing = False
+    stays: bool | None = None  # whether what is large in the group can be handed out where it lies
     for read in reads:
         passes = wanted[read.uses[0].wanted].passing
+        is_large = read.stop - read.start >= APART_BYTES
+        read_stays = 2 * _view_bytes(read) > read.stop - read.start if is_large else stays
         if group:
             last = group[-1]
             joined = read.stop - group[0].start
             near = 0 <= read.start - last.stop <= GAP_BYTES
-            alike = read.chunk.segment == last.chunk.segment and passes == passing
+            alike = read.chunk.segment == last.chunk.segment and passes == passing and stays in (None, read_stays)
             if not alike or joined > most_bytes or not near:
                 yield _run(group, passing)
-                group = []
-        passing = passes
+                group, stays = [], None
+        passing, stays = passes, read_stays if is_large else stays
         group.append(read)
     if group:
         yield _run(group, passing)

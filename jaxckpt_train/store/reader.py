@@ -18,7 +18,7 @@ from jaxckpt_train.errors import CorruptCheckpointError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.boxes import box_elements, box_shape, element_span, slices_within
-from jaxckpt_train.store.digests import HEX_DIGITS, digest_function
+from jaxckpt_train.store.digests import HEX_DIGITS, HexDigest, digest_function
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ChunkRecord
 from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT, ChunkRead, Run, Use, Wanted, plan_reads
@@ -93,10 +93,9 @@ class _Budget:
 
     def charge(self, array: np.ndarray) -> None:
         """Count memory that is there already, until nothing refers to it any more."""
-        while isinstance(array.base, np.ndarray):
-            array = array.base
-        self.give(-array.nbytes)
-        weakref.finalize(array, self.give, array.nbytes).atexit = False
+        owner = _owner(array)
+        self.give(-owner.nbytes)
+        weakref.finalize(owner, self.give, owner.nbytes).atexit = False
 
     def lift(self) -> None:
         """Let everyone through from now on: nobody will give back what others wait for."""
@@ -104,35 +103,34 @@ class _Budget:
         self.give(0)
 
 
+def _owner(array: np.ndarray) -> np.ndarray:
+    """The array that all others of the same memory are views of."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
 class _Room:
-    """Aligned memory for pieces of a run that cannot stay where they were read: one allocation for thousands."""
+    """Aligned memory for pieces of a run that cannot stay where they were read: one allocation for thousands.
+
+    Attributes:
+        stays: whether aligned pieces can: a view of one keeps no memory that should be free by then.
+        memory: for the others; None while there were none.
+    """
 
     def __init__(self, run: Run) -> None:
-        self._needed = sum(read.stop - read.start + len(read.uses) * VIEW_ALIGNMENT for read in run.reads)
+        self._needed = run.moved_bytes
         self.memory: np.ndarray | None = None
         self._used = 0
-        self._is_kept = run.passing or run.only_views
-        self._has_gaps, self._run_bytes = run.has_gaps, run.stop - run.start
-
-    def is_better(self, piece: np.ndarray) -> bool:
-        """Whether a view of this piece would keep much more memory than itself, that should be free by then."""
-        return not self._is_kept and (self._has_gaps or 2 * len(piece) < self._run_bytes)
+        self.stays = run.passing or run.is_destination
 
     def copy(self, piece: np.ndarray) -> np.ndarray:
         if self.memory is None:
-            self.memory = aligned_buffer(self._needed)
-        if self._used + len(piece) > len(self.memory):  # boxes of one chunk may overlap
-            return _aligned_copy(piece)
+            self.memory = empty_array((self._needed,), np.dtype(np.uint8))
         target = self.memory[self._used : self._used + len(piece)]
         target[:] = piece
         self._used += -(-len(piece) // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
         return target
-
-
-def _aligned_copy(piece: np.ndarray) -> np.ndarray:
-    target = empty_array(piece.shape, piece.dtype)
-    target[:] = piece
-    return target
 
 
 class _Reading:
@@ -147,7 +145,7 @@ class _Reading:
         progress: Progress | None,
     ) -> None:
         self._manifest, self._settings, self._wanted = committed.manifest, settings, wanted
-        self._digest = digest_function(self._manifest.digest)
+        self._digest = digest_function(self._manifest.digest) if settings.verify_on_load else None
         self._budget = _Budget(settings.read_budget_bytes)
         self._progress = progress
         self._parts: dict[tuple[int, int], tuple[np.ndarray, int]] = {}  # begun boxes, and their missing elements
@@ -163,15 +161,16 @@ class _Reading:
 
     def _read_run(self, run: Run) -> list[ReadBox]:
         size = run.stop - run.start
-        if run.only_views and not run.passing:
+        if run.is_destination and not run.passing:
             return self._read_into(run, self._arena.take(size))
-        self._budget.take(size)
         if not run.passing:
+            self._budget.take(size)
             try:
                 with self._budget.at_work():
                     return self._read_into(run, aligned_buffer(size))
             finally:
                 self._budget.give(size)
+        self._budget.take(size + run.moved_bytes)
         try:
             memory = aligned_buffer(size)
             weakref.finalize(memory, self._budget.give, size).atexit = False
@@ -192,7 +191,7 @@ class _Reading:
         for read in run.reads:
             self._hand_out(read, memory[read.start - run.start : read.stop - run.start], room, completed)
         if run.passing and room.memory is not None:
-            self._budget.charge(room.memory)
+            weakref.finalize(_owner(room.memory), self._budget.give, run.moved_bytes).atexit = False
         return completed
 
     def _read_up_to(self, run: Run, memory: np.ndarray, at: int, stop: int) -> int:
@@ -204,17 +203,17 @@ class _Reading:
         return high
 
     def _verify_all(self, run: Run, memory: np.ndarray, start: int, stop: int) -> None:
-        if self._settings.verify_on_load:
+        if self._digest is not None:
             for read in run.reads:
                 if read.start < stop and read.stop > start:
-                    self._verify(read, run, memory, max(start, read.start), min(stop, read.stop))
+                    self._verify(self._digest, read, run, memory, max(start, read.start), min(stop, read.stop))
 
-    def _verify(self, read: ChunkRead, run: Run, memory: np.ndarray, start: int, stop: int) -> None:
+    def _verify(self, digest: HexDigest, read: ChunkRead, run: Run, memory: np.ndarray, start: int, stop: int) -> None:
         width, block_bytes = HEX_DIGITS[self._manifest.digest], self._manifest.block_bytes
         for at in range(start, stop, block_bytes):
             block = (at - read.chunk.offset) // block_bytes
             end = min(at + block_bytes, read.stop)
-            found = self._digest(memoryview(memory[at - run.start : end - run.start]))
+            found = digest(memoryview(memory[at - run.start : end - run.start]))
             if found != read.chunk.digests[block * width : (block + 1) * width]:
                 raise self._damaged(read, at, end)
 
@@ -237,7 +236,7 @@ class _Reading:
                 start, stop = first * dtype.itemsize - skipped, last * dtype.itemsize - skipped
             piece = data[start:stop]
             if use.whole:
-                if (read.start + start) % VIEW_ALIGNMENT or room.is_better(piece):
+                if (read.start + start) % VIEW_ALIGNMENT or not room.stays:
                     piece = room.copy(piece)
                 completed.append(ReadBox(use.wanted, use.box, piece.view(dtype).reshape(box_shape(box))))
             else:
@@ -256,7 +255,7 @@ class _Reading:
     def prepare(self, runs: Sequence[Run]) -> None:
         """Reserve the memory of all large results that stay in host memory in one piece."""
         kept = [run for run in runs if not run.passing]
-        sizes = [run.stop - run.start for run in kept if run.only_views]
+        sizes = [run.stop - run.start for run in kept if run.is_destination]
         parts = {(use.wanted, use.box) for run in kept for read in run.reads for use in read.uses if not use.whole}
         for wanted, box in parts:
             array = self._wanted[wanted].array

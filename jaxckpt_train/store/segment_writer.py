@@ -131,6 +131,8 @@ class SegmentWriter:
             if fetched is None:
                 here = data if isinstance(data, np.ndarray) else data.fetch()
                 flat = np.ascontiguousarray(here, here.dtype.newbyteorder("=")).reshape(-1).view(np.uint8)
+                if len(flat) != chunk.length:
+                    raise ValueError(f"{len(flat)} bytes came from the device, expected {chunk.length}")
                 fetched = self._fetched[index] = _Fetched(flat, chunk.length)
             return fetched.flat
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.store.backend import MISSING, Backend, Source
-from jaxckpt_train.store.transaction import Committed
+from jaxckpt_train.store.transaction import Committed, was_replaced
 
 OPEN_AT_ONCE = 256  # of the 1,024 open files that a process may often have, for all it does
 
@@ -35,7 +37,9 @@ class Sources:
         self._backend, self._committed, self._direct = backend, committed, direct
         self._left = Counter(segments)
         self._open: dict[int, Source] = {}
-        self._lock = threading.Lock()
+        self._in_use: Counter[int] = Counter()
+        self._is_begun = self._is_closed = False
+        self._lock = threading.RLock()
 
     def open(self) -> None:
         """Open the segments, or the first of them.
@@ -45,30 +49,57 @@ class Sources:
             StorageError: the file system refused.
         """
         for number in sorted(self._left)[:OPEN_AT_ONCE]:
-            self._get(number)
+            with self._using(number):
+                pass
+        if self._left:
+            self._refuse_another()
+        self._is_begun = True
 
     def read_into(self, segment: int, offset: int, data: np.ndarray, needed: int) -> None:
         """As `Source.read_into`."""
-        self._get(segment).read_into(offset, data, needed)
+        with self._using(segment) as source:
+            source.read_into(offset, data, needed)
 
     def done(self, segment: int) -> None:
         """Tell that one of its reads is over; after the last one it is closed."""
         with self._lock:
             self._left[segment] -= 1
-            source = self._open.pop(segment, None) if not self._left[segment] else None
-        if source is not None:
-            source.close()
+            self._close_unused(segment)
 
     def close(self) -> None:
-        """Close what is open; nobody may read any more."""
-        while self._open:
-            self._open.popitem()[1].close()
-
-    def _get(self, number: int) -> Source:
+        """Let nobody read any more, and close what is open; what is being read right now, when that ends."""
         with self._lock:
+            self._is_closed = True
+            for number in list(self._open):
+                self._close_unused(number)
+
+    def _close_unused(self, number: int) -> None:
+        is_over = self._is_closed or not self._left[number]
+        if is_over and not self._in_use[number] and number in self._open:
+            self._open.pop(number).close()
+
+    @contextlib.contextmanager
+    def _using(self, number: int) -> Iterator[Source]:
+        with self._lock:
+            if self._is_closed:
+                raise StorageError(errno.EBADF, "the load is over", self._committed.directory)
             if number not in self._open:
                 self._open[number] = self._opened(number)
-            return self._open[number]
+                if self._is_begun:
+                    self._refuse_another()
+            source = self._open[number]
+            self._in_use[number] += 1
+        try:
+            yield source
+        finally:
+            with self._lock:
+                self._in_use[number] -= 1
+                self._close_unused(number)
+
+    def _refuse_another(self) -> None:
+        """A segment of the right name and size may be of a checkpoint that took the place of this one meanwhile."""
+        if was_replaced(self._backend, self._committed):
+            raise CorruptCheckpointError(f"{self._committed.directory}: was replaced while it was being opened")
 
     def _opened(self, number: int) -> Source:
         record, directory = self._committed.manifest.segments[number], self._committed.directory

@@ -11,7 +11,6 @@ name, in a hidden directory. The order, which crash safety rests on:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import hashlib
@@ -35,7 +34,7 @@ from jaxckpt_train.errors import (
     UnsupportedLeafError,
 )
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backend import UNSUPPORTED, Backend
+from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.digests import block_digests, digest_function
 from jaxckpt_train.store.local import side_name
 from jaxckpt_train.store.machine import is_dead_tag, process_tag
@@ -101,6 +100,7 @@ class Transaction:
         backend.make_directory(parent, parents=True, sync=self._sync_directories)
         self.directory = self._begin(name)
         self._folders: list[str] = []
+        self._is_stuck = False
 
     def _begin(self, name: str) -> str:
         tag = process_tag()
@@ -198,19 +198,24 @@ class Transaction:
         if self._sync_directories:
             try:
                 self._backend.sync(self._parent)
-            except StorageError:
-                self._withdraw(exchanged)
+            except StorageError as error:
+                self._withdraw(exchanged, error)
                 raise
         if exchanged:
             self._remove_replaced()
 
-    def _withdraw(self, exchanged: bool) -> None:
+    def _withdraw(self, exchanged: bool, error: StorageError) -> None:
         """Take back what could not be made durable; `abort` would else remove the older of the two checkpoints."""
-        with contextlib.suppress(StorageError):
+        try:
             if exchanged:
                 self._backend.exchange(self.directory, self.final)
             else:
                 self._backend.rename(self.final, self.directory)
+        except StorageError as second:
+            self._is_stuck = exchanged
+            error.add_note(f"and the new checkpoint could not be taken back from {self.final}: {second}")
+            if exchanged:
+                error.add_note(f"the one that it replaced is in {self.directory}; move it away, or it may be removed")
 
     def _remove_replaced(self) -> None:
         """Remove the older of the two; the newer is committed by now, so a refusal is no failure of the save."""
@@ -220,8 +225,9 @@ class Transaction:
             _log.warning("%s is saved, but what it replaced could not be removed: %s", self.final, error)
 
     def abort(self) -> None:
-        """Remove the attempt."""
-        self._backend.remove(self.directory)
+        """Remove the attempt; not if what is there now is the older checkpoint."""
+        if not self._is_stuck:
+            self._backend.remove(self.directory)
 
 
 def attempts(backend: Backend, parent: str) -> list[tuple[str, str]]:
@@ -245,36 +251,6 @@ def remove_dead_attempts(backend: Backend, final: str) -> None:
             backend.remove(path)
         elif is_aside and is_committed(backend, path):
             backend.rename(path, final)
-
-
-def make_durable(backend: Backend, directory: str) -> None:
-    """Sync all files and directories of a checkpoint that was committed without, and its parent.
-
-    A file system that cannot sync directories at all is taken as it is: whoever saves without is there for that reason.
-
-    Raises:
-        StorageError: the file system refused; nothing is known of what is on the disk.
-    """
-    _sync_tree(backend, directory)
-    _sync_directory(backend, os.path.dirname(directory))
-
-
-def _sync_tree(backend: Backend, directory: str) -> None:
-    for entry in backend.list(directory):
-        path = f"{directory}/{entry.name}"
-        if entry.kind == "directory":
-            _sync_tree(backend, path)
-        elif entry.kind == "file":
-            backend.sync(path)
-    _sync_directory(backend, directory)
-
-
-def _sync_directory(backend: Backend, directory: str) -> None:
-    try:
-        backend.sync(directory)
-    except StorageError as error:
-        if error.errno not in UNSUPPORTED:
-            raise
 
 
 def is_committed(backend: Backend, directory: str) -> bool:
@@ -315,6 +291,17 @@ def open_committed(backend: Backend, directory: str) -> Committed:
     if hashlib.sha256(data).hexdigest() != commit.manifest_sha256:
         raise CorruptCheckpointError(f"{manifest_file}: changed since it was committed (SHA-256 differs)")
     return Committed(directory, decode_manifest(data, manifest_file), commit.manifest_sha256)
+
+
+def was_replaced(backend: Backend, committed: Committed) -> bool:
+    """Whether another checkpoint has taken the place of this one since; to be gone is not to be replaced."""
+    raw = _read_or_none(backend, committed.directory, COMMIT_NAME, _MAX_COMMIT_BYTES)
+    try:
+        return raw is not None and (
+            msgspec.json.decode(raw, type=CommitRecord).manifest_sha256 != committed.manifest_sha256
+        )
+    except msgspec.MsgspecError:
+        return True
 
 
 def use_committed(backend: Backend, directory: str, use: Callable[[Committed], T]) -> T:

@@ -101,8 +101,9 @@ class Workers:
         except BaseException as error:  # an interrupt, or the consumer's: as in run_all()
             give_up()
             batch.give_up(error)
-            while _next(results) is not None:
-                pass
+            while not (batch.done.is_open() and results.empty()):  # results that nobody takes hold memory
+                with contextlib.suppress(queue.Empty):
+                    results.get(timeout=LOOK_S)
             raise
         if batch.error is not None:
             raise batch.error

@@ -18,7 +18,7 @@ from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
 from jaxckpt_train.store.quiet_gc import paused_collection
 from jaxckpt_train.store.read_plan import Wanted
-from jaxckpt_train.store.reader import Progress, iter_boxes
+from jaxckpt_train.store.reader import Progress, empty_array, iter_boxes
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.tree.device_put import DevicePuts
 from jaxckpt_train.tree.flatten import EMPTY, PLACEHOLDER, Flat, flatten, unflatten
@@ -45,6 +45,8 @@ from jaxckpt_train.tree.patterns import Only, leaf_filter
 from jaxckpt_train.tree.placement import Placement, default_platform, device_placement, host_placement
 from jaxckpt_train.tree.rebuild import rebuild
 from jaxckpt_train.tree.target import Want, concrete_sharding, wanted
+
+COMPARED_AT_ONCE = 1 << 18  # elements
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -314,14 +316,23 @@ def _converted(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """The array in another dtype or byte order; integers must keep their values."""
     if array.dtype == dtype:
         return array
+    result = empty_array(array.shape, dtype)
     with np.errstate(all="ignore"):
-        result = array.astype(dtype)
-    same = not jnp.issubdtype(dtype, np.integer) or np.array_equal(result.astype(array.dtype), array)
-    if not same or (jnp.issubdtype(dtype, np.integer) and not np.array_equal(result < 0, array < 0)):
+        np.copyto(result, array, casting="unsafe")
+    if jnp.issubdtype(dtype, np.integer) and not _are_same_integers(result.reshape(-1), array.reshape(-1)):
         raise MismatchError(
             f"leaf {name!r}: cast=True, but {dtype} does not hold all values of the saved {array.dtype}"
         )
     return result
+
+
+def _are_same_integers(result: np.ndarray, array: np.ndarray) -> bool:
+    """Whether a conversion has kept all values; looked at in pieces, so that it takes no memory worth counting."""
+    for at in range(0, len(array), COMPARED_AT_ONCE):
+        new, old = result[at : at + COMPARED_AT_ONCE], array[at : at + COMPARED_AT_ONCE]
+        if not np.array_equal(new.astype(old.dtype), old) or not np.array_equal(new < 0, old < 0):
+            return False
+    return True
 
 
 def _shardings_by_name(shardings: Any) -> Callable[[str], jax.sharding.Sharding | None]:

@@ -31,21 +31,37 @@ def commit(
 ) -> Committed:
     """Write arrays, cut into the given boxes, as a checkpoint with one part; on an error the attempt stays."""
     transaction = Transaction(backend, final, settings)
+    return transaction.commit(written(transaction, backend, arrays, settings, boxes), replace=replace)
+
+
+def written(
+    transaction: Transaction,
+    backend: Any,
+    arrays: Mapping[str, np.ndarray],
+    settings: StoreSettings,
+    boxes: Boxes | None = None,
+) -> Manifest:
+    """Write arrays into an attempt; what remains is to commit."""
     transaction.add_folder("state")
     sources = []
     for name, array in arrays.items():
         cuts = (boxes or {}).get(name, [full_box(array.shape)])
         chunks = [ChunkSource(box, array[(*slices_within(box, full_box(array.shape)), ...)]) for box in cuts]
         sources.append(ArraySource(name, array.shape, array.dtype, chunks))
-    written = write_arrays(backend, transaction.directory, "state", sources, settings, first_segment=0)
-    part = PartRecord("state", "pytree", written.arrays, (), msgspec.Raw(b"null"))
-    manifest = Manifest(FORMAT, FORMAT_VERSION, settings.digest, BLOCK_BYTES, written.segments, (part,), {})
-    return transaction.commit(manifest, replace=replace)
+    done = write_arrays(backend, transaction.directory, "state", sources, settings, first_segment=0)
+    part = PartRecord("state", "pytree", done.arrays, (), msgspec.Raw(b"null"))
+    return Manifest(FORMAT, FORMAT_VERSION, settings.digest, BLOCK_BYTES, done.segments, (part,), {})
 
 
 def load(backend: Any, path: str, settings: StoreSettings, boxes: Boxes | None = None) -> dict[str, list[np.ndarray]]:
     """Read the given boxes, or whole arrays, of all arrays."""
-    committed = open_committed(backend, path)
+    return load_committed(backend, open_committed(backend, path), settings, boxes)
+
+
+def load_committed(
+    backend: Any, committed: Committed, settings: StoreSettings, boxes: Boxes | None = None
+) -> dict[str, list[np.ndarray]]:
+    """As `load`, of a checkpoint that was opened before."""
     arrays = committed.manifest.parts[0].arrays
     wanted = [Wanted(array, (boxes or {}).get(array.name, [full_box(array.shape)])) for array in arrays]
     found = read_boxes(backend, committed, wanted, settings)

@@ -27,6 +27,7 @@ def small_sizes() -> Iterator[None]:
         patch.setattr(checkpoints, "BLOCK_BYTES", BLOCK)
         patch.setattr(read_plan, "COALESCE_BYTES", 12 * PAGE)
         patch.setattr(read_plan, "GAP_BYTES", 3 * PAGE)
+        patch.setattr(read_plan, "APART_BYTES", 4 * PAGE)
         yield
 
 

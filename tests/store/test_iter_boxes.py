@@ -290,7 +290,7 @@ def test_memory_that_the_system_refuses_is_an_error_and_not_a_hang(
 
     backend = StrictBackend()
     committed, wanted = saved(backend)
-    columns = [want._replace(boxes=[((0, 100),), ((200, 300),)]) for want in wanted]
+    columns = [want._replace(boxes=[((3, 3 + 3 * PAGE),), ((3 + 8 * PAGE, 3 + 11 * PAGE),)]) for want in wanted]
     for module in (reader, staging):
         monkeypatch.setattr(module, "aligned_buffer", refuse)
     chosen = StoreSettings(read_budget_bytes=LEAF_PAGES * PAGE, io_threads=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import stat
@@ -65,6 +66,52 @@ def test_direct_means_past_the_page_cache(tmp_path: Path) -> None:
     source.close()
     for opened in (backend.create(str(tmp_path / "b"), direct=False), backend.open(str(tmp_path), "a", direct=False)):
         assert opened.alignment == 1
+
+
+@pytest.mark.parametrize("direct", [True, "auto"])
+def test_a_refusal_in_the_middle_is_an_error_where_nothing_but_direct_was_asked_for(
+    direct: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not takes_direct(tmp_path):
+        pytest.skip("the file system of the tests does not take O_DIRECT")
+    real_write, real_read = os.pwrite, os.preadv
+
+    def is_direct(descriptor: int) -> bool:
+        return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+
+    def write(descriptor: int, data: Any, offset: int) -> int:
+        if is_direct(descriptor) and offset:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_write(descriptor, data, offset)
+
+    def read(descriptor: int, buffers: Any, offset: int) -> int:
+        if is_direct(descriptor) and offset:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_read(descriptor, buffers, offset)
+
+    data = aligned_buffer(8192)
+    data[:] = 7
+    sink = LocalBackend().create(str(tmp_path / "a"), direct=direct)
+    sink.write_at(0, data[:4096])
+    monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr(os, "preadv", read)
+    if direct is True:
+        with refused(errno.EOPNOTSUPP, "direct_io=True asks for nothing else"):
+            sink.write_at(4096, data[4096:])
+        sink.abandon()
+        (tmp_path / "a").write_bytes(data)
+    else:
+        sink.write_at(4096, data[4096:])
+        sink.finish(8192, sync=True)
+    source, found = LocalBackend().open(str(tmp_path), "a", direct=direct), aligned_buffer(8192)
+    source.read_into(0, found[:4096], 4096)
+    if direct is True:
+        with refused(errno.EOPNOTSUPP, "direct_io=True asks for nothing else"):
+            source.read_into(4096, found[4096:], 4096)
+    else:
+        source.read_into(4096, found[4096:], 4096)
+        assert found.tobytes() == bytes([7]) * 8192
+    source.close()
 
 
 def test_unaligned_writes_and_reads_leave_direct_mode_and_lose_nothing(tmp_path: Path) -> None:

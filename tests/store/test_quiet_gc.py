@@ -18,9 +18,17 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture(autouse=True)
 def _enabled() -> Iterator[None]:
+    before = gc.get_threshold()
     assert gc.isenabled()
+    assert before[0]
     yield
     gc.enable()
+    assert gc.get_threshold() == before
+
+
+def is_on() -> bool:
+    """Whether Python collects by itself now."""
+    return gc.isenabled() and gc.get_threshold()[0] > 0
 
 
 class Cycle:
@@ -36,31 +44,31 @@ def made_cycles(count: int) -> int:
 def test_nothing_is_collected_within_and_all_is_afterwards() -> None:
     most = 20 * gc.get_threshold()[0]
     with paused_collection():
-        assert not gc.isenabled()
+        assert not is_on()
         assert made_cycles(most) == 0
-    assert gc.isenabled()
+    assert is_on()
     assert made_cycles(most) > 0
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit])
 def test_it_is_on_again_after_an_error(error: type[BaseException]) -> None:
     with pytest.raises(error), paused_collection():
-        assert not gc.isenabled()
+        assert not is_on()
         raise error
-    assert gc.isenabled()
+    assert is_on()
     with paused_collection():
-        assert not gc.isenabled(), "and can be paused again"
+        assert not is_on(), "and can be paused again"
 
 
 def test_a_pause_within_a_pause_does_not_end_the_outer_one() -> None:
     with paused_collection():
         with paused_collection():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
+            assert not is_on()
+        assert not is_on()
         with pytest.raises(ValueError, match="inner"), paused_collection():
             raise ValueError("inner")
-        assert not gc.isenabled()
-    assert gc.isenabled()
+        assert not is_on()
+    assert is_on()
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -70,8 +78,24 @@ def test_who_had_it_off_keeps_it_off(fails: bool) -> None:
         with pytest.raises(ValueError, match="within"), paused_collection():
             raise ValueError("within")
     with paused_collection():
-        assert not gc.isenabled()
+        assert not is_on()
+    assert not is_on()
+
+
+def test_who_switches_it_off_or_sets_it_otherwise_meanwhile_finds_it_so() -> None:
+    with paused_collection():
+        gc.disable()
     assert not gc.isenabled()
+    gc.enable()
+    before = gc.get_threshold()
+    with paused_collection():
+        gc.set_threshold(123)
+    assert gc.get_threshold()[0] == 123
+    gc.set_threshold(0)
+    with paused_collection():
+        pass
+    assert gc.get_threshold()[0] == 0
+    gc.set_threshold(*before)
 
 
 @pytest.mark.parametrize("ends_first", ["first", "second"])
@@ -91,11 +115,11 @@ def test_of_two_threads_the_one_that_paused_ends_the_pause(ends_first: str) -> N
         if ends_first == "second":
             leave.set()
             assert left.wait(30)
-            assert not gc.isenabled()
-    assert gc.isenabled()
+            assert not is_on()
+    assert is_on()
     leave.set()
     thread.join()
-    assert gc.isenabled()
+    assert is_on()
 
 
 def test_many_threads_leave_it_on() -> None:
@@ -109,7 +133,7 @@ def test_many_threads_leave_it_on() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert gc.isenabled()
+    assert is_on()
     assert not quiet_gc._pausing.locked()
 
 
@@ -118,11 +142,14 @@ import gc, os, sys, warnings
 from jaxckpt_train.store.quiet_gc import paused_collection
 warnings.simplefilter("ignore")
 
+def is_on():
+    return gc.isenabled() and gc.get_threshold()[0] > 0
+
 def child():
-    assert gc.isenabled() is (sys.argv[1] != "off"), gc.isenabled()
+    assert is_on() is (sys.argv[1] != "off"), is_on()
     with paused_collection():
-        assert not gc.isenabled()
-    assert gc.isenabled() is (sys.argv[1] != "off"), gc.isenabled()
+        assert not is_on()
+    assert is_on() is (sys.argv[1] != "off"), is_on()
 
 def forked():
     number = os.fork()
@@ -138,12 +165,12 @@ def forked():
 if sys.argv[1] == "paused":
     with paused_collection():
         status = forked()
-        assert not gc.isenabled()
+        assert not is_on()
 else:
     if sys.argv[1] == "off":
         gc.disable()
     status = forked()
-assert gc.isenabled() is (sys.argv[1] != "off")
+assert is_on() is (sys.argv[1] != "off")
 sys.exit(status)
 """
 

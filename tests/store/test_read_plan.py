@@ -73,7 +73,7 @@ def test_neighbours_are_read_in_one_run_and_strangers_are_not() -> None:
     whole = full_box(arrays[0].shape)
     (run,) = plan_reads(manifest, [Wanted(array, [whole]) for array in arrays], 1 << 30)
     assert len(run.reads) == 8
-    assert run.only_views
+    assert run.is_destination
     first_and_last = [Wanted(array, [whole]) for array in (arrays[0], arrays[-1])]
     assert len(plan_reads(manifest, first_and_last, 1 << 30)) == 2
     first_and_third = [Wanted(array, [whole]) for array in (arrays[0], arrays[2])]
@@ -94,7 +94,7 @@ def test_a_chunk_that_must_be_cut_up_comes_in_bands() -> None:
     runs = plan_reads(manifest, wanted, 8 * PAGE)
     check(manifest, wanted, runs)
     assert [run.needed for run in runs] == [8 * PAGE] * 8
-    assert not any(run.only_views for run in runs)
+    assert not any(run.is_destination for run in runs)
 
 
 def test_rows_that_end_within_blocks_are_not_read_twice() -> None:
@@ -112,7 +112,7 @@ def test_memory_with_much_between_the_leaves_is_not_theirs() -> None:
     whole = full_box(manifest.parts[0].arrays[0].shape)
     every_third = [Wanted(array, [whole]) for array in manifest.parts[0].arrays[::3]]
     (run,) = plan_reads(manifest, every_third, 1 << 30)
-    assert not run.only_views
+    assert not run.is_destination
 
 
 def test_pieces_far_apart_in_one_chunk_leave_out_what_lies_between() -> None:

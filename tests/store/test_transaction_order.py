@@ -12,8 +12,8 @@ from jaxckpt_train.errors import CheckpointExistsError, NotACheckpointError, Sto
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.local import LocalBackend, side_name
 from jaxckpt_train.store.memory import MemoryBackend
-from jaxckpt_train.store.transaction import attempts, open_committed
-from tests.store.checkpoints import commit, load
+from jaxckpt_train.store.transaction import Transaction, attempts, open_committed
+from tests.store.checkpoints import commit, load, written
 from tests.store.recording import Died, RecordingBackend
 
 OLD = {"x": np.zeros(5000, np.uint8), "y": np.arange(3)}
@@ -85,6 +85,39 @@ def test_a_crash_while_overwriting_leaves_the_old_or_the_new_one() -> None:
         assert found in (raw(OLD), raw(NEW))
         seen.add(found == raw(NEW))
     assert seen == {False, True}
+
+
+class _Stuck(MemoryBackend):
+    """Cannot sync the parent once two checkpoints have changed places, nor change them back."""
+
+    exchanged = False
+
+    def exchange(self, first: str, second: str) -> None:
+        if self.exchanged:
+            raise StorageError(errno.EIO, "cannot exchange", second)
+        super().exchange(first, second)
+        self.exchanged = True
+
+    def sync(self, path: str) -> None:
+        if self.exchanged and path == "/runs":
+            raise StorageError(errno.EIO, "cannot sync", path)
+        super().sync(path)
+
+
+def test_a_disk_that_fails_twice_does_not_cost_the_older_checkpoint() -> None:
+    backend = _Stuck()
+    commit(backend, "/runs/a", OLD, StoreSettings())
+    transaction = Transaction(backend, "/runs/a", StoreSettings())
+    manifest = written(transaction, backend, NEW, StoreSettings())
+    with pytest.raises(StorageError, match="cannot sync") as caught:
+        transaction.commit(manifest, replace=True)
+    transaction.abort()
+    ((left, _),) = attempts(backend, "/runs")
+    assert content(backend, left) == raw(OLD)
+    assert content(backend, "/runs/a") == raw(NEW)
+    notes = "\n".join(caught.value.__notes__)
+    assert "could not be taken back from /runs/a: " in notes
+    assert f"the one that it replaced is in {left}" in notes
 
 
 def test_an_exchange_cut_in_the_middle_is_recovered_from_its_side_name(tmp_path: Path) -> None:

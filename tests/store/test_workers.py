@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store import workers as workers_module
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.quiet_gc import paused_collection
 from jaxckpt_train.store.workers import NICENESS, Workers, shared_workers
@@ -274,6 +275,24 @@ def test_an_interrupt_while_waiting_for_a_result_waits_for_what_runs() -> None:
         signal.signal(signal.SIGINT, before)
     assert begun == ended
     assert 0 < len(ended) < 5000
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupt_right_after_the_last_result_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What says that there are no more results comes only once."""
+    take = workers_module._next
+
+    def interrupted(results: queue.SimpleQueue[Any]) -> Any:
+        found = take(results)
+        if found is None:
+            raise KeyboardInterrupt("by hand")
+        return found
+
+    monkeypatch.setattr(workers_module, "_next", interrupted)
+    found = list[int]()
+    with pytest.raises(KeyboardInterrupt, match="by hand"):
+        found.extend(Workers(2, "test").run_each(abs, range(5)))
+    assert sorted(found) == list(range(5))
 
 
 class Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from jaxckpt_train.errors import CorruptCheckpointError
+from jaxckpt_train.errors import CorruptCheckpointError, SettingsError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.boxes import Box, box_shape, full_box, slices_within
 from jaxckpt_train.store.dtypes import DTYPES
@@ -159,6 +160,16 @@ def test_one_flipped_bit_anywhere_is_found_and_named(tmp_path: Path, digest: Any
         assert "header is not what was saved" in verify(LocalBackend(), str(tmp_path / "a"), settings).problems[0]
     file.write_bytes(clean)
     assert verify(LocalBackend(), str(tmp_path / "a"), settings).ok
+
+
+def test_a_digest_that_is_not_compared_needs_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = {"x": np.arange(5000.0)}
+    commit(LocalBackend(), str(tmp_path / "a"), arrays, StoreSettings(digest="blake3"))
+    monkeypatch.setitem(sys.modules, "blake3", None)
+    found = load(LocalBackend(), str(tmp_path / "a"), StoreSettings(verify_on_load=False))
+    assert found["x"][0].tobytes() == arrays["x"].tobytes()
+    with pytest.raises(SettingsError, match="needs the package blake3"):
+        load(LocalBackend(), str(tmp_path / "a"), StoreSettings())
 
 
 def test_without_verification_damage_goes_unseen_on_request_only(tmp_path: Path) -> None:
