@@ -69,26 +69,35 @@ class Run:
     @functools.cached_property
     def is_destination(self) -> bool:
         """Whether nearly all of the memory becomes the destination: little else of it is kept."""
-        size, views = self.stop - self.start, sum(map(_view_bytes, self.reads))
+        size, views = self.stop - self.start, self._whole_bytes[0]
         return 2 * views >= size and size - views <= max(2 * ALIGNMENT, size // 16)
 
-    @functools.cached_property
+    @property
     def moved_bytes(self) -> int:
         """Room for the boxes that lie whole in it and cannot stay there."""
-        stays = self.passing or self.is_destination
-        moved = [
-            _use_bytes(read.chunk, use)
-            for read in self.reads
-            for use in read.uses
-            if use.whole and not (stays and _is_aligned(read.chunk, use))
-        ]
-        return sum(-(-size // VIEW_ALIGNMENT) * VIEW_ALIGNMENT for size in moved)
+        _, in_line, out_of_line = self._whole_bytes
+        return out_of_line if self.passing or self.is_destination else out_of_line + in_line
+
+    @functools.cached_property
+    def _whole_bytes(self) -> tuple[int, int, int]:
+        """Of the boxes that lie whole in it: bytes of those that can be views; room for copies of these, of others."""
+        views = in_line = out_of_line = 0
+        for read in self.reads:
+            for use in read.uses:
+                if use.whole:
+                    size = _use_bytes(read.chunk, use)
+                    room = -(-size // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
+                    if _is_aligned(read.chunk, use):
+                        views, in_line = views + size, in_line + room
+                    else:
+                        out_of_line += room
+        return views, in_line, out_of_line
 
 
-def _view_bytes(read: ChunkRead) -> int:
-    """How much of what is read can be handed out where it lies."""
+def _can_stay(read: ChunkRead) -> bool:
+    """Whether most of what is read can be handed out where it lies."""
     views = sum(_use_bytes(read.chunk, use) for use in read.uses if use.whole and _is_aligned(read.chunk, use))
-    return min(views, read.stop - read.start)
+    return 2 * views > read.stop - read.start
 
 
 def _use_bytes(chunk: ChunkRecord, use: Use) -> int:
@@ -99,7 +108,7 @@ def _use_bytes(chunk: ChunkRecord, use: Use) -> int:
 
 def _is_aligned(chunk: ChunkRecord, use: Use) -> bool:
     start = chunk.offset
-    if use.common != chunk.box:
+    if use.common is not chunk.box and use.common != chunk.box:
         start += element_span(use.common, chunk.box)[0] * (chunk.length // box_elements(chunk.box))
     return start % VIEW_ALIGNMENT == 0
 
@@ -192,7 +201,7 @@ def _coalesce(reads: Sequence[ChunkRead], wanted: Sequence[Wanted], most_bytes: 
     for read in reads:
         passes = wanted[read.uses[0].wanted].passing
         is_large = read.stop - read.start >= APART_BYTES
-        read_stays = 2 * _view_bytes(read) > read.stop - read.start if is_large else stays
+        read_stays = _can_stay(read) if is_large else stays
         if group:
             last = group[-1]
             joined = read.stop - group[0].start
