@@ -100,7 +100,8 @@ def save(
     Raises:
         CheckpointExistsError: something is at `path` and `overwrite` is false.
         UnsupportedLeafError: a leaf cannot be stored.
-        StorageError: the file system refused. What was at `path` before is untouched.
+        StorageError: the file system refused. What was at `path` before is untouched; or, should the disk fail once
+            more while it is put back, beside it where the error says.
     """
     return save_async(path, tree, overwrite=overwrite, custom_metadata=custom_metadata, settings=settings).wait()
 

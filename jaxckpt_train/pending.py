@@ -19,9 +19,8 @@ from jaxckpt_train.errors import CheckpointTimeoutError, free_frames
 from jaxckpt_train.store.latch import LOOK_S, Latch
 
 T = TypeVar("T")
-BEGIN_S = 10.0
-_under_way: set[PendingSave] = set()  # type: ignore[type-arg]  # of whatever result
-_under_way_lock = threading.Lock()
+# Of whatever result. Each change is one operation of the interpreter's own, so no lock could be left taken.
+_under_way: set[PendingSave] = set()  # type: ignore[type-arg]
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
@@ -45,11 +44,10 @@ class _Outcome(Future[T]):
 
 
 class PendingSave(Generic[T]):
-    """A save whose state is taken and whose bytes are on their way to the storage, once it is started.
+    """A save whose state is taken and whose bytes are on their way to the storage.
 
     Attributes:
         subject: what is being saved, for messages.
-        is_refused: whether there was no thread for it, so that it has failed without having begun.
         staged: done when the caller may do anything with what it saved.
         committed: done when the checkpoint exists, durably; its result is the checkpoint's metadata.
     """
@@ -61,42 +59,30 @@ class PendingSave(Generic[T]):
         self.committed: Future[T] = _Outcome(self.mark_reported)
         self.committed.set_running_or_notify_cancel()  # it cannot be cancelled
         self._ended = Latch()
-        self._is_done = self.is_refused = False
+        self._is_done = False
         self._process = os.getpid()
         self._work = deque([work])  # whoever takes it out does it, or sees to it that nobody does
-        self._has_begun = Latch()
         # A new thread that works at once keeps its maker from going on for a switch interval, 5 ms: this one waits.
         self._go: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def start(self) -> None:
-        """Start the thread that does the work; after an interrupt `is_refused` tells whether it will be done.
-
-        Raises:
-            RuntimeError: the system has no thread for it.
-        """
+    def _start(self) -> None:
         thread = threading.Thread(target=self._run, name="jaxckpt-save", daemon=True)
-        with _under_way_lock:
-            _under_way.add(self)
-            _threads.add(thread)
-        try:
-            thread.start()
-            self._go.put(None)
-        except BaseException as error:
-            if isinstance(error, RuntimeError) or not self._has_begun.wait(BEGIN_S):
-                self._refuse(thread, error)
-            raise
+        _under_way.add(self)
+        _threads.add(thread)
+        thread.start()
+        self._go.put(None)
 
-    def _refuse(self, thread: threading.Thread, error: BaseException) -> None:
-        """There is no thread: nothing is done, and there is nothing to wait for at exit."""
+    def _take_back(self, error: BaseException) -> bool:
+        """See to it that nothing is done and nobody waits, if its thread has not begun."""
         try:
             self._work.pop()
         except IndexError:
-            return  # it has come after all
-        self.is_refused = self._is_done = True
-        _threads.discard(thread)
+            return False
+        self._is_done = True
         self.mark_reported()
         self.committed.set_exception(error)
         self._ended.open()
+        return True
 
     def _run(self) -> None:
         with contextlib.suppress(queue.Empty):  # an interrupt may have come before it was told
@@ -104,8 +90,7 @@ class PendingSave(Generic[T]):
         try:
             work = [self._work.pop()]
         except IndexError:
-            return  # given up
-        self._has_begun.open()
+            return  # taken back
         try:
             result = self._work_once(work)
         except BaseException as error:  # noqa: BLE001  # a thread's edge: raised to the user by wait()
@@ -114,8 +99,7 @@ class PendingSave(Generic[T]):
             self.committed.set_exception(error)
         else:
             self.committed.set_result(result)
-            with _under_way_lock:
-                _under_way.discard(self)
+            _under_way.discard(self)
         finally:
             self._ended.open()
 
@@ -167,8 +151,37 @@ class PendingSave(Generic[T]):
 
     def mark_reported(self) -> None:
         """Say that the user has seen the outcome, so that it need not be told again at exit."""
-        with _under_way_lock:
-            _under_way.discard(self)
+        _under_way.discard(self)
+
+
+def start_save(
+    subject: str,
+    work: Callable[[], T],
+    *,
+    begun: Callable[[PendingSave[T] | None], None] = lambda pending: None,
+    undo: Callable[[BaseException], None] = lambda error: None,
+) -> PendingSave[T]:
+    """Start a save on a thread of its own.
+
+    Args:
+        subject: what is being saved, for messages.
+        work: the save.
+        begun: told of the save before it begins, so that no interrupt loses it; and of None if it did not begin.
+        undo: called with what was raised if it did not begin.
+
+    Raises:
+        RuntimeError: the system has no thread for it.
+    """
+    pending = PendingSave(subject, work)
+    try:
+        begun(pending)
+        pending._start()
+    except BaseException as error:
+        if pending._take_back(error):
+            begun(None)
+            undo(error)
+        raise
+    return pending
 
 
 def call_after(pending: PendingSave[T] | None, call: Callable[[], None]) -> None:
@@ -181,8 +194,6 @@ def call_after(pending: PendingSave[T] | None, call: Callable[[], None]) -> None
 
 def _forget_saves() -> None:
     """A forked child does not wait for the saves of its parent."""
-    global _under_way_lock
-    _under_way_lock = threading.Lock()
     _under_way.clear()
     _threads.clear()
 
@@ -190,16 +201,15 @@ def _forget_saves() -> None:
 def _drain_at_exit() -> None:
     """Finish what is under way when the script ends without having waited; a failure must not end as success."""
     failed = False
-    with _under_way_lock:
-        waiting = list(_under_way)
-    for pending in waiting:
+    for pending in list(_under_way):
         error = pending.outcome()
         if error is not None:
             failed = True
             print(f"jaxckpt_train: saving {pending.subject} failed, and nobody asked for it:", file=sys.stderr)
             traceback.print_exception(error)
     for thread in list(_threads):
-        thread.join()  # one that still frees JAX arrays while the interpreter goes would abort the process
+        if thread.is_alive():  # else it has ended, or its start was interrupted
+            thread.join()  # one that still frees JAX arrays while the interpreter goes would abort the process
     if failed:
         atexit._run_exitfuncs()  # the other functions first, since the exit code can only be set by leaving here
         for stream in (sys.stdout, sys.stderr):

@@ -40,8 +40,9 @@ class StoreSettings:
         segment_bytes: a segment file is closed and the next begun before it exceeds this many bytes of data,
             unless a single chunk is larger.
         staging_bytes: host memory of the staging buffers between a snapshot and the disk; kept between saves.
-        read_budget_bytes: host memory that a load may use beyond its destination. A single array that only passes
-            (to an accelerator, or converted) takes its own size if that is more.
+        read_budget_bytes: host memory that a load may use beyond its destination. An array that only passes (to an
+            accelerator, or converted) takes its own size if that is more; while it is put together of several pieces
+            it comes on top, at most one for each thread that reads.
         io_threads: how many writes the disk is given at a time, and half of how many reads. "auto": 2, and for writes
             what the first large save to a disk measures as clearly faster; known until the process ends.
         direct_io: True: `O_DIRECT`, or an error where the file system refuses it; False: through the page cache;

@@ -17,9 +17,9 @@ from jaxckpt_train.errors import CorruptCheckpointError, MismatchError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.manifest import PartRecord
-from jaxckpt_train.store.plain_files import read_whole
+from jaxckpt_train.store.plain_files import read_recorded
 from jaxckpt_train.store.reader import Progress
-from jaxckpt_train.store.transaction import Committed
+from jaxckpt_train.store.transaction import Committed, refuse_another
 from jaxckpt_train.store.verify import file_problems
 from jaxckpt_train.tree.restore import LoadOptions, TreeRestore
 
@@ -39,6 +39,7 @@ class OpenPart:
         self._backend, self._committed, self._part = backend, committed, part
         self._settings, self._options, self._progress = settings, options, progress
         self.name, self.kind = part.name, part.kind
+        self.has_files = bool(part.files)
 
     def tree(self, like: Any) -> Any:
         """The stored leaves in the structure of `like`; with None, nested dicts and lists of numpy arrays."""
@@ -54,9 +55,12 @@ class OpenPart:
 
     def value(self) -> Json:
         """The JSON data, its digest verified."""
-        self._verify_files()
-        name = f"{self.name}/{VALUE_FILE}"
-        data = read_whole(self._backend, self._committed.directory, name, limit=None)
+        name, manifest = f"{self.name}/{VALUE_FILE}", self._committed.manifest
+        record = next((file for file in self._part.files if file.file == name), None)
+        if record is None:
+            raise CorruptCheckpointError(f"{self._committed.directory}: the manifest does not name {name}")
+        digest = manifest.digest if self._settings.verify_on_load else None
+        data = read_recorded(self._backend, self._committed.directory, record, digest, manifest.block_bytes)
         try:
             return msgspec.json.decode(data)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -64,13 +68,11 @@ class OpenPart:
 
     def directory(self) -> Path:
         """The directory of the part's own files, their digests verified."""
-        self._verify_files()
+        if self._settings.verify_on_load:
+            for file in self._part.files:
+                for problem in file_problems(self._backend, self._committed, file):
+                    raise CorruptCheckpointError(problem)
         return Path(self._committed.directory, self.name)
-
-    def _verify_files(self) -> None:
-        for file in self._part.files:
-            for problem in file_problems(self._backend, self._committed, file):
-                raise CorruptCheckpointError(problem)
 
 
 def load_parts(
@@ -105,4 +107,6 @@ def load_parts(
                 compare(target, opened)
     jobs.sort(key=lambda job: not job[0].early)
     results = {opened.name: handler.restore(target, opened) for handler, target, opened in jobs}
+    if any(opened.has_files for _, _, opened in jobs):  # they were opened by their names, one by one
+        refuse_another(backend, committed, may_be_gone=settings.verify_on_load)
     return {name: results[name] for name in targets}

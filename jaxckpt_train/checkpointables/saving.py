@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import msgspec
 from jaxckpt_train.checkpointables.contract import NOTHING, Staged
 from jaxckpt_train.checkpointables.registry import handler_of
 from jaxckpt_train.errors import SettingsError, UnsupportedLeafError
-from jaxckpt_train.pending import PendingSave
+from jaxckpt_train.pending import PendingSave, start_save
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.digests import digest_function
@@ -141,20 +142,8 @@ def begin_save(
     parts: Sequence[StagedPart],
     begun: Callable[[PendingSave[T] | None], None] = lambda pending: None,
 ) -> PendingSave[T]:
-    """Start the thread that does the work, or undo what was begun if the system has no thread for it.
-
-    `begun` is told of the save before that, so that no interrupt loses it; and of None if there is none after all.
-    """
-    pending = PendingSave(subject, work)
-    begun(pending)
-    try:
-        pending.start()
-    except BaseException as error:
-        if pending.is_refused:
-            begun(None)
-            _undo(transaction, parts, error)
-        raise
-    return pending
+    """Start the save of an attempt; if it does not begin, the attempt is removed. See `start_save`."""
+    return start_save(subject, work, begun=begun, undo=functools.partial(_undo, transaction, parts))
 
 
 @contextlib.contextmanager

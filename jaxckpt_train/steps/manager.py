@@ -225,7 +225,8 @@ class StepManager:
 
     def _wait_for_turn(self, step: int) -> float:
         """One save is in flight at a time: wait for the one before."""
-        if self._pending is None or self._pending.done():
+        if not self.is_saving_in_progress():
+            self.check()  # it may have failed since the last look
             return 0.0
         _log.info("step %d waits: %s is still under way", step, self._subject())
         started = time.perf_counter()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxckpt_train.errors import CorruptCheckpointError
-from jaxckpt_train.store.backend import Backend, Source
-from jaxckpt_train.store.digests import digest_function
+from jaxckpt_train.errors import CorruptCheckpointError, StorageError
+from jaxckpt_train.store.backend import MISSING, Backend, Source
+from jaxckpt_train.store.digests import block_digests, digest_function
 from jaxckpt_train.store.manifest import BLOCK_BYTES, FileRecord
 
 
@@ -40,4 +40,32 @@ def read_whole(backend: Backend, directory: str, name: str, limit: int | None) -
         source.read_into(0, data, len(data))
     finally:
         source.close()
+    return data
+
+
+def read_recorded(
+    backend: Backend, directory: str, record: FileRecord, digest_name: str | None, block_bytes: int
+) -> np.ndarray:
+    """All bytes of a file that the manifest names, compared with what it says of them; None: only with their number.
+
+    Raises:
+        CorruptCheckpointError: it is not what was saved.
+        StorageError: it cannot be read.
+    """
+    path = f"{directory}/{record.file}"
+    try:
+        source: Source = backend.open(directory, record.file, direct=False)
+    except StorageError as error:
+        if error.errno not in MISSING:
+            raise
+        raise CorruptCheckpointError(f"{path}: the manifest names this file, but: {error}") from error
+    try:
+        if source.size != record.bytes:
+            raise CorruptCheckpointError(f"{path}: {source.size} bytes, but the manifest says {record.bytes}")
+        data = np.empty(source.size, np.uint8)
+        source.read_into(0, data, len(data))
+    finally:
+        source.close()
+    if digest_name is not None and block_digests(data, block_bytes, digest_function(digest_name)) != record.digests:
+        raise CorruptCheckpointError(f"{path}: bytes 0 to {len(data)} are not what was saved ({digest_name} differs)")
     return data

@@ -19,7 +19,8 @@ def paused_collection() -> Iterator[None]:
     A full collection looks at every object of the process, of which JAX alone has some hundred thousands; the records
     of a few thousand leaves set one off, which takes longer than all else that is done with them.
 
-    It is the threshold that pauses: a loop may call `gc.disable()` meanwhile, and finds it as it has left it.
+    It is the threshold that pauses: a loop may call `gc.disable()` meanwhile, and finds it as it has left it. (Not so a
+    threshold of 0 that it sets meanwhile, or one that it has read meanwhile and sets later.)
     """
     global _threshold
     if not gc.isenabled() or not gc.get_threshold()[0] or not _pausing.acquire(blocking=False):

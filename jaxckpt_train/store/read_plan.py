@@ -69,18 +69,17 @@ class Run:
     @functools.cached_property
     def is_destination(self) -> bool:
         """Whether nearly all of the memory becomes the destination: little else of it is kept."""
-        size, views = self.stop - self.start, self._whole_bytes[0]
+        size, views = self.stop - self.start, self._whole.views
         return 2 * views >= size and size - views <= max(2 * ALIGNMENT, size // 16)
 
     @property
     def moved_bytes(self) -> int:
         """Room for the boxes that lie whole in it and cannot stay there."""
-        _, in_line, out_of_line = self._whole_bytes
-        return out_of_line if self.passing or self.is_destination else out_of_line + in_line
+        stays = self.passing or self.is_destination
+        return self._whole.out_of_line + (0 if stays else self._whole.in_line)
 
     @functools.cached_property
-    def _whole_bytes(self) -> tuple[int, int, int]:
-        """Of the boxes that lie whole in it: bytes of those that can be views; room for copies of these, of others."""
+    def _whole(self) -> _Whole:
         views = in_line = out_of_line = 0
         for read in self.reads:
             for use in read.uses:
@@ -91,7 +90,15 @@ class Run:
                         views, in_line = views + size, in_line + room
                     else:
                         out_of_line += room
-        return views, in_line, out_of_line
+        return _Whole(views, in_line, out_of_line)
+
+
+class _Whole(NamedTuple):
+    """The boxes that lie whole in a run: bytes of those that can be views; room for copies of these, of the others."""
+
+    views: int
+    in_line: int
+    out_of_line: int
 
 
 def _can_stay(read: ChunkRead) -> bool:

@@ -314,7 +314,7 @@ def iter_boxes(
     """
     threads = READS_PER_THREAD * settings.known_io_threads
     runs = plan_reads(committed.manifest, wanted, max(1, settings.read_budget_bytes // (2 * threads)))
-    sources = Sources(backend, committed, settings.direct_io, [run.segment for run in runs])
+    sources = Sources(backend, committed, settings, [run.segment for run in runs])
     reading = _Reading(sources, committed, wanted, settings, progress)
     try:
         yield from _empty_boxes(wanted)

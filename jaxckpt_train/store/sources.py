@@ -7,13 +7,13 @@ import errno
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Literal
 
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
+from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import MISSING, Backend, Source
-from jaxckpt_train.store.transaction import Committed, was_replaced
+from jaxckpt_train.store.transaction import Committed, refuse_another
 
 OPEN_AT_ONCE = 256  # of the 1,024 open files that a process may often have, for all it does
 
@@ -27,19 +27,20 @@ class Sources:
     Args:
         backend: where.
         committed: the opened checkpoint.
-        direct: as `StoreSettings.direct_io`.
+        settings: whether past the page cache, and whether what is read is verified.
         segments: the segment of each read to come, with repetitions.
     """
 
     def __init__(
-        self, backend: Backend, committed: Committed, direct: bool | Literal["auto"], segments: Iterable[int]
+        self, backend: Backend, committed: Committed, settings: StoreSettings, segments: Iterable[int]
     ) -> None:
-        self._backend, self._committed, self._direct = backend, committed, direct
+        self._backend, self._committed = backend, committed
+        self._direct, self._is_verified = settings.direct_io, settings.verify_on_load
         self._left = Counter(segments)
         self._open: dict[int, Source] = {}
         self._in_use: Counter[int] = Counter()
         self._is_begun = self._is_closed = False
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
 
     def open(self) -> None:
         """Open the segments, or the first of them.
@@ -97,9 +98,11 @@ class Sources:
                 self._close_unused(number)
 
     def _refuse_another(self) -> None:
-        """A segment of the right name and size may be of a checkpoint that took the place of this one meanwhile."""
-        if was_replaced(self._backend, self._committed):
-            raise CorruptCheckpointError(f"{self._committed.directory}: was replaced while it was being opened")
+        """A segment of the right name and size may be of a checkpoint that took the place of this one meanwhile.
+
+        Digests tell even if that one is gone by now.
+        """
+        refuse_another(self._backend, self._committed, may_be_gone=self._is_verified)
 
     def _opened(self, number: int) -> Source:
         record, directory = self._committed.manifest.segments[number], self._committed.directory

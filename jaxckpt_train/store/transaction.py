@@ -11,6 +11,7 @@ name, in a hidden directory. The order, which crash safety rests on:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
@@ -169,7 +170,8 @@ class Transaction:
 
         Raises:
             CheckpointExistsError: something has the final name and `replace` is false.
-            StorageError: the file system refused; nothing became visible.
+            StorageError: the file system refused; nothing became visible, unless it also refused to take it back, as
+                a note on the error says then.
         """
         data = encode_manifest(manifest)
         if len(data) > MAX_MANIFEST_BYTES:
@@ -293,15 +295,24 @@ def open_committed(backend: Backend, directory: str) -> Committed:
     return Committed(directory, decode_manifest(data, manifest_file), commit.manifest_sha256)
 
 
-def was_replaced(backend: Backend, committed: Committed) -> bool:
-    """Whether another checkpoint has taken the place of this one since; to be gone is not to be replaced."""
+def refuse_another(backend: Backend, committed: Committed, *, may_be_gone: bool) -> None:
+    """Make sure that what was read since it was opened is of this checkpoint.
+
+    Args:
+        backend: where.
+        committed: the opened checkpoint.
+        may_be_gone: whether it may have been removed since.
+
+    Raises:
+        CorruptCheckpointError: another one has taken its place.
+    """
     raw = _read_or_none(backend, committed.directory, COMMIT_NAME, _MAX_COMMIT_BYTES)
-    try:
-        return raw is not None and (
-            msgspec.json.decode(raw, type=CommitRecord).manifest_sha256 != committed.manifest_sha256
-        )
-    except msgspec.MsgspecError:
-        return True
+    if raw is None and may_be_gone:
+        return
+    with contextlib.suppress(msgspec.MsgspecError):
+        if raw is not None and msgspec.json.decode(raw, type=CommitRecord).manifest_sha256 == committed.manifest_sha256:
+            return
+    raise CorruptCheckpointError(f"{committed.directory}: was replaced while it was being read")
 
 
 def use_committed(backend: Backend, directory: str, use: Callable[[Committed], T]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxckpt_train as jct
+from jaxckpt_train.checkpointables import loading
 
 FAST = jct.StoreSettings(durability="none")
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
@@ -68,6 +70,40 @@ def test_a_json_value_and_a_pytree_are_not_each_other(tmp_path: Path) -> None:
         jct.load_checkpointables(tmp_path / "c", {"notes": {"a": 1}})
     with pytest.raises(jct.MismatchError, match="'tree': saved as 'pytree', but the target is a JsonValue"):
         jct.load_checkpointables(tmp_path / "c", {"tree": jct.JsonValue(None)})
+
+
+@pytest.mark.parametrize("verified", [True, False])
+def test_a_json_value_and_arrays_are_of_one_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verified: bool
+) -> None:
+    """Another one takes the place of the checkpoint right before its value is read, after its arrays were."""
+
+    def saved(number: int) -> dict[str, Any]:
+        return {"state": {"w": np.full(5000, number)}, "notes": jct.JsonValue({"at": number})}
+
+    read, replaced = loading.read_recorded, iter([1])
+
+    def read_after(*arguments: Any) -> Any:
+        for _ in replaced:
+            jct.save_checkpointables(tmp_path / "c", saved(2), overwrite=True)
+        return read(*arguments)
+
+    jct.save_checkpointables(tmp_path / "c", saved(1))
+    monkeypatch.setattr(loading, "read_recorded", read_after)
+    found = jct.load_checkpointables(
+        tmp_path / "c",
+        {"state": None, "notes": jct.JsonValue(None)},
+        settings=jct.StoreSettings(verify_on_load=verified),
+    )
+    assert next(replaced, None) is None
+    assert found["state"]["w"][0] == found["notes"].value["at"] == 2
+
+
+def test_without_verification_a_json_value_needs_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = jct.StoreSettings(digest="blake3", verify_on_load=False)
+    jct.save_checkpointables(tmp_path / "c", {"notes": jct.JsonValue({"a": 1})}, settings=chosen)
+    monkeypatch.setitem(sys.modules, "blake3", None)
+    assert jct.load_checkpointables(tmp_path / "c", settings=chosen)["notes"] == jct.JsonValue({"a": 1})
 
 
 def test_a_damaged_json_file_is_corrupt(tmp_path: Path) -> None:

@@ -101,6 +101,35 @@ def test_a_failure_is_told_once(tmp_path: Path) -> None:
     assert manager.steps == [1, 2]
 
 
+def test_a_save_that_fails_while_the_next_is_decided_on_is_told_by_that(tmp_path: Path) -> None:
+    backend = HoldingBackend("create", "step-0000000001")
+
+    class FailsMeanwhile:
+        """Lets the save before fail before it decides."""
+
+        def should_save(self, step: object, previous: object, *, context: object) -> bool:
+            if backend.reached.is_set():
+                backend.go.set()
+                assert manager._pending is not None
+                manager._pending._ended.wait(60)
+            return True
+
+    manager = jct.StepManager(tmp_path, backend=backend, save_decision_policy=FailsMeanwhile())
+    monkeyed = backend.create
+
+    def refuse(path: str, *, direct: object) -> object:
+        monkeyed(path, direct=direct)
+        raise jct.StorageError(errno.EIO, "refused to create", path)
+
+    backend.create = refuse  # type: ignore[method-assign, assignment]
+    manager.save(1, {"state": state_of(1)})
+    assert backend.reached.wait(60)
+    with pytest.raises(jct.StorageError, match="refused to create"):
+        manager.save(2, {"state": state_of(2)})
+    manager.close()
+    assert manager.steps == []
+
+
 def test_a_failure_is_in_the_history(tmp_path: Path) -> None:
     manager = failing(tmp_path, 1)
     manager.save(1, {"state": state_of(1)})

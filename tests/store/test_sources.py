@@ -29,7 +29,7 @@ NEW = {name: np.full(5000, 2, np.uint8) for name in "ab"}
 def test_what_is_being_read_is_closed_when_that_ends_and_nothing_is_opened_again() -> None:
     backend = StrictBackend()
     committed = commit(backend, "/runs/a", OLD, UNVERIFIED)
-    opened = Sources(backend, committed, "auto", [0, 0])
+    opened = Sources(backend, committed, UNVERIFIED, [0, 0])
     opened.open()
     assert backend.open_files == 1
     reading, go = threading.Event(), threading.Event()
@@ -80,16 +80,21 @@ def test_segments_of_two_checkpoints_are_never_mixed(after: int, at_once: int, m
     old = open_committed(backend, "/runs/a")
     assert len(old.manifest.segments) == 2
     backend.after, backend.then = after, lambda: commit(backend, "/runs/a", NEW, chosen, replace=True)
-    with pytest.raises(CorruptCheckpointError, match="was replaced while it was being opened"):
+    with pytest.raises(CorruptCheckpointError, match="was replaced while it was being read"):
         load_committed(backend, old, chosen)
     backend.after, backend.then = after, lambda: commit(backend, "/runs/a", OLD, chosen, replace=True)
     found = use_committed(backend, "/runs/a", lambda committed: load_committed(backend, committed, chosen))
     assert {name: array.tobytes() for name, (array,) in found.items()} == {n: a.tobytes() for n, a in OLD.items()}
 
 
-def test_a_checkpoint_that_is_gone_by_then_was_not_replaced() -> None:
+@pytest.mark.parametrize("verified", [True, False])
+def test_a_checkpoint_that_is_gone_by_then_is_read_if_the_bytes_can_tell(verified: bool) -> None:
     backend = Replacing()
     committed = commit(backend, "/runs/a", OLD, UNVERIFIED)
     backend.then = lambda: backend.remove("/runs/a/COMMIT")
-    found = load_committed(backend, committed, UNVERIFIED)
+    if not verified:
+        with pytest.raises(CorruptCheckpointError, match="was replaced while it was being read"):
+            load_committed(backend, committed, UNVERIFIED)
+        return
+    found = load_committed(backend, committed, StoreSettings())
     assert {name: array.tobytes() for name, (array,) in found.items()} == {n: a.tobytes() for n, a in OLD.items()}

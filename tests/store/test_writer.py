@@ -336,3 +336,12 @@ def test_what_was_fetched_is_dropped_when_the_save_fails() -> None:
     gc.collect()  # the error's traceback held some
     assert come.now == 0
     assert sum(place.fetches for place in places) < 20
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_an_array_that_comes_with_another_number_of_bytes_fails_the_save(more: int) -> None:
+    come = ArrayToCome(Come(), np.zeros(5 * PAGE, np.uint8))
+    come.content = np.zeros(5 * PAGE + more, np.uint8)
+    sources = [ArraySource("x", (5 * PAGE,), come.dtype, (ChunkSource(full_box((5 * PAGE,)), come),))]
+    with pytest.raises(ValueError, match=f"{5 * PAGE + more} bytes came from the device, expected {5 * PAGE}"):
+        write(StrictBackend(), sources, StoreSettings(staging_bytes=2 * PAGE))
