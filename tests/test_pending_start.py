@@ -1,0 +1,146 @@
+"""The start of a save: however it is refused or interrupted, it is known and ends, or it never was."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train import pending as pending_module
+from jaxckpt_train.checkpointables.saving import begin_save
+from jaxckpt_train.pending import PendingSave, start_save
+
+
+def under_way() -> set[PendingSave[Any]]:
+    return pending_module._under_way
+
+
+class Told:
+    """What is told of a save that is about to begin."""
+
+    def __init__(self) -> None:
+        self.saves: list[PendingSave[Any] | None] = []
+        self.undone: list[BaseException] = []
+        self.worked = 0
+
+    def work(self) -> int:
+        self.worked += 1
+        return 3
+
+    def start(self) -> PendingSave[int]:
+        return start_save("x", self.work, begun=self.saves.append, undo=self.undone.append)
+
+
+def test_a_thread_that_cannot_be_started_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before, told = set(under_way()), Told()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread") as caught:
+            told.start()
+    assert under_way() == before
+    save, nothing = told.saves
+    assert nothing is None
+    assert told.undone == [caught.value]
+    assert save is not None
+    assert save.outcome(0) is caught.value
+
+
+@contextlib.contextmanager
+def interrupt_at(number: int, *codes: Any) -> Iterator[list[int]]:
+    """Raises KeyboardInterrupt before the so many-th line of these functions; the list counts the lines."""
+    seen, chosen = [0], {code.__code__ for code in codes}
+
+    def trace(frame: Any, *_: Any) -> Any:
+        return Lines() if frame.f_code in chosen else None
+
+    class Lines:
+        """The lines of one call, each counted once: the end of a `with`, its line again, cannot be interrupted."""
+
+        def __init__(self) -> None:
+            self.lines: set[int] = set()
+
+        def __call__(self, frame: Any, event: str, _: Any) -> Any:
+            if event == "line" and frame.f_lineno not in self.lines:
+                self.lines.add(frame.f_lineno)
+                seen[0] += 1
+                if seen[0] == number:
+                    raise KeyboardInterrupt
+            return self
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield seen
+    finally:
+        sys.settrace(before)
+
+
+def join_saves() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "jaxckpt-save" and thread.is_alive():  # else its start was interrupted
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+STARTING = (start_save, PendingSave.__init__, PendingSave._start, threading.Thread.__init__, threading.Thread.start)
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that was not told to go does not wait long for it."""
+    monkeypatch.setattr(pending_module, "LOOK_S", 0.01)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_an_interrupt_anywhere_in_the_start_leaves_a_save_that_ends_or_none() -> None:
+    before, ends = set(under_way()), set()
+    for number in itertools.count(1):
+        told, is_interrupted = Told(), True
+        with interrupt_at(number, *STARTING) as seen, contextlib.suppress(KeyboardInterrupt):
+            told.start()
+            is_interrupted = False
+        join_saves()
+        assert under_way() == before
+        save = told.saves[-1] if told.saves else None
+        assert told.worked == (save is not None)
+        assert [type(error) for error in told.undone] in ([], [KeyboardInterrupt] * (save is None))
+        if save is not None:
+            assert save.outcome(0) is None
+        ends.add((is_interrupted, save is not None, bool(told.undone)))
+        if seen[0] < number:
+            break
+    # Nothing had been told of it; it was taken back; it goes on, and is known; it was not interrupted any more.
+    assert ends == {(True, False, False), (True, False, True), (True, True, False), (False, True, False)}
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_an_interrupt_anywhere_in_the_start_loses_no_manager(tmp_path: Path) -> None:
+    manager = jct.StepManager(tmp_path / "run")
+    saved = 0
+    for number in itertools.count(1):
+        with interrupt_at(number, *STARTING, begin_save) as seen, contextlib.suppress(KeyboardInterrupt):
+            manager.save(number, {"state": {"w": np.arange(number)}})
+        manager.wait(60)
+        join_saves()
+        saved += number in manager.steps
+        if seen[0] < number:
+            break
+    assert 1 < saved < number
+    manager.close()
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {name for name in names if not name.startswith(".")} == {
+        "history.jsonl", *(f"step-{step:010d}" for step in jct.StepManager(tmp_path / "run").steps),
+    }  # fmt: skip
+    for step in jct.StepManager(tmp_path / "run").steps:
+        assert jct.verify(tmp_path / "run" / f"step-{step:010d}").ok
