@@ -78,10 +78,12 @@ class PendingSave(Generic[T]):
             self._work.pop()
         except IndexError:
             return False
-        self._is_done = True
-        self.mark_reported()
-        self.committed.set_exception(error)
-        self._ended.open()
+        try:
+            self.mark_reported()
+            self.committed.set_exception(error)
+        finally:  # whatever else interrupts: nobody must wait for it
+            self._is_done = True
+            self._ended.open()
         return True
 
     def _run(self) -> None:
@@ -172,12 +174,13 @@ def start_save(
     Raises:
         RuntimeError: the system has no thread for it.
     """
-    pending = PendingSave(subject, work)
+    pending: PendingSave[T] | None = None
     try:
+        pending = PendingSave(subject, work)
         begun(pending)
         pending._start()
     except BaseException as error:
-        if pending._take_back(error):
+        if pending is None or pending._take_back(error):
             begun(None)
             undo(error)
         raise

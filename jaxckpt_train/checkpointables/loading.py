@@ -39,7 +39,7 @@ class OpenPart:
         self._backend, self._committed, self._part = backend, committed, part
         self._settings, self._options, self._progress = settings, options, progress
         self.name, self.kind = part.name, part.kind
-        self.has_files = bool(part.files)
+        self._gave_directory = False
 
     def tree(self, like: Any) -> Any:
         """The stored leaves in the structure of `like`; with None, nested dicts and lists of numpy arrays."""
@@ -54,25 +54,32 @@ class OpenPart:
         return TreeRestore(self._backend, self._committed, self._part, self._settings)
 
     def value(self) -> Json:
-        """The JSON data, its digest verified."""
+        """The JSON data, its digest verified if that is asked for."""
         name, manifest = f"{self.name}/{VALUE_FILE}", self._committed.manifest
         record = next((file for file in self._part.files if file.file == name), None)
         if record is None:
             raise CorruptCheckpointError(f"{self._committed.directory}: the manifest does not name {name}")
         digest = manifest.digest if self._settings.verify_on_load else None
         data = read_recorded(self._backend, self._committed.directory, record, digest, manifest.block_bytes)
+        if digest is None:
+            refuse_another(self._backend, self._committed, may_be_gone=False)
         try:
             return msgspec.json.decode(data)
         except (msgspec.DecodeError, RecursionError) as error:
             raise CorruptCheckpointError(f"{self._committed.directory}/{name}: not JSON: {error}") from error
 
     def directory(self) -> Path:
-        """The directory of the part's own files, their digests verified."""
-        if self._settings.verify_on_load:
-            for file in self._part.files:
-                for problem in file_problems(self._backend, self._committed, file):
-                    raise CorruptCheckpointError(problem)
+        """The directory of the part's own files: all there, and their digests verified if that is asked for."""
+        for file in self._part.files:
+            for problem in file_problems(self._backend, self._committed, file, digests=self._settings.verify_on_load):
+                raise CorruptCheckpointError(problem)
+        self._gave_directory = True
         return Path(self._committed.directory, self.name)
+
+    def check_after(self) -> None:
+        """Raise CorruptCheckpointError if files that were read by their names may be another checkpoint's."""
+        if self._gave_directory:
+            refuse_another(self._backend, self._committed, may_be_gone=False)
 
 
 def load_parts(
@@ -106,7 +113,8 @@ def load_parts(
             if compare is not None:
                 compare(target, opened)
     jobs.sort(key=lambda job: not job[0].early)
-    results = {opened.name: handler.restore(target, opened) for handler, target, opened in jobs}
-    if any(opened.has_files for _, _, opened in jobs):  # they were opened by their names, one by one
-        refuse_another(backend, committed, may_be_gone=settings.verify_on_load)
+    results = {}
+    for handler, target, opened in jobs:
+        results[opened.name] = handler.restore(target, opened)
+        opened.check_after()
     return {name: results[name] for name in targets}

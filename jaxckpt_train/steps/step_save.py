@@ -29,6 +29,8 @@ from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.store.transaction import Transaction
 
 Clock = Callable[[], datetime.datetime]
+CALL_S = 10.0
+"""By then the call that saves has ended, as all it waits for is written; unless an interrupt kept it from saying so."""
 
 
 def utc_now() -> datetime.datetime:
@@ -135,5 +137,5 @@ class StepSave:
         return describe(committed)
 
     def _note(self, **outcome: Any) -> None:
-        self._call_ended.wait()  # else it is not known yet how long the call took
+        self._call_ended.wait(CALL_S)  # else it is not known yet how long the call took
         self._run.history.add("save", self._clock(), **self._record, **dataclasses.asdict(self._times), **outcome)

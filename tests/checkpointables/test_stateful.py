@@ -185,15 +185,41 @@ def test_a_changed_byte_in_its_files_is_found_before_it_reads_them(name: str, tm
     assert not jct.verify(tmp_path / "c").ok
 
 
-def test_a_missing_or_longer_file_is_found_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("verified", [True, False])
+def test_a_missing_or_longer_file_is_found_too(tmp_path: Path, verified: bool) -> None:
+    chosen = jct.StoreSettings(verify_on_load=verified)
     jct.save_checkpointables(tmp_path / "c", parts(Tokenizer({"hello": 1})))
     file = tmp_path / "c" / "tokenizer" / "words.json"
     file.write_text(file.read_text() + " ")
     with pytest.raises(jct.CorruptCheckpointError, match="13 bytes, but the manifest says 12"):
-        jct.load_checkpointables(tmp_path / "c", {"tokenizer": Tokenizer({})})
+        jct.load_checkpointables(tmp_path / "c", {"tokenizer": Tokenizer({})}, settings=chosen)
     file.unlink()
     with pytest.raises(jct.CorruptCheckpointError, match="the manifest names this file, but"):
-        jct.load_checkpointables(tmp_path / "c", {"tokenizer": Tokenizer({})})
+        jct.load_checkpointables(tmp_path / "c", {"tokenizer": Tokenizer({})}, settings=chosen)
+
+
+@pytest.mark.parametrize("verified", [True, False])
+def test_files_are_of_the_checkpoint_that_the_rest_is_of(tmp_path: Path, verified: bool) -> None:
+    """Another one takes its place right before the object reads its files, all of which have the same sizes."""
+
+    class Late(Tokenizer):
+        async def _read(self, directory: Path) -> None:
+            if self.loads == 1:
+                await asyncio.to_thread(jct.save_checkpointables, tmp_path / "c", saved(2), overwrite=True)
+            await super()._read(directory)
+
+    def saved(number: int) -> dict[str, Any]:
+        return {"tokenizer": Tokenizer({"at": number}), "notes": jct.JsonValue({"at": number})}
+
+    jct.save_checkpointables(tmp_path / "c", saved(1))
+    target = Late({})
+    found = jct.load_checkpointables(
+        tmp_path / "c",
+        {"notes": jct.JsonValue(None), "tokenizer": target},
+        settings=jct.StoreSettings(verify_on_load=verified),
+    )
+    assert target.loads == 2
+    assert found["notes"].value == target.words == {"at": 2}
 
 
 @pytest.mark.parametrize("target", [None, 3, {"w": 1}])
