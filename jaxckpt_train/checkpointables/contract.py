@@ -41,10 +41,10 @@ class Saved(Protocol):
         """Raise MismatchError where `tree` would; nothing is read."""
 
     def value(self) -> Json:
-        """The JSON data that was staged as `value`; its digest is verified."""
+        """The JSON data that was staged as `value`; its digest is verified, unless `verify_on_load` is off."""
 
     def directory(self) -> Path:
-        """The directory with the files that `write_files` left; their digests are verified."""
+        """The directory with the files that `write_files` left; their digests as well are verified, as for `value`."""
 
 
 class Handler(Protocol):
