@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
@@ -43,6 +45,34 @@ def read_whole(backend: Backend, directory: str, name: str, limit: int | None) -
     return data
 
 
+def open_recorded(
+    backend: Backend,
+    directory: str,
+    name: str,
+    size: int,
+    *,
+    direct: bool | Literal["auto"] = False,
+    subject: str = "file",
+) -> Source:
+    """Open a file that the manifest names.
+
+    Raises:
+        CorruptCheckpointError: it is missing, no plain file, or of another size than the manifest says.
+        StorageError: the storage refused for a reason that is not the checkpoint's fault.
+    """
+    path = f"{directory}/{name}"
+    try:
+        source: Source = backend.open(directory, name, direct=direct)
+    except StorageError as error:
+        if error.errno not in MISSING:
+            raise
+        raise CorruptCheckpointError(f"{path}: the manifest names this {subject}, but: {error}") from error
+    if source.size != size:
+        source.close()
+        raise CorruptCheckpointError(f"{path}: {source.size} bytes, but the manifest says {size}")
+    return source
+
+
 def read_recorded(
     backend: Backend, directory: str, record: FileRecord, digest_name: str | None, block_bytes: int
 ) -> np.ndarray:
@@ -52,20 +82,13 @@ def read_recorded(
         CorruptCheckpointError: it is not what was saved.
         StorageError: it cannot be read.
     """
-    path = f"{directory}/{record.file}"
+    source = open_recorded(backend, directory, record.file, record.bytes)
     try:
-        source: Source = backend.open(directory, record.file, direct=False)
-    except StorageError as error:
-        if error.errno not in MISSING:
-            raise
-        raise CorruptCheckpointError(f"{path}: the manifest names this file, but: {error}") from error
-    try:
-        if source.size != record.bytes:
-            raise CorruptCheckpointError(f"{path}: {source.size} bytes, but the manifest says {record.bytes}")
         data = np.empty(source.size, np.uint8)
         source.read_into(0, data, len(data))
     finally:
         source.close()
     if digest_name is not None and block_digests(data, block_bytes, digest_function(digest_name)) != record.digests:
+        path = f"{directory}/{record.file}"
         raise CorruptCheckpointError(f"{path}: bytes 0 to {len(data)} are not what was saved ({digest_name} differs)")
     return data

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from jaxckpt_train.errors import CorruptCheckpointError, StorageError
+from jaxckpt_train.errors import StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backend import MISSING, Backend, Source
+from jaxckpt_train.store.backend import Backend, Source
+from jaxckpt_train.store.plain_files import open_recorded
 from jaxckpt_train.store.transaction import Committed, refuse_another
 
 OPEN_AT_ONCE = 256  # of the 1,024 open files that a process may often have, for all it does
@@ -105,15 +106,12 @@ class Sources:
         refuse_another(self._backend, self._committed, may_be_gone=self._is_verified)
 
     def _opened(self, number: int) -> Source:
-        record, directory = self._committed.manifest.segments[number], self._committed.directory
-        path = f"{directory}/{record.file}"
-        try:
-            source = self._backend.open(directory, record.file, direct=self._direct)
-        except StorageError as error:
-            if error.errno not in MISSING:
-                raise
-            raise CorruptCheckpointError(f"{path}: the manifest names this segment, but: {error}") from error
-        if source.size != record.bytes:
-            source.close()
-            raise CorruptCheckpointError(f"{path}: {source.size} bytes, but the manifest says {record.bytes}")
-        return source
+        record = self._committed.manifest.segments[number]
+        return open_recorded(
+            self._backend,
+            self._committed.directory,
+            record.file,
+            record.bytes,
+            direct=self._direct,
+            subject="segment",
+        )

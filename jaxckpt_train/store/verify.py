@@ -9,12 +9,13 @@ import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backend import MISSING, Backend, Source
+from jaxckpt_train.store.backend import Backend, Source
 from jaxckpt_train.store.boxes import box_shape
 from jaxckpt_train.store.digests import HEX_DIGITS, digest_function
 from jaxckpt_train.store.dtypes import DTYPES, safetensors_form
 from jaxckpt_train.store.layout import chunk_name
 from jaxckpt_train.store.manifest import FileRecord, Manifest
+from jaxckpt_train.store.plain_files import open_recorded
 from jaxckpt_train.store.segment import LENGTH_BYTES, Tensor, decode_header, header_length
 from jaxckpt_train.store.transaction import Committed, open_committed
 from jaxckpt_train.store.workers import shared_workers
@@ -85,19 +86,14 @@ def file_problems(backend: Backend, committed: Committed, file: FileRecord, *, d
     Raises:
         StorageError: the storage refused for a reason that is not the checkpoint's fault.
     """
-    path = f"{committed.directory}/{file.file}"
     try:
-        source = backend.open(committed.directory, file.file, direct=False)
-    except StorageError as error:
-        if error.errno not in MISSING:
-            raise
-        yield f"{path}: the manifest names this file, but: {error}"
+        source = open_recorded(backend, committed.directory, file.file, file.bytes)
+    except CorruptCheckpointError as error:
+        yield str(error)
         return
     try:
-        if source.size != file.bytes:
-            yield f"{path}: {source.size} bytes, but the manifest says {file.bytes}"
-            return
         if digests:
+            path = f"{committed.directory}/{file.file}"
             yield from _block_problems(source, path, 0, file.bytes, file.digests, committed.manifest, "the file")
     finally:
         source.close()
