@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from jaxckpt_train import pending as pending_module
 from jaxckpt_train.pending import PendingSave, start_save
 from jaxckpt_train.steps import step_save
 from jaxckpt_train.steps.step_save import StepSave
+from tests.interrupts import interrupt_at
 
 
 def under_way() -> set[PendingSave[Any]]:
@@ -55,36 +54,6 @@ def test_a_thread_that_cannot_be_started_is_not_waited_for(monkeypatch: pytest.M
     assert told.undone == [caught.value]
     assert save is not None
     assert save.outcome(0) is caught.value
-
-
-@contextlib.contextmanager
-def interrupt_at(number: int, *codes: Any) -> Iterator[list[int]]:
-    """Raises KeyboardInterrupt before the so many-th line of these functions; the list counts the lines."""
-    seen, chosen = [0], {code.__code__ for code in codes}
-
-    def trace(frame: Any, *_: Any) -> Any:
-        return Lines() if frame.f_code in chosen else None
-
-    class Lines:
-        """The lines of one call, each counted once: the end of a `with`, its line again, cannot be interrupted."""
-
-        def __init__(self) -> None:
-            self.lines: set[int] = set()
-
-        def __call__(self, frame: Any, event: str, _: Any) -> Any:
-            if event == "line" and frame.f_lineno not in self.lines:
-                self.lines.add(frame.f_lineno)
-                seen[0] += 1
-                if seen[0] == number:
-                    raise KeyboardInterrupt
-            return self
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield seen
-    finally:
-        sys.settrace(before)
 
 
 def join_saves() -> None:

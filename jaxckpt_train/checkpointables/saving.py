@@ -33,6 +33,7 @@ from jaxckpt_train.store.transaction import Committed, Transaction
 from jaxckpt_train.store.writer import Progress, write_arrays
 from jaxckpt_train.tree.leaf_records import encode_tree
 from jaxckpt_train.tree.snapshot import Snapshot, snapshot
+from jaxckpt_train.tree.transfers import Ahead
 
 T = TypeVar("T")
 VALUE_FILE = "p00000.json"
@@ -71,20 +72,20 @@ def stage_all(checkpointables: Mapping[str, Any], times: SaveTimes, settings: St
         UnsupportedLeafError: something cannot be stored.
     """
     digest_function(settings.digest)  # told now, and not in the background
-    parts = []
+    parts, ahead = [], Ahead(settings.staging_bytes)
     for name, value in checkpointables.items():
         if not isinstance(name, str) or not is_plain_name(name):
             raise SettingsError(
                 f"checkpointable name {name!r}: expected letters, digits, '_', '-' and '.', not '.' or '-' first"
             )
         try:
-            parts.append(_stage(name, value, times, settings))
+            parts.append(_stage(name, value, times, settings, ahead))
         except UnsupportedLeafError as error:
             raise UnsupportedLeafError(f"checkpointable {name!r}: {error}") from error
     return parts
 
 
-def _stage(name: str, value: Any, times: SaveTimes, settings: StoreSettings) -> StagedPart:
+def _stage(name: str, value: Any, times: SaveTimes, settings: StoreSettings, ahead: Ahead) -> StagedPart:
     started = time.perf_counter()
     handler = handler_of(value)
     staged = handler.stage(value)
@@ -96,7 +97,7 @@ def _stage(name: str, value: Any, times: SaveTimes, settings: StoreSettings) -> 
         return StagedPart(name, handler.kind, staged=staged)
     if encoded is not None:
         return StagedPart(name, handler.kind, value=encoded)
-    taken = snapshot(staged.tree, settings.snapshot, settings.staging_bytes)
+    taken = snapshot(staged.tree, settings.snapshot, ahead)
     times.snapshot_s += time.perf_counter() - now
     return StagedPart(name, handler.kind, snapshot=taken)
 

@@ -41,7 +41,7 @@ class OwnerLock:
         self._path = f"{directory}/{LOCK_NAME}"
         self._record = _Record(this_process(), uuid.uuid4().hex)
         self._stop = threading.Event()
-        self._held = False
+        self._tried = self._held = False
         self._guard = threading.Lock()
         self._beating: threading.Thread | None = None
 
@@ -57,10 +57,11 @@ class OwnerLock:
         with self._guard:
             if self._held:
                 return None
+            self._tried = True  # from now on the file may be there, whatever interrupts this
             dead = self._acquire()
+            self._keep_beating()
             self._held = True
             self._forget_the_dead()
-            self._keep_beating()
         return dead
 
     def _keep_beating(self) -> None:
@@ -119,6 +120,8 @@ class OwnerLock:
             other = self._read()
             if other is None:
                 continue
+            if other.token == self._record.token:
+                return dead  # an interrupt came when it had just been taken
             if other.process == self._record.process and not collected:
                 gc.collect()  # a manager that was dropped without close() lets go when it is freed
                 collected = True
@@ -196,18 +199,21 @@ class OwnerLock:
         return True
 
     def _forget_the_dead(self) -> None:
-        """Remove the locks of dead owners that nobody can still have in mind."""
-        for entry in self._backend.list(self._directory):
-            path = f"{self._directory}/{entry.name}"
-            if entry.name.startswith(f"{LOCK_NAME}{_DEAD}") and self._backend.age_s(path) > SILENCE_S:
-                self._backend.remove(path)
+        """Remove the locks of dead owners that nobody can still have in mind; those that stay do no harm."""
+        try:
+            for entry in self._backend.list(self._directory):
+                path = f"{self._directory}/{entry.name}"
+                if entry.name.startswith(f"{LOCK_NAME}{_DEAD}") and self._backend.age_s(path) > SILENCE_S:
+                    self._backend.remove(path)
+        except StorageError as error:
+            _log.warning("%s: the lock of a dead owner was not removed: %s", self._directory, error)
 
     def release(self) -> None:
         """Give the directory free, if this lock holds it."""
         with self._guard:
-            if not self._held or self._record.process.pid != this_process().pid:
+            if not self._tried or self._record.process.pid != this_process().pid:
                 return  # not ours, or ours by inheritance only: a forked child holds nothing
-            self._held = False
+            self._tried = self._held = False
             self._stop.set()
             other = self._read()
             if other is not None and other.token == self._record.token:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import collections
 import logging
-import queue
 import threading
 from collections.abc import Callable, Sequence
 
@@ -26,11 +26,11 @@ class Deleter:
 
     def __init__(self, backend: Backend, directory: str, deleted: Callable[[], Callable[[str], None] | None]) -> None:
         self._backend, self._directory, self._deleted = backend, directory, deleted
-        self._jobs: queue.SimpleQueue[tuple[Sequence[str], str | None] | None] = queue.SimpleQueue()
+        self._jobs: collections.deque[tuple[Sequence[str], str | None]] = collections.deque()
         self._retry: list[str] = []
-        self._idle = threading.Condition()
-        self._waiting = 0
-        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._worker: threading.Thread | None = None
+        self._is_closing = False
 
     def delete(self, names: Sequence[str], *, instead: str | None = None) -> None:
         """Delete step directories soon; each stops being listed before its first byte goes.
@@ -40,43 +40,62 @@ class Deleter:
             instead: a step that was saved without being synced: it is now, before the others go. A power cut would
                 else find none, since names are often on the disk before the data are.
         """
-        if not names:
-            return
-        with self._idle:
-            self._waiting += 1
-            has_thread = self._thread is not None or self._start()
-        if has_thread:
-            self._jobs.put((names, instead))
-        else:
-            self._work_on(names, instead)
+        if names:
+            self._jobs.append((names, instead))
+            self._ensure_worker()
 
-    def _start(self) -> bool:
-        """Start the thread; False if the system has none for it."""
-        thread = threading.Thread(target=self._work, name="jaxckpt-retention", daemon=True)
+    def _ensure_worker(self) -> None:
+        """Have somebody who does what is left: a thread, or the caller if the system has none for it."""
+        with self._changed:
+            self._changed.notify_all()
+            if not self._jobs or self._worker is not None:
+                return
+            self._is_closing = False
         try:
-            thread.start()
+            threading.Thread(target=self._work, name="jaxckpt-retention", daemon=True).start()
         except RuntimeError:
-            return False
-        self._thread = thread
-        return True
+            self._work(stays=False)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is left to delete; False if that took too long."""
-        with self._idle:
-            return self._idle.wait_for(lambda: self._waiting == 0, timeout_s)
+        self._ensure_worker()
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._jobs, timeout_s)
 
     def close(self) -> None:
         """Finish what is under way and end the thread."""
         self.wait()
-        with self._idle:
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            self._jobs.put(None)
-            thread.join()
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._worker is None)
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self._work_on(*job)
+    def _work(self, stays: bool = True) -> None:
+        """Work off the jobs, one thread at a time. A job stays in the list until it is done: whoever waits sees it."""
+        with self._changed:
+            if self._worker is not None:
+                return
+            self._worker = threading.current_thread()
+        try:
+            while self._has_job(stays):
+                try:
+                    self._work_on(*self._jobs[0])
+                finally:
+                    self._jobs.popleft()
+        finally:
+            with self._changed:
+                if self._worker is threading.current_thread():  # it failed: the next thread goes on with the next job
+                    self._worker = None
+                self._changed.notify_all()
+            self._ensure_worker()
+
+    def _has_job(self, stays: bool) -> bool:
+        with self._changed:
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._jobs or self._is_closing or not stays)
+            if not self._jobs:
+                self._worker = None
+            return bool(self._jobs)
 
     def _work_on(self, names: Sequence[str], instead: str | None) -> None:
         names, self._retry = [*self._retry, *names], []
@@ -85,9 +104,6 @@ class Deleter:
                 self._delete(name)
         else:
             self._retry = names
-        with self._idle:
-            self._waiting -= 1
-            self._idle.notify_all()
 
     def _make_durable(self, name: str) -> bool:
         try:

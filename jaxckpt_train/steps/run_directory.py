@@ -80,8 +80,8 @@ class RunDirectory:
             self._id = home_run(self._entries) or self._id
             if self._restored is not None:
                 self._left = left_behind_by(self._restored, self._entries)
-            self.is_owner = True
         self._deleter.delete(half_deleted(self._backend, self._directory))
+        self.is_owner = True  # last of all: what is interrupted before is done again
 
     def _look(self) -> None:
         self._entries = scan(self._backend, self._directory)

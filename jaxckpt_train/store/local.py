@@ -6,12 +6,13 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import os
 import shutil
 import stat
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import numpy as np
@@ -32,7 +33,7 @@ _ADVICE = {
     errno.EIO: "the disk or its connection failed: do not trust it further",
 }
 
-_NO_DIRECT = 'the file system refuses direct I/O, and direct_io=True asks for nothing else; use "auto"'
+_NO_DIRECT = 'this system or file system has no direct I/O, and direct_io=True asks for nothing else; use "auto"'
 
 
 @contextlib.contextmanager
@@ -144,6 +145,8 @@ class _LocalSource:
             with contextlib.suppress(OSError):  # nothing was written, so nothing can be lost
                 os.close(descriptor)
 
+    __del__ = close  # an interrupt may lose a source on its way to who asked for it
+
 
 class LocalBackend:
     """Files of this machine, or of a network file system mounted on it. Instances keep no state."""
@@ -152,6 +155,7 @@ class LocalBackend:
         """Create a file that must not exist; see `backend.Files`."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with _storage("create the file", path):
+            _refuse_without_direct(direct)
             if direct and _O_DIRECT:
                 try:
                     return _LocalSink(path, os.open(path, flags | _O_DIRECT, 0o666), direct)
@@ -310,9 +314,15 @@ def _rename_all(steps: list[tuple[str, str]]) -> None:
         raise
 
 
+def _refuse_without_direct(direct: bool | Literal["auto"]) -> None:
+    if direct is True and not _O_DIRECT:
+        raise OSError(errno.EOPNOTSUPP, _NO_DIRECT)
+
+
 def _open_regular(name: str, folder: int, direct: bool | Literal["auto"], path: str) -> _LocalSource:
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor, refusal = -1, None
+    _refuse_without_direct(direct)
     if direct and _O_DIRECT:
         try:
             descriptor = os.open(name, flags | _O_DIRECT, dir_fd=folder)
@@ -339,9 +349,15 @@ def _open_regular(name: str, folder: int, direct: bool | Literal["auto"], path: 
 _RENAME_NOREPLACE, _RENAME_EXCHANGE, _AT_FDCWD = 1, 2, -100
 
 
+@functools.cache
+def _find_renameat2() -> Callable[..., int] | None:
+    """The C library's function; found once, as ctypes makes classes for each look, which only the collector frees."""
+    return getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+
+
 def _renameat2(source: str, target: str, flags: int) -> bool:
     """Linux's rename with flags; False where the kernel or file system does not offer it."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    call = _find_renameat2()
     if call is None:
         return False
     if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:

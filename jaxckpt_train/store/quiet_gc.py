@@ -6,10 +6,48 @@ import contextlib
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 
-_pausing = threading.Lock()
-_threshold = 0
+_guard = threading.RLock()
+_threshold = 0  # that is to be set again when the pause ends; 0: there is none
+
+
+class _Pause:
+    """One pause. If an interrupt keeps it from ending, the next one does that: when nothing refers to it any more."""
+
+    def begin(self) -> None:
+        """Pause, unless the collector is off anyway, or paused by another thread."""
+        global _current, _threshold
+        with _guard:
+            if _current() is None:
+                _go_on()
+                if gc.isenabled():
+                    _current = weakref.ref(self)
+                    _threshold = gc.get_threshold()[0]
+                    gc.set_threshold(0)
+
+    def end(self) -> None:
+        """Go on as before."""
+        global _current
+        with _guard:
+            if _current() is self:
+                _go_on()
+                _current = _nobody
+
+
+def _go_on() -> None:
+    global _threshold
+    if _threshold and not gc.get_threshold()[0]:  # else someone has set another meanwhile
+        gc.set_threshold(_threshold)
+    _threshold = 0
+
+
+def _nobody() -> _Pause | None:
+    return None
+
+
+_current = _nobody
 
 
 @contextlib.contextmanager
@@ -22,30 +60,19 @@ def paused_collection() -> Iterator[None]:
     It is the threshold that pauses: a loop may call `gc.disable()` meanwhile, and finds it as it has left it. (Not so a
     threshold of 0 that it sets meanwhile, or one that it has read meanwhile and sets later.)
     """
-    global _threshold
-    if not gc.isenabled() or not gc.get_threshold()[0] or not _pausing.acquire(blocking=False):
-        yield
-        return
+    pause = _Pause()
     try:
-        _threshold = gc.get_threshold()[0]
-        gc.set_threshold(0)
+        pause.begin()
         yield
     finally:
-        _go_on()
-        _pausing.release()
-
-
-def _go_on() -> None:
-    if not gc.get_threshold()[0]:  # else someone has set another meanwhile
-        gc.set_threshold(_threshold)
+        pause.end()
 
 
 def _go_on_in_child() -> None:
     """A forked child lacks the thread that would end the pause."""
-    global _pausing
-    if _pausing.locked():
-        _go_on()
-    _pausing = threading.Lock()
+    global _guard, _current
+    _guard, _current = threading.RLock(), _nobody
+    _go_on()
 
 
 os.register_at_fork(after_in_child=_go_on_in_child)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import logging
 import math
-import queue
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +18,7 @@ from jaxckpt_train.store.boxes import box_elements, box_shape, element_span, sli
 from jaxckpt_train.store.digests import HEX_DIGITS, HexDigest, digest_function
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ChunkRecord
+from jaxckpt_train.store.read_budget import ReadBudget, owner_of
 from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT, ChunkRead, Run, Use, Wanted, plan_reads
 from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.sources import Sources
@@ -28,15 +26,10 @@ from jaxckpt_train.store.staging import Arena, aligned_buffer
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.store.workers import shared_workers
 
-_log = logging.getLogger("jaxckpt_train")
-
 PIECE_BLOCKS = 4
 LARGE_BYTES = 64 << 10
 # A reading thread waits for the disk about half of its time; the other half it touches fresh memory and digests.
 READS_PER_THREAD = 2
-# So long a reading thread waits for memory before it helps along, and so many times before it goes on without; so many
-# times more often while somebody is at work who may give some back.
-STALL_S, STALLS, PATIENCE = 0.05, 100, 120
 Progress = Callable[[int], None]
 
 
@@ -46,68 +39,6 @@ class ReadBox(NamedTuple):
     wanted: int
     box: int
     data: np.ndarray
-
-
-class _Budget:
-    """A number of bytes that may be in use at once; one request larger than all of it waits until it is alone.
-
-    Only `take` waits, and only worker threads take: giving back happens wherever memory is freed. Libraries such as JAX
-    let go of what they have put on a device in later calls to them, or when Python collects garbage; so who waits
-    collects. If nothing comes back even so, and nobody is at work whose end could bring it, then somebody keeps what
-    should only pass, and the budget is given up: better than to wait for ever. (Ten minutes where somebody is at work.)
-    """
-
-    def __init__(self, total: int) -> None:
-        self._total, self._used, self._lock = total, 0, threading.Lock()
-        self._returned: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._is_lifted = False
-        self._at_work: set[int] = set()  # threads
-
-    @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Within, this thread reads, or does what it read for: memory may come back when it is done, however late."""
-        me = threading.get_ident()
-        self._at_work.add(me)
-        try:
-            yield
-        finally:
-            self._at_work.discard(me)
-
-    def take(self, size: int) -> None:
-        with self._lock:
-            stalls = 0.0
-            while not self._is_lifted and (not self._returned.empty() or 0 < self._used > self._total - size):
-                try:
-                    self._used -= self._returned.get(timeout=STALL_S)
-                    stalls = 0.0
-                except queue.Empty:
-                    gc.collect(0)
-                    stalls += 1 / PATIENCE if self._at_work else 1
-                    if stalls >= STALLS:
-                        _log.warning("%d bytes do not leave host memory; the load goes on without a limit", self._used)
-                        self._is_lifted = True
-            self._used += size
-
-    def give(self, size: int) -> None:
-        self._returned.put(size)
-
-    def charge(self, array: np.ndarray) -> None:
-        """Count memory that is there already, until nothing refers to it any more."""
-        owner = _owner(array)
-        self.give(-owner.nbytes)
-        weakref.finalize(owner, self.give, owner.nbytes).atexit = False
-
-    def lift(self) -> None:
-        """Let everyone through from now on: nobody will give back what others wait for."""
-        self._is_lifted = True
-        self.give(0)
-
-
-def _owner(array: np.ndarray) -> np.ndarray:
-    """The array that all others of the same memory are views of."""
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array
 
 
 class _Room:
@@ -143,10 +74,11 @@ class _Reading:
         wanted: Sequence[Wanted],
         settings: StoreSettings,
         progress: Progress | None,
+        budget: ReadBudget,
     ) -> None:
         self._manifest, self._settings, self._wanted = committed.manifest, settings, wanted
         self._digest = digest_function(self._manifest.digest) if settings.verify_on_load else None
-        self._budget = _Budget(settings.read_budget_bytes)
+        self._budget = budget
         self._progress = progress
         self._parts: dict[tuple[int, int], tuple[np.ndarray, int]] = {}  # begun boxes, and their missing elements
         self._lock = threading.Lock()
@@ -191,7 +123,7 @@ class _Reading:
         for read in run.reads:
             self._hand_out(read, memory[read.start - run.start : read.stop - run.start], room, completed)
         if run.passing and room.memory is not None:
-            weakref.finalize(_owner(room.memory), self._budget.give, run.moved_bytes).atexit = False
+            weakref.finalize(owner_of(room.memory), self._budget.give, run.moved_bytes).atexit = False
         return completed
 
     def _read_up_to(self, run: Run, memory: np.ndarray, at: int, stop: int) -> int:
@@ -293,6 +225,7 @@ def iter_boxes(
     wanted: Sequence[Wanted],
     settings: StoreSettings,
     progress: Progress | None = None,
+    budget: ReadBudget | None = None,
 ) -> Generator[ReadBox]:
     """Read boxes of arrays of one committed checkpoint, and hand out each box as soon as it is complete.
 
@@ -304,6 +237,7 @@ def iter_boxes(
         wanted: which boxes of which arrays.
         settings: threads, budget, verification.
         progress: called with numbers of bytes read, from several threads.
+        budget: what the reading memory is counted in; None: one of its own, of the settings' size.
 
     Yields:
         Every wanted box, in any order, as a writable, 64-byte aligned, row-major numpy array.
@@ -315,7 +249,8 @@ def iter_boxes(
     threads = READS_PER_THREAD * settings.known_io_threads
     runs = plan_reads(committed.manifest, wanted, max(1, settings.read_budget_bytes // (2 * threads)))
     sources = Sources(backend, committed, settings, [run.segment for run in runs])
-    reading = _Reading(sources, committed, wanted, settings, progress)
+    budget = budget or ReadBudget(settings.read_budget_bytes)
+    reading = _Reading(sources, committed, wanted, settings, progress, budget)
     try:
         yield from _empty_boxes(wanted)
         reading.prepare(runs)

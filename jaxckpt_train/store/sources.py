@@ -51,8 +51,8 @@ class Sources:
             StorageError: the file system refused.
         """
         for number in sorted(self._left)[:OPEN_AT_ONCE]:
-            with self._using(number):
-                pass
+            with self._lock:
+                self._get(number)
         if self._left:
             self._refuse_another()
         self._is_begun = True
@@ -83,13 +83,7 @@ class Sources:
     @contextlib.contextmanager
     def _using(self, number: int) -> Iterator[Source]:
         with self._lock:
-            if self._is_closed:
-                raise StorageError(errno.EBADF, "the load is over", self._committed.directory)
-            if number not in self._open:
-                self._open[number] = self._opened(number)
-                if self._is_begun:
-                    self._refuse_another()
-            source = self._open[number]
+            source = self._get(number)
             self._in_use[number] += 1
         try:
             yield source
@@ -97,6 +91,16 @@ class Sources:
             with self._lock:
                 self._in_use[number] -= 1
                 self._close_unused(number)
+
+    def _get(self, number: int) -> Source:
+        """The open segment, opened if it is not yet; under the lock."""
+        if self._is_closed:
+            raise StorageError(errno.EBADF, "the load is over", self._committed.directory)
+        if number not in self._open:
+            self._open[number] = self._opened(number)
+            if self._is_begun:
+                self._refuse_another()
+        return self._open[number]
 
     def _refuse_another(self) -> None:
         """A segment of the right name and size may be of a checkpoint that took the place of this one meanwhile.

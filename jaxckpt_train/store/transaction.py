@@ -305,12 +305,15 @@ def refuse_another(backend: Backend, committed: Committed, *, may_be_gone: bool)
 
     Raises:
         CorruptCheckpointError: another one has taken its place.
+        NotACheckpointError: it has been removed.
     """
     raw = _read_or_none(backend, committed.directory, COMMIT_NAME, _MAX_COMMIT_BYTES)
-    if raw is None and may_be_gone:
-        return
+    if raw is None:
+        if may_be_gone:
+            return
+        raise _removed(committed.directory)
     with contextlib.suppress(msgspec.MsgspecError):
-        if raw is not None and msgspec.json.decode(raw, type=CommitRecord).manifest_sha256 == committed.manifest_sha256:
+        if msgspec.json.decode(raw, type=CommitRecord).manifest_sha256 == committed.manifest_sha256:
             return
     raise CorruptCheckpointError(f"{committed.directory}: was replaced while it was being read")
 
@@ -327,11 +330,20 @@ def use_committed(backend: Backend, directory: str, use: Callable[[Committed], T
             committed = open_committed(backend, directory)
             seen = committed.manifest_sha256
             return use(committed)
-        except (CorruptCheckpointError, StorageError):
+        except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
             now = manifest_digest(backend, directory)
+            if now is None and seen is not None and not is_committed(backend, directory):
+                raise _removed(directory) from error
             if now is None or now == seen:
                 raise
             seen = now
+
+
+def _removed(directory: str) -> NotACheckpointError:
+    return NotACheckpointError(
+        f"{directory}: was removed while it was being read; a run keeps steps that it has pinned, or as many as its "
+        "preservation policy says"
+    )
 
 
 def manifest_digest(backend: Backend, directory: str) -> str | None:

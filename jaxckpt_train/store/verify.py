@@ -103,14 +103,11 @@ def _segment_problems(backend: Backend, committed: Committed, number: int) -> It
     record = committed.manifest.segments[number]
     path = f"{committed.directory}/{record.file}"
     try:
-        source = backend.open(committed.directory, record.file, direct=False)
-    except StorageError as error:
-        yield f"{path}: the manifest names this segment, but: {error}"
+        source = open_recorded(backend, committed.directory, record.file, record.bytes, subject="segment")
+    except (CorruptCheckpointError, StorageError) as error:
+        yield str(error)
         return
     try:
-        if source.size != record.bytes:
-            yield f"{path}: {source.size} bytes, but the manifest says {record.bytes}"
-            return
         yield from _head_problems(source, path, committed.manifest, number)
         for part in committed.manifest.parts:
             for array in part.arrays:

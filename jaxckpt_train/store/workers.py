@@ -75,9 +75,9 @@ class Workers:
         except BaseException as error:  # an interrupt: the running items still use what the caller is about to release
             batch.give_up(error)
             batch.done.wait()
+            batch.take_error()
             raise
-        if batch.error is not None:
-            raise batch.error
+        batch.raise_error()
 
     def run_each(
         self, work: Callable[[T], R], items: Sequence[T], *, give_up: Callable[[], None] = lambda: None
@@ -104,9 +104,9 @@ class Workers:
             while not (batch.done.is_open() and results.empty()):  # results that nobody takes hold memory
                 with contextlib.suppress(queue.Empty):
                     results.get(timeout=LOOK_S)
+            batch.take_error()
             raise
-        if batch.error is not None:
-            raise batch.error
+        batch.raise_error()
 
 
 def _next(results: queue.SimpleQueue[T]) -> T:
@@ -157,6 +157,20 @@ class _Batch(Generic[T]):
         self._fail(error)
         while self._items:
             self.run_next()
+
+    def take_error(self) -> BaseException | None:
+        """The first error, which is not kept here: its traceback holds this batch, and so all that the items were."""
+        error, self.error = self.error, None
+        return error
+
+    def raise_error(self) -> None:
+        """Raise the first error, if there was one."""
+        error = self.take_error()
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

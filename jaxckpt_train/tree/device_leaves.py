@@ -15,11 +15,11 @@ from jaxckpt_train.store.layout import ChunkSource, alignment_class
 from jaxckpt_train.tree.device_copies import copy_on_devices, have_room
 from jaxckpt_train.tree.host_copies import copy_all
 from jaxckpt_train.tree.pinned_host import is_on_host, start_transfers
-from jaxckpt_train.tree.transfers import ArrayToCome, Transfers
+from jaxckpt_train.tree.transfers import Ahead, ArrayToCome, Transfers
 
 
 def take_from_devices(
-    leaves: Sequence[jax.Array], mode: SnapshotMode, ahead_bytes: int
+    leaves: Sequence[jax.Array], mode: SnapshotMode, ahead: Ahead
 ) -> tuple[list[tuple[ChunkSource, ...]], Transfers]:
     """Take arrays of any devices as they are now; `snapshot` says what the modes are.
 
@@ -35,7 +35,7 @@ def take_from_devices(
     shards = [distinct_shards(leaf) for leaf in copies or leaves]
     handles: Sequence[jax.Array] = [_own_handle(shard) for several in shards for shard in several]
     is_bounded = copies is not None or mode == "stream"
-    transfers = Transfers(ahead_bytes if is_bounded else sys.maxsize)
+    transfers = Transfers(ahead if is_bounded else Ahead(sys.maxsize))
     turns = sorted(range(len(handles)), key=lambda number: alignment_class(handles[number].nbytes))
     ordered = [handles[number] for number in turns]
     if is_bounded:

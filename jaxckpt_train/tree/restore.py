@@ -17,6 +17,7 @@ from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
 from jaxckpt_train.store.quiet_gc import paused_collection
+from jaxckpt_train.store.read_budget import ReadBudget
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import Progress, empty_array, iter_boxes
 from jaxckpt_train.store.transaction import Committed
@@ -235,13 +236,16 @@ class TreeRestore:
             for _, job, placement in jobs
             if job.array is not None
         ]
-        puts = DevicePuts()
-        reading = iter_boxes(self._backend, self._committed, requests, self._settings, progress)
+        leaves = [_leaves_host(job, placement, default) for _, job, placement in jobs]
+        puts, budget = DevicePuts(), ReadBudget(self._settings.read_budget_bytes)
+        reading = iter_boxes(self._backend, self._committed, requests, self._settings, progress, budget)
         with contextlib.closing(reading) as boxes:
             for wanted, box, data in boxes:
                 number, job, placement = jobs[wanted]
-                if job.want.dtype is not None:
+                if job.want.dtype is not None and job.want.dtype != data.dtype:
                     data = _converted(job.name, data, job.want.dtype)
+                    if leaves[wanted]:
+                        budget.charge(data)  # until the device has it
                 if job.want.form == "jax" and not job.is_weak_scalar:
                     array = puts.put(wanted, placement, box, data)
                     values[number] = PLACEHOLDER if array is None else array
@@ -281,6 +285,11 @@ def _only_passes(job: _Job, placement: Placement, default: str) -> bool:
     """Whether its bytes only pass through host memory: to an accelerator, or to another dtype or byte order."""
     if job.array is not None and job.want.dtype is not None and job.want.dtype != DTYPES[job.array.dtype]:
         return True
+    return _leaves_host(job, placement, default)
+
+
+def _leaves_host(job: _Job, placement: Placement, default: str) -> bool:
+    """Whether it goes to an accelerator."""
     if placement.devices:
         return all(device.platform != "cpu" for device, _ in placement.devices)
     return job.want.form == "jax" and default != "cpu"
@@ -314,8 +323,6 @@ def _weak_or_put(want: Want, array: np.ndarray) -> jax.Array:
 
 def _converted(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """The array in another dtype or byte order; integers must keep their values."""
-    if array.dtype == dtype:
-        return array
     result = empty_array(array.shape, dtype)
     with np.errstate(all="ignore"):
         np.copyto(result, array, casting="unsafe")

@@ -33,7 +33,7 @@ from jaxckpt_train.tree.leaf_records import (
     is_key_array,
     record_value,
 )
-from jaxckpt_train.tree.transfers import Transfers
+from jaxckpt_train.tree.transfers import Ahead, Transfers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Snapshot:
             self.transfers.close()
 
 
-def snapshot(tree: Any, mode: SnapshotMode = "auto", ahead_bytes: int = 64 * MIB) -> Snapshot:
+def snapshot(tree: Any, mode: SnapshotMode = "auto", ahead: Ahead | None = None) -> Snapshot:
     """Take a pytree as it is now, safe from later donation and in-place changes.
 
     Numpy arrays are copied. JAX arrays on the CPU are held as views: a later donation then copies instead of reusing
@@ -81,7 +81,8 @@ def snapshot(tree: Any, mode: SnapshotMode = "auto", ahead_bytes: int = 64 * MIB
     Args:
         tree: any pytree.
         mode: as above.
-        ahead_bytes: how much may be on its way from the devices to the writer at a time ("device" and "stream").
+        ahead: how much may be on its way from the devices to the writer at a time ("device" and "stream"), with
+            all other trees of the same save; None: 64 MiB of this one.
 
     Raises:
         UnsupportedLeafError: a leaf that cannot be stored, named by its path.
@@ -101,7 +102,7 @@ def snapshot(tree: Any, mode: SnapshotMode = "auto", ahead_bytes: int = 64 * MIB
     transfers = None
     if taker.elsewhere:
         numbers, elsewhere = zip(*taker.elsewhere, strict=True)
-        chunks, transfers = take_from_devices(elsewhere, mode, ahead_bytes)
+        chunks, transfers = take_from_devices(elsewhere, mode, ahead or Ahead(64 * MIB))
         for number, found in zip(numbers, chunks, strict=True):
             taker.arrays[number] = taker.arrays[number]._replace(chunks=found)
     is_taken = Latch()

@@ -14,26 +14,59 @@ from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.tree.pinned_host import is_on_host, start_transfers
 
 
+class Ahead:
+    """How much of one save may be on its way from the devices, or be there and not dropped yet, at a time.
+
+    One that is asked for alone is always let through. Whoever asks holds `lock`; giving back needs none.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.lock = threading.Lock()
+        self._under_way = 0
+        self._dropped: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def take(self, nbytes: int) -> bool:
+        """Count these bytes if there is room for them."""
+        self._collect()
+        has_room = self._under_way <= 0 or self._under_way + nbytes <= self.limit_bytes
+        if has_room:
+            self._under_way += nbytes
+        return has_room
+
+    def take_anyway(self, nbytes: int) -> None:
+        """Count these bytes, which cannot wait."""
+        self._collect()
+        self._under_way += nbytes
+
+    def _collect(self) -> None:
+        while not self._dropped.empty():
+            self._under_way -= self._dropped.get()
+
+    def give_back(self, nbytes: int) -> None:
+        """They are dropped; may be called by a finalizer, at any time on any thread."""
+        self._dropped.put(nbytes)
+
+
 class Transfers:
     """Arrays of one device each that are still to be brought to the host, in the order in which they were added.
 
-    A fetch starts the transfers of the next arrays too, so that they run while others are written, as long as all that
-    is on its way or not dropped yet is no more than `ahead_bytes`. Each array is let go of as soon as it was fetched.
+    A fetch starts the transfers of the next arrays too, so that they run while others are written, as far as `ahead`
+    lets them. Each array is let go of as soon as it was fetched.
 
     Attributes:
         done: open once nothing is read from the devices any more.
     """
 
     def __init__(
-        self, ahead_bytes: int, start: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] = start_transfers
+        self, ahead: Ahead, start: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] = start_transfers
     ) -> None:
         self.done = Latch()
-        self._ahead_bytes, self._start = ahead_bytes, start
+        self._ahead, self._start = ahead, start
         self._waiting: list[jax.Array | None] = []
         self._to_copy: set[int] = set()
-        self._lock = threading.Lock()
-        self._left = self._next = self._under_way = 0
-        self._dropped: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._lock = ahead.lock
+        self._left = self._next = 0
 
     def add(self, array: jax.Array, *, is_ours: bool = False) -> ArrayToCome | np.ndarray:
         """Add an array that lies on a single device; one without elements is here at once.
@@ -63,11 +96,11 @@ class Transfers:
             assert array is not None, "fetched once"
             self._waiting[number] = None
             if number >= self._next:  # out of order
-                self._under_way += array.nbytes
+                self._ahead.take_anyway(array.nbytes)
                 (array,) = self._start([array])
             self._start_more()
         data = np.array(array, copy=True) if number in self._to_copy else np.asarray(array)
-        weakref.finalize(data, self._dropped.put, array.nbytes).atexit = False
+        weakref.finalize(data, self._ahead.give_back, array.nbytes).atexit = False
         with self._lock:
             self._left -= 1
             last = self._left == 0
@@ -83,16 +116,13 @@ class Transfers:
         self.done.open()
 
     def _start_more(self) -> None:
-        while not self._dropped.empty():
-            self._under_way -= self._dropped.get()
         next_ones: list[int] = []
         while self._next < len(self._waiting):
             array = self._waiting[self._next]
             if array is not None:
-                if 0 < self._under_way > self._ahead_bytes - array.nbytes:
+                if not self._ahead.take(array.nbytes):
                     break
                 next_ones.append(self._next)
-                self._under_way += array.nbytes
             self._next += 1
         if next_ones:
             started = self._start([array for n in next_ones if (array := self._waiting[n]) is not None])

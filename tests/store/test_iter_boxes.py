@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jaxckpt_train.errors import CorruptCheckpointError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import reader, staging
+from jaxckpt_train.store import read_budget, reader, staging
 from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import iter_boxes, read_boxes
@@ -224,7 +224,8 @@ def test_copies_for_the_consumer_count_too(what: str, monkeypatch: pytest.Monkey
             hashlib.sha256(bytes(1 << 23))
             del data
     # A run and the copies of what is unaligned in it are there at the same time for a moment.
-    assert watch.most <= 3 * chosen.read_budget_bytes, f"{watch.most / chosen.read_budget_bytes:.1f} budgets"
+    begun = reader.READS_PER_THREAD * chosen.known_io_threads * (LEAF_PAGES + 1) * PAGE  # one array for each thread
+    assert watch.most <= chosen.read_budget_bytes + begun
 
 
 def test_what_stays_beside_what_passes_may_be_more_than_the_budget() -> None:
@@ -269,7 +270,7 @@ def test_memory_that_goes_back_only_when_python_collects_garbage_is_no_hang() ->
 def test_a_consumer_that_keeps_what_should_pass_gets_it_all_the_same(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reader, "STALLS", 2)
+    monkeypatch.setattr(read_budget, "STALLS", 2)
     backend = StrictBackend()
     committed, wanted = saved(backend, 12)
     chosen = StoreSettings(read_budget_bytes=LEAF_PAGES * PAGE, io_threads=1)

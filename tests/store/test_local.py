@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.errors import StorageError
+from jaxckpt_train.store import local
 from jaxckpt_train.store.backend import Entry
 from jaxckpt_train.store.local import LocalBackend, file_exists, is_file, side_name
 from jaxckpt_train.store.staging import aligned_buffer
@@ -283,3 +284,23 @@ def test_a_file_system_that_refuses_direct_io_is_not_taken_for_damage(
         assert caught.value.errno == errno.EOPNOTSUPP
     assert not (tmp_path / "b").exists()
     backend.open(str(tmp_path), "a", direct="auto").close()
+
+
+def test_a_source_that_is_lost_closes_its_file(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x")
+    before = sorted(os.listdir("/proc/self/fd"))
+    LocalBackend().open(str(tmp_path), "a", direct=False)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_system_without_direct_io_is_told_to_who_asks_for_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_O_DIRECT", 0)
+    (tmp_path / "a").write_bytes(b"x")
+    with pytest.raises(StorageError, match="has no direct I/O, and direct_io=True asks for nothing else"):
+        LocalBackend().create(str(tmp_path / "b"), direct=True)
+    with pytest.raises(StorageError, match="has no direct I/O"):
+        LocalBackend().open(str(tmp_path), "a", direct=True)
+    LocalBackend().create(str(tmp_path / "b"), direct="auto").finish(0, sync=False)
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import inspect
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -12,6 +15,7 @@ import pytest
 
 from jaxckpt_train.store import quiet_gc
 from jaxckpt_train.store.quiet_gc import paused_collection
+from tests.interrupts import interrupt_at
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -134,7 +138,7 @@ def test_many_threads_leave_it_on() -> None:
     for thread in threads:
         thread.join()
     assert is_on()
-    assert not quiet_gc._pausing.locked()
+    assert quiet_gc._current() is None
 
 
 FORKED = """
@@ -178,3 +182,35 @@ sys.exit(status)
 @pytest.mark.parametrize("parent", ["paused", "on", "off"])
 def test_a_forked_child_has_it_as_the_user_wants_it(run_python: Any, parent: str) -> None:
     run_python(FORKED, parent, check=True, timeout_s=60)
+
+
+PAUSE = inspect.unwrap(paused_collection)
+
+
+def test_an_interrupt_anywhere_leaves_it_on_after_the_next_moment() -> None:
+    for number in itertools.count(1):
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            interrupt_at(number, PAUSE, quiet_gc._Pause.begin, quiet_gc._Pause.end, quiet_gc._go_on) as seen,
+            paused_collection(),
+        ):
+            pass
+        with paused_collection():
+            assert not is_on()
+        assert is_on()
+        if seen[0] < number:
+            break
+    assert number > 10
+
+
+def test_a_threshold_of_zero_that_the_user_set_stays() -> None:
+    before = gc.get_threshold()
+    with paused_collection():
+        pass
+    gc.set_threshold(0, *before[1:])
+    try:
+        with paused_collection():
+            pass
+        assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before)

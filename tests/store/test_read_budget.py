@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import reader
+from jaxckpt_train.store import read_budget
 from jaxckpt_train.store.boxes import full_box
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import read_boxes
@@ -34,15 +34,15 @@ def test_whoever_is_slow_does_not_lift_the_limit(
     who: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another thread waits for memory meanwhile, many times longer than it would if nobody were at work."""
-    monkeypatch.setattr(reader, "STALL_S", 0.005)
+    monkeypatch.setattr(read_budget, "STALL_S", 0.005)
     backend = StrictBackend()
     committed, wanted = saved(backend, 6)
     waited, slow = threading.Semaphore(0), iter(range(1))
-    monkeypatch.setattr(reader, "gc", SimpleNamespace(collect=lambda generation: waited.release()))
+    monkeypatch.setattr(read_budget, "gc", SimpleNamespace(collect=lambda generation: waited.release()))
 
     def be_slow() -> None:
         for _ in slow:  # once, by one thread
-            for _ in range(2 * reader.STALLS):
+            for _ in range(2 * read_budget.STALLS):
                 assert waited.acquire(timeout=30)
 
     backend.before_read = be_slow if who == "disk" else lambda: None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxckpt_train.errors import CorruptCheckpointError, StorageError
+from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import sources
 from jaxckpt_train.store.memory import MemoryBackend
 from jaxckpt_train.store.sources import Sources
 from jaxckpt_train.store.staging import aligned_buffer
 from jaxckpt_train.store.transaction import open_committed, use_committed
+from tests.interrupts import interrupt_at
 from tests.store.checkpoints import commit, load_committed
 from tests.store.strict_backend import StrictBackend
 
@@ -93,8 +96,31 @@ def test_a_checkpoint_that_is_gone_by_then_is_read_if_the_bytes_can_tell(verifie
     committed = commit(backend, "/runs/a", OLD, UNVERIFIED)
     backend.then = lambda: backend.remove("/runs/a/COMMIT")
     if not verified:
-        with pytest.raises(CorruptCheckpointError, match="was replaced while it was being read"):
+        with pytest.raises(NotACheckpointError, match="/runs/a: was removed while it was being read"):
             load_committed(backend, committed, UNVERIFIED)
         return
     found = load_committed(backend, committed, StoreSettings())
     assert {name: array.tobytes() for name, (array,) in found.items()} == {n: a.tobytes() for n, a in OLD.items()}
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_called_damaged() -> None:
+    backend = Replacing()
+    commit(backend, "/runs/a", OLD, UNVERIFIED)
+    backend.then = lambda: backend.remove("/runs/a")
+    with pytest.raises(NotACheckpointError, match="/runs/a: was removed while it was being read") as caught:
+        use_committed(backend, "/runs/a", lambda found: load_committed(backend, found, StoreSettings()))
+    assert isinstance(caught.value.__cause__, CorruptCheckpointError)
+
+
+def test_an_interrupt_while_segments_are_opened_leaves_no_file_open() -> None:
+    backend = StrictBackend()
+    committed = commit(backend, "/runs/a", OLD, UNVERIFIED)
+    for number in itertools.count(1):
+        opened = Sources(backend, committed, UNVERIFIED, [0])
+        with interrupt_at(number, Sources.open, Sources._get) as seen, contextlib.suppress(KeyboardInterrupt):
+            opened.open()
+        opened.close()
+        assert backend.open_files == 0
+        if seen[0] < number:
+            break
+    assert number > 5

@@ -100,11 +100,19 @@ def test_a_small_difference_is_chance(speeds: dict[int, float], best: int) -> No
 
 
 def test_a_small_save_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    depth, disk = WriteDepth(), Disk(monkeypatch, {2: 1e9, 4: 3e9, 8: 2e9}, 8 * TURN_BYTES)
+    depth, disk = WriteDepth(), Disk(monkeypatch, {2: 1e9, 4: 3e9, 8: 2e9}, 2 * TURN_BYTES - 1)
     assert disk.save(depth) == [DEFAULT]
     assert disk.prepared == 0
     disk.left = LARGE
     assert disk.save(depth)[-1] == 4
+
+
+def test_several_saves_measure_together_what_one_is_too_small_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the checkpointables of one step do, which are written one after the other."""
+    depth, disk = WriteDepth(), Disk(monkeypatch, {2: 1e9, 4: 3e9, 8: 2e9}, 4 * TURN_BYTES)
+    seen = [disk.save(depth) for _ in range(4)]
+    assert [turn for one in seen for turn in one[:-1]] == [2, 4, 8, 8, 4, 2]
+    assert (seen[0][-1], seen[-1]) == (DEFAULT, [4])
 
 
 def test_a_save_that_is_over_too_soon_leaves_the_measuring_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +141,7 @@ def test_a_second_save_meanwhile_measures_nothing(monkeypatch: pytest.MonkeyPatc
 
 def small_turns(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(write_depth, "TURN_BYTES", size)
-    monkeypatch.setattr(write_depth, "LEAST_BYTES", 8 * size)
+    monkeypatch.setattr(write_depth, "LEAST_BYTES", 2 * size)
 
 
 class Counting(StrictBackend):
