@@ -17,9 +17,11 @@ HOW_TO_READ = """\
 Median, and min .. max of the counted rounds. CPU is processor time of the subject's process until durable, or loaded.
 save, plain: until the subject said that it is finished. save, durable: until all files and directories are synced.
 x ours: their figure / ours of the same round; above 1 ours is better. "plain x ours" divides their save without the
-added fsync by our durable one. of raw: the time of the raw limit / their time; 1 is as fast as one thread of plain
-direct I/O. of raw_fresh: the same for a read into memory that is new, as that of new arrays is. extra memory: resident
-at the peak, beyond what was before; a load's has the loaded arrays in it. from disk: bytes read, by bytes asked for.
+added fsync by our durable one. of raw: the time of the raw limit / their time; 1 is as fast as plain direct I/O,
+the faster of one thread and two. of raw_fresh: the same for a read into memory that is new, as that of new arrays is.
+extra memory: resident at the peak, beyond what was before; a load's has the loaded arrays in it. first: the same of the
+first save or load of the process (that round is in no other figure), and what of it was left at its end. from disk:
+bytes read, by bytes asked for.
 """
 
 
@@ -59,6 +61,11 @@ def megabytes(spread: Spread) -> str:
     return f"{spread.median / MB:,.0f} MB"
 
 
+def peak_and_left(spread: Spread) -> str:
+    """The most, and what was left, in millions of bytes."""
+    return f"{spread.maximum / MB:,.0f} MB\n{spread.minimum / MB:,.0f} left"
+
+
 SAVE_COLUMNS = (
     _Column("blocking s", "blocking_s", seconds),
     _Column("save, plain s", "finished_s", seconds),
@@ -68,6 +75,7 @@ SAVE_COLUMNS = (
     _Column("of raw", "share_of_raw", share),
     _Column("CPU s", "durable_cpu_s", seconds),
     _Column("extra memory", "extra_peak_bytes", megabytes),
+    _Column("first", "first_bytes", peak_and_left),
     _Column("stored", "stored_bytes", megabytes),
 )
 LOAD_COLUMNS = (
@@ -77,6 +85,7 @@ LOAD_COLUMNS = (
     _Column("of raw_fresh", "share_of_raw_fresh", share),
     _Column("CPU s", "load_cpu_s", seconds),
     _Column("extra memory", "extra_peak_bytes", megabytes),
+    _Column("first", "first_bytes", peak_and_left),
     _Column("from disk", "disk_bytes", megabytes),
 )
 

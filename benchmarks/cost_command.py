@@ -74,7 +74,7 @@ def show_machine(console: Console, machine: Description) -> None:
         f"{machine['file_system']} on {machine['device']}"
     )
     shown = ("python", "jax", "numpy", "orbax-checkpoint")
-    console.print("versions: " + ", ".join(f"{name} {machine[name]}" for name in shown))
+    console.print(f"commit: {machine['commit']}; versions: " + ", ".join(f"{name} {machine[name]}" for name in shown))
 
 
 def finish(options: argparse.Namespace, machine: Description, results: Any) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import subprocess
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jax", "jaxlib", "numpy", "orbax-checkpoint", "tensorstore", "jaxckpt_train")
 
 Description = dict[str, str | int | float | None]
@@ -21,6 +23,7 @@ def describe(directory: Path) -> Description:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
         "load_average_1min": os.getloadavg()[0],
+        "commit": commit(),
         "file_system": fs_type,
         "device": device,
         "mount_point": mount_point,
@@ -28,6 +31,15 @@ def describe(directory: Path) -> Description:
         "python": platform.python_version(),
         **{package: version(package) for package in PACKAGES},
     }
+
+
+def commit() -> str | None:
+    """The commit of the code that runs, "-dirty" if files differ from it; None outside of a repository."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def version(package: str) -> str | None:

@@ -50,7 +50,8 @@ def _section(workload: WorkloadRecord) -> list[str]:
     notes = cells.absent(workload)
     notes += [f"warning: {warning}" for warning in summary.warnings]
     notes += [f"failed: {subject}: {reason.splitlines()[0]}" for subject, reason in workload.failed.items()]
-    notes.append(f"seed {workload.seed}; load of the machine before: {workload.load_average:.2f}")
+    before = f"load of the machine before: {workload.load_average:.2f}"
+    notes.append(f"commit {workload.commit}; seed {workload.seed}; {before}")
     return [*lines, *(f"- {note}" for note in notes), ""]
 
 

@@ -7,6 +7,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +18,28 @@ from benchmarks.sample import LoadSample, Moment, Resident, SaveSample
 from benchmarks.workloads import Workload
 
 NAME, NAME_FRESH = "raw", "raw_fresh"
-BLOCKS_BYTES = (64 << 20, 16 << 20)
+MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How many calls are under way at a time, and how large each is."""
+
+    threads: int
+    block_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.threads}x{self.block_bytes // MIB}_mib"
+
+
+WAYS = (Way(1, 64 * MIB), Way(2, 64 * MIB))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pass:
     """One write or one read of the whole file."""
 
-    block_bytes: int
+    way: Way
     wall_s: float
     cpu_s: float
     direct: bool
@@ -33,9 +48,9 @@ class _Pass:
 
 
 class RawTurns:
-    """One file, written and read for every block size; the faster one counts, and the notes have both.
+    """One file, written and read in every way; the faster one counts, and the notes have both.
 
-    One thread; memory on huge pages where there are any. `O_DIRECT` is used where the file system takes it, and the
+    Memory on huge pages where there are any. `O_DIRECT` is used where the file system takes it, and the
     notes say whether it did. A write ends with `fdatasync`. Reads come twice: as `raw` into memory that is there
     already, and as `raw_fresh` into memory whose first touch is part of the time, as it is in a load into new arrays.
     """
@@ -48,7 +63,7 @@ class RawTurns:
     def save(self, path: Path, seed: Sequence[int]) -> SaveSample:
         path.mkdir()
         source = huge_memory.gather(self._workload, seed)
-        writes = [_write(path / str(block), source, block) for block in BLOCKS_BYTES]
+        writes = [_write(path / str(way), source, way, self._workload.is_quick) for way in WAYS]
         del source
         release_memory()
         best = min(writes, key=lambda one: one.wall_s)
@@ -62,7 +77,7 @@ class RawTurns:
             resident=best.resident,
             stored_bytes=self._workload.nbytes,
             stored_files=1,
-            notes={"direct_io": all(one.direct for one in writes)} | _by_block("write", writes),
+            notes={"direct_io": all(one.direct for one in writes)} | _by_way("write", writes),
         )
 
     def load(self, path: Path, seed: Sequence[int], target: str) -> list[LoadSample]:
@@ -79,10 +94,10 @@ class RawTurns:
         self, path: Path, want: np.ndarray, nbytes: int, target: str, row: str, allocate: Callable[[int], np.ndarray]
     ) -> LoadSample:
         reads, dropped = [], ""
-        for block in BLOCKS_BYTES:
+        for way in WAYS:
             dropped = page_cache.drop(path)
-            host_memory.make_present(nbytes)
-            reads.append(_read(path / str(block), want, nbytes, block, allocate))
+            host_memory.make_present(nbytes, is_quick=self._workload.is_quick)
+            reads.append(_read(path / str(way), want, nbytes, way, allocate))
             release_memory()
         best = min(reads, key=lambda one: one.wall_s)
         return LoadSample(
@@ -94,12 +109,22 @@ class RawTurns:
             resident=best.resident,
             asked_bytes=nbytes,
             disk_bytes=best.disk_bytes,
-            notes={"direct_io": all(one.direct for one in reads), "caches": dropped} | _by_block("read", reads),
+            notes={"direct_io": all(one.direct for one in reads), "caches": dropped} | _by_way("read", reads),
         )
 
 
-def _by_block(what: str, passes: Sequence[_Pass]) -> dict[str, float | str | bool]:
-    return {f"{what}_{one.block_bytes >> 20}_mib_s": one.wall_s for one in passes}
+def _by_way(what: str, passes: Sequence[_Pass]) -> dict[str, float | str | bool]:
+    return {f"{what}_{one.way}_s": one.wall_s for one in passes}
+
+
+def _for_each_block(way: Way, size: int, work: Callable[[int], None], pool: ThreadPoolExecutor) -> None:
+    """Call `work` with the offset of every block, so many at a time."""
+    offsets = range(0, size, way.block_bytes)
+    if way.threads == 1:
+        for offset in offsets:
+            work(offset)
+    else:
+        list(pool.map(work, offsets))
 
 
 def open_direct(path: Path, flags: int) -> tuple[int, bool]:
@@ -122,42 +147,59 @@ def warn_if_buffered(folder: Path) -> None:
         print(f"{folder}: this file system does not know O_DIRECT, so all is buffered", file=sys.stderr)
 
 
-def _write(path: Path, source: np.ndarray, block_bytes: int) -> _Pass:
+def _write(path: Path, source: np.ndarray, way: Way, is_quick: bool) -> _Pass:
     page_cache.settle()
-    host_memory.make_present(len(source))
+    host_memory.make_present(len(source), is_quick=is_quick)
     view = memoryview(source)
-    meter, start = ResidentMeter(), Moment.now()
-    fd, direct = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
-        offset = 0
-        while offset < len(view):
-            offset += os.pwrite(fd, view[offset : offset + block_bytes], offset)
-        os.fdatasync(fd)
-    finally:
-        os.close(fd)
-    end = Moment.now()
-    return _Pass(block_bytes, end.wall_s - start.wall_s, end.cpu_s - start.cpu_s, direct, meter.read(), 0)
+
+    def write(offset: int) -> None:
+        end = min(offset + way.block_bytes, len(view))
+        while offset < end:
+            offset += os.pwrite(fd, view[offset:end], offset)
+
+    with _started(way) as pool:
+        meter, start = ResidentMeter(), Moment.now()
+        fd, direct = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            _for_each_block(way, len(view), write, pool)
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+        end = Moment.now()
+    return _Pass(way, end.wall_s - start.wall_s, end.cpu_s - start.cpu_s, direct, meter.read(), 0)
 
 
-def _read(path: Path, want: np.ndarray, nbytes: int, block_bytes: int, allocate: Callable[[int], np.ndarray]) -> _Pass:
+def _started(way: Way) -> ThreadPoolExecutor:
+    """Threads that are running already."""
+    pool = ThreadPoolExecutor(way.threads)
+    list(pool.map(lambda _: None, range(way.threads)))
+    return pool
+
+
+def _read(path: Path, want: np.ndarray, nbytes: int, way: Way, allocate: Callable[[int], np.ndarray]) -> _Pass:
     """Read as many bytes as `want` has, and compare the first `nbytes`: what follows belongs to other leaves."""
     destination = allocate(want.size) if allocate is huge_memory.touched else None
-    meter, read_before, start = ResidentMeter(), disk_read_bytes(), Moment.now()
-    if destination is None:
-        destination = allocate(want.size)
-    view = memoryview(destination)
-    fd, direct = open_direct(path, os.O_RDONLY)
-    try:
-        offset = 0
-        while offset < len(view):
-            count = os.preadv(fd, [view[offset : offset + block_bytes]], offset)
+
+    def read(offset: int) -> None:
+        end = min(offset + way.block_bytes, len(view))
+        while offset < end:
+            count = os.preadv(fd, [view[offset:end]], offset)
             if count == 0:
                 raise ValueError(f"{path}: ended at byte {offset}, expected {len(view)}")
             offset += count
-    finally:
-        os.close(fd)
-    end = Moment.now()
+
+    with _started(way) as pool:
+        meter, read_before, start = ResidentMeter(), disk_read_bytes(), Moment.now()
+        if destination is None:
+            destination = allocate(want.size)
+        view = memoryview(destination)
+        fd, direct = open_direct(path, os.O_RDONLY)
+        try:
+            _for_each_block(way, len(view), read, pool)
+        finally:
+            os.close(fd)
+        end = Moment.now()
     resident, disk_bytes = meter.read(), disk_read_bytes() - read_before
     if not np.array_equal(destination[:nbytes], want[:nbytes]):
         raise ValueError(f"{path}: bytes read differ from those written")
-    return _Pass(block_bytes, end.wall_s - start.wall_s, end.cpu_s - start.cpu_s, direct, resident, disk_bytes)
+    return _Pass(way, end.wall_s - start.wall_s, end.cpu_s - start.cpu_s, direct, resident, disk_bytes)

@@ -41,6 +41,7 @@ class WorkloadRecord:
         counted_rounds, seed, quick, fresh_loads: how it was run.
         command: the command line that did.
         load_average: of the machine over the minute before it began.
+        commit: of the code, "-dirty" if there was more; None: not known.
         versions: of what the subjects are made of.
         left_out: subject -> why it had no turn.
         failed: subject -> what went wrong.
@@ -61,6 +62,7 @@ class WorkloadRecord:
     left_out: dict[str, str]
     failed: dict[str, str]
     turns: list[Turn]
+    commit: str | None = None
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> WorkloadRecord:

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import table
-from benchmarks.machine import describe
+from benchmarks.machine import commit, describe
 from benchmarks.record import Record, WorkloadRecord
 from benchmarks.registry import ENTRIES, chosen_by_default, why_not
 from benchmarks.report import write_page
@@ -26,6 +26,7 @@ from benchmarks.workloads import Workload, workloads
 ROUNDS, QUICK_ROUNDS, FEWEST_ROUNDS = 5, 2, 5
 DISK_FACTOR = 4
 DEFAULT_DIRECTORY = Path(__file__).resolve().parent.parent / "build" / "bench"
+NOT_ASKED_FOR = "not asked for"
 QUICK_WORKLOADS = ("dense", "small", "sharded", "partial")
 
 progress = Console(stderr=True, highlight=False)
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _measure(workload: Workload, options: argparse.Namespace, directory: Path, given: str) -> WorkloadRecord:
-    left_out = {name: reason for name in options.subjects if (reason := why_not(name, workload.name))}
+    left_out = _left_out(options.subjects, workload.name)
     for name, reason in left_out.items():
         _report(f"{workload.name}: left out {name}: {reason}")
     load_average = os.getloadavg()[0]
@@ -73,11 +74,22 @@ def _measure(workload: Workload, options: argparse.Namespace, directory: Path, g
         fresh_loads=options.fresh_loads,
         command=f"python -m benchmarks.run {given}".rstrip(),
         load_average=load_average,
+        commit=commit(),
         versions=outcome.versions,
         left_out=left_out,
         failed=outcome.failed,
         turns=outcome.turns,
     )
+
+
+def _left_out(chosen: Sequence[str], workload: str) -> dict[str, str]:
+    """Every subject that has no turn, and why; one that could have had it, but was not asked for, too."""
+    found: dict[str, str] = {}
+    for name in dict.fromkeys((*ENTRIES, *chosen)):
+        reason = why_not(name, workload) or ("" if name in chosen else NOT_ASKED_FOR)
+        if reason:
+            found[name] = reason
+    return found
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -39,6 +39,11 @@ class Resident:
         """The most that was resident beyond what was before."""
         return self.peak - self.before
 
+    @property
+    def left(self) -> int:
+        """What was resident at the end beyond what was before."""
+        return self.final - self.before
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveSample:

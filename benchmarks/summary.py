@@ -38,7 +38,8 @@ class Summary:
     """What one workload gave. A figure is None where a subject has no such measure.
 
     Attributes:
-        saves: row -> measure or ratio -> spread over the counted rounds.
+        saves: row -> measure or ratio -> spread over the counted rounds. `first_bytes` is of the warm-up, in which the
+            process is new: its maximum is the extra memory at the peak, its minimum what was left at the end.
         loads: target -> row -> the same.
         warnings: what a reader of the figures has to know.
     """
@@ -61,11 +62,27 @@ def summarise(turns: Sequence[Turn]) -> Summary:
         saves.setdefault(turn.subject, {})[turn.round] = turn.save
         for load in turn.loads:
             loads.setdefault(load.target, {}).setdefault(load.row, {})[turn.round] = load
-    return Summary(
+    summary = Summary(
         {row: _save_figures(row, saves) for row in sorted(saves, key=_place)},
         {target: {row: _load_figures(row, rows) for row in sorted(rows, key=_place)} for target, rows in loads.items()},
         sorted(set(_warnings(counted))),
     )
+    for turn in turns:
+        if turn.round == WARM_UP_ROUND:
+            _add_first(summary, turn)
+    return summary
+
+
+def _add_first(summary: Summary, turn: Turn) -> None:
+    if turn.subject in summary.saves:
+        summary.saves[turn.subject]["first_bytes"] = _first(turn.save)
+    for load in turn.loads:
+        if load.row in summary.loads.get(load.target, {}):
+            summary.loads[load.target][load.row]["first_bytes"] = _first(load)
+
+
+def _first(sample: Sample) -> Spread:
+    return Spread.of([sample.resident.extra_peak, sample.resident.left])
 
 
 def _place(row: str) -> int:
@@ -76,7 +93,8 @@ def _place(row: str) -> int:
 
 
 def _save_figures(row: str, rows: Mapping[str, Rounds]) -> Figures:
-    figures = {field: _spread(rows[row], _field(field)) for field in SAVE_MEASURES}
+    figures: Figures = {"first_bytes": None}
+    figures |= {field: _spread(rows[row], _field(field)) for field in SAVE_MEASURES}
     for name, (theirs, ours) in SAVE_RATIOS.items():
         figures[name] = None if row == OURS else _ratio(rows, (row, theirs), (OURS, ours))
     figures["share_of_raw"] = _ratio(rows, (RAW, "durable_s"), (row, "durable_s"))
@@ -84,7 +102,8 @@ def _save_figures(row: str, rows: Mapping[str, Rounds]) -> Figures:
 
 
 def _load_figures(row: str, rows: Mapping[str, Rounds]) -> Figures:
-    figures = {field: _spread(rows[row], _field(field)) for field in LOAD_MEASURES}
+    figures: Figures = {"first_bytes": None}
+    figures |= {field: _spread(rows[row], _field(field)) for field in LOAD_MEASURES}
     for name, (theirs, ours) in LOAD_RATIOS.items():
         figures[name] = None if row == OURS else _ratio(rows, (row, theirs), (OURS, ours))
     figures["share_of_raw"] = _ratio(rows, (RAW, "load_s"), (row, "load_s"))

@@ -48,7 +48,7 @@ class CheckpointerTurns:
     def save(self, path: Path, seed: Sequence[int]) -> SaveSample:
         state = self._arrays.make(self._workload, seed)
         page_cache.settle()
-        host_memory.make_present(self._workload.nbytes)
+        host_memory.make_present(self._workload.nbytes, is_quick=self._workload.is_quick)
         meter, start = ResidentMeter(), Moment.now()
         wait = self._subject.start_save(path, state)
         returned = Moment.now() if wait else None
@@ -79,7 +79,7 @@ class CheckpointerTurns:
         like = self._arrays.like(self._workload, target)
         mapped = is_mapped(path)
         dropped = page_cache.drop(path)
-        host_memory.make_present(sum(leaf.nbytes for leaf in leaves))
+        host_memory.make_present(sum(leaf.nbytes for leaf in leaves), is_quick=self._workload.is_quick)
         meter, read_before, start = ResidentMeter(), disk_read_bytes(), Moment.now()
         loaded = self._subject.load(path, like)
         self._arrays.wait(loaded)

@@ -27,12 +27,14 @@ class Workload:
         mesh: the mesh that they are saved from; None: one device, no mesh.
         targets: what is loaded after each save, one after the other: `WHOLE`, `PARAMS` (only the leaves below
             `params`), `REPLICATED`, or a mesh such as "8x1".
+        is_quick: whether it is for a look only, and need not wait until the machine is calm.
     """
 
     name: str
     leaves: tuple[Leaf, ...]
     mesh: tuple[int, int] | None = None
     targets: tuple[str, ...] = (WHOLE,)
+    is_quick: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +67,9 @@ class Workload:
             for leaf in fields["leaves"]
         )
         mesh = fields["mesh"]
-        return cls(fields["name"], leaves, (mesh[0], mesh[1]) if mesh else None, tuple(fields["targets"]))
+        return cls(
+            fields["name"], leaves, (mesh[0], mesh[1]) if mesh else None, tuple(fields["targets"]), fields["is_quick"]
+        )
 
 
 def workloads(quick: bool) -> dict[str, Workload]:
@@ -83,7 +87,7 @@ def workloads(quick: bool) -> dict[str, Workload]:
         Workload("resharding", sharded, (4, 2), ("8x1", "1x8", "2x1", REPLICATED)),
         Workload("partial", training_state(model), targets=(PARAMS,)),
     )
-    return {workload.name: workload for workload in made}
+    return {workload.name: dataclasses.replace(workload, is_quick=quick) for workload in made}
 
 
 def _equal(count: int, shape: tuple[int, ...]) -> tuple[Leaf, ...]:

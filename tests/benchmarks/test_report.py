@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report
+from benchmarks import report, run
 from benchmarks.record import Record, merge
+from benchmarks.registry import ENTRIES
 from tests.benchmarks.recorded import record
 
 PNG = b"\x89PNG"
@@ -55,3 +56,11 @@ def test_a_subject_that_failed_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     Record(made.machine, {"dense": failed}).write(tmp_path / "run.json")
     report.main([str(tmp_path / "run.json")])
     assert "FAILED: peer: leaf a: 1 of 4 bytes differ" in capsys.readouterr().out
+
+
+def test_whoever_has_no_turn_is_named_with_the_reason() -> None:
+    found = run._left_out(["ours", "raw", "orbax_v0_no_ocdbt"], "moe")
+    assert {"ours", "raw"}.isdisjoint(found)
+    assert found["orbax_v0"] == "not asked for"
+    assert found["orbax_v0_no_ocdbt"].startswith("a variant")
+    assert set(found) | {"ours", "raw"} == set(ENTRIES)

@@ -54,3 +54,9 @@ def test_what_a_reader_has_to_know_is_said_once(load: object, warning: str) -> N
     made = [Turn(number, "peer", save_sample(1.0), [load]) for number in (1, 2)]
     (found,) = summarise(made).warnings
     assert found.startswith(warning)
+
+
+def test_the_first_turn_of_a_process_tells_the_memory_that_it_took_and_kept() -> None:
+    assert summarise(turns()).saves["ours"]["first_bytes"] == Spread(225, 200, 250)
+    assert summarise(turns()).loads["whole"]["ours"]["first_bytes"] == Spread(225, 200, 250)
+    assert summarise(turns()).saves["peer"]["first_bytes"] is None
