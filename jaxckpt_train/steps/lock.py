@@ -11,7 +11,7 @@ import uuid
 import msgspec
 
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, DirectoryLockedError, StorageError
-from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.backend import HALF_MADE, Backend
 from jaxckpt_train.store.machine import ProcessIdentity, is_dead, this_process
 from jaxckpt_train.store.plain_files import read_whole
 
@@ -57,11 +57,11 @@ class OwnerLock:
         with self._guard:
             if self._held:
                 return None
+            self._clean()
             self._tried = True  # from now on the file may be there, whatever interrupts this
             dead = self._acquire()
             self._keep_beating()
             self._held = True
-            self._forget_the_dead()
         return dead
 
     def _keep_beating(self) -> None:
@@ -198,15 +198,19 @@ class OwnerLock:
         )
         return True
 
-    def _forget_the_dead(self) -> None:
-        """Remove the locks of dead owners that nobody can still have in mind; those that stay do no harm."""
+    def _clean(self) -> None:
+        """Remove the locks of dead owners that nobody can still have in mind, and what crashes left of new ones.
+
+        What stays does no harm.
+        """
         try:
             for entry in self._backend.list(self._directory):
                 path = f"{self._directory}/{entry.name}"
-                if entry.name.startswith(f"{LOCK_NAME}{_DEAD}") and self._backend.age_s(path) > SILENCE_S:
+                is_left = entry.kind == "file" and entry.name.startswith((f"{LOCK_NAME}{_DEAD}", *HALF_MADE))
+                if is_left and self._backend.age_s(path) > SILENCE_S:
                     self._backend.remove(path)
         except StorageError as error:
-            _log.warning("%s: the lock of a dead owner was not removed: %s", self._directory, error)
+            _log.warning("%s: what dead owners left was not removed: %s", self._directory, error)
 
     def release(self) -> None:
         """Give the directory free, if this lock holds it."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.store.backend import Backend
-from jaxckpt_train.store.late_sync import make_durable
+from jaxckpt_train.store.late_sync import make_durable, sync_directory
 
 _DELETING = ".deleting"
 _log = logging.getLogger("jaxckpt_train")
@@ -99,11 +99,15 @@ class Deleter:
 
     def _work_on(self, names: Sequence[str], instead: str | None) -> None:
         names, self._retry = [*self._retry, *names], []
-        if instead is None or self._make_durable(instead):
-            for name in names:
-                self._delete(name)
-        else:
+        if instead is not None and not self._make_durable(instead):
             self._retry = names
+            return
+        hidden = [found for name in names if (found := self._hide(name)) is not None]
+        if hidden and not self._is_hiding_durable():
+            self._retry += hidden
+            return
+        for name in hidden:
+            self._remove(name)
 
     def _make_durable(self, name: str) -> bool:
         try:
@@ -113,7 +117,8 @@ class Deleter:
             return False
         return True
 
-    def _delete(self, name: str) -> None:
+    def _hide(self, name: str) -> str | None:
+        """Give a step the name under which it is deleted; None: that failed."""
         hidden = hidden_name(name)
         try:
             if name != hidden:
@@ -121,10 +126,30 @@ class Deleter:
                 tell = self._deleted()
                 if tell is not None:
                     tell(name)
+        except StorageError as error:
+            self._try_again(hidden if self._is_hidden(hidden) else name, error)
+            return None
+        return hidden
+
+    def _is_hiding_durable(self) -> bool:
+        """Sync the new names: a power cut might else bring steps back under the old ones, without all their files."""
+        try:
+            sync_directory(self._backend, self._directory)
+        except StorageError as error:
+            _log.warning("deleting old steps waits, since %s could not be synced: %s", self._directory, error)
+            return False
+        return True
+
+    def _remove(self, hidden: str) -> None:
+        try:
             self._backend.remove(f"{self._directory}/{hidden}")
         except StorageError as error:
-            _log.warning("deleting %s failed and will be tried again: %s", name, error)
-            self._retry.append(hidden if self._is_hidden(hidden) else name)
+            self._try_again(hidden, error)
+
+    def _try_again(self, name: str, error: StorageError) -> None:
+        shown = name.removeprefix(".").removesuffix(_DELETING)
+        _log.warning("deleting %s failed and will be tried again: %s", shown, error)
+        self._retry.append(name)
 
     def _is_hidden(self, hidden: str) -> bool:
         try:

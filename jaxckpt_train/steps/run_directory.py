@@ -23,6 +23,7 @@ from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, 
 from jaxckpt_train.steps.retention import Deleter, half_deleted
 from jaxckpt_train.steps.step_names import parse_step_name, step_name
 from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.late_sync import sync_directory
 from jaxckpt_train.store.transaction import Committed, attempts
 
 _log = logging.getLogger("jaxckpt_train")
@@ -243,6 +244,7 @@ class RunDirectory:
         end_line(self._backend, self._directory, NOTES_NAME)  # a crash may have left half a line
         append_line(self._backend, self._directory, NOTES_NAME, line)
         self._backend.sync(f"{self._directory}/{NOTES_NAME}")
+        sync_directory(self._backend, self._directory)  # it may be the first note
         with self._guard:
             self._entries = [_noted(each, entry, note) for each in self._entries]
             self._infos = None

@@ -12,6 +12,8 @@ import numpy as np
 # What opening says of a file that is gone, or is a link, a directory or a device instead. Anything else (no permission,
 # too many open files) is not the checkpoint's fault.
 MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO}
+# How the names of files begin that a back end makes for a moment; what a crash leaves of them means nothing.
+HALF_MADE = (".new-", ".now-")
 # What a system says that does not offer an operation.
 UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
@@ -96,8 +98,11 @@ class Publishing(Protocol):
     def rename(self, source: str, target: str) -> None:
         """Move a file or directory to a name that must not exist, atomically; FileExistsError's errno otherwise."""
 
-    def exchange(self, first: str, second: str) -> None:
-        """Swap two existing names, atomically where the system can."""
+    def exchange(self, first: str, second: str, *, sync: bool) -> None:
+        """Swap two existing names, atomically where the system can.
+
+        Where it takes several steps, and with `sync`, each is on the disk before the next one begins.
+        """
 
 
 class Records(Protocol):

@@ -1,4 +1,4 @@
-"""Makes a checkpoint durable that was committed without being synced."""
+"""Makes durable what was written without being synced: a committed checkpoint, names in a directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def make_durable(backend: Backend, directory: str) -> None:
         StorageError: the file system refused; nothing is known of what is on the disk.
     """
     _sync_tree(backend, directory)
-    _sync_directory(backend, os.path.dirname(directory))
+    sync_directory(backend, os.path.dirname(directory))
 
 
 def _sync_tree(backend: Backend, directory: str) -> None:
@@ -27,10 +27,15 @@ def _sync_tree(backend: Backend, directory: str) -> None:
             _sync_tree(backend, path)
         elif entry.kind == "file":
             backend.sync(path)
-    _sync_directory(backend, directory)
+    sync_directory(backend, directory)
 
 
-def _sync_directory(backend: Backend, directory: str) -> None:
+def sync_directory(backend: Backend, directory: str) -> None:
+    """Sync the names in a directory, on a file system that can.
+
+    Raises:
+        StorageError: the file system refused.
+    """
     try:
         backend.sync(directory)
     except StorageError as error:

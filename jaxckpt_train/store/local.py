@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backend import UNSUPPORTED, Entry
+from jaxckpt_train.store.backend import HALF_MADE, UNSUPPORTED, Entry
 
 DIRECT_ALIGNMENT = 4096
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -245,19 +245,19 @@ class LocalBackend:
                     raise FileExistsError(errno.EEXIST, "exists")
                 os.rename(source, target)
 
-    def exchange(self, first: str, second: str) -> None:
+    def exchange(self, first: str, second: str, *, sync: bool) -> None:
         """Swap two names; without kernel support by way of a side name that `transaction.py` knows to recover from."""
         with _storage(f"exchange with {second}", first):
             if not _renameat2(first, second, _RENAME_EXCHANGE):
                 aside = side_name(second)
                 if os.path.lexists(second):
                     self.remove(aside)  # left by a crash before the last rename; `second` is the newer of the two
-                _rename_all([(second, aside), (first, second), (aside, first)])
+                _rename_all([(second, aside), (first, second), (aside, first)], self.sync if sync else None)
 
     def write_new(self, path: str, data: bytes) -> bool:
         """Create a file with this content, atomically; False if the name is taken."""
         with _storage("create the file", path):
-            descriptor, beside = tempfile.mkstemp(prefix=".new-", dir=os.path.dirname(path))
+            descriptor, beside = tempfile.mkstemp(prefix=HALF_MADE[0], dir=os.path.dirname(path))
             try:
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(data)
@@ -288,7 +288,7 @@ class LocalBackend:
     def age_s(self, path: str) -> float:
         """Seconds since the last change of a file, both times taken from the file system's own clock."""
         with _storage("find the age of the file", path):
-            descriptor, probe = tempfile.mkstemp(prefix=".now-", dir=os.path.dirname(path))
+            descriptor, probe = tempfile.mkstemp(prefix=HALF_MADE[1], dir=os.path.dirname(path))
             try:
                 return os.fstat(descriptor).st_mtime - os.stat(path).st_mtime
             finally:
@@ -302,10 +302,13 @@ def side_name(path: str) -> str:
     return os.path.join(folder, f".{name}.aside")
 
 
-def _rename_all(steps: list[tuple[str, str]]) -> None:
+def _rename_all(steps: list[tuple[str, str]], sync: Callable[[str], None] | None) -> None:
+    """Rename one after the other, within one directory; a file system may else bring them to the disk in any order."""
     done: list[tuple[str, str]] = []
     try:
         for source, target in steps:
+            if sync is not None and done:
+                sync(os.path.dirname(source))
             os.rename(source, target)
             done.append((source, target))
     except OSError:

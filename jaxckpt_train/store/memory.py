@@ -135,7 +135,7 @@ class MemoryBackend:
                 raise _refusal(errno.ENOENT, f"rename to {target}", source)
             self._nodes.update({target + path[len(source) :]: node for path, node in moved.items()})
 
-    def exchange(self, first: str, second: str) -> None:
+    def exchange(self, first: str, second: str, *, sync: bool) -> None:
         """Swap two existing names."""
         with self._lock:
             for path in (first, second):

@@ -195,7 +195,7 @@ class Transaction:
                 raise
             if not replace:
                 raise CheckpointExistsError(f"{self.final}: exists; pass overwrite=True to replace it") from error
-            self._backend.exchange(self.directory, self.final)
+            self._backend.exchange(self.directory, self.final, sync=self._sync_directories)
             exchanged = True
         if self._sync_directories:
             try:
@@ -210,7 +210,7 @@ class Transaction:
         """Take back what could not be made durable; `abort` would else remove the older of the two checkpoints."""
         try:
             if exchanged:
-                self._backend.exchange(self.directory, self.final)
+                self._backend.exchange(self.directory, self.final, sync=self._sync_directories)
             else:
                 self._backend.rename(self.final, self.directory)
         except StorageError as second:

@@ -32,7 +32,7 @@ OWNING = (
     OwnerLock.acquire,
     OwnerLock._acquire,
     OwnerLock._keep_beating,
-    OwnerLock._forget_the_dead,
+    OwnerLock._clean,
     Deleter.delete,
     Deleter._ensure_worker,
     threading.Thread.__init__,
@@ -114,14 +114,14 @@ def test_a_deletion_that_fails_in_a_way_nobody_thought_of_hangs_nobody(
     monkeypatch.setattr(threading, "excepthook", told.append)
     deleter, fail = Deleter(LocalBackend(), str(tmp_path), lambda: None), iter([True])
     (tmp_path / "step-0000000002").mkdir()
-    delete = deleter._delete
+    hide = deleter._hide
 
-    def failing(name: str) -> None:
+    def failing(name: str) -> str | None:
         if next(fail, False):
             raise MemoryError(name)
-        delete(name)
+        return hide(name)
 
-    monkeypatch.setattr(deleter, "_delete", failing)
+    monkeypatch.setattr(deleter, "_hide", failing)
     deleter._jobs.append((["step-0000000001"], None))
     deleter.delete(["step-0000000002"])
     assert deleter.wait(60)

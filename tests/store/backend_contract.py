@@ -230,7 +230,7 @@ class BackendContract:
         for name in ("one", "two"):
             backend.make_directory(f"{root}/{name}", parents=False, sync=False)
             self.put(backend, f"{root}/{name}/{name}", name.encode())
-        backend.exchange(f"{root}/one", f"{root}/two")
+        backend.exchange(f"{root}/one", f"{root}/two", sync=True)
         assert self.names(backend, root) == ["one", "two"]
         assert self.names(backend, f"{root}/one") == ["two"]
         assert self.raw(backend, f"{root}/two/one") == b"one"
@@ -239,7 +239,7 @@ class BackendContract:
         backend.make_directory(f"{root}/one", parents=False, sync=False)
         for first, second in [("one", "missing"), ("missing", "one")]:
             with refused(errno.ENOENT):
-                backend.exchange(f"{root}/{first}", f"{root}/{second}")
+                backend.exchange(f"{root}/{first}", f"{root}/{second}", sync=True)
         assert self.names(backend, root) == ["one"]
 
     def test_one_of_many_writes_the_new_file(self, backend: Any, root: str) -> None:

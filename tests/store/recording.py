@@ -43,9 +43,9 @@ class RecordingBackend:
         self.note("rename", target)
         self.inner.rename(source, target)
 
-    def exchange(self, first: str, second: str) -> None:
+    def exchange(self, first: str, second: str, *, sync: bool) -> None:
         self.note("exchange", second)
-        self.inner.exchange(first, second)
+        self.inner.exchange(first, second, sync=sync)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

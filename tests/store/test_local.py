@@ -241,7 +241,7 @@ def test_an_exchange_without_the_kernel_goes_by_way_of_the_side_name(
         (tmp_path / name / name).write_text(name)
     stale = Path(side_name(str(tmp_path / "two")))
     (stale / "left by a crash").mkdir(parents=True)
-    LocalBackend().exchange(str(tmp_path / "one"), str(tmp_path / "two"))
+    LocalBackend().exchange(str(tmp_path / "one"), str(tmp_path / "two"), sync=True)
     assert sorted(os.listdir(tmp_path)) == ["one", "two"]
     assert os.listdir(tmp_path / "one") == ["two"]
     assert os.listdir(tmp_path / "two") == ["one"]

@@ -92,10 +92,10 @@ class _Stuck(MemoryBackend):
 
     exchanged = False
 
-    def exchange(self, first: str, second: str) -> None:
+    def exchange(self, first: str, second: str, *, sync: bool) -> None:
         if self.exchanged:
             raise StorageError(errno.EIO, "cannot exchange", second)
-        super().exchange(first, second)
+        super().exchange(first, second, sync=sync)
         self.exchanged = True
 
     def sync(self, path: str) -> None:

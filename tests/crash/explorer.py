@@ -1,0 +1,146 @@
+"""Looks for crash states in which a promise is broken: `python -m tests.crash.explorer --states 1000000`.
+
+A program of a few lives of processes is run on a disk in memory that writes down all operations. Then the power goes at
+random moments, the disk loses at random what it may lose, and a new process must find what was promised. Some of these
+new processes crash too, and so on. A state that was looked at already is not counted again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import itertools
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from jaxckpt_train.settings import StoreSettings
+from tests.crash.crash_disk import CrashDisk, Machine
+from tests.crash.facts import Facts
+from tests.crash.image import Image
+from tests.crash.programs import RunLife, SingleLife, World, found_in_run, found_single, process
+from tests.crash.states import Order, crash_state
+
+MOMENTS = 150
+DEEPEST = 3
+SETTINGS: dict[str, Any] = {"staging_bytes": 1 << 16, "segment_bytes": 8192, "io_threads": 1}
+PROGRAMS: dict[str, tuple[Any, Callable[[CrashDisk, StoreSettings, Facts], list[str]]]] = {
+    "run": (RunLife, found_in_run),
+    "single": (SingleLife, found_single),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Violation:
+    """A promise that was broken, and how to come there again."""
+
+    program: str
+    seed: int
+    order: str
+    moment: int
+    problem: str
+
+
+@dataclasses.dataclass
+class Found:
+    """What an exploration came to: states looked at, of them how many different, and what was wrong."""
+
+    states: int = 0
+    distinct: int = 0
+    violations: list[Violation] = dataclasses.field(default_factory=list)
+
+
+@contextlib.contextmanager
+def small_sizes() -> Iterator[None]:
+    """Lets segments be small, and keeps warnings about crashes quiet."""
+    logger = logging.getLogger("jaxckpt_train")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxckpt_train.settings._MINIMUM", {"io_threads": 1})
+        patch.setattr(logger, "disabled", True)
+        yield
+
+
+def explore(seed: int, states: int, *, program: str = "run", world: World | None = None, stop_at: int = 5) -> Found:
+    """Look at so many different states; ends early at so many violations."""
+    found, seen = Found(), set[bytes]()
+    for number in itertools.count(seed):
+        _one_program(number, program, world, found, seen, states)
+        if found.distinct >= states or len(found.violations) >= stop_at:
+            return found
+    raise AssertionError("unreachable: the count has no end")
+
+
+def _one_program(seed: int, program: str, world: World | None, found: Found, seen: set[bytes], states: int) -> None:
+    chance = random.Random(seed)
+    chosen = world or _world(chance)
+    facts = Facts(keep=chance.choice((None, 1, 2)))
+    start, identity = Image(), itertools.count(1000)
+    for _ in range(DEEPEST):
+        machine = Machine(start.copy(), can_exchange=chosen.can_exchange)
+        for _ in range(chance.randint(1, 3)):
+            _live(program, machine, facts, chosen, chance, next(identity))
+        log = list(machine.log)
+        for _ in range(MOMENTS):
+            moment = chance.randint(0, len(log))
+            image = crash_state(start, log, moment, chosen.order, chance)
+            found.states += 1
+            key = image.digest() + repr(sorted(facts.until(moment).must_be_there().items())).encode()
+            if key in seen:
+                continue
+            seen.add(key)
+            found.distinct += 1
+            problems = _check(program, image.copy(), facts.until(moment), chosen, next(identity))
+            found.violations += [Violation(program, seed, chosen.order, moment, problem) for problem in problems]
+            if problems or found.distinct >= states:
+                return
+        start, facts = image, facts.until(moment)
+
+
+def _world(chance: random.Random) -> World:
+    order: Order = chance.choice(("ordered", "any"))
+    return World(StoreSettings(**SETTINGS), order, can_exchange=chance.random() < 0.7)
+
+
+def _live(program: str, machine: Machine, facts: Facts, world: World, chance: random.Random, identity: int) -> None:
+    life, _ = PROGRAMS[program]
+    with process(identity):
+        life(machine, facts, world, chance).live()
+
+
+def _check(program: str, image: Image, facts: Facts, world: World, identity: int) -> list[str]:
+    _, find = PROGRAMS[program]
+    machine = Machine(image, can_exchange=world.can_exchange)
+    with process(identity):
+        try:
+            return find(world.make_disk(machine), world.settings, facts)
+        except Exception as error:  # noqa: BLE001  # whatever a process meets after a crash is what this looks for
+            return [f"{type(error).__name__}: {error}"]
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--states", type=int, default=1_000_000, help="different states to look at")
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    started = time.monotonic()
+    with small_sizes():
+        for program, share in (("run", 0.8), ("single", 0.2)):
+            found = explore(chosen.seed, int(chosen.states * share), program=program)
+            kinds = collections.Counter(each.problem for each in found.violations)
+            print(f"{program}: {found.distinct} different states of {found.states}, {len(found.violations)} violations")
+            for violation in found.violations:
+                print(f"  {violation}")
+            if kinds:
+                raise SystemExit(1)
+    print(f"{time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""What a disk holds, and the operations that change it: numbered files and directories, and names that lead to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+ROOT = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A name for a file or directory appears; it takes the place of what had the name."""
+
+    folder: int
+    name: str
+    inode: int
+    is_directory: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Unlink:
+    """A name goes."""
+
+    folder: int
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Rename:
+    """A name goes, and its file or directory gets another one, in one step."""
+
+    source: int
+    name: str
+    target: int
+    new_name: str
+    inode: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Two names change what they lead to, in one step."""
+
+    first: tuple[int, str, int]
+    second: tuple[int, str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Write:
+    """Bytes of a file change; it grows if need be."""
+
+    inode: int
+    offset: int
+    data: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Truncate:
+    """A file gets another size; new bytes are zero."""
+
+    inode: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sync:
+    """What was done to a file's bytes, or to a directory's names, is on the disk for good."""
+
+    inode: int
+
+
+NameChange = Link | Unlink | Rename | Exchange
+DataChange = Write | Truncate
+Operation = NameChange | DataChange | Sync
+
+
+def folders_of(change: NameChange) -> tuple[int, ...]:
+    """The directories whose names a change changes."""
+    match change:
+        case Rename():
+            return (change.source, change.target)
+        case Exchange():
+            return (change.first[0], change.second[0])
+        case _:
+            return (change.folder,)
+
+
+class Image:
+    """Files and directories. Names that nothing reaches any more stay in the tables and do no harm."""
+
+    def __init__(self) -> None:
+        self.folders: dict[int, dict[str, int]] = {ROOT: {}}
+        self.files: dict[int, bytearray] = {}
+
+    def copy(self) -> Image:
+        """Another image with the same content."""
+        other = Image()
+        other.folders = {inode: dict(names) for inode, names in self.folders.items()}
+        other.files = {inode: bytearray(data) for inode, data in self.files.items()}
+        return other
+
+    def apply(self, operation: Operation) -> None:
+        """Do an operation; what is not there any more cannot be changed, and that is no error."""
+        match operation:
+            case Link(folder, name, inode, is_directory):
+                self._names(folder)[name] = inode
+                if is_directory:
+                    self._names(inode)
+                else:
+                    self.files.setdefault(inode, bytearray())
+            case Unlink(folder, name):
+                self._names(folder).pop(name, None)
+            case Rename():
+                self._forget(operation.source, operation.name, operation.inode)
+                self._names(operation.target)[operation.new_name] = operation.inode
+            case Exchange((first, name, inode), (second, other, to)):
+                self._names(first)[name], self._names(second)[other] = to, inode
+            case Write(inode, offset, data):
+                file = self.files.setdefault(inode, bytearray())
+                file.extend(bytes(max(0, offset + len(data) - len(file))))
+                file[offset : offset + len(data)] = data
+            case Truncate(inode, size):
+                file = self.files.setdefault(inode, bytearray())
+                del file[size:]
+                file.extend(bytes(size - len(file)))
+            case Sync():
+                pass
+
+    def _names(self, folder: int) -> dict[str, int]:
+        return self.folders.setdefault(folder, {})
+
+    def _forget(self, folder: int, name: str, inode: int) -> None:
+        if self._names(folder).get(name) == inode:
+            del self._names(folder)[name]
+
+    def find(self, path: str) -> int | None:
+        """The number of what an absolute path leads to; None: nothing."""
+        inode = ROOT
+        for name in path.split("/"):
+            if name:
+                names = self.folders.get(inode)
+                if names is None or name not in names:
+                    return None
+                inode = names[name]
+        return inode
+
+    def digest(self) -> bytes:
+        """Equal for images that look alike from the root."""
+        return _digest(self, ROOT)
+
+
+def _digest(image: Image, inode: int) -> bytes:
+    names = image.folders.get(inode)
+    if names is None:
+        return hashlib.blake2b(b"file" + bytes(image.files.get(inode, b"")), digest_size=16).digest()
+    whole = hashlib.blake2b(b"folder", digest_size=16)
+    for name in sorted(names):
+        whole.update(name.encode() + b"\0" + _digest(image, names[name]))
+    return whole.digest()

@@ -1,0 +1,228 @@
+"""What is done to a disk before it crashes: the lives of processes that save, restore, pin, roll back and die."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from jaxckpt_train import checkpoint
+from jaxckpt_train.errors import CheckpointError, NotACheckpointError, StepNotFoundError
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.steps import lock
+from jaxckpt_train.steps.manager import StepManager
+from jaxckpt_train.steps.preservation_policies import LatestN
+from jaxckpt_train.store import machine as machine_module
+from jaxckpt_train.store.machine import ProcessIdentity
+from tests.crash.crash_disk import CrashDisk, Machine
+from tests.crash.facts import Facts, state_of, token_of
+from tests.crash.states import Order
+
+RUN = "/data/run"
+SINGLE = "/data/one"
+LONGEST_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """What programs run in: the settings of every save, what the file system promises, and what it can do.
+
+    Attributes:
+        make_disk: gives a process its view of the machine's disk.
+    """
+
+    settings: StoreSettings
+    order: Order = "ordered"
+    can_exchange: bool = True
+    make_disk: Callable[[Machine], CrashDisk] = CrashDisk
+
+
+@contextlib.contextmanager
+def process(number: int) -> Iterator[None]:
+    """Be another process of the same machine; all others that there ever were are dead."""
+    me = ProcessIdentity("here", number, str(number), "boot", "all")
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (machine_module, lock):
+            patch.setattr(module, "this_process", lambda: me)
+            patch.setattr(module, "is_dead", lambda other: other != me)
+        yield
+
+
+def opened(disk: CrashDisk, settings: StoreSettings, keep: int | None) -> StepManager:
+    """The run on this disk."""
+    policy = None if keep is None else LatestN(keep)
+    return StepManager(RUN, settings=settings, preservation_policy=policy, backend=disk)  # type: ignore[arg-type]
+
+
+def die(disk: CrashDisk, manager: StepManager) -> None:
+    """End a process as SIGKILL does: nothing of what it still does reaches the disk."""
+    disk.power = False
+    with contextlib.suppress(CheckpointError, OSError):
+        manager.close()
+    manager._run._lock._stop.set()
+
+
+class RunLife:
+    """One process that saves steps to a run directory, sees what it finds there first, and ends or dies."""
+
+    def __init__(self, machine: Machine, facts: Facts, world: World, chance: random.Random) -> None:
+        self._machine, self._facts, self._world, self._chance = machine, facts, world, chance
+        self._disk = world.make_disk(machine)
+        self._disk.budget = chance.randint(5, 120) if chance.random() < 0.4 else None
+        self._manager = opened(self._disk, world.settings, facts.keep)
+
+    def live(self) -> None:
+        """Restore, do a few things, and end."""
+        try:
+            self._resume()
+            for _ in range(self._chance.randint(1, 4)):
+                self._chance.choice((self._save, self._save, self._save, self._overwrite, self._pin, self._go_back))()
+            if self._chance.random() < 0.5:
+                self._manager.close()
+        except (CheckpointError, OSError):
+            if self._disk.power:
+                raise
+        finally:
+            die(self._disk, self._manager)
+
+    def _now(self) -> int:
+        return len(self._machine.log)
+
+    def _resume(self) -> None:
+        with contextlib.suppress(StepNotFoundError):
+            token_of(self._manager.restore())
+
+    def _save(self) -> None:
+        latest = self._manager.latest
+        self._save_step((latest or 0) + 1)
+
+    def _overwrite(self) -> None:
+        latest = self._manager.latest
+        if latest is not None:
+            self._save_step(latest, overwrite=True)
+
+    def _save_step(self, step: int, **options: Any) -> None:
+        promise = self._facts.begin(step, self._now())
+        self._manager.save(step, state_of(promise.token), **options)
+        self._manager.wait(LONGEST_S)
+        self._facts.acknowledge(promise, self._now())
+        if self._chance.random() < 0.5:
+            self._manager._run._deleter.wait(LONGEST_S)
+
+    def _pin(self) -> None:
+        steps = self._manager.steps
+        if steps:
+            step = self._chance.choice(steps)
+            self._manager.pin(step)
+            self._facts.pins[step] = self._now()
+
+    def _go_back(self) -> None:
+        steps = self._manager.steps
+        if steps and self._chance.random() < 0.3:
+            self._facts.rolled_back = True
+            token_of(self._manager.restore(step=self._chance.choice(steps)))
+            self._save()
+
+
+class SingleLife:
+    """One process that saves a single checkpoint again and again under one name, and ends or dies."""
+
+    def __init__(self, machine: Machine, facts: Facts, world: World, chance: random.Random) -> None:
+        self._machine, self._facts, self._world, self._chance = machine, facts, world, chance
+        self._disk = world.make_disk(machine)
+        self._disk.budget = chance.randint(5, 80) if chance.random() < 0.4 else None
+
+    def live(self) -> None:
+        """Save a few times."""
+        try:
+            with on(self._disk):
+                for _ in range(self._chance.randint(1, 3)):
+                    promise = self._facts.begin(0, len(self._machine.log))
+                    checkpoint.save_checkpointables(
+                        SINGLE, state_of(promise.token), overwrite=True, settings=self._world.settings
+                    )
+                    self._facts.acknowledge(promise, len(self._machine.log))
+        except (CheckpointError, OSError):
+            if self._disk.power:
+                raise
+        finally:
+            self._disk.power = False
+
+
+@contextlib.contextmanager
+def on(disk: CrashDisk) -> Iterator[None]:
+    """Let functions on single checkpoints work on this disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "_BACKEND", disk)
+        yield
+
+
+def found_in_run(disk: CrashDisk, settings: StoreSettings, facts: Facts) -> list[str]:
+    """What is wrong with a run directory after a crash, for a process that comes then."""
+    manager = opened(disk, settings, facts.keep)
+    try:
+        problems = _restored(manager, facts)
+        found = {step: token_of(manager.restore(step=step)) for step in manager.steps}
+        for step, oldest in facts.must_be_there().items():
+            if step not in found:
+                problems.append(f"step {step} is gone; there are {manager.steps}")
+            elif found[step] < oldest:
+                problems.append(f"step {step} is of save {found[step]}, older than the acknowledged {oldest}")
+        pinned = {entry.step for entry in manager._run.entries() if entry.pinned}
+        problems += [
+            f"step {step} is not pinned any more" for step in facts.pins if step in found and step not in pinned
+        ]
+        return problems or _cleaned(disk, manager, facts)
+    finally:
+        die(disk, manager)
+
+
+def _restored(manager: StepManager, facts: Facts) -> list[str]:
+    acknowledged = [each.token for each in facts.acknowledged()]
+    known = {each.token for each in facts.promises}
+    try:
+        token = token_of(manager.restore())
+    except StepNotFoundError as error:
+        return [f"save {acknowledged[-1]} was acknowledged, but: {error}"] if acknowledged else []
+    if token not in known:
+        return [f"restored save {token}, which had not begun; {sorted(known)} had"]
+    if acknowledged and token < acknowledged[-1]:
+        return [f"restored save {token}, older than the acknowledged {acknowledged[-1]}"]
+    return []
+
+
+def _cleaned(disk: CrashDisk, manager: StepManager, facts: Facts) -> list[str]:
+    """The next owner saves, is restored exactly, and leaves nothing of what the dead ones left."""
+    manager.restore() if manager.steps else None
+    promise = facts.begin((manager.latest or 0) + 1, len(disk.machine.log))
+    manager.save(promise.step, state_of(promise.token))
+    manager.wait(LONGEST_S)
+    facts.acknowledge(promise, len(disk.machine.log))
+    manager._run._deleter.wait(LONGEST_S)
+    problems = [] if token_of(manager.restore()) == promise.token else ["the next save is not what is restored"]
+    names = [entry.name for entry in disk.list(RUN)]
+    left = [name for name in names if name.startswith(".") and name != ".owner" and ".dead-" not in name]
+    return problems + ([f"left over: {', '.join(left)}"] if left else [])
+
+
+def found_single(disk: CrashDisk, settings: StoreSettings, facts: Facts) -> list[str]:
+    """What is wrong with a single checkpoint after a crash."""
+    acknowledged = [each.token for each in facts.acknowledged()]
+    with on(disk):
+        try:
+            token = token_of(checkpoint.load_checkpointables(SINGLE))
+        except NotACheckpointError as error:
+            if acknowledged:
+                return [f"save {acknowledged[-1]} was acknowledged, but: {error}"]
+        else:
+            if acknowledged and token < acknowledged[-1]:
+                return [f"loaded save {token}, older than the acknowledged {acknowledged[-1]}"]
+        promise = facts.begin(0, len(disk.machine.log))
+        checkpoint.save_checkpointables(SINGLE, state_of(promise.token), overwrite=True, settings=settings)
+        facts.acknowledge(promise, len(disk.machine.log))
+        names = [entry.name for entry in disk.list("/data")]
+    return [] if names == ["one"] else [f"left over: {', '.join(names)}"]
