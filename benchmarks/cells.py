@@ -58,12 +58,17 @@ def share(spread: Spread) -> str:
 
 def megabytes(spread: Spread) -> str:
     """Millions of bytes."""
-    return f"{spread.median / MB:,.0f} MB"
+    return f"{_rounded(spread.median):,} MB"
+
+
+def _rounded(nbytes: float) -> int:
+    """Millions of bytes; never a negative zero."""
+    return round(nbytes / MB)
 
 
 def peak_and_left(spread: Spread) -> str:
     """The most, and what was left, in millions of bytes."""
-    return f"{spread.maximum / MB:,.0f} MB\n{spread.minimum / MB:,.0f} left"
+    return f"{_rounded(spread.maximum):,} MB\n{_rounded(spread.minimum):,} left"
 
 
 SAVE_COLUMNS = (

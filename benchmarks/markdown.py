@@ -21,16 +21,16 @@ def write(record: Record, folder: Path, plots: Sequence[Path]) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / FILE_NAME
-    file.write_text("\n".join(_page(record, plots)), encoding="utf-8")
+    file.write_text("\n".join(_page(record, folder, plots)), encoding="utf-8")
     return file
 
 
-def _page(record: Record, plots: Sequence[Path]) -> list[str]:
+def _page(record: Record, folder: Path, plots: Sequence[Path]) -> list[str]:
     commands = list(dict.fromkeys(workload.command for workload in record.workloads.values()))
     lines = [
         "# Results",
         "",
-        "Written by `benchmarks.report`; [benchmarks.md](../benchmarks.md) says what is measured.",
+        f"Written by `benchmarks.report`; {_explained(folder)} says what is measured.",
         "",
     ]
     lines += [f"- {line}" for line in cells.machine_lines(record.machine, record.versions)]
@@ -40,6 +40,12 @@ def _page(record: Record, plots: Sequence[Path]) -> list[str]:
     for workload in record.workloads.values():
         lines += _section(workload)
     return lines
+
+
+def _explained(folder: Path) -> str:
+    """A link where it leads somewhere."""
+    name = "benchmarks.md"
+    return f"[{name}](../{name})" if (folder.parent / name).exists() else f"`docs/{name}`"
 
 
 def _section(workload: WorkloadRecord) -> list[str]:

@@ -27,7 +27,7 @@ from jaxckpt_train.checkpointables.saving import (
 )
 from jaxckpt_train.errors import CheckpointExistsError, MismatchError, StorageError, UnsupportedLeafError
 from jaxckpt_train.pending import PendingSave
-from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.settings import StoreSettings, checked_settings
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.local import LocalBackend, file_exists, is_file
 from jaxckpt_train.store.transaction import (
@@ -48,6 +48,7 @@ PathLike = str | os.PathLike[str]
 
 _log = logging.getLogger("jaxckpt_train")
 DEFAULT_NAME = "state"
+LOOKS = 10
 _BACKEND: Backend = LocalBackend()
 
 
@@ -148,9 +149,10 @@ def save_checkpointables_async(
     settings: StoreSettings | None = None,
 ) -> PendingSave[CheckpointMetadata]:
     """As `save_async`, with several checkpointables by name."""
-    final, chosen, times = absolute(path), settings or StoreSettings(), SaveTimes()
+    final, chosen, times = absolute(path), checked_settings("settings", settings), SaveTimes()
     if file_exists(final):
-        if not is_committed(_BACKEND, final):
+        # One look may meet what another process has just replaced, and is removing: the next one sees the new.
+        if not any(is_committed(_BACKEND, final) or not file_exists(final) for _ in range(LOOKS)):
             raise CheckpointExistsError(
                 f"{final}: exists and is no checkpoint; it is not replaced. Choose another path"
             )
@@ -211,9 +213,9 @@ def load(
         CorruptCheckpointError: bytes are not what was saved.
     """
     options = LoadOptions(only=only, rename=rename, cast=cast, missing=missing, shardings=shardings)
+    chosen = checked_settings("settings", settings)
     if is_file(absolute(path)):
-        return load_flax_file(_BACKEND, absolute(path), like, settings or StoreSettings(), options)
-    chosen = settings or StoreSettings()
+        return load_flax_file(_BACKEND, absolute(path), like, chosen, options)
 
     def load_main(committed: Committed) -> Any:
         name = _main_part(committed)
@@ -240,7 +242,7 @@ def load_checkpointables(
     Raises:
         As `load`.
     """
-    chosen = settings or StoreSettings()
+    chosen = checked_settings("settings", settings)
 
     def load_named(committed: Committed) -> dict[str, Any]:
         wanted = {part.name: None for part in committed.manifest.parts} if targets is None else targets
@@ -266,7 +268,7 @@ def verify(path: PathLike, *, settings: StoreSettings | None = None) -> VerifyRe
     """
     while True:
         before = manifest_digest(_BACKEND, absolute(path))
-        report = verify_committed(_BACKEND, absolute(path), settings or StoreSettings())
+        report = verify_committed(_BACKEND, absolute(path), checked_settings("settings", settings))
         if report.ok or manifest_digest(_BACKEND, absolute(path)) in (None, before):
             return report  # else another checkpoint took its place meanwhile
 

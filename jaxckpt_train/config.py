@@ -56,7 +56,10 @@ class StoreConfig:
     def settings(self) -> StoreSettings:
         """The settings that the store takes."""
         values: dict[str, Any] = dataclasses.asdict(self)
-        return StoreSettings(**values)
+        try:
+            return StoreSettings(**values)
+        except SettingsError as error:
+            raise SettingsError(str(error).replace("StoreSettings.", f"{_ROOT}.store.", 1)) from error
 
 
 @dataclasses.dataclass(kw_only=True)

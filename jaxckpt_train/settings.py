@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import math
+from typing import Any, Literal
 
 from jaxckpt_train.errors import SettingsError
 
@@ -21,8 +22,9 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "direct_io": ("auto", True, False),
     "snapshot": ("auto", "host", "device", "stream"),
 }
+MOST_IO_THREADS = 64
 _MINIMUM = {"segment_bytes": 1 * MIB, "staging_bytes": 1 * MIB, "read_budget_bytes": 1 * MIB, "io_threads": 1}
-
+_MAXIMUM = {"io_threads": MOST_IO_THREADS}  # threads stay until the process ends
 _WORDS: dict[str, tuple[str, ...]] = {"io_threads": ("auto",)}  # what may stand for a number
 
 
@@ -43,8 +45,8 @@ class StoreSettings:
         read_budget_bytes: host memory that a load may use beyond its destination. An array that only passes (to an
             accelerator, or converted) takes its own size if that is more; while it is put together of several pieces
             it comes on top, at most one for each thread that reads.
-        io_threads: how many writes the disk is given at a time, and half of how many reads. "auto": 2, and for writes
-            what the first large save to a disk measures as clearly faster; known until the process ends.
+        io_threads: how many writes the disk is given at a time, and half of how many reads; at most 64. "auto": 2, and
+            for writes what the first large saves to a disk measure as clearly faster; known until the process ends.
         direct_io: True: `O_DIRECT`, or an error where the file system refuses it; False: through the page cache;
             "auto": direct where the file system takes it.
         snapshot: how the call to save makes the state on accelerators safe. "host": it orders copies to
@@ -81,10 +83,13 @@ class StoreSettings:
             value, words = getattr(self, name), _WORDS.get(name, ())
             if isinstance(value, str) and value in words:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            most = _MAXIMUM.get(name, math.inf)
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                unit = " of bytes" if name.endswith("_bytes") else ""
+                wanted = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
                 more = "".join(f" or {word!r}" for word in words)
                 raise SettingsError(
-                    f"StoreSettings.{name}: expected a whole number of at least {least}{more}, found {value!r}"
+                    f"StoreSettings.{name}: expected a whole number{unit} {wanted}{more}, found {value!r}"
                 )
         if not isinstance(self.verify_on_load, bool):
             raise SettingsError(f"StoreSettings.verify_on_load: expected true or false, found {self.verify_on_load!r}")
@@ -93,3 +98,18 @@ class StoreSettings:
     def known_io_threads(self) -> int:
         """`io_threads`, or the default where they are to be measured."""
         return DEFAULT_IO_THREADS if self.io_threads == "auto" else self.io_threads
+
+
+def checked_settings(subject: str, settings: Any) -> StoreSettings:
+    """The settings that were given, or the defaults for None.
+
+    Raises:
+        SettingsError: it is something else.
+    """
+    if settings is None:
+        return StoreSettings()
+    if not isinstance(settings, StoreSettings):
+        raise SettingsError(
+            f"{subject}: expected a StoreSettings, as jaxckpt_train.StoreSettings(io_threads=4), found {settings!r}"
+        )
+    return settings

@@ -18,6 +18,7 @@ import safetensors.numpy
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxckpt_train as jct
+from jaxckpt_train import checkpoint
 from jaxckpt_train.store.verify import verify
 from tests.tree.same_trees import assert_same, raw
 
@@ -324,4 +325,32 @@ def test_a_digest_whose_package_is_missing_is_told_by_the_call(tmp_path: Path, m
     monkeypatch.setitem(sys.modules, "blake3", None)
     with pytest.raises(jct.SettingsError, match=r'pip install "jaxckpt-train\[blake3\]"'):
         jct.save_async(tmp_path / "a", {"w": np.arange(3)}, settings=jct.StoreSettings(digest="blake3"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_another_process_is_replacing_right_now_is_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It listed the old one, which was exchanged meanwhile and is being emptied."""
+    jct.save(tmp_path / "c", state(1))
+    looks = iter([False, False, True])
+    monkeypatch.setattr(checkpoint, "is_committed", lambda *_: next(looks))
+    jct.save(tmp_path / "c", state(2), overwrite=True)
+    assert jct.load(tmp_path / "c")["n"] == 2
+
+
+def test_settings_of_another_type_are_refused_by_every_call(tmp_path: Path) -> None:
+    wrong: Any = {"direct_io": False}
+    calls = [
+        lambda: jct.save(tmp_path / "c", state(1), settings=wrong),
+        lambda: jct.load(tmp_path / "c", settings=wrong),
+        lambda: jct.load_checkpointables(tmp_path / "c", settings=wrong),
+        lambda: jct.verify(tmp_path / "c", settings=wrong),
+        lambda: jct.StepManager(tmp_path / "run", settings=wrong),
+    ]
+    for call in calls:
+        with pytest.raises(
+            jct.SettingsError, match=r"settings: expected a StoreSettings, .*found \{'direct_io': False\}"
+        ):
+            call()
     assert list(tmp_path.iterdir()) == []

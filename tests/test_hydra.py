@@ -138,7 +138,7 @@ def test_the_app_s_own_preset_goes_first(app: App) -> None:
         ("checkpoint.enabled=perhaps", "Value 'perhaps' is not a valid bool"),
         ("checkpoint=cheapest", "Could not find 'checkpoint/cheapest'"),
         ("checkpoint.if_busy=hurry", "checkpoint.if_busy: expected one of 'wait', 'skip', found 'hurry'"),
-        ("checkpoint.store.digest=md5", "StoreSettings.digest: expected one of 'xxh3-128'"),
+        ("checkpoint.store.digest=md5", "checkpoint.store.digest: expected one of 'xxh3-128'"),
         ("checkpoint.directory=???", "checkpoint.directory: cannot be resolved"),
         ("checkpoint.keep_best=3", "checkpoint.keep_best: expected checkpoint.best_metric with it"),
     ],

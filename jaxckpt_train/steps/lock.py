@@ -32,13 +32,16 @@ class _Record(msgspec.Struct, frozen=True):
 class OwnerLock:
     """Holds `<directory>/.owner` while a job saves there.
 
+    Attributes:
+        path: of the lock's file.
+
     An owner on this machine is known to be dead at once; one on another machine after `SILENCE_S` without a heartbeat,
     for which `acquire` waits.
     """
 
     def __init__(self, backend: Backend, directory: str) -> None:
         self._backend, self._directory = backend, directory
-        self._path = f"{directory}/{LOCK_NAME}"
+        self.path = f"{directory}/{LOCK_NAME}"
         self._record = _Record(this_process(), uuid.uuid4().hex)
         self._stop = threading.Event()
         self._tried = self._held = False
@@ -64,6 +67,11 @@ class OwnerLock:
             self._held = True
         return dead
 
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is a forked child's copy of its parent's lock, and holds nothing."""
+        return self._record.process.pid != this_process().pid
+
     def _keep_beating(self) -> None:
         """Have a thread for the heartbeat; where the system has none for it now, beat once until the next look."""
         if self._beating is not None and self._beating.is_alive():
@@ -72,8 +80,8 @@ class OwnerLock:
         try:
             thread.start()
         except RuntimeError as error:
-            _log.warning("%s: no heartbeat for now: %s", self._path, error)
-            self._backend.touch(self._path)
+            _log.warning("%s: no heartbeat for now: %s", self.path, error)
+            self._backend.touch(self.path)
         else:
             self._beating = thread
 
@@ -81,7 +89,13 @@ class OwnerLock:
         """Raise DirectoryLockedError if the lock that this process holds is not its own any more.
 
         After `SILENCE_S` without a heartbeat (a machine that slept, storage that did not answer) another may have it.
+        A forked child has none: its parent goes on.
         """
+        if self.is_inherited:
+            raise DirectoryLockedError(
+                f"{self._directory}: owned by process {self._record.process.pid}, of which this is a forked child. Two "
+                "processes cannot save to one directory: save in the parent, or to another directory"
+            )
         other = self._read()
         if other is None:  # out of sight for a moment, as on a network file system?
             self._stop.wait(LOOK_S)
@@ -107,15 +121,15 @@ class OwnerLock:
             if other is not None and other.token != self._record.token:
                 _log.error("%s: the lock of this job was taken over; its next save will be refused", self._directory)
                 return False
-            self._backend.touch(self._path)
+            self._backend.touch(self.path)
         except (StorageError, CorruptCheckpointError) as error:
-            _log.warning("%s: heartbeat failed: %s", self._path, error)
+            _log.warning("%s: heartbeat failed: %s", self.path, error)
         return True
 
     def _acquire(self) -> ProcessIdentity | None:
         dead, collected = None, False
         for _ in range(_TRIES):
-            if self._backend.write_new(self._path, msgspec.json.encode(self._record)):
+            if self._backend.write_new(self.path, msgspec.json.encode(self._record)):
                 return dead
             other = self._read()
             if other is None:
@@ -129,7 +143,7 @@ class OwnerLock:
             self._refuse_if_alive(other)
             if self._remove_dead(other):
                 dead = other.process
-        raise CheckpointError(f"{self._path}: other processes keep taking this lock; is the job started many times?")
+        raise CheckpointError(f"{self.path}: other processes keep taking this lock; is the job started many times?")
 
     def _read(self) -> _Record | None:
         """Who holds the lock; None if nobody does any more."""
@@ -142,7 +156,7 @@ class OwnerLock:
             raise
         except msgspec.MsgspecError as error:
             raise CorruptCheckpointError(
-                f"{self._path}: not a lock of ours ({error}); remove it if no job runs"
+                f"{self.path}: not a lock of ours ({error}); remove it if no job runs"
             ) from error
 
     def _refuse_if_alive(self, other: _Record) -> None:
@@ -170,7 +184,7 @@ class OwnerLock:
     def _age_s(self) -> float:
         """Seconds since the owner's last heartbeat; endless once the lock is gone."""
         try:
-            return self._backend.age_s(self._path)
+            return self._backend.age_s(self.path)
         except StorageError:
             return math.inf
 
@@ -180,9 +194,9 @@ class OwnerLock:
         The name it gets is that of the dead, and stays taken for a while: whoever comes late, with the dead owner
         still in mind, fails to rename and so cannot take away the lock of who was quicker.
         """
-        aside = f"{self._path}{_DEAD}{other.token}"
+        aside = f"{self.path}{_DEAD}{other.token}"
         try:
-            self._backend.rename(self._path, aside)
+            self._backend.rename(self.path, aside)
         except StorageError:
             return False  # somebody else was quicker
         name = aside.rpartition("/")[2]
@@ -190,7 +204,7 @@ class OwnerLock:
             read_whole(self._backend, self._directory, name, limit=1 << 16).tobytes(), type=_Record
         )
         if taken.token != other.token:
-            self._backend.rename(aside, self._path)  # it was a new, live owner's: put it back
+            self._backend.rename(aside, self.path)  # it was a new, live owner's: put it back
             return False
         self._backend.touch(aside)
         _log.warning(
@@ -215,10 +229,11 @@ class OwnerLock:
     def release(self) -> None:
         """Give the directory free, if this lock holds it."""
         with self._guard:
-            if not self._tried or self._record.process.pid != this_process().pid:
-                return  # not ours, or ours by inheritance only: a forked child holds nothing
+            if not self._tried or self.is_inherited:
+                return
             self._tried = self._held = False
             self._stop.set()
             other = self._read()
             if other is not None and other.token == self._record.token:
-                self._backend.remove(self._path)
+                self._clean()
+                self._backend.remove(self.path)

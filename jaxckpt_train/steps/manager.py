@@ -15,7 +15,7 @@ from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
 from jaxckpt_train.errors import SettingsError, StepNotFoundError
 from jaxckpt_train.multihost import current
 from jaxckpt_train.pending import PendingSave, call_after
-from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.settings import StoreSettings, checked_settings
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.steps.history import History, metrics_to_json, plain_metrics
 from jaxckpt_train.steps.policy_arguments import metric_mode, require_policy
@@ -76,7 +76,7 @@ class StepManager:
         if preservation_policy is not None:
             require_policy("StepManager.preservation_policy", preservation_policy, "should_preserve")
         self.directory = absolute(directory)
-        self.settings = settings or StoreSettings()
+        self.settings = checked_settings("StepManager.settings", settings)
         self.reached_preemption = False
         self.restored_step: int | None = None
         self._save_policy, self._if_busy, self._clock = save_decision_policy, if_busy, clock

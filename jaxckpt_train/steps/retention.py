@@ -31,6 +31,7 @@ class Deleter:
         self._changed = threading.Condition()
         self._worker: threading.Thread | None = None
         self._is_closing = False
+        self._at_end: Callable[[], None] | None = None
 
     def delete(self, names: Sequence[str], *, instead: str | None = None) -> None:
         """Delete step directories soon; each stops being listed before its first byte goes.
@@ -65,10 +66,21 @@ class Deleter:
     def close(self) -> None:
         """Finish what is under way and end the thread."""
         self.wait()
+        self.end(lambda: None)
+        with self._changed:
+            self._changed.wait_for(lambda: self._worker is None)
+
+    def end(self, then: Callable[[], None]) -> None:
+        """As `close`, without waiting for it: `then` is called when all is finished, here or on the thread."""
+        self._ensure_worker()
         with self._changed:
             self._is_closing = True
+            is_over = self._worker is None and not self._jobs
+            if not is_over:
+                self._at_end = then
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._worker is None)
+        if is_over:
+            then()
 
     def _work(self, stays: bool = True) -> None:
         """Work off the jobs, one thread at a time. A job stays in the list until it is done: whoever waits sees it."""
@@ -86,7 +98,12 @@ class Deleter:
             with self._changed:
                 if self._worker is threading.current_thread():  # it failed: the next thread goes on with the next job
                     self._worker = None
+                then = None
+                if not self._jobs:
+                    then, self._at_end = self._at_end, None
                 self._changed.notify_all()
+            if then is not None:
+                then()
             self._ensure_worker()
 
     def _has_job(self, stays: bool) -> bool:

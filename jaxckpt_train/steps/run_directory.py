@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import errno
+import functools
 import logging
 import threading
 import uuid
@@ -45,7 +46,7 @@ class RunDirectory:
         self._lock = OwnerLock(backend, directory)
         self._deleter = Deleter(backend, directory, weakref.WeakMethod(self._deleted))
         # A manager that was dropped without close(), as in a notebook, must not lock its directory for ever.
-        weakref.finalize(self, self._lock.release).atexit = False
+        weakref.finalize(self, _let_go, self._lock, self._deleter).atexit = False
         self._guard = threading.RLock()
         self._entries: list[Entry] = []
         self._infos: tuple[CheckpointInfo, ...] | None = None
@@ -250,14 +251,32 @@ class RunDirectory:
             self._infos = None
 
     def close(self) -> None:
-        """Finish deletions and let go of the directory."""
-        self._deleter.close()
-        try:
-            self._lock.release()
-        except StorageError as error:
-            if error.errno != errno.ENOENT:
-                _log.warning("the lock of %s was not released: %s", self._directory, error)
+        """Finish deletions and let go of the directory; when interrupted, that happens once the deletions are done.
+
+        A forked child has none of it: neither the thread that deletes nor the lock.
+        """
         self.is_owner = False
+        if self._lock.is_inherited:
+            return
+        try:
+            self._deleter.close()
+        except BaseException:
+            _let_go(self._lock, self._deleter)
+            raise
+        _release(self._lock)
+
+
+def _let_go(lock: OwnerLock, deleter: Deleter) -> None:
+    if not lock.is_inherited:
+        deleter.end(functools.partial(_release, lock))
+
+
+def _release(lock: OwnerLock) -> None:
+    try:
+        lock.release()
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            _log.warning("%s was not released: %s", lock.path, error)
 
 
 def _noted(entry: Entry, subject: Entry, note: Mapping[str, Any]) -> Entry:

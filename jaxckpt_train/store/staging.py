@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.store.per_process import PerProcess
 from jaxckpt_train.store.segment import ALIGNMENT
 
@@ -121,7 +122,7 @@ class StagingPool:
                 while self._waiting[0] is not turn or (start := self._gap(size)) is None:
                     self._changed.wait()
                 if self._area is None:
-                    self._area = aligned_buffer(self.budget_bytes)
+                    self._area = _area_of(self.budget_bytes)
                 self._lent.append((start, start + size))
             finally:
                 self._waiting.remove(turn)
@@ -136,6 +137,15 @@ class StagingPool:
                 return start
             start = high
         return start if self.budget_bytes - start >= size else None
+
+
+def _area_of(size: int) -> np.ndarray:
+    try:
+        return aligned_buffer(size)
+    except MemoryError as error:
+        raise SettingsError(
+            f"StoreSettings.staging_bytes: {size} bytes of memory were refused by the system; choose fewer"
+        ) from error
 
 
 _pools = PerProcess(StagingPool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Collection, Sequence
 
@@ -34,3 +35,18 @@ def leaf_filter(only: Only) -> Callable[[str], bool]:
 
 def _expression(pattern: str) -> str:
     return "".join(_MEANING.get(piece, re.escape(piece)) for piece in _PIECES.findall(pattern))
+
+
+def suggestion(only: Only, names: Collection[str]) -> str:
+    """A question that names a pattern like those given that does select something; empty if none is found."""
+    patterns = [only] if isinstance(only, str) else only
+    if callable(patterns) or patterns is None:
+        return ""
+    for pattern in patterns:
+        plain = pattern.strip("/").removesuffix("/*").removesuffix("/**")
+        tops = difflib.get_close_matches(plain.partition("/")[0], {name.partition("/")[0] for name in names}, 1)
+        _, slash, rest = plain.partition("/")
+        for tried in (plain, f"{plain}/**", *(f"{top}{slash}{rest}/**" for top in tops), *tops):
+            if any(map(leaf_filter(tried), names)):
+                return f', did you mean "{tried}"?'
+    return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -19,8 +19,9 @@ from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
 from jaxckpt_train.store.quiet_gc import paused_collection
 from jaxckpt_train.store.read_budget import ReadBudget
 from jaxckpt_train.store.read_plan import Wanted
-from jaxckpt_train.store.reader import Progress, empty_array, iter_boxes
+from jaxckpt_train.store.reader import Progress, iter_boxes
 from jaxckpt_train.store.transaction import Committed
+from jaxckpt_train.tree.conversion import converted
 from jaxckpt_train.tree.device_put import DevicePuts
 from jaxckpt_train.tree.flatten import EMPTY, PLACEHOLDER, Flat, flatten, unflatten
 from jaxckpt_train.tree.leaf_records import (
@@ -42,12 +43,10 @@ from jaxckpt_train.tree.mismatch import (
     rename_map,
     unexpected_line,
 )
-from jaxckpt_train.tree.patterns import Only, leaf_filter
+from jaxckpt_train.tree.patterns import Only, leaf_filter, suggestion
 from jaxckpt_train.tree.placement import Placement, default_platform, device_placement, host_placement
 from jaxckpt_train.tree.rebuild import rebuild
 from jaxckpt_train.tree.target import Want, concrete_sharding, wanted
-
-COMPARED_AT_ONCE = 1 << 18  # elements
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,8 +100,9 @@ class TreeRestore:
             names = rename_map(list(self.record.leaves), options.rename or {})
             return self._load_all(names, leaf_filter(options.only), options, progress)
         with paused_collection():
-            flat, names, jobs = self._plan(like, options)
-        loaded = dict(zip((names[job.name] for job in jobs), self._produce(jobs, options.cast, progress), strict=True))
+            flat, names, jobs, places = self._plan(like, options)
+        values = self._produce(jobs, places, options.cast, progress)
+        loaded = dict(zip((names[job.name] for job in jobs), values, strict=True))
         return unflatten(like, [loaded.get(n, leaf) for n, leaf in zip(flat.names, flat.leaves, strict=True)])
 
     def compare(self, like: Any, options: LoadOptions) -> None:
@@ -110,8 +110,8 @@ class TreeRestore:
         if like is not None:
             self._plan(like, options)
 
-    def _plan(self, like: Any, options: LoadOptions) -> tuple[Flat, dict[str, str], list[_Job]]:
-        """The target's leaves, the names that stored leaves have in it, and the leaves to produce."""
+    def _plan(self, like: Any, options: LoadOptions) -> tuple[Flat, dict[str, str], list[_Job], list[Placement | None]]:
+        """The target's leaves, the names that stored leaves have in it, the leaves to produce, and where each goes."""
         names = rename_map(list(self.record.leaves), options.rename or {})
         selected = leaf_filter(options.only)
         flat = flatten(like)
@@ -128,7 +128,24 @@ class TreeRestore:
             for name, want in wants.items()
             if want.form != "skip" and name not in kept
         ]
-        return flat, names, jobs
+        return flat, names, jobs, self._places(jobs)
+
+    def _places(self, jobs: Sequence[_Job]) -> list[Placement | None]:
+        """Where each stored leaf goes; None: it is inline.
+
+        Raises:
+            MismatchError: shardings that do not fit, all of them.
+        """
+        known: dict[object, Placement] = {}  # most leaves share their shape and sharding with others
+        places: list[Placement | None] = []
+        lines = []
+        for job in jobs:
+            try:
+                places.append(_placement(job, known) if isinstance(job.record, STORED) else None)
+            except MismatchError as error:
+                lines.append(str(error))
+        raise_differences(self._subject, lines)
+        return places
 
     def _compare(
         self,
@@ -159,7 +176,7 @@ class TreeRestore:
             if name not in wants and selected(name) and not name.startswith(skipped):
                 lines.append(unexpected_line(name, self.record.leaves[saved], self._arrays.get(saved)))
         if options.only is not None and not lines and not any(map(selected, leaves)):
-            raise MismatchError(f"{self._subject}: only={options.only!r} selects none of {len(leaves)} leaves")
+            raise self._selects_none(options.only, leaves)
         raise_differences(self._subject, lines)
         return kept
 
@@ -170,19 +187,25 @@ class TreeRestore:
         value = python_value(saved, record, self._subject)
         return inexact_line(name, value, want) if exact_array(value, want.dtype) is None else None
 
+    def _selects_none(self, only: Only, names: Collection[str]) -> MismatchError:
+        hint = suggestion(only, names)
+        listed = ", ".join(map(repr, sorted(names)[:5])) + (", ..." if len(names) > 5 else "")
+        return MismatchError(f"{self._subject}: only={only!r} selects none of {len(names)} leaves{hint}: {listed}")
+
     def _load_all(
         self, names: Mapping[str, str], selected: Callable[[str], bool], options: LoadOptions, progress: Progress | None
     ) -> Any:
         given = _shardings_by_name(options.shardings)
         chosen = [old for old, new in names.items() if selected(new)]
         if not chosen and options.only is not None:
-            raise MismatchError(f"{self._subject}: only={options.only!r} selects none of {len(names)} leaves")
+            raise self._selects_none(options.only, names.values())
         jobs = [self._job(old, self._own_want(old, given(names[old]))) for old in chosen]
         lines = [
             leaf_difference(names[job.name], job.record, job.array, job.want, cast=False) for job in jobs if job.array
         ]
         raise_differences(self._subject, [line for line in lines if line is not None])
-        values = dict(zip((names[job.name] for job in jobs), self._produce(jobs, False, progress), strict=True))
+        produced = self._produce(jobs, self._places(jobs), False, progress)
+        values = dict(zip((names[job.name] for job in jobs), produced, strict=True))
         if options.rename:
             record = TreeRecord({}, {names[old]: leaf for old, leaf in self.record.leaves.items()})
             return rebuild(record, values, self._subject)
@@ -210,17 +233,18 @@ class TreeRestore:
     def _job(self, name: str, want: Want) -> _Job:
         return _Job(name, self.record.leaves[name], self._arrays.get(name), want)
 
-    def _produce(self, jobs: Sequence[_Job], cast: bool, progress: Progress | None) -> list[Any]:
+    def _produce(
+        self, jobs: Sequence[_Job], places: Sequence[Placement | None], cast: bool, progress: Progress | None
+    ) -> list[Any]:
         """The values of all jobs, in order; inline ones first, so that they fail before a bulk read."""
         values: list[Any] = [PLACEHOLDER] * len(jobs)
-        stored: list[int] = []
-        for number, job in enumerate(jobs):
-            if isinstance(job.record, STORED):
-                stored.append(number)
+        stored: list[tuple[int, _Job, Placement]] = []
+        for number, (job, place) in enumerate(zip(jobs, places, strict=True)):
+            if place is not None:
+                stored.append((number, job, place))
             else:
                 values[number] = self._inline(job)
-        placements: dict[object, Placement] = {}  # most leaves share their shape and sharding with others
-        self._read([(n, jobs[n], _placement(jobs[n], placements)) for n in stored], values, cast, progress)
+        self._read(stored, values, cast, progress)
         return values
 
     def _read(
@@ -243,7 +267,7 @@ class TreeRestore:
             for wanted, box, data in boxes:
                 number, job, placement = jobs[wanted]
                 if job.want.dtype is not None and job.want.dtype != data.dtype:
-                    data = _converted(job.name, data, job.want.dtype)
+                    data = converted(job.name, data, job.want.dtype)
                     if leaves[wanted]:
                         budget.charge(data)  # until the device has it
                 if job.want.form == "jax" and not job.is_weak_scalar:
@@ -306,10 +330,21 @@ def _host_value(job: _Job, array: np.ndarray) -> Any:
             value = array.item()
             return value if job.want.python is None else job.want.python(value)
         case "key":
-            key = jax.random.wrap_key_data(jnp.asarray(array), impl=job.want.impl)
+            key = _wrapped_key(job.name, array, job.want.impl)
             return key if job.want.sharding is None else jax.device_put(key, job.want.sharding)
         case _:
             return _weak_or_put(job.want, array)
+
+
+def _wrapped_key(name: str, data: np.ndarray, impl: str | None) -> jax.Array:
+    try:
+        key: jax.Array = jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
+    except (TypeError, ValueError) as error:
+        raise MismatchError(
+            f"leaf {name!r}: saved as a key of implementation {impl!r}, of which this JAX makes none of "
+            f"{data.dtype}{list(data.shape)}: {error}"
+        ) from error
+    return key
 
 
 def _weak_or_put(want: Want, array: np.ndarray) -> jax.Array:
@@ -319,27 +354,6 @@ def _weak_or_put(want: Want, array: np.ndarray) -> jax.Array:
             return value if want.sharding is None else jax.device_put(value, want.sharding)
     placed: jax.Array = jax.device_put(array, want.sharding)
     return placed
-
-
-def _converted(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The array in another dtype or byte order; integers must keep their values."""
-    result = empty_array(array.shape, dtype)
-    with np.errstate(all="ignore"):
-        np.copyto(result, array, casting="unsafe")
-    if jnp.issubdtype(dtype, np.integer) and not _are_same_integers(result.reshape(-1), array.reshape(-1)):
-        raise MismatchError(
-            f"leaf {name!r}: cast=True, but {dtype} does not hold all values of the saved {array.dtype}"
-        )
-    return result
-
-
-def _are_same_integers(result: np.ndarray, array: np.ndarray) -> bool:
-    """Whether a conversion has kept all values; looked at in pieces, so that it takes no memory worth counting."""
-    for at in range(0, len(array), COMPARED_AT_ONCE):
-        new, old = result[at : at + COMPARED_AT_ONCE], array[at : at + COMPARED_AT_ONCE]
-        if not np.array_equal(new.astype(old.dtype), old) or not np.array_equal(new < 0, old < 0):
-            return False
-    return True
 
 
 def _shardings_by_name(shardings: Any) -> Callable[[str], jax.sharding.Sharding | None]:

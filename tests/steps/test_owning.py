@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import itertools
 import os
 import shutil
@@ -21,6 +22,7 @@ from jaxckpt_train.steps.retention import Deleter, hidden_name
 from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.quiet_gc import paused_collection
+from tests.conftest import RunPython
 from tests.interrupts import interrupt_at
 from tests.steps.runs import made_run, save_steps
 
@@ -138,3 +140,95 @@ def test_the_heartbeat_begins_before_the_lock_counts_as_held(tmp_path: Path, mon
     assert seen == [False]
     held.release()
     assert not (tmp_path / lock_module.LOCK_NAME).exists()
+
+
+class SlowRemoval(LocalBackend):
+    """Removing a step waits until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def remove(self, path: str) -> None:
+        if path.endswith(".deleting"):
+            self.begun.set()
+            assert self.go.wait(60)
+        super().remove(path)
+
+
+def retention_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "jaxckpt-retention"}
+
+
+def test_who_is_interrupted_while_closing_lets_go_when_the_deletions_are_done(tmp_path: Path) -> None:
+    backend, before = SlowRemoval(), retention_threads()
+    manager = jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend)
+    save_steps(manager, 1, 2)
+    assert backend.begun.wait(60)
+    with interrupt_at(1, Deleter.wait), pytest.raises(KeyboardInterrupt):
+        manager.close()
+    manager.close()
+    with pytest.raises(jct.DirectoryLockedError):  # what is being removed is still this manager's
+        jct.StepManager(tmp_path).own()
+    (thread,) = retention_threads() - before
+    backend.go.set()
+    thread.join(60)
+    with jct.StepManager(tmp_path) as other:
+        other.own()
+        assert other.steps == [2]
+
+
+def test_a_manager_that_is_dropped_leaves_no_thread(tmp_path: Path) -> None:
+    before = retention_threads()
+    manager = jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1))
+    save_steps(manager, 1, 2, 3)
+    (thread,) = retention_threads() - before
+    del manager
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not (tmp_path / ".owner").exists()
+
+
+FORKED = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+import numpy as np
+import jaxckpt_train as jct
+
+manager = jct.StepManager(sys.argv[1], preservation_policy=jct.LatestN(2))
+for step in (1, 2, 3):
+    manager.save(step, {"state": {"w": np.full(10, step)}})
+    manager.wait()
+read, write = os.pipe()
+child = os.fork()
+if child == 0:
+    told = []
+    for call in (lambda: manager.save(100, {"state": {"w": np.zeros(3)}}), lambda: manager.pin(3)):
+        try:
+            call()
+        except jct.DirectoryLockedError as error:
+            told.append(str(error))
+    manager.close()
+    os.write(write, "\\n".join(told).encode())
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(os.read(read, 10000).decode().count("of which this is a forked child"))
+manager.save(4, {"state": {"w": np.full(10, 4)}})
+manager.close()
+print(jct.StepManager(sys.argv[1]).steps)
+"""
+
+
+def test_a_forked_child_neither_saves_nor_hangs_with_its_parents_manager(tmp_path: Path, run_python: RunPython) -> None:
+    assert run_python(FORKED, tmp_path / "run", check=True, timeout_s=60).stdout.split("\n")[:3] == ["7", "2", "[3, 4]"]
+
+
+def test_an_owner_that_ends_takes_along_what_the_dead_left(tmp_path: Path) -> None:
+    held = OwnerLock(LocalBackend(), str(tmp_path))
+    held.acquire()
+    for name in (".owner.dead-x", ".new-x", ".now-x"):
+        (tmp_path / name).write_bytes(b"{}")
+        os.utime(tmp_path / name, (0, 0))
+    (tmp_path / ".new-young").write_bytes(b"")
+    held.release()
+    assert os.listdir(tmp_path) == [".new-young"]

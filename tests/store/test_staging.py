@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.store import staging
 from jaxckpt_train.store.staging import HUGE_PAGE_BYTES, Arena, StagingPool, aligned_buffer, shared_pool
 
@@ -194,6 +195,8 @@ def test_arrays_share_no_page_of_a_machine_with_larger_pages(monkeypatch: pytest
 def test_memory_that_the_system_refuses_is_named() -> None:
     with pytest.raises(MemoryError, match=r"9007199254740992 bytes of memory were refused: .*memory"):
         aligned_buffer(1 << 53)
+    with pytest.raises(SettingsError, match=r"StoreSettings\.staging_bytes: 9007199254740992 bytes of memory were ref"):
+        StagingPool(1 << 53).touch()
 
 
 def area_of(arena: Arena) -> np.ndarray:

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 import jaxckpt_train as jct
 from jaxckpt_train.tree.placement import default_platform
+from tests.steps.runs import Counter
 from tests.tree.same_trees import raw
 
 P, S = PartitionSpec, jax.ShapeDtypeStruct
@@ -264,3 +265,25 @@ def test_where_an_array_without_a_sharding_goes() -> None:
     assert default_platform() == "cpu"
     with jax.default_device(jax.devices("cpu")[3]):
         assert default_platform() == "cpu"
+
+
+@pytest.mark.parametrize("has_target", [True, False])
+def test_all_shardings_that_do_not_fit_are_told_at_once(has_target: bool, tmp_path: Path) -> None:
+    tree = {name: jnp.asarray(leaf) for name, leaf in {**HOST, "odd": np.ones((7, 3), np.float32)}.items()}
+    jct.save(tmp_path / "c", tree, settings=FAST)
+    like = {key: S(leaf.shape, leaf.dtype) for key, leaf in tree.items()}
+    over = NamedSharding(mesh(4, 2), P("x"))
+    with pytest.raises(jct.MismatchError, match="differ in 2 leaves; nothing was read:") as caught:
+        jct.load(tmp_path / "c", like if has_target else None, shardings={"odd": over, "n": over})
+    assert ["leaf 'n'" in str(caught.value), "leaf 'odd'" in str(caught.value)] == [True, True]
+
+
+def test_a_sharding_that_does_not_fit_leaves_other_checkpointables_as_they_were(tmp_path: Path) -> None:
+    odd = {"odd": np.ones((7, 3), np.float32)}
+    jct.save_checkpointables(tmp_path / "c", {"data": Counter(), "state": odd}, settings=FAST)
+    data = Counter()
+    data.position = 5
+    like = {"odd": S((7, 3), np.float32, sharding=NamedSharding(mesh(4, 2), P("x")))}
+    with pytest.raises(jct.MismatchError, match="leaf 'odd'"):
+        jct.load_checkpointables(tmp_path / "c", {"data": data, "state": like})
+    assert data.position == 5

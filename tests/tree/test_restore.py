@@ -242,3 +242,19 @@ def test_any_tree_comes_back(tmp_path_factory: pytest.TempPathFactory, tree: Any
     untyped = jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, tree)
     assert_same(jct.load(path), untyped, structure=False)
     assert jct.verify(path).ok
+
+
+@pytest.mark.parametrize("like", [None, {"k": jax.random.key(0)}], ids=["no target", "target"])
+def test_a_key_that_this_jax_cannot_make_is_refused_by_name(
+    like: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jct.save(tmp_path / "c", {"k": jax.random.key(1)})
+
+    def refuse(*_: Any, **more: Any) -> None:
+        raise ValueError(f"unrecognized PRNG implementation {more['impl']}")
+
+    monkeypatch.setattr(jax.random, "wrap_key_data", refuse)
+    with pytest.raises(
+        jct.MismatchError, match=r"leaf 'k': saved as a key of implementation 'threefry2x32', .*unrecognized PRNG"
+    ):
+        jct.load(tmp_path / "c", like)

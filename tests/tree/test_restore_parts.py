@@ -143,3 +143,16 @@ def test_a_cast_that_fails_on_an_accelerator_is_raised(monkeypatch: pytest.Monke
     chosen = jct.StoreSettings(read_budget_bytes=1 << 20, io_threads=1)
     with pytest.raises(jct.MismatchError, match="does not hold all values"):
         jct.load(tmp_path / "c", like, cast=True, settings=chosen)
+
+
+@pytest.mark.parametrize("only", ["params", "/params/**", "params/*", "param/**", ["nothing", "params/"]])
+def test_a_pattern_that_chooses_nothing_is_answered_with_one_that_does(path: Path, only: Any) -> None:
+    with pytest.raises(jct.MismatchError, match=r'selects none of 6 leaves, did you mean "params/\*\*"\?: \'opt/'):
+        jct.load(path, only=only)
+
+
+def test_a_pattern_like_nothing_is_answered_with_names(path: Path) -> None:
+    with pytest.raises(jct.MismatchError, match=r"selects none of 6 leaves: 'opt/0/mu', .*, \.\.\.$"):
+        jct.load(path, only="zzz")
+    with pytest.raises(jct.MismatchError, match=r"selects none of 6 leaves: 'opt"):
+        jct.load(path, only=lambda name: False)
