@@ -6,6 +6,7 @@ import gc
 import logging
 import math
 import threading
+import time
 import uuid
 
 import msgspec
@@ -21,6 +22,8 @@ SILENCE_S = 60.0
 LOOK_S = 0.5
 _DEAD = ".dead-"
 _TRIES = 10
+_ENDING_LOOK_S = 0.02
+_ending: set[str] = set()  # tokens of locks of this process that are about to be released
 _log = logging.getLogger("jaxckpt_train")
 
 
@@ -32,11 +35,11 @@ class _Record(msgspec.Struct, frozen=True):
 class OwnerLock:
     """Holds `<directory>/.owner` while a job saves there.
 
-    Attributes:
-        path: of the lock's file.
-
     An owner on this machine is known to be dead at once; one on another machine after `SILENCE_S` without a heartbeat,
     for which `acquire` waits.
+
+    Attributes:
+        path: of the lock's file.
     """
 
     def __init__(self, backend: Backend, directory: str) -> None:
@@ -140,10 +143,25 @@ class OwnerLock:
                 gc.collect()  # a manager that was dropped without close() lets go when it is freed
                 collected = True
                 continue
+            if self._was_ending(other):
+                continue
             self._refuse_if_alive(other)
             if self._remove_dead(other):
                 dead = other.process
         raise CheckpointError(f"{self.path}: other processes keep taking this lock; is the job started many times?")
+
+    def _was_ending(self, other: _Record) -> bool:
+        """Wait for a lock of this process that is released as soon as deletions are done; not for ever."""
+        until = time.monotonic() + SILENCE_S
+        is_ending = other.token in _ending
+        while other.token in _ending and time.monotonic() < until:
+            self._stop.wait(_ENDING_LOOK_S)
+        return is_ending and other.token not in _ending
+
+    def end(self) -> None:
+        """Say that it is about to be released: whoever wants it in this process waits for that."""
+        if self._tried:
+            _ending.add(self._record.token)
 
     def _read(self) -> _Record | None:
         """Who holds the lock; None if nobody does any more."""
@@ -233,7 +251,13 @@ class OwnerLock:
                 return
             self._tried = self._held = False
             self._stop.set()
-            other = self._read()
-            if other is not None and other.token == self._record.token:
-                self._clean()
-                self._backend.remove(self.path)
+            try:
+                self._remove_own()
+            finally:
+                _ending.discard(self._record.token)
+
+    def _remove_own(self) -> None:
+        other = self._read()
+        if other is not None and other.token == self._record.token:
+            self._clean()
+            self._backend.remove(self.path)

@@ -268,6 +268,7 @@ class RunDirectory:
 
 def _let_go(lock: OwnerLock, deleter: Deleter) -> None:
     if not lock.is_inherited:
+        lock.end()
         deleter.end(functools.partial(_release, lock))
 
 

@@ -167,13 +167,42 @@ def test_who_is_interrupted_while_closing_lets_go_when_the_deletions_are_done(tm
     with interrupt_at(1, Deleter.wait), pytest.raises(KeyboardInterrupt):
         manager.close()
     manager.close()
-    with pytest.raises(jct.DirectoryLockedError):  # what is being removed is still this manager's
-        jct.StepManager(tmp_path).own()
+    assert lock_of(tmp_path) == "held"  # what is being removed is still this manager's
     (thread,) = retention_threads() - before
     backend.go.set()
     thread.join(60)
+    assert lock_of(tmp_path) == "free"
     with jct.StepManager(tmp_path) as other:
         other.own()
+        assert other.steps == [2]
+
+
+def lock_of(run: Path) -> str:
+    return "held" if (run / ".owner").exists() else "free"
+
+
+def test_the_next_manager_waits_until_the_deletions_of_one_that_was_dropped_are_done(tmp_path: Path) -> None:
+    backend = SlowRemoval()
+    manager = jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend)
+    save_steps(manager, 1, 2)
+    assert backend.begun.wait(60)
+    del manager
+    gc.collect()
+    looked = threading.Event()
+
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            looked.set()
+            return super().wait(timeout)
+
+    with jct.StepManager(tmp_path) as other:
+        other._run._lock._stop = Stop()
+        owning = threading.Thread(target=other.own)
+        owning.start()
+        assert looked.wait(60)
+        assert lock_of(tmp_path) == "held"
+        backend.go.set()
+        owning.join(60)
         assert other.steps == [2]
 
 
