@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from benchmarks.machine import Description
-from benchmarks.record import WorkloadRecord
+from benchmarks.record import Record, WorkloadRecord
 from benchmarks.spread import Spread
 from benchmarks.summary import Figures, Summary
 from benchmarks.workloads import WHOLE
@@ -117,15 +116,17 @@ def absent(record: WorkloadRecord) -> list[str]:
     return [f"left out: {', '.join(subjects)}: {reason}" for reason, subjects in by_reason.items()]
 
 
-def machine_lines(machine: Description, versions: Mapping[str, str | None]) -> list[str]:
-    """One line each for the machine, the file system and the versions."""
-    gib = int(machine["memory_bytes"] or 0) / (1 << 30)
-    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return [
-        f"machine: {machine['cores']} cores ({machine['processor']}), {gib:.1f} GiB, {machine['kernel']}",
-        f"files: {machine['file_system']} on {machine['device']}, {machine['mount_options']}",
-        f"versions: {listed}",
-    ]
+def machine_lines(record: Record) -> list[str]:
+    """One line each for every machine and its file system, and for the versions."""
+    lines = []
+    for machine, names in record.machines:
+        gib = int(machine["memory_bytes"] or 0) / (1 << 30)
+        of = f" of {', '.join(names)}" if len(record.machines) > 1 else ""
+        lines += [
+            f"machine{of}: {machine['cores']} cores ({machine['processor']}), {gib:.1f} GiB, {machine['kernel']}",
+            f"files: {machine['file_system']} on {machine['device']}, {machine['mount_options']}",
+        ]
+    return [*lines, "versions: " + ", ".join(f"{name} {version}" for name, version in record.versions.items())]
 
 
 def _table(title: str, columns: tuple[_Column, ...], rows: Mapping[str, Figures]) -> TextTable:

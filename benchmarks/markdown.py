@@ -33,7 +33,7 @@ def _page(record: Record, folder: Path, plots: Sequence[Path]) -> list[str]:
         f"Written by `benchmarks.report`; {_explained(folder)} says what is measured.",
         "",
     ]
-    lines += [f"- {line}" for line in cells.machine_lines(record.machine, record.versions)]
+    lines += [f"- {line}" for line in cells.machine_lines(record)]
     lines += ["", "```", *commands, "```", "", "```", cells.HOW_TO_READ.rstrip(), "```", ""]
     for plot in plots:
         lines += [f"![{plot.stem}]({plot.name})", ""]

@@ -119,7 +119,8 @@ def _logarithmic(axes: Any, least: float, most: float) -> None:
 
 def _caption(record: Record) -> str:
     machine, versions = record.machine, record.versions
+    processors = " and ".join(dict.fromkeys(str(one["processor"]) for one, _ in record.machines))
     gib = int(machine["memory_bytes"] or 0) / (1 << 30)
     shown = ("python", "jax", "jaxckpt-train", "orbax-checkpoint", "safetensors", "flax", "torch", "torchsnapshot")
     listed = ", ".join(f"{name} {versions[name]}" for name in shown if versions.get(name))
-    return f"{machine['cores']} cores ({machine['processor']}), {gib:.0f} GiB, {machine['file_system']}\n{listed}"
+    return f"{machine['cores']} cores ({processors}), {gib:.0f} GiB, {machine['file_system']}\n{listed}"

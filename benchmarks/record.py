@@ -42,6 +42,7 @@ class WorkloadRecord:
         command: the command line that did.
         load_average: of the machine over the minute before it began.
         commit: of the code, "-dirty" if there was more; None: not known.
+        machine: on which it ran, if that is not the record's.
         versions: of what the subjects are made of.
         left_out: subject -> why it had no turn.
         failed: subject -> what went wrong.
@@ -63,6 +64,7 @@ class WorkloadRecord:
     failed: dict[str, str]
     turns: list[Turn]
     commit: str | None = None
+    machine: Description | None = None
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> WorkloadRecord:
@@ -86,6 +88,15 @@ class Record:
             found |= workload.versions
         return dict(sorted(found.items()))
 
+    @property
+    def machines(self) -> list[tuple[Description, list[str]]]:
+        """The machines, and which workloads ran on each: a figure is a ratio within one workload."""
+        found: dict[tuple[object, ...], tuple[Description, list[str]]] = {}
+        for workload in self.workloads.values():
+            machine = workload.machine or self.machine
+            found.setdefault(tuple(machine[field] for field in SAME_MACHINE), (machine, []))[1].append(workload.name)
+        return list(found.values()) or [(self.machine, [])]
+
     def write(self, file: Path) -> None:
         """Write it as JSON."""
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -107,18 +118,9 @@ class Record:
 
 
 def merge(records: Sequence[Record]) -> Record:
-    """The workloads of several runs on one machine; of two of the same name the later one counts.
-
-    Raises:
-        ValueError: they are from different machines.
-    """
-    first = records[0]
+    """The workloads of several runs, each with the machine that it ran on; of two of one name the later one counts."""
     workloads: dict[str, WorkloadRecord] = {}
     for record in records:
-        for field in SAME_MACHINE:
-            if record.machine[field] != first.machine[field]:
-                raise ValueError(
-                    f"records of different machines: {field} {first.machine[field]!r}, {record.machine[field]!r}"
-                )
-        workloads |= record.workloads
-    return Record(first.machine, workloads)
+        for name, workload in record.workloads.items():
+            workloads[name] = dataclasses.replace(workload, machine=workload.machine or record.machine)
+    return Record(records[0].machine, workloads)

@@ -21,7 +21,7 @@ def stdout_console() -> Console:
 
 def show(console: Console, record: Record) -> None:
     """The machine, then tables, absences and warnings of every workload."""
-    for line in cells.machine_lines(record.machine, record.versions):
+    for line in cells.machine_lines(record):
         console.print(line, soft_wrap=True, markup=False)
     for workload in record.workloads.values():
         show_workload(console, workload)

@@ -45,7 +45,7 @@ class OwnerLock:
     def __init__(self, backend: Backend, directory: str) -> None:
         self._backend, self._directory = backend, directory
         self.path = f"{directory}/{LOCK_NAME}"
-        self._record = _Record(this_process(), uuid.uuid4().hex)
+        self._record = _Record(this_process(), uuid.uuid4().hex)  # until it is acquired, by a forked child perhaps
         self._stop = threading.Event()
         self._tried = self._held = False
         self._guard = threading.Lock()
@@ -63,6 +63,8 @@ class OwnerLock:
         with self._guard:
             if self._held:
                 return None
+            if not self._tried:
+                self._record = _Record(this_process(), self._record.token)
             self._clean()
             self._tried = True  # from now on the file may be there, whatever interrupts this
             dead = self._acquire()
@@ -73,7 +75,7 @@ class OwnerLock:
     @property
     def is_inherited(self) -> bool:
         """Whether this is a forked child's copy of its parent's lock, and holds nothing."""
-        return self._record.process.pid != this_process().pid
+        return self._tried and self._record.process.pid != this_process().pid
 
     def _keep_beating(self) -> None:
         """Have a thread for the heartbeat; where the system has none for it now, beat once until the next look."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import report, run
+from benchmarks.cells import machine_lines
 from benchmarks.record import Record, merge
 from benchmarks.registry import ENTRIES
 from tests.benchmarks.recorded import record
@@ -26,11 +27,15 @@ def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
         Record.read(tmp_path / "old.json")
 
 
-def test_runs_of_one_machine_are_merged_and_of_two_are_not() -> None:
-    assert list(merge([record("dense"), record("small")]).workloads) == ["dense", "small"]
-    other = Record(record().machine | {"cores": 64}, {})
-    with pytest.raises(ValueError, match="cores 2, 64"):
-        merge([record("dense"), other])
+def test_runs_of_several_machines_are_merged_and_each_workload_keeps_its_own() -> None:
+    one, another = record("dense", "moe"), record("small")
+    another.machine["processor"] = "another processor"
+    merged = merge([one, another, record("moe")])
+    assert list(merged.workloads) == ["dense", "moe", "small"]
+    assert [names for _, names in merged.machines] == [["dense", "moe"], ["small"]]
+    assert machine_lines(merged)[2].startswith("machine of small: 2 cores (another processor)")
+    assert machine_lines(merge([one]))[0].startswith("machine: 2 cores (a processor)")
+    assert merge([merged]).machines == merged.machines
 
 
 def test_tables_plots_and_page_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -261,3 +261,27 @@ def test_an_owner_that_ends_takes_along_what_the_dead_left(tmp_path: Path) -> No
     (tmp_path / ".new-young").write_bytes(b"")
     held.release()
     assert os.listdir(tmp_path) == [".new-young"]
+
+
+DAEMON = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+import numpy as np
+import jaxckpt_train as jct
+
+manager = jct.StepManager(sys.argv[1])
+child = os.fork()
+if child == 0:
+    for step in (1, 2):
+        manager.save(step, {"state": {"w": np.full(10, step)}})
+        manager.wait()
+    held = os.path.exists(sys.argv[1] + "/.owner")
+    manager.close()
+    os._exit(10 * held + os.path.exists(sys.argv[1] + "/.owner"))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), jct.StepManager(sys.argv[1]).steps)
+"""
+
+
+def test_a_manager_that_was_made_before_the_fork_saves_in_the_child(tmp_path: Path, run_python: RunPython) -> None:
+    """As in a daemon: the parent never saved."""
+    assert run_python(DAEMON, tmp_path / "run", check=True, timeout_s=60).stdout == "10 [1, 2]\n"
