@@ -49,6 +49,7 @@ class StoreConfig:
     io_threads: int | str = "auto"
     direct_io: str | bool = "auto"
     snapshot: str = "auto"
+    nonfinite: str = "allow"
 
     def __post_init__(self) -> None:
         self.settings()

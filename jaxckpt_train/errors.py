@@ -8,6 +8,7 @@ CheckpointError                       anything this package raises on purpose
 ├── FormatVersionError                written by a newer version of this package
 ├── MismatchError                     the checkpoint and the target differ; lists every difference
 ├── UnsupportedLeafError              a leaf or key of the tree cannot be stored
+├── NonFiniteError                    the state holds nan or inf, and such states are not to be saved
 ├── CheckpointExistsError             refuses to overwrite what is committed there
 ├── StorageError (also OSError)       the file system refused: full, read-only, failing, not permitted
 ├── DirectoryLockedError              another live process owns this run directory
@@ -60,6 +61,18 @@ class MismatchError(CheckpointError):
 
 class UnsupportedLeafError(CheckpointError):
     """A leaf, key or value that this package cannot store without losing something."""
+
+
+class NonFiniteError(CheckpointError):
+    """The state holds nan or inf, and `StoreSettings.nonfinite` is "reject": nothing was saved.
+
+    Attributes:
+        leaves: the leaf paths, the checkpointable's name first.
+    """
+
+    def __init__(self, message: str, leaves: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.leaves = leaves
 
 
 class CheckpointExistsError(CheckpointError):

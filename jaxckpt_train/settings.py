@@ -13,6 +13,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 Durability = Literal["full", "file", "none"]
 DigestName = Literal["xxh3-128", "sha256", "blake3"]
 SnapshotMode = Literal["auto", "host", "device", "stream"]
+NonFinite = Literal["allow", "warn", "reject"]
 
 DEFAULT_IO_THREADS = 2
 
@@ -21,6 +22,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "digest": ("xxh3-128", "sha256", "blake3"),
     "direct_io": ("auto", True, False),
     "snapshot": ("auto", "host", "device", "stream"),
+    "nonfinite": ("allow", "warn", "reject"),
 }
 MOST_IO_THREADS = 64
 _MINIMUM = {"segment_bytes": 1 * MIB, "staging_bytes": 1 * MIB, "read_budget_bytes": 1 * MIB, "io_threads": 1}
@@ -58,6 +60,9 @@ class StoreSettings:
             until it is seen that the loop donates it meanwhile: such a step is slow, as it gets new memory. From then
             on, and with "host", it is copied into memory that is kept from save to save: the call takes longer, that
             step does not.
+        nonfinite: what a save does about nan, and about inf in arrays (a single number may be inf): "allow": nothing;
+            "warn": it warns, naming the leaves; "reject": it fails with NonFiniteError, so that the steps before stay
+            the newest. They are looked for on the devices, and the answers awaited in the background.
 
     Raises:
         SettingsError: a value is out of range or of the wrong type.
@@ -72,6 +77,7 @@ class StoreSettings:
     io_threads: int | Literal["auto"] = "auto"
     direct_io: bool | Literal["auto"] = "auto"
     snapshot: SnapshotMode = "auto"
+    nonfinite: NonFinite = "allow"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

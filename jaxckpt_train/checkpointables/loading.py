@@ -19,7 +19,8 @@ from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.manifest import PartRecord
 from jaxckpt_train.store.plain_files import read_recorded
 from jaxckpt_train.store.reader import Progress
-from jaxckpt_train.store.transaction import Committed, refuse_another
+from jaxckpt_train.store.replaced import refuse_another
+from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.store.verify import file_problems
 from jaxckpt_train.tree.restore import LoadOptions, TreeRestore
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import msgspec
 
 from jaxckpt_train.checkpointables.contract import NOTHING, Staged
 from jaxckpt_train.checkpointables.registry import handler_of
-from jaxckpt_train.errors import SettingsError, UnsupportedLeafError
+from jaxckpt_train.errors import NonFiniteError, SettingsError, UnsupportedLeafError
 from jaxckpt_train.pending import PendingSave, start_save
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
@@ -35,8 +36,10 @@ from jaxckpt_train.tree.leaf_records import encode_tree
 from jaxckpt_train.tree.snapshot import Snapshot, snapshot
 from jaxckpt_train.tree.transfers import Ahead
 
+_log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
 VALUE_FILE = "p00000.json"
+SHOWN_LEAVES = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +100,7 @@ def _stage(name: str, value: Any, times: SaveTimes, settings: StoreSettings, ahe
         return StagedPart(name, handler.kind, staged=staged)
     if encoded is not None:
         return StagedPart(name, handler.kind, value=encoded)
-    taken = snapshot(staged.tree, settings.snapshot, ahead)
+    taken = snapshot(staged.tree, settings.snapshot, ahead, is_guarded=settings.nonfinite != "allow")
     times.snapshot_s += time.perf_counter() - now
     return StagedPart(name, handler.kind, snapshot=taken)
 
@@ -122,6 +125,7 @@ def write_parts(
 ) -> Committed:
     """Write all parts of an attempt and commit it. On any error the attempt is removed and the error raised."""
     with undone_on_error(transaction, parts):
+        _look_at_values(transaction.final, parts, settings)
         started = time.perf_counter()
         segments: list[SegmentRecord] = []
         records = [_write_part(transaction, backend, part, segments, settings, times, progress) for part in parts]
@@ -134,6 +138,25 @@ def write_parts(
         times.commit_s = time.perf_counter() - started
     _close(parts)
     return committed
+
+
+def _look_at_values(subject: str, parts: Sequence[StagedPart], settings: StoreSettings) -> None:
+    """Warn of nan and inf, or refuse to save them, before a byte is written."""
+    guards = [(part.name, part.snapshot.guard) for part in parts if part.snapshot is not None]
+    found = [(f"{name}/{leaf}", flaw) for name, guard in guards if guard is not None for leaf, flaw in guard.flaws()]
+    if not found:
+        return
+    shown = ", ".join(f"{leaf!r} ({flaw})" for leaf, flaw in found[:SHOWN_LEAVES])
+    more = f" and {len(found) - SHOWN_LEAVES} more" if len(found) > SHOWN_LEAVES else ""
+    told = f"{subject}: {len(found)} {'leaf holds' if len(found) == 1 else 'leaves hold'} nan or inf: {shown}{more}"
+    if settings.nonfinite == "warn":
+        _log.warning("%s; saved all the same", told)
+        return
+    raise NonFiniteError(
+        f'{told}. It is not saved, since nonfinite is "reject"; what was saved before stays. Look for the first step '
+        "that has them, such as with jax.config.update('jax_debug_nans', True)",
+        tuple(leaf for leaf, _ in found),
+    )
 
 
 def begin_save(

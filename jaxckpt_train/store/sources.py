@@ -14,7 +14,8 @@ from jaxckpt_train.errors import StorageError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend, Source
 from jaxckpt_train.store.plain_files import open_recorded
-from jaxckpt_train.store.transaction import Committed, refuse_another
+from jaxckpt_train.store.replaced import refuse_another
+from jaxckpt_train.store.transaction import Committed
 
 OPEN_AT_ONCE = 256  # of the 1,024 open files that a process may often have, for all it does
 

@@ -3,15 +3,15 @@
 A checkpoint is a directory that holds COMMIT, and COMMIT fits its manifest. An attempt is written beside the final
 name, in a hidden directory. The order, which crash safety rests on:
 
-1. every file is written and its data synced, COMMIT last, so that COMMIT never describes bytes that may vanish;
-2. every directory of the attempt is synced, so that the names of those files are durable before the rename;
+1. every file is written, COMMIT last;
+2. every file and every directory of the attempt is synced, several at a time, so that their bytes and names are on the
+   disk before the rename;
 3. the attempt is renamed to its final name;
 4. the parent directory is synced; only then is the save acknowledged.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import hashlib
@@ -19,7 +19,6 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -28,7 +27,6 @@ import numpy as np
 from jaxckpt_train.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
-    FormatVersionError,
     IncompleteCheckpointError,
     NotACheckpointError,
     StorageError,
@@ -55,10 +53,12 @@ from jaxckpt_train.store.manifest import (
     is_plain_name,
 )
 from jaxckpt_train.store.plain_files import file_record, read_whole
+from jaxckpt_train.store.workers import shared_workers
 
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
-_MAX_COMMIT_BYTES = 4096
+MAX_COMMIT_BYTES = 4096
+SYNCS_AT_ONCE = 4
 _ATTEMPT = re.compile(r"\.(?P<final>.+)\.tmp-(?P<tag>[0-9a-f]{8}-[0-9a-f]{8}-[0-9]+-[0-9]+)-[0-9]+")
 
 
@@ -101,6 +101,7 @@ class Transaction:
         backend.make_directory(parent, parents=True, sync=self._sync_directories)
         self.directory = self._begin(name)
         self._folders: list[str] = []
+        self._files: list[str] = []  # whose data is not synced yet
         self._is_stuck = False
 
     def _begin(self, name: str) -> str:
@@ -124,19 +125,21 @@ class Transaction:
         return path
 
     def write_file(self, name: str, data: bytes) -> FileRecord:
-        """Write a small file, synced, and return what the manifest says of it."""
-        sink = self._backend.create(f"{self.directory}/{name}", direct=False)
+        """Write a small file, which the commit syncs, and return what the manifest says of it."""
+        path = f"{self.directory}/{name}"
+        sink = self._backend.create(path, direct=False)
         try:
             content = np.frombuffer(data, np.uint8)
             if data:
                 sink.write_at(0, content)
-            sink.finish(len(data), sync=self._sync)
+            sink.finish(len(data), sync=False)
         finally:
             sink.abandon()
+        self._files.append(path)
         return FileRecord(name, len(data), block_digests(content, BLOCK_BYTES, digest_function(self._settings.digest)))
 
     def adopt_folder(self, name: str) -> tuple[FileRecord, ...]:
-        """Sync and digest the files that someone else wrote into a folder of the attempt.
+        """Digest the files that someone else wrote into a folder of the attempt; the commit syncs them.
 
         Raises:
             UnsupportedLeafError: a file or directory whose name a load would refuse.
@@ -154,8 +157,7 @@ class Transaction:
                 self._folders.append(f"{self.directory}/{path}")
                 records.extend(self.adopt_folder(path))
             elif entry.kind == "file":
-                if self._sync:
-                    self._backend.sync(f"{self.directory}/{path}")
+                self._files.append(f"{self.directory}/{path}")
                 records.append(file_record(self._backend, self.directory, path, self._settings.digest))
             else:
                 raise CorruptCheckpointError(f"{self.directory}/{path}: expected a plain file, found a link or device")
@@ -179,12 +181,16 @@ class Transaction:
         self.write_file(MANIFEST_NAME, data)
         sha256 = hashlib.sha256(data).hexdigest()
         self.write_file(COMMIT_NAME, msgspec.json.encode(CommitRecord(FORMAT, FORMAT_VERSION, len(data), sha256)))
-        if self._sync_directories:
-            for folder in reversed(self._folders):
-                self._backend.sync(folder)
-            self._backend.sync(self.directory)
+        self._sync_all()
         self._publish(replace)
         return Committed(self.final, manifest, sha256)
+
+    def _sync_all(self) -> None:
+        """Sync all that is not synced yet, several at a time: a journal brings them to the disk together."""
+        paths = list(self._files) if self._sync else []
+        if self._sync_directories:
+            paths += [*reversed(self._folders), self.directory]
+        shared_workers(SYNCS_AT_ONCE, "jaxckpt-sync").run_all(self._backend.sync, paths)
 
     def _publish(self, replace: bool) -> None:
         try:
@@ -276,7 +282,7 @@ def open_committed(backend: Backend, directory: str) -> Committed:
     """
     directory = _recover(backend, directory)
     commit_file = f"{directory}/{COMMIT_NAME}"
-    raw = _read_or_none(backend, directory, COMMIT_NAME, _MAX_COMMIT_BYTES)
+    raw = read_or_none(backend, directory, COMMIT_NAME, MAX_COMMIT_BYTES)
     if raw is None:
         raise _why_not_committed(backend, directory)
     check_version(raw, commit_file)
@@ -285,7 +291,7 @@ def open_committed(backend: Backend, directory: str) -> Committed:
     except msgspec.MsgspecError as error:
         raise CorruptCheckpointError(f"{commit_file}: not valid: {error}") from error
     manifest_file = f"{directory}/{MANIFEST_NAME}"
-    data = _read_or_none(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)
+    data = read_or_none(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)
     if data is None:
         raise CorruptCheckpointError(f"{manifest_file}: missing, but COMMIT stands for it")
     if len(data) != commit.manifest_bytes:
@@ -295,66 +301,8 @@ def open_committed(backend: Backend, directory: str) -> Committed:
     return Committed(directory, decode_manifest(data, manifest_file), commit.manifest_sha256)
 
 
-def refuse_another(backend: Backend, committed: Committed, *, may_be_gone: bool) -> None:
-    """Make sure that what was read since it was opened is of this checkpoint.
-
-    Args:
-        backend: where.
-        committed: the opened checkpoint.
-        may_be_gone: whether it may have been removed since.
-
-    Raises:
-        CorruptCheckpointError: another one has taken its place.
-        NotACheckpointError: it has been removed.
-    """
-    raw = _read_or_none(backend, committed.directory, COMMIT_NAME, _MAX_COMMIT_BYTES)
-    if raw is None:
-        if may_be_gone:
-            return
-        raise _removed(committed.directory)
-    with contextlib.suppress(msgspec.MsgspecError):
-        if msgspec.json.decode(raw, type=CommitRecord).manifest_sha256 == committed.manifest_sha256:
-            return
-    raise CorruptCheckpointError(f"{committed.directory}: was replaced while it was being read")
-
-
-def use_committed(backend: Backend, directory: str, use: Callable[[Committed], T]) -> T:
-    """Open a checkpoint and call `use` with it; once more whenever another one took its place meanwhile.
-
-    Raises:
-        As `open_committed`, and what `use` raises.
-    """
-    seen = None
-    while True:
-        try:
-            committed = open_committed(backend, directory)
-            seen = committed.manifest_sha256
-            return use(committed)
-        except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
-            now = manifest_digest(backend, directory)
-            if now is None and seen is not None and not is_committed(backend, directory):
-                raise _removed(directory) from error
-            if now is None or now == seen:
-                raise
-            seen = now
-
-
-def _removed(directory: str) -> NotACheckpointError:
-    return NotACheckpointError(
-        f"{directory}: was removed while it was being read; a run keeps steps that it has pinned, or as many as its "
-        "preservation policy says"
-    )
-
-
-def manifest_digest(backend: Backend, directory: str) -> str | None:
-    """SHA-256 of the manifest of the checkpoint that is there now; None: there is none that can be opened."""
-    try:
-        return open_committed(backend, directory).manifest_sha256
-    except (NotACheckpointError, CorruptCheckpointError, FormatVersionError, StorageError):
-        return None
-
-
-def _read_or_none(backend: Backend, directory: str, name: str, limit: int) -> bytes | None:
+def read_or_none(backend: Backend, directory: str, name: str, limit: int) -> bytes | None:
+    """All bytes of a small file of a checkpoint; None: there is none."""
     try:
         return read_whole(backend, directory, name, limit).tobytes()
     except StorageError as error:

@@ -34,6 +34,7 @@ from jaxckpt_train.tree.leaf_records import (
     record_value,
 )
 from jaxckpt_train.tree.transfers import Ahead, Transfers
+from jaxckpt_train.tree.value_guard import ValueGuard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Snapshot:
         arrays: what the store writes.
         transfers: brings what is still on devices; None where all is on the host.
         held: finds out whether the loop donates what is held here; None where no views are.
+        guard: tells which leaves hold nan or inf; None: nobody asked.
         is_taken: open once the caller may do anything with what it saved.
     """
 
@@ -53,6 +55,7 @@ class Snapshot:
     transfers: Transfers | None
     is_taken: Latch
     held: HeldViews | None
+    guard: ValueGuard | None
 
     def close(self) -> None:
         """It is written, or never will be: let go of what is still on devices."""
@@ -62,7 +65,9 @@ class Snapshot:
             self.transfers.close()
 
 
-def snapshot(tree: Any, mode: SnapshotMode = "auto", ahead: Ahead | None = None) -> Snapshot:
+def snapshot(
+    tree: Any, mode: SnapshotMode = "auto", ahead: Ahead | None = None, *, is_guarded: bool = False
+) -> Snapshot:
     """Take a pytree as it is now, safe from later donation and in-place changes.
 
     Numpy arrays are copied. JAX arrays on the CPU are held as views: a later donation then copies instead of reusing
@@ -83,6 +88,7 @@ def snapshot(tree: Any, mode: SnapshotMode = "auto", ahead: Ahead | None = None)
         mode: as above.
         ahead: how much may be on its way from the devices to the writer at a time ("device" and "stream"), with
             all other trees of the same save; None: 64 MiB of this one.
+        is_guarded: whether the result is to tell of nan and inf.
 
     Raises:
         UnsupportedLeafError: a leaf that cannot be stored, named by its path.
@@ -91,6 +97,7 @@ def snapshot(tree: Any, mode: SnapshotMode = "auto", ahead: Ahead | None = None)
         flat = flatten(tree)
         taker = _Taker(keeps_views=mode in ("auto", "host"))
         records = taker.take_all(flat.names, flat.leaves)
+    guard = ValueGuard(flat.names, flat.leaves) if is_guarded else None
     held = None
     if mode == "host":
         _copy_views(taker)
@@ -110,7 +117,7 @@ def snapshot(tree: Any, mode: SnapshotMode = "auto", ahead: Ahead | None = None)
         is_taken = transfers.done
     else:
         is_taken.open()
-    return Snapshot(TreeRecord(flat.containers, records), taker.arrays, transfers, is_taken, held)
+    return Snapshot(TreeRecord(flat.containers, records), taker.arrays, transfers, is_taken, held, guard)
 
 
 def _copy_views(taker: _Taker) -> None:

@@ -64,12 +64,15 @@ class Facts:
         """Those that were acknowledged, oldest first."""
         return [each for each in self.promises if each.acknowledged is not None]
 
-    def must_be_there(self) -> dict[int, int]:
-        """Steps that can be restored whatever happened, and of each the oldest save that it may be of."""
+    def must_be_there(self, newest_token: int) -> dict[int, int]:
+        """Steps that can be restored, and of each the oldest save that it may be of.
+
+        Args:
+            newest_token: of the save that is restored without asking for a step: later ones were never committed.
+        """
         last = {each.step: each.token for each in self.acknowledged()}
-        newest = list(
-            dict.fromkeys(each.step for each in reversed(self.promises))
-        )  # one that was not acknowledged counts
+        committed = [each for each in self.promises if each.token <= newest_token]
+        newest = list(dict.fromkeys(each.step for each in reversed(committed)))
         kept = newest if self.keep is None else newest[: self.keep]
         if self.rolled_back:
             kept = []

@@ -118,7 +118,7 @@ class RunLife:
         if steps:
             step = self._chance.choice(steps)
             self._manager.pin(step)
-            self._facts.pins[step] = self._now()
+            self._facts.pins.setdefault(step, self._now())
 
     def _go_back(self) -> None:
         steps = self._manager.steps
@@ -165,20 +165,29 @@ def found_in_run(disk: CrashDisk, settings: StoreSettings, facts: Facts) -> list
     """What is wrong with a run directory after a crash, for a process that comes then."""
     manager = opened(disk, settings, facts.keep)
     try:
-        problems = _restored(manager, facts)
-        found = {step: token_of(manager.restore(step=step)) for step in manager.steps}
-        for step, oldest in facts.must_be_there().items():
-            if step not in found:
-                problems.append(f"step {step} is gone; there are {manager.steps}")
-            elif found[step] < oldest:
-                problems.append(f"step {step} is of save {found[step]}, older than the acknowledged {oldest}")
-        pinned = {entry.step for entry in manager._run.entries() if entry.pinned}
-        problems += [
-            f"step {step} is not pinned any more" for step in facts.pins if step in found and step not in pinned
-        ]
-        return problems or _cleaned(disk, manager, facts)
+        problems = _restored(manager, facts) or _kept(manager, facts)
+        problems = problems or _cleaned(disk, manager, facts)
+        return problems or _kept(opened(disk, settings, facts.keep), facts)
     finally:
         die(disk, manager)
+
+
+def _kept(manager: StepManager, facts: Facts) -> list[str]:
+    """What is wrong with what a reader sees: what policy and pins keep must be there, and all that is listed whole."""
+    if not manager.steps:
+        return []
+    newest = token_of(manager.restore())
+    found = {step: token_of(manager.restore(step=step)) for step in manager.steps}
+    problems = []
+    for step, oldest in facts.must_be_there(newest).items():
+        if step not in found:
+            problems.append(f"step {step} is gone; there are {manager.steps}")
+        elif found[step] < oldest:
+            problems.append(f"step {step} is of save {found[step]}, older than the acknowledged {oldest}")
+    pinned = {entry.step for entry in manager._run.entries() if entry.pinned}
+    return problems + [
+        f"step {step} is not pinned any more" for step in facts.pins if step in found and step not in pinned
+    ]
 
 
 def _restored(manager: StepManager, facts: Facts) -> list[str]:

@@ -55,7 +55,7 @@ def _any_names(done: Sequence[Operation], chance: random.Random) -> list[int]:
     survivors = []
     for index, each in enumerate(done):
         if isinstance(each, NameChange):
-            is_durable = any(synced.get(folder, -1) > index for folder in folders_of(each))
+            is_durable = all(synced.get(folder, -1) > index for folder in folders_of(each))
             if is_durable or chance.random() < share:
                 survivors.append(index)
     return survivors

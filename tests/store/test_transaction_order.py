@@ -33,16 +33,17 @@ def test_files_then_directories_then_rename_then_parent() -> None:
     commit(backend, "/runs/a", OLD, StoreSettings())
     steps = backend.operations
     where = {what: [n for n, (op, path) in enumerate(steps) if op == what[0] and path.endswith(what[1])] for what in [
-        ("create", "/COMMIT"), ("finish synced", ".safetensors"), ("finish synced", "/manifest.json"),
-        ("finish synced", "/COMMIT"), ("sync", "/state"), ("rename", "/runs/a"), ("sync", "/runs"),
+        ("create", "/COMMIT"), ("finish", "/COMMIT"), ("finish synced", ".safetensors"), ("sync", "/manifest.json"),
+        ("sync", "/COMMIT"), ("sync", "/state"), ("rename", "/runs/a"), ("sync", "/runs"),
     ]}  # fmt: skip
     attempt = [n for n, (op, path) in enumerate(steps) if op == "sync" and ".a.tmp-" in path and path.endswith("-0")]
     assert all(where.values()), where
     assert where["finish synced", ".safetensors"][-1] < where["create", "/COMMIT"][0]
-    assert where["finish synced", "/manifest.json"][0] < where["create", "/COMMIT"][0]
-    assert where["finish synced", "/COMMIT"][0] < where["sync", "/state"][0] < attempt[0]
-    assert attempt[0] < where["rename", "/runs/a"][0] < where["sync", "/runs"][-1] == len(steps) - 1
-    assert not any(op == "finish" for op, _ in steps)
+    synced = [where["sync", name][0] for name in ("/manifest.json", "/COMMIT", "/state")] + attempt[:1]
+    assert where["finish", "/COMMIT"][0] < min(synced)
+    assert max(synced) < where["rename", "/runs/a"][0] < where["sync", "/runs"][-1] == len(steps) - 1
+    written = {path for op, path in steps if op == "finish"}
+    assert written == {path for op, path in steps[: where["rename", "/runs/a"][0]] if op == "sync" and path in written}
 
 
 @pytest.mark.parametrize(("durability", "files", "directories"), [("file", True, False), ("none", False, False)])
@@ -50,7 +51,9 @@ def test_weaker_durability_leaves_out_what_it_says(durability: str, files: bool,
     backend = RecordingBackend(MemoryBackend())
     commit(backend, "/runs/a", OLD, StoreSettings(durability=durability))  # type: ignore[arg-type]
     assert any(op == "finish synced" for op, _ in backend.operations) is files
-    assert any(op == "sync" for op, _ in backend.operations) is directories
+    synced = {path.rpartition("/")[2] for op, path in backend.operations if op == "sync"}
+    assert ({"manifest.json", "COMMIT"} <= synced) is files
+    assert ("state" in synced) is directories
 
 
 @pytest.mark.parametrize("local", [False, True])

@@ -1,0 +1,82 @@
+"""What a reader does about a checkpoint that is replaced or removed while it is read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError, NotACheckpointError, StorageError
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.manifest import COMMIT_NAME
+from jaxckpt_train.store.transaction import (
+    MAX_COMMIT_BYTES,
+    CommitRecord,
+    Committed,
+    is_committed,
+    open_committed,
+    read_or_none,
+)
+
+T = TypeVar("T")
+
+
+def refuse_another(backend: Backend, committed: Committed, *, may_be_gone: bool) -> None:
+    """Make sure that what was read since it was opened is of this checkpoint.
+
+    Args:
+        backend: where.
+        committed: the opened checkpoint.
+        may_be_gone: whether it may have been removed since.
+
+    Raises:
+        CorruptCheckpointError: another one has taken its place.
+        NotACheckpointError: it has been removed.
+    """
+    raw = read_or_none(backend, committed.directory, COMMIT_NAME, MAX_COMMIT_BYTES)
+    if raw is None:
+        if may_be_gone:
+            return
+        raise _removed(committed.directory)
+    with contextlib.suppress(msgspec.MsgspecError):
+        if msgspec.json.decode(raw, type=CommitRecord).manifest_sha256 == committed.manifest_sha256:
+            return
+    raise CorruptCheckpointError(f"{committed.directory}: was replaced while it was being read")
+
+
+def use_committed(backend: Backend, directory: str, use: Callable[[Committed], T]) -> T:
+    """Open a checkpoint and call `use` with it; once more whenever another one took its place meanwhile.
+
+    Raises:
+        As `open_committed`, and what `use` raises.
+    """
+    seen = None
+    while True:
+        try:
+            committed = open_committed(backend, directory)
+            seen = committed.manifest_sha256
+            return use(committed)
+        except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
+            now = manifest_digest(backend, directory)
+            if now is None and seen is not None and not is_committed(backend, directory):
+                raise _removed(directory) from error
+            if now is None or now == seen:
+                raise
+            seen = now
+
+
+def _removed(directory: str) -> NotACheckpointError:
+    return NotACheckpointError(
+        f"{directory}: was removed while it was being read; a run keeps steps that it has pinned, or as many as its "
+        "preservation policy says"
+    )
+
+
+def manifest_digest(backend: Backend, directory: str) -> str | None:
+    """SHA-256 of the manifest of the checkpoint that is there now; None: there is none that can be opened."""
+    try:
+        return open_committed(backend, directory).manifest_sha256
+    except (NotACheckpointError, CorruptCheckpointError, FormatVersionError, StorageError):
+        return None
