@@ -23,6 +23,7 @@ from jaxckpt_train.errors import FormatVersionError as FormatVersionError
 from jaxckpt_train.errors import IncompleteCheckpointError as IncompleteCheckpointError
 from jaxckpt_train.errors import IteratorStateError as IteratorStateError
 from jaxckpt_train.errors import MismatchError as MismatchError
+from jaxckpt_train.errors import NonFiniteError as NonFiniteError
 from jaxckpt_train.errors import NotACheckpointError as NotACheckpointError
 from jaxckpt_train.errors import Preempted as Preempted
 from jaxckpt_train.errors import SettingsError as SettingsError
