@@ -260,9 +260,10 @@ def verify(path: PathLike, *, settings: StoreSettings | None = None) -> VerifyRe
     Raises:
         NotACheckpointError: nothing committed at `path`.
     """
+    chosen = checked_settings("settings", settings)
     while True:
         before = manifest_digest(_BACKEND, absolute(path))
-        report = verify_committed(_BACKEND, absolute(path), checked_settings("settings", settings))
+        report = verify_committed(_BACKEND, absolute(path), chosen)
         if report.ok or manifest_digest(_BACKEND, absolute(path)) in (None, before):
             return report  # else another checkpoint took its place meanwhile
 

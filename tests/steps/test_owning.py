@@ -9,6 +9,7 @@ import itertools
 import os
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,35 +56,35 @@ def names(run: Path) -> list[str]:
     return [name for name in sorted(os.listdir(run)) if not name.startswith(".new-")]
 
 
-def test_an_interrupt_while_the_directory_is_taken_locks_nobody_out(left: Path, tmp_path: Path) -> None:
-    interrupted = 0
+def interrupted_owners(left: Path, tmp_path: Path) -> Iterator[tuple[Path, jct.StepManager]]:
+    """Copies of the run, each with a manager that was interrupted on another line of taking it; the last was not."""
     for number in itertools.count(1):
         run = tmp_path / f"run-{number}"
         shutil.copytree(left, run)
         manager = jct.StepManager(run)
         with paused_collection(), interrupt_at(number, *OWNING) as seen, contextlib.suppress(KeyboardInterrupt):
             manager.own()
-        interrupted += seen[0] >= number
+        yield run, manager
+        if seen[0] < number:
+            break
+
+
+def test_an_interrupt_while_the_directory_is_taken_locks_nobody_out(left: Path, tmp_path: Path) -> None:
+    owners = 0
+    for run, manager in interrupted_owners(left, tmp_path):
+        owners += 1
         save_steps(manager, 3)
         manager.close()
         assert names(run) == ["history.jsonl", "step-0000000002", "step-0000000003"]
         assert jct.StepManager(run).steps == [2, 3]
-        if seen[0] < number:
-            break
+    interrupted = owners - 1
     assert interrupted > 30
 
 
 def test_who_is_interrupted_while_taking_it_lets_go_of_it(left: Path, tmp_path: Path) -> None:
-    for number in itertools.count(1):
-        run = tmp_path / f"run-{number}"
-        shutil.copytree(left, run)
-        manager = jct.StepManager(run)
-        with paused_collection(), interrupt_at(number, *OWNING) as seen, contextlib.suppress(KeyboardInterrupt):
-            manager.own()
+    for run, manager in interrupted_owners(left, tmp_path):
         manager.close()
         assert ".owner" not in names(run)
-        if seen[0] < number:
-            break
 
 
 def beating() -> set[threading.Thread]:
