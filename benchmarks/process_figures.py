@@ -1,9 +1,10 @@
-"""What the kernel says of this process: resident memory, its peak, and the bytes read from the disk."""
+"""What the kernel says of this process: resident memory, its peak, bytes read from the disk, and time the host took."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import os
 from pathlib import Path
 
 from benchmarks.sample import Resident
@@ -12,6 +13,8 @@ STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 IO = Path("/proc/self/io")
 MAPS = Path("/proc/self/maps")
+STAT = Path("/proc/stat")
+STOLEN_FIELD = 8
 RESET_PEAK = "5"
 
 
@@ -31,6 +34,12 @@ class ResidentMeter:
 def disk_read_bytes() -> int:
     """Bytes that this process made the kernel fetch from disks since it began."""
     return _field_bytes(IO, "read_bytes")
+
+
+def stolen_s() -> float:
+    """Seconds in which the host of this virtual machine kept its processors from it, all together, since it began."""
+    fields = STAT.read_text(encoding="ascii").split("\n", 1)[0].split()
+    return int(fields[STOLEN_FIELD]) / os.sysconf("SC_CLK_TCK")
 
 
 def is_mapped(root: Path) -> bool:

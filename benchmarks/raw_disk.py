@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import host_memory, huge_memory, page_cache
-from benchmarks.process_figures import ResidentMeter, disk_read_bytes, release_memory
+from benchmarks.process_figures import ResidentMeter, disk_read_bytes, release_memory, stolen_s
 from benchmarks.sample import LoadSample, Moment, Resident, SaveSample
 from benchmarks.workloads import Workload
 
@@ -45,6 +45,7 @@ class _Pass:
     direct: bool
     resident: Resident
     disk_bytes: int
+    stolen_s: float
 
 
 class RawTurns:
@@ -77,7 +78,8 @@ class RawTurns:
             resident=best.resident,
             stored_bytes=self._workload.nbytes,
             stored_files=1,
-            notes={"direct_io": all(one.direct for one in writes)} | _by_way("write", writes),
+            notes={"direct_io": all(one.direct for one in writes), "stolen_s": best.stolen_s}
+            | _by_way("write", writes),
         )
 
     def load(self, path: Path, seed: Sequence[int], target: str) -> list[LoadSample]:
@@ -109,7 +111,8 @@ class RawTurns:
             resident=best.resident,
             asked_bytes=nbytes,
             disk_bytes=best.disk_bytes,
-            notes={"direct_io": all(one.direct for one in reads), "caches": dropped} | _by_way("read", reads),
+            notes={"direct_io": all(one.direct for one in reads), "caches": dropped, "stolen_s": best.stolen_s}
+            | _by_way("read", reads),
         )
 
 
@@ -158,15 +161,15 @@ def _write(path: Path, source: np.ndarray, way: Way, is_quick: bool) -> _Pass:
             offset += os.pwrite(fd, view[offset:end], offset)
 
     with _started(way) as pool:
-        meter, start = ResidentMeter(), Moment.now()
+        meter, stolen, start = ResidentMeter(), stolen_s(), Moment.now()
         fd, direct = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             _for_each_block(way, len(view), write, pool)
             os.fdatasync(fd)
         finally:
             os.close(fd)
-        end = Moment.now()
-    return _Pass(way, end.wall_s - start.wall_s, end.cpu_s - start.cpu_s, direct, meter.read(), 0)
+        end, stolen = Moment.now(), stolen_s() - stolen
+    return _Pass(way, end.wall_s - start.wall_s, end.cpu_s - start.cpu_s, direct, meter.read(), 0, stolen)
 
 
 def _started(way: Way) -> ThreadPoolExecutor:
@@ -189,7 +192,8 @@ def _read(path: Path, want: np.ndarray, nbytes: int, way: Way, allocate: Callabl
             offset += count
 
     with _started(way) as pool:
-        meter, read_before, start = ResidentMeter(), disk_read_bytes(), Moment.now()
+        meter, read_before, stolen = ResidentMeter(), disk_read_bytes(), stolen_s()
+        start = Moment.now()
         if destination is None:
             destination = allocate(want.size)
         view = memoryview(destination)
@@ -198,8 +202,8 @@ def _read(path: Path, want: np.ndarray, nbytes: int, way: Way, allocate: Callabl
             _for_each_block(way, len(view), read, pool)
         finally:
             os.close(fd)
-        end = Moment.now()
+        end, stolen = Moment.now(), stolen_s() - stolen
     resident, disk_bytes = meter.read(), disk_read_bytes() - read_before
     if not np.array_equal(destination[:nbytes], want[:nbytes]):
         raise ValueError(f"{path}: bytes read differ from those written")
-    return _Pass(way, end.wall_s - start.wall_s, end.cpu_s - start.cpu_s, direct, resident, disk_bytes)
+    return _Pass(way, end.wall_s - start.wall_s, end.cpu_s - start.cpu_s, direct, resident, disk_bytes, stolen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
@@ -9,10 +10,11 @@ from benchmarks.raw_disk import NAME as RAW
 from benchmarks.raw_disk import NAME_FRESH as RAW_FRESH
 from benchmarks.record import WARM_UP_ROUND, Turn
 from benchmarks.registry import ENTRIES, OURS
-from benchmarks.sample import LoadSample, SaveSample
+from benchmarks.sample import LoadSample, Notes, SaveSample
 from benchmarks.spread import Spread
 
 LAZY_FRACTION = 0.1
+STOLEN_FRACTION, STOLEN_S = 0.05, 0.05
 
 SAVE_MEASURES = ("blocking_s", "finished_s", "durable_s", "durable_cpu_s", "extra_peak_bytes", "stored_bytes")
 LOAD_MEASURES = ("load_s", "load_cpu_s", "extra_peak_bytes", "asked_bytes", "disk_bytes")
@@ -65,7 +67,7 @@ def summarise(turns: Sequence[Turn]) -> Summary:
     summary = Summary(
         {row: _save_figures(row, saves) for row in sorted(saves, key=_place)},
         {target: {row: _load_figures(row, rows) for row in sorted(rows, key=_place)} for target, rows in loads.items()},
-        sorted(set(_warnings(counted))),
+        sorted({*_warnings(counted), *_stolen(counted)}),
     )
     for turn in turns:
         if turn.round == WARM_UP_ROUND:
@@ -143,3 +145,23 @@ def _warnings(turns: Sequence[Turn]) -> list[str]:
             if load.lazy_s > LAZY_FRACTION * load.load_s:
                 warnings.append(f"{load.row}: reads at first use; its load time is until every page was touched")
     return warnings
+
+
+def _stolen(turns: Sequence[Turn]) -> list[str]:
+    """Whose figures have the neighbours of this virtual machine in them, from a twentieth of the time on."""
+    samples = [(turn.subject, "saves", turn.save.durable_s, turn.save.notes) for turn in turns]
+    samples += [(load.row, "loads", load.load_s, load.notes) for turn in turns for load in turn.loads]
+    found = collections.Counter(
+        (row, what)
+        for row, what, took_s, notes in samples
+        if _stolen_s(notes) > max(STOLEN_FRACTION * took_s, STOLEN_S)
+    )
+    of = collections.Counter((row, what) for row, what, _, _ in samples)
+    return [
+        f"{row}: the host kept the processors from {count} of {of[row, what]} {what}"
+        for (row, what), count in found.items()
+    ]
+
+
+def _stolen_s(notes: Notes) -> float:
+    return float(notes.get("stolen_s", 0.0))

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from benchmarks import host_memory, page_cache
 from benchmarks.arrays import arrays_for, check, touch
-from benchmarks.process_figures import ResidentMeter, disk_read_bytes, is_mapped, release_memory
+from benchmarks.process_figures import ResidentMeter, disk_read_bytes, is_mapped, release_memory, stolen_s
 from benchmarks.sample import LoadSample, Moment, SaveSample
 from benchmarks.subject import Subject
 from benchmarks.workloads import Workload
@@ -49,7 +49,7 @@ class CheckpointerTurns:
         state = self._arrays.make(self._workload, seed)
         page_cache.settle()
         host_memory.make_present(self._workload.nbytes, is_quick=self._workload.is_quick)
-        meter, start = ResidentMeter(), Moment.now()
+        meter, stolen, start = ResidentMeter(), stolen_s(), Moment.now()
         wait = self._subject.start_save(path, state)
         returned = Moment.now() if wait else None
         if wait:
@@ -57,7 +57,7 @@ class CheckpointerTurns:
         finished = Moment.now()
         if not self._subject.durable:
             page_cache.sync_tree(path)
-        durable = Moment.now()
+        durable, stolen = Moment.now(), stolen_s() - stolen
         resident = meter.read()
         files = page_cache.files_below(path)
         del state, wait
@@ -72,6 +72,7 @@ class CheckpointerTurns:
             resident=resident,
             stored_bytes=sum(file.stat().st_size for file in files),
             stored_files=len(files),
+            notes={"stolen_s": stolen},
         )
 
     def load(self, path: Path, seed: Sequence[int], target: str) -> list[LoadSample]:
@@ -80,12 +81,13 @@ class CheckpointerTurns:
         mapped = is_mapped(path)
         dropped = page_cache.drop(path)
         host_memory.make_present(sum(leaf.nbytes for leaf in leaves), is_quick=self._workload.is_quick)
-        meter, read_before, start = ResidentMeter(), disk_read_bytes(), Moment.now()
+        meter, read_before, stolen = ResidentMeter(), disk_read_bytes(), stolen_s()
+        start = Moment.now()
         loaded = self._subject.load(path, like)
         self._arrays.wait(loaded)
         ready, read_until_ready = Moment.now(), disk_read_bytes()
         touch(self._arrays, loaded, leaves)
-        touched, read_until_touched = Moment.now(), disk_read_bytes()
+        touched, read_until_touched, stolen = Moment.now(), disk_read_bytes(), stolen_s() - stolen
         resident = meter.read()
         lazy = read_until_touched > read_until_ready
         end = touched if lazy else ready
@@ -101,7 +103,7 @@ class CheckpointerTurns:
             resident=resident,
             asked_bytes=sum(leaf.nbytes for leaf in leaves),
             disk_bytes=read_until_touched - read_before,
-            notes={"caches": dropped, "was_mapped": mapped},
+            notes={"caches": dropped, "was_mapped": mapped, "stolen_s": stolen},
         )
         return [sample]
 

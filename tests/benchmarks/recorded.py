@@ -33,7 +33,9 @@ def save_sample(durable_s: float, *, plain_s: float | None = None, blocking_s: f
     )
 
 
-def load_sample(row: str, load_s: float, *, target: str = "whole", lazy_s: float = 0.0, **notes: bool) -> LoadSample:
+def load_sample(
+    row: str, load_s: float, *, target: str = "whole", lazy_s: float = 0.0, **notes: bool | float
+) -> LoadSample:
     return LoadSample(
         target=target,
         row=row,

@@ -56,6 +56,13 @@ def test_what_a_reader_has_to_know_is_said_once(load: object, warning: str) -> N
     assert found.startswith(warning)
 
 
+def test_what_the_host_took_is_told_with_the_number_of_turns_it_touched() -> None:
+    quiet, loud = load_sample("peer", 1.0, stolen_s=0.01), load_sample("peer", 1.0, stolen_s=0.06)
+    made = [Turn(number, "peer", save_sample(1.0), [load]) for number, load in enumerate((quiet, loud, loud), start=1)]
+    assert summarise(made).warnings == ["peer: the host kept the processors from 2 of 3 loads"]
+    assert summarise(made[:1]).warnings == []
+
+
 def test_the_first_turn_of_a_process_tells_the_memory_that_it_took_and_kept() -> None:
     assert summarise(turns()).saves["ours"]["first_bytes"] == Spread(225, 200, 250)
     assert summarise(turns()).loads["whole"]["ours"]["first_bytes"] == Spread(225, 200, 250)
