@@ -88,7 +88,7 @@ def save(
     Args:
         path: the directory to create.
         tree: any pytree, Flax train state or NNX object; stored as the checkpointable `state`.
-        overwrite: replace a checkpoint that is there, atomically.
+        overwrite: replace a checkpoint that is there; atomically where the system can exchange two names (Linux).
         custom_metadata: plain JSON data to keep with it.
         settings: how to store; None: the defaults.
 

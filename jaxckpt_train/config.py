@@ -69,12 +69,16 @@ class CheckpointConfig:
 
     Attributes:
         directory: of the run. Relative: to where the command was given, also when Hydra changes the directory.
-        save_interval_steps: save each step that is a multiple of this; None: not by steps.
+        save_interval_steps: save each step that is a multiple of this; None: not by steps. With no reason to save
+            at all, every 600 seconds.
         save_interval_secs: save when this many seconds have passed since the last save; None: not by time.
         save_policy: further reasons to save: a node with `_target_: jaxckpt_train.<Policy>`, or an object.
-        keep_latest: how many of the newest steps are kept; None: no rule of this kind.
-        keep_every_steps: steps that are a multiple of this are kept for ever; None: no rule of this kind.
-        keep_best: how many steps with the best `best_metric` are kept; None: no rule of this kind.
+        keep_latest: how many of the newest steps are kept; None: no rule of this kind. With no rule at all everything
+            is kept.
+        keep_every_steps: steps that are a multiple of this are kept for ever, if they are saved: with saves by time
+            take `EveryNSteps(n, exact_interval=False)` as `keep_policy` instead. None: no rule of this kind.
+        keep_best: how many steps with the best `best_metric` are kept; None: no rule of this kind. A step without the
+            metric stays until a later one has it (`manager.attach_metrics`).
         best_metric: the name of the metric that says which step is better; None: none does.
         best_mode: "min": lower is better; "max": higher is better.
         keep_policy: further reasons to keep a step: a node with `_target_: jaxckpt_train.<Policy>`, or an object.
@@ -85,7 +89,8 @@ class CheckpointConfig:
         notice_file: a file whose appearance asks the loop to save and leave; None: none does.
         max_run_time_s: leave so that the last save ends within this many seconds of when the callback was made; take
             off what your program spends before that. None: no limit.
-        grace_period_s: seconds between a request to leave and the end of the process.
+        grace_period_s: seconds between a request to leave and the end of the process, as you expect it; a save that
+            takes longer goes on, with an error in the log. `max_run_time_s` is left so much earlier.
         exit_code: of a process that left on request.
         on_preemption: "exit": SystemExit(exit_code); "raise": Preempted; "auto": raise in a Hydra multirun, else exit.
         fingerprint: says what `data` is; its position is refused under another fingerprint, and so is that of any other

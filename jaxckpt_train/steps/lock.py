@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import os
 import threading
 import time
 import uuid
@@ -13,6 +14,7 @@ import msgspec
 
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, DirectoryLockedError, StorageError
 from jaxckpt_train.store.backend import HALF_MADE, Backend
+from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.store.machine import ProcessIdentity, is_dead, this_process
 from jaxckpt_train.store.plain_files import read_whole
 
@@ -24,6 +26,7 @@ _DEAD = ".dead-"
 _TRIES = 10
 _ENDING_LOOK_S = 0.02
 _ending: set[str] = set()  # tokens of locks of this process that are about to be released
+os.register_at_fork(after_in_child=_ending.clear)  # the threads that would release them are not in the child
 _log = logging.getLogger("jaxckpt_train")
 
 
@@ -46,8 +49,9 @@ class OwnerLock:
         self._backend, self._directory = backend, directory
         self.path = f"{directory}/{LOCK_NAME}"
         self._record = _Record(this_process(), uuid.uuid4().hex)  # until it is acquired, by a forked child perhaps
-        self._stop = threading.Event()
+        self._stop = Latch()
         self._tried = self._held = False
+        self._left: list[str] = []
         self._guard = threading.Lock()
         self._beating: threading.Thread | None = None
 
@@ -65,7 +69,7 @@ class OwnerLock:
                 return None
             if not self._tried:
                 self._record = _Record(this_process(), self._record.token)
-            self._clean()
+            self._left = self._left_by_the_dead()  # now: a dead owner's lock may be one file with what it was made of
             self._tried = True  # from now on the file may be there, whatever interrupts this
             dead = self._acquire()
             self._keep_beating()
@@ -232,34 +236,44 @@ class OwnerLock:
         )
         return True
 
-    def _clean(self) -> None:
-        """Remove the locks of dead owners that nobody can still have in mind, and what crashes left of new ones.
-
-        What stays does no harm.
-        """
+    def _left_by_the_dead(self) -> list[str]:
+        """The locks of dead owners that nobody can still have in mind, and what crashes left of new ones."""
+        left = (f"{LOCK_NAME}{_DEAD}", *HALF_MADE)
         try:
-            for entry in self._backend.list(self._directory):
-                path = f"{self._directory}/{entry.name}"
-                is_left = entry.kind == "file" and entry.name.startswith((f"{LOCK_NAME}{_DEAD}", *HALF_MADE))
-                if is_left and self._backend.age_s(path) > SILENCE_S:
-                    self._backend.remove(path)
+            names = [entry.name for entry in self._backend.list(self._directory) if entry.kind == "file"]
+            paths = [f"{self._directory}/{name}" for name in names if name.startswith(left)]
+            return [path for path in paths if self._backend.age_s(path) > SILENCE_S]
+        except StorageError as error:
+            _log.warning("%s: what dead owners left was not removed: %s", self._directory, error)
+            return []
+
+    def clean(self) -> None:
+        """Remove what dead owners left, as an owner. What stays does no harm."""
+        left, self._left = self._left, []
+        try:
+            for path in left:
+                self._backend.remove(path)
         except StorageError as error:
             _log.warning("%s: what dead owners left was not removed: %s", self._directory, error)
 
     def release(self) -> None:
         """Give the directory free, if this lock holds it."""
         with self._guard:
-            if not self._tried or self.is_inherited:
-                return
-            self._tried = self._held = False
-            self._stop.set()
-            try:
-                self._remove_own()
-            finally:
-                _ending.discard(self._record.token)
+            if self._tried and not self.is_inherited:
+                self._release()
+
+    def _release(self) -> None:
+        self._held = False
+        self._stop.open()
+        try:
+            self._remove_own()
+            self._tried = False  # last: an interrupt before leaves it to the next release
+        finally:
+            _ending.discard(self._record.token)
 
     def _remove_own(self) -> None:
         other = self._read()
         if other is not None and other.token == self._record.token:
-            self._clean()
+            self._left = self._left_by_the_dead()
+            self.clean()
             self._backend.remove(self.path)

@@ -174,7 +174,7 @@ class StepManager:
             checkpointables: what to save, by name.
             metrics: numbers to record with the step; they are read from devices only if it is saved.
             custom_metadata: plain JSON data to keep with the step.
-            overwrite: publish a new generation of a step that exists.
+            overwrite: publish a new generation of a step that exists; later steps are left behind, as by a roll-back.
             force: save whatever the policy says, and wait for a save under way instead of skipping.
             temporary: the step goes after the next commit.
             reason: why it is saved, if that is decided already: the policy is not asked.
@@ -372,8 +372,9 @@ class StepManager:
         """
         if self._closed:
             return
-        self._closed = True
         try:
+            with self._turn:  # a save that another thread is starting is waited for, too
+                self._closed = True
             self.wait()
         finally:
             call_after(self._pending, self._run.close)  # there is one after an interrupt: who writes stays the owner

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import collections
+import functools
 import logging
+import math
+import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.latch import LOOK_S, Latch
 from jaxckpt_train.store.late_sync import make_durable, sync_directory
 
 _DELETING = ".deleting"
+_THREAD = "jaxckpt-retention"
 _log = logging.getLogger("jaxckpt_train")
 
 
@@ -26,12 +31,17 @@ class Deleter:
 
     def __init__(self, backend: Backend, directory: str, deleted: Callable[[], Callable[[str], None] | None]) -> None:
         self._backend, self._directory, self._deleted = backend, directory, deleted
-        self._jobs: collections.deque[tuple[Sequence[str], str | None]] = collections.deque()
+        # A queue that garbage collection may put into at any moment: dropped managers say so by a finalizer.
+        self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._retry: list[str] = []
-        self._changed = threading.Condition()
+        self._guard = threading.RLock()
         self._worker: threading.Thread | None = None
-        self._is_closing = False
-        self._at_end: Callable[[], None] | None = None
+        self._stays = False
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this very thread is the one that deletes."""
+        return self._worker is threading.current_thread()
 
     def delete(self, names: Sequence[str], *, instead: str | None = None) -> None:
         """Delete step directories soon; each stops being listed before its first byte goes.
@@ -42,79 +52,92 @@ class Deleter:
                 else find none, since names are often on the disk before the data are.
         """
         if names:
-            self._jobs.append((names, instead))
+            self._jobs.put(functools.partial(self._delete, names, instead))
             self._ensure_worker()
 
     def _ensure_worker(self) -> None:
         """Have somebody who does what is left: a thread, or the caller if the system has none for it."""
-        with self._changed:
-            self._changed.notify_all()
-            if not self._jobs or self._worker is not None:
-                return
-            self._is_closing = False
+        if self._worker is not None or self._jobs.empty():
+            return
         try:
-            threading.Thread(target=self._work, name="jaxckpt-retention", daemon=True).start()
+            threading.Thread(target=self._work, name=_THREAD, daemon=True).start()
         except RuntimeError:
             self._work(stays=False)
 
+    def _has_work(self) -> bool:
+        """Whether something is left to do, or being done: a worker is known before it takes its first job."""
+        with self._guard:
+            return self._worker is not None or not self._jobs.empty()
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is left to delete; False if that took too long."""
+        if not self._has_work():
+            return True
+        done = Latch()
+        self._jobs.put(done.open)
         self._ensure_worker()
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._jobs, timeout_s)
+        return self._is_reached(done, timeout_s)
+
+    def _is_reached(self, done: Latch, timeout_s: float | None) -> bool:
+        """Wait for a job of one's own, or until none is left: an interrupt may have lost it to a caller that worked."""
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not done.wait(min(LOOK_S, max(0.0, end - time.monotonic()))):
+            if not self._has_work():
+                return True
+            if time.monotonic() >= end:
+                return False
+        return True
 
     def close(self) -> None:
-        """Finish what is under way and end the thread."""
-        self.wait()
-        self.end(lambda: None)
-        with self._changed:
-            self._changed.wait_for(lambda: self._worker is None)
+        """Finish what is under way and end the thread. Not to be called on that thread itself."""
+        done, last = Latch(), list[threading.Thread]()
 
-    def end(self, then: Callable[[], None]) -> None:
+        def reached() -> None:
+            last.append(threading.current_thread())
+            done.open()
+
+        self.end(reached)
+        self._is_reached(done, None)
+        for worker in last:
+            if worker.name == _THREAD:  # else it is a caller who had no thread for it
+                worker.join()
+
+    def end(self, then: Callable[[], object]) -> None:
         """As `close`, without waiting for it: `then` is called when all is finished, here or on the thread."""
-        self._ensure_worker()
-        with self._changed:
-            self._is_closing = True
-            is_over = self._worker is None and not self._jobs
-            if not is_over:
-                self._at_end = then
-            self._changed.notify_all()
-        if is_over:
+        if not self._has_work():
             then()
+            return
+        self._jobs.put(then)
+        self._jobs.put(self._end_when_done)
+        self._ensure_worker()
+
+    def _end_when_done(self) -> None:
+        self._stays = False
 
     def _work(self, stays: bool = True) -> None:
-        """Work off the jobs, one thread at a time. A job stays in the list until it is done: whoever waits sees it."""
-        with self._changed:
-            if self._worker is not None:
-                return
-            self._worker = threading.current_thread()
+        """Work off the jobs, one thread at a time; one that fails ends its thread, and the next goes on."""
+        here = threading.current_thread()
+        if self._worker is not None:
+            return
         try:
-            while self._has_job(stays):
-                try:
-                    self._work_on(*self._jobs[0])
-                finally:
-                    self._jobs.popleft()
+            with self._guard:
+                if self._worker is None:
+                    self._worker, self._stays = here, stays and not self._jobs.empty()
+            while self._worker is here and (job := self._next()) is not None:
+                job()
         finally:
-            with self._changed:
-                if self._worker is threading.current_thread():  # it failed: the next thread goes on with the next job
+            with self._guard:
+                if self._worker is here:
                     self._worker = None
-                then = None
-                if not self._jobs:
-                    then, self._at_end = self._at_end, None
-                self._changed.notify_all()
-            if then is not None:
-                then()
             self._ensure_worker()
 
-    def _has_job(self, stays: bool) -> bool:
-        with self._changed:
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._jobs or self._is_closing or not stays)
-            if not self._jobs:
-                self._worker = None
-            return bool(self._jobs)
+    def _next(self) -> Callable[[], object] | None:
+        try:
+            return self._jobs.get(block=self._stays)
+        except queue.Empty:
+            return None
 
-    def _work_on(self, names: Sequence[str], instead: str | None) -> None:
+    def _delete(self, names: Sequence[str], instead: str | None) -> None:
         names, self._retry = [*self._retry, *names], []
         if instead is not None and not self._make_durable(instead):
             self._retry = names

@@ -73,6 +73,7 @@ class RunDirectory:
         dead = self._lock.acquire()
         if dead is not None:
             self.history.add("take_over", self._clock(), host=dead.host, pid=dead.pid)
+        self._lock.clean()
         for attempt, final in attempts(self._backend, self._directory):
             if parse_step_name(final) is not None:
                 _log.info("removing an interrupted attempt, %s", attempt)
@@ -258,12 +259,15 @@ class RunDirectory:
         self.is_owner = False
         if self._lock.is_inherited:
             return
+        if self._deleter.is_here:  # called by garbage collection, in the middle of a deletion
+            _let_go(self._lock, self._deleter)
+            return
         try:
             self._deleter.close()
+            _release(self._lock)
         except BaseException:
             _let_go(self._lock, self._deleter)
             raise
-        _release(self._lock)
 
 
 def _let_go(lock: OwnerLock, deleter: Deleter) -> None:

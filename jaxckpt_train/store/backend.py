@@ -13,7 +13,7 @@ import numpy as np
 # too many open files) is not the checkpoint's fault.
 MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO}
 # How the names of files begin that a back end makes for a moment; what a crash leaves of them means nothing.
-HALF_MADE = (".new-", ".now-")
+HALF_MADE = (".jaxckpt-new-", ".jaxckpt-now-")
 # What a system says that does not offer an operation.
 UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 

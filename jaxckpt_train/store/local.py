@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.store.backend import HALF_MADE, UNSUPPORTED, Entry
+from jaxckpt_train.store.late_sync import sync_directory
 
 DIRECT_ALIGNMENT = 4096
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -109,9 +110,9 @@ class _LocalSink:
 
 
 class _LocalSource:
-    def __init__(self, path: str, descriptor: int, size: int, direct: bool | Literal["auto"]) -> None:
+    def __init__(self, path: str, descriptor: int, direct: bool | Literal["auto"]) -> None:
         self._path, self._descriptor, self._must = path, descriptor, direct is True
-        self.size = size
+        self.size = 0
         self.alignment = DIRECT_ALIGNMENT if direct else 1
 
     def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
@@ -198,7 +199,7 @@ class LocalBackend:
         return sorted(entries, key=lambda entry: entry.name)
 
     def make_directory(self, path: str, *, parents: bool, sync: bool) -> None:
-        """Create a directory; with `parents`, each one that had to be created is synced into its own parent."""
+        """Create a directory; with `parents`, each that had to be created is synced into its own parent, if it can."""
         with _storage("create the directory", path):
             if not parents:
                 os.mkdir(path)
@@ -213,7 +214,7 @@ class LocalBackend:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(folder)
                 if sync:
-                    self.sync(os.path.dirname(folder))
+                    sync_directory(self, os.path.dirname(folder))
 
     def remove(self, path: str) -> None:
         """Remove a file or a whole directory; nothing there is no error."""
@@ -336,6 +337,7 @@ def _open_regular(name: str, folder: int, direct: bool | Literal["auto"], path: 
     is_direct = descriptor >= 0
     if descriptor < 0:
         descriptor = os.open(name, flags, dir_fd=folder)
+    source = _LocalSource(path, descriptor, is_direct and direct)
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
@@ -343,9 +345,10 @@ def _open_regular(name: str, folder: int, direct: bool | Literal["auto"], path: 
             raise OSError(code, "not a regular file")
         if refusal is not None and direct is True:
             raise OSError(errno.EOPNOTSUPP, _NO_DIRECT) from refusal
-        return _LocalSource(path, descriptor, found.st_size, is_direct and direct)
+        source.size, refusal = found.st_size, None  # its traceback would keep the source until it is collected
+        return source
     except BaseException:
-        os.close(descriptor)
+        source.close()
         raise
 
 

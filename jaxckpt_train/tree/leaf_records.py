@@ -37,7 +37,7 @@ class KeyLeaf(_Record, frozen=True, gc=False, tag="key"):
 
 
 class IntLeaf(_Record, frozen=True, gc=False, tag="int"):
-    """A Python int of any size, in decimal."""
+    """A Python int of any size: decimal, hexadecimal beyond 64 bits."""
 
     value: str
 

@@ -63,7 +63,9 @@ def _array_difference(name: str, saved: ArrayLeaf, array: ArrayRecord, want: Wan
         return _line(name, saved, array, want, "")
     if stored != want.dtype.newbyteorder("=") and not (cast and can_cast(stored, want.dtype)):
         hint = (
-            "pass cast=True to convert" if can_cast(stored, want.dtype) and not cast else "this conversion loses data"
+            "load(..., cast=True) converts it"
+            if can_cast(stored, want.dtype) and not cast
+            else "this conversion loses data"
         )
         return _line(name, saved, array, want, hint)
     return _x64_difference(name, saved, array, want)

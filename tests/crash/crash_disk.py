@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backend import Entry
+from jaxckpt_train.store.backend import HALF_MADE, Entry
 from jaxckpt_train.store.local import side_name
 from tests.crash.image import Exchange, Image, Link, Operation, Rename, Sync, Truncate, Unlink, Write
 
@@ -206,7 +206,7 @@ class CrashDisk:
 
     def write_new(self, path: str, data: bytes) -> bool:
         with self.machine.guard:
-            beside = self._beside(path, ".new-", "create the file")
+            beside = self._beside(path, HALF_MADE[0], "create the file")
             self.do(Write(beside.inode, 0, data), path)
             self.do(Sync(beside.inode), path)
             try:
@@ -246,7 +246,7 @@ class CrashDisk:
         with self._at("find the age of the file", path) as at:
             if at.found is None:
                 raise _refusal(errno.ENOENT, "find the age of the file", path)
-            probe = self._beside(path, ".now-", "find the age of the file")
+            probe = self._beside(path, HALF_MADE[1], "find the age of the file")
             self.do(Unlink(probe.folder, probe.name), path)
             return self.machine.now_s - self.machine.touched_s.get(at.found, 0.0)
 

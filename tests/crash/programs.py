@@ -63,7 +63,7 @@ def die(disk: CrashDisk, manager: StepManager) -> None:
     disk.power = False
     with contextlib.suppress(CheckpointError, OSError):
         manager.close()
-    manager._run._lock._stop.set()
+    manager._run._lock._stop.open()
 
 
 class RunLife:

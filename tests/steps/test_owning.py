@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import gc
 import itertools
 import os
@@ -18,10 +19,14 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
+from jaxckpt_train.pending import call_after
 from jaxckpt_train.steps import lock as lock_module
+from jaxckpt_train.steps import run_directory
 from jaxckpt_train.steps.lock import OwnerLock
 from jaxckpt_train.steps.retention import Deleter, hidden_name
 from jaxckpt_train.steps.run_directory import RunDirectory
+from jaxckpt_train.store.backend import HALF_MADE
+from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.quiet_gc import paused_collection
 from tests.conftest import RunPython
@@ -36,7 +41,8 @@ OWNING = (
     OwnerLock.acquire,
     OwnerLock._acquire,
     OwnerLock._keep_beating,
-    OwnerLock._clean,
+    OwnerLock._left_by_the_dead,
+    OwnerLock.clean,
     Deleter.delete,
     Deleter._ensure_worker,
     threading.Thread.__init__,
@@ -54,7 +60,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def names(run: Path) -> list[str]:
-    return [name for name in sorted(os.listdir(run)) if not name.startswith(".new-")]
+    return [name for name in sorted(os.listdir(run)) if not name.startswith(HALF_MADE)]
 
 
 def interrupted_owners(left: Path, tmp_path: Path) -> Iterator[tuple[Path, jct.StepManager]]:
@@ -126,7 +132,7 @@ def test_a_deletion_that_fails_in_a_way_nobody_thought_of_hangs_nobody(
         return hide(name)
 
     monkeypatch.setattr(deleter, "_hide", failing)
-    deleter._jobs.append((["step-0000000001"], None))
+    deleter._jobs.put(functools.partial(deleter._delete, ["step-0000000001"], None))
     deleter.delete(["step-0000000002"])
     assert deleter.wait(60)
     deleter.close()
@@ -167,7 +173,7 @@ def test_who_is_interrupted_while_closing_lets_go_when_the_deletions_are_done(tm
     manager = jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend)
     save_steps(manager, 1, 2)
     assert backend.begun.wait(60)
-    with interrupt_at(1, Deleter.wait), pytest.raises(KeyboardInterrupt):
+    with interrupt_at(1, Deleter._is_reached), pytest.raises(KeyboardInterrupt):
         manager.close()
     manager.close()
     assert lock_of(tmp_path) == "held"  # what is being removed is still this manager's
@@ -178,6 +184,45 @@ def test_who_is_interrupted_while_closing_lets_go_when_the_deletions_are_done(tm
     with jct.StepManager(tmp_path) as other:
         other.own()
         assert other.steps == [2]
+
+
+CLOSING = (
+    jct.StepManager.close,
+    call_after,
+    RunDirectory.close,
+    run_directory._let_go,
+    run_directory._release,
+    Deleter.close,
+    Deleter.end,
+    Deleter._has_work,
+    Deleter._ensure_worker,
+    Deleter._is_reached,
+    OwnerLock.end,
+    OwnerLock.release,
+    OwnerLock._release,
+    OwnerLock._remove_own,
+    OwnerLock._left_by_the_dead,
+    OwnerLock.clean,
+    LocalBackend.remove,
+)
+
+
+def test_an_interrupt_on_any_line_of_closing_locks_nobody_out(tmp_path: Path) -> None:
+    for number in itertools.count(1):
+        run = tmp_path / f"run-{number}"
+        manager = jct.StepManager(run, preservation_policy=jct.LatestN(1))
+        save_steps(manager, 1, 2)
+        with paused_collection(), interrupt_at(number, *CLOSING) as seen, contextlib.suppress(KeyboardInterrupt):
+            manager.close()
+        del manager
+        gc.collect()
+        with jct.StepManager(run) as other:
+            other.own()
+            assert other.steps == [2]
+        assert names(run) == ["history.jsonl", "step-0000000002"]
+        if seen[0] < number:
+            break
+    assert number > 20
 
 
 def lock_of(run: Path) -> str:
@@ -193,10 +238,10 @@ def test_the_next_manager_waits_until_the_deletions_of_one_that_was_dropped_are_
     gc.collect()
     looked = threading.Event()
 
-    class Stop(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
+    class Stop(Latch):
+        def wait(self, timeout_s: float | None = None) -> bool:
             looked.set()
-            return super().wait(timeout)
+            return super().wait(timeout_s)
 
     with jct.StepManager(tmp_path) as other:
         other._run._lock._stop = Stop()
@@ -258,12 +303,14 @@ def test_a_forked_child_neither_saves_nor_hangs_with_its_parents_manager(tmp_pat
 def test_an_owner_that_ends_takes_along_what_the_dead_left(tmp_path: Path) -> None:
     held = OwnerLock(LocalBackend(), str(tmp_path))
     held.acquire()
-    for name in (".owner.dead-x", ".new-x", ".now-x"):
+    for name in (".owner.dead-x", f"{HALF_MADE[0]}x", f"{HALF_MADE[1]}x"):
         (tmp_path / name).write_bytes(b"{}")
         os.utime(tmp_path / name, (0, 0))
-    (tmp_path / ".new-young").write_bytes(b"")
+    (tmp_path / f"{HALF_MADE[0]}young").write_bytes(b"")
+    (tmp_path / ".new-of-somebody-else").write_bytes(b"")
+    os.utime(tmp_path / ".new-of-somebody-else", (0, 0))
     held.release()
-    assert os.listdir(tmp_path) == [".new-young"]
+    assert sorted(os.listdir(tmp_path)) == [f"{HALF_MADE[0]}young", ".new-of-somebody-else"]
 
 
 DAEMON = """

@@ -131,9 +131,10 @@ def test_without_directory_syncs_old_steps_go_nevertheless(tmp_path: Path) -> No
 
     settings = jct.StoreSettings(durability="none")
     policy = jct.LatestN(1)
-    with jct.StepManager(tmp_path, preservation_policy=policy, backend=NoDirectorySync(), settings=settings) as manager:
+    run = tmp_path / "new" / "run"
+    with jct.StepManager(run, preservation_policy=policy, backend=NoDirectorySync(), settings=settings) as manager:
         save_steps(manager, 1, 2)
-    assert step_directories(tmp_path) == ["step-0000000002"]
+    assert step_directories(run) == ["step-0000000002"]
 
 
 def test_a_half_deleted_step_is_never_listed_and_its_owner_to_come_cleans_it(tmp_path: Path) -> None:
