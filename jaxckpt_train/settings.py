@@ -55,8 +55,8 @@ class StoreSettings:
             pinned host memory, or waits for copies to other host memory where devices know no pinned one;
             "device": it orders copies on the devices, which need memory for the state twice until they are written;
             "auto": "device" where that surely fits beside all that training has used before, else "host"; "stream": it
-            returns once all has left the devices, with never more than `staging_bytes` of the state (or one array, if
-            that is larger) in host memory beside the staging buffers. State on the CPU is held, not copied, by "auto",
+            returns once all has left the devices, with no more than `staging_bytes` of the state, and the arrays being
+            written, in host memory beside the staging buffers. State on the CPU is held, not copied, by "auto",
             until it is seen that the loop donates it meanwhile: such a step is slow, as it gets new memory. From then
             on, and with "host", it is copied into memory that is kept from save to save: the call takes longer, that
             step does not.

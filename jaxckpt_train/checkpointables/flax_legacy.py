@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from jaxckpt_train.checkpointables.loading import load_parts
@@ -32,10 +33,10 @@ def load_flax_file(backend: Backend, path: str, like: Any, settings: StoreSettin
         MismatchError: it does not fit the target.
     """
     tree = _restore(backend, path)
-    memory = MemoryBackend()
-    transaction = Transaction(memory, "/flax", settings)
-    parts = stage_all({_NAME: tree}, SaveTimes(), settings)
-    committed = write_parts(transaction, memory, parts, {}, settings, SaveTimes(), replace=False)
+    memory, plain = MemoryBackend(), dataclasses.replace(settings, nonfinite="allow")  # nothing of the user's is saved
+    transaction = Transaction(memory, "/flax", plain)
+    parts = stage_all({_NAME: tree}, SaveTimes(), plain)
+    committed = write_parts(transaction, memory, parts, {}, plain, SaveTimes(), replace=False)
     return load_parts(memory, committed, {_NAME: like}, settings, options)[_NAME]
 
 

@@ -13,14 +13,15 @@ from jaxckpt_train.store.backend import Sink
 from jaxckpt_train.store.digests import HexDigest
 from jaxckpt_train.store.layout import PlacedChunk, SegmentLayout
 from jaxckpt_train.store.manifest import BLOCK_BYTES
+from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.staging import StagingPool
 
 SMALL_BYTES = 1 << 20
 
 
 @dataclasses.dataclass
-class _Fetched:
-    """A chunk that had to be fetched or converted, and how many of its bytes no window has taken yet."""
+class _Held:
+    """Bytes that had to be fetched, converted or copied, and how many of them no window has taken yet."""
 
     flat: np.ndarray
     left: int
@@ -38,8 +39,10 @@ class SegmentWriter:
         self.layout, self._create, self._digest, self._sync = layout, create, digest, sync
         self._sink: Sink | None = None
         self._starts = [chunk.offset for chunk in layout.chunks]
-        self._fetched: dict[int, _Fetched] = {}
+        self._fetched: dict[int, _Held] = {}
         self._fetched_lock = threading.Lock()
+        self._cut_blocks: dict[tuple[int, int], _Held] = {}
+        self._cut_lock = threading.Lock()
         self.blocks = [[""] * -(-chunk.length // BLOCK_BYTES) for chunk in layout.chunks]
         self._cut = 0
         self._left = layout.size
@@ -49,8 +52,17 @@ class SegmentWriter:
         """Cut the next window, of at most `width` bytes (a multiple of the alignment); None: all are cut."""
         if self._cut == self.layout.size:
             return None
-        start, self._cut = self._cut, min(self._cut + width, self.layout.size)
+        start, self._cut = self._cut, self._end_of_window(self._cut, min(self._cut + width, self.layout.size))
         return start, self._cut
+
+    def _end_of_window(self, start: int, stop: int) -> int:
+        """Where a window ends: between two blocks, if that can be, so that none lies in two windows."""
+        at = bisect.bisect_right(self._starts, stop) - 1
+        if stop == self.layout.size or at < 0:
+            return stop
+        offset = self._starts[at]
+        between = offset + (stop - offset) // BLOCK_BYTES * BLOCK_BYTES
+        return between if between > start and between % ALIGNMENT == 0 else stop
 
     def write(self, window: tuple[int, int], pool: StagingPool, buffer_bytes: int, disk: threading.Semaphore) -> int:
         """Fill a staging buffer with one window, digest the blocks that begin in it, and write it when `disk` lets.
@@ -107,15 +119,35 @@ class SegmentWriter:
             self._sink.abandon()
 
     def _take(self, index: int, chunk: PlacedChunk, start: int, stop: int, buffer: np.ndarray) -> None:
-        """Copy what a chunk has in the window; block by block, so that the digest finds it in the processor's cache."""
+        """Copy what a chunk has in the window; block by block, so that the digest finds it in the processor's cache.
+
+        What is digested is the copy that is written: should somebody change the source meanwhile, which nobody may, the
+        checkpoint is of a mixture, but can be loaded.
+        """
         flat = self._bytes(index, chunk)
         low, high = max(start, chunk.offset), min(stop, chunk.offset + chunk.length)
         for block in range((low - chunk.offset) // BLOCK_BYTES, -(-(high - chunk.offset) // BLOCK_BYTES)):
             data = flat[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-            _copy_overlap(data, chunk.offset + block * BLOCK_BYTES, start, buffer[: stop - start])
-            if chunk.offset + block * BLOCK_BYTES >= start:
-                self.blocks[index][block] = self._digest(memoryview(data))
+            at = chunk.offset + block * BLOCK_BYTES
+            if start <= at and at + len(data) <= stop:
+                target = buffer[at - start : at - start + len(data)]
+                target[...] = data
+                self.blocks[index][block] = self._digest(memoryview(target))
+            else:
+                self._take_of_cut(index, block, data, at, start, buffer[: stop - start])
         self._let_go(index, high - low)
+
+    def _take_of_cut(self, index: int, block: int, data: np.ndarray, at: int, start: int, window: np.ndarray) -> None:
+        """Copy what a window has of a block that lies in several, all of them from one copy, which is digested."""
+        with self._cut_lock:
+            held = self._cut_blocks.get((index, block))
+            if held is None:
+                held = self._cut_blocks[index, block] = _Held(data.copy(), len(data))
+                self.blocks[index][block] = self._digest(memoryview(held.flat))
+            held.left -= min(start + len(window), at + len(data)) - max(start, at)
+            if held.left == 0:
+                del self._cut_blocks[index, block]
+        _copy_overlap(held.flat, at, start, window)
 
     def _bytes(self, index: int, chunk: PlacedChunk) -> np.ndarray:
         """The chunk as row-major, little-endian, flat bytes; fetched or converted once if it is not that yet."""
@@ -133,7 +165,7 @@ class SegmentWriter:
                 flat = np.ascontiguousarray(here, here.dtype.newbyteorder("=")).reshape(-1).view(np.uint8)
                 if len(flat) != chunk.length:
                     raise ValueError(f"{len(flat)} bytes came from the device, expected {chunk.length}")
-                fetched = self._fetched[index] = _Fetched(flat, chunk.length)
+                fetched = self._fetched[index] = _Held(flat, chunk.length)
             return fetched.flat
 
     def _let_go(self, index: int, taken: int) -> None:

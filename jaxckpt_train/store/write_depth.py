@@ -14,7 +14,6 @@ _log = logging.getLogger("jaxckpt_train")
 
 CANDIDATES = (DEFAULT_IO_THREADS, 4, 8)
 TURN_BYTES = 96 * MIB
-LEAST_BYTES = 2 * TURN_BYTES  # a turn and some: it ends with a whole buffer
 # So much faster than the default that it is no chance: a shared machine alone makes a fifth of difference.
 CLEARLY = 1.25
 
@@ -24,9 +23,14 @@ Write = Callable[[int, int | None], int]
 
 
 class WriteDepth:
-    """The best depth for one disk. The first large saves try every candidate twice, there and back."""
+    """The best depth for one disk. The first large saves try every candidate twice, there and back.
 
-    def __init__(self) -> None:
+    Args:
+        staging_bytes: of the buffers that are written: a turn is at least so long, so that all can be under way.
+    """
+
+    def __init__(self, staging_bytes: int = 0) -> None:
+        self._turn_bytes = max(TURN_BYTES, staging_bytes)
         self._best: int | None = None
         self._lock = threading.Lock()
         self._turns = [*CANDIDATES, *reversed(CANDIDATES)]
@@ -34,7 +38,7 @@ class WriteDepth:
 
     def run(self, total_bytes: int, write: Write, prepare: Callable[[], None]) -> None:
         """Write so many bytes; `prepare` does what happens only once, and should not be in the first turn's time."""
-        if self._best is None and total_bytes >= LEAST_BYTES and self._lock.acquire(blocking=False):
+        if self._best is None and total_bytes >= 2 * self._turn_bytes and self._lock.acquire(blocking=False):
             try:
                 prepare()
                 self._measure(total_bytes, write)
@@ -44,11 +48,11 @@ class WriteDepth:
 
     def _measure(self, left_bytes: int, write: Write) -> None:
         """Take as many of the turns that are left as these bytes are enough for."""
-        while self._turns and left_bytes >= LEAST_BYTES:
+        while self._turns and left_bytes >= 2 * self._turn_bytes:  # a turn and some: it ends with a whole buffer
             depth, started = self._turns[0], time.perf_counter()
-            done = write(depth, TURN_BYTES)
+            done = write(depth, self._turn_bytes)
             took_s, left_bytes = time.perf_counter() - started, left_bytes - done
-            if done < TURN_BYTES:
+            if done < self._turn_bytes:
                 return  # it was over too soon, as turns end with whole buffers
             self._seconds[depth] += took_s
             self._moved[depth] += done
@@ -66,13 +70,13 @@ def best_of(speeds: dict[int, float]) -> int:
     return fastest if speeds[fastest] > CLEARLY * speeds[CANDIDATES[0]] else CANDIDATES[0]
 
 
-def _unmeasured(way: Hashable) -> WriteDepth:
-    return WriteDepth()
+def _unmeasured(way: tuple[Hashable, int]) -> WriteDepth:
+    return WriteDepth(way[1])
 
 
 _known = PerProcess(_unmeasured)
 
 
-def write_depth_of(way: Hashable) -> WriteDepth:
-    """What this process knows of a disk, or of a disk and a way to write to it."""
-    return _known.get(way)
+def write_depth_of(way: Hashable, staging_bytes: int) -> WriteDepth:
+    """What this process knows of a disk, or of a disk and a way to write to it, with so large buffers in all."""
+    return _known.get((way, staging_bytes))

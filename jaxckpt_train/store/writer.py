@@ -75,7 +75,7 @@ def write_arrays(
     try:
         run = _Run(writers, settings.staging_bytes, progress)
         if settings.io_threads == "auto":
-            depth = write_depth_of((backend.volume(directory), settings.direct_io))
+            depth = write_depth_of((backend.volume(directory), settings.direct_io), settings.staging_bytes)
             depth.run(sum(layout.size for layout in layouts), run.write, run.pool.touch)
         else:
             run.write(settings.io_threads, None)

@@ -47,7 +47,7 @@ def copy_all(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
 def _portions(arrays: Sequence[np.ndarray], copies: Sequence[np.ndarray]) -> list[list[tuple[np.ndarray, np.ndarray]]]:
     """What one thread copies at a time: many small arrays, or a part of a large one."""
     portions: list[list[tuple[np.ndarray, np.ndarray]]] = []
-    filled = PIECE_BYTES
+    filled = 0
     for array, copy in zip(arrays, copies, strict=True):
         pieces = [(array, copy)]
         if array.nbytes > PIECE_BYTES and array.flags.c_contiguous:
@@ -55,7 +55,7 @@ def _portions(arrays: Sequence[np.ndarray], copies: Sequence[np.ndarray]) -> lis
             step = PIECE_BYTES // array.itemsize
             pieces = [(source[at : at + step], target[at : at + step]) for at in range(0, array.size, step)]
         for piece in pieces:
-            if filled + piece[0].nbytes > PIECE_BYTES:
+            if not portions or filled + piece[0].nbytes > PIECE_BYTES:
                 portions.append([])
                 filled = 0
             portions[-1].append(piece)

@@ -43,6 +43,7 @@ from jaxckpt_train.tree.mismatch import (
     rename_map,
     unexpected_line,
 )
+from jaxckpt_train.tree.paths import ROOT
 from jaxckpt_train.tree.patterns import Only, leaf_filter, suggestion
 from jaxckpt_train.tree.placement import Placement, default_platform, device_placement, host_placement
 from jaxckpt_train.tree.rebuild import rebuild
@@ -171,7 +172,7 @@ class TreeRestore:
             line = line or self._inexact_number(name, saved, want)
             if line is not None:
                 lines.append(line)
-        skipped = tuple(f"{name}/" for name, want in wants.items() if want.form == "skip")
+        skipped = tuple("" if name == ROOT else f"{name}/" for name, leaf in leaves.items() if leaf is PLACEHOLDER)
         for name, saved in saved_names.items():
             if name not in wants and selected(name) and not name.startswith(skipped):
                 lines.append(unexpected_line(name, self.record.leaves[saved], self._arrays.get(saved)))

@@ -47,6 +47,15 @@ def test_without_a_target_it_is_nested_dicts_of_numpy_arrays(tmp_path: Path) -> 
     assert loaded["layers"][1]["w"].tobytes() == saved["layers"][1]["w"].tobytes()
 
 
+@pytest.mark.parametrize("nonfinite", ["warn", "reject"])
+def test_what_saves_may_not_hold_is_loaded(tmp_path: Path, nonfinite: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "file.msgpack"
+    path.write_bytes(serialization.to_bytes({"w": np.array([1.0, np.nan])}))
+    loaded = jct.load(path, settings=jct.StoreSettings(nonfinite=nonfinite))  # type: ignore[arg-type]
+    assert np.isnan(loaded["w"][1])
+    assert caplog.text == ""
+
+
 def test_a_difference_is_reported_as_for_any_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "file.msgpack"
     path.write_bytes(serialization.to_bytes({"w": np.ones(3, np.float32)}))

@@ -22,6 +22,7 @@ from tests.store.strict_backend import PAGE, StrictBackend, small_sizes
 
 LARGE = 20 * TURN_BYTES
 DEFAULT = CANDIDATES[0]
+STAGING = 36 * PAGE
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,7 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, speeds: dict[int, float], total: int = LARGE) -> None:
         self.now, self.left, self.speeds = 0.0, total, speeds
-        self.depths = list[int]()
+        self.depths, self.asked = list[int](), list[int | None]()
         self.prepared = 0
         monkeypatch.setattr(write_depth, "time", self)
 
@@ -53,6 +54,7 @@ class Disk:
 
     def write(self, depth: int, most_bytes: int | None) -> int:
         self.depths.append(depth)
+        self.asked.append(most_bytes)
         buffer = TURN_BYTES // (depth + 1)
         done = self.left if most_bytes is None else min(self.left, -(-most_bytes // buffer) * buffer + buffer)
         self.left -= done
@@ -141,7 +143,6 @@ def test_a_second_save_meanwhile_measures_nothing(monkeypatch: pytest.MonkeyPatc
 
 def small_turns(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(write_depth, "TURN_BYTES", size)
-    monkeypatch.setattr(write_depth, "LEAST_BYTES", 2 * size)
 
 
 class Counting(StrictBackend):
@@ -174,7 +175,7 @@ class Counting(StrictBackend):
 def written(backend: Any, name: str, content: np.ndarray, **chosen: Any) -> bytes:
     backend.make_directory(f"/runs/{name}/state", parents=True, sync=False)
     arrays = [ArraySource("x", content.shape, content.dtype, [ChunkSource(full_box(content.shape), content)])]
-    settings = StoreSettings(staging_bytes=36 * PAGE, **chosen)
+    settings = StoreSettings(staging_bytes=STAGING, **chosen)
     (segment,) = write_arrays(backend, f"/runs/{name}", "state", arrays, settings, first_segment=0).segments
     data = bytes(backend._nodes[f"/runs/{name}/{segment.file}"].data)
     assert len(data) == segment.bytes
@@ -182,7 +183,7 @@ def written(backend: Any, name: str, content: np.ndarray, **chosen: Any) -> byte
 
 
 def known(backend: StrictBackend, direct: Any = "auto") -> int | None:
-    return write_depth_of((backend.volume("/runs/a"), direct))._best
+    return write_depth_of((backend.volume("/runs/a"), direct), STAGING)._best
 
 
 def test_a_save_that_measures_writes_every_byte_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,5 +246,14 @@ def test_what_the_page_cache_takes_tells_nothing_about_direct_writes(monkeypatch
 def test_directories_of_one_disk_share_what_is_known(tmp_path: Any) -> None:
     (tmp_path / "a").mkdir()
     disk = LocalBackend()
-    assert write_depth_of(disk.volume(str(tmp_path))) is write_depth_of(disk.volume(str(tmp_path / "a")))
-    assert write_depth_of("elsewhere") is not write_depth_of(disk.volume(str(tmp_path)))
+    here = write_depth_of(disk.volume(str(tmp_path)), STAGING)
+    assert here is write_depth_of(disk.volume(str(tmp_path / "a")), STAGING)
+    assert here is not write_depth_of(disk.volume(str(tmp_path)), 2 * STAGING)
+    assert here is not write_depth_of("elsewhere", STAGING)
+
+
+def test_with_larger_buffers_a_turn_is_as_long_as_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    depth, disk = WriteDepth(4 * TURN_BYTES), Disk(monkeypatch, dict.fromkeys(CANDIDATES, 1e9))
+    disk.save(depth)
+    asked = [most for most in disk.asked if most is not None]
+    assert set(asked) == {4 * TURN_BYTES}

@@ -85,6 +85,47 @@ def test_files_hold_every_chunk_row_major_with_its_digests(
     assert backend.open_files == 0
 
 
+class Changing(StrictBackend):
+    """Whoever owns the memory that is saved writes to it at every write to the disk."""
+
+    def __init__(self, owned: list[np.ndarray]) -> None:
+        super().__init__()
+        self._owned = owned
+
+    def create(self, path: str, *, direct: Any) -> Any:
+        sink = super().create(path, direct=direct)
+        write_at = sink.write_at
+
+        def change_and_write(offset: int, data: np.ndarray) -> None:
+            for array in self._owned:
+                array ^= 255
+            write_at(offset, data)
+
+        sink.write_at = change_and_write
+        return sink
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.integers(1, 60_000), min_size=1, max_size=4),
+    st.sampled_from([PAGE, 5 * PAGE, 20 * PAGE]),
+    st.integers(1, 3),
+)
+def test_what_is_digested_is_what_is_written_also_if_the_source_changes(
+    sizes: list[int], staging: int, threads: int
+) -> None:
+    owned = [np.full(size, number, np.uint8) for number, size in enumerate(sizes)]
+    sources, backend = [source(f"leaf{n}", array) for n, array in enumerate(owned)], Changing(owned)
+    written = write(backend, sources, StoreSettings(staging_bytes=staging, io_threads=threads, digest="sha256"))
+    (segment,) = written.segments
+    file = bytes(backend._nodes[f"/runs/a/{segment.file}"].data)  # type: ignore[union-attr]
+    for record in written.arrays:
+        (chunk,) = record.chunks
+        found = file[chunk.offset : chunk.offset + chunk.length]
+        blocks = [found[at : at + BLOCK] for at in range(0, len(found), BLOCK)]
+        assert chunk.digests == "".join(hashlib.sha256(block).hexdigest() for block in blocks)
+
+
 def test_segments_are_numbered_within_their_part_and_counted_over_all() -> None:
     backend = StrictBackend()
     backend.make_directory("/runs/a/state", parents=True, sync=False)

@@ -101,6 +101,11 @@ class _Contested(list[Any]):
         return iter(seen)
 
 
+def test_an_empty_array_may_be_the_first() -> None:
+    arrays = [np.zeros((0, 3), np.float32), np.arange(5)]
+    assert [raw(copy) for copy in copy_all(arrays)] == [raw(array) for array in arrays]
+
+
 def test_memory_that_another_thread_takes_first_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_copies, "_kept", _Contested())
     first = copy_all([np.ones(MIB, np.uint8)])

@@ -44,6 +44,14 @@ def test_only_what_is_chosen_is_loaded_and_the_rest_comes_back_as_it_is(path: Pa
     assert_same(jct.load(path, only=only), {"params": jax.tree.map(np.asarray, state(2.0)["params"])})
 
 
+def test_a_pattern_and_a_placeholder_of_a_whole_branch_go_together(path: Path) -> None:
+    target = {"params": state(1.0)["params"], "opt": jct.PLACEHOLDER, "step": 0}
+    found = jct.load(path, target, only=["params/dense/kernel", "opt/*/mu"])
+    assert found["opt"] is jct.PLACEHOLDER
+    assert_same(found["params"]["dense"]["kernel"], state(2.0)["params"]["dense"]["kernel"])
+    assert jct.load(path, jct.PLACEHOLDER) is jct.PLACEHOLDER
+
+
 def test_leaves_that_are_not_chosen_are_not_compared(path: Path) -> None:
     target = {"params": state(1.0)["params"], "opt": "something else", "new": 3}
     assert_same(jct.load(path, target, only="params/**"), {**target, "params": state(2.0)["params"]})
