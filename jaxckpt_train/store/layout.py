@@ -33,6 +33,12 @@ class ChunkSource(NamedTuple):
     data: np.ndarray | memoryview | ArrayToCome
 
 
+class OwnChunkSource(ChunkSource):
+    """A chunk whose memory nobody else can write to while it is saved, so that it may be written from where it is."""
+
+    __slots__ = ()
+
+
 class ArraySource(NamedTuple):
     """One array to write: name, global shape, dtype, the sharding to record, and chunks whose boxes tile it."""
 

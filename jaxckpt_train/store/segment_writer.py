@@ -11,12 +11,13 @@ import numpy as np
 
 from jaxckpt_train.store.backend import Sink
 from jaxckpt_train.store.digests import HexDigest
-from jaxckpt_train.store.layout import PlacedChunk, SegmentLayout
+from jaxckpt_train.store.layout import OwnChunkSource, PlacedChunk, SegmentLayout
 from jaxckpt_train.store.manifest import BLOCK_BYTES
 from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.staging import StagingPool
 
 SMALL_BYTES = 1 << 20
+LEAST_IN_PLACE_BYTES = 1 << 20
 
 
 @dataclasses.dataclass
@@ -68,10 +69,18 @@ class SegmentWriter:
         """Fill a staging buffer with one window, digest the blocks that begin in it, and write it when `disk` lets.
 
         All of a save borrow the same `buffer_bytes`, however small the window, so that no gaps are left between them.
+        None is needed where all that the window holds lies aligned in memory of our own.
         """
         start, stop = window
         with self._lock:
             sink = self._sink = self._sink or self._create()
+        pieces = self._in_place(start, stop, sink.alignment)
+        if pieces is not None:
+            with disk:
+                for at, piece in pieces:
+                    sink.write_at(at, piece)
+            self._finish_after_last(sink, stop - start)
+            return stop - start
         with pool.buffer(buffer_bytes) as buffer:
             if start < len(self.layout.head):
                 _copy_overlap(np.frombuffer(self.layout.head, np.uint8), 0, start, buffer[: stop - start])
@@ -84,14 +93,45 @@ class SegmentWriter:
         self._finish_after_last(sink, stop - start)
         return stop - start
 
+    def _in_place(self, start: int, stop: int, alignment: int) -> list[tuple[int, np.ndarray]] | None:
+        """The pieces of a window, digested, with their places in the file; None if it has to be put together first."""
+        if start < len(self.layout.head):
+            return None
+        found: list[tuple[int, int, np.ndarray]] = []
+        for index in self._chunks_between(start, stop):
+            low = max(start, self._starts[index])
+            piece = self._piece(index, low, stop, alignment)
+            if piece is None:
+                return None
+            found.append((index, low, piece))
+        for index, low, piece in found:
+            first = (low - self._starts[index]) // BLOCK_BYTES
+            for at in range(0, len(piece), BLOCK_BYTES):
+                self.blocks[index][first + at // BLOCK_BYTES] = self._digest(memoryview(piece[at : at + BLOCK_BYTES]))
+        return [(low, piece) for _, low, piece in found]
+
+    def _piece(self, index: int, low: int, stop: int, alignment: int) -> np.ndarray | None:
+        """What a chunk has in the file between `low` and `stop`, if the disk can have it from where it is."""
+        chunk = self.layout.chunks[index]
+        begin, end = low - chunk.offset, min(stop - chunk.offset, chunk.length)
+        if end - begin < LEAST_IN_PLACE_BYTES or not isinstance(chunk.source, OwnChunkSource):
+            return None
+        if begin % BLOCK_BYTES or (end != chunk.length and end % BLOCK_BYTES):
+            return None  # another window has a part of a block
+        piece = self._bytes(index, chunk)[begin:end]
+        is_aligned = not any(number % alignment for number in (low, len(piece), piece.ctypes.data))
+        return piece if is_aligned else None
+
+    def _chunks_between(self, start: int, stop: int) -> range:
+        first = max(0, bisect.bisect_right(self._starts, start) - 1)
+        return range(first, bisect.bisect_left(self._starts, stop))
+
     def _fill(self, start: int, stop: int, buffer: np.ndarray) -> None:
         """Put what lies in [start, stop) of the file into the buffer."""
         chunks = self.layout.chunks
-        first = max(0, bisect.bisect_right(self._starts, start) - 1)
-        end = bisect.bisect_left(self._starts, stop)
         small: list[int] = []
         most = min(SMALL_BYTES, BLOCK_BYTES)  # so that each has one digest
-        for index in range(first, end):
+        for index in self._chunks_between(start, stop):
             chunk = chunks[index]
             if chunk.length <= most and start <= chunk.offset and chunk.offset + chunk.length <= stop:
                 small.append(index)

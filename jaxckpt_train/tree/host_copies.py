@@ -16,6 +16,7 @@ from jaxckpt_train.store.workers import shared_workers
 COPYING_THREADS = 2
 PIECE_BYTES = 16 << 20
 ALIGNMENT = 64
+LEAST_PAGED_BYTES = 1 << 20
 
 _KEPT_AREAS = 8
 
@@ -25,14 +26,16 @@ _kept: list[mmap.mmap] = []  # memory that no copy uses at the moment, touched a
 def copy_all(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Row-major copies of all arrays, made by a few threads at the speed of memory from the second time on.
 
-    The memory is as large as the state, and kept for the next save when the last of the copies is dropped.
+    The memory is as large as the state, and kept for the next save when the last of the copies is dropped. Large copies
+    begin on a page, so that the disk can have them from where they are.
     """
     if not arrays:
         return []
     starts, end = [], 0
     for array in arrays:
-        starts.append(end)
-        end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        alignment = mmap.PAGESIZE if array.nbytes >= LEAST_PAGED_BYTES else ALIGNMENT
+        starts.append(-(-end // alignment) * alignment)
+        end = starts[-1] + array.nbytes
     area = _take(end)
     memory = np.frombuffer(area, np.uint8)
     weakref.finalize(memory, _give_back, area).atexit = False

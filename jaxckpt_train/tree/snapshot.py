@@ -16,7 +16,7 @@ from jaxckpt_train.settings import MIB, SnapshotMode
 from jaxckpt_train.store.boxes import box_from_index, full_box
 from jaxckpt_train.store.dtypes import is_storable
 from jaxckpt_train.store.latch import Latch
-from jaxckpt_train.store.layout import ArraySource, ChunkSource
+from jaxckpt_train.store.layout import ArraySource, ChunkSource, OwnChunkSource
 from jaxckpt_train.store.quiet_gc import paused_collection
 from jaxckpt_train.tree.cpu_views import plain_kinds, take_views
 from jaxckpt_train.tree.device_leaves import distinct_shards, take_from_devices
@@ -125,8 +125,12 @@ def _copy_views(taker: _Taker) -> None:
     held = [chunk.data for array in taker.arrays for chunk in array.chunks if _is_view(chunk.data)]
     copies = {id(view): copy for view, copy in zip(held, copy_all(list(map(np.asarray, held))), strict=True)}
     for number, array in enumerate(taker.arrays):
-        chunks = tuple(ChunkSource(chunk.box, copies.get(id(chunk.data), chunk.data)) for chunk in array.chunks)
+        chunks = tuple(_copied(chunk, copies.get(id(chunk.data))) for chunk in array.chunks)
         taker.arrays[number] = array._replace(chunks=chunks)
+
+
+def _copied(chunk: ChunkSource, copy: np.ndarray | None) -> ChunkSource:
+    return chunk if copy is None else OwnChunkSource(chunk.box, copy)
 
 
 def _is_view(data: object) -> bool:
