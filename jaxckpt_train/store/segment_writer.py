@@ -11,13 +11,13 @@ import numpy as np
 
 from jaxckpt_train.store.backend import Sink
 from jaxckpt_train.store.digests import HexDigest
-from jaxckpt_train.store.layout import OwnChunkSource, PlacedChunk, SegmentLayout
+from jaxckpt_train.store.layout import ChunkSource, OwnChunkSource, PlacedChunk, SegmentLayout
 from jaxckpt_train.store.manifest import BLOCK_BYTES
 from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.staging import StagingPool
 
 SMALL_BYTES = 1 << 20
-LEAST_IN_PLACE_BYTES = 1 << 20
+LEAST_IN_PLACE_BYTES = 2 << 20
 
 
 @dataclasses.dataclass
@@ -26,6 +26,14 @@ class _Held:
 
     flat: np.ndarray
     left: int
+
+
+class _CutBlock:
+    """A block that lies in several windows: one copy of it, made and digested by whoever comes first."""
+
+    def __init__(self, size: int) -> None:
+        self.left, self.lock = size, threading.Lock()
+        self.flat: np.ndarray | None = None
 
 
 class SegmentWriter:
@@ -42,7 +50,7 @@ class SegmentWriter:
         self._starts = [chunk.offset for chunk in layout.chunks]
         self._fetched: dict[int, _Held] = {}
         self._fetched_lock = threading.Lock()
-        self._cut_blocks: dict[tuple[int, int], _Held] = {}
+        self._cut_blocks: dict[tuple[int, int], _CutBlock] = {}
         self._cut_lock = threading.Lock()
         self.blocks = [[""] * -(-chunk.length // BLOCK_BYTES) for chunk in layout.chunks]
         self._cut = 0
@@ -57,13 +65,14 @@ class SegmentWriter:
         return start, self._cut
 
     def _end_of_window(self, start: int, stop: int) -> int:
-        """Where a window ends: between two blocks, if that can be, so that none lies in two windows."""
+        """Where a window ends: between two blocks, if it stays half as long, so that none lies in two windows."""
         at = bisect.bisect_right(self._starts, stop) - 1
         if stop == self.layout.size or at < 0:
             return stop
         offset = self._starts[at]
         between = offset + (stop - offset) // BLOCK_BYTES * BLOCK_BYTES
-        return between if between > start and between % ALIGNMENT == 0 else stop
+        is_long = 2 * (between - start) >= stop - start
+        return between if is_long and between % ALIGNMENT == 0 else stop
 
     def write(self, window: tuple[int, int], pool: StagingPool, buffer_bytes: int, disk: threading.Semaphore) -> int:
         """Fill a staging buffer with one window, digest the blocks that begin in it, and write it when `disk` lets.
@@ -114,7 +123,7 @@ class SegmentWriter:
         """What a chunk has in the file between `low` and `stop`, if the disk can have it from where it is."""
         chunk = self.layout.chunks[index]
         begin, end = low - chunk.offset, min(stop - chunk.offset, chunk.length)
-        if end - begin < LEAST_IN_PLACE_BYTES or not isinstance(chunk.source, OwnChunkSource):
+        if end - begin < LEAST_IN_PLACE_BYTES or not _is_ours_as_it_is(chunk.source):
             return None
         if begin % BLOCK_BYTES or (end != chunk.length and end % BLOCK_BYTES):
             return None  # another window has a part of a block
@@ -178,16 +187,23 @@ class SegmentWriter:
         self._let_go(index, high - low)
 
     def _take_of_cut(self, index: int, block: int, data: np.ndarray, at: int, start: int, window: np.ndarray) -> None:
-        """Copy what a window has of a block that lies in several, all of them from one copy, which is digested."""
+        """Copy what a window has of a block that lies in several: from one copy for all, unless it is ours alone."""
+        if index in self._fetched or isinstance(self.layout.chunks[index].source, OwnChunkSource):
+            _copy_overlap(data, at, start, window)
+            if at >= start:
+                self.blocks[index][block] = self._digest(memoryview(data))
+            return
         with self._cut_lock:
-            held = self._cut_blocks.get((index, block))
-            if held is None:
-                held = self._cut_blocks[index, block] = _Held(data.copy(), len(data))
-                self.blocks[index][block] = self._digest(memoryview(held.flat))
-            held.left -= min(start + len(window), at + len(data)) - max(start, at)
-            if held.left == 0:
+            cut = self._cut_blocks.setdefault((index, block), _CutBlock(len(data)))
+        with cut.lock:
+            if cut.flat is None:
+                cut.flat = data.copy()
+                self.blocks[index][block] = self._digest(memoryview(cut.flat))
+        _copy_overlap(cut.flat, at, start, window)
+        with self._cut_lock:
+            cut.left -= min(start + len(window), at + len(data)) - max(start, at)
+            if cut.left == 0:
                 del self._cut_blocks[index, block]
-        _copy_overlap(held.flat, at, start, window)
 
     def _bytes(self, index: int, chunk: PlacedChunk) -> np.ndarray:
         """The chunk as row-major, little-endian, flat bytes; fetched or converted once if it is not that yet."""
@@ -222,6 +238,13 @@ class SegmentWriter:
             last = self._left == 0
         if last:
             sink.finish(self.layout.size, sync=self._sync)
+
+
+def _is_ours_as_it_is(source: ChunkSource) -> bool:
+    data = source.data
+    if not isinstance(source, OwnChunkSource) or not isinstance(data, np.ndarray):
+        return False
+    return data.flags.c_contiguous and data.dtype.isnative
 
 
 def _neighbours(indices: Sequence[int]) -> Iterator[list[int]]:

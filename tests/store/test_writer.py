@@ -19,10 +19,9 @@ from safetensors import deserialize
 
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import segment_writer
 from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.digests import digest_function
-from jaxckpt_train.store.layout import ArraySource, ChunkSource, OwnChunkSource, chunk_name, plan_segments
+from jaxckpt_train.store.layout import ArraySource, ChunkSource, chunk_name, plan_segments
 from jaxckpt_train.store.segment_writer import SegmentWriter
 from jaxckpt_train.store.staging import shared_pool
 from jaxckpt_train.store.writer import FILLING_THREADS, WrittenArrays, _cut, write_arrays
@@ -35,9 +34,9 @@ def _small() -> Iterator[None]:
     yield from small_sizes()
 
 
-def source(name: str, array: np.ndarray, boxes: Any = None, kind: type[ChunkSource] = ChunkSource) -> ArraySource:
+def source(name: str, array: np.ndarray, boxes: Any = None) -> ArraySource:
     cuts = boxes or [full_box(array.shape)]
-    chunks = [kind(box, array[(*(slice(*side) for side in box), ...)]) for box in cuts]
+    chunks = [ChunkSource(box, array[(*(slice(*side) for side in box), ...)]) for box in cuts]
     return ArraySource(name, array.shape, array.dtype, chunks)
 
 
@@ -84,126 +83,6 @@ def test_files_hold_every_chunk_row_major_with_its_digests(
         assert file[segment.header_bytes - 1 : segment.header_bytes] in (b" ", b"}")
     assert written.data_bytes == sum(array.nbytes for array, _ in cases)
     assert backend.open_files == 0
-
-
-class Watching(StrictBackend):
-    """Knows from where in memory was written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.addresses: list[tuple[int, int]] = []
-
-    def create(self, path: str, *, direct: Any) -> Any:
-        sink = super().create(path, direct=direct)
-        write_at = sink.write_at
-
-        def watch_and_write(offset: int, data: np.ndarray) -> None:
-            self.addresses.append((data.ctypes.data, len(data)))
-            write_at(offset, data)
-
-        sink.write_at = watch_and_write
-        return sink
-
-
-def paged(size: int, shift: int, seed: int) -> np.ndarray:
-    """So many bytes that begin so far after the begin of a page."""
-    memory = np.empty(size + 2 * PAGE, np.uint8)
-    start = -memory.ctypes.data % PAGE + shift
-    memory[start : start + size] = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
-    return memory[start : start + size]
-
-
-@settings(max_examples=150)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from([1, 5, PAGE, 3 * PAGE, 7 * PAGE, 9 * PAGE + 64]), st.sampled_from([0, 64]), st.booleans()
-        ),
-        min_size=1,
-        max_size=6,
-    ),
-    st.sampled_from([PAGE, 5 * PAGE, 20 * PAGE, 100 * PAGE]),
-    st.integers(1, 3),
-    st.booleans(),
-)
-def test_memory_of_our_own_is_written_from_where_it_is_and_read_back_as_it_was(
-    made: list[tuple[int, int, bool]], staging: int, threads: int, direct: bool
-) -> None:
-    arrays = [paged(size, shift, number) for number, (size, shift, _) in enumerate(made)]
-    kinds = [OwnChunkSource if own else ChunkSource for _, _, own in made]
-    sources = [source(f"leaf{n}", array, kind=kind) for n, (array, kind) in enumerate(zip(arrays, kinds, strict=True))]
-    backend = Watching()
-    chosen = StoreSettings(
-        staging_bytes=staging, io_threads=threads, digest="sha256", direct_io="auto" if direct else False
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segment_writer, "LEAST_IN_PLACE_BYTES", PAGE)
-        written = write(backend, sources, chosen)
-    (segment,) = written.segments
-    file = bytes(backend._nodes[f"/runs/a/{segment.file}"].data)  # type: ignore[union-attr]
-    spans = [(array.ctypes.data, len(array), own) for array, (_, _, own) in zip(arrays, made, strict=True)]
-    for array, record in zip(arrays, written.arrays, strict=True):
-        (chunk,) = record.chunks
-        assert file[chunk.offset : chunk.offset + chunk.length] == array.tobytes()
-        blocks = [array.tobytes()[at : at + BLOCK] for at in range(0, len(array), BLOCK)]
-        assert chunk.digests == "".join(hashlib.sha256(block).hexdigest() for block in blocks)
-    for address, _ in backend.addresses:
-        assert all(own or not begin <= address < begin + size for begin, size, own in spans), "it is not ours alone"
-
-
-def test_what_lies_on_pages_needs_no_staging() -> None:
-    backend, arrays = Watching(), [paged(40 * PAGE, 0, seed) for seed in range(3)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segment_writer, "LEAST_IN_PLACE_BYTES", PAGE)
-        sources = [source(f"x{n}", array, kind=OwnChunkSource) for n, array in enumerate(arrays)]
-        write(backend, sources, StoreSettings(staging_bytes=40 * PAGE))
-    ours = sum(
-        size
-        for address, size in backend.addresses
-        if any(array.ctypes.data <= address < array.ctypes.data + len(array) for array in arrays)
-    )
-    assert ours >= 2 * 40 * PAGE  # all but the window that holds the head
-
-
-class Changing(StrictBackend):
-    """Whoever owns the memory that is saved writes to it at every write to the disk."""
-
-    def __init__(self, owned: list[np.ndarray]) -> None:
-        super().__init__()
-        self._owned = owned
-
-    def create(self, path: str, *, direct: Any) -> Any:
-        sink = super().create(path, direct=direct)
-        write_at = sink.write_at
-
-        def change_and_write(offset: int, data: np.ndarray) -> None:
-            for array in self._owned:
-                array ^= 255
-            write_at(offset, data)
-
-        sink.write_at = change_and_write
-        return sink
-
-
-@settings(max_examples=100)
-@given(
-    st.lists(st.integers(1, 60_000), min_size=1, max_size=4),
-    st.sampled_from([PAGE, 5 * PAGE, 20 * PAGE]),
-    st.integers(1, 3),
-)
-def test_what_is_digested_is_what_is_written_also_if_the_source_changes(
-    sizes: list[int], staging: int, threads: int
-) -> None:
-    owned = [np.full(size, number, np.uint8) for number, size in enumerate(sizes)]
-    sources, backend = [source(f"leaf{n}", array) for n, array in enumerate(owned)], Changing(owned)
-    written = write(backend, sources, StoreSettings(staging_bytes=staging, io_threads=threads, digest="sha256"))
-    (segment,) = written.segments
-    file = bytes(backend._nodes[f"/runs/a/{segment.file}"].data)  # type: ignore[union-attr]
-    for record in written.arrays:
-        (chunk,) = record.chunks
-        found = file[chunk.offset : chunk.offset + chunk.length]
-        blocks = [found[at : at + BLOCK] for at in range(0, len(found), BLOCK)]
-        assert chunk.digests == "".join(hashlib.sha256(block).hexdigest() for block in blocks)
 
 
 def test_segments_are_numbered_within_their_part_and_counted_over_all() -> None:

@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxckpt_train as jct
 from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.segment_writer import SegmentWriter
 from jaxckpt_train.tree.snapshot import snapshot
 from tests.steps.fake_backends import RefusingBackend
 from tests.tree.same_trees import assert_same, raw
@@ -231,3 +232,22 @@ def test_arrays_leave_in_the_order_of_the_files() -> None:
     order = [array.nbytes for array in taken.transfers._waiting if array is not None]
     assert order == [8192, 4096, 12288, 64, 640, 100, 7, 9]
     assert [array.shape for array in taken.arrays] == [(size,) for size in sizes]
+
+
+def test_large_copies_go_to_the_disk_from_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    in_place = SegmentWriter._in_place
+
+    def note(self: SegmentWriter, *window: int) -> Any:
+        seen.append(in_place(self, *window))
+        return seen[-1]
+
+    monkeypatch.setattr(SegmentWriter, "_in_place", note)
+    state = {f"x{n}": jax.random.normal(jax.random.key(n), (1024, 4096)) for n in range(4)}
+    for mode in ("auto", "host"):
+        seen.clear()
+        jct.save(tmp_path / mode, state, settings=jct.StoreSettings(snapshot=mode))  # type: ignore[arg-type]
+        assert any(seen) is (mode == "host")
+        assert jct.verify(tmp_path / mode).ok
+        found = jct.load(tmp_path / mode)
+        assert [found[name].tobytes() for name in state] == [np.asarray(array).tobytes() for array in state.values()]
