@@ -29,6 +29,7 @@ from jaxckpt_train.store.manifest import (
     decode_manifest,
     encode_manifest,
 )
+from jaxckpt_train.store.quiet_gc import paused_collection
 from jaxckpt_train.store.read_plan import Wanted, plan_reads
 from jaxckpt_train.store.reader import READS_PER_THREAD, read_boxes
 from jaxckpt_train.store.transaction import Committed, Transaction, open_committed
@@ -60,7 +61,8 @@ def save_in_phases(path: Path, tree: Any, chunks: int | None = None) -> Seconds:
     if chunks is not None:
         parts = [_cut(part, chunks) for part in parts]
     arrays = [array for part in parts if part.snapshot for array in part.snapshot.arrays]
-    plan_s, _ = _timed(lambda: list(plan_segments(arrays, settings.segment_bytes)))
+    with paused_collection():  # as a save does
+        plan_s, _ = _timed(lambda: list(plan_segments(arrays, settings.segment_bytes)))
     transaction = Transaction(backend, str(path.resolve()), settings)
     write_parts(transaction, backend, parts, {}, settings, times, replace=False)
     return {
@@ -88,8 +90,9 @@ def load_in_phases(path: Path, sharding: jax.sharding.Sharding | None = None) ->
     assert part is not None
     tree_s, _ = _timed(lambda: TreeRestore(backend, committed, part, settings))
     wanted = [Wanted(array, _boxes(array, sharding)) for array in part.arrays]
-    plan_s, _ = _timed(lambda: _plan_reads(committed, wanted, settings))
-    read_s, _ = _timed(lambda: read_boxes(backend, committed, wanted, settings))
+    with paused_collection():  # as a load does
+        plan_s, _ = _timed(lambda: _plan_reads(committed, wanted, settings))
+        read_s, _ = _timed(lambda: read_boxes(backend, committed, wanted, settings))
     return {"open": open_s, "tree": tree_s, "plan": plan_s, "read": max(0.0, read_s - plan_s)}
 
 
