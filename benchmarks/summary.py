@@ -10,7 +10,7 @@ from benchmarks.raw_disk import NAME as RAW
 from benchmarks.raw_disk import NAME_FRESH as RAW_FRESH
 from benchmarks.record import WARM_UP_ROUND, Turn
 from benchmarks.registry import ENTRIES, OURS
-from benchmarks.sample import LoadSample, Notes, SaveSample
+from benchmarks.sample import LoadSample, SaveSample
 from benchmarks.spread import Spread
 
 LAZY_FRACTION = 0.1
@@ -154,14 +154,10 @@ def _stolen(turns: Sequence[Turn]) -> list[str]:
     found = collections.Counter(
         (row, what)
         for row, what, took_s, notes in samples
-        if _stolen_s(notes) > max(STOLEN_FRACTION * took_s, STOLEN_S)
+        if float(notes.get("stolen_s", 0.0)) > max(STOLEN_FRACTION * took_s, STOLEN_S)
     )
     of = collections.Counter((row, what) for row, what, _, _ in samples)
     return [
         f"{row}: the host kept the processors from {count} of {of[row, what]} {what}"
         for (row, what), count in found.items()
     ]
-
-
-def _stolen_s(notes: Notes) -> float:
-    return float(notes.get("stolen_s", 0.0))

@@ -21,8 +21,8 @@ LEAST_IN_PLACE_BYTES = 2 << 20
 
 
 @dataclasses.dataclass
-class _Held:
-    """Bytes that had to be fetched, converted or copied, and how many of them no window has taken yet."""
+class _Fetched:
+    """A chunk that had to be fetched or converted, and how many of its bytes no window has taken yet."""
 
     flat: np.ndarray
     left: int
@@ -48,7 +48,7 @@ class SegmentWriter:
         self.layout, self._create, self._digest, self._sync = layout, create, digest, sync
         self._sink: Sink | None = None
         self._starts = [chunk.offset for chunk in layout.chunks]
-        self._fetched: dict[int, _Held] = {}
+        self._fetched: dict[int, _Fetched] = {}
         self._fetched_lock = threading.Lock()
         self._cut_blocks: dict[tuple[int, int], _CutBlock] = {}
         self._cut_lock = threading.Lock()
@@ -123,11 +123,14 @@ class SegmentWriter:
         """What a chunk has in the file between `low` and `stop`, if the disk can have it from where it is."""
         chunk = self.layout.chunks[index]
         begin, end = low - chunk.offset, min(stop - chunk.offset, chunk.length)
-        if end - begin < LEAST_IN_PLACE_BYTES or not _is_ours_as_it_is(chunk.source):
+        if end - begin < LEAST_IN_PLACE_BYTES or not isinstance(chunk.source, OwnChunkSource):
             return None
         if begin % BLOCK_BYTES or (end != chunk.length and end % BLOCK_BYTES):
             return None  # another window has a part of a block
-        piece = self._bytes(index, chunk)[begin:end]
+        flat = _flat(chunk.source)
+        if flat is None:
+            return None
+        piece = flat[begin:end]
         is_aligned = not any(number % alignment for number in (low, len(piece), piece.ctypes.data))
         return piece if is_aligned else None
 
@@ -207,13 +210,10 @@ class SegmentWriter:
 
     def _bytes(self, index: int, chunk: PlacedChunk) -> np.ndarray:
         """The chunk as row-major, little-endian, flat bytes; fetched or converted once if it is not that yet."""
-        data = chunk.source.data
-        if isinstance(data, memoryview):
-            if data.c_contiguous:
-                return np.frombuffer(data, np.uint8)
-            data = np.asarray(data)
-        if isinstance(data, np.ndarray) and data.flags.c_contiguous and data.dtype.isnative:
-            return data.reshape(-1).view(np.uint8)
+        flat = _flat(chunk.source)
+        if flat is not None:
+            return flat
+        data = np.asarray(chunk.source.data) if isinstance(chunk.source.data, memoryview) else chunk.source.data
         with self._fetched_lock:
             fetched = self._fetched.get(index)
             if fetched is None:
@@ -221,7 +221,7 @@ class SegmentWriter:
                 flat = np.ascontiguousarray(here, here.dtype.newbyteorder("=")).reshape(-1).view(np.uint8)
                 if len(flat) != chunk.length:
                     raise ValueError(f"{len(flat)} bytes came from the device, expected {chunk.length}")
-                fetched = self._fetched[index] = _Held(flat, chunk.length)
+                fetched = self._fetched[index] = _Fetched(flat, chunk.length)
             return fetched.flat
 
     def _let_go(self, index: int, taken: int) -> None:
@@ -240,11 +240,14 @@ class SegmentWriter:
             sink.finish(self.layout.size, sync=self._sync)
 
 
-def _is_ours_as_it_is(source: ChunkSource) -> bool:
+def _flat(source: ChunkSource) -> np.ndarray | None:
+    """The flat bytes of a chunk where they are; None if they are not in host memory, row-major and little-endian."""
     data = source.data
-    if not isinstance(source, OwnChunkSource) or not isinstance(data, np.ndarray):
-        return False
-    return data.flags.c_contiguous and data.dtype.isnative
+    if isinstance(data, memoryview):
+        return np.frombuffer(data, np.uint8) if data.c_contiguous else None
+    if isinstance(data, np.ndarray) and data.flags.c_contiguous and data.dtype.isnative:
+        return data.reshape(-1).view(np.uint8)
+    return None
 
 
 def _neighbours(indices: Sequence[int]) -> Iterator[list[int]]:

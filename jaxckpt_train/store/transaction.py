@@ -19,7 +19,6 @@ import itertools
 import logging
 import os
 import re
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -56,7 +55,6 @@ from jaxckpt_train.store.plain_files import file_record, read_whole
 from jaxckpt_train.store.workers import shared_workers
 
 _log = logging.getLogger("jaxckpt_train")
-T = TypeVar("T")
 MAX_COMMIT_BYTES = 4096
 SYNCS_AT_ONCE = 4
 _ATTEMPT = re.compile(r"\.(?P<final>.+)\.tmp-(?P<tag>[0-9a-f]{8}-[0-9a-f]{8}-[0-9]+-[0-9]+)-[0-9]+")

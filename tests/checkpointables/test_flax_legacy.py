@@ -14,6 +14,7 @@ from flax import linen, serialization
 from flax.training.train_state import TrainState
 
 import jaxckpt_train as jct
+from jaxckpt_train.settings import NonFinite
 
 
 def train_state(seed: int) -> TrainState:
@@ -48,10 +49,12 @@ def test_without_a_target_it_is_nested_dicts_of_numpy_arrays(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("nonfinite", ["warn", "reject"])
-def test_what_saves_may_not_hold_is_loaded(tmp_path: Path, nonfinite: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_saves_may_not_hold_is_loaded(
+    tmp_path: Path, nonfinite: NonFinite, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "file.msgpack"
     path.write_bytes(serialization.to_bytes({"w": np.array([1.0, np.nan])}))
-    loaded = jct.load(path, settings=jct.StoreSettings(nonfinite=nonfinite))  # type: ignore[arg-type]
+    loaded = jct.load(path, settings=jct.StoreSettings(nonfinite=nonfinite))
     assert np.isnan(loaded["w"][1])
     assert caplog.text == ""
 

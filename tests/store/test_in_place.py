@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.settings import SnapshotMode, StoreSettings
 from jaxckpt_train.store import segment_writer
 from jaxckpt_train.store.boxes import full_box
 from jaxckpt_train.store.layout import ArraySource, ChunkSource, OwnChunkSource
@@ -155,14 +155,15 @@ def test_what_is_digested_is_what_is_written_also_if_the_source_changes(
     check(backend, written, block)
 
 
-def test_only_copies_are_ours_alone_and_large_ones_begin_on_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copies, "LEAST_PAGED_BYTES", 2 * PAGE)
-    state = {f"x{n}": jnp.arange(n * PAGE // 4 + 7) for n in range(6)}
-    for mode, kind in (("auto", ChunkSource), ("host", OwnChunkSource)):
-        taken = snapshot(state, mode)  # type: ignore[arg-type]
+def test_only_copies_are_ours_alone_and_large_ones_begin_on_pages() -> None:
+    large_bytes = host_copies.LEAST_PAGED_BYTES
+    state = {f"x{n}": jnp.arange(n * large_bytes // 8 + 7) for n in range(6)}
+    kinds: dict[SnapshotMode, type[ChunkSource]] = {"auto": ChunkSource, "host": OwnChunkSource}
+    for mode, kind in kinds.items():
+        taken = snapshot(state, mode)
         chunks = [array.chunks[0] for array in taken.arrays]
         assert {type(chunk) for chunk in chunks} == {kind}
         if mode == "host":
-            large = [chunk.data for chunk in chunks if chunk.data.nbytes >= 2 * PAGE]  # type: ignore[union-attr]
+            large = [np.asarray(chunk.data) for chunk in chunks if np.asarray(chunk.data).nbytes >= large_bytes]
             assert len(large) == 4
-            assert all(copy.ctypes.data % PAGE == 0 for copy in large)  # type: ignore[union-attr]
+            assert all(copy.ctypes.data % PAGE == 0 for copy in large)

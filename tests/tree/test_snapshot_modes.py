@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxckpt_train as jct
+from jaxckpt_train.settings import SnapshotMode
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.segment_writer import SegmentWriter
 from jaxckpt_train.tree.snapshot import snapshot
@@ -244,9 +245,10 @@ def test_large_copies_go_to_the_disk_from_where_they_are(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(SegmentWriter, "_in_place", note)
     state = {f"x{n}": jax.random.normal(jax.random.key(n), (1024, 4096)) for n in range(4)}
-    for mode in ("auto", "host"):
+    modes: tuple[SnapshotMode, ...] = ("auto", "host")
+    for mode in modes:
         seen.clear()
-        jct.save(tmp_path / mode, state, settings=jct.StoreSettings(snapshot=mode))  # type: ignore[arg-type]
+        jct.save(tmp_path / mode, state, settings=jct.StoreSettings(snapshot=mode))
         assert any(seen) is (mode == "host")
         assert jct.verify(tmp_path / mode).ok
         found = jct.load(tmp_path / mode)
