@@ -49,6 +49,7 @@ class StoreSettings:
             it comes on top, at most one for each thread that reads.
         io_threads: how many writes the disk is given at a time, and half of how many reads; at most 64. "auto": 2, and
             for writes what the first large saves to a disk measure as clearly faster; known until the process ends.
+            Give each write 8 MiB of staging buffers, or a save may take up to `staging_bytes` more.
         direct_io: True: `O_DIRECT`, or an error where the file system refuses it; False: through the page cache;
             "auto": direct where the file system takes it.
         snapshot: how the call to save makes the state on accelerators safe. "host": it orders copies to

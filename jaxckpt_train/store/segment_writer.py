@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxckpt_train.store.backend import Sink
 from jaxckpt_train.store.digests import HexDigest
-from jaxckpt_train.store.layout import ChunkSource, OwnChunkSource, PlacedChunk, SegmentLayout
+from jaxckpt_train.store.layout import ArrayToCome, ChunkSource, OwnChunkSource, PlacedChunk, SegmentLayout
 from jaxckpt_train.store.manifest import BLOCK_BYTES
 from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.staging import StagingPool
@@ -50,6 +50,7 @@ class SegmentWriter:
         self._starts = [chunk.offset for chunk in layout.chunks]
         self._fetched: dict[int, _Fetched] = {}
         self._fetched_lock = threading.Lock()
+        self._failure: BaseException | None = None  # of a fetch, which may be tried only once
         self._cut_blocks: dict[tuple[int, int], _CutBlock] = {}
         self._cut_lock = threading.Lock()
         self.blocks = [[""] * -(-chunk.length // BLOCK_BYTES) for chunk in layout.chunks]
@@ -65,14 +66,17 @@ class SegmentWriter:
         return start, self._cut
 
     def _end_of_window(self, start: int, stop: int) -> int:
-        """Where a window ends: between two blocks, if it stays half as long, so that none lies in two windows."""
+        """Where a window ends: between two blocks, so that none lies in two windows.
+
+        One too small for whole blocks does so only if it stays half as long; any other gets into step with the blocks.
+        """
         at = bisect.bisect_right(self._starts, stop) - 1
         if stop == self.layout.size or at < 0:
             return stop
         offset = self._starts[at]
         between = offset + (stop - offset) // BLOCK_BYTES * BLOCK_BYTES
-        is_long = 2 * (between - start) >= stop - start
-        return between if is_long and between % ALIGNMENT == 0 else stop
+        is_enough = between > start if stop - start >= BLOCK_BYTES else 2 * (between - start) >= stop - start
+        return between if is_enough and between % ALIGNMENT == 0 else stop
 
     def write(self, window: tuple[int, int], pool: StagingPool, buffer_bytes: int, disk: threading.Semaphore) -> int:
         """Fill a staging buffer with one window, digest the blocks that begin in it, and write it when `disk` lets.
@@ -167,6 +171,7 @@ class SegmentWriter:
 
     def abandon(self) -> None:
         """Close the file after a failure; nothing happens if it is finished."""
+        self._failure = None  # its frames hold this writer
         if self._sink is not None:
             self._sink.abandon()
 
@@ -215,13 +220,15 @@ class SegmentWriter:
             return flat
         data = np.asarray(chunk.source.data) if isinstance(chunk.source.data, memoryview) else chunk.source.data
         with self._fetched_lock:
+            if self._failure is not None:
+                raise self._failure
             fetched = self._fetched.get(index)
             if fetched is None:
-                here = data if isinstance(data, np.ndarray) else data.fetch()
-                flat = np.ascontiguousarray(here, here.dtype.newbyteorder("=")).reshape(-1).view(np.uint8)
-                if len(flat) != chunk.length:
-                    raise ValueError(f"{len(flat)} bytes came from the device, expected {chunk.length}")
-                fetched = self._fetched[index] = _Fetched(flat, chunk.length)
+                try:
+                    fetched = self._fetched[index] = _fetch(data, chunk.length)
+                except BaseException as error:
+                    self._failure = error
+                    raise
             return fetched.flat
 
     def _let_go(self, index: int, taken: int) -> None:
@@ -248,6 +255,14 @@ def _flat(source: ChunkSource) -> np.ndarray | None:
     if isinstance(data, np.ndarray) and data.flags.c_contiguous and data.dtype.isnative:
         return data.reshape(-1).view(np.uint8)
     return None
+
+
+def _fetch(data: np.ndarray | ArrayToCome, length: int) -> _Fetched:
+    here = data if isinstance(data, np.ndarray) else data.fetch()
+    flat = np.ascontiguousarray(here, here.dtype.newbyteorder("=")).reshape(-1).view(np.uint8)
+    if len(flat) != length:
+        raise ValueError(f"{len(flat)} bytes came from the device, expected {length}")
+    return _Fetched(flat, length)
 
 
 def _neighbours(indices: Sequence[int]) -> Iterator[list[int]]:

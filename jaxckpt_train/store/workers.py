@@ -116,7 +116,7 @@ def _next(results: queue.SimpleQueue[T]) -> T:
 
 
 class _Batch(Generic[T]):
-    """Items that several threads work off. Once `done` is open, none of the threads holds an item any more."""
+    """Items that several threads work off. Once `done` is open, no thread holds an item, or the work, any more."""
 
     def __init__(
         self, work: Callable[[T], None], items: Sequence[T], at_end: Callable[[], None] = lambda: None
@@ -150,6 +150,7 @@ class _Batch(Generic[T]):
                 self._left -= 1
                 last = self._left == 0
             if last:
+                del self._work  # with all that it holds: whoever waits may be done before this thread is
                 self._end()
 
     def give_up(self, error: BaseException) -> None:

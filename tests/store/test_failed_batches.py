@@ -1,4 +1,4 @@
-"""What a batch of work that failed, or that nobody wants any more, leaves in memory: nothing."""
+"""What a batch of work leaves in memory, done, failed, or wanted by nobody any more: nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 from jaxckpt_train.store.quiet_gc import paused_collection
-from jaxckpt_train.store.workers import Workers
+from jaxckpt_train.store.workers import Workers, _Batch
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -42,3 +42,16 @@ def test_what_a_failed_batch_held_is_freed_with_its_error(how: str) -> None:
             use(held)
         held.clear()
         assert [reference() for reference in references] == [None] * 3
+
+
+def test_once_it_is_done_no_thread_holds_the_work() -> None:
+    def work(item: int) -> None:
+        pass
+
+    there, at_end = weakref.ref(work), list[bool]()
+    batch = _Batch(work, [1, 2], lambda: at_end.append(there() is not None))
+    del work
+    for _ in range(3):
+        batch.run_next()
+    assert batch.done.is_open()
+    assert at_end == [False]

@@ -22,10 +22,10 @@ from jaxckpt_train.tree import host_copies
 from jaxckpt_train.tree.snapshot import snapshot
 from tests.store.strict_backend import PAGE, StrictBackend, small_sizes
 
-BLOCKS = (PAGE, 4 * PAGE)
+BLOCKS = (PAGE, 4 * PAGE, 16 * PAGE)
 
 
-@pytest.fixture(autouse=True, scope="module", params=BLOCKS, ids=["blocks of a page", "blocks of four"])
+@pytest.fixture(autouse=True, scope="module", params=BLOCKS, ids=["blocks of a page", "of four", "of sixteen"])
 def block(request: pytest.FixtureRequest) -> Iterator[int]:
     """The size of a digest block; every test runs with blocks that a window's border can cut, and with others."""
     for _ in small_sizes():
@@ -128,13 +128,15 @@ def test_memory_of_our_own_may_be_written_from_where_it_is_and_no_other(
     assert wrong == []
 
 
-def test_what_lies_on_pages_needs_no_staging(block: int) -> None:
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["large buffers", "buffers of a block"])
+def test_what_lies_on_pages_needs_no_staging(block: int, in_blocks: bool) -> None:
+    staging = 3 * block if in_blocks else 48 * PAGE
     arrays, seen = [paged(40 * PAGE, 0, seed) for seed in range(3)], list[int]()
     backend = Watching(lambda data: seen.append(len(data) if any(lies_in(data, array) for array in arrays) else 0))
     sources = [source(n, array, OwnChunkSource) for n, array in enumerate(arrays)]
-    written = write(backend, sources, StoreSettings(staging_bytes=48 * PAGE, digest="sha256", io_threads=2))
+    written = write(backend, sources, StoreSettings(staging_bytes=staging, digest="sha256", io_threads=2))
     check(backend, written, block, arrays)
-    assert sum(seen) >= (3 * 40 - 8) * PAGE  # all but the window that holds the head, and a cut block
+    assert sum(seen) >= 3 * 40 * PAGE - max(8 * PAGE, block)  # all but the window that holds the head, and a cut block
 
 
 @settings(max_examples=100)

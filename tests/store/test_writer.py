@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import gc
 import hashlib
 import threading
@@ -244,6 +245,28 @@ class ArrayToCome:
         self._all.count(+1)
         weakref.finalize(copy, self._all.count, -1)
         return copy
+
+
+class Gone(ArrayToCome):
+    """Of a device that is lost; only the first who fetches it is told why."""
+
+    def fetch(self) -> np.ndarray:
+        self.fetches += 1
+        raise RuntimeError("the device is lost" if self.fetches == 1 else "fetched already")
+
+
+def test_whoever_wants_an_array_whose_fetch_has_failed_is_told_why() -> None:
+    gone = Gone(Come(), np.zeros(20 * PAGE, np.uint8))
+    (layout,) = plan_segments([ArraySource("x", gone.shape, gone.dtype, [ChunkSource(full_box(gone.shape), gone)])], 1)
+    backend = StrictBackend()
+    backend.make_directory("/runs", parents=True, sync=False)
+    create = functools.partial(backend.create, "/runs/x", direct=False)
+    writer = SegmentWriter(layout, create, digest_function("sha256"), False)
+    while (window := writer.next_window(4 * PAGE)) is not None:
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            writer.write(window, shared_pool(4 * PAGE), 4 * PAGE, threading.Semaphore(1))
+    assert gone.fetches == 1
+    writer.abandon()
 
 
 def files_of(backend: StrictBackend, written: WrittenArrays) -> list[bytes]:
