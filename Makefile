@@ -16,7 +16,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-quick lint types format bench bench-quick bench-torch kill-campaign crash-states clean python-is-new-enough
+.PHONY: help venv demo test test-quick lint types format bench bench-quick bench-torch kill-campaign crash-states corruption power-cuts clean python-is-new-enough
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
@@ -59,6 +59,12 @@ kill-campaign: $(STAMP)  ## SIGKILL at 60 random moments of a training that save
 
 crash-states: $(STAMP)  ## what a million power cuts may leave of a disk: every promise is kept in each (some hours)
 	$(BIN)/python -m tests.crash.explorer --states 1000000
+
+corruption: $(STAMP)  ## 100,000 damaged checkpoints: none is loaded, and the step before is restored (some fifteen minutes)
+	$(BIN)/python -m tests.faults.corruption --trials 100000
+
+power-cuts: $(STAMP)  ## 1,000 power cuts of real file systems on loop devices (needs root)
+	$(BIN)/python -m tests.faults.power_cut --trials 1000
 
 bench: $(STAMP)  ## compare with all peers on this machine (some two hours), and write docs/benchmarks/
 	$(BIN)/python -m benchmarks.run --json build/bench.json --plots docs/benchmarks

@@ -140,7 +140,7 @@ class CheckpointCallback:
             self._resumed = True
             if data is not None:
                 stage_all({DATA_NAME: data}, SaveTimes(), StoreSettings())  # one that cannot be saved is told now
-            there_is_one = self.manager.latest is not None
+            there_is_one = self.manager.latest is not None or bool(self.manager.damaged)
             values = self._restore(values) if there_is_one else self._initialise(values)
             self._loop.begin(values, completed=self._saved or 0)
         found = tuple(values.values())
@@ -223,6 +223,7 @@ class CheckpointCallback:
         """A loop that forgets to resume must not continue somebody's run with a state from scratch."""
         if self.enabled and not self._resumed:
             refuse_to_continue(self.manager.directory, self.manager.latest)
+            self.manager.check_fresh()
             self._resumed = True
 
     def _is_saved(self) -> bool:

@@ -83,7 +83,7 @@ def save(
     custom_metadata: Any = None,
     settings: StoreSettings | None = None,
 ) -> CheckpointMetadata:
-    """Save one pytree as a checkpoint of its own and wait until it is durable.
+    """Save one pytree as a checkpoint of its own and wait until it is durable. An interrupt ends only the wait.
 
     Args:
         path: the directory to create.

@@ -16,7 +16,7 @@ from jaxckpt_train.checkpointables.saving import VALUE_FILE
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
-from jaxckpt_train.store.manifest import PartRecord
+from jaxckpt_train.store.manifest import NOT_JSON, PartRecord
 from jaxckpt_train.store.plain_files import read_recorded
 from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.store.replaced import refuse_another
@@ -66,7 +66,7 @@ class OpenPart:
             refuse_another(self._backend, self._committed, may_be_gone=False)
         try:
             return msgspec.json.decode(data)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except NOT_JSON as error:
             raise CorruptCheckpointError(f"{self._committed.directory}/{name}: not JSON: {error}") from error
 
     def directory(self) -> Path:

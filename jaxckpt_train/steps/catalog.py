@@ -15,7 +15,7 @@ from jaxckpt_train.steps.history import NOTES_NAME, metrics_from_json, read_line
 from jaxckpt_train.steps.lineage import in_order
 from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store.backend import Backend
-from jaxckpt_train.store.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
+from jaxckpt_train.store.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, NOT_JSON
 from jaxckpt_train.store.plain_files import read_whole
 from jaxckpt_train.store.transaction import is_committed
 
@@ -63,11 +63,12 @@ def _step_names(backend: Backend, directory: str) -> set[str]:
 
 
 class _Notes:
-    """What was said of steps after they were committed: pins, and metrics of evaluations that ended later."""
+    """What was said of steps after they were committed: pins, metrics of later evaluations, and what is damaged."""
 
     def __init__(self, backend: Backend, directory: str) -> None:
         self._metrics: dict[object, dict[str, float]] = {}
         self._pinned: set[int] = set()
+        self._damaged: dict[object, str | None] = {}
         for note in read_lines(backend, directory, NOTES_NAME):
             step = note.get("step")
             if not isinstance(step, int):
@@ -76,19 +77,26 @@ class _Notes:
                 self._pinned.add(step)
             elif note.get("pin") is False:
                 self._pinned.discard(step)
+            name, saved = note.get("name"), note.get("saved")
+            of = (
+                (name, saved) if isinstance(name, str) and isinstance(saved, str) else step
+            )  # a name may be given again
+            if "damaged" in note and isinstance(name, str):
+                self._damaged[of] = self._damaged[name] = note["damaged"] if isinstance(note["damaged"], str) else None
             if isinstance(note.get("metrics"), dict):
-                of = (note["name"], note.get("saved")) if "name" in note else step  # a name may be given again
                 self._metrics.setdefault(of, {}).update(metrics_from_json(note["metrics"]))
 
     def added_to(self, entry: Entry) -> Entry:
-        later = self._metrics.get(entry.step, {}) | self._metrics.get((entry.name, entry.time.isoformat()), {})
-        metrics = {**(entry.metrics or {}), **later}
-        return dataclasses.replace(entry, metrics=metrics or None, pinned=entry.step in self._pinned)
+        of = (entry.name, entry.time.isoformat())
+        metrics = {**(entry.metrics or {}), **self._metrics.get(entry.step, {}), **self._metrics.get(of, {})}
+        # When a save was, only its manifest tells: one that cannot be read has what was said last of that name.
+        is_pinned, damaged = entry.step in self._pinned, self._damaged.get(of if entry.tells_lineage else entry.name)
+        return dataclasses.replace(entry, metrics=metrics or None, pinned=is_pinned, damaged=damaged)
 
 
 def _read_info(backend: Backend, directory: str) -> dict[str, Any]:
     try:
         data = read_whole(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES).tobytes()
         return msgspec.json.decode(data, type=_Info).info
-    except (StorageError, CorruptCheckpointError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (StorageError, CorruptCheckpointError, *NOT_JSON):
         return {}

@@ -22,6 +22,7 @@ class Entry:
         sequence: the how-manieth save of the run it was; orders steps by when they were saved, also after a roll-back.
         run: id of the run that saved it; None: not told.
         left_behind: names of the directories that a roll-back before this save has left behind.
+        damaged: what is wrong with its bytes, if it was set aside for that; None: nothing that is known.
         tells_lineage: whether its manifest could be read, and is of the run whose directory this is.
     """
 
@@ -36,6 +37,7 @@ class Entry:
     left_behind: tuple[str, ...] = ()
     tells_lineage: bool = True
     pinned: bool = False
+    damaged: str | None = None
 
     @property
     def order(self) -> tuple[int, int, int]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxckpt_train.errors import SettingsError, StorageError
 from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.manifest import NOT_JSON
 from jaxckpt_train.store.plain_files import read_whole
 
 HISTORY_NAME = "history.jsonl"
@@ -48,7 +49,7 @@ def read_lines(backend: Backend, directory: str, name: str) -> Iterator[dict[str
             continue
         try:
             yield msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.DecodeError as error:
+        except NOT_JSON as error:
             _log.warning("%s/%s: line %d is left out: %s", directory, name, number, error)
 
 

@@ -16,6 +16,7 @@ from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, Direct
 from jaxckpt_train.store.backend import HALF_MADE, Backend
 from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.store.machine import ProcessIdentity, is_dead, this_process
+from jaxckpt_train.store.manifest import NOT_JSON
 from jaxckpt_train.store.plain_files import read_whole
 
 LOCK_NAME = ".owner"
@@ -178,7 +179,7 @@ class OwnerLock:
             if isinstance(error.__cause__, FileNotFoundError) or error.errno == 2:
                 return None
             raise
-        except msgspec.MsgspecError as error:
+        except NOT_JSON as error:
             raise CorruptCheckpointError(
                 f"{self.path}: not a lock of ours ({error}); remove it if no job runs"
             ) from error

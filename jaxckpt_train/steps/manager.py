@@ -6,17 +6,16 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from jaxckpt_train.checkpoint import PathLike, absolute
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
-from jaxckpt_train.errors import SettingsError, StepNotFoundError
+from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.multihost import current
 from jaxckpt_train.pending import PendingSave, call_after
 from jaxckpt_train.settings import StoreSettings, checked_settings
-from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.steps.history import History, metrics_to_json, plain_metrics
 from jaxckpt_train.steps.policy_arguments import metric_mode, require_policy
 from jaxckpt_train.steps.policy_context import (
@@ -28,7 +27,7 @@ from jaxckpt_train.steps.policy_context import (
     decide,
 )
 from jaxckpt_train.steps.ranking import rank_checkpoints
-from jaxckpt_train.steps.restoring import StepVanishedError, describe_listed, restore_newest
+from jaxckpt_train.steps.restoring import describe_listed, restore_newest
 from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.steps.step_names import check_step
 from jaxckpt_train.steps.step_save import Clock, SaveRequest, SaveResult, StepSave, utc_now
@@ -37,7 +36,6 @@ from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.reader import Progress
 
 _log = logging.getLogger("jaxckpt_train")
-T = TypeVar("T")
 
 
 class StepManager:
@@ -105,6 +103,11 @@ class StepManager:
         found = self._run.newest()
         return found[-1].step if found else None
 
+    @property
+    def damaged(self) -> list[int]:
+        """The steps that were set aside as damaged and not saved anew, lowest first; `restore(step=...)` tries one."""
+        return sorted({entry.step for entry in self._run.damaged()} - set(self.steps))
+
     def all_steps(self) -> list[int]:
         """As `steps`."""
         return self.steps
@@ -130,8 +133,7 @@ class StepManager:
         """Whether the save policy asks for this step, and why. Reads no device unless the policy decides by metrics."""
         if self._save_policy is None:
             return Decision(True, "no save policy: every call saves")
-        now = self._clock()
-        previous = self._run.infos()
+        now, previous = self._clock(), self._run.infos()
         if self._pending_info is not None and self.is_saving_in_progress():
             previous = (*previous, self._pending_info)
         context = DecisionContext(
@@ -246,7 +248,8 @@ class StepManager:
 
         Args:
             targets: by name; a target of None means without one. None: all checkpointables, without targets.
-            step: which; None: the newest one that is whole, falling back past damaged ones with a warning each.
+            step: which, also one that was set aside as damaged; None: the newest one that is whole, falling back past
+                damaged ones with a warning each.
             progress: called with numbers of bytes as they are read.
 
         Returns:
@@ -259,34 +262,14 @@ class StepManager:
         """
         self.wait()
         more: dict[str, Any] = {"targets": targets, "settings": self.settings, "progress": progress}
-        restored = self._with_entries(step, functools.partial(restore_newest, self._backend, self.directory, **more))
+        restore = functools.partial(restore_newest, self._backend, self.directory, **more)
+        restored = self._run.with_entries(step, restore, damaged=True)
         self.restored_step = restored.entry.step
         self._run.rolled_back_to(restored.entry)
+        self._run.judge(restored)
         if self._run.is_owner:
             self.history.add("restore", self._clock(), **restored.record())
         return restored.results
-
-    def _with_entries(self, step: int | None, use: Callable[[list[Entry]], T]) -> T:
-        while True:
-            candidates = self._candidates(step)
-            try:
-                with self._run.reading(candidates):
-                    return use(candidates)
-            except StepVanishedError as gone:  # the owner deleted it after it was listed: look again
-                self._run.forget(gone.name)
-
-    def _candidates(self, step: int | None) -> list[Entry]:
-        entries = self._run.entries()
-        if step is None:
-            if not entries:
-                raise StepNotFoundError(f"{self.directory}: has no committed step")
-            return entries[::-1]
-        step = check_step(step)
-        found = [entry for entry in entries[::-1] if entry.step == step]
-        if not found:
-            there = ", ".join(str(each) for each in self.steps) or "none"
-            raise StepNotFoundError(f"{self.directory}: has no committed step {step}; committed are {there}")
-        return found
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min") -> int | None:
         """The step with the best value of a metric; of equal ones the latest; nan is never best. None: no step has it.
@@ -316,7 +299,7 @@ class StepManager:
 
     def _note(self, step: int, **note: Any) -> None:
         self.own()
-        self._run.note(self._candidates(check_step(step))[0], note)
+        self._run.note(self._run.candidates(check_step(step))[0], note)
 
     def note_preemption(self, step: int | None, reason: str) -> None:
         """Write into the history that the run was asked to leave, and which step it saved."""
@@ -328,7 +311,15 @@ class StepManager:
         Raises:
             StepNotFoundError: there is no such step, or none at all.
         """
-        return self._with_entries(step, lambda listed: describe_listed(self._backend, self.directory, listed[0]))
+        return self._run.with_entries(step, lambda listed: describe_listed(self._backend, self.directory, listed[0]))
+
+    def path(self, step: int | None = None) -> str:
+        """The directory of a step, for `jaxckpt_train.load`, `verify` and whoever copies it; None: of the latest.
+
+        Raises:
+            StepNotFoundError: there is no such step, or none at all.
+        """
+        return f"{self.directory}/{self._run.candidates(step)[0].name}"
 
     def check(self) -> None:
         """Raise the error of a save that failed in the background, once."""

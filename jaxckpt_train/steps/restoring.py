@@ -1,4 +1,4 @@
-"""Restores the newest step that is whole: a damaged one is skipped with a warning, and nothing is moved."""
+"""Restores the newest step that is whole: a damaged one is read twice, then skipped with a warning."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.store.transaction import is_committed, open_committed
+from jaxckpt_train.store.verify import verify
 from jaxckpt_train.tree.restore import LoadOptions
 
 # What a damaged or vanished file looks like. Anything else (no permission, no memory) is not the step's fault.
@@ -31,6 +32,8 @@ _DAMAGE = {
     errno.EBADMSG,
     errno.EUCLEAN,
 }
+# Of these, what the disk itself says of a file that was committed there; a read that failed may succeed tomorrow.
+_PROVEN = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
 _log = logging.getLogger("jaxckpt_train")
 
 
@@ -58,14 +61,24 @@ class ByteMeter:
 
 
 @dataclasses.dataclass(frozen=True)
+class Skipped:
+    """A step that could not be restored; whether its bytes are proven to be wrong, or only could not be read now."""
+
+    entry: Entry
+    problem: str
+    is_proven: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Restored:
-    """What a restore brought back, from which step, and past which damaged ones."""
+    """What a restore brought back, from which step, and past which it had to skip."""
 
     entry: Entry
     results: dict[str, Any]
-    damaged: list[Entry]
+    skipped: list[Skipped]
     bytes: int
     restore_s: float
+    is_mended: bool = False  # it was set aside, and all of it was verified now
 
     def record(self) -> dict[str, Any]:
         """What the history says of it."""
@@ -75,7 +88,7 @@ class Restored:
             "bytes": self.bytes,
             "restore_s": self.restore_s,
             "bytes_per_s": round(self.bytes / self.restore_s),
-            "skipped": [each.name for each in self.damaged] or None,
+            "skipped": [each.entry.name for each in self.skipped] or None,
         }
 
 
@@ -118,26 +131,71 @@ def restore_newest(
         StepVanishedError: one is not there any more; look again.
     """
     started, meter = time.perf_counter(), ByteMeter(progress)
-    damaged: list[Entry] = []
-    problems: list[str] = []
+    skipped: list[Skipped] = []
     last: Exception | None = None
     for entry in candidates:
+        reading = _Reading(backend, f"{directory}/{entry.name}", entry, targets, settings, meter)
         try:
-            committed = open_committed(backend, f"{directory}/{entry.name}")
-            wanted = {part.name: None for part in committed.manifest.parts} if targets is None else targets
-            results = load_parts(backend, committed, wanted, settings, LoadOptions(), meter)
-            return Restored(entry, results, damaged, meter.bytes, time.perf_counter() - started)
+            results = reading.twice()
+            taken_s = time.perf_counter() - started
+            return Restored(entry, results, skipped, meter.bytes, taken_s, is_mended=reading.is_mended())
         except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
             if isinstance(error, StorageError) and error.errno not in _DAMAGE:
                 raise
             if not is_committed(backend, f"{directory}/{entry.name}"):
                 raise StepVanishedError(entry.name) from error
-            damaged.append(entry)
-            problems.append(str(error))
+            skipped.append(Skipped(entry, str(error), _is_proof(error)))
             last = error
             free_frames(error)  # all that was loaded until then, whose memory the next step needs
             _log.warning("step %d cannot be restored and is skipped: %s", entry.step, error)
-    listing = "\n".join(f"  step {entry.step}: {text}" for entry, text in zip(damaged, problems, strict=True))
+    listing = "\n".join(f"  step {each.entry.step}: {each.problem}" for each in skipped)
     raise CorruptCheckpointError(
-        f"{directory}: none of {len(damaged)} committed steps can be restored; no file was changed:\n{listing}"
+        f"{directory}: none of {len(skipped)} committed steps can be restored; no file was changed:\n{listing}"
     ) from last
+
+
+def _is_proof(error: Exception) -> bool:
+    """Whether bytes are wrong or missing; else they could not be read, or not be found, this time."""
+    return isinstance(error, CorruptCheckpointError) or (isinstance(error, StorageError) and error.errno in _PROVEN)
+
+
+@dataclasses.dataclass
+class _Reading:
+    """One candidate, and how it is read."""
+
+    backend: Backend
+    path: str
+    entry: Entry
+    targets: Mapping[str, Any] | None
+    settings: StoreSettings
+    meter: ByteMeter
+    manifests: set[str] = dataclasses.field(default_factory=set)
+
+    def twice(self) -> dict[str, Any]:
+        """Load it; what came out damaged is read once more: memory, or the way from the disk, may have been at fault.
+
+        Raises:
+            StepVanishedError: another one has its name since; look again.
+        """
+        try:
+            return self._once()
+        except (CorruptCheckpointError, StorageError) as error:
+            if not _is_proof(error):
+                raise
+            first = str(error)
+            free_frames(error)
+        results = self._once()
+        _log.warning("step %d was whole when it was read again; is the memory sound? %s", self.entry.step, first)
+        return results
+
+    def _once(self) -> dict[str, Any]:
+        committed = open_committed(self.backend, self.path)
+        self.manifests.add(committed.manifest_sha256)
+        if len(self.manifests) > 1:
+            raise StepVanishedError(self.entry.name)
+        wanted = {part.name: None for part in committed.manifest.parts} if self.targets is None else self.targets
+        return load_parts(self.backend, committed, wanted, self.settings, LoadOptions(), self.meter)
+
+    def is_mended(self) -> bool:
+        """Whether it was set aside and is whole again, also where nothing was asked for."""
+        return self.entry.damaged is not None and verify(self.backend, self.path, self.settings).ok

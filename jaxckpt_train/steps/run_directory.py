@@ -12,22 +12,25 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, TypeVar
 
-from jaxckpt_train.errors import CheckpointExistsError, CorruptCheckpointError, StorageError
+from jaxckpt_train.errors import CheckpointExistsError, CorruptCheckpointError, StepNotFoundError, StorageError
 from jaxckpt_train.steps.catalog import scan
 from jaxckpt_train.steps.entry import Entry, entry_from_manifest
 from jaxckpt_train.steps.history import NOTES_NAME, History, append_line, end_line, metrics_from_json
 from jaxckpt_train.steps.lineage import home_run, left_behind, left_behind_by, line_last, newest_generations
 from jaxckpt_train.steps.lock import OwnerLock
 from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy, steps_to_delete
+from jaxckpt_train.steps.restoring import Restored, StepVanishedError
 from jaxckpt_train.steps.retention import Deleter, half_deleted
-from jaxckpt_train.steps.step_names import parse_step_name, step_name
+from jaxckpt_train.steps.step_names import check_step, parse_step_name, step_name
+from jaxckpt_train.steps.verdicts import Verdicts
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.late_sync import sync_directory
 from jaxckpt_train.store.transaction import Committed, attempts
 
 _log = logging.getLogger("jaxckpt_train")
+T = TypeVar("T")
 
 
 class RunDirectory:
@@ -54,6 +57,7 @@ class RunDirectory:
         self._left: frozenset[str] = frozenset()
         self._id = uuid.uuid4().hex
         self._being_read: list[str] = []
+        self._verdicts = Verdicts()
         self._deleting: set[str] = set()
 
     def own(self) -> None:
@@ -83,6 +87,7 @@ class RunDirectory:
             self._id = home_run(self._entries) or self._id
             if self._restored is not None:
                 self._left = left_behind_by(self._restored, self._entries)
+        self._write_verdicts()
         self._deleter.delete(half_deleted(self._backend, self._directory))
         self.is_owner = True  # last of all: what is interrupted before is done again
 
@@ -92,27 +97,67 @@ class RunDirectory:
         self._infos = None
 
     def check_fresh(self) -> None:
-        """Raise CorruptCheckpointError if there are step directories, but none that is committed."""
+        """Raise CorruptCheckpointError if there are step directories, but none that is committed and whole."""
         names = [e.name for e in self._backend.list(self._directory) if parse_step_name(e.name) is not None]
         if names and not self.entries():
+            why = "damaged or not committed" if self.damaged() else "not committed (copied in part, or links?)"
             raise CorruptCheckpointError(
-                f"{self._directory}: has {', '.join(names[:5])}, but none of its steps is committed (copied in part, "
-                "or links?); copy them anew, or move them away to start from the beginning"
+                f"{self._directory}: has {', '.join(names[:5])}, but each of its steps is {why}; copy them anew, or "
+                "move them away to start from the beginning"
             )
 
     def entries(self) -> list[Entry]:
-        """All committed generations of all steps that are not about to be deleted, in the order of their saves.
+        """All committed generations of all steps that are neither damaged nor about to be deleted, as they were saved.
 
         What a roll-back has left behind comes before all others.
         """
         with self._guard:
             if not self.is_owner:
                 self._look()
-            return line_last([entry for entry in self._entries if entry.name not in self._deleting], self._left)
+            return line_last(self._whole(), self._left)
+
+    def _whole(self) -> list[Entry]:
+        return [entry for entry in self._entries if entry.name not in self._deleting and entry.damaged is None]
+
+    def damaged(self) -> list[Entry]:
+        """What was set aside since it is damaged, in the order of the saves."""
+        with self._guard:
+            if not self.is_owner:
+                self._look()
+            return [entry for entry in self._entries if entry.damaged is not None]
 
     def newest(self) -> list[Entry]:
         """The last generation of each step, in the same order."""
         return newest_generations(self.entries())
+
+    def candidates(self, step: int | None, *, damaged: bool = False) -> list[Entry]:
+        """The generations of a step, or of all steps, the last to be tried last.
+
+        Args:
+            step: which; None: all.
+            damaged: whether those that were set aside are tried after the others.
+
+        Raises:
+            StepNotFoundError: there is none.
+        """
+        wanted = None if step is None else check_step(step)
+        entries = self.entries()[::-1] + (self.damaged()[::-1] if damaged else [])
+        found = [entry for entry in entries if wanted in (None, entry.step)]
+        if not found:
+            there = ", ".join(str(each) for each in sorted({entry.step for entry in entries})) or "none"
+            which = "" if step is None else f" {step}; committed are {there}"
+            raise StepNotFoundError(f"{self._directory}: has no committed step{which}")
+        return found
+
+    def with_entries(self, step: int | None, use: Callable[[list[Entry]], T], *, damaged: bool = False) -> T:
+        """Use the `candidates`, which retention leaves alone meanwhile."""
+        while True:
+            candidates = self.candidates(step, damaged=damaged)
+            try:
+                with self.reading(candidates):
+                    return use(candidates)
+            except StepVanishedError as gone:  # the owner deleted it after it was listed: look again
+                self.forget(gone.name)
 
     def infos(self) -> tuple[CheckpointInfo, ...]:
         """The steps that the run descends from, as policies see them. Cheap for an owner, old for a reader."""
@@ -135,7 +180,7 @@ class RunDirectory:
         left = self._left
         if self._restored is not None and not self.is_owner:
             left = left_behind_by(self._restored, self._entries)
-        return [entry for entry in self._entries if entry.name not in left | self._deleting]
+        return [entry for entry in self._whole() if entry.name not in left]
 
     def lineage(self, step: int) -> dict[str, Any]:
         """What the manifest of the next save says of its place in the run.
@@ -158,7 +203,7 @@ class RunDirectory:
             CheckpointExistsError: the step is committed.
         """
         with self._guard:
-            known = [entry for entry in self._entries if entry.step == step and entry.name not in self._deleting]
+            known = [entry for entry in self._whole() if entry.step == step]
             if not overwrite and any(entry.name not in self._left for entry in known):
                 raise CheckpointExistsError(
                     f"{self._directory}: step {step} is committed already; pass overwrite=True to publish it anew"
@@ -186,14 +231,15 @@ class RunDirectory:
 
         If the newest is not durable, the deleter syncs it first.
 
-        What a roll-back has left behind, or what was damaged and skipped, is not counted by the policy; it goes when
-        the run has saved the same step again, unless it is pinned.
+        What a roll-back has left behind is not counted by the policy; it goes when the run has saved the same step
+        again, unless it is pinned. What is damaged stays for ever.
         """
         with self._guard:
             newest = newest_generations(self._line())
             saved, steps = {entry.step for entry in newest}, self._steps_to_delete(newest)
             doomed = {entry.name for entry in self._entries if entry.step in saved} - {entry.name for entry in newest}
             doomed -= {entry.name for entry in self._entries if entry.pinned and entry.name in self._left}
+            doomed -= {entry.name for entry in self._entries if entry.damaged is not None}
             doomed |= {entry.name for entry in newest if entry.step in steps}
             doomed -= {*self._deleting, *self._being_read, newest[-1].name if newest else ""}
             self._deleting |= doomed
@@ -240,8 +286,35 @@ class RunDirectory:
                 self._left = left_behind_by(entry, self._entries)
             self._infos = None
 
+    def judge(self, restored: Restored) -> None:
+        """Set aside what a restore has proven to be damaged: the owner writes it down now, others once they own it.
+
+        A step that is set aside stays where it is and is kept for ever; it is not listed, and not restored while there
+        is another.
+        """
+        self._verdicts.add(restored)
+        if self.is_owner:
+            self._write_verdicts()
+
+    def _write_verdicts(self) -> None:
+        """A disk that refuses costs no training: the step will be skipped again."""
+        while (verdict := self._verdicts.take()) is not None:
+            entry, damaged = verdict
+            if all((each.name, each.time) != (entry.name, entry.time) for each in self._entries):
+                continue  # it is gone, or was saved anew
+            if damaged is not None:
+                damaged = damaged.encode("utf-8", "backslashreplace").decode("utf-8")  # a path may be no text
+            try:
+                self.note(entry, {"damaged": damaged})
+            except StorageError as error:
+                _log.warning("step %d could not be set aside: %s", entry.step, error)
+                continue
+            if damaged is not None:
+                _log.warning("step %d is set aside: %s stays, and is not listed any more", entry.step, entry.name)
+                self.history.add("set_aside", self._clock(), step=entry.step, name=entry.name, problem=damaged)
+
     def note(self, entry: Entry, note: Mapping[str, Any]) -> None:
-        """Write a pin of a step, or metrics of one generation of it, durably."""
+        """Write a pin of a step, or metrics of one generation of it or that it is damaged, durably."""
         line = {"step": entry.step, "name": entry.name, "saved": entry.time.isoformat(), **note}
         end_line(self._backend, self._directory, NOTES_NAME)  # a crash may have left half a line
         append_line(self._backend, self._directory, NOTES_NAME, line)
@@ -289,4 +362,6 @@ def _noted(entry: Entry, subject: Entry, note: Mapping[str, Any]) -> Entry:
         return dataclasses.replace(entry, pinned=bool(note["pin"]))
     if "metrics" in note and entry.name == subject.name:
         return dataclasses.replace(entry, metrics={**(entry.metrics or {}), **metrics_from_json(note["metrics"])})
+    if "damaged" in note and entry.name == subject.name:
+        return dataclasses.replace(entry, damaged=note["damaged"])
     return entry

@@ -7,7 +7,7 @@ import functools
 import ml_dtypes
 import numpy as np
 
-from jaxckpt_train.errors import CorruptCheckpointError
+from jaxckpt_train.errors import FormatVersionError
 
 _NUMPY = ("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128").split()
 _ML_DTYPES = (
@@ -46,11 +46,11 @@ def dtype_named(name: str, subject: str) -> np.dtype:
     """The little-endian numpy dtype with this name.
 
     Raises:
-        CorruptCheckpointError: this installation knows no such dtype; the message begins with `subject`.
+        FormatVersionError: this installation knows no such dtype; the message begins with `subject`.
     """
     if name not in DTYPES:
         known = "a newer ml_dtypes may know it" if name.startswith(("float", "int", "uint")) else "it is none of ours"
-        raise CorruptCheckpointError(f"{subject}: unknown dtype {name!r}; {known}")
+        raise FormatVersionError(f"{subject}: unknown dtype {name!r}; {known}")
     return DTYPES[name]
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.store.backend import HALF_MADE, UNSUPPORTED, Entry
+from jaxckpt_train.store.interrupted import again
 from jaxckpt_train.store.late_sync import sync_directory
 
 DIRECT_ALIGNMENT = 4096
@@ -164,7 +165,7 @@ class LocalBackend:
                     if error.errno != errno.EINVAL:
                         raise
                     with contextlib.suppress(FileNotFoundError):
-                        os.unlink(path)  # some file systems create the file before they refuse O_DIRECT
+                        again(os.unlink, path)  # some file systems create the file before they refuse O_DIRECT
                     if direct is True:
                         raise OSError(errno.EOPNOTSUPP, _NO_DIRECT) from error
             return _LocalSink(path, os.open(path, flags, 0o666), direct=False)
@@ -187,7 +188,7 @@ class LocalBackend:
     def list(self, path: str) -> list[Entry]:
         """The entries of a directory, sorted by name."""
         entries = []
-        with _storage("list the directory", path), os.scandir(path) as found:
+        with _storage("list the directory", path), again(os.scandir, path) as found:
             for item in found:
                 if item.is_dir(follow_symlinks=False):
                     entries.append(Entry(item.name, "directory"))
@@ -202,7 +203,7 @@ class LocalBackend:
         """Create a directory; with `parents`, each that had to be created is synced into its own parent, if it can."""
         with _storage("create the directory", path):
             if not parents:
-                os.mkdir(path)
+                again(os.mkdir, path)
                 return
             missing = []
             while not os.path.isdir(path):
@@ -212,22 +213,22 @@ class LocalBackend:
                 path = os.path.dirname(path)
             for folder in reversed(missing):
                 with contextlib.suppress(FileExistsError):
-                    os.mkdir(folder)
+                    again(os.mkdir, folder)
                 if sync:
                     sync_directory(self, os.path.dirname(folder))
 
     def remove(self, path: str) -> None:
         """Remove a file or a whole directory; nothing there is no error."""
         with _storage("remove", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            if stat.S_ISDIR(os.lstat(path).st_mode):
-                shutil.rmtree(path)
+            if stat.S_ISDIR(again(os.lstat, path).st_mode):
+                again(shutil.rmtree, path)
             else:
-                os.unlink(path)
+                again(os.unlink, path)
 
     def volume(self, path: str) -> int:
         """The device number of the file system."""
         with _storage("look at the directory", path):
-            return os.stat(path).st_dev
+            return again(os.stat, path).st_dev
 
     def sync(self, path: str) -> None:
         """Sync one file's data, or one directory's entries."""
@@ -244,7 +245,7 @@ class LocalBackend:
             if not _renameat2(source, target, _RENAME_NOREPLACE):
                 if os.path.lexists(target):
                     raise FileExistsError(errno.EEXIST, "exists")
-                os.rename(source, target)
+                again(os.rename, source, target)
 
     def exchange(self, first: str, second: str, *, sync: bool) -> None:
         """Swap two names; without kernel support by way of a side name that `transaction.py` knows to recover from."""
@@ -264,11 +265,11 @@ class LocalBackend:
                     file.write(data)
                     file.flush()
                     os.fsync(descriptor)
-                os.link(beside, path)
+                again(os.link, beside, path)
             except FileExistsError:
                 return False
             finally:
-                os.unlink(beside)
+                again(os.unlink, beside)
             return True
 
     def append(self, path: str, data: bytes) -> None:
@@ -284,17 +285,17 @@ class LocalBackend:
     def touch(self, path: str) -> None:
         """Set a file's modification time to now."""
         with _storage("touch the file", path):
-            os.utime(path)
+            again(os.utime, path)
 
     def age_s(self, path: str) -> float:
         """Seconds since the last change of a file, both times taken from the file system's own clock."""
         with _storage("find the age of the file", path):
             descriptor, probe = tempfile.mkstemp(prefix=HALF_MADE[1], dir=os.path.dirname(path))
             try:
-                return os.fstat(descriptor).st_mtime - os.stat(path).st_mtime
+                return os.fstat(descriptor).st_mtime - again(os.stat, path).st_mtime
             finally:
                 os.close(descriptor)
-                os.unlink(probe)
+                again(os.unlink, probe)
 
 
 def side_name(path: str) -> str:
@@ -310,11 +311,11 @@ def _rename_all(steps: list[tuple[str, str]], sync: Callable[[str], None] | None
         for source, target in steps:
             if sync is not None and done:
                 sync(os.path.dirname(source))
-            os.rename(source, target)
+            again(os.rename, source, target)
             done.append((source, target))
     except OSError:
         for source, target in reversed(done):
-            os.rename(target, source)
+            again(os.rename, target, source)
         raise
 
 
@@ -366,9 +367,11 @@ def _renameat2(source: str, target: str, flags: int) -> bool:
     call = _find_renameat2()
     if call is None:
         return False
-    if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
-        return True
-    code = ctypes.get_errno()
+    code = errno.EINTR
+    while code == errno.EINTR:
+        if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
+            return True
+        code = ctypes.get_errno()
     if code in UNSUPPORTED:
         return False
     raise OSError(code, os.strerror(code))

@@ -20,6 +20,8 @@ MANIFEST_NAME = "manifest.json"
 COMMIT_NAME = "COMMIT"
 RESERVED_NAMES = frozenset({MANIFEST_NAME, COMMIT_NAME})
 MAX_MANIFEST_BYTES = 1 << 30
+# What comes of bytes that are no JSON, or not of the type that is wanted.
+NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 BLOCK_BYTES = 4 << 20
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 _LIMIT = 1 << 62
@@ -108,7 +110,7 @@ def check_version(data: bytes, subject: str) -> None:
     """
     try:
         head = msgspec.json.decode(data, type=_Version)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         raise CorruptCheckpointError(f"{subject}: not valid: {error}") from error
     if head.format != FORMAT:
         raise CorruptCheckpointError(f"{subject}: format is {head.format!r}, expected {FORMAT!r}")
@@ -133,7 +135,7 @@ def decode_manifest(data: bytes, subject: str) -> Manifest:
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
         canonical = msgspec.json.encode(manifest)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         raise CorruptCheckpointError(f"{subject}: not valid: {error}") from error
     if canonical != data:
         raise CorruptCheckpointError(f"{subject}: not in canonical form (a key twice, or edited by another program)")

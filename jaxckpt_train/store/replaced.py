@@ -10,7 +10,7 @@ import msgspec
 
 from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError, NotACheckpointError, StorageError
 from jaxckpt_train.store.backend import Backend
-from jaxckpt_train.store.manifest import COMMIT_NAME
+from jaxckpt_train.store.manifest import COMMIT_NAME, NOT_JSON
 from jaxckpt_train.store.transaction import (
     MAX_COMMIT_BYTES,
     CommitRecord,
@@ -40,7 +40,7 @@ def refuse_another(backend: Backend, committed: Committed, *, may_be_gone: bool)
         if may_be_gone:
             return
         raise _removed(committed.directory)
-    with contextlib.suppress(msgspec.MsgspecError):
+    with contextlib.suppress(*NOT_JSON):
         if msgspec.json.decode(raw, type=CommitRecord).manifest_sha256 == committed.manifest_sha256:
             return
     raise CorruptCheckpointError(f"{committed.directory}: was replaced while it was being read")

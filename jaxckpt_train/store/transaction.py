@@ -43,6 +43,7 @@ from jaxckpt_train.store.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
+    NOT_JSON,
     RESERVED_NAMES,
     FileRecord,
     Manifest,
@@ -286,7 +287,7 @@ def open_committed(backend: Backend, directory: str) -> Committed:
     check_version(raw, commit_file)
     try:
         commit = msgspec.json.decode(raw, type=CommitRecord)
-    except msgspec.MsgspecError as error:
+    except NOT_JSON as error:
         raise CorruptCheckpointError(f"{commit_file}: not valid: {error}") from error
     manifest_file = f"{directory}/{MANIFEST_NAME}"
     data = read_or_none(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)

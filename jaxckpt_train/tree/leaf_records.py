@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, UnsupportedLeafError
 from jaxckpt_train.store.dtypes import is_storable
-from jaxckpt_train.store.manifest import PartRecord
+from jaxckpt_train.store.manifest import NOT_JSON, PartRecord
 from jaxckpt_train.tree.paths import MAX_DEPTH
 
 MAX_INLINE_BYTES = 16 << 20
@@ -107,7 +107,7 @@ def decode_tree(part: PartRecord, subject: str) -> TreeRecord:
     """
     try:
         record = msgspec.json.decode(part.detail, type=TreeRecord)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except NOT_JSON as error:
         raise CorruptCheckpointError(f"{subject}: tree of {part.name!r}: {error}") from error
     if msgspec.json.encode(record) != bytes(part.detail):
         raise CorruptCheckpointError(f"{subject}: tree of {part.name!r} is not in canonical form")

@@ -34,7 +34,10 @@ def test_a_damaged_newest_step_falls_back_with_a_warning_that_names_the_file(
     assert step_of({"state": state}) == 20
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert any("step 30 cannot be restored and is skipped" in text and file in text for text in warnings)
-    assert files_below(run) == before
+    after = files_below(run)
+    assert file.encode() in after.pop("notes.jsonl")
+    assert after == before
+    assert (jct.StepManager(run).steps, jct.StepManager(run).damaged) == ([10, 20], [30])
 
 
 def test_when_all_steps_are_damaged_it_raises_and_writes_nothing(tmp_path: Path) -> None:

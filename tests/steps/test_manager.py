@@ -217,6 +217,20 @@ def test_pins_are_kept_across_processes(tmp_path: Path) -> None:
         assert manager.steps == [1, 3]
 
 
+def test_the_path_of_a_step_can_be_loaded_and_verified(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path) as manager:
+        save_steps(manager, 1, 2)
+        manager.save(1, {"state": state_of(7)}, overwrite=True)
+        manager.wait()
+        assert [manager.path(step) for step in (1, 2, None)] == [
+            f"{tmp_path}/step-0000000001.g1", f"{tmp_path}/step-0000000002", f"{tmp_path}/step-0000000001.g1"
+        ]  # fmt: skip
+        assert step_of({"state": jct.load(manager.path(1))}) == 7
+        assert jct.verify(manager.path()).ok
+        with pytest.raises(jct.StepNotFoundError, match="no committed step 3"):
+            manager.path(3)
+
+
 def test_custom_metadata_comes_back(tmp_path: Path) -> None:
     note = {"commit": "abc", "lr": [0.1, 0.01], "nothing": None}
     with jct.StepManager(tmp_path) as manager:

@@ -6,6 +6,7 @@ import errno
 import gc
 import json
 import os
+import re
 import shutil
 import weakref
 from collections.abc import Callable
@@ -76,8 +77,7 @@ def test_past_several_damaged_steps_each_is_told(tmp_path: Path, caplog: pytest.
         manager.own()
         assert step_of(manager.restore()) == 1
         assert manager.history.events()[-1]["skipped"] == ["step-0000000004", "step-0000000003", "step-0000000002"]
-    skipped = [record.args[0] for record in caplog.records if isinstance(record.args, tuple)]
-    assert skipped == [4, 3, 2]
+    assert [int(step) for step in re.findall(r"step (\d) cannot be restored", caplog.text)] == [4, 3, 2]
 
 
 @damaged

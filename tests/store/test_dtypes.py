@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxckpt_train.errors import CorruptCheckpointError
+from jaxckpt_train.errors import FormatVersionError
 from jaxckpt_train.store.dtypes import DTYPES, SAFETENSORS_ITEM_BYTES, dtype_name, dtype_named, is_storable
 from jaxckpt_train.store.dtypes import safetensors_form as form
 
@@ -42,7 +42,7 @@ def test_what_is_no_number_cannot_be_stored(dtype: object) -> None:
 
 @pytest.mark.parametrize(("name", "hint"), [("float7_e9", "a newer ml_dtypes may know it"), ("object", "none of ours")])
 def test_an_unknown_name_is_refused(name: str, hint: str) -> None:
-    with pytest.raises(CorruptCheckpointError, match=f"leaf: unknown dtype '{name}'; .*{hint}"):
+    with pytest.raises(FormatVersionError, match=f"leaf: unknown dtype '{name}'; .*{hint}"):
         dtype_named(name, "leaf")
 
 

@@ -1,0 +1,84 @@
+"""A real file system in a file, whose power can be cut: made, mounted on a loop device, shut down, mounted again."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import struct
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+# Of ext4 and xfs: nothing more reaches the disk, not even the journal.
+_SHUTDOWN, _NOTHING_FLUSHED = 0x8004587D, 2
+SIZES_MIB = {"ext4": 64, "xfs": 320}
+_MKFS = {"ext4": ["mkfs.ext4", "-q", "-F"], "xfs": ["mkfs.xfs", "-q", "-f"]}
+UNMOUNT_S = 30.0
+
+
+def why_not(kind: str) -> str | None:
+    """Why there can be no such disk here; None: there can."""
+    if os.geteuid() != 0:
+        return "needs root, to mount"
+    for tool in (_MKFS[kind][0], "mount", "umount"):
+        if shutil.which(tool) is None:
+            return f"needs {tool}"
+    if not Path("/dev/loop-control").exists():
+        return "needs loop devices"
+    return None
+
+
+class LoopDisk:
+    """One file system; `path` is where it is mounted."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.kind, self.path, self._image = kind, folder / "mounted", folder / f"{kind}.img"
+        self.path.mkdir()
+
+    def make_new(self) -> None:
+        """An empty file system, mounted."""
+        with contextlib.suppress(FileNotFoundError):
+            self._image.unlink()
+        with self._image.open("wb") as image:
+            image.truncate(SIZES_MIB[self.kind] << 20)
+        _run(*_MKFS[self.kind], self._image)
+        self.mount()
+
+    def mount(self) -> None:
+        """Mount it; the journal is replayed as after a power cut."""
+        _run("mount", "-o", "loop", self._image, self.path)
+
+    def cut_power(self) -> None:
+        """From now on nothing reaches the disk, and all calls are refused."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.ioctl(descriptor, _SHUTDOWN, struct.pack("I", _NOTHING_FLUSHED))
+        finally:
+            os.close(descriptor)
+
+    def unmount(self) -> None:
+        """Unmount it, once nobody uses it any more."""
+        until = time.monotonic() + UNMOUNT_S
+        while os.path.ismount(self.path):
+            done = subprocess.run(["umount", self.path], capture_output=True, text=True, check=False)
+            if done.returncode != 0 and time.monotonic() > until:
+                raise OSError(f"umount {self.path}: {done.stderr.strip()}")
+
+
+@contextlib.contextmanager
+def loop_disk(folder: Path, kind: str) -> Iterator[LoopDisk]:
+    """A disk that is unmounted afterwards."""
+    disk = LoopDisk(folder, kind)
+    try:
+        yield disk
+    finally:
+        disk.unmount()
+
+
+def _run(*command: str | os.PathLike[str]) -> None:
+    done = subprocess.run([os.fspath(part) for part in command], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise OSError(f"{' '.join(map(os.fspath, command))}: {done.stderr.strip()}")

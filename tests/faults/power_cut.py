@@ -1,0 +1,156 @@
+"""Cuts the power of a real ext4 or xfs while steps are saved: `python -m tests.faults.power_cut --trials 1000`.
+
+After each cut the file system is mounted again, which replays its journal, and the run is restored: it must give the
+newest acknowledged step or a newer one, byte for byte. Half of the cuts come right after an acknowledgement, half at
+random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import logging
+import random
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxckpt_train.checkpointables.pytree import JsonValue
+from jaxckpt_train.errors import CheckpointError, StepNotFoundError
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.steps.manager import StepManager
+from jaxckpt_train.steps.preservation_policies import LatestN
+from tests.crash.programs import process
+from tests.faults.loop_disk import LoopDisk, loop_disk, why_not
+
+When = Literal["acknowledged", "random"]
+MOST_STEPS, LATEST_CUT_S = 12, 0.15
+
+
+@dataclasses.dataclass
+class Found:
+    """What a campaign came to: cuts, how many had lost what was being saved, and what must not be."""
+
+    cuts: int = 0
+    newer: int = 0
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """A state of some 400 kB that tells by all its bytes which step it is of."""
+    chance = np.random.default_rng(step)
+    return {"w": chance.standard_normal(50_000), "small": {f"x{n}": chance.integers(0, 99, 7) for n in range(30)}}
+
+
+def step_of(restored: dict[str, Any]) -> int:
+    """Which step it is of, all of it.
+
+    Raises:
+        AssertionError: it is a mixture.
+    """
+    step = int(restored["data"].value["position"])
+    expected = state_of(step)
+    assert restored["state"]["w"].tobytes() == expected["w"].tobytes(), f"w is not that of step {step}"
+    for name, array in expected["small"].items():
+        assert restored["state"]["small"][name].tobytes() == array.tobytes(), f"{name} is not that of step {step}"
+    return step
+
+
+def campaign(disk: LoopDisk, trials: int, seed: int, settings: StoreSettings | None = None) -> Found:
+    """So many cuts; the file system is made anew after a few of them."""
+    found, chance = Found(), random.Random(seed)
+    for number in range(trials):
+        if number % 20 == 0:
+            disk.unmount()
+            disk.make_new()
+        when: When = chance.choice(("acknowledged", "random"))
+        with process(2 * number):
+            acknowledged = _save_until_the_cut(disk, when, chance, settings)
+        disk.unmount()
+        disk.mount()
+        found.cuts += 1
+        with process(2 * number + 1):  # after a power cut it is another one
+            _look(found, disk, acknowledged, f"{disk.kind}, seed {seed}, cut {number} ({when})")
+    return found
+
+
+def _save_until_the_cut(disk: LoopDisk, when: When, chance: random.Random, settings: StoreSettings | None) -> int:
+    """Save steps until the power is cut; returns the last acknowledged one, 0 if there is none."""
+    acknowledged, steps = 0, chance.randint(1, 4)
+    cut = threading.Timer(chance.uniform(0, LATEST_CUT_S), disk.cut_power)
+    with contextlib.suppress(CheckpointError, OSError):
+        manager = StepManager(disk.path / "run", preservation_policy=LatestN(2), settings=settings)
+        acknowledged = manager.latest or 0
+        if when == "random":
+            steps = MOST_STEPS
+            cut.start()
+        for _ in range(steps):
+            step = acknowledged + 1
+            manager.save(step, {"state": state_of(step), "data": JsonValue({"position": step})})
+            manager.wait()
+            acknowledged = step
+    if when == "random":
+        cut.join()
+    else:
+        disk.cut_power()
+    with contextlib.suppress(CheckpointError, OSError):
+        manager.close()
+    del manager
+    gc.collect()
+    return acknowledged
+
+
+def _look(found: Found, disk: LoopDisk, acknowledged: int, subject: str) -> None:
+    run = disk.path / "run"
+    try:
+        with StepManager(run) as manager:
+            manager.own()
+            step = step_of(manager.restore())
+            found.newer += step > acknowledged
+            if step < acknowledged:
+                found.problems.append(f"{subject}: restored step {step}, but {acknowledged} was acknowledged")
+            for listed in manager.steps:
+                step_of(manager.restore(step=listed))
+    except StepNotFoundError as error:
+        if acknowledged:
+            found.problems.append(f"{subject}: step {acknowledged} was acknowledged, but: {error}")
+    except (CheckpointError, OSError, AssertionError) as error:
+        found.problems.append(f"{subject}: {type(error).__name__}: {error}")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, default=1000, help="on each file system")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", default=["ext4", "xfs"], choices=["ext4", "xfs"])
+    chosen = parser.parse_args()
+    logging.getLogger("jaxckpt_train").disabled = True
+    failed = False
+    for kind in chosen.kinds:
+        reason = why_not(kind)
+        if reason is not None:
+            print(f"{kind}: SKIP: {reason}")
+            continue
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder, loop_disk(Path(folder), kind) as disk:
+            found = campaign(disk, chosen.trials, chosen.seed)
+        print(
+            f"{kind}: {found.cuts} cuts, {len(found.problems)} problems, {found.newer} found a newer step than the one"
+        )
+        print(f"  that was acknowledged; {time.monotonic() - started:.0f} s, seed {chosen.seed}")
+        for problem in found.problems[:20]:
+            print(f"  {problem}")
+        failed = failed or bool(found.problems)
+    if failed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

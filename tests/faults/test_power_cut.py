@@ -1,0 +1,38 @@
+"""After a power cut of a real file system the newest acknowledged step is there; without syncs it is not.
+
+The whole campaign is `make power-cuts`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxckpt_train.settings import StoreSettings
+from tests.faults.loop_disk import LoopDisk, loop_disk, why_not
+from tests.faults.power_cut import campaign
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(params=["ext4", "xfs"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopDisk]:
+    reason = why_not(request.param)
+    if reason is not None:
+        pytest.skip(f"no {request.param} whose power can be cut: {reason}")
+    monkeypatch.setattr(logging.getLogger("jaxckpt_train"), "disabled", True)
+    with loop_disk(tmp_path, request.param) as made:
+        yield made
+
+
+def test_what_was_acknowledged_is_there_after_a_power_cut(disk: LoopDisk) -> None:
+    found = campaign(disk, trials=20, seed=0)
+    assert found.problems == []
+    assert found.cuts == 20
+
+
+def test_saves_that_do_not_sync_are_found_out(disk: LoopDisk) -> None:
+    assert campaign(disk, trials=12, seed=1, settings=StoreSettings(durability="none")).problems
