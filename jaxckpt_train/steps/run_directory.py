@@ -131,7 +131,7 @@ class RunDirectory:
         return newest_generations(self.entries())
 
     def candidates(self, step: int | None, *, damaged: bool = False) -> list[Entry]:
-        """The generations of a step, or of all steps, the last to be tried last.
+        """The generations of a step, or of all steps, in the order in which they are to be tried: the newest first.
 
         Args:
             step: which; None: all.
