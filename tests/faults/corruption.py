@@ -10,11 +10,9 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -24,15 +22,16 @@ import pytest
 from jaxckpt_train import checkpoint
 from jaxckpt_train.checkpointables.pytree import JsonValue
 from jaxckpt_train.errors import CheckpointError
-from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.settings import DigestName, StoreSettings
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.store.memory import MemoryBackend
 from jaxckpt_train.store.verify import verify
+from tests.crash.explorer import small_sizes
 
 Files = dict[str, bytes]
 RUN = "/run"
 OLD, NEW = "step-0000000001", "step-0000000002"
-DIGESTS = ("xxh3-128", "sha256", "blake3")
+DIGESTS: tuple[DigestName, ...] = ("xxh3-128", "sha256", "blake3")
 LAYERS = (
     "COMMIT",
     "manifest.json",
@@ -72,20 +71,21 @@ def raw(found: Mapping[str, Any]) -> dict[str, bytes]:
     }
 
 
-def made(digest: str) -> Files:
+def made(digest: DigestName) -> Files:
     """The files of a run of two steps."""
     backend = MemoryBackend()
-    settings = StoreSettings(digest=digest, segment_bytes=8192, staging_bytes=1 << 16, io_threads=1)  # type: ignore[arg-type]
+    settings = StoreSettings(digest=digest, segment_bytes=8192, staging_bytes=1 << 16, io_threads=1)
     with StepManager(RUN, settings=settings, backend=backend) as manager:
         for step in (1, 2):
             manager.save(step, state_of(step))
             manager.wait()
-    return {path: bytes(node.data) for path, node in backend._nodes.items() if node is not None}
+    return files_below(backend, RUN)
 
 
-def of_step(backend: MemoryBackend, name: str) -> Files:
-    """The files of one step, as they are now."""
-    return {path: bytes(node.data) for path, node in backend._nodes.items() if node and f"/{name}/" in path}
+def files_below(backend: MemoryBackend, directory: str) -> Files:
+    """The files below a directory, as they are now."""
+    nodes = backend._nodes.items()
+    return {path: bytes(node.data) for path, node in nodes if node is not None and path.startswith(f"{directory}/")}
 
 
 def planted(files: Files) -> MemoryBackend:
@@ -173,7 +173,7 @@ class Found:
 
 
 def campaign(
-    trials: int, seed: int, digests: tuple[str, ...] = DIGESTS, settings: StoreSettings | None = None
+    trials: int, seed: int, digests: tuple[DigestName, ...] = DIGESTS, settings: StoreSettings | None = None
 ) -> Found:
     """So many damages, and a tenth as many clean runs."""
     found, chance = Found(), random.Random(seed)
@@ -210,7 +210,7 @@ def _try(
         is_found = True
     if is_found != is_changed:
         found.problems.append(f"{subject}: verify {'complains of what is clean' if is_found else 'finds nothing'}")
-    before = of_step(backend, NEW)
+    before = files_below(backend, f"{RUN}/{NEW}")
     with StepManager(RUN, backend=backend, settings=settings) as manager:
         step = 2 if error is None else 1
         manager.own()
@@ -221,7 +221,7 @@ def _try(
             found.problems.append(f"{subject}: the restore raised {refused}")
         if manager.steps != [1, 2][:step]:
             found.problems.append(f"{subject}: after the restore of step {step} there are {manager.steps}")
-    if of_step(backend, NEW) != before:
+    if files_below(backend, f"{RUN}/{NEW}") != before:
         found.problems.append(f"{subject}: the restore changed files of the damaged step")
 
 
@@ -241,15 +241,6 @@ def _load(
         found.problems.append(f"{subject}: loaded in silence, and wrong")
     found.loaded += is_changed
     return None
-
-
-@contextmanager
-def small_sizes() -> Iterator[None]:
-    """Lets segments be small, and keeps warnings quiet."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxckpt_train.settings._MINIMUM", {"io_threads": 1})
-        patch.setattr(logging.getLogger("jaxckpt_train"), "disabled", True)
-        yield
 
 
 def main() -> None:

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxckpt_train.settings import StoreSettings
-from tests.faults.corruption import DIGESTS, KINDS, campaign, small_sizes
+from jaxckpt_train.settings import DigestName, StoreSettings
+from tests.crash.explorer import small_sizes
+from tests.faults.corruption import DIGESTS, KINDS, campaign
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -33,6 +34,6 @@ def test_whatever_is_damaged_nothing_wrong_is_loaded_and_the_step_before_is_rest
 
 
 @pytest.mark.parametrize("digest", DIGESTS)
-def test_a_load_without_digests_is_found_out(digest: str) -> None:
+def test_a_load_without_digests_is_found_out(digest: DigestName) -> None:
     found = campaign(600, seed=1, digests=(digest,), settings=StoreSettings(verify_on_load=False, io_threads=1))
     assert any("loaded in silence, and wrong" in problem for problem in found.problems)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxckpt_train.steps.manager import StepManager
 from tests.conftest import REPO_ROOT
@@ -125,6 +126,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a truncated COMMIT": (truncate_commit, "COMMIT"),
     "an empty COMMIT": (empty_commit, "COMMIT"),
 }
+damaged = pytest.mark.parametrize(("damage", "file"), list(DAMAGE.values()), ids=list(DAMAGE))
 
 
 def files_below(directory: Path) -> dict[str, bytes]:

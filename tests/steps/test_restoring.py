@@ -26,6 +26,7 @@ from tests.steps.fake_backends import RefusingBackend
 from tests.steps.runs import (
     DAMAGE,
     Counter,
+    damaged,
     files_below,
     flip_a_payload_byte,
     made_run,
@@ -34,8 +35,6 @@ from tests.steps.runs import (
     step_of,
     step_path,
 )
-
-damaged = pytest.mark.parametrize(("damage", "file"), list(DAMAGE.values()), ids=list(DAMAGE))
 
 
 def test_the_newest_step_is_restored(tmp_path: Path) -> None:

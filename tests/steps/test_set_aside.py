@@ -17,7 +17,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.store.local import LocalBackend
 from tests.steps.fake_backends import RefusingBackend
 from tests.steps.runs import (
-    DAMAGE,
+    damaged,
     files_below,
     flip_a_payload_byte,
     made_run,
@@ -27,8 +27,6 @@ from tests.steps.runs import (
     step_of,
     step_path,
 )
-
-damaged = pytest.mark.parametrize(("damage", "file"), list(DAMAGE.values()), ids=list(DAMAGE))
 
 
 def step_names(run: Path) -> list[str]:
@@ -145,7 +143,7 @@ class BadMemory(LocalBackend):
         self.flips = 1
 
     def open(self, directory: str, name: str, *, direct: Any) -> Any:
-        source = super().open(directory, name, direct=direct)
+        source: Any = super().open(directory, name, direct=direct)
         read = source.read_into
 
         def read_into(offset: int, data: np.ndarray, needed: int) -> None:
@@ -154,7 +152,7 @@ class BadMemory(LocalBackend):
                 self.flips -= 1
                 data[0] ^= 1
 
-        source.read_into = read_into  # type: ignore[method-assign]
+        source.read_into = read_into
         return source
 
 
