@@ -116,6 +116,16 @@ def test_a_newer_format_version(read: Callable[[Path], Any], saved: Path) -> Non
     assert content(saved) == before
 
 
+@everyone
+def test_a_version_of_commit_that_its_manifest_does_not_know_is_damage(
+    read: Callable[[Path], Any], saved: Path
+) -> None:
+    commit = (saved / "COMMIT").read_bytes()
+    (saved / "COMMIT").write_bytes(commit.replace(b'"format_version":1', b'"format_version":3'))
+    assert (saved / "COMMIT").read_bytes() != commit
+    corrupt(read, saved, "COMMIT: not valid: its manifest is of an older one")
+
+
 def corrupt(read: Callable[[Path], Any], path: Path, reason: str) -> None:
     if read is jct.verify:  # reports instead of raising
         report = jct.verify(path)

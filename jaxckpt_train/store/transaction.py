@@ -26,6 +26,7 @@ import numpy as np
 from jaxckpt_train.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
+    FormatVersionError,
     IncompleteCheckpointError,
     NotACheckpointError,
     StorageError,
@@ -284,7 +285,7 @@ def open_committed(backend: Backend, directory: str) -> Committed:
     raw = read_or_none(backend, directory, COMMIT_NAME, MAX_COMMIT_BYTES)
     if raw is None:
         raise _why_not_committed(backend, directory)
-    check_version(raw, commit_file)
+    _check_commit_version(backend, directory, raw)
     try:
         commit = msgspec.json.decode(raw, type=CommitRecord)
     except NOT_JSON as error:
@@ -298,6 +299,20 @@ def open_committed(backend: Backend, directory: str) -> Committed:
     if hashlib.sha256(data).hexdigest() != commit.manifest_sha256:
         raise CorruptCheckpointError(f"{manifest_file}: changed since it was committed (SHA-256 differs)")
     return Committed(directory, decode_manifest(data, manifest_file), commit.manifest_sha256)
+
+
+def _check_commit_version(backend: Backend, directory: str, commit: bytes) -> None:
+    """A newer version is one only if the manifest says so too: a flipped bit must not pass for what cannot be read."""
+    try:
+        check_version(commit, f"{directory}/{COMMIT_NAME}")
+    except FormatVersionError as error:
+        data = read_or_none(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)
+        if data is None:
+            raise
+        check_version(data, f"{directory}/{MANIFEST_NAME}")  # raises the same for what is newer
+        raise CorruptCheckpointError(
+            f"{directory}/{COMMIT_NAME}: not valid: its manifest is of an older one"
+        ) from error
 
 
 def read_or_none(backend: Backend, directory: str, name: str, limit: int) -> bytes | None:

@@ -227,8 +227,9 @@ def test_the_golden_checkpoint_of_version_1_loads_exactly() -> None:
 
 def test_a_newer_format_version_is_refused_with_what_to_do(tmp_path: Path) -> None:
     shutil.copytree(FOLDER, tmp_path / "new")
-    commit = json.loads((tmp_path / "new" / "COMMIT").read_text())
-    (tmp_path / "new" / "COMMIT").write_text(json.dumps({**commit, "format_version": 2}))
+    for name in ("COMMIT", "manifest.json"):
+        found = json.loads((tmp_path / "new" / name).read_text())
+        (tmp_path / "new" / name).write_text(json.dumps({**found, "format_version": 2}))
     with pytest.raises(
         jct.FormatVersionError, match=r"format version 2, but this jaxckpt_train reads up to 1; upgrade"
     ):

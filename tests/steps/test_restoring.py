@@ -129,8 +129,9 @@ def test_a_damaged_step_that_was_asked_for_by_number_is_not_replaced_by_another(
 
 def test_a_step_of_a_newer_format_version_is_told_and_not_skipped(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2)
-    commit = step_path(run, 2) / "COMMIT"
-    commit.write_text(json.dumps(json.loads(commit.read_bytes()) | {"format_version": 2, "more": [1]}))
+    for name in ("COMMIT", "manifest.json"):
+        file = step_path(run, 2) / name
+        file.write_text(json.dumps(json.loads(file.read_bytes()) | {"format_version": 2, "more": [1]}))
     with pytest.raises(jct.FormatVersionError, match="format version 2, but this jaxckpt_train reads up to 1; upgrade"):
         jct.StepManager(run).restore()
 
