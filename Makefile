@@ -16,7 +16,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-quick lint types format bench bench-quick bench-torch kill-campaign crash-states corruption power-cuts clean python-is-new-enough
+.PHONY: help venv demo test test-quick lint types format bench bench-quick bench-torch kill-campaign crash-states corruption power-cuts native-calls limits deadlines hostile soak clean python-is-new-enough
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
@@ -65,6 +65,21 @@ corruption: $(STAMP)  ## 100,000 damaged checkpoints: none is loaded, and the st
 
 power-cuts: $(STAMP)  ## 1,000 power cuts of real file systems on loop devices (needs root)
 	$(BIN)/python -m tests.faults.power_cut --trials 1000
+
+native-calls: $(STAMP)  ## every native call of a run fails, falls short, or is its last (some five minutes)
+	$(BIN)/python -m tests.faults.native_calls
+
+limits: $(STAMP)  ## full and read-only disks, limits of files, descriptors and memory
+	$(BIN)/python -m tests.faults.limits
+
+deadlines: $(STAMP)  ## 300 jobs with little time on a slow disk (some forty minutes; needs root)
+	$(BIN)/python -m tests.faults.deadline --trials 300
+
+hostile: $(STAMP)  ## 20,000,000 files that somebody else made (some forty minutes)
+	$(BIN)/python -m tests.faults.hostile --executions 20000000
+
+soak: $(STAMP)  ## an hour of training on a disk that is slow, refuses, or does not answer at times (needs root)
+	$(BIN)/python -m tests.faults.soak --minutes 60
 
 bench: $(STAMP)  ## compare with all peers on this machine (some two hours), and write docs/benchmarks/
 	$(BIN)/python -m benchmarks.run --json build/bench.json --plots docs/benchmarks

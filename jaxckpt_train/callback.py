@@ -13,7 +13,7 @@ from jaxckpt_train.checkpoint import PathLike, load
 from jaxckpt_train.checkpointables.fingerprint import DATA_NAME, with_fingerprint
 from jaxckpt_train.checkpointables.grain_iterator import mark_absl_flags_parsed
 from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all
-from jaxckpt_train.config import callback_arguments, check_arguments
+from jaxckpt_train.config import DEFAULT_GRACE_S, callback_arguments, check_arguments
 from jaxckpt_train.errors import CheckpointError, SettingsError
 from jaxckpt_train.multihost import current
 from jaxckpt_train.progress import progress_line, wants_progress
@@ -29,8 +29,7 @@ from jaxckpt_train.steps.preemption import PreemptionWatch
 from jaxckpt_train.steps.step_save import SaveResult
 
 _log = logging.getLogger("jaxckpt_train")
-_NOT_DUE = SaveResult(False, "not due")
-_DISABLED = SaveResult(False, "disabled")
+_NOT_DUE, _DISABLED, _NOTHING_NEW = (SaveResult(False, why) for why in ("not due", "disabled", "nothing new to save"))
 _MISSING: Any = object()
 
 
@@ -61,10 +60,12 @@ class CheckpointCallback:
         save_on_exit: bool = True,
         save_initial: bool = False,
         if_busy: Literal["wait", "skip"] = "wait",
+        stall_timeout_s: float = 60.0,
+        if_stalled: Literal["skip", "raise"] = "skip",
         signals: Sequence[str] = ("SIGTERM", "SIGUSR1", "SIGUSR2"),
         notice_file: PathLike | None = None,
         max_run_time_s: float | None = None,
-        grace_period_s: float = 30.0,
+        grace_period_s: float | None = None,
         exit_code: int = 75,
         on_preemption: Literal["exit", "raise", "auto"] = "auto",
         fingerprint: str | None = None,
@@ -89,13 +90,15 @@ class CheckpointCallback:
             ),
             settings=store,
             if_busy=if_busy,
+            stall_timeout_s=stall_timeout_s,
+            if_stalled=if_stalled,
         )
         self._watch = PreemptionWatch(
             current(),
             signals=tuple(signals),
             notice_file=notice_file,
             max_run_time_s=max_run_time_s,
-            leave_early_s=grace_period_s,
+            leave_early_s=DEFAULT_GRACE_S if grace_period_s is None else grace_period_s,
         )
         self._started = self._closed = False
         self._saved: int | None = None
@@ -262,12 +265,13 @@ class CheckpointCallback:
             raise SettingsError(f"save_now: update {self._loop.completed} has begun; call it right after ckpt(state)")
         return self._save("save_now", force=True)
 
-    def _save(self, reason: str, *, force: bool = False) -> SaveResult:
+    def _save(self, reason: str, *, force: bool = False, timeout_s: float | None = None) -> SaveResult:
         loop = self._loop
         assert loop.last is not None
         metrics = savable_metrics(loop.metrics) if force else loop.metrics
         with with_fingerprint(self._fingerprint):
-            result = self.manager.save(loop.step, loop.last, metrics=metrics, force=force, reason=reason)
+            more: dict[str, Any] = {"metrics": metrics, "force": force, "reason": reason, "timeout_s": timeout_s}
+            result = self.manager.save(loop.step, loop.last, **more)
         if result.saved:
             self._saved = loop.step
         return result
@@ -276,20 +280,17 @@ class CheckpointCallback:
         """Save the last completed update, wait until it is durable, and end the loop."""
         self.manager.reached_preemption = True
         with progress_line(f"saving step {self._loop.step}", None, wants_progress(self._progress)):
-            failure = self._departure.settle(self.manager)
-            if failure is not None:
-                _log.error("the save before failed; now saving step %d", self._loop.step, exc_info=failure)
-            result = SaveResult(False, "nothing new to save")
-            if self._loop.last is not None and not self._is_saved():
-                result = self._save(f"preemption: {self._watch.reason}", force=True)
-                failure = self._departure.settle(self.manager)
-                if failure is not None:
-                    raise failure
+            result = self._departure.finish(self.manager, self._save_before_leaving)
         self._departure.decide(self.manager)
         if not self._loop.in_steps and self._loop.called:
             self.close()
             raise self._departure.error()
         return result
+
+    def _save_before_leaving(self, timeout_s: float | None) -> SaveResult:
+        if self._loop.last is None or self._is_saved():
+            return _NOTHING_NEW
+        return self._save(f"preemption: {self._watch.reason}", force=True, timeout_s=timeout_s)
 
     @property
     def preempted(self) -> bool:
@@ -350,7 +351,7 @@ class CheckpointCallback:
             try:
                 if self.enabled:
                     with progress_line("finishing the save", None, wants_progress(self._progress)):
-                        self.manager.close()
+                        self.manager.close(self._departure.left_s())
             finally:
                 self._watch.stop()  # only now: until the save is committed, a signal must not kill the process
 
@@ -380,12 +381,13 @@ class CheckpointCallback:
         """A loop that was asked to leave and broke off by itself has not finished: its process must say so."""
         left = self.enabled and self._started and not self.preempted and not self._loop.finished()
         if left and self._watch.reached():
-            self._departure.settle(self.manager)
+            self._departure.finish(self.manager, lambda _: _NOTHING_NEW)
             self._departure.decide(self.manager)
 
     def _save_last(self) -> None:
         """On a normal end: the last completed update, exactly once."""
-        if not self.enabled or not self._save_on_exit or self._closed or self._loop.last is None or self._is_saved():
+        is_over = not self.enabled or self._closed or self._departure.is_late
+        if is_over or not self._save_on_exit or self._loop.last is None or self._is_saved():
             return
         if self._loop.has_begun_another():
             _log.warning(

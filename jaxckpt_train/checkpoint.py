@@ -26,7 +26,7 @@ from jaxckpt_train.checkpointables.saving import (
     write_parts,
 )
 from jaxckpt_train.errors import CheckpointExistsError, MismatchError, StorageError, UnsupportedLeafError
-from jaxckpt_train.pending import PendingSave
+from jaxckpt_train.pending import Movement, PendingSave
 from jaxckpt_train.settings import StoreSettings, checked_settings
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.local import LocalBackend, file_exists, is_file
@@ -154,15 +154,16 @@ def save_checkpointables_async(
             raise CheckpointExistsError(f"{final}: exists; pass overwrite=True to replace it, or choose another path")
     parts = stage_all(checkpointables, times, chosen)
     info = run_info(custom_metadata)
-    transaction = Transaction(_BACKEND, final, chosen)
+    transaction, movement = Transaction(_BACKEND, final, chosen), Movement()
 
     def work() -> CheckpointMetadata:
         with undone_on_error(transaction, parts):
             _remove_leftovers(final)
-        return describe(write_parts(transaction, _BACKEND, parts, info, chosen, times, replace=overwrite))
+        done = write_parts(transaction, _BACKEND, parts, info, chosen, times, replace=overwrite, progress=movement)
+        return describe(done)
 
-    pending = begin_save(final, work, transaction, parts)
-    wait_until_taken(parts)
+    pending = begin_save(final, work, transaction, parts, movement)
+    wait_until_taken(parts, pending)
     return pending
 
 

@@ -30,6 +30,7 @@ from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.settings import StoreSettings
 
 _ROOT = "checkpoint"
+DEFAULT_GRACE_S = 30.0
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -85,12 +86,16 @@ class CheckpointConfig:
         save_on_exit: save the last step when the loop ends.
         save_initial: save step 0, the state before training, unless something was restored.
         if_busy: a save is due while the last one is still being written: "wait" for it, or "skip" this one.
+        stall_timeout_s: seconds without any progress (a disk that does not answer) after which the last one is not
+            waited for any more.
+        if_stalled: what is done then: "skip" this one with a warning, or "raise" CheckpointTimeoutError.
         signals: names of the signals that ask the loop to save and leave.
         notice_file: a file whose appearance asks the loop to save and leave; None: none does.
         max_run_time_s: leave so that the last save ends within this many seconds of when the callback was made; take
             off what your program spends before that. None: no limit.
-        grace_period_s: seconds between a request to leave and the end of the process, as you expect it; a save that
-            takes longer goes on, with an error in the log. `max_run_time_s` is left so much earlier.
+        grace_period_s: seconds between a request to leave and the end of the process. A save that cannot be committed
+            by shortly before is given up, and the process ends by itself. None: not known; a save is waited for.
+            `max_run_time_s` is left so much earlier (None: 30 s).
         exit_code: of a process that left on request.
         on_preemption: "exit": SystemExit(exit_code); "raise": Preempted; "auto": raise in a Hydra multirun, else exit.
         fingerprint: says what `data` is; its position is refused under another fingerprint, and so is that of any other
@@ -118,10 +123,12 @@ class CheckpointConfig:
     save_on_exit: bool = True
     save_initial: bool = False
     if_busy: str = "wait"
+    stall_timeout_s: float = 60.0
+    if_stalled: str = "skip"
     signals: list[str] = dataclasses.field(default_factory=lambda: ["SIGTERM", "SIGUSR1", "SIGUSR2"])
     notice_file: str | None = None
     max_run_time_s: float | None = None
-    grace_period_s: float = 30.0
+    grace_period_s: float | None = None
     exit_code: int = 75
     on_preemption: str = "auto"
     fingerprint: str | None = None
@@ -138,8 +145,9 @@ class CheckpointConfig:
                 f"{_ROOT}.keep_best: expected {_ROOT}.best_metric with it, the name of the metric that says which step "
                 "is better; found none"
             )
-        if self.max_run_time_s is not None and self.max_run_time_s <= self.grace_period_s:
-            longer = f"more than {_ROOT}.grace_period_s ({self.grace_period_s:g} seconds)"
+        grace_s = DEFAULT_GRACE_S if self.grace_period_s is None else self.grace_period_s
+        if self.max_run_time_s is not None and self.max_run_time_s <= grace_s:
+            longer = f"more than {_ROOT}.grace_period_s ({grace_s:g} seconds)"
             refuse(f"{_ROOT}.max_run_time_s", longer, self.max_run_time_s)
 
 
@@ -163,10 +171,12 @@ _CHECKS: dict[str, Check] = {
     "save_on_exit": flag,
     "save_initial": flag,
     "if_busy": one_of("wait", "skip"),
+    "stall_timeout_s": seconds,
+    "if_stalled": one_of("skip", "raise"),
     "signals": signals,
     "notice_file": optional(text),
     "max_run_time_s": optional(seconds),
-    "grace_period_s": seconds_or_zero,
+    "grace_period_s": optional(seconds_or_zero),
     "exit_code": whole(0, 255),
     "on_preemption": one_of("auto", "exit", "raise"),
     "fingerprint": optional(text),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import queue
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections import deque
@@ -15,13 +17,32 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-from jaxckpt_train.errors import CheckpointTimeoutError, free_frames
+from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, free_frames
 from jaxckpt_train.store.latch import LOOK_S, Latch
 
 T = TypeVar("T")
 # Of whatever result. Each change is one operation of the interpreter's own, so no lock could be left taken.
 _under_way: set[PendingSave] = set()  # type: ignore[type-arg]
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_given_up: dict[threading.Thread, int] = {}  # with the exit code of the process that does not wait for them
+# A disk that does not answer for so long is not waited for at the end of a script, or of a run.
+LAST_PATIENCE_S = 600.0
+
+
+class Movement:
+    """When a save last got any further; told of numbers of bytes, as a progress."""
+
+    def __init__(self) -> None:
+        self._at = time.monotonic()
+
+    def __call__(self, done: int = 0) -> None:
+        """It got further."""
+        self._at = time.monotonic()
+
+    @property
+    def still_s(self) -> float:
+        """Seconds since then."""
+        return time.monotonic() - self._at
 
 
 class _Outcome(Future[T]):
@@ -48,12 +69,14 @@ class PendingSave(Generic[T]):
 
     Attributes:
         subject: what is being saved, for messages.
+        movement: when it last got any further.
         staged: done when the caller may do anything with what it saved.
         committed: done when the checkpoint exists, durably; its result is the checkpoint's metadata.
     """
 
-    def __init__(self, subject: str, work: Callable[[], T]) -> None:
+    def __init__(self, subject: str, work: Callable[[], T], movement: Movement | None = None) -> None:
         self.subject = subject
+        self.movement = movement or Movement()
         self.staged: Future[None] = Future()
         self.staged.set_result(None)
         self.committed: Future[T] = _Outcome(self.mark_reported)
@@ -61,6 +84,7 @@ class PendingSave(Generic[T]):
         self._ended = Latch()
         self._is_done = False
         self._process = os.getpid()
+        self._thread: threading.Thread | None = None
         self._work = deque([work])  # whoever takes it out does it, or sees to it that nobody does
         # A new thread that works at once keeps its maker from going on for a switch interval, 5 ms: this one waits.
         self._go: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -69,7 +93,14 @@ class PendingSave(Generic[T]):
         thread = threading.Thread(target=self._run, name="jaxckpt-save", daemon=True)
         _under_way.add(self)
         _threads.add(thread)
-        thread.start()
+        self._thread = thread
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"saving {self.subject}: the system gave no thread for it ({error}); raise the limits of this process "
+                "(`ulimit -u`, memory)"
+            ) from error
         self._go.put(None)
 
     def _take_back(self, error: BaseException) -> bool:
@@ -134,8 +165,12 @@ class PendingSave(Generic[T]):
             raise error
         return self.committed.result()
 
-    def outcome(self, timeout_s: float | None = None) -> BaseException | None:
+    def outcome(self, timeout_s: float | None = None, patience_s: float | None = None) -> BaseException | None:
         """Wait, and return the error if it failed; the error then counts as seen.
+
+        Args:
+            timeout_s: seconds to wait; None: no limit.
+            patience_s: seconds to wait for it to get any further, as by another few MiB; None: no limit.
 
         Raises:
             CheckpointTimeoutError: neither committed nor failed in time, and the save goes on; or it is the save of a
@@ -146,10 +181,34 @@ class PendingSave(Generic[T]):
                 f"saving {self.subject}: is done by process {self._process}, of which this one, {os.getpid()}, is a "
                 "fork; wait for it there"
             )
-        if not self._ended.wait(timeout_s):
-            raise CheckpointTimeoutError(f"saving {self.subject}: not committed after {timeout_s} s; it goes on")
+        why_not = self.wait_for(self._ended, timeout_s, patience_s)
+        if why_not is not None:
+            raise CheckpointTimeoutError(f"saving {self.subject}: {why_not}; it goes on")
         self.mark_reported()
         return self.committed.exception()
+
+    def wait_for(self, latch: Latch, timeout_s: float | None, patience_s: float | None) -> str | None:
+        """Wait for what this save opens, limited as in `outcome`; why it was not opened, or None."""
+        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s, still_s = end_s - time.monotonic(), self.movement.still_s
+            patience_left_s = math.inf if patience_s is None else patience_s - still_s
+            wait_s = min(left_s, patience_left_s)
+            if latch.wait(None if wait_s == math.inf else max(0.0, wait_s)):
+                return None
+            if end_s <= time.monotonic():
+                return f"not committed after {timeout_s:.3g} s"
+            if patience_s is not None and self.movement.still_s >= patience_s:
+                return f"no further for {self.movement.still_s:.3g} s; does its disk still answer?"
+
+    def give_up(self, exit_code: int) -> None:
+        """See to it that the end of this process does not wait for it: it ends then with this exit code.
+
+        What was written of it until then is removed by the next owner of the directory.
+        """
+        self.mark_reported()
+        if self._thread is not None:
+            _given_up[self._thread] = exit_code
 
     def mark_reported(self) -> None:
         """Say that the user has seen the outcome, so that it need not be told again at exit."""
@@ -160,6 +219,7 @@ def start_save(
     subject: str,
     work: Callable[[], T],
     *,
+    movement: Movement | None = None,
     begun: Callable[[PendingSave[T] | None], None] = lambda pending: None,
     undo: Callable[[BaseException], None] = lambda error: None,
 ) -> PendingSave[T]:
@@ -168,15 +228,16 @@ def start_save(
     Args:
         subject: what is being saved, for messages.
         work: the save.
+        movement: is told by the work when it gets further.
         begun: told of the save before it begins, so that no interrupt loses it; and of None if it did not begin.
         undo: called with what was raised if it did not begin.
 
     Raises:
-        RuntimeError: the system has no thread for it.
+        CheckpointError: the system has no thread for it.
     """
     pending: PendingSave[T] | None = None
     try:
-        pending = PendingSave(subject, work)
+        pending = PendingSave(subject, work, movement)
         begun(pending)
         pending._start()
     except BaseException as error:
@@ -199,26 +260,37 @@ def _forget_saves() -> None:
     """A forked child does not wait for the saves of its parent."""
     _under_way.clear()
     _threads.clear()
+    _given_up.clear()
 
 
 def _drain_at_exit() -> None:
     """Finish what is under way when the script ends without having waited; a failure must not end as success."""
-    failed = False
+    codes = set()
     for pending in list(_under_way):
-        error = pending.outcome()
+        error = _last_outcome(pending)
         if error is not None:
-            failed = True
+            codes.add(1)
             print(f"jaxckpt_train: saving {pending.subject} failed, and nobody asked for it:", file=sys.stderr)
             traceback.print_exception(error)
     for thread in list(_threads):
-        if thread.is_alive():  # else it has ended, or its start was interrupted
+        if thread in _given_up:
+            codes |= {_given_up[thread]} if thread.is_alive() else set()
+        elif thread.is_alive():  # else it has ended, or its start was interrupted
             thread.join()  # one that still frees JAX arrays while the interpreter goes would abort the process
-    if failed:
+    if codes:
         atexit._run_exitfuncs()  # the other functions first, since the exit code can only be set by leaving here
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
-        os._exit(1)
+        os._exit(max(codes))
+
+
+def _last_outcome(pending: PendingSave[T]) -> BaseException | None:
+    try:
+        return pending.outcome(patience_s=LAST_PATIENCE_S)
+    except CheckpointTimeoutError as error:
+        pending.give_up(1)
+        return error
 
 
 atexit.register(_drain_at_exit)

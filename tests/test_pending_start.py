@@ -13,6 +13,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train import pending as pending_module
+from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.pending import PendingSave, start_save
 from jaxckpt_train.steps import step_save
 from jaxckpt_train.steps.step_save import StepSave
@@ -46,7 +47,7 @@ def test_a_thread_that_cannot_be_started_is_not_waited_for(monkeypatch: pytest.M
     before, told = set(under_way()), Told()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="can't start new thread") as caught:
+        with pytest.raises(CheckpointError, match=r"no thread for it \(can't start new thread") as caught:
             told.start()
     assert under_way() == before
     save, nothing = told.saves

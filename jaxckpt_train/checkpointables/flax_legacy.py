@@ -8,6 +8,7 @@ from typing import Any
 from jaxckpt_train.checkpointables.loading import load_parts
 from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all, write_parts
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError
+from jaxckpt_train.pending import Movement
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.memory import MemoryBackend
@@ -36,7 +37,7 @@ def load_flax_file(backend: Backend, path: str, like: Any, settings: StoreSettin
     memory, plain = MemoryBackend(), dataclasses.replace(settings, nonfinite="allow")  # nothing of the user's is saved
     transaction = Transaction(memory, "/flax", plain)
     parts = stage_all({_NAME: tree}, SaveTimes(), plain)
-    committed = write_parts(transaction, memory, parts, {}, plain, SaveTimes(), replace=False)
+    committed = write_parts(transaction, memory, parts, {}, plain, SaveTimes(), replace=False, progress=Movement())
     return load_parts(memory, committed, {_NAME: like}, settings, options)[_NAME]
 
 

@@ -15,8 +15,8 @@ import msgspec
 
 from jaxckpt_train.checkpointables.contract import NOTHING, Staged
 from jaxckpt_train.checkpointables.registry import handler_of
-from jaxckpt_train.errors import NonFiniteError, SettingsError, UnsupportedLeafError
-from jaxckpt_train.pending import PendingSave, start_save
+from jaxckpt_train.errors import CheckpointTimeoutError, NonFiniteError, SettingsError, UnsupportedLeafError
+from jaxckpt_train.pending import LAST_PATIENCE_S, Movement, PendingSave, start_save
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.digests import digest_function
@@ -105,11 +105,25 @@ def _stage(name: str, value: Any, times: SaveTimes, settings: StoreSettings, ahe
     return StagedPart(name, handler.kind, snapshot=taken)
 
 
-def wait_until_taken(parts: Sequence[StagedPart]) -> None:
-    """Wait until the caller may do anything with what it saved; someone else must be writing the parts meanwhile."""
+def wait_until_taken(
+    parts: Sequence[StagedPart],
+    pending: PendingSave[T],
+    timeout_s: float | None = None,
+    patience_s: float = LAST_PATIENCE_S,
+) -> None:
+    """Wait until the caller may do anything with what it saved, which `pending` writes meanwhile.
+
+    Raises:
+        CheckpointTimeoutError: not in time, or it got no further for `patience_s` seconds. It will fail then.
+    """
+    end_s = None if timeout_s is None else time.monotonic() + timeout_s
     for part in parts:
         if part.snapshot is not None:
-            part.snapshot.is_taken.wait()
+            left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
+            why_not = pending.wait_for(part.snapshot.is_taken, left_s, patience_s)
+            if why_not is not None:
+                _close(parts)
+                raise CheckpointTimeoutError(f"saving {pending.subject}: {why_not}; given up, its state was not taken")
 
 
 def write_parts(
@@ -121,7 +135,7 @@ def write_parts(
     times: SaveTimes,
     *,
     replace: bool,
-    progress: Progress | None = None,
+    progress: Progress,
 ) -> Committed:
     """Write all parts of an attempt and commit it. On any error the attempt is removed and the error raised."""
     with undone_on_error(transaction, parts):
@@ -162,17 +176,19 @@ def _look_at_values(subject: str, parts: Sequence[StagedPart], settings: StoreSe
 def begin_save(
     subject: str,
     work: Callable[[], T],
-    transaction: Transaction,
+    transaction: Transaction | None,
     parts: Sequence[StagedPart],
+    movement: Movement,
     begun: Callable[[PendingSave[T] | None], None] = lambda pending: None,
 ) -> PendingSave[T]:
-    """Start the save of an attempt; if it does not begin, the attempt is removed. See `start_save`."""
-    return start_save(subject, work, begun=begun, undo=functools.partial(_undo, transaction, parts))
+    """Start the save of an attempt (None: `work` begins it); if it does not begin, the attempt is removed."""
+    undo = functools.partial(_undo, transaction, parts)
+    return start_save(subject, work, movement=movement, begun=begun, undo=undo)
 
 
 @contextlib.contextmanager
-def undone_on_error(transaction: Transaction, parts: Sequence[StagedPart]) -> Iterator[None]:
-    """Whatever fails within: let go of the state, and remove the attempt."""
+def undone_on_error(transaction: Transaction | None, parts: Sequence[StagedPart]) -> Iterator[None]:
+    """Whatever fails within: let go of the state, and remove the attempt if there is one."""
     try:
         yield
     except BaseException as error:
@@ -180,9 +196,11 @@ def undone_on_error(transaction: Transaction, parts: Sequence[StagedPart]) -> It
         raise
 
 
-def _undo(transaction: Transaction, parts: Sequence[StagedPart], error: BaseException) -> None:
+def _undo(transaction: Transaction | None, parts: Sequence[StagedPart], error: BaseException) -> None:
     """A disk that refuses even to remove the attempt must not hide why the save failed."""
     _close(parts)
+    if transaction is None:
+        return
     try:
         transaction.abort()
     except OSError as second:
@@ -202,9 +220,10 @@ def _write_part(
     segments: list[SegmentRecord],
     settings: StoreSettings,
     times: SaveTimes,
-    progress: Progress | None,
+    progress: Progress,
 ) -> PartRecord:
     folder = transaction.add_folder(part.name)
+    progress(0)
     files: tuple[FileRecord, ...] = ()
     if part.snapshot is not None:
         written = write_arrays(

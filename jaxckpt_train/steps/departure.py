@@ -8,8 +8,11 @@ from collections.abc import Callable
 from jaxckpt_train.errors import CheckpointTimeoutError, Preempted
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.preemption import PreemptionWatch
+from jaxckpt_train.steps.step_save import SaveResult
 
 _log = logging.getLogger("jaxckpt_train")
+# Of the grace period: what it takes to end a process in which JAX has been at work.
+ENDING_SHARE, MOST_ENDING_S = 0.4, 2.0
 
 
 class Departure:
@@ -17,7 +20,7 @@ class Departure:
 
     Args:
         watch: for requests to leave.
-        grace_period_s: seconds from the request until something else may end the process.
+        grace_period_s: seconds from the request until something else ends the process; None: not known.
         exit_code: of a process that left on request.
         raises: whether `Preempted` is raised instead of SystemExit.
     """
@@ -25,21 +28,45 @@ class Departure:
     def __init__(
         self,
         watch: PreemptionWatch,
-        grace_period_s: float,
+        grace_period_s: float | None,
         exit_code: int,
         raises: Callable[[], bool],
     ) -> None:
         self._watch = watch
+        self.is_late = False
         self._grace_period_s, self._exit_code, self._raises = grace_period_s, exit_code, raises
         self.preempted: Preempted | None = None
 
-    def settle(self, manager: StepManager) -> BaseException | None:
-        """Wait for the save under way; past the grace period too: whatever ends the process does so anyway."""
+    def finish(self, manager: StepManager, save: Callable[[float | None], SaveResult]) -> SaveResult:
+        """Finish the save under way, then the last one, which `save` begins within so many seconds if there is one.
+
+        What is not committed shortly before the grace period is over is given up. If nobody said how long that is, or
+        it was over before the loop could notice, all is waited for.
+
+        Raises:
+            The original error of the last save, if it failed.
+        """
         try:
-            return manager.settle(self._watch.left_of(self._grace_period_s))
+            failure = manager.settle(self.left_s())
+            if failure is not None:
+                _log.error("the save before failed", exc_info=failure)
+            result = save(self.left_s())
+            failure = manager.settle(self.left_s())
         except CheckpointTimeoutError as error:
-            _log.error("the grace period of %g s is over, still waiting: %s", self._grace_period_s, error)
-            return manager.settle()
+            self.is_late = True
+            manager.give_up(self._exit_code)
+            _log.error("asked to leave by %s, and given up: %s", self._watch.reason, error)
+            return SaveResult(False, f"given up: {error}")
+        if failure is not None:
+            raise failure
+        return result
+
+    def left_s(self) -> float | None:
+        """Seconds in which all must be done, some of the grace period being left to end the process; None: no limit."""
+        if self._grace_period_s is None or self._watch.noticed_at is None:
+            return None
+        left_s = self._watch.left_of(self._grace_period_s)
+        return None if left_s is None else max(0.0, left_s - min(MOST_ENDING_S, ENDING_SHARE * self._grace_period_s))
 
     def decide(self, manager: StepManager) -> None:
         """From now on the run is over; says so, with the step that is committed."""
@@ -47,7 +74,8 @@ class Departure:
         saved = "no step is saved" if step is None else f"step {step} is saved"
         self.preempted = Preempted(f"asked to leave by {reason}; {saved}", step, self._exit_code)
         _log.warning("%s", self.preempted)
-        manager.note_preemption(step, str(reason))
+        if not self.is_late:  # its disk may not answer
+            manager.note_preemption(step, str(reason))
 
     def error(self) -> BaseException:
         """What ends the process."""

@@ -27,6 +27,7 @@ _DEAD = ".dead-"
 _TRIES = 10
 _ENDING_LOOK_S = 0.02
 _ending: set[str] = set()  # tokens of locks of this process that are about to be released
+_unreleased: set[str] = set()  # of those that the disk refused to release
 os.register_at_fork(after_in_child=_ending.clear)  # the threads that would release them are not in the child
 _log = logging.getLogger("jaxckpt_train")
 
@@ -99,13 +100,8 @@ class OwnerLock:
         """Raise DirectoryLockedError if the lock that this process holds is not its own any more.
 
         After `SILENCE_S` without a heartbeat (a machine that slept, storage that did not answer) another may have it.
-        A forked child has none: its parent goes on.
         """
-        if self.is_inherited:
-            raise DirectoryLockedError(
-                f"{self._directory}: owned by process {self._record.process.pid}, of which this is a forked child. Two "
-                "processes cannot save to one directory: save in the parent, or to another directory"
-            )
+        self.refuse_child()
         other = self._read()
         if other is None:  # out of sight for a moment, as on a network file system?
             self._stop.wait(LOOK_S)
@@ -119,6 +115,14 @@ class OwnerLock:
             "asleep, or the storage away, for a minute?). Nothing more is saved by it, since another may have gone "
             "on from its last step; start it again to go on from what is there now"
         )
+
+    def refuse_child(self) -> None:
+        """Raise DirectoryLockedError in a forked child, which has no lock: its parent goes on."""
+        if self.is_inherited:
+            raise DirectoryLockedError(
+                f"{self._directory}: owned by process {self._record.process.pid}, of which this is a forked child. Two "
+                "processes cannot save to one directory: save in the parent, or to another directory"
+            )
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_S) and self._beat_once():
@@ -152,9 +156,13 @@ class OwnerLock:
                 continue
             if self._was_ending(other):
                 continue
+            if other.token in _unreleased:
+                self._remove_dead(other)
+                continue
             self._refuse_if_alive(other)
             if self._remove_dead(other):
                 dead = other.process
+                _log.warning("%s: took over from process %d on %s, which is dead", self._directory, dead.pid, dead.host)
         raise CheckpointError(f"{self.path}: other processes keep taking this lock; is the job started many times?")
 
     def _was_ending(self, other: _Record) -> bool:
@@ -232,9 +240,6 @@ class OwnerLock:
             self._backend.rename(aside, self.path)  # it was a new, live owner's: put it back
             return False
         self._backend.touch(aside)
-        _log.warning(
-            "%s: took over from process %d on %s, which is dead", self._directory, other.process.pid, other.process.host
-        )
         return True
 
     def _left_by_the_dead(self) -> list[str]:
@@ -269,6 +274,9 @@ class OwnerLock:
         try:
             self._remove_own()
             self._tried = False  # last: an interrupt before leaves it to the next release
+        except StorageError:
+            _unreleased.add(self._record.token)
+            raise
         finally:
             _ending.discard(self._record.token)
 

@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 from jaxckpt_train.checkpoint import PathLike, absolute
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
-from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.errors import CheckpointTimeoutError, SettingsError
 from jaxckpt_train.multihost import current
-from jaxckpt_train.pending import PendingSave, call_after
+from jaxckpt_train.pending import LAST_PATIENCE_S, call_after
 from jaxckpt_train.settings import StoreSettings, checked_settings
 from jaxckpt_train.steps.history import History, metrics_to_json, plain_metrics
+from jaxckpt_train.steps.in_flight import Busy, InFlight, Stalled
 from jaxckpt_train.steps.policy_arguments import metric_mode, require_policy
 from jaxckpt_train.steps.policy_context import (
     CheckpointInfo,
@@ -36,6 +37,7 @@ from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.reader import Progress
 
 _log = logging.getLogger("jaxckpt_train")
+STALL_TIMEOUT_S = 60.0
 
 
 class StepManager:
@@ -49,6 +51,8 @@ class StepManager:
         preservation_policy: which committed steps are kept; None: all.
         settings: how checkpoints are stored.
         if_busy: what a save does while the one before is under way: "wait" for it, or "skip" this step.
+        stall_timeout_s: seconds without any progress after which the save before is not waited for any more.
+        if_stalled: what a save does then: "skip" this step with a warning, or "raise" CheckpointTimeoutError.
         clock: the time, with a time zone; for tests.
         backend: where the directory is.
 
@@ -63,12 +67,12 @@ class StepManager:
         save_decision_policy: SavePolicy | None = None,
         preservation_policy: PreservationPolicy | None = None,
         settings: StoreSettings | None = None,
-        if_busy: Literal["wait", "skip"] = "wait",
+        if_busy: Busy = "wait",
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+        if_stalled: Stalled = "skip",
         clock: Clock = utc_now,
         backend: Backend | None = None,
     ) -> None:
-        if if_busy not in ("wait", "skip"):
-            raise SettingsError(f'StepManager.if_busy: expected "wait" or "skip", found {if_busy!r}')
         if save_decision_policy is not None:
             require_policy("StepManager.save_decision_policy", save_decision_policy, "should_save")
         if preservation_policy is not None:
@@ -77,13 +81,12 @@ class StepManager:
         self.settings = checked_settings("StepManager.settings", settings)
         self.reached_preemption = False
         self.restored_step: int | None = None
-        self._save_policy, self._if_busy, self._clock = save_decision_policy, if_busy, clock
+        self._save_policy, self._clock = save_decision_policy, clock
+        self._in_flight = InFlight(if_busy, stall_timeout_s, if_stalled)
         self._backend = backend or LocalBackend()
         self._coordinator = current()
         self._run = RunDirectory(self._backend, self.directory, preservation_policy, clock)
         self._started = clock()
-        self._pending: PendingSave[CheckpointMetadata] | None = None
-        self._pending_info: CheckpointInfo | None = None
         self._closed = False
         self._turn = threading.RLock()
 
@@ -133,9 +136,7 @@ class StepManager:
         """Whether the save policy asks for this step, and why. Reads no device unless the policy decides by metrics."""
         if self._save_policy is None:
             return Decision(True, "no save policy: every call saves")
-        now, previous = self._clock(), self._run.infos()
-        if self._pending_info is not None and self.is_saving_in_progress():
-            previous = (*previous, self._pending_info)
+        now, previous = self._clock(), (*self._run.infos(), *self._in_flight.running_info())
         context = DecisionContext(
             now,
             is_saving_in_progress=self.is_saving_in_progress(),
@@ -155,7 +156,7 @@ class StepManager:
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save is under way in the background."""
-        return self._pending is not None and not self._pending.done()
+        return self._in_flight.is_running()
 
     def save(
         self,
@@ -168,6 +169,7 @@ class StepManager:
         force: bool = False,
         temporary: bool = False,
         reason: str | None = None,
+        timeout_s: float | None = None,
     ) -> SaveResult:
         """Save a step if the policy asks for it. Returns once the state is taken; the rest happens in the background.
 
@@ -180,12 +182,14 @@ class StepManager:
             force: save whatever the policy says, and wait for a save under way instead of skipping.
             temporary: the step goes after the next commit.
             reason: why it is saved, if that is decided already: the policy is not asked.
+            timeout_s: seconds for the end of the save under way, and again for taking the state; None: no limit.
 
         Returns:
             Whether it is being saved, and why or why not.
 
         Raises:
             CheckpointExistsError: the step is committed already, and `overwrite` is false.
+            CheckpointTimeoutError: not in time; or the disk does not answer, with `force` or `if_stalled="raise"`.
             The original error of the save before, if that failed.
         """
         step = check_step(step)
@@ -198,17 +202,20 @@ class StepManager:
             decide_s = time.perf_counter() - started
             if not decision.save:
                 return SaveResult(False, decision.reason)
-            if self.is_saving_in_progress() and self._if_busy == "skip" and not force:
-                why = f"skipped: {self._subject()} is still under way, and if_busy is 'skip'"
-                _log.info("step %d: %s", step, why)
-                return SaveResult(False, why)
-            wait_s = self._wait_for_turn(step)
-            self._run.own()
-            name = self._run.name_for(step, overwrite)
-            request = SaveRequest(step, name, decision.reason, metrics, custom_metadata, temporary, decide_s, wait_s)
-            return self._begin(request, checkpointables)
+            started = time.perf_counter()
+            why_not = self._in_flight.wait_for_turn(step, force, timeout_s)
+            if why_not is not None:
+                return SaveResult(False, why_not)
+            wait_s = time.perf_counter() - started
+            self._run.hold()
+            if not overwrite:
+                self._run.refuse_committed(step)
+            request = SaveRequest(step, decision.reason, metrics, custom_metadata, temporary, decide_s, wait_s)
+            return self._begin(request, checkpointables, force, timeout_s)
 
-    def _begin(self, request: SaveRequest, checkpointables: Mapping[str, Any]) -> SaveResult:
+    def _begin(
+        self, request: SaveRequest, checkpointables: Mapping[str, Any], force: bool, timeout_s: float | None
+    ) -> SaveResult:
         save = StepSave(
             request,
             checkpointables,
@@ -218,22 +225,15 @@ class StepManager:
             settings=self.settings,
             clock=self._clock,
         )
-        self._pending_info = CheckpointInfo(
-            request.step, self._clock(), save.metrics or None, temporary=request.temporary
-        )
+        now, metrics = self._clock(), save.metrics or None
+        self._in_flight.info = CheckpointInfo(request.step, now, metrics, temporary=request.temporary)
         _log.info("step %d: saving (%s)", request.step, request.reason)
-        pending = save.start(f"step {request.step} to {self.directory}", functools.partial(setattr, self, "_pending"))
+        subject, patience_s = f"step {request.step} to {self.directory}", self._in_flight.patience_s(force)
+        try:
+            pending = save.start(subject, self._in_flight.begun, timeout_s, patience_s)
+        except CheckpointTimeoutError as stalled:
+            return SaveResult(False, self._in_flight.not_taken(request.step, force, stalled))
         return SaveResult(True, request.reason, pending)
-
-    def _wait_for_turn(self, step: int) -> float:
-        """One save is in flight at a time: wait for the one before."""
-        if not self.is_saving_in_progress():
-            self.check()  # it may have failed since the last look
-            return 0.0
-        _log.info("step %d waits: %s is still under way", step, self._subject())
-        started = time.perf_counter()
-        self.wait()
-        return time.perf_counter() - started
 
     def restore(
         self,
@@ -323,10 +323,7 @@ class StepManager:
 
     def check(self) -> None:
         """Raise the error of a save that failed in the background, once."""
-        pending = self._pending
-        if pending is not None and pending.done():
-            self._pending = None if self._pending is pending else self._pending
-            pending.wait()
+        self._in_flight.check()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the save under way is committed.
@@ -339,26 +336,28 @@ class StepManager:
         if error is not None:
             raise error
 
-    def settle(self, timeout_s: float | None = None) -> BaseException | None:
+    def settle(self, timeout_s: float | None = None, patience_s: float = LAST_PATIENCE_S) -> BaseException | None:
         """As `wait`, but returns the error of a save that failed instead of raising it.
 
         Raises:
-            CheckpointTimeoutError: not in time; it goes on.
+            CheckpointTimeoutError: not in time, or it has not got any further for `patience_s` seconds; it goes on.
         """
-        pending = self._pending
-        if pending is None:
-            return None
-        error = pending.outcome(timeout_s)
-        if self._pending is pending:  # else another thread has begun the next one meanwhile
-            self._pending = None
-        return error
+        return self._in_flight.settle(timeout_s, patience_s)
 
     wait_until_finished = wait
 
-    def close(self) -> None:
+    def give_up(self, exit_code: int) -> None:
+        """Do not wait for the save under way, also at the end of the process, which has this exit code then."""
+        self._in_flight.give_up(exit_code)
+
+    def close(self, timeout_s: float | None = None) -> None:
         """Wait for the save and the deletions under way, and let go of the directory.
 
+        Args:
+            timeout_s: seconds to wait for the deletions; later ones go on while the process lives. None: 10 minutes.
+
         Raises:
+            CheckpointTimeoutError: the save does not get any further.
             The original error of a save that failed.
         """
         if self._closed:
@@ -367,11 +366,10 @@ class StepManager:
             with self._turn:  # a save that another thread is starting is waited for, too
                 self._closed = True
             self.wait()
-        finally:
-            call_after(self._pending, self._run.close)  # there is one after an interrupt: who writes stays the owner
-
-    def _subject(self) -> str:
-        return self._pending.subject if self._pending is not None else "nothing"
+        finally:  # who writes stays the owner: there is one after an interrupt
+            writes = self._in_flight.pending or self._in_flight.given_up
+            longest_s = LAST_PATIENCE_S if timeout_s is None else timeout_s
+            call_after(writes, functools.partial(self._run.close, longest_s))
 
     def _check_open(self) -> None:
         if self._closed:

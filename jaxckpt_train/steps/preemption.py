@@ -15,6 +15,7 @@ from typing import Any
 from jaxckpt_train.checkpoint import PathLike
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.multihost import Coordinator
+from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.store.local import file_exists
 
 FILE_POLL_S = 1.0
@@ -22,15 +23,28 @@ _log = logging.getLogger("jaxckpt_train")
 
 
 _notices: weakref.WeakSet[SignalNotice] = weakref.WeakSet()
+_forking = threading.local()  # the signals that were blocked before
+
+
+def _hold_signals() -> None:
+    """One that came to a child before it has its own handlers would be lost: it waits for them."""
+    numbers = {number for notice in list(_notices) for number in notice.watched()}
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers) if numbers else None
+
+
+def _let_signals_come() -> None:
+    if _forking.mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
 
 
 def _restore_in_child() -> None:
     """A forked child, such as a worker of a pool, has no save to wait for: a signal ends it as it would elsewhere."""
     for notice in list(_notices):
         notice.restore()
+    _let_signals_come()
 
 
-os.register_at_fork(after_in_child=_restore_in_child)
+os.register_at_fork(before=_hold_signals, after_in_parent=_let_signals_come, after_in_child=_restore_in_child)
 
 
 class SignalNotice:
@@ -40,8 +54,10 @@ class SignalNotice:
     nothing, so it cannot kill a save that the first one asked for.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], monotonic: Callable[[], float] = time.monotonic) -> None:
         self.received: str | None = None
+        self.received_at: float | None = None
+        self._monotonic = monotonic
         self._numbers = [_signal_number(name) for name in names]
         self._before: dict[int, Any] = {}
         _notices.add(self)
@@ -55,10 +71,16 @@ class SignalNotice:
             self._before[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received_at is None:
+            self.received_at = self._monotonic()
         self.received = self.received or signal.Signals(number).name
         before = self._before.get(number)
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
+
+    def watched(self) -> list[int]:
+        """The numbers of the signals whose handlers are its own now."""
+        return list(self._before)
 
     def restore(self) -> None:
         """Put the handlers back that were there before."""
@@ -73,20 +95,37 @@ class SignalNotice:
 
 
 class FileNotice:
-    """A file whose appearance asks the job to leave; looked for at most once a second."""
+    """A file whose appearance asks the job to leave; looked for at most once a second.
+
+    Its disk may not answer: who looks is a thread of its own, which is waited for a second and not looked for again
+    until it has found out.
+    """
 
     def __init__(self, path: PathLike, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._path, self._monotonic = path, monotonic
         self._next = -1.0
         self._found = False
+        self._looked = Latch()
+        self._looked.open()
 
     def notice(self) -> str | None:
         """That the file is there, as text."""
         now = self._monotonic()
-        if not self._found and now >= self._next:
+        if not self._found and now >= self._next and self._looked.is_open():
             self._next = now + FILE_POLL_S
-            self._found = file_exists(self._path)
+            self._looked = Latch()
+            try:
+                threading.Thread(target=self._look, name="jaxckpt-notice", daemon=True).start()
+            except RuntimeError:  # the system has no thread for it
+                self._look()
+            self._looked.wait(FILE_POLL_S)
         return f"notice file {self._path}" if self._found else None
+
+    def _look(self) -> None:
+        try:
+            self._found = file_exists(self._path)
+        finally:
+            self._looked.open()
 
 
 class TimeNotice:
@@ -118,7 +157,7 @@ class PreemptionWatch:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._coordinator, self._monotonic = coordinator, monotonic
-        self._signals = SignalNotice(signals)
+        self._signals = SignalNotice(signals, monotonic)
         self._notices: list[Callable[[], str | None]] = [self._signals.notice]
         if notice_file is not None:
             self._notices.append(FileNotice(notice_file, monotonic).notice)
@@ -126,6 +165,7 @@ class PreemptionWatch:
             self._notices.append(TimeNotice(max_run_time_s, monotonic, leave_early_s).notice)
         self.reason: str | None = None
         self.noticed_at: float | None = None
+        self._asked_at = 0.0
 
     def start(self) -> None:
         """Begin to watch for signals."""
@@ -145,14 +185,18 @@ class PreemptionWatch:
         agreed = self._coordinator.agree("preemption", self.reason is not None)
         if agreed and self.noticed_at is None:
             self.noticed_at = self._monotonic()
+            self._asked_at = self.noticed_at if self._signals.received_at is None else self._signals.received_at
             self.reason = self.reason or "another process was asked to leave"
             _log.warning("asked to leave: %s", self.reason)
         return agreed
 
-    def left_of(self, grace_period_s: float) -> float:
-        """Seconds left of the grace period, at least 0."""
-        spent = 0.0 if self.noticed_at is None else self._monotonic() - self.noticed_at
-        return max(0.0, grace_period_s - spent)
+    def left_of(self, grace_period_s: float) -> float | None:
+        """Seconds left of the grace period, at least 0; None: it was over before the loop could notice."""
+        if self.noticed_at is None:
+            return grace_period_s
+        if self.noticed_at >= self._asked_at + grace_period_s:
+            return None
+        return max(0.0, self._asked_at + grace_period_s - self._monotonic())
 
 
 def _signal_number(name: object) -> int:

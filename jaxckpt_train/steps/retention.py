@@ -88,19 +88,30 @@ class Deleter:
                 return False
         return True
 
-    def close(self) -> None:
-        """Finish what is under way and end the thread. Not to be called on that thread itself."""
+    def close(self, then: Callable[[], object] = lambda: None, timeout_s: float | None = None) -> bool:
+        """Finish what is under way, call `then` and end the thread. Not to be called on that thread itself.
+
+        Returns:
+            False: that was not done within `timeout_s` seconds, and goes on.
+        """
         done, last = Latch(), list[threading.Thread]()
 
         def reached() -> None:
             last.append(threading.current_thread())
-            done.open()
+            try:
+                then()
+            finally:
+                done.open()
 
-        self.end(reached)
-        self._is_reached(done, None)
+        self._jobs.put(reached)
+        self._jobs.put(self._end_when_done)
+        self._ensure_worker()  # also where nothing is left to delete: `then` may ask a disk that does not answer
+        if not self._is_reached(done, timeout_s):
+            return False
         for worker in last:
             if worker.name == _THREAD:  # else it is a caller who had no thread for it
                 worker.join()
+        return True
 
     def end(self, then: Callable[[], object]) -> None:
         """As `close`, without waiting for it: `then` is called when all is finished, here or on the thread."""

@@ -66,11 +66,22 @@ class RunDirectory:
         Raises:
             DirectoryLockedError: a live process owns the directory, or took it over from this one.
         """
+        if self.is_owner:
+            self.check_owner()
+        else:
+            self.hold()
+
+    def hold(self) -> None:
+        """As `own`, but whoever is the owner already asks no disk whether it still is, which may not answer."""
         with self._guard:
             if self.is_owner:
-                self._lock.check()
+                self._lock.refuse_child()
             else:
                 self._own()
+
+    def check_owner(self) -> None:
+        """Raise DirectoryLockedError if the directory is not this process's own any more."""
+        self._lock.check()  # keeps no guard, which others need who want nothing of the disk
 
     def _own(self) -> None:
         self._backend.make_directory(self._directory, parents=True, sync=True)
@@ -131,7 +142,7 @@ class RunDirectory:
         return newest_generations(self.entries())
 
     def candidates(self, step: int | None, *, damaged: bool = False) -> list[Entry]:
-        """The generations of a step, or of all steps, in the order in which they are to be tried: the newest first.
+        """The generations of a step, or of all steps, the last to be tried last.
 
         Args:
             step: which; None: all.
@@ -194,20 +205,21 @@ class RunDirectory:
             later = {entry.name for entry in line if same and entry.order > max(same)}
             return {"run": self._id, "sequence": sequence, "left_behind": sorted(self._left | later)}
 
-    def name_for(self, step: int, overwrite: bool) -> str:
-        """The directory name under which a step is to be saved: its next generation if it must not be kept as it is.
-
-        A step that a roll-back has left behind, or that was damaged and skipped, may be saved again.
+    def refuse_committed(self, step: int) -> None:
+        """Refuse a step that is committed; one that was left behind, or set aside as damaged, may be saved again.
 
         Raises:
-            CheckpointExistsError: the step is committed.
+            CheckpointExistsError: it is committed.
         """
         with self._guard:
             known = [entry for entry in self._whole() if entry.step == step]
-            if not overwrite and any(entry.name not in self._left for entry in known):
+            if any(entry.name not in self._left for entry in known):
                 raise CheckpointExistsError(
                     f"{self._directory}: step {step} is committed already; pass overwrite=True to publish it anew"
                 )
+
+    def free_name(self, step: int) -> str:
+        """The directory name under which a step is to be saved: its next generation, whatever is there now."""
         taken = [-1]
         for item in self._backend.list(self._directory):
             parsed = parse_step_name(item.name)
@@ -324,8 +336,11 @@ class RunDirectory:
             self._entries = [_noted(each, entry, note) for each in self._entries]
             self._infos = None
 
-    def close(self) -> None:
-        """Finish deletions and let go of the directory; when interrupted, that happens once the deletions are done.
+    def close(self, timeout_s: float | None = None) -> None:
+        """Finish deletions and let go of the directory; when interrupted or late, once the deletions are done.
+
+        Args:
+            timeout_s: seconds to wait for that; None: no limit.
 
         A forked child has none of it: neither the thread that deletes nor the lock.
         """
@@ -335,12 +350,12 @@ class RunDirectory:
         if self._deleter.is_here:  # called by garbage collection, in the middle of a deletion
             _let_go(self._lock, self._deleter)
             return
+        is_done = False
         try:
-            self._deleter.close()
-            _release(self._lock)
-        except BaseException:
-            _let_go(self._lock, self._deleter)
-            raise
+            is_done = self._deleter.close(functools.partial(_release, self._lock), timeout_s)
+        finally:
+            if not is_done:
+                _let_go(self._lock, self._deleter)
 
 
 def _let_go(lock: OwnerLock, deleter: Deleter) -> None:

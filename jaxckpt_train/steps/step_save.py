@@ -17,10 +17,11 @@ from jaxckpt_train.checkpointables.saving import (
     StagedPart,
     begin_save,
     stage_all,
+    undone_on_error,
     wait_until_taken,
     write_parts,
 )
-from jaxckpt_train.pending import PendingSave
+from jaxckpt_train.pending import Movement, PendingSave
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.history import metrics_to_json, plain_metrics
 from jaxckpt_train.steps.run_directory import RunDirectory
@@ -58,7 +59,6 @@ class SaveRequest:
     """What is saved under which label, and how long the loop was held up before its state was taken."""
 
     step: int
-    name: str
     reason: str
     metrics: Mapping[str, Any] | None
     custom_metadata: Any
@@ -83,6 +83,7 @@ class StepSave:
     ) -> None:
         started = time.perf_counter()
         self._backend, self._run, self._settings, self._clock = backend, run, settings, clock
+        self._directory, self._step, self._movement = directory, request.step, Movement()
         self._times = SaveTimes()
         self._call_ended = Latch()
         self._parts: list[StagedPart] = stage_all(checkpointables, self._times, settings)
@@ -96,32 +97,50 @@ class StepSave:
             fingerprint=current_fingerprint(),
         )
         self._info["created"] = clock().isoformat(timespec="microseconds")
-        self._transaction = Transaction(backend, f"{directory}/{request.name}", settings)
-        self._record = {key: getattr(request, key) for key in ("step", "name", "reason", "decide_s", "wait_s")}
+        self._record = {key: getattr(request, key) for key in ("step", "reason", "decide_s", "wait_s")}
         self._record["blocked_s"] = request.decide_s + request.wait_s + time.perf_counter() - started
 
     def start(
-        self, subject: str, begun: Callable[[PendingSave[CheckpointMetadata] | None], None]
+        self,
+        subject: str,
+        begun: Callable[[PendingSave[CheckpointMetadata] | None], None],
+        timeout_s: float | None,
+        patience_s: float,
     ) -> PendingSave[CheckpointMetadata]:
         """Write in the background; returns once the caller may do anything with what it saved.
 
         `begun` is told of the save before it begins (None: it did not), so that an interrupt does not lose it.
+
+        Raises:
+            CheckpointTimeoutError: the state was not taken in time, or no part of it for `patience_s` seconds.
         """
         started = time.perf_counter()
         try:
-            pending = begin_save(subject, self.run, self._transaction, self._parts, begun)
-            wait_until_taken(self._parts)
+            pending = begin_save(subject, self.run, None, self._parts, self._movement, begun)
+            wait_until_taken(self._parts, pending, timeout_s, patience_s)
         finally:
             self._record["blocked_s"] += time.perf_counter() - started
             self._call_ended.open()
         return pending
 
     def run(self) -> CheckpointMetadata:
-        """Write and commit; then note it in the history, and hand what no policy keeps any more to the deleter."""
+        """Write and commit; then note it in the history, and hand what no policy keeps any more to the deleter.
+
+        All that touches the disk is here, so that one that does not answer does not keep the loop.
+        """
         times = self._times
+        with undone_on_error(None, self._parts):
+            self._run.check_owner()  # else nothing is written, not even into the history
         try:
             committed = write_parts(
-                self._transaction, self._backend, self._parts, self._info, self._settings, times, replace=False
+                self._begun(),
+                self._backend,
+                self._parts,
+                self._info,
+                self._settings,
+                times,
+                replace=False,
+                progress=self._movement,
             )
         except BaseException as error:
             self._note(ok=False, error=str(error))
@@ -135,6 +154,11 @@ class StepSave:
             error.add_note(f"step {self._record['step']} is committed; what failed is deciding which steps to keep")
             raise
         return describe(committed)
+
+    def _begun(self) -> Transaction:
+        with undone_on_error(None, self._parts):
+            self._record["name"] = name = self._run.free_name(self._step)
+            return Transaction(self._backend, f"{self._directory}/{name}", self._settings)
 
     def _note(self, **outcome: Any) -> None:
         self._call_ended.wait(CALL_S)  # else it is not known yet how long the call took

@@ -1,26 +1,25 @@
-"""The local file system: the only file that touches the disk, with direct I/O where the file system takes it."""
+"""The local file system: with `local_names.py` all that touches the disk; direct I/O where the file system takes it."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
-import functools
 import os
+import secrets
 import shutil
 import stat
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backend import HALF_MADE, UNSUPPORTED, Entry
+from jaxckpt_train.store.backend import HALF_MADE, Entry
 from jaxckpt_train.store.interrupted import again
 from jaxckpt_train.store.late_sync import sync_directory
+from jaxckpt_train.store.local_names import exchange_names, is_directory, is_there, rename_all, rename_to_new
 
 DIRECT_ALIGNMENT = 4096
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -107,7 +106,7 @@ class _LocalSink:
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            os.close(descriptor)
+            _close_written(descriptor)
 
 
 class _LocalSource:
@@ -144,8 +143,7 @@ class _LocalSource:
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            with contextlib.suppress(OSError):  # nothing was written, so nothing can be lost
-                os.close(descriptor)
+            _close_read(descriptor)
 
     __del__ = close  # an interrupt may lose a source on its way to who asked for it
 
@@ -183,21 +181,12 @@ class LocalBackend:
                 return _open_regular(last, here[-1], direct, path)
             finally:
                 while here:
-                    os.close(here.pop())
+                    _close_read(here.pop())
 
     def list(self, path: str) -> list[Entry]:
         """The entries of a directory, sorted by name."""
-        entries = []
-        with _storage("list the directory", path), again(os.scandir, path) as found:
-            for item in found:
-                if item.is_dir(follow_symlinks=False):
-                    entries.append(Entry(item.name, "directory"))
-                elif item.is_file(follow_symlinks=False):
-                    with contextlib.suppress(FileNotFoundError):
-                        entries.append(Entry(item.name, "file", item.stat(follow_symlinks=False).st_size))
-                else:
-                    entries.append(Entry(item.name, "other"))
-        return sorted(entries, key=lambda entry: entry.name)
+        with _storage("list the directory", path):
+            return sorted(again(_entries, path), key=lambda entry: entry.name)
 
     def make_directory(self, path: str, *, parents: bool, sync: bool) -> None:
         """Create a directory; with `parents`, each that had to be created is synced into its own parent, if it can."""
@@ -206,8 +195,8 @@ class LocalBackend:
                 again(os.mkdir, path)
                 return
             missing = []
-            while not os.path.isdir(path):
-                if os.path.lexists(path):
+            while not is_directory(path):
+                if is_there(path):
                     raise OSError(errno.ENOTDIR, "not a directory")
                 missing.append(path)
                 path = os.path.dirname(path)
@@ -237,34 +226,35 @@ class LocalBackend:
             try:
                 os.fsync(descriptor)
             finally:
-                os.close(descriptor)
+                _close_read(descriptor)
 
     def rename(self, source: str, target: str) -> None:
-        """Move a file or directory to a name that must not exist."""
+        """Move a file or directory to a name that must not exist.
+
+        A call that was made twice, after a signal or by a network file system, is not told as failed if it was done.
+        """
         with _storage(f"rename to {target}", source):
-            if not _renameat2(source, target, _RENAME_NOREPLACE):
-                if os.path.lexists(target):
-                    raise FileExistsError(errno.EEXIST, "exists")
-                again(os.rename, source, target)
+            rename_to_new(source, target)
 
     def exchange(self, first: str, second: str, *, sync: bool) -> None:
         """Swap two names; without kernel support by way of a side name that `transaction.py` knows to recover from."""
         with _storage(f"exchange with {second}", first):
-            if not _renameat2(first, second, _RENAME_EXCHANGE):
+            if not exchange_names(first, second):
                 aside = side_name(second)
-                if os.path.lexists(second):
+                if is_there(second):
                     self.remove(aside)  # left by a crash before the last rename; `second` is the newer of the two
-                _rename_all([(second, aside), (first, second), (aside, first)], self.sync if sync else None)
+                rename_all([(second, aside), (first, second), (aside, first)], self.sync if sync else None)
 
     def write_new(self, path: str, data: bytes) -> bool:
         """Create a file with this content, atomically; False if the name is taken."""
         with _storage("create the file", path):
-            descriptor, beside = tempfile.mkstemp(prefix=HALF_MADE[0], dir=os.path.dirname(path))
+            descriptor, beside = _create_beside(path, HALF_MADE[0])
             try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(data)
-                    file.flush()
+                try:
+                    _write_all(descriptor, data)
                     os.fsync(descriptor)
+                finally:
+                    _close_written(descriptor)
                 again(os.link, beside, path)
             except FileExistsError:
                 return False
@@ -277,10 +267,9 @@ class LocalBackend:
         with _storage("append to the file", path):
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
-                while data:
-                    data = data[os.write(descriptor, data) :]
+                _write_all(descriptor, data)
             finally:
-                os.close(descriptor)
+                _close_written(descriptor)
 
     def touch(self, path: str) -> None:
         """Set a file's modification time to now."""
@@ -290,33 +279,53 @@ class LocalBackend:
     def age_s(self, path: str) -> float:
         """Seconds since the last change of a file, both times taken from the file system's own clock."""
         with _storage("find the age of the file", path):
-            descriptor, probe = tempfile.mkstemp(prefix=HALF_MADE[1], dir=os.path.dirname(path))
+            descriptor, probe = _create_beside(path, HALF_MADE[1])
             try:
                 return os.fstat(descriptor).st_mtime - again(os.stat, path).st_mtime
             finally:
-                os.close(descriptor)
+                _close_read(descriptor)
                 again(os.unlink, probe)
+
+
+def _close_written(descriptor: int) -> None:
+    with contextlib.suppress(InterruptedError):  # it is closed all the same: a second time could close another's
+        os.close(descriptor)
+
+
+def _close_read(descriptor: int) -> None:
+    with contextlib.suppress(OSError):  # nothing was written, so nothing can be lost
+        os.close(descriptor)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _create_beside(path: str, prefix: str) -> tuple[int, str]:
+    """A new file in the same directory, with the permissions of any other."""
+    beside = os.path.join(os.path.dirname(path), prefix + secrets.token_hex(8))
+    return os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), beside
+
+
+def _entries(path: str) -> list[Entry]:
+    entries = []
+    with os.scandir(path) as found:
+        for item in found:
+            if item.is_dir(follow_symlinks=False):
+                entries.append(Entry(item.name, "directory"))
+            elif item.is_file(follow_symlinks=False):
+                with contextlib.suppress(FileNotFoundError):
+                    entries.append(Entry(item.name, "file", item.stat(follow_symlinks=False).st_size))
+            else:
+                entries.append(Entry(item.name, "other"))
+    return entries
 
 
 def side_name(path: str) -> str:
     """Where the older of two exchanged directories waits when the system cannot swap them atomically."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{name}.aside")
-
-
-def _rename_all(steps: list[tuple[str, str]], sync: Callable[[str], None] | None) -> None:
-    """Rename one after the other, within one directory; a file system may else bring them to the disk in any order."""
-    done: list[tuple[str, str]] = []
-    try:
-        for source, target in steps:
-            if sync is not None and done:
-                sync(os.path.dirname(source))
-            again(os.rename, source, target)
-            done.append((source, target))
-    except OSError:
-        for source, target in reversed(done):
-            again(os.rename, target, source)
-        raise
 
 
 def _refuse_without_direct(direct: bool | Literal["auto"]) -> None:
@@ -351,30 +360,6 @@ def _open_regular(name: str, folder: int, direct: bool | Literal["auto"], path: 
     except BaseException:
         source.close()
         raise
-
-
-_RENAME_NOREPLACE, _RENAME_EXCHANGE, _AT_FDCWD = 1, 2, -100
-
-
-@functools.cache
-def _find_renameat2() -> Callable[..., int] | None:
-    """The C library's function; found once, as ctypes makes classes for each look, which only the collector frees."""
-    return getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-
-
-def _renameat2(source: str, target: str, flags: int) -> bool:
-    """Linux's rename with flags; False where the kernel or file system does not offer it."""
-    call = _find_renameat2()
-    if call is None:
-        return False
-    code = errno.EINTR
-    while code == errno.EINTR:
-        if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
-            return True
-        code = ctypes.get_errno()
-    if code in UNSUPPORTED:
-        return False
-    raise OSError(code, os.strerror(code))
 
 
 def is_file(path: str) -> bool:

@@ -72,12 +72,21 @@ def header_length(prefix: bytes, file_bytes: int, subject: str) -> int:
     return LENGTH_BYTES + length
 
 
-def decode_header(head: bytes, file_bytes: int, subject: str) -> Header:
+def decode_header(head: bytes, file_bytes: int, subject: str, most_objects: int | None = None) -> Header:
     """Decode and check a segment head read from a file of `file_bytes`.
+
+    Args:
+        head: all bytes up to the data.
+        file_bytes: of the file.
+        subject: of messages.
+        most_objects: JSON objects, and braces in names, that there may be: a header of a million tensors that nobody
+            asked for is refused before it takes memory. None: any number.
 
     Raises:
         CorruptCheckpointError: it is no safetensors header, or its tensors do not fill the data section exactly.
     """
+    if most_objects is not None and head.count(b"{") > most_objects:
+        raise CorruptCheckpointError(f"{subject}: the header has more tensors than the manifest")
     entries = _strict_json(head[LENGTH_BYTES:], subject)
     metadata = entries.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import threading
 import weakref
@@ -15,6 +16,8 @@ from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.store.per_process import PerProcess
 from jaxckpt_train.store.segment import ALIGNMENT
 
+TELL_S = 60.0
+_log = logging.getLogger("jaxckpt_train")
 HUGE_PAGE_BYTES = 2 << 20
 PAGE_BYTES = max(ALIGNMENT, mmap.PAGESIZE)  # what the kernel takes back at a time; 64 KiB on some machines
 
@@ -120,7 +123,12 @@ class StagingPool:
             self._waiting.append(turn)
             try:
                 while self._waiting[0] is not turn or (start := self._gap(size)) is None:
-                    self._changed.wait()
+                    if not self._changed.wait(TELL_S):
+                        _log.warning(
+                            "%s waits for %d of %d bytes of staging memory, and nobody has given any back for %.0f s; "
+                            "does the disk still answer?", threading.current_thread().name, size, self.budget_bytes,
+                            TELL_S,
+                        )  # fmt: skip
                 if self._area is None:
                     self._area = _area_of(self.budget_bytes)
                 self._lent.append((start, start + size))

@@ -33,7 +33,7 @@ from jaxckpt_train.errors import (
     UnsupportedLeafError,
 )
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.backend import MISSING, Backend
 from jaxckpt_train.store.digests import block_digests, digest_function
 from jaxckpt_train.store.local import side_name
 from jaxckpt_train.store.machine import is_dead_tag, process_tag
@@ -316,12 +316,19 @@ def _check_commit_version(backend: Backend, directory: str, commit: bytes) -> No
 
 
 def read_or_none(backend: Backend, directory: str, name: str, limit: int) -> bytes | None:
-    """All bytes of a small file of a checkpoint; None: there is none."""
+    """All bytes of a small file of a checkpoint; None: there is none.
+
+    Raises:
+        CorruptCheckpointError: something else than a file is in its place, or more than `limit` bytes.
+        StorageError: the storage refused for a reason that is not the checkpoint's fault.
+    """
     try:
         return read_whole(backend, directory, name, limit).tobytes()
     except StorageError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return None
+        if error.errno in MISSING:
+            raise CorruptCheckpointError(f"{directory}/{name}: expected a file, but: {error}") from error
         raise
 
 

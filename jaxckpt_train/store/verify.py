@@ -134,11 +134,13 @@ def _head_problems(source: Source, path: str, manifest: Manifest, number: int) -
     try:
         if header_length(head[:LENGTH_BYTES].tobytes(), record.bytes, path) != record.header_bytes:
             raise CorruptCheckpointError(f"{path}: header length is not the manifest's {record.header_bytes}")
-        header = decode_header(head.tobytes(), record.bytes, path)
+        expected = set(_expected_tensors(manifest, number))
+        most_objects = 2 + sum(1 + tensor.name.count("{") for tensor in expected)
+        header = decode_header(head.tobytes(), record.bytes, path, most_objects)
     except CorruptCheckpointError as error:
         yield str(error)
         return
-    if set(header.tensors) != set(_expected_tensors(manifest, number)):
+    if set(header.tensors) != expected:
         yield f"{path}: its header names other tensors than the manifest"
 
 

@@ -8,10 +8,12 @@ exist beforehand, whoever started a save waits for it at exit, and a refused thr
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Generic, TypeVar
@@ -21,6 +23,8 @@ from jaxckpt_train.store.per_process import PerProcess
 
 # What a training step computes goes before what a save does beside it; the full share is left where nothing else runs.
 NICENESS = 10
+TELL_S = 60.0
+_log = logging.getLogger("jaxckpt_train")
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -71,7 +75,8 @@ class Workers:
         try:
             for _ in range(len(items)):
                 self._jobs.put(batch.run_next)
-            batch.done.wait()
+            while not batch.done.wait(TELL_S):
+                self._tell()
         except BaseException as error:  # an interrupt: the running items still use what the caller is about to release
             batch.give_up(error)
             batch.done.wait()
@@ -96,7 +101,7 @@ class Workers:
         try:
             for _ in range(len(items)):
                 self._jobs.put(batch.run_next)
-            while (result := _next(results)) is not None:
+            while (result := self._next(results)) is not None:
                 yield result.pop()  # the consumer alone holds it, and may wait for what it frees by letting go
         except BaseException as error:  # an interrupt, or the consumer's: as in run_all()
             give_up()
@@ -108,11 +113,17 @@ class Workers:
             raise
         batch.raise_error()
 
+    def _next(self, results: queue.SimpleQueue[T]) -> T:
+        tell_at = time.monotonic() + TELL_S
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return results.get(timeout=LOOK_S)
+            if time.monotonic() >= tell_at:
+                self._tell()
+                tell_at = time.monotonic() + TELL_S
 
-def _next(results: queue.SimpleQueue[T]) -> T:
-    while True:
-        with contextlib.suppress(queue.Empty):
-            return results.get(timeout=LOOK_S)
+    def _tell(self) -> None:
+        _log.warning("%s: nothing was done for %.0f s; does the disk still answer?", self._name, TELL_S)
 
 
 class _Batch(Generic[T]):

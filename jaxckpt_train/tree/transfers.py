@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
+from jaxckpt_train.errors import CheckpointTimeoutError
 from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.tree.pinned_host import is_on_host, start_transfers
 
@@ -90,10 +91,15 @@ class Transfers:
             self._start_more()
 
     def fetch(self, number: int) -> np.ndarray:
-        """Bring array number `number` to the host, once; waits until it is there."""
+        """Bring array number `number` to the host, once; waits until it is there.
+
+        Raises:
+            CheckpointTimeoutError: it was let go of meanwhile.
+        """
         with self._lock:
             array = self._waiting[number]
-            assert array is not None, "fetched once"
+            if array is None:
+                raise CheckpointTimeoutError("given up: the state was not taken from its devices in time")
             self._waiting[number] = None
             if number >= self._next:  # out of order
                 self._ahead.take_anyway(array.nbytes)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -81,31 +80,42 @@ def test_many_signals_while_saving_do_not_kill_the_save(tmp_path: Path) -> None:
     check_saved(tmp_path, 3)
 
 
-class When(logging.Handler):
-    """Does something once a message with this text is logged."""
+def test_a_save_that_takes_longer_than_the_grace_period_is_given_up_and_costs_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = HoldingBackend("rename", "step-0000000002")
+    ckpt = callback_on(backend, tmp_path, grace_period_s=0.5)
+    with pytest.raises(SystemExit) as left, ckpt:
+        ckpt.resume(state_of(0))
+        ckpt(state_of(1))
+        assert ckpt.save_now().saved
+        ckpt.wait_until_finished()
+        send()
+        ckpt(state_of(2))
+    assert left.value.code == 75
+    assert "given up: saving step 2" in caplog.text
+    assert "step 1 is saved" in caplog.text
+    assert jct.StepManager(tmp_path).steps == [1]
+    given_up = ckpt.manager._in_flight.given_up
+    assert given_up is not None
+    backend.go.set()
+    given_up.wait(60)  # it does no harm: what is committed after all is whole
+    assert jct.StepManager(tmp_path).steps == [1, 2]
+    with jct.StepManager(tmp_path) as next_owner:
+        assert next_owner.save(3, {"state": state_of(3)}).saved
 
-    def __init__(self, text: str, do: Callable[[], object]) -> None:
-        super().__init__()
-        self._text, self._do = text, do
 
-    def emit(self, record: logging.LogRecord) -> None:
-        if self._text in record.getMessage():
-            self._do()
-
-
-def test_a_save_that_takes_longer_than_the_grace_period_is_told_and_still_awaited(tmp_path: Path) -> None:
+def test_where_nobody_said_how_long_the_grace_period_is_the_save_is_waited_for(tmp_path: Path) -> None:
     backend, data = HoldingBackend("rename", "step-0000000001"), Counter()
-    ckpt = callback_on(backend, tmp_path, grace_period_s=0.05)
-    logger, handler = logging.getLogger("jaxckpt_train"), When("the grace period of 0.05 s is over", backend.go.set)
-    logger.addHandler(handler)
-    try:
-        with pytest.raises(SystemExit), ckpt:
-            ckpt.resume(state_of(0), data)
-            next(data)
-            send()
-            ckpt(state_of(1))
-    finally:
-        logger.removeHandler(handler)
+    ckpt = callback_on(backend, tmp_path)
+    releasing = threading.Thread(target=lambda: backend.reached.wait() and backend.go.set())
+    releasing.start()
+    with pytest.raises(SystemExit), ckpt:
+        ckpt.resume(state_of(0), data)
+        next(data)
+        send()
+        ckpt(state_of(1))
+    releasing.join()
     check_saved(tmp_path, 1)
 
 
@@ -137,14 +147,14 @@ def test_after_a_save_that_failed_the_last_update_is_saved_all_the_same(
                 send()
             ckpt(state_of(step + 1))
             if step == 1:
-                failed = ckpt.manager._pending
+                failed = ckpt.manager._in_flight.pending
                 assert failed is not None
                 assert failed.committed.exception() is not None
                 if noticed_by != "call":
                     send()
                 if noticed_by == "poll":
                     assert ckpt.poll()
-    assert "the save before failed; now saving step" in caplog.text
+    assert "the save before failed" in caplog.text
     assert "refused to create" in caplog.text
     assert jct.StepManager(tmp_path).latest == (2 if noticed_by == "poll" else 3)
 

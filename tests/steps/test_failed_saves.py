@@ -110,8 +110,8 @@ def test_a_save_that_fails_while_the_next_is_decided_on_is_told_by_that(tmp_path
         def should_save(self, step: object, previous: object, *, context: object) -> bool:
             if backend.reached.is_set():
                 backend.go.set()
-                assert manager._pending is not None
-                manager._pending._ended.wait(60)
+                assert manager._in_flight.pending is not None
+                manager._in_flight.pending._ended.wait(60)
             return True
 
     manager = jct.StepManager(tmp_path, backend=backend, save_decision_policy=FailsMeanwhile())
@@ -244,6 +244,6 @@ def test_a_system_without_threads_leaves_no_attempt(tmp_path: Path, monkeypatch:
     (tmp_path / "run").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
+        with pytest.raises(jct.CheckpointError, match=r"no thread for it \(can't start new thread"):
             jct.save_async(tmp_path / "run" / "c", {"w": jnp.ones(3)})
     assert list((tmp_path / "run").iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train.errors import CorruptCheckpointError, DirectoryLockedError
+from jaxckpt_train.errors import CorruptCheckpointError, DirectoryLockedError, StorageError
 from jaxckpt_train.steps import lock as lock_module
 from jaxckpt_train.steps.lock import HEARTBEAT_S, LOCK_NAME, SILENCE_S, OwnerLock
 from jaxckpt_train.store.local import LocalBackend
@@ -327,3 +328,30 @@ def test_takeovers_leave_no_heap_of_files(tmp_path: Path) -> None:
     lock.acquire()
     lock.release()
     assert len(os.listdir(tmp_path)) <= 1
+
+
+class StuckBackend(LocalBackend):
+    """Refuses to remove the lock, once."""
+
+    def __init__(self) -> None:
+        self.refusals = 1
+
+    def remove(self, path: str) -> None:
+        if path.endswith(LOCK_NAME) and self.refusals:
+            self.refusals -= 1
+            raise StorageError(errno.EIO, "refused to remove", path)
+        super().remove(path)
+
+
+def test_a_lock_that_the_disk_refused_to_release_does_not_lock_its_process_out(tmp_path: Path) -> None:
+    stuck = new_lock(tmp_path, StuckBackend())
+    stuck.acquire()
+    with pytest.raises(StorageError):
+        stuck.release()
+    assert (tmp_path / LOCK_NAME).exists()
+    again = new_lock(tmp_path)
+    assert again.acquire() is None
+    with pytest.raises(DirectoryLockedError, match="this very process"):
+        new_lock(tmp_path).acquire()
+    again.check()
+    again.release()

@@ -106,10 +106,11 @@ def test_names_of_new_saves(tmp_path: Path) -> None:
     run = opened(made_run(tmp_path, 1, 2))
     run.own()
     try:
-        assert run.name_for(3, overwrite=False) == "step-0000000003"
-        assert run.name_for(2, overwrite=True) == "step-0000000002.g1"
+        assert run.free_name(3) == "step-0000000003"
+        assert run.free_name(2) == "step-0000000002.g1"
+        run.refuse_committed(3)
         with pytest.raises(jct.CheckpointExistsError, match="step 2 is committed already"):
-            run.name_for(2, overwrite=False)
+            run.refuse_committed(2)
         assert run.lineage(3)["sequence"] == 2
     finally:
         run.close()
@@ -166,11 +167,13 @@ def test_an_owner_that_lost_its_lock_saves_nothing_more(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as other:
         other.restore({"state": state_of(0)})
         save_steps(other, 2)
-        with pytest.raises(jct.DirectoryLockedError, match="this job owned it"):
-            manager.save(2, {"state": state_of(99)})
+        for at in (2, 3):
+            assert manager.save(at, {"state": state_of(99)}).saved
+            with pytest.raises(jct.DirectoryLockedError, match="this job owned it"):
+                manager.wait()
+    assert manager.save(2, {"state": state_of(99)}).saved
     with pytest.raises(jct.DirectoryLockedError, match="this job owned it"):
-        manager.save(2, {"state": state_of(99)})
-    manager.close()
+        manager.close()
     reader = jct.StepManager(tmp_path)
     assert reader.steps == [1, 2]
     assert step_of(reader.restore({"state": state_of(0)})) == 2

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.store import local
+from jaxckpt_train.store import local, local_names
 from jaxckpt_train.store.backend import Entry
 from jaxckpt_train.store.local import LocalBackend, file_exists, is_file, side_name
 from jaxckpt_train.store.staging import aligned_buffer
@@ -235,7 +235,7 @@ def test_a_new_file_is_seen_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_an_exchange_without_the_kernel_goes_by_way_of_the_side_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxckpt_train.store.local._renameat2", lambda *_: False)
+    monkeypatch.setattr("jaxckpt_train.store.local_names._renameat2", lambda *_: False)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).write_text(name)
@@ -249,6 +249,67 @@ def test_an_exchange_without_the_kernel_goes_by_way_of_the_side_name(
         LocalBackend().rename(str(tmp_path / "one"), str(tmp_path / "two"))
     LocalBackend().rename(str(tmp_path / "one"), str(tmp_path / "three"))
     assert os.listdir(tmp_path / "three") == ["two"]
+
+
+@pytest.mark.parametrize("answer", [errno.EEXIST, errno.ENOENT])
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_a_rename_that_was_done_and_made_again_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, answer: int
+) -> None:
+    """As a network file system does that lost the first answer."""
+    rename = local_names._renameat2
+
+    def made_again(source: str, target: str, flags: int) -> bool:
+        rename(source, target, flags)
+        raise OSError(answer, os.strerror(answer))
+
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir() if kind == "directory" else source.write_text("mine")
+    monkeypatch.setattr(local_names, "_renameat2", made_again)
+    LocalBackend().rename(str(source), str(target))
+    assert os.listdir(tmp_path) == ["target"]
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_an_exchange_that_a_signal_interrupts_is_done_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: bool
+) -> None:
+    exchange, calls = local_names._renameat2, []
+
+    def interrupted(first: str, second: str, flags: int) -> bool:
+        calls.append(first)
+        if done or len(calls) > 1:
+            exchange(first, second, flags)
+        if len(calls) == 1:
+            raise InterruptedError(errno.EINTR, "by hand")
+        return True
+
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.write_text("1")
+    two.write_text("2")
+    monkeypatch.setattr(local_names, "_renameat2", interrupted)
+    LocalBackend().exchange(str(one), str(two), sync=True)
+    assert (one.read_text(), two.read_text()) == ("2", "1")
+
+
+@pytest.mark.parametrize("has_gone", [False, True])
+def test_somebody_elses_work_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gone: bool
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_text("mine")
+    target.write_text("theirs")
+
+    def gone(*_: object) -> bool:
+        source.unlink()
+        raise OSError(errno.EEXIST, "exists")
+
+    if has_gone:
+        monkeypatch.setattr(local_names, "_renameat2", gone)
+    with refused(errno.EEXIST):
+        LocalBackend().rename(str(source), str(target))
+    assert target.read_text() == "theirs"
+    assert source.exists() is not has_gone
 
 
 def test_the_side_name_is_hidden_and_beside() -> None:

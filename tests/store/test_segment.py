@@ -157,6 +157,20 @@ def test_64_dimensions_are_fine_and_so_is_nothing() -> None:
     assert decode({"a": entry(shape=[0, 1 << 61], offsets=[0, 0])}, 0).tensors[0].stop == 0
 
 
+def test_a_million_tensors_of_no_elements_that_the_manifest_does_not_have_cost_nothing() -> None:
+    text = b"{" + b",".join(b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % n for n in range(10**6)) + b"}"
+    head = len(text).to_bytes(8, "little") + text
+    tracemalloc.start()
+    started = time.process_time()
+    try:
+        with pytest.raises(CorruptCheckpointError, match="more tensors than the manifest"):
+            decode_header(head, len(head), "file", most_objects=12)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - started < 1
+
+
 @pytest.mark.parametrize("kind", ["deep", "many keys", "large numbers", "long name"])
 def test_time_and_memory_of_a_refusal_grow_with_the_file_only(kind: str) -> None:
     text = {

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import workers as workers_module
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.quiet_gc import paused_collection
 from jaxckpt_train.store.workers import NICENESS, Workers, shared_workers
@@ -280,15 +279,15 @@ def test_an_interrupt_while_waiting_for_a_result_waits_for_what_runs() -> None:
 @pytest.mark.timeout(60)
 def test_an_interrupt_right_after_the_last_result_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """What says that there are no more results comes only once."""
-    take = workers_module._next
+    take = Workers._next
 
-    def interrupted(results: queue.SimpleQueue[Any]) -> Any:
-        found = take(results)
+    def interrupted(self: Workers, results: queue.SimpleQueue[Any]) -> Any:
+        found = take(self, results)
         if found is None:
             raise KeyboardInterrupt("by hand")
         return found
 
-    monkeypatch.setattr(workers_module, "_next", interrupted)
+    monkeypatch.setattr(Workers, "_next", interrupted)
     found = list[int]()
     with pytest.raises(KeyboardInterrupt, match="by hand"):
         found.extend(Workers(2, "test").run_each(abs, range(5)))

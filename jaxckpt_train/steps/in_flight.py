@@ -1,0 +1,131 @@
+"""The one save of a run that is under way: waited for, given up; what it fails with is raised once."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
+from jaxckpt_train.errors import CheckpointTimeoutError, SettingsError
+from jaxckpt_train.pending import LAST_PATIENCE_S, PendingSave
+from jaxckpt_train.steps.policy_arguments import positive_seconds
+from jaxckpt_train.steps.policy_context import CheckpointInfo
+
+_log = logging.getLogger("jaxckpt_train")
+
+Busy = Literal["wait", "skip"]
+Stalled = Literal["skip", "raise"]
+
+
+class InFlight:
+    """At most one save, and what the next one does about it. `StepManager` documents the arguments.
+
+    Attributes:
+        pending: the save, until its outcome was seen.
+        info: what policies may know of it.
+        given_up: one that nobody waits for any more.
+
+    Raises:
+        SettingsError: an argument is wrong.
+    """
+
+    def __init__(self, if_busy: Busy, stall_timeout_s: float, if_stalled: Stalled) -> None:
+        if if_busy not in ("wait", "skip"):
+            raise SettingsError(f'StepManager.if_busy: expected "wait" or "skip", found {if_busy!r}')
+        if if_stalled not in ("skip", "raise"):
+            raise SettingsError(f'StepManager.if_stalled: expected "skip" or "raise", found {if_stalled!r}')
+        self._if_busy, self._if_stalled = if_busy, if_stalled
+        self._stall_timeout_s = positive_seconds("StepManager.stall_timeout_s", stall_timeout_s)
+        self.pending: PendingSave[CheckpointMetadata] | None = None
+        self.info: CheckpointInfo | None = None
+        self.given_up: PendingSave[CheckpointMetadata] | None = None
+        self._told_of: PendingSave[CheckpointMetadata] | None = None
+        self._without_state: PendingSave[CheckpointMetadata] | None = None
+
+    def begun(self, pending: PendingSave[CheckpointMetadata] | None) -> None:
+        """Take note of a save that is about to begin; None: it did not."""
+        self.pending = pending
+
+    def is_running(self) -> bool:
+        """Whether it has neither committed nor failed."""
+        return self.pending is not None and not self.pending.done()
+
+    def running_info(self) -> tuple[CheckpointInfo, ...]:
+        """What policies may know of it, if it is running."""
+        return (self.info,) if self.info is not None and self.is_running() else ()
+
+    def check(self) -> None:
+        """Raise the error of a save that failed, once."""
+        pending = self.pending
+        if pending is not None and pending.done():
+            error = self.settle()
+            if error is not None:
+                raise error
+
+    def settle(self, timeout_s: float | None = None, patience_s: float = LAST_PATIENCE_S) -> BaseException | None:
+        """Wait for it; the error, if it failed.
+
+        Raises:
+            CheckpointTimeoutError: not in time, or it has not got any further for `patience_s` seconds; it goes on.
+        """
+        pending = self.pending
+        if pending is None:
+            return None
+        error = pending.outcome(timeout_s, patience_s)
+        if self.pending is pending:  # else another thread has begun the next one meanwhile
+            self.pending = None
+        if pending is self._without_state:  # that it failed was told when it was skipped
+            self._without_state = None
+            return None
+        return error
+
+    def wait_for_turn(self, step: int, force: bool, timeout_s: float | None) -> str | None:
+        """Wait until there is none, before the save of `step`; or say why that is skipped.
+
+        Raises:
+            CheckpointTimeoutError: not in time, or it has not got any further for too long.
+            The original error of it, if it failed.
+        """
+        pending = self.pending
+        if pending is None or pending.done():
+            self.check()  # it may have failed since the last look
+            return None
+        if self._if_busy == "skip" and not force:
+            why = f"skipped: {pending.subject} is still under way, and if_busy is 'skip'"
+            _log.info("step %d: %s", step, why)
+            return why
+        _log.info("step %d waits: %s is still under way", step, pending.subject)
+        try:
+            error = self.settle(timeout_s, self.patience_s(force))
+        except CheckpointTimeoutError as stalled:
+            return self._skipped(step, force, stalled)
+        if error is not None:
+            raise error
+        return None
+
+    def patience_s(self, force: bool) -> float:
+        """Seconds without any progress after which a save is not waited for any more."""
+        return LAST_PATIENCE_S if force else self._stall_timeout_s
+
+    def not_taken(self, step: int, force: bool, stalled: CheckpointTimeoutError) -> str:
+        """The save under way could not even take its state: why it is skipped.
+
+        Raises:
+            CheckpointTimeoutError: as given, if it is not to be skipped.
+        """
+        self._without_state = self.pending
+        return self._skipped(step, force, stalled)
+
+    def _skipped(self, step: int, force: bool, stalled: CheckpointTimeoutError) -> str:
+        if force or self._if_stalled == "raise":
+            raise stalled
+        level = logging.INFO if self._told_of is self.pending else logging.WARNING  # once for each that is stalled
+        _log.log(level, "step %d is skipped: %s", step, stalled)
+        self._told_of = self.pending
+        return f"skipped: {stalled}"
+
+    def give_up(self, exit_code: int) -> None:
+        """Do not wait for it any more, also at the end of the process, which has this exit code then."""
+        if self.pending is not None:
+            self.pending.give_up(exit_code)
+            self.pending, self.given_up = None, self.pending

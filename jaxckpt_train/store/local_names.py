@@ -1,0 +1,95 @@
+"""Names on the local file system, for `local.py`: renames over nothing, atomic where the kernel can, told once."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import stat
+from collections.abc import Callable
+
+from jaxckpt_train.store.backend import UNSUPPORTED
+from jaxckpt_train.store.interrupted import again
+
+_RENAME_NOREPLACE, _RENAME_EXCHANGE, _AT_FDCWD = 1, 2, -100
+
+
+def is_there(path: str) -> bool:
+    """Whether something has this name, also a link to nothing. Unlike `os.path`, other refusals are told."""
+    try:
+        again(os.lstat, path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def is_directory(path: str) -> bool:
+    """Whether this is a directory, or a link to one. Unlike `os.path`, refusals are told."""
+    try:
+        return stat.S_ISDIR(again(os.stat, path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def rename_to_new(source: str, target: str) -> None:
+    """Move a file or directory to a name that must not exist.
+
+    A rename that was made twice, after a signal or by a network file system, finds its own work done: that is no error.
+    """
+    moved = again(os.lstat, source)
+    try:
+        if not again(_renameat2, source, target, _RENAME_NOREPLACE):
+            if is_there(target):
+                raise FileExistsError(errno.EEXIST, "exists")
+            again(os.rename, source, target)
+    except (FileExistsError, FileNotFoundError):
+        if is_there(source) or not is_there(target):
+            raise
+        if not os.path.samestat(again(os.lstat, target), moved):
+            raise
+
+
+def exchange_names(first: str, second: str) -> bool:
+    """Swap two names atomically; False where the kernel or file system cannot."""
+    was_first = again(os.lstat, first)
+    while True:
+        try:
+            return _renameat2(first, second, _RENAME_EXCHANGE)
+        except InterruptedError:  # was it done? A second time would undo it
+            if os.path.samestat(again(os.lstat, second), was_first):
+                return True
+
+
+def rename_all(steps: list[tuple[str, str]], sync: Callable[[str], None] | None) -> None:
+    """Rename one after the other, within one directory; a file system may else bring them to the disk in any order."""
+    done: list[tuple[str, str]] = []
+    try:
+        for source, target in steps:
+            if sync is not None and done:
+                sync(os.path.dirname(source))
+            again(os.rename, source, target)
+            done.append((source, target))
+    except OSError:
+        for source, target in reversed(done):
+            again(os.rename, target, source)
+        raise
+
+
+@functools.cache
+def _find_renameat2() -> Callable[..., int] | None:
+    """The C library's function; found once, as ctypes makes classes for each look, which only the collector frees."""
+    return getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+
+
+def _renameat2(source: str, target: str, flags: int) -> bool:
+    """Linux's rename with flags; False where the kernel or file system does not offer it."""
+    call = _find_renameat2()
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in UNSUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code))

@@ -1,0 +1,163 @@
+"""Trains for an hour, saving every second, on a disk that is slow, refuses, or does not answer at times.
+
+`python -m tests.faults.soak --minutes 60`. One process trains all the time; after a save that failed it makes a new
+callback and resumes. It must not grow: neither memory, nor threads, nor open files, nor what lies in its directory. And
+whatever it resumes from is the newest step that it knew to be committed, or a newer one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxckpt_train.steps.lock import SILENCE_S
+from jaxckpt_train.steps.manager import StepManager
+from jaxckpt_train.store.backend import HALF_MADE
+from tests.faults.fuse_disk import ANSWER, WEDGED, FuseDisk, fuse_disk, why_not
+
+ROOT = Path(__file__).parents[2]
+TRAINING = """
+import json, os, sys, threading, time
+import jax, jax.numpy as jnp
+import jaxckpt_train as jct
+
+directory, seconds, every_s = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
+update = jax.jit(lambda state: {"w": state["w"] + 1.0}, donate_argnums=0)
+ends, committed, failed, skipped, told = time.monotonic() + seconds, 0, 0, 0, 0.0
+
+def tell():
+    with open("/proc/self/statm") as file:
+        resident = int(file.read().split()[1]) * 4096
+    files = len(os.listdir("/proc/self/fd"))
+    row = {"resident": resident, "threads": threading.active_count(), "files": files, "committed": committed,
+           "failed": failed, "skipped": skipped}
+    print(json.dumps(row), flush=True)
+
+while time.monotonic() < ends:
+    try:
+        options = {"save_interval_secs": every_s, "keep_latest": 3, "stall_timeout_s": 2 * every_s}
+        with jct.CheckpointCallback(directory, **options) as ckpt:
+            state = ckpt.resume({"w": jnp.zeros(1 << 20)})
+            step = ckpt.completed_steps
+            assert step >= committed, f"resumed from {step}, but {committed} was committed"
+            assert float(state["w"].min()) == float(state["w"].max()) == step, "a mixture"
+            while time.monotonic() < ends:
+                state, step = update(state), step + 1
+                skipped += "skipped" in ckpt(state, step=step).reason
+                committed = max(committed, ckpt.latest_step() or 0)
+                if time.monotonic() > told + 5 * every_s:
+                    told = time.monotonic()
+                    tell()
+                time.sleep(0.01)  # the step
+    except (jct.StorageError, jct.CheckpointTimeoutError):
+        failed += 1
+tell()
+"""
+
+
+@dataclasses.dataclass
+class Found:
+    """What a soak came to: all that the training told, what was left over, and what must not be."""
+
+    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    faults: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+
+def soak(seconds: float, seed: int, every_s: float, folder: Path) -> Found:
+    """Train for so long."""
+    found, chance = Found(), random.Random(seed)
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    with fuse_disk(folder) as disk:
+        run = disk.path / "run"
+        command = [sys.executable, "-c", TRAINING, str(run), str(seconds), str(every_s)]
+        with (
+            (folder / "told").open("w+", encoding="utf-8") as told,
+            subprocess.Popen(command, env=variables, stdout=told, stderr=subprocess.PIPE, text=True) as process,
+        ):
+            for kind in _faults(disk, chance, every_s):
+                found.faults[kind] += 1
+                if process.poll() is not None:
+                    break
+            errors = process.stderr.read() if process.stderr is not None else ""
+        found.rows = [json.loads(line) for line in (folder / "told").read_text(encoding="utf-8").splitlines()]
+        if process.returncode != 0:
+            found.problems.append(f"the training ended with {process.returncode}: {errors[-1000:]}")
+        with StepManager(run) as manager:  # the next owner cleans
+            manager.own()
+        found.problems += [f"left over: {name}" for name in sorted(os.listdir(run)) if _is_left(run / name)]
+    found.problems += growth(found.rows)
+    return found
+
+
+def _faults(disk: FuseDisk, chance: random.Random, every_s: float) -> Iterator[str]:
+    while True:
+        kind = chance.choice(("none", "none", "slow", "refuses", "wedged"))
+        match kind:
+            case "slow":
+                disk.set(ANSWER, chance.uniform(0, every_s))
+            case "refuses":
+                disk.set(ANSWER, refused_per_mille=chance.choice((1, 10, 100)))
+            case "wedged":
+                disk.set(WEDGED)
+            case _:
+                disk.set()
+        time.sleep(chance.uniform(0, 4 * every_s))  # so long it is as it is
+        disk.set()
+        yield kind
+
+
+def _is_left(path: Path) -> bool:
+    """What is half made for the lock is left alone as long as somebody may be at work on it."""
+    if path.name.startswith(HALF_MADE):
+        return time.time() - path.stat().st_mtime > SILENCE_S
+    return ".tmp-" in path.name or ".deleting" in path.name
+
+
+def growth(rows: list[dict[str, Any]]) -> list[str]:
+    """What is more in the last third than it ever was in the second one, beyond what varies."""
+    second, last = rows[len(rows) // 3 : 2 * len(rows) // 3], rows[2 * len(rows) // 3 :]
+    if not second or not last:
+        return [f"only {len(rows)} rows were told"]
+    problems = []
+    for name, slack in (("resident", 48 << 20), ("threads", 2), ("files", 4)):
+        before, after = (max(row[name] for row in part) for part in (second, last))
+        if after > before + slack:
+            problems.append(f"{name} grew from {before} to {after}")
+    return problems
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    reason = why_not()
+    if reason is not None:
+        print(f"SKIP: {reason}")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        found = soak(60 * chosen.minutes, chosen.seed, 1.0, Path(folder))
+    print(
+        f"{len(found.rows)} rows; the first {found.rows[:1]}, the last {found.rows[-1:]}; faults {dict(found.faults)}"
+    )
+    print(f"{len(found.problems)} problems, seed {chosen.seed}")
+    for problem in found.problems:
+        print(f"  {problem}")
+    raise SystemExit(bool(found.problems))
+
+
+if __name__ == "__main__":
+    main()
