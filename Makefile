@@ -16,7 +16,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-quick lint types format bench bench-quick bench-torch kill-campaign crash-states corruption power-cuts native-calls limits deadlines hostile soak clean python-is-new-enough
+.PHONY: help venv demo test test-quick lint types format bench bench-quick bench-torch kill-campaign crash-states corruption power-cuts native-calls random-kills limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes clean python-is-new-enough
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
@@ -80,6 +80,22 @@ hostile: $(STAMP)  ## 20,000,000 files that somebody else made (some forty minut
 
 soak: $(STAMP)  ## an hour of training on a disk that is slow, refuses, or does not answer at times (needs root)
 	$(BIN)/python -m tests.faults.soak --minutes 60
+
+random-kills: $(STAMP)  ## SIGKILL at 5,000 random moments of processes that save (some twelve minutes)
+	$(BIN)/python -m tests.faults.random_kills
+
+many-processes: $(STAMP)  ## processes that own, read, pin and die on one directory: against a model, and real ones
+	$(BIN)/python -m tests.faults.owners
+	$(BIN)/python -m tests.faults.many_processes
+
+test-faults: $(STAMP)  ## all campaigns of faults, and their table in build/reliability.md (many hours; parts need root)
+	$(BIN)/python -m tests.faults.everything
+
+bench-faults: $(STAMP)  ## power cuts, flipped bits and interrupted calls on Orbax beside ours (some ten minutes; needs root)
+	$(BIN)/python -m benchmarks.faults
+
+bench-write-modes: $(STAMP)  ## what each durability costs, on each file system that there is
+	$(BIN)/python -m benchmarks.write_modes
 
 bench: $(STAMP)  ## compare with all peers on this machine (some two hours), and write docs/benchmarks/
 	$(BIN)/python -m benchmarks.run --json build/bench.json --plots docs/benchmarks

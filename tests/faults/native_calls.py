@@ -186,7 +186,16 @@ def _deletes_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepManager, "save", deleting)
 
 
-FLAWS = {"no retries": _no_retries, "errors are ignored": _ignores_errors, "deletes first": _deletes_first}
+def _acknowledges_early(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepManager, "wait", lambda self, timeout_s=None: None)
+
+
+FLAWS = {
+    "no retries": _no_retries,
+    "errors are ignored": _ignores_errors,
+    "deletes first": _deletes_first,
+    "acknowledges early": _acknowledges_early,
+}
 
 
 def campaign(names: list[str], folder: Path, every: int = 1) -> Found:
@@ -242,7 +251,9 @@ def _run_with(fault: Fault, number: int, directory: Path, tell: Callable[[str, A
         tell("calls", [calls, library.fi_name().decode()])
 
 
-def forked(work: Callable[[Callable[[str, Any], None]], None]) -> tuple[list[tuple[str, Any]], int]:
+def forked(
+    work: Callable[[Callable[[str, Any], None]], None], longest_s: int = LONGEST_S
+) -> tuple[list[tuple[str, Any]], int]:
     """Do it in a forked process; what it told, and how it ended: a negative number is a signal's."""
     read, write = os.pipe()
     child = os.fork()
@@ -254,7 +265,7 @@ def forked(work: Callable[[Callable[[str, Any], None]], None]) -> tuple[list[tup
             def tell(what: str, value: Any) -> None:
                 os.write(write, json.dumps([what, value]).encode() + b"\n")
 
-            signal.alarm(LONGEST_S)
+            signal.alarm(longest_s)
             try:
                 work(tell)
                 status = 0
@@ -273,11 +284,16 @@ def why_not() -> str | None:
     return None if sys.platform == "linux" and shutil.which("gcc") else "needs Linux and gcc"
 
 
-def preloaded(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run this module with the library."""
+def built(folder: Path) -> Path:
+    """The library."""
     library = folder / "native_faults.so"
     subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True)
-    variables = {**os.environ, "LD_PRELOAD": str(library), "JAX_PLATFORMS": "cpu"}
+    return library
+
+
+def preloaded(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run this module with the library."""
+    variables = {**os.environ, "LD_PRELOAD": str(built(folder)), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.faults.native_calls", "--preloaded", *arguments]
     return subprocess.run(command, env=variables, text=True, stdout=subprocess.PIPE, check=False)
 

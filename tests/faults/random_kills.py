@@ -1,0 +1,154 @@
+"""Kills processes that save at random moments, with SIGKILL: `python -m tests.faults.random_kills --kills 5000`.
+
+Each life is a real, forked process: it takes the run over, restores, saves one step after the other, pins some, until
+it is killed. It tells what was acknowledged to it; the next life must find the newest of that, or a newer step, whole,
+and nothing that the one before has left half done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import functools
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxckpt_train.errors import StepNotFoundError
+from jaxckpt_train.steps.lock import LOCK_NAME
+from jaxckpt_train.steps.manager import StepManager
+from jaxckpt_train.steps.preservation_policies import LatestN
+from jaxckpt_train.store.backend import HALF_MADE
+from tests.faults.native_calls import FLAWS, KEPT, LONGEST_S, SETTINGS, checkpointables_of, step_of
+
+LIVES = 40
+LONGEST_LIFE_S = 0.25
+MOST_TOLD = 1 << 20
+Tell = Callable[[str, Any], None]
+
+
+@dataclasses.dataclass
+class Found:
+    """What a campaign came to: kills, acknowledged saves, kills by what the process was doing, and what must not be."""
+
+    kills: int = 0
+    acknowledged: int = 0
+    during: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+
+def live(directory: Path, newest: int, seed: int, tell: Tell) -> None:
+    """One process: what it finds wrong is told, and what is acknowledged to it."""
+    chance = random.Random(seed)
+    with StepManager(directory, preservation_policy=LatestN(KEPT), settings=SETTINGS) as manager:
+        tell("owning", None)
+        manager.own()
+        manager._run._deleter.wait(LONGEST_S)
+        harmless = (*HALF_MADE, f"{LOCK_NAME}.dead-")
+        left = [name for name in os.listdir(directory) if name.startswith(".") and not name.startswith(harmless)]
+        if set(left) - {LOCK_NAME}:
+            tell("problem", f"left over: {left}")
+        tell("restoring", None)
+        try:
+            step = step_of(manager.restore())
+        except StepNotFoundError:
+            step = 0
+        if step < newest:
+            tell("problem", f"restored step {step}, but {newest} was acknowledged")
+        for listed in manager.steps:
+            if step_of(manager.restore(step=listed)) != listed:
+                tell("problem", f"step {listed} holds another")
+        manager.restore() if step else None
+        while True:
+            step += 1
+            tell("saving", step)
+            manager.save(step, checkpointables_of(step))
+            if chance.random() < 0.7:
+                manager.wait(LONGEST_S)
+                tell("acknowledged", step)
+            if chance.random() < 0.1:
+                manager.pin(step, pinned=chance.random() < 0.5) if step in manager.steps else None
+
+
+def killed(work: Callable[[Tell], None], after_s: float) -> list[tuple[str, Any]]:
+    """Do it in a forked process that is killed after so long; what it told until then."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            os.close(read)
+
+            def tell(what: str, value: Any) -> None:
+                os.write(write, json.dumps([what, value]).encode() + b"\n")
+
+            try:
+                work(tell)
+            except BaseException:  # noqa: BLE001  # the edge of a process: it is told to the other one
+                tell("problem", traceback.format_exc())
+        os._exit(1)
+    os.close(write)
+    time.sleep(after_s)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with os.fdopen(read, encoding="utf-8") as told:
+        return [tuple(json.loads(line)) for line in told.read(MOST_TOLD).splitlines()]
+
+
+def campaign(kills: int, seed: int, folder: Path) -> Found:
+    """So many lives, some tens of them on one run after the other."""
+    found, newest = Found(), 0
+    directory = folder / "run"
+    for number in range(kills):
+        if number % LIVES == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+            newest = 0
+        life = random.Random(f"{seed} {number}")
+        work = functools.partial(live, directory, newest, life.randrange(1 << 30))
+        told = killed(work, life.uniform(0, LONGEST_LIFE_S))
+        found.kills += 1
+        found.during[told[-1][0] if told else "starting"] += 1
+        for what, value in told:
+            if what == "acknowledged":
+                found.acknowledged += 1
+                newest = max(newest, value)
+            elif what == "problem":
+                found.problems.append(f"seed {seed}, life {number}: {value}")
+    return found
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=5000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--flaw", choices=FLAWS, help="a control: what a writer could do wrong")
+    chosen, started = parser.parse_args(), time.monotonic()
+    warnings.simplefilter("ignore")
+    logging.getLogger("jaxckpt_train").disabled = True
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        if chosen.flaw is not None:
+            FLAWS[chosen.flaw](patch)
+        found = campaign(chosen.kills, chosen.seed, Path(folder))
+    print(f"{found.kills} kills, {found.acknowledged} acknowledged saves; killed while {dict(found.during)}")
+    print(f"{len(found.problems)} problems; {time.monotonic() - started:.0f} s, seed {chosen.seed}")
+    for problem in found.problems[:20]:
+        print(f"  {problem}")
+    raise SystemExit(bool(found.problems))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Processes that are killed at random moments lose nothing; one that acknowledges early is found out.
+
+The whole campaign is `make random-kills`; that of a real training is `make kill-campaign`.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from tests.faults.native_calls import FLAWS
+from tests.faults.random_kills import campaign
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:.*fork")]
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("jaxckpt_train"), "disabled", True)
+
+
+def test_what_was_acknowledged_is_there(tmp_path: Path) -> None:
+    found = campaign(60, seed=0, folder=tmp_path)
+    assert found.problems == []
+    assert found.acknowledged > 30
+    assert found.during["saving"] > 10
+
+
+def test_a_writer_that_acknowledges_early_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FLAWS["acknowledges early"](monkeypatch)
+    assert any("was acknowledged" in problem for problem in campaign(40, seed=0, folder=tmp_path).problems)
