@@ -18,7 +18,7 @@ from jaxckpt_train.errors import CheckpointError, SettingsError
 from jaxckpt_train.multihost import current
 from jaxckpt_train.progress import progress_line, wants_progress
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.steps.departure import Departure
+from jaxckpt_train.steps.departure import NOTHING_NEW, Departure
 from jaxckpt_train.steps.history import savable_metrics
 from jaxckpt_train.steps.hooks import LoopHook
 from jaxckpt_train.steps.loop_state import LoopState, refuse_to_continue
@@ -29,7 +29,7 @@ from jaxckpt_train.steps.preemption import PreemptionWatch
 from jaxckpt_train.steps.step_save import SaveResult
 
 _log = logging.getLogger("jaxckpt_train")
-_NOT_DUE, _DISABLED, _NOTHING_NEW = (SaveResult(False, why) for why in ("not due", "disabled", "nothing new to save"))
+_NOT_DUE, _DISABLED = SaveResult(False, "not due"), SaveResult(False, "disabled")
 _MISSING: Any = object()
 
 
@@ -110,6 +110,8 @@ class CheckpointCallback:
             exit_code,
             lambda: on_preemption == "raise" or (on_preemption == "auto" and hydra_job.is_multirun()),
         )
+        if grace_period_s is not None:
+            self.manager.leave_when(self._watch.is_asked)
 
     @classmethod
     def from_config(cls, config: Any = None) -> CheckpointCallback:
@@ -219,7 +221,8 @@ class CheckpointCallback:
         # The last one now and not at the exit: here the position in the data is surely this step's.
         is_last = self._save_on_exit and self._loop.in_steps and self._loop.completed == self._loop.num_steps
         if (decision.save or is_last) and not self._is_saved():
-            return self._save(decision.reason if decision.save else "end of the loop", force=is_last)
+            result = self._save(decision.reason if decision.save else "end of the loop", force=is_last)
+            return result if result.saved or not self._watch.reached() else self._leave()
         return _NOT_DUE
 
     def _refuse_unless_resumed(self) -> None:
@@ -289,12 +292,12 @@ class CheckpointCallback:
 
     def _save_before_leaving(self, timeout_s: float | None) -> SaveResult:
         if self._loop.last is None or self._is_saved():
-            return _NOTHING_NEW
+            return NOTHING_NEW
         return self._save(f"preemption: {self._watch.reason}", force=True, timeout_s=timeout_s)
 
     @property
     def preempted(self) -> bool:
-        """Whether the job was asked to leave and its state is saved."""
+        """Whether the job was asked to leave, and has saved its state or run out of time."""
         return self._departure.preempted is not None
 
     @property
@@ -351,7 +354,7 @@ class CheckpointCallback:
             try:
                 if self.enabled:
                     with progress_line("finishing the save", None, wants_progress(self._progress)):
-                        self.manager.close(self._departure.left_s())
+                        self._departure.close(self.manager)
             finally:
                 self._watch.stop()  # only now: until the save is committed, a signal must not kill the process
 
@@ -381,7 +384,7 @@ class CheckpointCallback:
         """A loop that was asked to leave and broke off by itself has not finished: its process must say so."""
         left = self.enabled and self._started and not self.preempted and not self._loop.finished()
         if left and self._watch.reached():
-            self._departure.finish(self.manager, lambda _: _NOTHING_NEW)
+            self._departure.finish(self.manager, lambda _: NOTHING_NEW)
             self._departure.decide(self.manager)
 
     def _save_last(self) -> None:
@@ -390,11 +393,6 @@ class CheckpointCallback:
         if is_over or not self._save_on_exit or self._loop.last is None or self._is_saved():
             return
         if self._loop.has_begun_another():
-            _log.warning(
-                "step %d is not saved at the end: since ckpt(...) was told of it, the loop has begun another update, "
-                "so the position in the data is a later one; the last saved step is %s",
-                self._loop.step,
-                self._saved,
-            )
-        else:
-            self._save("end of the loop", force=True)
+            self._loop.tell_that_it_went_on(self._saved)
+        elif self._watch.reached() or not self._save("end of the loop", force=True).saved:  # asked to leave meanwhile
+            self._departure.finish(self.manager, self._save_before_leaving)

@@ -20,13 +20,14 @@ from jaxckpt_train.checkpointables.saving import (
     SaveTimes,
     begin_save,
     encode_value,
+    movement_of,
     stage_all,
     undone_on_error,
     wait_until_taken,
     write_parts,
 )
 from jaxckpt_train.errors import CheckpointExistsError, MismatchError, StorageError, UnsupportedLeafError
-from jaxckpt_train.pending import Movement, PendingSave
+from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings, checked_settings
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.local import LocalBackend, file_exists, is_file
@@ -154,7 +155,7 @@ def save_checkpointables_async(
             raise CheckpointExistsError(f"{final}: exists; pass overwrite=True to replace it, or choose another path")
     parts = stage_all(checkpointables, times, chosen)
     info = run_info(custom_metadata)
-    transaction, movement = Transaction(_BACKEND, final, chosen), Movement()
+    transaction, movement = Transaction(_BACKEND, final, chosen), movement_of(parts)
 
     def work() -> CheckpointMetadata:
         with undone_on_error(transaction, parts):

@@ -35,12 +35,6 @@ def seconds(subject: str, value: Any) -> float:
     return number if 0 < number < math.inf else refuse(subject, "a finite number of seconds above 0", value)
 
 
-def seconds_or_zero(subject: str, value: Any) -> float:
-    """As `seconds`, or 0."""
-    number = _real(value)
-    return number if 0 <= number < math.inf else refuse(subject, "a finite number of seconds of at least 0", value)
-
-
 def _real(value: Any) -> float:
     """A number as a float; nan for anything else."""
     return float(value) if not isinstance(value, bool) and isinstance(value, numbers.Real) else math.nan

@@ -27,22 +27,30 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _given_up: dict[threading.Thread, int] = {}  # with the exit code of the process that does not wait for them
 # A disk that does not answer for so long is not waited for at the end of a script, or of a run.
 LAST_PATIENCE_S = 600.0
+SLICE_S = 0.1  # how soon a request to leave is seen by who waits
 
 
 class Movement:
-    """When a save last got any further; told of numbers of bytes, as a progress."""
+    """How long somebody has waited for a save that got no further; told of numbers of bytes, as a progress.
 
-    def __init__(self) -> None:
-        self._at = time.monotonic()
+    Only time that somebody was awake and waited counts: a job that is stopped and goes on has not waited.
+
+    Args:
+        is_excused: whether it waits for something else than a disk now, such as for what devices are computing.
+    """
+
+    def __init__(self, is_excused: Callable[[], bool] = lambda: False) -> None:
+        self._is_excused = is_excused
+        self.waited_s = 0.0
 
     def __call__(self, done: int = 0) -> None:
         """It got further."""
-        self._at = time.monotonic()
+        self.waited_s = 0.0
 
-    @property
-    def still_s(self) -> float:
-        """Seconds since then."""
-        return time.monotonic() - self._at
+    def waited(self, seconds: float) -> None:
+        """Somebody has waited for so long."""
+        if not self._is_excused():
+            self.waited_s += min(seconds, LOOK_S)
 
 
 class _Outcome(Future[T]):
@@ -165,12 +173,18 @@ class PendingSave(Generic[T]):
             raise error
         return self.committed.result()
 
-    def outcome(self, timeout_s: float | None = None, patience_s: float | None = None) -> BaseException | None:
+    def outcome(
+        self,
+        timeout_s: float | None = None,
+        patience_s: float | None = None,
+        until: Callable[[], bool] = lambda: False,
+    ) -> BaseException | None:
         """Wait, and return the error if it failed; the error then counts as seen.
 
         Args:
             timeout_s: seconds to wait; None: no limit.
             patience_s: seconds to wait for it to get any further, as by another few MiB; None: no limit.
+            until: ends the wait once it is true.
 
         Raises:
             CheckpointTimeoutError: neither committed nor failed in time, and the save goes on; or it is the save of a
@@ -181,25 +195,33 @@ class PendingSave(Generic[T]):
                 f"saving {self.subject}: is done by process {self._process}, of which this one, {os.getpid()}, is a "
                 "fork; wait for it there"
             )
-        why_not = self.wait_for(self._ended, timeout_s, patience_s)
+        why_not = self.wait_for(self._ended, timeout_s, patience_s, until)
         if why_not is not None:
             raise CheckpointTimeoutError(f"saving {self.subject}: {why_not}; it goes on")
         self.mark_reported()
         return self.committed.exception()
 
-    def wait_for(self, latch: Latch, timeout_s: float | None, patience_s: float | None) -> str | None:
+    def wait_for(
+        self,
+        latch: Latch,
+        timeout_s: float | None,
+        patience_s: float | None,
+        until: Callable[[], bool] = lambda: False,
+    ) -> str | None:
         """Wait for what this save opens, limited as in `outcome`; why it was not opened, or None."""
         end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            left_s, still_s = end_s - time.monotonic(), self.movement.still_s
-            patience_left_s = math.inf if patience_s is None else patience_s - still_s
-            wait_s = min(left_s, patience_left_s)
-            if latch.wait(None if wait_s == math.inf else max(0.0, wait_s)):
+            started = time.monotonic()
+            patience_left_s = math.inf if patience_s is None else patience_s - self.movement.waited_s
+            if latch.wait(max(0.0, min(SLICE_S, end_s - started, patience_left_s))):
                 return None
+            self.movement.waited(time.monotonic() - started)
+            if until():
+                return "asked to leave meanwhile"
             if end_s <= time.monotonic():
                 return f"not committed after {timeout_s:.3g} s"
-            if patience_s is not None and self.movement.still_s >= patience_s:
-                return f"no further for {self.movement.still_s:.3g} s; does its disk still answer?"
+            if patience_s is not None and self.movement.waited_s >= patience_s:
+                return f"no further for {self.movement.waited_s:.3g} s; does its disk still answer?"
 
     def give_up(self, exit_code: int) -> None:
         """See to it that the end of this process does not wait for it: it ends then with this exit code.
@@ -248,6 +270,23 @@ def start_save(
     return pending
 
 
+def call_within(call: Callable[[], object], timeout_s: float) -> bool:
+    """Call what may ask a disk that does not answer; False: it is not done after so many seconds, and goes on."""
+    done = Latch()
+
+    def work() -> None:
+        try:
+            call()
+        finally:
+            done.open()
+
+    try:
+        threading.Thread(target=work, name="jaxckpt-note", daemon=True).start()
+    except RuntimeError:  # the system has no thread for it
+        work()
+    return done.wait(timeout_s)
+
+
 def call_after(pending: PendingSave[T] | None, call: Callable[[], None]) -> None:
     """Call it once the save has committed or failed, on its thread; at once if it has already, or there is none."""
     if pending is None:
@@ -278,6 +317,7 @@ def _drain_at_exit() -> None:
         elif thread.is_alive():  # else it has ended, or its start was interrupted
             thread.join()  # one that still frees JAX arrays while the interpreter goes would abort the process
     if codes:
+        atexit.unregister(_drain_at_exit)  # which would be among them
         atexit._run_exitfuncs()  # the other functions first, since the exit code can only be set by leaving here
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:

@@ -44,7 +44,7 @@ def test_the_constructor_takes_what_python_has_and_yaml_has_not(tmp_path: Path) 
         save_interval_secs=np.float32(60),  # type: ignore[arg-type]
         notice_file=tmp_path / "leave",
         init_from=tmp_path / "other",
-        grace_period_s=0,
+        grace_period_s=np.float32(2),
         signals=("SIGCLD",),
         store=jct.StoreSettings(durability="none"),
     )

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -121,9 +122,31 @@ def wait_until_taken(
         if part.snapshot is not None:
             left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
             why_not = pending.wait_for(part.snapshot.is_taken, left_s, patience_s)
-            if why_not is not None:
-                _close(parts)
+            if why_not is not None and _give_up(parts):
                 raise CheckpointTimeoutError(f"saving {pending.subject}: {why_not}; given up, its state was not taken")
+
+
+def _give_up(parts: Sequence[StagedPart]) -> bool:
+    """See to it that the save fails, and lets go of the state; False if all of that was taken after all."""
+    transfers = [part.snapshot.transfers for part in parts if part.snapshot is not None]
+    is_given_up = any(each.give_up() for each in transfers if each is not None)
+    if is_given_up:
+        _close(parts)
+    return is_given_up
+
+
+def movement_of(parts: Sequence[StagedPart]) -> Movement:
+    """For the save of these, which may wait for what is still being computed; holds nothing of them."""
+    snapshots = [part.snapshot for part in parts if part.snapshot is not None]
+    transfers = [weakref.ref(each.transfers) for each in snapshots if each.transfers is not None]
+    guards = [weakref.ref(each.guard) for each in snapshots if each.guard is not None]
+
+    def is_excused() -> bool:
+        here, looking = [each() for each in transfers], [each() for each in guards]
+        fetching = any(each.fetching for each in here if each is not None)
+        return fetching or any(each.is_looking for each in looking if each is not None)
+
+    return Movement(is_excused)
 
 
 def write_parts(

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from jaxckpt_train.errors import CheckpointTimeoutError, Preempted
+from jaxckpt_train.pending import call_within
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.preemption import PreemptionWatch
 from jaxckpt_train.steps.step_save import SaveResult
@@ -13,6 +14,8 @@ from jaxckpt_train.steps.step_save import SaveResult
 _log = logging.getLogger("jaxckpt_train")
 # Of the grace period: what it takes to end a process in which JAX has been at work.
 ENDING_SHARE, MOST_ENDING_S = 0.4, 2.0
+NOTE_S = 60.0
+NOTHING_NEW = SaveResult(False, "nothing new to save")
 
 
 class Departure:
@@ -61,12 +64,29 @@ class Departure:
             raise failure
         return result
 
+    def close(self, manager: StepManager) -> None:
+        """Close it: wait for the save under way, and in time if the job is asked to leave only now."""
+        failure = None
+        if self._grace_period_s is not None and not self.is_late:
+            try:
+                failure = manager.settle(until=self._watch.is_asked)
+            except CheckpointTimeoutError:
+                if not self._watch.reached():
+                    raise
+                self.finish(manager, lambda _: NOTHING_NEW)
+        manager.close(self.left_s())
+        if failure is not None:
+            raise failure
+
     def left_s(self) -> float | None:
         """Seconds in which all must be done, some of the grace period being left to end the process; None: no limit."""
         if self._grace_period_s is None or self._watch.noticed_at is None:
             return None
         left_s = self._watch.left_of(self._grace_period_s)
-        return None if left_s is None else max(0.0, left_s - min(MOST_ENDING_S, ENDING_SHARE * self._grace_period_s))
+        if left_s is None:
+            return None
+        ending_s = min(MOST_ENDING_S, ENDING_SHARE * self._grace_period_s)
+        return max(left_s - ending_s, left_s / 2)  # a last save that begins late may still be a short one
 
     def decide(self, manager: StepManager) -> None:
         """From now on the run is over; says so, with the step that is committed."""
@@ -74,8 +94,9 @@ class Departure:
         saved = "no step is saved" if step is None else f"step {step} is saved"
         self.preempted = Preempted(f"asked to leave by {reason}; {saved}", step, self._exit_code)
         _log.warning("%s", self.preempted)
-        if not self.is_late:  # its disk may not answer
-            manager.note_preemption(step, str(reason))
+        if not self.is_late:  # else its disk may not answer; nor may it now
+            left_s = self.left_s()
+            call_within(lambda: manager.note_preemption(step, str(reason)), NOTE_S if left_s is None else left_s)
 
     def error(self) -> BaseException:
         """What ends the process."""

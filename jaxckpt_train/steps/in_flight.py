@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Literal
 
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
@@ -24,6 +25,7 @@ class InFlight:
         pending: the save, until its outcome was seen.
         info: what policies may know of it.
         given_up: one that nobody waits for any more.
+        is_asked_to_leave: whether a save is not to wait for its turn any more, since it has to end in time.
 
     Raises:
         SettingsError: an argument is wrong.
@@ -36,6 +38,7 @@ class InFlight:
             raise SettingsError(f'StepManager.if_stalled: expected "skip" or "raise", found {if_stalled!r}')
         self._if_busy, self._if_stalled = if_busy, if_stalled
         self._stall_timeout_s = positive_seconds("StepManager.stall_timeout_s", stall_timeout_s)
+        self.is_asked_to_leave: Callable[[], bool] = lambda: False
         self.pending: PendingSave[CheckpointMetadata] | None = None
         self.info: CheckpointInfo | None = None
         self.given_up: PendingSave[CheckpointMetadata] | None = None
@@ -62,16 +65,22 @@ class InFlight:
             if error is not None:
                 raise error
 
-    def settle(self, timeout_s: float | None = None, patience_s: float = LAST_PATIENCE_S) -> BaseException | None:
+    def settle(
+        self,
+        timeout_s: float | None = None,
+        patience_s: float = LAST_PATIENCE_S,
+        until: Callable[[], bool] = lambda: False,
+    ) -> BaseException | None:
         """Wait for it; the error, if it failed.
 
         Raises:
-            CheckpointTimeoutError: not in time, or it has not got any further for `patience_s` seconds; it goes on.
+            CheckpointTimeoutError: not in time, it has not got any further for `patience_s` seconds, or `until` became
+                true; it goes on.
         """
         pending = self.pending
         if pending is None:
             return None
-        error = pending.outcome(timeout_s, patience_s)
+        error = pending.outcome(timeout_s, patience_s, until)
         if self.pending is pending:  # else another thread has begun the next one meanwhile
             self.pending = None
         if pending is self._without_state:  # that it failed was told when it was skipped
@@ -96,8 +105,10 @@ class InFlight:
             return why
         _log.info("step %d waits: %s is still under way", step, pending.subject)
         try:
-            error = self.settle(timeout_s, self.patience_s(force))
+            error = self.settle(timeout_s, self.patience_s(force), self.is_asked_to_leave)
         except CheckpointTimeoutError as stalled:
+            if self.is_asked_to_leave():
+                return f"skipped: {stalled}"
             return self._skipped(step, force, stalled)
         if error is not None:
             raise error

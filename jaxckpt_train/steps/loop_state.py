@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from jaxckpt_train.checkpointables.registry import keeps_itself_current
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.steps.step_names import check_step
 
+_log = logging.getLogger("jaxckpt_train")
 _RESERVED = ("metrics", "step")
 
 
@@ -90,6 +92,15 @@ class LoopState:
     def has_begun_another(self) -> bool:
         """Whether an update was begun that the loop has not told of: the data is at a later position."""
         return self.step != self.completed or (self.broken and not self.called)
+
+    def tell_that_it_went_on(self, saved: int | None) -> None:
+        """Why the last completed update is not saved at the end."""
+        _log.warning(
+            "step %d is not saved at the end: since ckpt(...) was told of it, the loop has begun another update, "
+            "so the position in the data is a later one; the last saved step is %s",
+            self.step,
+            saved,
+        )
 
     def finished(self) -> bool:
         """Whether the loop has come to its end."""

@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
@@ -189,7 +189,8 @@ class StepManager:
 
         Raises:
             CheckpointExistsError: the step is committed already, and `overwrite` is false.
-            CheckpointTimeoutError: not in time; or the disk does not answer, with `force` or `if_stalled="raise"`.
+            CheckpointTimeoutError: with `force` or `if_stalled="raise"`, instead of skipping the step: not in time, or
+                the disk does not answer.
             The original error of the save before, if that failed.
         """
         step = check_step(step)
@@ -203,11 +204,11 @@ class StepManager:
             if not decision.save:
                 return SaveResult(False, decision.reason)
             started = time.perf_counter()
+            self._run.hold()
             why_not = self._in_flight.wait_for_turn(step, force, timeout_s)
             if why_not is not None:
                 return SaveResult(False, why_not)
             wait_s = time.perf_counter() - started
-            self._run.hold()
             if not overwrite:
                 self._run.refuse_committed(step)
             request = SaveRequest(step, decision.reason, metrics, custom_metadata, temporary, decide_s, wait_s)
@@ -336,13 +337,18 @@ class StepManager:
         if error is not None:
             raise error
 
-    def settle(self, timeout_s: float | None = None, patience_s: float = LAST_PATIENCE_S) -> BaseException | None:
+    def settle(self, timeout_s: float | None = None, until: Callable[[], bool] = lambda: False) -> BaseException | None:
         """As `wait`, but returns the error of a save that failed instead of raising it.
 
         Raises:
-            CheckpointTimeoutError: not in time, or it has not got any further for `patience_s` seconds; it goes on.
+            CheckpointTimeoutError: not in time, it has not got any further for ten minutes, or `until` became true; it
+                goes on.
         """
-        return self._in_flight.settle(timeout_s, patience_s)
+        return self._in_flight.settle(timeout_s, until=until)
+
+    def leave_when(self, is_asked: Callable[[], bool]) -> None:
+        """Once this is true, no save waits for its turn any more, but is skipped."""
+        self._in_flight.is_asked_to_leave = is_asked
 
     wait_until_finished = wait
 

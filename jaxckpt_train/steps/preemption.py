@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -136,11 +137,11 @@ class TimeNotice:
     ) -> None:
         self._monotonic = monotonic
         self._limit_s = max_run_time_s
-        self._end = monotonic() + max(0.0, max_run_time_s - leave_early_s)
+        self.end = monotonic() + max(0.0, max_run_time_s - leave_early_s)
 
     def notice(self) -> str | None:
         """That the time is up, as text."""
-        return f"the time limit of {self._limit_s:g} s" if self._monotonic() >= self._end else None
+        return f"the time limit of {self._limit_s:g} s" if self._monotonic() >= self.end else None
 
 
 class PreemptionWatch:
@@ -161,8 +162,11 @@ class PreemptionWatch:
         self._notices: list[Callable[[], str | None]] = [self._signals.notice]
         if notice_file is not None:
             self._notices.append(FileNotice(notice_file, monotonic).notice)
+        self._time_is_up_at = math.inf
         if max_run_time_s is not None:
-            self._notices.append(TimeNotice(max_run_time_s, monotonic, leave_early_s).notice)
+            limit = TimeNotice(max_run_time_s, monotonic, leave_early_s)
+            self._time_is_up_at = limit.end
+            self._notices.append(limit.notice)
         self.reason: str | None = None
         self.noticed_at: float | None = None
         self._asked_at = 0.0
@@ -185,10 +189,15 @@ class PreemptionWatch:
         agreed = self._coordinator.agree("preemption", self.reason is not None)
         if agreed and self.noticed_at is None:
             self.noticed_at = self._monotonic()
-            self._asked_at = self.noticed_at if self._signals.received_at is None else self._signals.received_at
+            received_at = math.inf if self._signals.received_at is None else self._signals.received_at
+            self._asked_at = min(self.noticed_at, received_at, self._time_is_up_at)
             self.reason = self.reason or "another process was asked to leave"
             _log.warning("asked to leave: %s", self.reason)
         return agreed
+
+    def is_asked(self) -> bool:
+        """Whether a signal came, or the time is up, here; looks at no file, and asks no other process."""
+        return self._signals.received is not None or self._monotonic() >= self._time_is_up_at
 
     def left_of(self, grace_period_s: float) -> float | None:
         """Seconds left of the grace period, at least 0; None: it was over before the loop could notice."""

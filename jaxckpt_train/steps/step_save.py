@@ -16,12 +16,13 @@ from jaxckpt_train.checkpointables.saving import (
     SaveTimes,
     StagedPart,
     begin_save,
+    movement_of,
     stage_all,
     undone_on_error,
     wait_until_taken,
     write_parts,
 )
-from jaxckpt_train.pending import Movement, PendingSave
+from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.history import metrics_to_json, plain_metrics
 from jaxckpt_train.steps.run_directory import RunDirectory
@@ -83,10 +84,11 @@ class StepSave:
     ) -> None:
         started = time.perf_counter()
         self._backend, self._run, self._settings, self._clock = backend, run, settings, clock
-        self._directory, self._step, self._movement = directory, request.step, Movement()
+        self._directory, self._step = directory, request.step
         self._times = SaveTimes()
         self._call_ended = Latch()
         self._parts: list[StagedPart] = stage_all(checkpointables, self._times, settings)
+        self._movement = movement_of(self._parts)
         self.metrics = plain_metrics(request.metrics)
         self._info = run_info(
             step=request.step,
@@ -149,6 +151,7 @@ class StepSave:
         spent_s = times.write_s + times.commit_s
         self._note(ok=True, bytes_per_s=round(times.bytes / spent_s) if spent_s > 0 else math.inf)
         try:
+            self._run.check_owner()  # another may have taken the run over, and list what this one would delete
             self._run.retain(is_durable=self._settings.durability == "full")
         except BaseException as error:
             error.add_note(f"step {self._record['step']} is committed; what failed is deciding which steps to keep")
@@ -158,7 +161,7 @@ class StepSave:
     def _begun(self) -> Transaction:
         with undone_on_error(None, self._parts):
             self._record["name"] = name = self._run.free_name(self._step)
-            return Transaction(self._backend, f"{self._directory}/{name}", self._settings)
+            return Transaction(self._backend, f"{self._directory}/{name}", self._settings, self._run.check_owner)
 
     def _note(self, **outcome: Any) -> None:
         self._call_ended.wait(CALL_S)  # else it is not known yet how long the call took

@@ -19,6 +19,7 @@ import itertools
 import logging
 import os
 import re
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -87,12 +88,20 @@ class Transaction:
         backend: where.
         final: the absolute path under which the checkpoint will appear.
         settings: how durable.
+        before_publishing: called when all is written, right before it gets its name; what it raises is raised.
 
     Raises:
         StorageError: the attempt's directory cannot be made.
     """
 
-    def __init__(self, backend: Backend, final: str, settings: StoreSettings) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        final: str,
+        settings: StoreSettings,
+        before_publishing: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._before_publishing = before_publishing
         self._backend, self.final, self._settings = backend, final, settings
         self._sync = settings.durability != "none"
         self._sync_directories = settings.durability == "full"
@@ -182,6 +191,7 @@ class Transaction:
         sha256 = hashlib.sha256(data).hexdigest()
         self.write_file(COMMIT_NAME, msgspec.json.encode(CommitRecord(FORMAT, FORMAT_VERSION, len(data), sha256)))
         self._sync_all()
+        self._before_publishing()
         self._publish(replace)
         return Committed(self.final, manifest, sha256)
 

@@ -76,7 +76,8 @@ class Workers:
             for _ in range(len(items)):
                 self._jobs.put(batch.run_next)
             while not batch.done.wait(TELL_S):
-                self._tell()
+                if time.monotonic() - batch.moved_at >= TELL_S:
+                    self._tell()
         except BaseException as error:  # an interrupt: the running items still use what the caller is about to release
             batch.give_up(error)
             batch.done.wait()
@@ -134,6 +135,7 @@ class _Batch(Generic[T]):
     ) -> None:
         self._work, self._items = work, deque(items)
         self._left, self._at_end = len(items), at_end
+        self.moved_at = time.monotonic()
         self._lock = threading.Lock()
         self.error: BaseException | None = None
         self.done = Latch()
@@ -158,7 +160,7 @@ class _Batch(Generic[T]):
             self._fail(error)
         finally:
             with self._lock:
-                self._left -= 1
+                self._left, self.moved_at = self._left - 1, time.monotonic()
                 last = self._left == 0
             if last:
                 del self._work  # with all that it holds: whoever waits may be done before this thread is

@@ -14,6 +14,8 @@ from jaxckpt_train.errors import CheckpointTimeoutError
 from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.tree.pinned_host import is_on_host, start_transfers
 
+GIVEN_UP = "given up: the state was not taken from its devices in time"
+
 
 class Ahead:
     """How much of one save may be on its way from the devices, or be there and not dropped yet, at a time.
@@ -57,6 +59,7 @@ class Transfers:
 
     Attributes:
         done: open once nothing is read from the devices any more.
+        fetching: how many fetches wait for their devices now, which may still be computing.
     """
 
     def __init__(
@@ -67,7 +70,8 @@ class Transfers:
         self._waiting: list[jax.Array | None] = []
         self._to_copy: set[int] = set()
         self._lock = ahead.lock
-        self._left = self._next = 0
+        self._left = self._next = self.fetching = 0
+        self._is_given_up = False
 
     def add(self, array: jax.Array, *, is_ours: bool = False) -> ArrayToCome | np.ndarray:
         """Add an array that lies on a single device; one without elements is here at once.
@@ -99,20 +103,33 @@ class Transfers:
         with self._lock:
             array = self._waiting[number]
             if array is None:
-                raise CheckpointTimeoutError("given up: the state was not taken from its devices in time")
+                raise CheckpointTimeoutError(GIVEN_UP)
             self._waiting[number] = None
             if number >= self._next:  # out of order
                 self._ahead.take_anyway(array.nbytes)
                 (array,) = self._start([array])
             self._start_more()
-        data = np.array(array, copy=True) if number in self._to_copy else np.asarray(array)
-        weakref.finalize(data, self._ahead.give_back, array.nbytes).atexit = False
+            self.fetching += 1
+        try:
+            data = np.array(array, copy=True) if number in self._to_copy else np.asarray(array)
+            weakref.finalize(data, self._ahead.give_back, array.nbytes).atexit = False
+        finally:
+            with self._lock:
+                self.fetching -= 1
         with self._lock:
+            if self._is_given_up:
+                raise CheckpointTimeoutError(GIVEN_UP)
             self._left -= 1
             last = self._left == 0
         if last:
             self.done.open()
         return data
+
+    def give_up(self) -> bool:
+        """See to it that a fetch fails, unless all are done; whether one will."""
+        with self._lock:
+            self._is_given_up = self._left > 0
+        return self._is_given_up
 
     def close(self) -> None:
         """Let go of what was not fetched."""

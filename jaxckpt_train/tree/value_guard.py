@@ -27,6 +27,7 @@ class ValueGuard:
     """
 
     def __init__(self, names: Sequence[str], leaves: Sequence[Any]) -> None:
+        self.is_looking = False  # whether it waits for the devices, which may still be computing
         self._found: list[tuple[str, int, int]] = []
         self._asked: list[tuple[list[tuple[str, int]], jax.Array]] = []
         groups: dict[Any, list[tuple[str, jax.Array]]] = defaultdict(list)
@@ -54,10 +55,14 @@ class ValueGuard:
     def flaws(self) -> list[tuple[str, str]]:
         """The leaf paths that hold what they should not, each with "nan" or "inf"."""
         found = list(self._found)
-        with jax.transfer_guard_device_to_host("allow"):  # a few bytes; the user's guard is about the training
-            for leaves, asked in self._asked:
-                answers = np.asarray(asked)
-                found += [(name, rank, int(flaw)) for (name, rank), flaw in zip(leaves, answers, strict=True)]
+        self.is_looking = True
+        try:
+            with jax.transfer_guard_device_to_host("allow"):  # a few bytes; the user's guard is about the training
+                for leaves, asked in self._asked:
+                    answers = np.asarray(asked)
+                    found += [(name, rank, int(flaw)) for (name, rank), flaw in zip(leaves, answers, strict=True)]
+        finally:
+            self.is_looking = False
         return [
             (name, "nan" if flaw == NAN else "inf")
             for name, rank, flaw in found

@@ -133,7 +133,7 @@ def test_a_loop_that_ends_then_says_so_instead_of_waiting_for_ever(
         assert pending is not None
         outcome = pending.outcome
         with monkeypatch.context() as patient:
-            patient.setattr(pending, "outcome", lambda timeout_s, patience_s: outcome(timeout_s, STALL_S))
+            patient.setattr(pending, "outcome", lambda timeout_s, patience_s, until: outcome(timeout_s, STALL_S))
             with pytest.raises(CheckpointTimeoutError, match="does its disk still answer"):
                 manager.close()
     finally:

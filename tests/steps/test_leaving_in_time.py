@@ -1,0 +1,197 @@
+"""A grace period is a deadline wherever the loop is; what devices compute, and time that nobody waited, is no stall."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.multihost import SingleProcess
+from jaxckpt_train.pending import Movement, PendingSave, call_within
+from jaxckpt_train.steps.preemption import PreemptionWatch
+from jaxckpt_train.store.latch import LOOK_S, Latch
+from tests.steps.fake_backends import HoldingBackend, callback_on
+from tests.steps.runs import state_of, step_of
+
+pytestmark = pytest.mark.timeout(120)
+
+GRACE_S, LATEST_S = 1.5, 6.0
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_put_back() -> Iterator[None]:
+    names = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.getsignal(name) for name in names]
+    yield
+    assert [signal.getsignal(name) for name in names] == before
+
+
+def asked_soon() -> threading.Timer:
+    """A SIGTERM while the main thread waits."""
+    timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    timer.start()
+    return timer
+
+
+def while_the_next_waits(ckpt: jct.CheckpointCallback) -> None:
+    ckpt(state_of(2))
+    asked_soon()
+    ckpt(state_of(3))
+    raise AssertionError("it went on")
+
+
+def within_steps(ckpt: jct.CheckpointCallback) -> None:
+    asked_soon()
+    for step in ckpt.steps(10**6):
+        ckpt(state_of(step + 1))
+
+
+def at_the_end(ckpt: jct.CheckpointCallback) -> None:
+    asked_soon()
+    ckpt(state_of(2))
+
+
+def once_poll_has_told(ckpt: jct.CheckpointCallback) -> None:
+    ckpt(state_of(2))
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert ckpt.poll()
+
+
+@pytest.mark.parametrize("loop", [while_the_next_waits, within_steps, at_the_end, once_poll_has_told])
+def test_the_deadline_holds_wherever_the_loop_is(tmp_path: Path, loop: Callable[[Any], None]) -> None:
+    backend = HoldingBackend("rename", "step-0000000002")
+    ckpt = callback_on(backend, tmp_path, grace_period_s=GRACE_S, save_interval_steps=1)
+    started, code = 0.0, None
+    try:
+        with ckpt:
+            ckpt.resume(state_of(0))
+            ckpt(state_of(1), step=1)
+            ckpt.wait_until_finished()
+            started = time.monotonic()
+            loop(ckpt)
+    except SystemExit as left:
+        code = left.code
+    assert code == (None if loop is at_the_end else 75)  # who had finished need not say that it was asked
+    took_s = time.monotonic() - started
+    given_up = ckpt.manager._in_flight.given_up
+    assert given_up is not None
+    backend.go.set()
+    given_up.wait(60)
+    assert took_s < LATEST_S
+    assert jct.StepManager(tmp_path).steps == [1, 2]
+
+
+GIVEN_UP = """
+import atexit, os, signal, sys
+atexit.register(print, "registered before", flush=True)
+import numpy as np
+from tests.steps.fake_backends import HoldingBackend, callback_on
+
+ckpt = callback_on(HoldingBackend("rename", "step-0000000001"), sys.argv[1], grace_period_s=1.0)
+with ckpt:
+    ckpt.resume({"w": np.zeros(3)})
+    os.kill(os.getpid(), signal.SIGTERM)
+    ckpt({"w": np.ones(3)})
+"""
+
+
+def test_what_others_do_at_exit_is_done_once_after_a_save_was_given_up(tmp_path: Path, run_python: Any) -> None:
+    done = run_python(GIVEN_UP, tmp_path, timeout_s=60)
+    assert done.returncode == 75
+    assert done.stdout == "registered before\n"
+    assert "RecursionError" not in done.stderr
+
+
+@pytest.mark.parametrize("mode", ["device", "stream"])
+def test_what_is_still_being_computed_is_no_stall(tmp_path: Path, mode: Any) -> None:
+    settings = jct.StoreSettings(snapshot=mode)
+    start, slow = jnp.ones(100_000), takes_long(1.5)
+    with jct.StepManager(tmp_path, settings=settings, stall_timeout_s=0.2) as manager:
+        first = slow(start)
+        assert manager.save(1, {"state": {"w": first}}).saved
+        assert manager.save(2, {"state": {"w": slow(first)}}).saved
+    assert jct.StepManager(tmp_path).steps == [1, 2]
+
+
+def takes_long(seconds: float) -> Callable[[jax.Array], jax.Array]:
+    """A function that returns at once, and computes for about so long."""
+
+    def compiled(times: int) -> Callable[[jax.Array], jax.Array]:
+        looped = jax.jit(lambda x: jax.lax.fori_loop(0, times, lambda _, each: jnp.sin(each) + 0.001, x))
+        return looped.lower(jnp.ones(100_000)).compile()
+
+    sample = compiled(20)
+    sample(jnp.ones(100_000)).block_until_ready()
+    started = time.perf_counter()
+    sample(jnp.ones(100_000)).block_until_ready()
+    return compiled(int(20 * seconds / (time.perf_counter() - started)))
+
+
+def test_a_process_that_was_stopped_has_not_waited() -> None:
+    movement = Movement()
+    movement.waited(3600.0)
+    assert movement.waited_s == LOOK_S
+    movement()
+    assert movement.waited_s == 0
+    excused = Movement(lambda: True)
+    excused.waited(1.0)
+    assert excused.waited_s == 0
+
+
+def test_a_wait_ends_once_it_is_told_to() -> None:
+    asked: list[bool] = []
+    save: PendingSave[int] = PendingSave("x", lambda: 1)
+    latch = Latch()
+    threading.Timer(0.2, lambda: asked.append(True)).start()
+    assert save.wait_for(latch, 60, None, lambda: bool(asked)) == "asked to leave meanwhile"
+
+
+def test_a_call_that_does_not_end_is_not_waited_for() -> None:
+    go, done = threading.Event(), []
+    assert call_within(lambda: done.append(1), 60)
+    assert not call_within(lambda: go.wait(60), 0.05)
+    go.set()
+    assert done == [1]
+
+
+def test_the_time_limit_counts_from_when_the_time_was_up() -> None:
+    now = [0.0]
+    watch = PreemptionWatch(SingleProcess(), max_run_time_s=100, leave_early_s=30, monotonic=lambda: now[0])
+    now[0] = 95.0  # a long step
+    assert watch.is_asked()
+    assert watch.reached()
+    assert watch.left_of(30) == 5.0
+
+
+def test_a_last_save_that_begins_late_may_be_a_short_one(tmp_path: Path) -> None:
+    ckpt = callback_on(HoldingBackend("rename", "nothing"), tmp_path, grace_period_s=20.0)
+    now = [0.0]
+    ckpt._watch._monotonic = ckpt._watch._signals._monotonic = lambda: now[0]
+    with pytest.raises(SystemExit), ckpt:
+        ckpt.resume(state_of(0))
+        os.kill(os.getpid(), signal.SIGTERM)
+        now[0] = 19.0
+        ckpt(state_of(1))
+    assert step_of(jct.StepManager(tmp_path).restore({"state": state_of(0)})) == 1
+
+
+def test_an_owner_that_is_superseded_while_it_writes_publishes_nothing(tmp_path: Path) -> None:
+    backend = HoldingBackend("create", ".tmp-")
+    manager = jct.StepManager(tmp_path, backend=backend)
+    assert manager.save(5, {"state": state_of(5)}).saved
+    assert backend.reached.wait(60)
+    (tmp_path / ".owner").unlink()
+    backend.go.set()
+    with pytest.raises(jct.DirectoryLockedError, match="this job owned it"):
+        manager.wait()
+    manager.close()
+    assert jct.StepManager(tmp_path).steps == []
