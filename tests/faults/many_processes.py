@@ -36,7 +36,8 @@ from tests.faults.native_calls import KEPT, LONGEST_S, SETTINGS, checkpointables
 
 PROCESSES, DEEDS = 4, 12
 LONGEST_ROUND_S = 1.5
-SHARED = struct.Struct("=qqq")  # the newest acknowledged step, the process that owns, the pinned step
+SHARED = struct.Struct("=qqq")
+NAMES = ("newest", "owner", "pinned")  # the newest acknowledged step, the process that owns, the pinned step
 Tell = Callable[[str, Any], None]
 
 
@@ -47,6 +48,11 @@ class Found:
     rounds: int = 0
     deeds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     problems: list[str] = dataclasses.field(default_factory=list)
+
+
+def put(shared: mmap.mmap, name: str, value: int) -> None:
+    """Change one of the numbers, and no other: others may be at it."""
+    struct.pack_into("=q", shared, 8 * NAMES.index(name), value)
 
 
 def is_alive(number: int) -> bool:
@@ -77,8 +83,8 @@ class Process:
         )
 
     def _put(self, **changes: int) -> None:
-        now = dict(zip(("newest", "owner", "pinned"), SHARED.unpack_from(self._shared), strict=True)) | changes
-        SHARED.pack_into(self._shared, 0, *now.values())
+        for name, value in changes.items():
+            put(self._shared, name, value)
 
     def _own(self) -> None:
         manager = self._manager()
@@ -160,8 +166,6 @@ def one_round(found: Found, directory: Path, shared: mmap.mmap, seed: str) -> No
         if chance.random() < 0.4:
             time.sleep(chance.uniform(0, LONGEST_ROUND_S / PROCESSES))
             os.kill(child, signal.SIGKILL)
-            newest, owner, pinned = SHARED.unpack_from(shared)
-            SHARED.pack_into(shared, 0, newest, 0 if owner == child else owner, pinned)
     for child, told in children:
         with os.fdopen(told, encoding="utf-8") as file:
             for line in file.read().splitlines():
@@ -170,8 +174,6 @@ def one_round(found: Found, directory: Path, shared: mmap.mmap, seed: str) -> No
                 if what == "problem":
                     found.problems.append(f"{seed}: {value}")
         _, status = os.waitpid(child, 0)
-        newest, owner, pinned = SHARED.unpack_from(shared)
-        SHARED.pack_into(shared, 0, newest, 0 if owner == child else owner, pinned)
         if os.waitstatus_to_exitcode(status) not in (0, 1, -signal.SIGKILL):
             found.problems.append(f"{seed}: a process ended with {os.waitstatus_to_exitcode(status)}")
     found.rounds += 1
