@@ -50,6 +50,7 @@ class StoreConfig:
     direct_io: str | bool = "auto"
     snapshot: str = "auto"
     nonfinite: str = "allow"
+    scrub_bytes_per_s: int = 0
 
     def __post_init__(self) -> None:
         self.settings()

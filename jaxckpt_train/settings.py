@@ -26,6 +26,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 }
 MOST_IO_THREADS = 64
 _MINIMUM = {"segment_bytes": 1 * MIB, "staging_bytes": 1 * MIB, "read_budget_bytes": 1 * MIB, "io_threads": 1}
+_MINIMUM["scrub_bytes_per_s"] = 0
 _MAXIMUM = {"io_threads": MOST_IO_THREADS}  # threads stay until the process ends
 _WORDS: dict[str, tuple[str, ...]] = {"io_threads": ("auto",)}  # what may stand for a number
 
@@ -65,6 +66,9 @@ class StoreSettings:
             "warn": it warns, naming the leaves; "reject": it fails with NonFiniteError, so that the steps before stay
             the newest. They are looked for on the devices, and the answers awaited in the background.
 
+        scrub_bytes_per_s: at most so many bytes of the steps of a run are read again each second while it goes on, one
+            step after the other, to find damage while other steps are whole; what is found is set aside. 0: none.
+
     Raises:
         SettingsError: a value is out of range or of the wrong type.
     """
@@ -79,6 +83,7 @@ class StoreSettings:
     direct_io: bool | Literal["auto"] = "auto"
     snapshot: SnapshotMode = "auto"
     nonfinite: NonFinite = "allow"
+    scrub_bytes_per_s: int = 0
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

@@ -85,7 +85,8 @@ class StepManager:
         self._in_flight = InFlight(if_busy, stall_timeout_s, if_stalled)
         self._backend = backend or LocalBackend()
         self._coordinator = current()
-        self._run = RunDirectory(self._backend, self.directory, preservation_policy, clock)
+        rate = self.settings.scrub_bytes_per_s
+        self._run = RunDirectory(self._backend, self.directory, preservation_policy, clock, rate)
         self._started = clock()
         self._closed = False
         self._turn = threading.RLock()

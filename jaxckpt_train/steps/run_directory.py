@@ -23,6 +23,7 @@ from jaxckpt_train.steps.lock import OwnerLock
 from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy, steps_to_delete
 from jaxckpt_train.steps.restoring import Restored, StepVanishedError
 from jaxckpt_train.steps.retention import Deleter, half_deleted
+from jaxckpt_train.steps.scrubber import Scrubber
 from jaxckpt_train.steps.step_names import check_step, parse_step_name, step_name
 from jaxckpt_train.steps.verdicts import Verdicts
 from jaxckpt_train.store.backend import Backend
@@ -42,15 +43,17 @@ class RunDirectory:
         directory: str,
         policy: PreservationPolicy | None,
         clock: Callable[[], datetime.datetime],
+        scrub_bytes_per_s: int = 0,
     ) -> None:
         self._backend, self._directory, self._policy, self._clock = backend, directory, policy, clock
         self.history = History(backend, directory)
         self.is_owner = False
         self._lock = OwnerLock(backend, directory)
         self._deleter = Deleter(backend, directory, weakref.WeakMethod(self._deleted))
+        self._scrubber = Scrubber(backend, directory, scrub_bytes_per_s, weakref.ref(self))
         # A manager that was dropped without close(), as in a notebook, must not lock its directory for ever.
-        weakref.finalize(self, _let_go, self._lock, self._deleter).atexit = False
-        self._guard = threading.RLock()
+        weakref.finalize(self, _let_go, self._lock, self._deleter, self._scrubber).atexit = False
+        self._guard, self._noting = threading.RLock(), threading.Lock()
         self._entries: list[Entry] = []
         self._infos: tuple[CheckpointInfo, ...] | None = None
         self._restored: Entry | None = None
@@ -101,6 +104,7 @@ class RunDirectory:
         self._write_verdicts()
         self._deleter.delete(half_deleted(self._backend, self._directory))
         self.is_owner = True  # last of all: what is interrupted before is done again
+        self._scrubber.start()
 
     def _look(self) -> None:
         self._entries = scan(self._backend, self._directory)
@@ -308,6 +312,12 @@ class RunDirectory:
         if self.is_owner:
             self._write_verdicts()
 
+    def set_aside(self, entry: Entry, problem: str) -> None:
+        """As `judge`, of one step that is proven to be damaged, while another one is whole."""
+        self._verdicts.damaged(entry, problem)
+        if self.is_owner:
+            self._write_verdicts()
+
     def _write_verdicts(self) -> None:
         """A disk that refuses costs no training: the step will be skipped again."""
         while (verdict := self._verdicts.take()) is not None:
@@ -328,10 +338,11 @@ class RunDirectory:
     def note(self, entry: Entry, note: Mapping[str, Any]) -> None:
         """Write a pin of a step, or metrics of one generation of it or that it is damaged, durably."""
         line = {"step": entry.step, "name": entry.name, "saved": entry.time.isoformat(), **note}
-        end_line(self._backend, self._directory, NOTES_NAME)  # a crash may have left half a line
-        append_line(self._backend, self._directory, NOTES_NAME, line)
-        self._backend.sync(f"{self._directory}/{NOTES_NAME}")
-        sync_directory(self._backend, self._directory)  # it may be the first note
+        with self._noting:
+            end_line(self._backend, self._directory, NOTES_NAME)  # a crash may have left half a line
+            append_line(self._backend, self._directory, NOTES_NAME, line)
+            self._backend.sync(f"{self._directory}/{NOTES_NAME}")
+            sync_directory(self._backend, self._directory)  # it may be the first note
         with self._guard:
             self._entries = [_noted(each, entry, note) for each in self._entries]
             self._infos = None
@@ -347,24 +358,27 @@ class RunDirectory:
         self.is_owner = False
         if self._lock.is_inherited:
             return
+        self._scrubber.end()
         if self._deleter.is_here:  # called by garbage collection, in the middle of a deletion
-            _let_go(self._lock, self._deleter)
+            _let_go(self._lock, self._deleter, self._scrubber)
             return
         is_done = False
         try:
-            is_done = self._deleter.close(functools.partial(_release, self._lock), timeout_s)
+            is_done = self._deleter.close(functools.partial(_release, self._lock, self._scrubber), timeout_s)
         finally:
             if not is_done:
-                _let_go(self._lock, self._deleter)
+                _let_go(self._lock, self._deleter, self._scrubber)
 
 
-def _let_go(lock: OwnerLock, deleter: Deleter) -> None:
+def _let_go(lock: OwnerLock, deleter: Deleter, scrubber: Scrubber) -> None:
     if not lock.is_inherited:
+        scrubber.end()
         lock.end()
-        deleter.end(functools.partial(_release, lock))
+        deleter.end(functools.partial(_release, lock, scrubber))
 
 
-def _release(lock: OwnerLock) -> None:
+def _release(lock: OwnerLock, scrubber: Scrubber) -> None:
+    scrubber.join()  # it writes notes as the owner
     try:
         lock.release()
     except StorageError as error:

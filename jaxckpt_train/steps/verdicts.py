@@ -29,6 +29,11 @@ class Verdicts:
                 if each.is_proven and each.entry.damaged is None:
                     self._found[_key(each.entry)] = (each.entry, each.problem)
 
+    def damaged(self, entry: Entry, problem: str) -> None:
+        """Take note of a step that is proven to be damaged."""
+        with self._guard:
+            self._found[_key(entry)] = (entry, problem)
+
     def take(self) -> tuple[Entry, str | None] | None:
         """One verdict, what is wrong or None for nothing, which is no longer here then; None: there is none."""
         with self._guard:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-
-import numpy as np
+from collections.abc import Callable, Iterator
+from typing import Literal
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
@@ -16,9 +15,12 @@ from jaxckpt_train.store.dtypes import DTYPES, safetensors_form
 from jaxckpt_train.store.layout import chunk_name
 from jaxckpt_train.store.manifest import FileRecord, Manifest
 from jaxckpt_train.store.plain_files import open_recorded
-from jaxckpt_train.store.segment import LENGTH_BYTES, Tensor, decode_header, header_length
+from jaxckpt_train.store.segment import ALIGNMENT, LENGTH_BYTES, Tensor, decode_header, header_length
+from jaxckpt_train.store.staging import aligned_buffer
 from jaxckpt_train.store.transaction import Committed, open_committed
 from jaxckpt_train.store.workers import shared_workers
+
+Pace = Callable[[int], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +60,7 @@ def verify(backend: Backend, directory: str, settings: StoreSettings) -> VerifyR
     found: dict[str, list[str]] = {}
 
     def check_segment(number: int) -> None:
-        found[committed.manifest.segments[number].file] = _all(_segment_problems(backend, committed, number))
+        found[committed.manifest.segments[number].file] = _all(_segment_problems(backend, committed, number, _unpaced))
 
     def check_file(file: FileRecord) -> None:
         found[file.file] = _all(file_problems(backend, committed, file))
@@ -68,6 +70,37 @@ def verify(backend: Backend, directory: str, settings: StoreSettings) -> VerifyR
     workers.run_all(check_file, files)
     size = sum(segment.bytes for segment in committed.manifest.segments) + sum(file.bytes for file in files)
     return VerifyReport(committed.directory, size, tuple(problem for file in sorted(found) for problem in found[file]))
+
+
+def first_damage(backend: Backend, directory: str, pace: Pace) -> str | None:
+    """What is wrong with a checkpoint first, on the calling thread alone, reading past the page cache where that goes.
+
+    Args:
+        backend: where.
+        directory: the checkpoint.
+        pace: called with the number of bytes before each read; may wait.
+
+    Raises:
+        NotACheckpointError, FormatVersionError: there is nothing to verify, or nothing that this version can.
+        StorageError: the storage refused; that is no damage.
+    """
+    try:
+        committed = open_committed(backend, directory)
+    except CorruptCheckpointError as error:
+        return str(error)
+    for number in range(len(committed.manifest.segments)):
+        for problem in _segment_problems(backend, committed, number, pace, direct="auto"):
+            return problem
+    for part in committed.manifest.parts:
+        for file in part.files:
+            pace(file.bytes)
+            for problem in file_problems(backend, committed, file):
+                return problem
+    return None
+
+
+def _unpaced(nbytes: int) -> None:
+    """As fast as it goes."""
 
 
 def _all(problems: Iterator[str]) -> list[str]:
@@ -94,38 +127,42 @@ def file_problems(backend: Backend, committed: Committed, file: FileRecord, *, d
     try:
         if digests:
             path = f"{committed.directory}/{file.file}"
-            yield from _block_problems(source, path, 0, file.bytes, file.digests, committed.manifest, "the file")
+            where = (0, file.bytes, file.digests)
+            yield from _block_problems(source, path, *where, committed.manifest, "the file", _unpaced)
     finally:
         source.close()
 
 
-def _segment_problems(backend: Backend, committed: Committed, number: int) -> Iterator[str]:
-    record = committed.manifest.segments[number]
-    path = f"{committed.directory}/{record.file}"
+def _segment_problems(
+    backend: Backend, committed: Committed, number: int, pace: Pace, direct: Literal["auto", False] = False
+) -> Iterator[str]:
+    record, folder = committed.manifest.segments[number], committed.directory
+    path = f"{folder}/{record.file}"
     try:
-        source = open_recorded(backend, committed.directory, record.file, record.bytes, subject="segment")
-    except (CorruptCheckpointError, StorageError) as error:
+        source = open_recorded(backend, folder, record.file, record.bytes, direct=direct, subject="segment")
+    except CorruptCheckpointError as error:
         yield str(error)
         return
     try:
+        pace(record.header_bytes)
         yield from _head_problems(source, path, committed.manifest, number)
         for part in committed.manifest.parts:
             for array in part.arrays:
                 for chunk in array.chunks:
                     if chunk.segment == number:
-                        yield from _block_problems(
-                            source, path, chunk.offset, chunk.length, chunk.digests, committed.manifest, array.name
-                        )
+                        where = (chunk.offset, chunk.length, chunk.digests)
+                        yield from _block_problems(source, path, *where, committed.manifest, array.name, pace)
     finally:
         source.close()
 
 
 def _head_problems(source: Source, path: str, manifest: Manifest, number: int) -> Iterator[str]:
     record = manifest.segments[number]
-    head = np.empty(record.header_bytes, np.uint8)
+    head = aligned_buffer(-(-record.header_bytes // ALIGNMENT) * ALIGNMENT)
     try:
-        source.read_into(0, head, record.header_bytes)
-    except (CorruptCheckpointError, StorageError) as error:
+        source.read_into(0, head[: -(-record.header_bytes // source.alignment) * source.alignment], record.header_bytes)
+        head = head[: record.header_bytes]
+    except CorruptCheckpointError as error:
         yield f"{path}: its header: {error}"
         return
     if digest_function(manifest.digest)(memoryview(head)) != record.header_digest:
@@ -157,15 +194,17 @@ def _expected_tensors(manifest: Manifest, number: int) -> Iterator[Tensor]:
 
 
 def _block_problems(
-    source: Source, path: str, start: int, length: int, digests: str, manifest: Manifest, subject: str
+    source: Source, path: str, start: int, length: int, digests: str, manifest: Manifest, subject: str, pace: Pace
 ) -> Iterator[str]:
     width = HEX_DIGITS[manifest.digest]
     digest = digest_function(manifest.digest)
-    memory = np.empty(min(length, manifest.block_bytes), np.uint8)
+    whole = -(-min(length, manifest.block_bytes) // ALIGNMENT) * ALIGNMENT
+    memory = aligned_buffer(whole)
     for block, at in enumerate(range(0, length, manifest.block_bytes)):
         size = min(manifest.block_bytes, length - at)
         try:
-            source.read_into(start + at, memory[:size], size)
+            pace(size)
+            source.read_into(start + at, memory[: -(-size // source.alignment) * source.alignment], size)
         except CorruptCheckpointError as error:
             yield f"{path}: {subject}: {error}"
             return

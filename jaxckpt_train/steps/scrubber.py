@@ -1,0 +1,156 @@
+"""The scrubber: reads committed steps again in the background, at a byte rate, and has damaged ones set aside."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from jaxckpt_train.errors import CheckpointError, NotACheckpointError
+from jaxckpt_train.steps.entry import Entry
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.latch import Latch
+from jaxckpt_train.store.transaction import is_committed
+from jaxckpt_train.store.verify import first_damage
+
+IDLE_S = 1.0
+LEAST_READ = 1 << 16  # counted for each look at a step, however little was read
+_log = logging.getLogger("jaxckpt_train")
+
+
+class Run(Protocol):
+    """What a scrubber asks of a run directory."""
+
+    def entries(self) -> list[Entry]:
+        """The committed generations of all steps that are not set aside, in order."""
+
+    def set_aside(self, entry: Entry, problem: str) -> None:
+        """A step is proven to be damaged, and another one is whole."""
+
+
+class _EndedError(Exception):
+    """The scrubber is asked to end."""
+
+
+class Scrubber:
+    """Verifies one step after the other, and all of them again and again; neighbours of a damaged one first.
+
+    What is found is read twice, and set aside only once another step was found to be whole after that. A run in which
+    none is whole stays as it is. Retention is not held up: a step that goes while it is read is not damaged.
+
+    Args:
+        backend: where.
+        directory: of the run.
+        bytes_per_s: how much it reads at most; 0: nothing, there is no thread.
+        run: a weak reference to the run directory, which this must not keep alive.
+    """
+
+    def __init__(self, backend: Backend, directory: str, bytes_per_s: int, run: Callable[[], Run | None]) -> None:
+        self._backend, self._directory, self._rate, self._run = backend, directory, bytes_per_s, run
+        self._stop = Latch()
+        self._thread: threading.Thread | None = None
+        self._verified: dict[str, None] = {}  # names, the latest last
+        self._suspects: list[str] = []
+        self._damaged: dict[str, str] = {}  # what is wrong with each, until another is found to be whole
+        self._due_s = 0.0
+
+    def start(self) -> None:
+        """Begin, if it is on; where the system has no thread for it now, not at all."""
+        if self._rate and self._thread is None and not self._stop.is_open():
+            thread = threading.Thread(target=self._work, name="jaxckpt-scrub", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                _log.warning("%s: steps are not verified in the background: %s", self._directory, error)
+            else:
+                self._thread = thread
+
+    def end(self) -> None:
+        """Ask it to end."""
+        self._stop.open()
+
+    def join(self) -> None:
+        """Wait until it has; not on its own thread."""
+        self.end()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _work(self) -> None:
+        self._due_s = time.monotonic()
+        with contextlib.suppress(_EndedError):
+            while self._verify_next():
+                pass
+
+    def _verify_next(self) -> bool:
+        """Verify one step; False once the run directory is gone."""
+        run = self._run()
+        if run is None:
+            return False
+        entries = run.entries()
+        del run  # a manager that was dropped must not be kept by a slow reading
+        entry = self._next(entries)
+        if entry is None:
+            self._wait(IDLE_S)
+        else:
+            self._look_at(entry, entries)
+        return True
+
+    def _look_at(self, entry: Entry, entries: Sequence[Entry]) -> None:
+        self._verified.pop(entry.name, None)
+        try:
+            problem = self._damage(entry) and self._damage(entry)  # a bit may have flipped on its way
+            if problem is not None and not is_committed(self._backend, f"{self._directory}/{entry.name}"):
+                raise NotACheckpointError(problem)
+        except NotACheckpointError:
+            return  # it is gone: a step whose COMMIT is damaged is found by the next restore
+        except CheckpointError as error:
+            _log.warning("step %d was not verified: %s", entry.step, error)
+        else:
+            self._judge(entry, problem, entries)
+        self._verified[entry.name] = None
+
+    def _damage(self, entry: Entry) -> str | None:
+        self._pace(LEAST_READ)
+        return first_damage(self._backend, f"{self._directory}/{entry.name}", self._pace)
+
+    def _judge(self, entry: Entry, problem: str | None, entries: Sequence[Entry]) -> None:
+        if problem is not None:
+            if entry.name not in self._damaged:
+                _log.error("step %d is damaged: %s", entry.step, problem)
+            self._damaged[entry.name] = problem
+            names = [each.name for each in entries]
+            at = names.index(entry.name)
+            self._suspects += [*names[at + 1 : at + 2], *reversed(names[max(at - 1, 0) : at])]
+            return
+        self._damaged.pop(entry.name, None)
+        run = self._run()
+        for each in entries:
+            if run is not None and each.name in self._damaged:
+                run.set_aside(each, self._damaged.pop(each.name))
+
+    def _next(self, entries: Sequence[Entry]) -> Entry | None:
+        """A neighbour of a damaged step, else the newest that was never verified, else that of the longest ago."""
+        by_name = {entry.name: entry for entry in entries}
+        self._verified = {name: None for name in self._verified if name in by_name}
+        while self._suspects:
+            suspect = by_name.get(self._suspects.pop(0))
+            if suspect is not None and suspect.name not in self._damaged:
+                return suspect
+        for entry in reversed(entries):
+            if entry.name not in self._verified:
+                return entry
+        return by_name[next(iter(self._verified))] if self._verified else None
+
+    def _pace(self, nbytes: int) -> None:
+        """Wait until so many bytes more may be read."""
+        now = time.monotonic()
+        self._due_s = max(self._due_s, now - IDLE_S) + nbytes / self._rate
+        self._wait(self._due_s - now)
+
+    def _wait(self, seconds: float) -> None:
+        if self._stop.wait(max(0.0, seconds)):
+            raise _EndedError
