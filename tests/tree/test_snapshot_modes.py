@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from jaxckpt_train.settings import SnapshotMode
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.segment_writer import SegmentWriter
 from jaxckpt_train.tree.snapshot import snapshot
-from tests.steps.fake_backends import RefusingBackend
+from tests.steps.fake_backends import HoldingBackend, RefusingBackend
 from tests.tree.same_trees import assert_same, raw
 
 pytestmark = pytest.mark.timeout(60)
@@ -208,21 +209,28 @@ def test_steps_of_a_run_hold_the_state_at_their_call(mode: str, tmp_path: Path) 
             assert raw_of(manager.restore(step=number)["state"]) == expected[number]
 
 
+def release_later(backend: HoldingBackend, seconds: float) -> None:
+    assert backend.reached.wait(60)
+    backend.go.wait(seconds)
+    backend.go.set()
+
+
 @pytest.mark.parametrize(("mode", "waits"), [("device", False), ("stream", True)])
 def test_the_history_tells_how_long_the_loop_was_kept(mode: str, waits: bool, tmp_path: Path) -> None:
-    backend = BusyBackend()
+    backend, held_s = HoldingBackend("create", "step-0000000001"), 0.2
     with jct.StepManager(tmp_path, settings=quick(mode), backend=backend) as manager:
-        manager.save(0, {"state": {"a": jnp.arange(9)}})  # whatever is compiled or started at first
-        manager.wait()
-        backend.busy_s = 0
+        if waits:
+            threading.Thread(target=release_later, args=(backend, held_s)).start()
         started = time.perf_counter()
         manager.save(1, {"state": {"a": jnp.arange(9)}})
         blocked_s = time.perf_counter() - started
+        assert backend.go.is_set() is waits
+        backend.go.set()
         manager.wait()
         *_, event = manager.history.events()
     assert event["step"] == 1
     assert event["blocked_s"] <= blocked_s
-    assert (event["blocked_s"] >= backend.busy_s > 0.005) is waits
+    assert event["blocked_s"] >= held_s or not waits
 
 
 def test_arrays_leave_in_the_order_of_the_files() -> None:
