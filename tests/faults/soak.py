@@ -83,16 +83,17 @@ def soak(seconds: float, seed: int, every_s: float, folder: Path) -> Found:
         run = disk.path / "run"
         command = [sys.executable, "-c", TRAINING, str(run), str(seconds), str(every_s)]
         with (
-            (folder / "told").open("w+", encoding="utf-8") as told,
-            subprocess.Popen(command, env=variables, stdout=told, stderr=subprocess.PIPE, text=True) as process,
+            (folder / "told").open("w", encoding="utf-8") as told,
+            (folder / "warnings").open("w", encoding="utf-8") as warnings,  # a pipe that nobody reads would hold it up
+            subprocess.Popen(command, env=variables, stdout=told, stderr=warnings) as process,
         ):
             for kind in _faults(disk, chance, every_s):
                 found.faults[kind] += 1
                 if process.poll() is not None:
                     break
-            errors = process.stderr.read() if process.stderr is not None else ""
         found.rows = [json.loads(line) for line in (folder / "told").read_text(encoding="utf-8").splitlines()]
         if process.returncode != 0:
+            errors = (folder / "warnings").read_text(encoding="utf-8")
             found.problems.append(f"the training ended with {process.returncode}: {errors[-1000:]}")
         with StepManager(run) as manager:  # the next owner cleans
             manager.own()
