@@ -30,8 +30,9 @@ import numpy as np
 from benchmarks.subject import Subject
 from benchmarks.subject_ours import Ours
 from benchmarks.subjects_orbax import OrbaxV0, OrbaxV0WithoutOcdbt, OrbaxV1, OrbaxV1WithoutOcdbt
+from tests.faults.forking import Tell, forked
 from tests.faults.loop_disk import LoopDisk, loop_disk, why_not
-from tests.faults.native_calls import COUNT, FAIL, NO_CALL, built, forked
+from tests.faults.native_calls import COUNT, FAIL, NO_CALL, built
 from tests.faults.native_calls import why_not as why_no_native_faults
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {
@@ -41,7 +42,6 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "orbax_v0": OrbaxV0,
     "orbax_v0_no_ocdbt": OrbaxV0WithoutOcdbt,
 }
-Tell = Callable[[str, Any], None]
 STEPS = 3
 LONGEST_S = 300
 

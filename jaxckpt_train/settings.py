@@ -25,8 +25,13 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "nonfinite": ("allow", "warn", "reject"),
 }
 MOST_IO_THREADS = 64
-_MINIMUM = {"segment_bytes": 1 * MIB, "staging_bytes": 1 * MIB, "read_budget_bytes": 1 * MIB, "io_threads": 1}
-_MINIMUM["scrub_bytes_per_s"] = 0
+_MINIMUM = {
+    "segment_bytes": 1 * MIB,
+    "staging_bytes": 1 * MIB,
+    "read_budget_bytes": 1 * MIB,
+    "io_threads": 1,
+    "scrub_bytes_per_s": 0,
+}
 _MAXIMUM = {"io_threads": MOST_IO_THREADS}  # threads stay until the process ends
 _WORDS: dict[str, tuple[str, ...]] = {"io_threads": ("auto",)}  # what may stand for a number
 
@@ -65,7 +70,6 @@ class StoreSettings:
         nonfinite: what a save does about nan, and about inf in arrays (a single number may be inf): "allow": nothing;
             "warn": it warns, naming the leaves; "reject": it fails with NonFiniteError, so that the steps before stay
             the newest. They are looked for on the devices, and the answers awaited in the background.
-
         scrub_bytes_per_s: at most so many bytes of the steps of a run are read again each second while it goes on, one
             step after the other, to find damage while other steps are whole; what is found is set aside. 0: none.
 

@@ -78,9 +78,8 @@ class _Notes:
             elif note.get("pin") is False:
                 self._pinned.discard(step)
             name, saved = note.get("name"), note.get("saved")
-            of = (
-                (name, saved) if isinstance(name, str) and isinstance(saved, str) else step
-            )  # a name may be given again
+            # A name may be given again, to another save.
+            of = (name, saved) if isinstance(name, str) and isinstance(saved, str) else step
             if "damaged" in note and isinstance(name, str):
                 self._damaged[of] = self._damaged[name] = note["damaged"] if isinstance(note["damaged"], str) else None
             if isinstance(note.get("metrics"), dict):

@@ -16,7 +16,7 @@ from typing import Any
 from jaxckpt_train.checkpoint import PathLike
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.multihost import Coordinator
-from jaxckpt_train.store.latch import Latch
+from jaxckpt_train.pending import call_within
 from jaxckpt_train.store.local import file_exists
 
 FILE_POLL_S = 1.0
@@ -106,27 +106,21 @@ class FileNotice:
         self._path, self._monotonic = path, monotonic
         self._next = -1.0
         self._found = False
-        self._looked = Latch()
-        self._looked.open()
+        self._is_looking = False
 
     def notice(self) -> str | None:
         """That the file is there, as text."""
         now = self._monotonic()
-        if not self._found and now >= self._next and self._looked.is_open():
-            self._next = now + FILE_POLL_S
-            self._looked = Latch()
-            try:
-                threading.Thread(target=self._look, name="jaxckpt-notice", daemon=True).start()
-            except RuntimeError:  # the system has no thread for it
-                self._look()
-            self._looked.wait(FILE_POLL_S)
+        if not self._found and now >= self._next and not self._is_looking:
+            self._next, self._is_looking = now + FILE_POLL_S, True
+            call_within(self._look, FILE_POLL_S)
         return f"notice file {self._path}" if self._found else None
 
     def _look(self) -> None:
         try:
             self._found = file_exists(self._path)
         finally:
-            self._looked.open()
+            self._is_looking = False
 
 
 class TimeNotice:

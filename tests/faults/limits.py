@@ -25,7 +25,8 @@ from typing import Any
 from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.preservation_policies import LatestN
-from tests.faults.native_calls import KEPT, LONGEST_S, SETTINGS, checkpointables_of, forked, look, step_of
+from tests.faults.forking import LONGEST_S, Tell, forked
+from tests.faults.native_calls import KEPT, SETTINGS, checkpointables_of, looked, step_of
 
 KIB, MIB = 1 << 10, 1 << 20
 ROOMY = 64 * MIB
@@ -41,7 +42,7 @@ class Found:
     problems: list[str] = dataclasses.field(default_factory=list)
 
 
-def run(directory: Path, limit: Callable[[], Limited], at: int, tell: Callable[[str, Any], None]) -> None:
+def run(directory: Path, limit: Callable[[], Limited], at: int, tell: Tell) -> None:
     """Save three steps, number `at` of them under the limit."""
     with StepManager(directory, preservation_policy=LatestN(KEPT), settings=SETTINGS) as manager:
         for step in (1, 2, 3):
@@ -73,10 +74,7 @@ def trial(found: Found, name: str, value: object, directory: Path, limit: Callab
         problems.append(f"says nothing: {told['failed']}")
     if told["restored"] != [3]:
         problems.append(f"restored {told['restored']}")
-    seen, status = forked(lambda tell: tell("problems", look(directory, told["acknowledged"])))
-    problems += [problem for what, each in seen for problem in (each if what == "problems" else [each])]
-    if status != 0:
-        problems.append(f"the look ended with {status}")
+    problems += looked(directory, told["acknowledged"])
     found.problems += [f"{name} {value}: {problem}" for problem in problems]
 
 

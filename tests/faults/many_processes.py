@@ -11,7 +11,6 @@ import collections
 import contextlib
 import dataclasses
 import datetime
-import json
 import logging
 import mmap
 import os
@@ -20,11 +19,8 @@ import signal
 import struct
 import tempfile
 import time
-import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,13 +28,13 @@ from jaxckpt_train.errors import DirectoryLockedError, StepNotFoundError
 from jaxckpt_train.steps.lock import OwnerLock
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.preservation_policies import LatestN
-from tests.faults.native_calls import KEPT, LONGEST_S, SETTINGS, checkpointables_of, step_of
+from tests.faults.forking import LONGEST_S, Tell, ended, started
+from tests.faults.native_calls import KEPT, SETTINGS, checkpointables_of, step_of
 
 PROCESSES, DEEDS = 4, 12
 LONGEST_ROUND_S = 1.5
 SHARED = struct.Struct("=qqq")
 NAMES = ("newest", "owner", "pinned")  # the newest acknowledged step, the process that owns, the pinned step
-Tell = Callable[[str, Any], None]
 
 
 @dataclasses.dataclass
@@ -133,33 +129,11 @@ class Process:
         self._tell("read", step)
 
 
-def forked(work: Callable[[Tell], None]) -> tuple[int, int]:
-    """Do it in a forked process: its number, and where it tells."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child:
-        os.close(write)
-        return child, read
-    with contextlib.suppress(BaseException):
-        os.close(read)
-
-        def tell(what: str, value: Any) -> None:
-            os.write(write, json.dumps([what, value]).encode() + b"\n")
-
-        signal.alarm(int(LONGEST_S))
-        try:
-            work(tell)
-            os._exit(0)
-        except BaseException:  # noqa: BLE001  # the edge of a process: it is told to the other one
-            tell("problem", traceback.format_exc())
-    os._exit(1)
-
-
 def one_round(found: Found, directory: Path, shared: mmap.mmap, seed: str) -> None:
     """Some processes at once, of which some are killed."""
     chance = random.Random(seed)
     children = [
-        forked(lambda tell, n=number: Process(directory, shared, f"{seed} {n}", tell).live())  # type: ignore[misc]
+        started(lambda tell, n=number: Process(directory, shared, f"{seed} {n}", tell).live())  # type: ignore[misc]
         for number in range(PROCESSES)
     ]
     for child, _ in children:
@@ -167,15 +141,13 @@ def one_round(found: Found, directory: Path, shared: mmap.mmap, seed: str) -> No
             time.sleep(chance.uniform(0, LONGEST_ROUND_S / PROCESSES))
             os.kill(child, signal.SIGKILL)
     for child, told in children:
-        with os.fdopen(told, encoding="utf-8") as file:
-            for line in file.read().splitlines():
-                what, value = json.loads(line)
-                found.deeds[what] += 1
-                if what == "problem":
-                    found.problems.append(f"{seed}: {value}")
-        _, status = os.waitpid(child, 0)
-        if os.waitstatus_to_exitcode(status) not in (0, 1, -signal.SIGKILL):
-            found.problems.append(f"{seed}: a process ended with {os.waitstatus_to_exitcode(status)}")
+        lines, status = ended(child, told)
+        for what, value in lines:
+            found.deeds[what] += 1
+            if what in ("problem", "raised"):
+                found.problems.append(f"{seed}: {value}")
+        if status not in (0, 1, -signal.SIGKILL):
+            found.problems.append(f"{seed}: a process ended with {status}")
     found.rounds += 1
 
 

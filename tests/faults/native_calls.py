@@ -25,9 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +40,10 @@ from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.preservation_policies import LatestN
 from jaxckpt_train.store import local, local_names
 from jaxckpt_train.store.backend import HALF_MADE
+from tests.faults.forking import LONGEST_S, Tell, forked
 
 SOURCE = Path(__file__).with_name("native_faults.c")
 STEPS, KEPT, SIZE = 4, 2, 40_000
-LONGEST_S = 60
 SETTINGS = StoreSettings(io_threads=1, staging_bytes=16 << 20)
 COUNT, FAIL, FAIL_ON, SHORT, KILL_BEFORE, KILL_HALF, KILL_AFTER = range(7)
 NO_CALL = 1 << 40
@@ -112,7 +110,7 @@ def step_of(restored: dict[str, Any]) -> int:
     return step
 
 
-def run(directory: Path, tell: Callable[[str, Any], None]) -> None:
+def run(directory: Path, tell: Tell) -> None:
     """The program: what is acknowledged, and what fails, is told at once."""
     manager = StepManager(directory, preservation_policy=LatestN(KEPT), settings=SETTINGS)
     for step in range(1, STEPS + 1):
@@ -198,6 +196,13 @@ FLAWS = {
 }
 
 
+def looked(directory: Path, acknowledged: list[int]) -> list[str]:
+    """As `look`, in a process of its own."""
+    seen, status = forked(lambda tell: tell("problems", look(directory, acknowledged)))
+    problems = [problem for what, value in seen for problem in (value if what == "problems" else [value])]
+    return problems if status == 0 else [*problems, f"the look ended with {status}"]
+
+
 def campaign(names: list[str], folder: Path, every: int = 1) -> Found:
     """All faults at all calls, or at every so many; in a process that has the library, and no threads."""
     found = Found()
@@ -231,15 +236,12 @@ def _one(found: Found, name: str, number: int, directory: Path) -> bool:
         problems.append(f"the run noticed: {told['failed']}")
     if fault.kind == FAIL and len(told["acknowledged"]) < STEPS - 1:
         problems.append(f"one refusal cost more than one save: {told['failed']}")
-    seen, status = forked(lambda tell: tell("problems", look(directory, told["acknowledged"])))
-    problems += [problem for what, value in seen for problem in (value if what == "problems" else [value])]
-    if status != 0:
-        problems.append(f"the look ended with {status}")
+    problems += looked(directory, told["acknowledged"])
     found.problems += [f"{subject} ({calls[1]}): {problem}" for problem in problems]
     return True
 
 
-def _run_with(fault: Fault, number: int, directory: Path, tell: Callable[[str, Any], None]) -> None:
+def _run_with(fault: Fault, number: int, directory: Path, tell: Tell) -> None:
     library = ctypes.CDLL(None)
     library.fi_seen.restype, library.fi_name.restype = ctypes.c_long, ctypes.c_char_p
     library.fi_arm(os.fsencode(directory), ctypes.c_long(number), fault.kind, fault.error)
@@ -249,34 +251,6 @@ def _run_with(fault: Fault, number: int, directory: Path, tell: Callable[[str, A
         calls = library.fi_seen()
         library.fi_arm(b"", ctypes.c_long(NO_CALL), COUNT, 0)
         tell("calls", [calls, library.fi_name().decode()])
-
-
-def forked(
-    work: Callable[[Callable[[str, Any], None]], None], longest_s: int = LONGEST_S
-) -> tuple[list[tuple[str, Any]], int]:
-    """Do it in a forked process; what it told, and how it ended: a negative number is a signal's."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.close(read)
-
-            def tell(what: str, value: Any) -> None:
-                os.write(write, json.dumps([what, value]).encode() + b"\n")
-
-            signal.alarm(longest_s)
-            try:
-                work(tell)
-                status = 0
-            except BaseException:  # noqa: BLE001  # the edge of a process: it is told to the other one
-                tell("raised", traceback.format_exc())
-        finally:
-            os._exit(status)
-    os.close(write)
-    with os.fdopen(read, encoding="utf-8") as told:
-        lines = [tuple(json.loads(line)) for line in told]
-    return lines, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def why_not() -> str | None:

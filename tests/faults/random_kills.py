@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import functools
-import json
 import logging
 import os
 import random
@@ -20,9 +18,7 @@ import shutil
 import signal
 import tempfile
 import time
-import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +29,11 @@ from jaxckpt_train.steps.lock import LOCK_NAME
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.preservation_policies import LatestN
 from jaxckpt_train.store.backend import HALF_MADE
-from tests.faults.native_calls import FLAWS, KEPT, LONGEST_S, SETTINGS, checkpointables_of, step_of
+from tests.faults.forking import LONGEST_S, Tell, Work, ended, started
+from tests.faults.native_calls import FLAWS, KEPT, SETTINGS, checkpointables_of, step_of
 
 LIVES = 40
 LONGEST_LIFE_S = 0.25
-MOST_TOLD = 1 << 20
-Tell = Callable[[str, Any], None]
 
 
 @dataclasses.dataclass
@@ -84,28 +79,12 @@ def live(directory: Path, newest: int, seed: int, tell: Tell) -> None:
                 manager.pin(step, pinned=chance.random() < 0.5) if step in manager.steps else None
 
 
-def killed(work: Callable[[Tell], None], after_s: float) -> list[tuple[str, Any]]:
+def killed(work: Work, after_s: float) -> list[tuple[str, Any]]:
     """Do it in a forked process that is killed after so long; what it told until then."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
-            os.close(read)
-
-            def tell(what: str, value: Any) -> None:
-                os.write(write, json.dumps([what, value]).encode() + b"\n")
-
-            try:
-                work(tell)
-            except BaseException:  # noqa: BLE001  # the edge of a process: it is told to the other one
-                tell("problem", traceback.format_exc())
-        os._exit(1)
-    os.close(write)
+    child, told = started(work)
     time.sleep(after_s)
     os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    with os.fdopen(read, encoding="utf-8") as told:
-        return [tuple(json.loads(line)) for line in told.read(MOST_TOLD).splitlines()]
+    return ended(child, told)[0]
 
 
 def campaign(kills: int, seed: int, folder: Path) -> Found:
@@ -125,7 +104,7 @@ def campaign(kills: int, seed: int, folder: Path) -> Found:
             if what == "acknowledged":
                 found.acknowledged += 1
                 newest = max(newest, value)
-            elif what == "problem":
+            elif what in ("problem", "raised"):
                 found.problems.append(f"seed {seed}, life {number}: {value}")
     return found
 
