@@ -8,11 +8,13 @@ new processes crash too, and so on. A state that was looked at already is not co
 from __future__ import annotations
 
 import argparse
-import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
 import logging
+import multiprocessing
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +31,7 @@ from tests.crash.states import Order, crash_state
 
 MOMENTS = 150
 DEEPEST = 3
+SEEDS_APART = 1_000_000_000
 SETTINGS: dict[str, Any] = {"staging_bytes": 1 << 16, "segment_bytes": 8192, "io_threads": 1}
 PROGRAMS: dict[str, tuple[Any, Callable[[CrashDisk, StoreSettings, Facts], list[str]]]] = {
     "run": (RunLife, found_in_run),
@@ -49,11 +52,16 @@ class Violation:
 
 @dataclasses.dataclass
 class Found:
-    """What an exploration came to: states looked at, of them how many different, and what was wrong."""
+    """What an exploration came to: states made, digests of the different ones, and what was wrong."""
 
     states: int = 0
-    distinct: int = 0
     violations: list[Violation] = dataclasses.field(default_factory=list)
+    seen: set[bytes] = dataclasses.field(default_factory=set)
+
+    @property
+    def distinct(self) -> int:
+        """How many different states were looked at."""
+        return len(self.seen)
 
 
 @contextlib.contextmanager
@@ -68,15 +76,15 @@ def small_sizes() -> Iterator[None]:
 
 def explore(seed: int, states: int, *, program: str = "run", world: World | None = None, stop_at: int = 5) -> Found:
     """Look at so many different states; ends early at so many violations."""
-    found, seen = Found(), set[bytes]()
+    found = Found()
     for number in itertools.count(seed):
-        _one_program(number, program, world, found, seen, states)
+        _one_program(number, program, world, found, states)
         if found.distinct >= states or len(found.violations) >= stop_at:
             return found
     raise AssertionError("unreachable: the count has no end")
 
 
-def _one_program(seed: int, program: str, world: World | None, found: Found, seen: set[bytes], states: int) -> None:
+def _one_program(seed: int, program: str, world: World | None, found: Found, states: int) -> None:
     chance = random.Random(seed)
     chosen = world or _world(chance)
     facts = Facts(keep=chance.choice((None, 1, 2)))
@@ -90,11 +98,10 @@ def _one_program(seed: int, program: str, world: World | None, found: Found, see
             moment = chance.randint(0, len(log))
             image = crash_state(start, log, moment, chosen.order, chance)
             found.states += 1
-            key = image.digest() + repr(facts.until(moment)).encode()
-            if key in seen:
+            key = image.digest(repr(facts.until(moment)).encode())
+            if key in found.seen:
                 continue
-            seen.add(key)
-            found.distinct += 1
+            found.seen.add(key)
             problems = _check(program, image.copy(), facts.until(moment), chosen, next(identity))
             found.violations += [Violation(program, seed, chosen.order, moment, problem) for problem in problems]
             if problems or found.distinct >= states:
@@ -123,23 +130,43 @@ def _check(program: str, image: Image, facts: Facts, world: World, identity: int
             return [f"{type(error).__name__}: {error}"]
 
 
+def explore_in_processes(seed: int, states: int, *, program: str, processes: int) -> Found:
+    """As `explore`, in so many processes, whose programs are others."""
+    whole = Found()
+    with concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        share = -(-states // processes)
+        parts = [pool.submit(_part, seed + number * SEEDS_APART, share, program) for number in range(processes)]
+        for part in parts:
+            found = part.result()
+            whole.states += found.states
+            whole.seen |= found.seen
+            whole.violations += found.violations
+    return whole
+
+
+def _part(seed: int, states: int, program: str) -> Found:
+    with small_sizes():
+        return explore(seed, states, program=program)
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--states", type=int, default=1_000_000, help="different states to look at")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     chosen = parser.parse_args()
-    started = time.monotonic()
-    with small_sizes():
-        for program, share in (("run", 0.8), ("single", 0.2)):
-            found = explore(chosen.seed, int(chosen.states * share), program=program)
-            kinds = collections.Counter(each.problem for each in found.violations)
-            print(f"{program}: {found.distinct} different states of {found.states}, {len(found.violations)} violations")
-            for violation in found.violations:
-                print(f"  {violation}")
-            if kinds:
-                raise SystemExit(1)
-    print(f"{time.monotonic() - started:.0f} s")
+    started, failed = time.monotonic(), False
+    for program, share in (("run", 0.8), ("single", 0.2)):
+        states = int(chosen.states * share)
+        found = explore_in_processes(chosen.seed, states, program=program, processes=chosen.processes)
+        print(f"{program}: {found.distinct} different states of {found.states}, {len(found.violations)} violations")
+        for violation in found.violations:
+            print(f"  {violation}")
+        failed = failed or bool(found.violations)
+    print(f"{time.monotonic() - started:.0f} s, seed {chosen.seed}, {chosen.processes} processes")
+    if failed:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -81,11 +82,13 @@ class Facts:
 
 def state_of(token: int) -> dict[str, Any]:
     """What a save saves: arrays of all sizes and a position, all of them told by its number."""
+    return {"state": dict(_arrays_of(token)), "data": JsonValue({"position": token})}
+
+
+@functools.lru_cache(maxsize=1024)
+def _arrays_of(token: int) -> dict[str, np.ndarray]:
     chance = np.random.default_rng(token)
-    return {
-        "state": {f"w{size}": chance.standard_normal(size).astype(np.float32) for size in SIZES},
-        "data": JsonValue({"position": token}),
-    }
+    return {f"w{size}": chance.standard_normal(size).astype(np.float32) for size in SIZES}
 
 
 def token_of(restored: dict[str, Any]) -> int:
@@ -95,7 +98,7 @@ def token_of(restored: dict[str, Any]) -> int:
         AssertionError: it is a mixture, or of none.
     """
     token = restored["data"].value["position"]
-    expected = state_of(token)["state"]
+    expected = _arrays_of(token)
     assert restored["state"].keys() == expected.keys(), f"arrays {sorted(restored['state'])} of save {token}"
     for name, array in expected.items():
         assert np.asarray(restored["state"][name]).tobytes() == array.tobytes(), f"{name} is not that of save {token}"

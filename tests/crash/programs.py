@@ -176,8 +176,8 @@ def _kept(manager: StepManager, facts: Facts) -> list[str]:
     """What is wrong with what a reader sees: what policy and pins keep must be there, and all that is listed whole."""
     if not manager.steps:
         return []
-    newest = token_of(manager.restore())
     found = {step: token_of(manager.restore(step=step)) for step in manager.steps}
+    newest = token_of(manager.restore())  # last, so that the manager goes on from it
     problems = []
     for step, oldest in facts.must_be_there(newest).items():
         if step not in found:
@@ -206,7 +206,6 @@ def _restored(manager: StepManager, facts: Facts) -> list[str]:
 
 def _cleaned(disk: CrashDisk, manager: StepManager, facts: Facts) -> list[str]:
     """The next owner saves, is restored exactly, and leaves nothing of what the dead ones left."""
-    manager.restore() if manager.steps else None
     promise = facts.begin((manager.latest or 0) + 1, len(disk.machine.log))
     manager.save(promise.step, state_of(promise.token))
     manager.wait(LONGEST_S)

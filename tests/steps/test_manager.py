@@ -7,6 +7,7 @@ import errno
 import logging
 import math
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +106,16 @@ def test_a_second_save_waits_for_the_first_and_says_so(tmp_path: Path, caplog: p
     second.start()
     while "step 2 waits: step 1 to" not in caplog.text:
         assert second.is_alive()
+    it_waits_since = time.perf_counter()
     assert (manager.latest, done) == (None, [])
+    at_least_s = time.perf_counter() - it_waits_since
     backend.go.set()
     second.join()
     assert done[0].saved
     manager.close()
     assert manager.steps == [1, 2]
-    first, next_one = (event for event in manager.history.events() if event["event"] == "save")
-    assert first["wait_s"] < next_one["wait_s"] <= next_one["blocked_s"]
+    _, next_one = (event for event in manager.history.events() if event["event"] == "save")
+    assert at_least_s <= next_one["wait_s"] <= next_one["blocked_s"]
 
 
 def test_a_busy_manager_may_skip_and_reports_it(tmp_path: Path) -> None:
