@@ -16,7 +16,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-quick lint types format bench bench-quick bench-torch kill-campaign crash-states corruption power-cuts native-calls random-kills limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes clean python-is-new-enough
+.PHONY: help venv demo test test-quick lint types format bench bench-quick bench-torch kill-campaign crash-states block-replay corruption power-cuts native-calls random-kills limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes clean python-is-new-enough
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
@@ -57,14 +57,17 @@ types: $(STAMP)  ## strict type check of the package
 kill-campaign: $(STAMP)  ## SIGKILL at 60 random moments of a training that saves every step
 	$(BIN)/python -m tests.kill.campaign --kills 60
 
-crash-states: $(STAMP)  ## what a million power cuts may leave of a disk: every promise is kept in each (some hours)
+crash-states: $(STAMP)  ## what a million power cuts may leave of a disk: every promise is kept in each (an hour or two)
 	$(BIN)/python -m tests.crash.explorer --states 1000000
+
+block-replay: $(STAMP)  ## what 20,000 power cuts may leave of the blocks of an ext4 and an xfs (some half an hour; needs root)
+	$(BIN)/python -m tests.faults.block_replay --states 20000
 
 corruption: $(STAMP)  ## 100,000 damaged checkpoints: none is loaded, and the step before is restored (some fifteen minutes)
 	$(BIN)/python -m tests.faults.corruption --trials 100000
 
-power-cuts: $(STAMP)  ## 1,000 power cuts of real file systems on loop devices (needs root)
-	$(BIN)/python -m tests.faults.power_cut --trials 1000
+power-cuts: $(STAMP)  ## 2,000 power cuts of each real file system on loop devices (needs root)
+	$(BIN)/python -m tests.faults.power_cut --trials 2000
 
 native-calls: $(STAMP)  ## every native call of a run fails, falls short, or is its last (some five minutes)
 	$(BIN)/python -m tests.faults.native_calls

@@ -257,18 +257,24 @@ def attempts(backend: Backend, parent: str) -> list[tuple[str, str]]:
 def remove_dead_attempts(backend: Backend, final: str) -> None:
     """Remove what attempts at this one checkpoint left whose processes ran on this machine and are gone.
 
-    An exchange cut between its renames is taken back, or its older checkpoint removed if the newer is in place.
+    An exchange cut between its renames is taken back, or its older checkpoint removed if the newer is in place. That it
+    is in place may be known to memory only: nothing is removed before the names are on the disk.
     """
     parent, name = os.path.split(final)
+    removed = []
     for entry in backend.list(parent):
         path = os.path.join(parent, entry.name)
         match = _ATTEMPT.fullmatch(entry.name)
         is_dead = match is not None and match["final"] == name and is_dead_tag(match["tag"])
         is_aside = path == side_name(final)
         if is_dead or (is_aside and is_committed(backend, final)):
-            backend.remove(path)
+            removed.append(path)
         elif is_aside and is_committed(backend, path):
             backend.rename(path, final)
+    if removed:
+        backend.sync(parent)
+    for path in removed:
+        backend.remove(path)
 
 
 def is_committed(backend: Backend, directory: str) -> bool:

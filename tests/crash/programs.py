@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +26,7 @@ from tests.crash.states import Order
 RUN = "/data/run"
 SINGLE = "/data/one"
 LONGEST_S = 60.0
+AFTERWARDS = 1 << 62  # of what is done when one looks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,11 +167,16 @@ def found_in_run(disk: CrashDisk, settings: StoreSettings, facts: Facts) -> list
     """What is wrong with a run directory after a crash, for a process that comes then."""
     manager = opened(disk, settings, facts.keep)
     try:
-        problems = _restored(manager, facts) or _kept(manager, facts)
-        problems = problems or _cleaned(disk, manager, facts)
-        return problems or _kept(opened(disk, settings, facts.keep), facts)
+        return problems_in_run(manager, facts, lambda: [entry.name for entry in disk.list(RUN)]) or _kept(
+            opened(disk, settings, facts.keep), facts
+        )
     finally:
         die(disk, manager)
+
+
+def problems_in_run(manager: StepManager, facts: Facts, names: Callable[[], list[str]]) -> list[str]:
+    """What is wrong for a process that restores, looks at every step, and saves; `names` lists the run directory."""
+    return _restored(manager, facts) or _kept(manager, facts) or _cleaned(manager, facts, names)
 
 
 def _kept(manager: StepManager, facts: Facts) -> list[str]:
@@ -204,33 +211,37 @@ def _restored(manager: StepManager, facts: Facts) -> list[str]:
     return []
 
 
-def _cleaned(disk: CrashDisk, manager: StepManager, facts: Facts) -> list[str]:
+def _cleaned(manager: StepManager, facts: Facts, names: Callable[[], list[str]]) -> list[str]:
     """The next owner saves, is restored exactly, and leaves nothing of what the dead ones left."""
-    promise = facts.begin((manager.latest or 0) + 1, len(disk.machine.log))
+    promise = facts.begin((manager.latest or 0) + 1, AFTERWARDS)
     manager.save(promise.step, state_of(promise.token))
     manager.wait(LONGEST_S)
-    facts.acknowledge(promise, len(disk.machine.log))
+    facts.acknowledge(promise, AFTERWARDS)
     manager._run._deleter.wait(LONGEST_S)
     problems = [] if token_of(manager.restore()) == promise.token else ["the next save is not what is restored"]
-    names = [entry.name for entry in disk.list(RUN)]
-    left = [name for name in names if name.startswith(".") and name != ".owner" and ".dead-" not in name]
+    left = [name for name in names() if name.startswith(".") and name != ".owner" and ".dead-" not in name]
     return problems + ([f"left over: {', '.join(left)}"] if left else [])
 
 
 def found_single(disk: CrashDisk, settings: StoreSettings, facts: Facts) -> list[str]:
     """What is wrong with a single checkpoint after a crash."""
-    acknowledged = [each.token for each in facts.acknowledged()]
     with on(disk):
-        try:
-            token = token_of(checkpoint.load_checkpointables(SINGLE))
-        except NotACheckpointError as error:
-            if acknowledged:
-                return [f"save {acknowledged[-1]} was acknowledged, but: {error}"]
-        else:
-            if acknowledged and token < acknowledged[-1]:
-                return [f"loaded save {token}, older than the acknowledged {acknowledged[-1]}"]
-        promise = facts.begin(0, len(disk.machine.log))
-        checkpoint.save_checkpointables(SINGLE, state_of(promise.token), overwrite=True, settings=settings)
-        facts.acknowledge(promise, len(disk.machine.log))
-        names = [entry.name for entry in disk.list("/data")]
-    return [] if names == ["one"] else [f"left over: {', '.join(names)}"]
+        return problems_of_single(SINGLE, settings, facts, lambda: [entry.name for entry in disk.list("/data")])
+
+
+def problems_of_single(path: str, settings: StoreSettings, facts: Facts, names: Callable[[], list[str]]) -> list[str]:
+    """What is wrong for a process that loads it and saves it anew; `names` lists the directory that it lies in."""
+    acknowledged = [each.token for each in facts.acknowledged()]
+    try:
+        token = token_of(checkpoint.load_checkpointables(path))
+    except NotACheckpointError as error:
+        if acknowledged:
+            return [f"save {acknowledged[-1]} was acknowledged, but: {error}"]
+    else:
+        if acknowledged and token < acknowledged[-1]:
+            return [f"loaded save {token}, older than the acknowledged {acknowledged[-1]}"]
+    promise = facts.begin(0, AFTERWARDS)
+    checkpoint.save_checkpointables(path, state_of(promise.token), overwrite=True, settings=settings)
+    facts.acknowledge(promise, AFTERWARDS)
+    found = names()
+    return [] if found == [os.path.basename(path)] else [f"left over: {', '.join(found)}"]

@@ -61,6 +61,7 @@ class Result:
 
 CAMPAIGNS = (
     Campaign("crash states, in memory", "tests.crash.explorer", "--states", 1_000_000),
+    Campaign("crash states of real devices, ext4 and xfs", "tests.faults.block_replay", "--states", 20_000),
     Campaign("power cuts, ext4 and xfs", "tests.faults.power_cut", "--trials", 2000),
     Campaign("every native call fails, falls short, is the last", "tests.faults.native_calls", seeded=False),
     Campaign("SIGKILL at random", "tests.faults.random_kills", "--kills", 5000),

@@ -232,16 +232,16 @@ class Server:
 
 
 class FuseDisk:
-    """Such a file system, mounted at `path`."""
+    """Such a file system, mounted at `path`. `module` is run to serve it: this one, or one that calls `main` too."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, module: str = __spec__.name) -> None:
         self.path, self.backing, self._file = folder / "fuse", folder / "behind", folder / "control"
         for each in (self.path, self.backing):
             each.mkdir()
         self._file.write_bytes(bytes(mmap.PAGESIZE))
         with self._file.open("r+b") as file:
             self._control = mmap.mmap(file.fileno(), mmap.PAGESIZE)
-        command = [sys.executable, "-m", "tests.faults.fuse_disk", self.path, self.backing, self._file]
+        command = [sys.executable, "-m", module, self.path, self.backing, self._file]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "mounted\n"
@@ -265,16 +265,16 @@ class FuseDisk:
 
 
 @contextlib.contextmanager
-def fuse_disk(folder: Path) -> Iterator[FuseDisk]:
+def fuse_disk(folder: Path, module: str = __spec__.name) -> Iterator[FuseDisk]:
     """A disk that is unmounted afterwards."""
-    disk = FuseDisk(folder)
+    disk = FuseDisk(folder, module)
     try:
         yield disk
     finally:
         disk.close()
 
 
-def main(path: str, backing: str, control: str) -> None:
+def main(path: str, backing: str, control: str, server: type[Server] = Server) -> None:
     """Mount and serve."""
     device = os.open("/dev/fuse", os.O_RDWR)
     options = f"fd={device},rootmode=40000,user_id=0,group_id=0,allow_other".encode()
@@ -282,7 +282,7 @@ def main(path: str, backing: str, control: str) -> None:
         raise OSError(ctypes.get_errno(), f"cannot mount {path}")
     print("mounted", flush=True)
     with open(control, "r+b") as file:
-        Server(device, Path(backing), mmap.mmap(file.fileno(), mmap.PAGESIZE)).serve()
+        server(device, Path(backing), mmap.mmap(file.fileno(), mmap.PAGESIZE)).serve()
 
 
 if __name__ == "__main__":

@@ -36,20 +36,20 @@ class LoopDisk:
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.kind, self.path, self._image = kind, folder / "mounted", folder / f"{kind}.img"
+        self._is_mounted = False  # the directory of an xfs that was shut down cannot be asked
         self.path.mkdir()
 
     def make_new(self) -> None:
         """An empty file system, mounted."""
         with contextlib.suppress(FileNotFoundError):
             self._image.unlink()
-        with self._image.open("wb") as image:
-            image.truncate(SIZES_MIB[self.kind] << 20)
-        _run(*_MKFS[self.kind], self._image)
+        make_image(self._image, self.kind)
         self.mount()
 
     def mount(self) -> None:
         """Mount it; the journal is replayed as after a power cut."""
-        _run("mount", "-o", "loop", self._image, self.path)
+        run_command("mount", "-o", "loop", self._image, self.path)
+        self._is_mounted = True
 
     def cut_power(self) -> None:
         """From now on nothing reaches the disk, and all calls are refused."""
@@ -62,9 +62,10 @@ class LoopDisk:
     def unmount(self) -> None:
         """Unmount it, once nobody uses it any more."""
         until = time.monotonic() + UNMOUNT_S
-        while os.path.ismount(self.path):
+        while self._is_mounted:
             done = subprocess.run(["umount", self.path], capture_output=True, text=True, check=False)
-            if done.returncode != 0 and time.monotonic() > until:
+            self._is_mounted = done.returncode != 0
+            if self._is_mounted and time.monotonic() > until:
                 raise OSError(f"umount {self.path}: {done.stderr.strip()}")
 
 
@@ -78,7 +79,20 @@ def loop_disk(folder: Path, kind: str) -> Iterator[LoopDisk]:
         disk.unmount()
 
 
-def _run(*command: str | os.PathLike[str]) -> None:
+def make_image(path: Path, kind: str) -> None:
+    """An empty file system in a new file."""
+    with path.open("xb") as image:
+        image.truncate(SIZES_MIB[kind] << 20)
+    run_command(*_MKFS[kind], path)
+
+
+def run_command(*command: str | os.PathLike[str]) -> str:
+    """What it prints.
+
+    Raises:
+        OSError: it failed, and what it said.
+    """
     done = subprocess.run([os.fspath(part) for part in command], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise OSError(f"{' '.join(map(os.fspath, command))}: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,54 @@
+"""Whatever a real device holds after a power cut, what was acknowledged is there; without syncs it is not.
+
+The whole campaign is `make block-replay`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxckpt_train.settings import StoreSettings
+from tests.faults.block_recorder import recorded_disk
+from tests.faults.block_replay import KINDS, campaign, why_not
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    reason = why_not(request.param)
+    if reason is not None:
+        pytest.skip(f"no {request.param} whose device is recorded: {reason}")
+    monkeypatch.setattr(logging.getLogger("jaxckpt_train"), "disabled", True)
+    return str(request.param)
+
+
+def test_what_was_acknowledged_is_there_whatever_the_device_kept(tmp_path: Path, kind: str) -> None:
+    found = campaign(tmp_path, kind, 40, seed=0)
+    assert found.problems == []
+    assert found.states == 40
+    assert found.with_saves > 10
+
+
+@pytest.mark.parametrize("durability", ["file", "none"])
+def test_saves_that_do_not_sync_are_found_out(tmp_path: Path, kind: str, durability: Any) -> None:
+    assert campaign(tmp_path, kind, 40, seed=1, settings=StoreSettings(durability=durability)).problems
+
+
+def test_all_that_is_written_is_recorded(tmp_path: Path, kind: str) -> None:
+    with recorded_disk(tmp_path, kind) as disk:
+        before = disk.written()
+        with (disk.path / "file").open("wb") as file:
+            file.write(b"a line that is nowhere else" * 1000)
+            file.flush()
+        with (disk.path / "file").open("rb+") as file:
+            os.fsync(file.fileno())
+        changes = [each for each in disk.changes() if each.end > before]
+    contents = [each.data for each in changes if each.data is not None and b"a line that is nowhere else" in each.data]
+    assert sum(content.count(b"a line that is nowhere else") for content in contents) > 900
+    assert changes[-1].data is None, "a sync ends with a flush of the device"
