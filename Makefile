@@ -16,7 +16,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-quick lint types format bench bench-quick bench-torch kill-campaign crash-states block-replay corruption power-cuts native-calls random-kills limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes clean python-is-new-enough
+.PHONY: help venv demo test test-quick lint types format bench bench-quick bench-torch kill-campaign crash-states block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes clean python-is-new-enough
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
@@ -83,6 +83,9 @@ hostile: $(STAMP)  ## 20,000,000 files that somebody else made (some forty minut
 
 soak: $(STAMP)  ## an hour of training on a disk that is slow, refuses, or does not answer at times (needs root)
 	$(BIN)/python -m tests.faults.soak --minutes 60
+
+boundaries: $(STAMP)  ## a training that ends at each call on a file that Python knows of (some ten minutes)
+	$(BIN)/python -m tests.faults.boundaries
 
 random-kills: $(STAMP)  ## SIGKILL at 5,000 random moments of processes that save (some twelve minutes)
 	$(BIN)/python -m tests.faults.random_kills

@@ -64,6 +64,7 @@ CAMPAIGNS = (
     Campaign("crash states of real devices, ext4 and xfs", "tests.faults.block_replay", "--states", 20_000),
     Campaign("power cuts, ext4 and xfs", "tests.faults.power_cut", "--trials", 2000),
     Campaign("every native call fails, falls short, is the last", "tests.faults.native_calls", seeded=False),
+    Campaign("a training ends at every call on a file", "tests.faults.boundaries", seeded=False),
     Campaign("SIGKILL at random", "tests.faults.random_kills", "--kills", 5000),
     Campaign("limits of disk and process", "tests.faults.limits", seeded=False),
     Campaign("damage", "tests.faults.corruption", "--trials", 100_000),

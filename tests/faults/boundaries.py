@@ -1,0 +1,84 @@
+"""Ends a training at every call on a file that Python knows of: `python -m tests.faults.boundaries`.
+
+`ckpt-chaos` finds these boundaries by the interpreter's audit events, ends a process at each (at once, or by a SIGTERM
+and soon after), and starts the training again. It must begin after the newest step that was complete, and come to the
+result of a training that nobody disturbed, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LONGEST_S = 120
+_VERDICT = re.compile(r"  (PASS|HARD_FAIL|SILENT_DIVERGENCE|LOST_WORK|CONTROL_FAIL|[A-Z_]+)$")
+
+
+@dataclasses.dataclass
+class Found:
+    """What it came to: points at which a process ended, and those whose verdict is not PASS, as it tells them."""
+
+    points: int = 0
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+
+def why_not() -> str | None:
+    """Why it cannot be done here; None: it can."""
+    return None if find_spec("ckpt_chaos") else "needs the package ckpt-chaos"
+
+
+def campaign(folder: Path, most: int | None, how: str = "ours", modes: str = "before,torn,term") -> Found:
+    """End a training at `most` boundaries, shared between the modes, or at all in each.
+
+    Raises:
+        RuntimeError: it did not come to a verdict.
+    """
+    out = [] if how != "ours" else ["--checkpoint-glob", "{out}/run/step-*", "--ckpt-ignore-size"]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "ckpt_chaos", "run", "--work", folder / "work", "--timeout", str(LONGEST_S)),
+            *(*out, "--step-regex", r"begins after step (\d+)", "--result-file", "{out}/result"),
+            *("--fail-on", "HARD_FAIL,SILENT_DIVERGENCE,LOST_WORK,CONTROL_FAIL", "--modes", modes),
+            *([] if most is None else ["--max-points", str(most)]),
+            *("--", sys.executable, "-m", "tests.faults.boundaries_training", "{out}", how),
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    rows = [line for line in done.stdout.splitlines() if _VERDICT.search(line)]
+    problems = [line for line in rows if not line.endswith("PASS")]
+    if not rows or (done.returncode != 0) != bool(problems):
+        raise RuntimeError(f"ckpt-chaos ended with {done.returncode}: {done.stdout[-1500:]}{done.stderr[-1500:]}")
+    return Found(len(rows) - 1, problems)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--most", type=int, help="boundaries; all without")
+    chosen = parser.parse_args()
+    reason = why_not()
+    if reason is not None:
+        print(f"SKIP: {reason}")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        found = campaign(Path(folder), chosen.most)
+    print(f"{found.points} ends at boundaries, {len(found.problems)} problems")
+    for problem in found.problems:
+        print(f"  {problem}")
+    raise SystemExit(bool(found.problems))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""A training that ends at a call on a file goes on exactly; one that writes over its only file does not.
+
+The whole campaign is `make boundaries`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.boundaries import campaign, why_not
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(why_not() is not None, reason=f"no boundaries: {why_not()}"),
+]
+
+
+def test_a_training_that_ends_at_a_boundary_goes_on_exactly(tmp_path: Path) -> None:
+    found = campaign(tmp_path, 4)
+    assert found.problems == []
+    assert found.points >= 3
+
+
+def test_a_training_that_writes_over_its_only_file_is_found_out(tmp_path: Path) -> None:
+    assert campaign(tmp_path, 2, "by_hand", "torn").problems
