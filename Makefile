@@ -78,8 +78,9 @@ limits: $(STAMP)  ## full and read-only disks, limits of files, descriptors and 
 deadlines: $(STAMP)  ## 300 jobs with little time on a slow disk (some forty minutes; needs root)
 	$(BIN)/python -m tests.faults.deadline --trials 300
 
-hostile: $(STAMP)  ## 20,000,000 files that somebody else made (some forty minutes)
+hostile: $(STAMP)  ## 20,000,000 files that somebody else made, and as many that atheris chooses (an hour or two)
 	$(BIN)/python -m tests.faults.hostile --executions 20000000
+	$(BIN)/python -m tests.faults.hostile --atheris --executions 20000000
 
 soak: $(STAMP)  ## an hour of training on a disk that is slow, refuses, or does not answer at times (needs root)
 	$(BIN)/python -m tests.faults.soak --minutes 60

@@ -9,13 +9,17 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import gc
 import hashlib
+import importlib.util
 import json
 import random
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -260,7 +264,7 @@ def campaign(executions: int, seed: int, names: list[str] | None = None) -> Foun
     return found
 
 
-def with_atheris(executions: int, name: str) -> None:
+def with_atheris(executions: int, seed: int, name: str) -> None:
     """Let atheris choose the bytes; it ends the process at the first thing that must not be."""
     import atheris
 
@@ -274,11 +278,31 @@ def with_atheris(executions: int, name: str) -> None:
 
     sound, chance = targets.all[name][0], random.Random(0)
     with tempfile.TemporaryDirectory() as folder:  # what it begins with
-        for number, seed in enumerate([sound, *(changed(sound, chance) for _ in range(200))]):
-            (Path(folder) / str(number)).write_bytes(seed)
-        atheris.instrument_all()
-        atheris.Setup([sys.argv[0], f"-runs={executions}", f"-max_len={4 * len(sound)}", folder], one)
+        for number, first in enumerate([sound, *(changed(sound, chance) for _ in range(200))]):
+            (Path(folder) / str(number)).write_bytes(first)
+        for each in gc.get_objects():
+            if isinstance(each, types.FunctionType) and (each.__module__ or "").startswith("jaxckpt_train."):
+                atheris.instrument_func(each)
+        options = [f"-runs={executions}", f"-seed={seed + 1}", f"-max_len={4 * len(sound)}", "-rss_limit_mb=8192"]
+        atheris.Setup([sys.argv[0], *options, folder], one)
         atheris.Fuzz()
+
+
+def guided(executions: int, seed: int, names: list[str]) -> list[str]:
+    """As `campaign`, with atheris, in a process for each target; the problems."""
+    problems = []
+    for name in names:
+        share = str(-(-executions // len(names)))
+        command = [sys.executable, "-m", "tests.faults.hostile", "--atheris", "--targets", name, "--executions", share]
+        done = subprocess.run([*command, "--seed", str(seed)], capture_output=True, text=True, check=False)
+        if done.returncode != 0 or f"Done {share} runs" not in done.stderr:
+            problems.append(f"{name}: ended with {done.returncode}: {done.stdout[-1000:]}{done.stderr[-3000:]}")
+    return problems
+
+
+def why_not_guided() -> str | None:
+    """Why atheris cannot choose the bytes here; None: it can."""
+    return None if importlib.util.find_spec("atheris") else "needs the package atheris"
 
 
 def main() -> None:
@@ -287,11 +311,11 @@ def main() -> None:
     parser.add_argument("--executions", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--targets", nargs="+")
-    parser.add_argument("--atheris", action="store_true", help="for a single target")
+    parser.add_argument("--atheris", action="store_true", help="let it choose the bytes, led by what they reach")
     chosen, started = parser.parse_args(), time.monotonic()
     with small_sizes():
         if chosen.atheris:
-            with_atheris(chosen.executions, chosen.targets[0])
+            _main_guided(chosen.executions, chosen.seed, chosen.targets or list(Targets().all))
             return
         found = campaign(chosen.executions, chosen.seed, chosen.targets)
     for (name, end), count in sorted(found.ends.items()):
@@ -301,6 +325,20 @@ def main() -> None:
     for problem in found.problems:
         print(f"  {problem}")
     raise SystemExit(bool(found.problems))
+
+
+def _main_guided(executions: int, seed: int, names: list[str]) -> None:
+    reason, started = why_not_guided(), time.monotonic()
+    if reason is not None:
+        print(f"SKIP: {reason}")
+        return
+    if len(names) == 1:
+        with_atheris(executions, seed, names[0])
+        return
+    problems = guided(executions, seed, names)
+    print(f"{executions} executions over {len(names)} targets, {len(problems)} problems;", end=" ")
+    print(f"{time.monotonic() - started:.0f} s, seed {seed}", *problems, sep="\n  ")
+    raise SystemExit(bool(problems))
 
 
 if __name__ == "__main__":

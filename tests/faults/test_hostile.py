@@ -22,7 +22,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.store import manifest as manifest_module
 from jaxckpt_train.store import transaction as transaction_module
 from tests.crash.explorer import small_sizes
-from tests.faults.hostile import LONGEST_S, Found, Targets, campaign, execute
+from tests.faults.hostile import LONGEST_S, Found, Targets, campaign, execute, guided, why_not_guided
 from tests.steps.runs import made_run, state_of, step_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -55,6 +55,11 @@ def test_a_reader_that_expects_only_bad_json_is_found_out(monkeypatch: pytest.Mo
     for module in (manifest_module, transaction_module):
         monkeypatch.setattr(module, "NOT_JSON", msgspec.ValidationError)
     assert campaign(3000, seed=0, names=["COMMIT", "manifest"]).problems
+
+
+@pytest.mark.skipif(why_not_guided() is not None, reason=f"bytes are not led by what they reach: {why_not_guided()}")
+def test_bytes_that_are_led_by_what_they_reach_raise_only_our_errors() -> None:
+    assert guided(20_000, 0, ["manifest"]) == []
 
 
 def fifo(path: Path) -> None:
