@@ -20,6 +20,7 @@ MANIFEST_NAME = "manifest.json"
 COMMIT_NAME = "COMMIT"
 RESERVED_NAMES = frozenset({MANIFEST_NAME, COMMIT_NAME})
 MAX_MANIFEST_BYTES = 1 << 30
+MAX_ARRAYS = 500_000
 # What comes of bytes that are no JSON, or not of the type that is wanted.
 NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 BLOCK_BYTES = 4 << 20
@@ -131,6 +132,8 @@ def decode_manifest(data: bytes, subject: str) -> Manifest:
             (which also refuses keys that appear twice).
         FormatVersionError: a newer version.
     """
+    if data.count(b'"dtype":') > MAX_ARRAYS:  # before it takes memory; empty arrays cost their writer none
+        raise CorruptCheckpointError(f"{subject}: more than {MAX_ARRAYS:,} arrays")
     check_version(data, subject)
     try:
         manifest = msgspec.json.decode(data, type=Manifest)

@@ -44,6 +44,7 @@ from jaxckpt_train.store.manifest import (
     FORMAT,
     FORMAT_VERSION,
     MANIFEST_NAME,
+    MAX_ARRAYS,
     MAX_MANIFEST_BYTES,
     NOT_JSON,
     RESERVED_NAMES,
@@ -183,7 +184,11 @@ class Transaction:
             CheckpointExistsError: something has the final name and `replace` is false.
             StorageError: the file system refused; nothing became visible, unless it also refused to take it back, as
                 a note on the error says then.
+            UnsupportedLeafError: more arrays than a load would take.
         """
+        arrays = sum(len(part.arrays) for part in manifest.parts)
+        if arrays > MAX_ARRAYS:
+            raise UnsupportedLeafError(f"{self.final}: {arrays:,} arrays, expected at most {MAX_ARRAYS:,}: stack them")
         data = encode_manifest(manifest)
         if len(data) > MAX_MANIFEST_BYTES:
             raise StorageError(errno.EFBIG, f"manifest of {len(data)} bytes, limit {MAX_MANIFEST_BYTES}", self.final)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError
+from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError, UnsupportedLeafError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.manifest import (
+    MAX_ARRAYS,
     Manifest,
     decode_manifest,
     encode_manifest,
@@ -252,3 +254,29 @@ def test_info_never_decides_anything() -> None:
     content = msgspec.json.decode(GOOD, type=Manifest)
     assert content.info["big"] == 1 << 70
     assert decode_manifest(edited(put("info", {"format_version": 99, "parts": []})), "manifest").parts == content.parts
+
+
+def test_a_million_arrays_without_elements_are_refused_before_they_take_memory() -> None:
+    content = json.loads(GOOD)
+    empty = {"name": "", "shape": [0], "dtype": "int8", "chunks": [], "sharding": None}
+    content["parts"][0]["arrays"] += [{**empty, "name": f"x{number}"} for number in range(2 * MAX_ARRAYS)]
+    data = msgspec.json.encode(content)
+    del content
+    tracemalloc.start()
+    started = time.process_time()
+    try:
+        with pytest.raises(CorruptCheckpointError, match="x: more than 500,000 arrays"):
+            decode_manifest(data, "x")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - started < 1
+
+
+def test_more_arrays_than_a_load_takes_are_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxckpt_train.store.transaction.MAX_ARRAYS", 3)
+    backend = MemoryBackend()
+    commit(backend, "/runs/a", {f"x{number}": np.zeros(3) for number in range(3)}, StoreSettings())
+    with pytest.raises(UnsupportedLeafError, match="/runs/b: 4 arrays, expected at most 3: stack them"):
+        commit(backend, "/runs/b", {f"x{number}": np.zeros(3) for number in range(4)}, StoreSettings())
+    assert "b" not in [entry.name for entry in backend.list("/runs")]
