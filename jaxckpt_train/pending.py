@@ -287,6 +287,21 @@ def call_within(call: Callable[[], object], timeout_s: float) -> bool:
     return done.wait(timeout_s)
 
 
+def expect_answer(ask: Callable[[str], object], path: str) -> None:
+    """Have a disk asked in the background, before somebody asks it who can wait for ever; what it answers is no matter.
+
+    Raises:
+        CheckpointTimeoutError: it has not answered for ten minutes.
+    """
+
+    def asked() -> None:
+        with contextlib.suppress(CheckpointError):
+            ask(path)
+
+    if not call_within(asked, LAST_PATIENCE_S):
+        raise CheckpointTimeoutError(f"{path}: its disk has not answered for {LAST_PATIENCE_S:.0f} s")
+
+
 def call_after(pending: PendingSave[T] | None, call: Callable[[], None]) -> None:
     """Call it once the save has committed or failed, on its thread; at once if it has already, or there is none."""
     if pending is None:

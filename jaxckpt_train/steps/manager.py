@@ -14,7 +14,7 @@ from jaxckpt_train.checkpoint import PathLike, absolute
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
 from jaxckpt_train.errors import CheckpointTimeoutError, SettingsError
 from jaxckpt_train.multihost import current
-from jaxckpt_train.pending import LAST_PATIENCE_S, call_after
+from jaxckpt_train.pending import LAST_PATIENCE_S, call_after, expect_answer
 from jaxckpt_train.settings import StoreSettings, checked_settings
 from jaxckpt_train.steps.history import History, metrics_to_json, plain_metrics
 from jaxckpt_train.steps.in_flight import Busy, InFlight, Stalled
@@ -129,8 +129,10 @@ class StepManager:
 
         Raises:
             DirectoryLockedError, StorageError: a live process owns it, or it cannot be created.
+            CheckpointTimeoutError: its disk has not answered for ten minutes; as `restore`.
         """
         self._check_open()
+        expect_answer(self._backend.list, self.directory)
         self._run.own()
 
     def decide(self, step: int, metrics: Mapping[str, Any] | None = None) -> Decision:
@@ -263,6 +265,7 @@ class StepManager:
             MismatchError: a target does not fit; nothing was read.
         """
         self.wait()
+        expect_answer(self._backend.list, self.directory)
         more: dict[str, Any] = {"targets": targets, "settings": self.settings, "progress": progress}
         restore = functools.partial(restore_newest, self._backend, self.directory, **more)
         restored = self._run.with_entries(step, restore, damaged=True)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxckpt_train.errors import CorruptCheckpointError
+from jaxckpt_train.errors import CheckpointTimeoutError, CorruptCheckpointError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.boxes import box_elements, box_shape, element_span, slices_within
@@ -84,6 +84,7 @@ class _Reading:
         self._lock = threading.Lock()
         self._directory, self._sources = committed.directory, sources
         self._arena = Arena(0)
+        self.reads = 0  # another number after each
 
     def read_run(self, run: Run) -> list[ReadBox]:
         """Read and check one run on the calling thread; returns the boxes that it completed."""
@@ -132,6 +133,7 @@ class _Reading:
         if high > at:
             needed = min(high, run.start + run.needed) - at
             self._sources.read_into(run.segment, at, memory[at - run.start : high - run.start], needed)
+            self.reads += 1
         return high
 
     def _verify_all(self, run: Run, memory: np.ndarray, start: int, stop: int) -> None:
@@ -245,6 +247,7 @@ def iter_boxes(
     Raises:
         CorruptCheckpointError: a segment is missing, has another size, or its bytes differ from their digest.
         StorageError: the file system refused.
+        CheckpointTimeoutError: it has not answered for ten minutes.
     """
     threads = READS_PER_THREAD * settings.known_io_threads
     runs = plan_reads(committed.manifest, wanted, max(1, settings.read_budget_bytes // (2 * threads)))
@@ -256,9 +259,12 @@ def iter_boxes(
         reading.prepare(runs)
         sources.open()
         readers = shared_workers(threads, "jaxckpt-read")
-        with contextlib.closing(readers.run_each(reading.read_run, runs, give_up=reading.give_up)) as results:
+        each = readers.run_each(reading.read_run, runs, give_up=reading.give_up, moved=lambda: reading.reads)
+        with contextlib.closing(each) as results:
             for completed in results:
                 yield from reading.hand_over(completed)
+    except CheckpointTimeoutError as error:
+        raise CheckpointTimeoutError(f"{committed.directory}: {error}") from None
     finally:
         sources.close()
 

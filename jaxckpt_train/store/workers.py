@@ -18,12 +18,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Generic, TypeVar
 
+from jaxckpt_train.errors import CheckpointTimeoutError
 from jaxckpt_train.store.latch import LOOK_S, Latch
 from jaxckpt_train.store.per_process import PerProcess
 
 # What a training step computes goes before what a save does beside it; the full share is left where nothing else runs.
 NICENESS = 10
-TELL_S = 60.0
+TELL_S, GIVE_UP_S = 60.0, 600.0
 _log = logging.getLogger("jaxckpt_train")
 
 T = TypeVar("T")
@@ -86,13 +87,22 @@ class Workers:
         batch.raise_error()
 
     def run_each(
-        self, work: Callable[[T], R], items: Sequence[T], *, give_up: Callable[[], None] = lambda: None
+        self,
+        work: Callable[[T], R],
+        items: Sequence[T],
+        *,
+        give_up: Callable[[], None] = lambda: None,
+        moved: Callable[[], object] = lambda: None,
     ) -> Generator[R]:
         """Run `work` on every item and yield what it returned, on the calling thread, as the items get done.
 
         After the first error no further item is begun; that error is raised once the running ones have ended. Closing
         the iterator early, or an interrupt, ends it in the same way after a call to `give_up`, which may set free what
-        the running ones wait for; so use `contextlib.closing`.
+        the running ones wait for; so use `contextlib.closing`. `moved` tells by another value that something was done
+        since the last look.
+
+        Raises:
+            CheckpointTimeoutError: nothing was done for `GIVE_UP_S` seconds; the running items are not waited for.
         """
         if not self._start_missing():
             yield from map(work, items)
@@ -102,8 +112,13 @@ class Workers:
         try:
             for _ in range(len(items)):
                 self._jobs.put(batch.run_next)
-            while (result := self._next(results)) is not None:
+            while (result := self._next(results, moved)) is not None:
                 yield result.pop()  # the consumer alone holds it, and may wait for what it frees by letting go
+        except CheckpointTimeoutError as error:  # what the running ones use they hold until they end, if ever
+            give_up()
+            batch.give_up(error)
+            batch.take_error()
+            raise
         except BaseException as error:  # an interrupt, or the consumer's: as in run_all()
             give_up()
             batch.give_up(error)
@@ -114,14 +129,21 @@ class Workers:
             raise
         batch.raise_error()
 
-    def _next(self, results: queue.SimpleQueue[T]) -> T:
-        tell_at = time.monotonic() + TELL_S
+    def _next(self, results: queue.SimpleQueue[T], moved: Callable[[], object]) -> T:
+        seen, still_s, tell_s = moved(), 0.0, TELL_S  # of seconds in which this process was awake
         while True:
             with contextlib.suppress(queue.Empty):
                 return results.get(timeout=LOOK_S)
-            if time.monotonic() >= tell_at:
+            still_s += LOOK_S
+            if (latest := moved()) != seen:
+                seen, still_s, tell_s = latest, 0.0, TELL_S
+            if still_s >= GIVE_UP_S:
+                raise CheckpointTimeoutError(
+                    f"{self._name}: nothing was done for {still_s:.0f} s; does the disk still answer?"
+                )
+            if still_s >= tell_s:
                 self._tell()
-                tell_at = time.monotonic() + TELL_S
+                tell_s += TELL_S
 
     def _tell(self) -> None:
         _log.warning("%s: nothing was done for %.0f s; does the disk still answer?", self._name, TELL_S)

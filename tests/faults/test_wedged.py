@@ -195,3 +195,41 @@ def test_when_its_server_dies_the_save_fails_and_what_was_there_stays(disk: Fuse
             manager.wait(LONGEST_S)
     assert caught.value.errno in (errno.ENOTCONN, errno.ECONNABORTED, errno.EIO)
     assert step_of(jct.StepManager(disk.backing / "run").restore()) == 1
+
+
+def test_a_load_does_not_wait_for_ever(disk: FuseDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxckpt_train.store.workers.GIVE_UP_S", 2.0)
+    run = disk.path / "run"
+    with jct.StepManager(run) as manager:
+        assert manager.save(1, {"state": {"w": np.ones(3 << 20)}}).saved
+    reads: list[int] = []
+
+    def progress(count: int) -> None:
+        if not reads:
+            disk.set(WEDGED)
+        reads.append(count)
+
+    try:
+        with pytest.raises(CheckpointTimeoutError, match=r"step-0000000001: jaxckpt-read: nothing was done for"):
+            jct.StepManager(run).restore(progress=progress)
+    finally:
+        disk.set()
+    assert sum(reads) < 8 * (3 << 20)
+    restored = jct.StepManager(run).restore()
+    assert np.asarray(restored["state"]["w"]).tobytes() == np.ones(3 << 20).tobytes()
+
+
+@pytest.mark.parametrize("call", [jct.StepManager.own, jct.StepManager.restore])
+def test_nor_does_who_begins(disk: FuseDisk, monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
+    with jct.StepManager(disk.path / "run") as manager:
+        saved(manager, 1)
+    monkeypatch.setattr("jaxckpt_train.pending.LAST_PATIENCE_S", STALL_S)
+    manager = jct.StepManager(disk.path / "run")
+    disk.set(WEDGED)
+    try:
+        with pytest.raises(CheckpointTimeoutError, match=r"run: its disk has not answered for 0 s"):
+            call(manager)
+    finally:
+        disk.set()
+    call(manager)
+    manager.close()
