@@ -30,9 +30,10 @@ from jaxckpt_train.errors import CheckpointExistsError, MismatchError, StorageEr
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings, checked_settings
 from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.left_overs import remove_dead_attempts
 from jaxckpt_train.store.local import LocalBackend, file_exists, is_file
 from jaxckpt_train.store.replaced import manifest_digest, use_committed
-from jaxckpt_train.store.transaction import Committed, Transaction, is_committed, remove_dead_attempts
+from jaxckpt_train.store.transaction import Committed, Transaction, is_committed
 from jaxckpt_train.store.verify import VerifyReport
 from jaxckpt_train.store.verify import verify as verify_committed
 from jaxckpt_train.store.writer import Progress

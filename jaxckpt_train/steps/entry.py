@@ -67,6 +67,17 @@ def entry_from_manifest(name: str, step: int, generation: int, info: Mapping[str
     )
 
 
+def noted(entry: Entry, subject: Entry, note: Mapping[str, Any]) -> Entry:
+    """The entry after a note of `subject`: a pin is of all generations of a step, all else of one."""
+    if "pin" in note and entry.step == subject.step:
+        return dataclasses.replace(entry, pinned=bool(note["pin"]))
+    if "metrics" in note and entry.name == subject.name:
+        return dataclasses.replace(entry, metrics={**(entry.metrics or {}), **metrics_from_json(note["metrics"])})
+    if "damaged" in note and entry.name == subject.name:
+        return dataclasses.replace(entry, damaged=note["damaged"])
+    return entry
+
+
 def _time(value: object) -> datetime.datetime:
     try:
         found = datetime.datetime.fromisoformat(str(value))

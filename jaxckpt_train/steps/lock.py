@@ -203,10 +203,12 @@ class OwnerLock:
                 "%s: owned by process %d on %s, last heard of %.0f s ago; waiting up to %.0f s for a sign of life",
                 self._directory, process.pid, process.host, age_s, SILENCE_S - age_s,
             )  # fmt: skip
-        while dead is None and first_s <= age_s <= SILENCE_S:
+        until = time.monotonic() + SILENCE_S  # a clock that was put back must not make it last any longer
+        while dead is None and first_s <= age_s <= SILENCE_S and time.monotonic() < until:
             self._stop.wait(LOOK_S)
             first_s, age_s = age_s, self._age_s()
-        if age_s == math.inf or (dead is None and age_s > SILENCE_S):
+        is_silent = age_s > SILENCE_S or (first_s <= age_s and time.monotonic() >= until)
+        if age_s == math.inf or (dead is None and is_silent):
             return
         who = "this very process" if process == this_process() else f"process {process.pid} on {process.host}"
         raise DirectoryLockedError(
@@ -281,8 +283,8 @@ class OwnerLock:
             _ending.discard(self._record.token)
 
     def _remove_own(self) -> None:
-        other = self._read()
+        self._left = self._left_by_the_dead()
+        self.clean()
+        other = self._read()  # last: a disk that does not answer for a while may have let another take over
         if other is not None and other.token == self._record.token:
-            self._left = self._left_by_the_dead()
-            self.clean()
             self._backend.remove(self.path)

@@ -304,7 +304,7 @@ class StepManager:
 
     def _note(self, step: int, **note: Any) -> None:
         self.own()
-        self._run.note(self._run.candidates(check_step(step))[0], note)
+        self._run.note_step(check_step(step), note)
 
     def note_preemption(self, step: int | None, reason: str) -> None:
         """Write into the history that the run was asked to leave, and which step it saved."""

@@ -172,7 +172,7 @@ class _Reading:
     manifests: set[str] = dataclasses.field(default_factory=set)
 
     def twice(self) -> dict[str, Any]:
-        """Load it; what came out damaged is read once more: memory, or the way from the disk, may have been at fault.
+        """Load it; what came out damaged, or not at all, is read once more: memory, or the way from the disk, may err.
 
         Raises:
             StepVanishedError: another one has its name since; look again.
@@ -180,12 +180,12 @@ class _Reading:
         try:
             return self._once()
         except (CorruptCheckpointError, StorageError) as error:
-            if not _is_proof(error):
+            if isinstance(error, StorageError) and error.errno not in _DAMAGE:
                 raise
-            first = str(error)
+            first = f"{'is the memory sound' if _is_proof(error) else 'is the disk'}? {error}"
             free_frames(error)
         results = self._once()
-        _log.warning("step %d was whole when it was read again; is the memory sound? %s", self.entry.step, first)
+        _log.warning("step %d was whole when it was read again; %s", self.entry.step, first)
         return results
 
     def _once(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from jaxckpt_train.errors import StorageError
+from jaxckpt_train.errors import CheckpointError, StorageError
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.latch import LOOK_S, Latch
 from jaxckpt_train.store.late_sync import make_durable, sync_directory
@@ -27,10 +27,17 @@ class Deleter:
         backend: where.
         directory: of the run.
         deleted: a weak reference to the function that is told the name of each step that is gone.
+        check: raises if the directory is another process's by now.
     """
 
-    def __init__(self, backend: Backend, directory: str, deleted: Callable[[], Callable[[str], None] | None]) -> None:
-        self._backend, self._directory, self._deleted = backend, directory, deleted
+    def __init__(
+        self,
+        backend: Backend,
+        directory: str,
+        deleted: Callable[[], Callable[[str], None] | None],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._backend, self._directory, self._deleted, self._check = backend, directory, deleted, check
         # A queue that garbage collection may put into at any moment: dropped managers say so by a finalizer.
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._retry: list[str] = []
@@ -150,7 +157,7 @@ class Deleter:
 
     def _delete(self, names: Sequence[str], instead: str | None) -> None:
         names, self._retry = [*self._retry, *names], []
-        if instead is not None and not self._make_durable(instead):
+        if not self._is_allowed() or (instead is not None and not self._make_durable(instead)):
             self._retry = names
             return
         hidden = [found for name in names if (found := self._hide(name)) is not None]
@@ -159,6 +166,14 @@ class Deleter:
             return
         for name in hidden:
             self._remove(name)
+
+    def _is_allowed(self) -> bool:
+        try:
+            self._check()
+        except CheckpointError as error:
+            _log.warning("deleting old steps waits: %s", error)
+            return False
+        return True
 
     def _make_durable(self, name: str) -> bool:
         try:

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from jaxckpt_train.errors import CheckpointExistsError, CorruptCheckpointError, StepNotFoundError, StorageError
 from jaxckpt_train.steps.catalog import scan
-from jaxckpt_train.steps.entry import Entry, entry_from_manifest
-from jaxckpt_train.steps.history import NOTES_NAME, History, append_line, end_line, metrics_from_json
+from jaxckpt_train.steps.entry import Entry, entry_from_manifest, noted
+from jaxckpt_train.steps.history import NOTES_NAME, History, append_line, end_line
 from jaxckpt_train.steps.lineage import home_run, left_behind, left_behind_by, line_last, newest_generations
 from jaxckpt_train.steps.lock import OwnerLock
 from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy, steps_to_delete
@@ -28,7 +28,8 @@ from jaxckpt_train.steps.step_names import check_step, parse_step_name, step_nam
 from jaxckpt_train.steps.verdicts import Verdicts
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.late_sync import sync_directory
-from jaxckpt_train.store.transaction import Committed, attempts
+from jaxckpt_train.store.left_overs import attempts
+from jaxckpt_train.store.transaction import Committed
 
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
@@ -49,7 +50,7 @@ class RunDirectory:
         self.history = History(backend, directory)
         self.is_owner = False
         self._lock = OwnerLock(backend, directory)
-        self._deleter = Deleter(backend, directory, weakref.WeakMethod(self._deleted))
+        self._deleter = Deleter(backend, directory, weakref.WeakMethod(self._deleted), self._lock.check)
         self._scrubber = Scrubber(backend, directory, scrub_bytes_per_s, weakref.ref(self))
         # A manager that was dropped without close(), as in a notebook, must not lock its directory for ever.
         weakref.finalize(self, _let_go, self._lock, self._deleter, self._scrubber).atexit = False
@@ -62,6 +63,7 @@ class RunDirectory:
         self._being_read: list[str] = []
         self._verdicts = Verdicts()
         self._deleting: set[str] = set()
+        self._forgotten = -1  # the highest sequence of what was deleted, which a power cut may bring back
 
     def own(self) -> None:
         """Become the owner: take the lock, clean up after dead owners, read what is there; or see that it still is.
@@ -92,6 +94,7 @@ class RunDirectory:
         if dead is not None:
             self.history.add("take_over", self._clock(), host=dead.host, pid=dead.pid)
         self._lock.clean()
+        sync_directory(self._backend, self._directory)  # names that a dead owner gave may be known to memory only
         for attempt, final in attempts(self._backend, self._directory):
             if parse_step_name(final) is not None:
                 _log.info("removing an interrupted attempt, %s", attempt)
@@ -203,7 +206,7 @@ class RunDirectory:
         To save a step of the line anew is to roll back to before it: what came after the old one is left behind.
         """
         with self._guard:
-            sequence = max((entry.sequence for entry in self._entries), default=-1) + 1
+            sequence = max(self._forgotten, *(entry.sequence for entry in self._entries), -1) + 1
             line = self._line()
             same = [entry.order for entry in line if entry.step == step]
             later = {entry.name for entry in line if same and entry.order > max(same)}
@@ -224,12 +227,9 @@ class RunDirectory:
 
     def free_name(self, step: int) -> str:
         """The directory name under which a step is to be saved: its next generation, whatever is there now."""
-        taken = [-1]
-        for item in self._backend.list(self._directory):
-            parsed = parse_step_name(item.name)
-            if parsed is not None and parsed[0] == step:
-                taken.append(parsed[1])
-        return step_name(step, max(taken) + 1)
+        names = {item.name for item in self._backend.list(self._directory)} | self._deleting  # gone, and not told yet
+        taken = [parsed[1] for name in names if (parsed := parse_step_name(name)) is not None and parsed[0] == step]
+        return step_name(step, max(taken, default=-1) + 1)
 
     def committed(self, committed: Committed, info: Mapping[str, Any]) -> None:
         """Take note of a commit."""
@@ -272,9 +272,11 @@ class RunDirectory:
     def forget(self, name: str) -> None:
         """Take note that a step directory is gone."""
         with self._guard:
-            self._entries = [entry for entry in self._entries if entry.name != name]
+            self._forgotten = max(self._forgotten, *(each.sequence for each in self._entries if each.name == name), -1)
+            self._entries = [
+                entry for entry in self._entries if entry.name != name
+            ]  # and what was left behind stays so
             self._deleting.discard(name)
-            self._left -= {name}
             self._infos = None
 
     def _deleted(self, name: str) -> None:
@@ -335,6 +337,18 @@ class RunDirectory:
                 _log.warning("step %d is set aside: %s stays, and is not listed any more", entry.step, entry.name)
                 self.history.add("set_aside", self._clock(), step=entry.step, name=entry.name, problem=damaged)
 
+    def note_step(self, step: int, note: Mapping[str, Any]) -> None:
+        """As `note`, of a step that retention leaves alone meanwhile.
+
+        Raises:
+            StepNotFoundError: there is no such step.
+        """
+        with contextlib.ExitStack() as held:
+            with self._guard:
+                entry = self.candidates(step)[0]
+                held.enter_context(self.reading([entry]))
+            self.note(entry, note)
+
     def note(self, entry: Entry, note: Mapping[str, Any]) -> None:
         """Write a pin of a step, or metrics of one generation of it or that it is damaged, durably."""
         line = {"step": entry.step, "name": entry.name, "saved": entry.time.isoformat(), **note}
@@ -344,7 +358,7 @@ class RunDirectory:
             self._backend.sync(f"{self._directory}/{NOTES_NAME}")
             sync_directory(self._backend, self._directory)  # it may be the first note
         with self._guard:
-            self._entries = [_noted(each, entry, note) for each in self._entries]
+            self._entries = [noted(each, entry, note) for each in self._entries]
             self._infos = None
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -384,13 +398,3 @@ def _release(lock: OwnerLock, scrubber: Scrubber) -> None:
     except StorageError as error:
         if error.errno != errno.ENOENT:
             _log.warning("%s was not released: %s", lock.path, error)
-
-
-def _noted(entry: Entry, subject: Entry, note: Mapping[str, Any]) -> Entry:
-    if "pin" in note and entry.step == subject.step:
-        return dataclasses.replace(entry, pinned=bool(note["pin"]))
-    if "metrics" in note and entry.name == subject.name:
-        return dataclasses.replace(entry, metrics={**(entry.metrics or {}), **metrics_from_json(note["metrics"])})
-    if "damaged" in note and entry.name == subject.name:
-        return dataclasses.replace(entry, damaged=note["damaged"])
-    return entry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.store.backend import UNSUPPORTED, Backend
@@ -30,8 +31,8 @@ def _sync_tree(backend: Backend, directory: str) -> None:
     sync_directory(backend, directory)
 
 
-def sync_directory(backend: Backend, directory: str) -> None:
-    """Sync the names in a directory, on a file system that can.
+def sync_directory(backend: Backend, directory: str, tolerated: Collection[int] = ()) -> None:
+    """Sync the names in a directory, on a file system that can; `tolerated` are codes of other refusals that may be.
 
     Raises:
         StorageError: the file system refused.
@@ -39,5 +40,5 @@ def sync_directory(backend: Backend, directory: str) -> None:
     try:
         backend.sync(directory)
     except StorageError as error:
-        if error.errno not in UNSUPPORTED:
+        if error.errno not in {*UNSUPPORTED, *tolerated}:
             raise

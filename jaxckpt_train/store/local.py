@@ -19,7 +19,15 @@ from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.store.backend import HALF_MADE, Entry
 from jaxckpt_train.store.interrupted import again
 from jaxckpt_train.store.late_sync import sync_directory
-from jaxckpt_train.store.local_names import exchange_names, is_directory, is_there, rename_all, rename_to_new
+from jaxckpt_train.store.local_names import (
+    exchange_names,
+    is_directory,
+    is_there,
+    open_to_sync,
+    parents_on_volume,
+    rename_all,
+    rename_to_new,
+)
 
 DIRECT_ALIGNMENT = 4096
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -34,6 +42,7 @@ _ADVICE = {
     errno.EIO: "the disk or its connection failed: do not trust it further",
 }
 
+_durable_ways: dict[str, int] = {}  # by path, the inode of directories that are on the disk with their names
 _NO_DIRECT = 'this system or file system has no direct I/O, and direct_io=True asks for nothing else; use "auto"'
 
 
@@ -189,12 +198,12 @@ class LocalBackend:
             return sorted(again(_entries, path), key=lambda entry: entry.name)
 
     def make_directory(self, path: str, *, parents: bool, sync: bool) -> None:
-        """Create a directory; with `parents`, each that had to be created is synced into its own parent, if it can."""
+        """Create a directory; with `parents` all on the way to it, and `sync` makes their names durable, if it can."""
         with _storage("create the directory", path):
             if not parents:
                 again(os.mkdir, path)
                 return
-            missing = []
+            missing, target = list[str](), path
             while not is_directory(path):
                 if is_there(path):
                     raise OSError(errno.ENOTDIR, "not a directory")
@@ -203,8 +212,16 @@ class LocalBackend:
             for folder in reversed(missing):
                 with contextlib.suppress(FileExistsError):
                     again(os.mkdir, folder)
-                if sync:
-                    sync_directory(self, os.path.dirname(folder))
+            if sync:
+                self._sync_way_to(os.path.realpath(target))
+
+    def _sync_way_to(self, directory: str) -> None:
+        """Make durable all names on the way to it; once, as whoever made them may not have."""
+        inode = again(os.stat, directory).st_ino
+        if _durable_ways.get(directory) != inode:
+            for parent in parents_on_volume(directory):
+                sync_directory(self, parent, tolerated=(errno.EACCES, errno.EPERM))  # one may pass it and not read it
+            _durable_ways[directory] = inode
 
     def remove(self, path: str) -> None:
         """Remove a file or a whole directory; nothing there is no error."""
@@ -222,7 +239,7 @@ class LocalBackend:
     def sync(self, path: str) -> None:
         """Sync one file's data, or one directory's entries."""
         with _storage("sync", path):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = open_to_sync(path)
             try:
                 os.fsync(descriptor)
             finally:
@@ -241,8 +258,10 @@ class LocalBackend:
         with _storage(f"exchange with {second}", first):
             if not exchange_names(first, second):
                 aside = side_name(second)
-                if is_there(second):
-                    self.remove(aside)  # left by a crash before the last rename; `second` is the newer of the two
+                if is_there(second) and is_there(aside):  # left by a crash before the last rename
+                    if sync:  # that `second` is the newer of the two may be known to memory only
+                        sync_directory(self, os.path.dirname(second))
+                    self.remove(aside)
                 rename_all([(second, aside), (first, second), (aside, first)], self.sync if sync else None)
 
     def write_new(self, path: str, data: bytes) -> bool:

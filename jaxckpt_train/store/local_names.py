@@ -7,7 +7,7 @@ import errno
 import functools
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from jaxckpt_train.store.backend import UNSUPPORTED
 from jaxckpt_train.store.interrupted import again
@@ -30,6 +30,25 @@ def is_directory(path: str) -> bool:
         return stat.S_ISDIR(again(os.stat, path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False
+
+
+def parents_on_volume(directory: str) -> Iterator[str]:
+    """The directories above it, nearest first, as far as they are of the same file system."""
+    volume = again(os.stat, directory).st_dev
+    while (parent := os.path.dirname(directory)) != directory and again(os.stat, parent).st_dev == volume:
+        yield parent
+        directory = parent
+
+
+def open_to_sync(path: str) -> int:
+    """A file, never by a link; a directory also by one, as users have them for their runs."""
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno != errno.ELOOP or not is_directory(path):
+            raise
+    return os.open(path, flags | os.O_DIRECTORY)
 
 
 def rename_to_new(source: str, target: str) -> None:

@@ -18,13 +18,13 @@ import hashlib
 import itertools
 import logging
 import os
-import re
 from collections.abc import Callable
 
 import msgspec
 import numpy as np
 
 from jaxckpt_train.errors import (
+    CheckpointError,
     CheckpointExistsError,
     CorruptCheckpointError,
     FormatVersionError,
@@ -36,8 +36,9 @@ from jaxckpt_train.errors import (
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import MISSING, Backend
 from jaxckpt_train.store.digests import block_digests, digest_function
+from jaxckpt_train.store.late_sync import sync_directory
 from jaxckpt_train.store.local import side_name
-from jaxckpt_train.store.machine import is_dead_tag, process_tag
+from jaxckpt_train.store.machine import process_tag
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
     COMMIT_NAME,
@@ -61,7 +62,6 @@ from jaxckpt_train.store.workers import shared_workers
 _log = logging.getLogger("jaxckpt_train")
 MAX_COMMIT_BYTES = 4096
 SYNCS_AT_ONCE = 4
-_ATTEMPT = re.compile(r"\.(?P<final>.+)\.tmp-(?P<tag>[0-9a-f]{8}-[0-9a-f]{8}-[0-9]+-[0-9]+)-[0-9]+")
 
 
 class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -112,7 +112,8 @@ class Transaction:
         self.directory = self._begin(name)
         self._folders: list[str] = []
         self._files: list[str] = []  # whose data is not synced yet
-        self._is_stuck = False
+        self._commit = b""
+        self._is_publishing = False  # from then on it is not certain what lies in the attempt's directory
 
     def _begin(self, name: str) -> str:
         tag = process_tag()
@@ -194,9 +195,11 @@ class Transaction:
             raise StorageError(errno.EFBIG, f"manifest of {len(data)} bytes, limit {MAX_MANIFEST_BYTES}", self.final)
         self.write_file(MANIFEST_NAME, data)
         sha256 = hashlib.sha256(data).hexdigest()
-        self.write_file(COMMIT_NAME, msgspec.json.encode(CommitRecord(FORMAT, FORMAT_VERSION, len(data), sha256)))
+        self._commit = msgspec.json.encode(CommitRecord(FORMAT, FORMAT_VERSION, len(data), sha256))
+        self.write_file(COMMIT_NAME, self._commit)
         self._sync_all()
         self._before_publishing()
+        self._is_publishing = True
         self._publish(replace)
         return Committed(self.final, manifest, sha256)
 
@@ -208,37 +211,47 @@ class Transaction:
         shared_workers(SYNCS_AT_ONCE, "jaxckpt-sync").run_all(self._backend.sync, paths)
 
     def _publish(self, replace: bool) -> None:
+        exchanged = self._take_name(replace)
+        if self._sync_directories:
+            try:
+                self._backend.sync(self._parent)
+            except BaseException as error:
+                self._withdraw(exchanged, error)
+                raise
+        if exchanged:
+            self._remove_replaced()
+
+    def _take_name(self, replace: bool) -> bool:
+        """Get the final name; whether the directory of the attempt is that of the older checkpoint now."""
         try:
             self._backend.rename(self.directory, self.final)
-            exchanged = False
         except StorageError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
             if not replace:
                 raise CheckpointExistsError(f"{self.final}: exists; pass overwrite=True to replace it") from error
             self._backend.exchange(self.directory, self.final, sync=self._sync_directories)
-            exchanged = True
-        if self._sync_directories:
-            try:
-                self._backend.sync(self._parent)
-            except StorageError as error:
-                self._withdraw(exchanged, error)
-                raise
-        if exchanged:
-            self._remove_replaced()
+            return True
+        return False
 
-    def _withdraw(self, exchanged: bool, error: StorageError) -> None:
-        """Take back what could not be made durable; `abort` would else remove the older of the two checkpoints."""
+    def _withdraw(self, exchanged: bool, error: BaseException) -> None:
+        """Take back what could not be made durable, unless another save or owner has taken its place meanwhile."""
         try:
+            self._before_publishing()
+            if not self._is_own(self.final):
+                return
             if exchanged:
                 self._backend.exchange(self.directory, self.final, sync=self._sync_directories)
             else:
                 self._backend.rename(self.final, self.directory)
-        except StorageError as second:
-            self._is_stuck = exchanged
+        except CheckpointError as second:
             error.add_note(f"and the new checkpoint could not be taken back from {self.final}: {second}")
             if exchanged:
                 error.add_note(f"the one that it replaced is in {self.directory}; move it away, or it may be removed")
+
+    def _is_own(self, directory: str) -> bool:
+        """Whether it is this attempt that lies there."""
+        return read_or_none(self._backend, directory, COMMIT_NAME, MAX_COMMIT_BYTES) == self._commit
 
     def _remove_replaced(self) -> None:
         """Remove the older of the two; the newer is committed by now, so a refusal is no failure of the save."""
@@ -248,38 +261,17 @@ class Transaction:
             _log.warning("%s is saved, but what it replaced could not be removed: %s", self.final, error)
 
     def abort(self) -> None:
-        """Remove the attempt; not if what is there now is the older checkpoint."""
-        if not self._is_stuck:
-            self._backend.remove(self.directory)
+        """Remove the attempt; not if what is there now may be the older checkpoint, or what the disk knows of.
 
-
-def attempts(backend: Backend, parent: str) -> list[tuple[str, str]]:
-    """The attempts below `parent`, dead or alive: their directories, and the names they would have got."""
-    found = [(entry, _ATTEMPT.fullmatch(entry.name)) for entry in backend.list(parent) if entry.kind == "directory"]
-    return [(f"{parent}/{entry.name}", match["final"]) for entry, match in found if match is not None]
-
-
-def remove_dead_attempts(backend: Backend, final: str) -> None:
-    """Remove what attempts at this one checkpoint left whose processes ran on this machine and are gone.
-
-    An exchange cut between its renames is taken back, or its older checkpoint removed if the newer is in place. That it
-    is in place may be known to memory only: nothing is removed before the names are on the disk.
-    """
-    parent, name = os.path.split(final)
-    removed = []
-    for entry in backend.list(parent):
-        path = os.path.join(parent, entry.name)
-        match = _ATTEMPT.fullmatch(entry.name)
-        is_dead = match is not None and match["final"] == name and is_dead_tag(match["tag"])
-        is_aside = path == side_name(final)
-        if is_dead or (is_aside and is_committed(backend, final)):
-            removed.append(path)
-        elif is_aside and is_committed(backend, path):
-            backend.rename(path, final)
-    if removed:
-        backend.sync(parent)
-    for path in removed:
-        backend.remove(path)
+        Raises:
+            StorageError: the file system refused.
+        """
+        if self._is_publishing:
+            if not self._is_own(self.directory):
+                return
+            if self._sync_directories:  # that it was taken back may be known to memory only
+                sync_directory(self._backend, self._parent)
+        self._backend.remove(self.directory)
 
 
 def is_committed(backend: Backend, directory: str) -> bool:

@@ -70,6 +70,7 @@ class CrashDisk:
 
     def __init__(self, machine: Machine) -> None:
         self.machine, self.power = machine, True
+        self._durable_ways: set[str] = set()
         self.budget: int | None = None
 
     def do(self, operation: Operation, path: str) -> None:
@@ -139,7 +140,7 @@ class CrashDisk:
         if not parents:
             self._make_one(path)
             return
-        missing = []
+        missing, target, path_given = list[str](), path, path
         while self.machine.live.find(path) not in self.machine.live.folders:
             if self.machine.live.find(path) is not None:
                 raise _refusal(errno.ENOTDIR, "create the directory", path)
@@ -148,8 +149,11 @@ class CrashDisk:
         for folder in reversed(missing):
             with contextlib.suppress(FileExistsError):
                 self._make_one(folder)
-            if sync:
-                self.sync(os.path.dirname(folder))
+        if sync and path_given not in self._durable_ways:
+            while target != "/":
+                target = os.path.dirname(target)
+                self.sync(target)
+            self._durable_ways.add(path_given)
 
     def _make_one(self, path: str) -> None:
         with self._at("create the directory", path) as at:
@@ -198,7 +202,10 @@ class CrashDisk:
                 self.do(Exchange((one.inode, one.name, one.found), (two.inode, two.name, two.found)), first)
                 return
         aside = side_name(second)
-        self.remove(aside)
+        if self.machine.live.find(aside) is not None:
+            if sync:
+                self.sync(os.path.dirname(second))
+            self.remove(aside)
         for source, target in [(second, aside), (first, second), (aside, first)]:
             if sync and source != second:
                 self.sync(os.path.dirname(source))

@@ -10,7 +10,7 @@ import pytest
 from jaxckpt_train import checkpoint
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.transaction import remove_dead_attempts
+from jaxckpt_train.store.left_overs import remove_dead_attempts
 from tests.crash.crash_disk import CrashDisk, Machine
 from tests.crash.explorer import SETTINGS, small_sizes
 from tests.crash.facts import state_of, token_of

@@ -223,3 +223,30 @@ def test_a_save_never_leaves_itself_behind() -> None:
     info = {"sequence": 0, "created": "2026-03-01T00:00:00+00:00", "left_behind": ["a", "b"]}
     first, second = (entry_from_manifest(name, 1, 0, {**info, "sequence": n}) for n, name in enumerate("ab"))
     assert left_behind([first, second]) == {"a"}
+
+
+def test_a_step_whose_deletion_a_power_cut_takes_back_is_left_behind_all_the_same(tmp_path: Path) -> None:
+    """It had got its hidden name, which had not reached the disk, when the branch that leaves it behind was saved."""
+    with jct.StepManager(tmp_path) as manager:
+        save_steps(manager, 1, 2, 3)
+        manager.restore(step=1)
+        manager._run.forget("step-0000000003")
+        save_steps(manager, 2)
+    with jct.StepManager(tmp_path) as manager:
+        assert manager.latest == 2
+        save_steps(manager, 3)
+        assert step_of(manager.restore()) == 3
+        assert manager.steps == [1, 2, 3]
+
+
+def test_the_name_of_a_step_that_is_being_deleted_is_not_given_again(tmp_path: Path) -> None:
+    """The deleter has hidden it, and has not told so yet: it would take the new one for the old."""
+    manager = jct.StepManager(tmp_path, preservation_policy=jct.LatestN(2))
+    save_steps(manager, 1, 2, 3)
+    assert manager._run._deleter.wait(60)
+    manager._run._deleting.add("step-0000000004")
+    save_steps(manager, 4)
+    manager._run.forget("step-0000000004")
+    assert manager.steps == [3, 4]
+    assert step_of(manager.restore()) == 4
+    manager.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import socket
@@ -355,3 +356,22 @@ def test_a_lock_that_the_disk_refused_to_release_does_not_lock_its_process_out(t
         new_lock(tmp_path).acquire()
     again.check()
     again.release()
+
+
+def test_a_clock_that_was_put_back_does_not_make_the_wait_any_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_looks: None
+) -> None:
+    """The lock is of tomorrow, and its owner of another boot: only its heartbeat could tell."""
+    dead_owner(tmp_path)
+    edit_owner(tmp_path, boot="another-boot-id")
+    monkeypatch.setattr(lock_module, "SILENCE_S", 0.5)
+    ages_s = itertools.count(-86_400.0, 0.001)
+    monkeypatch.setattr(LocalBackend, "age_s", lambda self, path: next(ages_s))
+    assert new_lock(tmp_path).acquire() is not None
+
+
+def test_nor_is_an_owner_that_lives_then_taken_for_dead(tmp_path: Path, quick_looks: None) -> None:
+    dead_owner(tmp_path)
+    edit_owner(tmp_path, boot="another-boot-id")
+    with pytest.raises(DirectoryLockedError, match="last heard of 0 s ago"):
+        new_lock(tmp_path, Heartbeats(-86_400, -86_399, 19, 20, 0)).acquire()

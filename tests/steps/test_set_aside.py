@@ -131,9 +131,16 @@ def test_a_reader_changes_nothing(tmp_path: Path) -> None:
 
 def test_what_the_disk_would_not_read_today_may_be_read_tomorrow(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2)
-    backend = RefusingBackend("open", "step-0000000002/state", errno.EIO, times=1)
+    backend = RefusingBackend("open", "step-0000000002/state", errno.EIO, times=2)
     assert owned_restore(run, backend=backend) == 1
     assert step_of(jct.StepManager(run).restore()) == 2
+
+
+def test_what_the_disk_would_not_read_once_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = made_run(tmp_path, 1, 2)
+    backend = RefusingBackend("open", "step-0000000002/state", errno.EIO, times=1)
+    assert owned_restore(run, backend=backend) == 2
+    assert "step 2 was whole when it was read again; is the disk? [Errno 5]" in caplog.text
 
 
 class BadMemory(LocalBackend):

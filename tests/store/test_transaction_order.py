@@ -10,9 +10,10 @@ import pytest
 
 from jaxckpt_train.errors import CheckpointExistsError, NotACheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.left_overs import attempts
 from jaxckpt_train.store.local import LocalBackend, side_name
 from jaxckpt_train.store.memory import MemoryBackend
-from jaxckpt_train.store.transaction import Transaction, attempts, open_committed
+from jaxckpt_train.store.transaction import Transaction, open_committed
 from tests.store.checkpoints import commit, load, written
 from tests.store.recording import Died, RecordingBackend
 

@@ -1,0 +1,43 @@
+"""What processes that died in a save have left beside a checkpoint: found, and cleaned up."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.late_sync import sync_directory
+from jaxckpt_train.store.local import side_name
+from jaxckpt_train.store.machine import is_dead_tag
+from jaxckpt_train.store.transaction import is_committed
+
+_ATTEMPT = re.compile(r"\.(?P<final>.+)\.tmp-(?P<tag>[0-9a-f]{8}-[0-9a-f]{8}-[0-9]+-[0-9]+)-[0-9]+")
+
+
+def attempts(backend: Backend, parent: str) -> list[tuple[str, str]]:
+    """The attempts below `parent`, dead or alive: their directories, and the names they would have got."""
+    found = [(entry, _ATTEMPT.fullmatch(entry.name)) for entry in backend.list(parent) if entry.kind == "directory"]
+    return [(f"{parent}/{entry.name}", match["final"]) for entry, match in found if match is not None]
+
+
+def remove_dead_attempts(backend: Backend, final: str) -> None:
+    """Remove what attempts at this one checkpoint left whose processes ran on this machine and are gone.
+
+    An exchange cut between its renames is taken back, or its older checkpoint removed if the newer is in place. That it
+    is in place may be known to memory only: nothing is removed before the names are on the disk.
+    """
+    parent, name = os.path.split(final)
+    removed = []
+    for entry in backend.list(parent):
+        path = os.path.join(parent, entry.name)
+        match = _ATTEMPT.fullmatch(entry.name)
+        is_dead = match is not None and match["final"] == name and is_dead_tag(match["tag"])
+        is_aside = path == side_name(final)
+        if is_dead or (is_aside and is_committed(backend, final)):
+            removed.append(path)
+        elif is_aside and is_committed(backend, path):
+            backend.rename(path, final)
+    if removed:
+        sync_directory(backend, parent)
+    for path in removed:
+        backend.remove(path)
