@@ -66,12 +66,16 @@ class CrashDisk:
 
     Attributes:
         budget: how many more operations until the power goes off by itself; None: no limit.
+        refuse_in: the how-manieth operation from now on is refused, one only; None: none is.
+        has_refused: whether that was.
     """
 
     def __init__(self, machine: Machine) -> None:
         self.machine, self.power = machine, True
         self._durable_ways: set[str] = set()
         self.budget: int | None = None
+        self.refuse_in: int | None = None
+        self.has_refused = False
 
     def do(self, operation: Operation, path: str) -> None:
         """Do one operation, unless the process is dead."""
@@ -81,6 +85,11 @@ class CrashDisk:
                 self.budget -= 1
             if not self.power:
                 raise StorageError(errno.ENODEV, "cannot do it: the process is dead", path)
+            if self.refuse_in is not None and not self.has_refused:
+                self.refuse_in -= 1
+                self.has_refused = self.refuse_in <= 0
+                if self.has_refused:
+                    raise StorageError(errno.EIO, "refused", path)
             self.machine.do(operation)
 
     @contextlib.contextmanager

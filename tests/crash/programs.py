@@ -68,13 +68,25 @@ def die(disk: CrashDisk, manager: StepManager) -> None:
     manager._run._lock._stop.open()
 
 
+@contextlib.contextmanager
+def unless_refused(disk: CrashDisk) -> Iterator[None]:
+    """What the disk refuses costs what met it, and the process goes on."""
+    before = disk.has_refused
+    try:
+        yield
+    except CheckpointError:
+        if before or not (disk.has_refused and disk.power):
+            raise
+
+
 class RunLife:
     """One process that saves steps to a run directory, sees what it finds there first, and ends or dies."""
 
     def __init__(self, machine: Machine, facts: Facts, world: World, chance: random.Random) -> None:
         self._machine, self._facts, self._world, self._chance = machine, facts, world, chance
         self._disk = world.make_disk(machine)
-        self._disk.budget = chance.randint(5, 120) if chance.random() < 0.4 else None
+        self._disk.budget = chance.randint(1, 120) if chance.random() < 0.4 else None
+        self._disk.refuse_in = chance.randint(1, 120) if chance.random() < 0.3 else None
         self._manager = opened(self._disk, world.settings, facts.keep)
 
     def live(self) -> None:
@@ -82,7 +94,9 @@ class RunLife:
         try:
             self._resume()
             for _ in range(self._chance.randint(1, 4)):
-                self._chance.choice((self._save, self._save, self._save, self._overwrite, self._pin, self._go_back))()
+                with unless_refused(self._disk):
+                    actions = (self._save, self._save, self._save, self._overwrite, self._pin, self._go_back)
+                    self._chance.choice(actions)()
             if self._chance.random() < 0.5:
                 self._manager.close()
         except (CheckpointError, OSError):
@@ -136,7 +150,8 @@ class SingleLife:
     def __init__(self, machine: Machine, facts: Facts, world: World, chance: random.Random) -> None:
         self._machine, self._facts, self._world, self._chance = machine, facts, world, chance
         self._disk = world.make_disk(machine)
-        self._disk.budget = chance.randint(5, 80) if chance.random() < 0.4 else None
+        self._disk.budget = chance.randint(1, 80) if chance.random() < 0.4 else None
+        self._disk.refuse_in = chance.randint(1, 80) if chance.random() < 0.3 else None
 
     def live(self) -> None:
         """Save a few times."""
@@ -144,10 +159,11 @@ class SingleLife:
             with on(self._disk):
                 for _ in range(self._chance.randint(1, 3)):
                     promise = self._facts.begin(0, len(self._machine.log))
-                    checkpoint.save_checkpointables(
-                        SINGLE, state_of(promise.token), overwrite=True, settings=self._world.settings
-                    )
-                    self._facts.acknowledge(promise, len(self._machine.log))
+                    with unless_refused(self._disk):
+                        checkpoint.save_checkpointables(
+                            SINGLE, state_of(promise.token), overwrite=True, settings=self._world.settings
+                        )
+                        self._facts.acknowledge(promise, len(self._machine.log))
         except (CheckpointError, OSError):
             if self._disk.power:
                 raise
@@ -167,16 +183,32 @@ def found_in_run(disk: CrashDisk, settings: StoreSettings, facts: Facts) -> list
     """What is wrong with a run directory after a crash, for a process that comes then."""
     manager = opened(disk, settings, facts.keep)
     try:
-        return problems_in_run(manager, facts, lambda: [entry.name for entry in disk.list(RUN)]) or _kept(
-            opened(disk, settings, facts.keep), facts
+        return problems_in_run(
+            manager,
+            facts,
+            lambda: [entry.name for entry in disk.list(RUN)],
+            lambda: opened(disk, settings, facts.keep),
         )
     finally:
         die(disk, manager)
 
 
-def problems_in_run(manager: StepManager, facts: Facts, names: Callable[[], list[str]]) -> list[str]:
-    """What is wrong for a process that restores, looks at every step, and saves; `names` lists the run directory."""
-    return _restored(manager, facts) or _kept(manager, facts) or _cleaned(manager, facts, names)
+def problems_in_run(
+    manager: StepManager, facts: Facts, names: Callable[[], list[str]], reader: Callable[[], StepManager]
+) -> list[str]:
+    """What is wrong for a process that restores, looks at every step and saves, and for who reads after it.
+
+    Args:
+        manager: of the process.
+        facts: what was promised before it came.
+        names: lists the run directory.
+        reader: opens the run anew.
+    """
+    problems = _restored(manager, facts) or _kept(manager, facts) or _cleaned(manager, facts, names)
+    if problems:
+        return problems
+    fresh = reader()
+    return _restored(fresh, facts) or _kept(fresh, facts)
 
 
 def _kept(manager: StepManager, facts: Facts) -> list[str]:
@@ -243,5 +275,7 @@ def problems_of_single(path: str, settings: StoreSettings, facts: Facts, names: 
     promise = facts.begin(0, AFTERWARDS)
     checkpoint.save_checkpointables(path, state_of(promise.token), overwrite=True, settings=settings)
     facts.acknowledge(promise, AFTERWARDS)
+    if token_of(checkpoint.load_checkpointables(path)) != promise.token:
+        return ["the next save is not what is loaded"]
     found = names()
     return [] if found == [os.path.basename(path)] else [f"left over: {', '.join(found)}"]

@@ -13,17 +13,17 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from tests.faults import fuse_disk
 from tests.faults.fuse_disk import FuseDisk, Server
-from tests.faults.loop_disk import make_image, run_command
+from tests.faults.loop_disk import UNMOUNT_S, make_image, run_command
 
 LIST, IMAGE = "list", "image"
 FLUSH = 1 << 63
 RECORD = struct.Struct("=QI")
-SLACK_S = 30.0
 
 
 class Recorder(Server):
@@ -62,7 +62,11 @@ class RecordedDisk:
         make_image(self.start, kind)
         run_command("cp", "--sparse=always", self.start, disk.backing / IMAGE)
         self._device = attach(disk.path / IMAGE)
-        run_command("mount", self._device, self.path)
+        try:
+            run_command("mount", self._device, self.path)
+        except OSError:
+            detach(self._device)
+            raise
 
     def written(self) -> int:
         """Bytes of the list until now: a moment in the life of the device."""
@@ -78,7 +82,11 @@ class RecordedDisk:
 
     def close(self) -> None:
         """Unmount it."""
-        subprocess.run(["umount", self.path], check=False, capture_output=True)
+        until = time.monotonic() + UNMOUNT_S
+        while subprocess.run(["umount", self.path], check=False, capture_output=True).returncode != 0:
+            if time.monotonic() > until:
+                run_command("umount", "--lazy", self.path)
+                break
         detach(self._device)
 
 

@@ -39,7 +39,7 @@ BLOCK = 4096
 Blocks = dict[int, bytes]  # the content of a device by the number of the block; the others are zero
 KINDS = ("ext4", "xfs")
 STATES_OF_ONE = 250
-SAVES = 12
+SAVES, BUSY_S = 12, 0.01
 RUN, SINGLE = "data/run", "data/one"
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -140,8 +140,9 @@ class Replayed:
             gc.collect()
             until = time.monotonic() + UNMOUNT_S
             while _libc.umount2(path, 0) != 0:
-                if time.monotonic() > until:
-                    raise OSError(ctypes.get_errno(), f"{self.path} cannot be unmounted")
+                if time.monotonic() > until:  # no finding, and nothing can be looked at after it
+                    raise RuntimeError(f"{self.path} cannot be unmounted: {os.strerror(ctypes.get_errno())}")
+                time.sleep(BUSY_S)
 
     def close(self) -> None:
         """Free the device."""
@@ -197,14 +198,21 @@ def _blocks_of(path: Path) -> Blocks:
     return {int(number): content[number].tobytes() for number in np.flatnonzero(content.any(axis=1))}
 
 
-def campaign(folder: Path, kind: str, count: int, seed: int, settings: StoreSettings | None = None) -> Found:
+def campaign(
+    folder: Path,
+    kind: str,
+    count: int,
+    seed: int,
+    settings: StoreSettings | None = None,
+    programs: Sequence[str] = ("run", "run", "run", "single"),
+) -> Found:
     """So many states of one kind of file system, of several recordings."""
     found, chance = Found(), random.Random(seed)
     with replayed(folder, kind) as disk:
         for number in range(-(-count // STATES_OF_ONE)):
             place = folder / f"recording-{number}"
             place.mkdir()
-            program = chance.choice(("run", "run", "run", "single"))
+            program = chance.choice(programs)
             recording = record(place, kind, program, chance, settings or StoreSettings())
             for each in place.rglob("*.start"):
                 each.unlink()
@@ -236,7 +244,7 @@ def _problems(root: Path, program: str, facts: Facts) -> list[str]:
         return problems_of_single(str(path), StoreSettings(), facts, lambda: os.listdir(path.parent))
     policy = None if facts.keep is None else LatestN(facts.keep)
     with StepManager(root / RUN, preservation_policy=policy) as manager:
-        return problems_in_run(manager, facts, lambda: _names(root / RUN))
+        return problems_in_run(manager, facts, lambda: _names(root / RUN), lambda: StepManager(root / RUN))
 
 
 def _names(folder: Path) -> list[str]:

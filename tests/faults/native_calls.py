@@ -121,7 +121,7 @@ def run(directory: Path, tell: Tell) -> None:
             tell("failed", f"step {step}: {error}")
         else:
             tell("acknowledged", step)
-    for call in (lambda: step_of(manager.restore()), manager.close):
+    for call in (lambda: tell("restored", step_of(manager.restore())), manager.close):
         try:
             call()
         except CheckpointError as error:
@@ -218,7 +218,9 @@ def _one(found: Found, name: str, number: int, directory: Path) -> bool:
     fault, subject = FAULTS[name], f"{name} at call {number}"
     shutil.rmtree(directory, ignore_errors=True)
     lines, status = forked(lambda tell: _run_with(fault, number, directory, tell))
-    told: dict[str, list[Any]] = {"acknowledged": [], "failed": [], "over": [], "calls": [], "raised": []}
+    told: dict[str, list[Any]] = {
+        name: [] for name in ("acknowledged", "failed", "restored", "over", "calls", "raised")
+    }
     for what, value in lines:
         told[what].append(value)
     calls = told["calls"][0] if told["calls"] else [number, ""]
@@ -236,6 +238,8 @@ def _one(found: Found, name: str, number: int, directory: Path) -> bool:
         problems.append(f"the run noticed: {told['failed']}")
     if fault.kind == FAIL and len(told["acknowledged"]) < STEPS - 1:
         problems.append(f"one refusal cost more than one save: {told['failed']}")
+    if fault.kind in (FAIL, SHORT) and told["restored"] and told["restored"][0] < max(told["acknowledged"], default=0):
+        problems.append(f"one refusal, and the run went back to {told['restored'][0]} of {told['acknowledged']}")
     problems += looked(directory, told["acknowledged"])
     found.problems += [f"{subject} ({calls[1]}): {problem}" for problem in problems]
     return True

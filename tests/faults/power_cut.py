@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import os
 import random
 import tempfile
 import threading
@@ -35,9 +36,10 @@ MOST_STEPS, LATEST_CUT_S = 12, 0.15
 
 @dataclasses.dataclass
 class Found:
-    """What a campaign came to: cuts, how many had lost what was being saved, and what must not be."""
+    """What a campaign came to: cuts, saves that were acknowledged, how many found a newer one, what must not be."""
 
     cuts: int = 0
+    acknowledged: int = 0
     newer: int = 0
     problems: list[str] = dataclasses.field(default_factory=list)
 
@@ -70,21 +72,51 @@ def campaign(disk: LoopDisk, trials: int, seed: int, settings: StoreSettings | N
             disk.unmount()
             disk.make_new()
         when: When = chance.choice(("acknowledged", "random"))
+        subject = f"{disk.kind}, seed {seed}, cut {number} ({when})"
         with process(2 * number):
-            acknowledged = _save_until_the_cut(disk, when, chance, settings)
+            acknowledged = _save_until_the_cut(found, disk, when, chance, settings, subject)
         disk.unmount()
         disk.mount()
         found.cuts += 1
         with process(2 * number + 1):  # after a power cut it is another one
-            _look(found, disk, acknowledged, f"{disk.kind}, seed {seed}, cut {number} ({when})")
+            _look(found, disk, acknowledged, subject)
     return found
 
 
-def _save_until_the_cut(disk: LoopDisk, when: When, chance: random.Random, settings: StoreSettings | None) -> int:
+class Cut:
+    """Cuts the power after a while, on a thread; what went wrong with that is raised by `join`."""
+
+    def __init__(self, disk: LoopDisk, after_s: float) -> None:
+        self._disk, self._error = disk, None
+        self.is_near = threading.Event()
+        self._timer = threading.Timer(after_s, self._cut)
+
+    def start(self) -> None:
+        """From now on it may come."""
+        self._timer.start()
+
+    def _cut(self) -> None:
+        self.is_near.set()
+        try:
+            self._disk.cut_power()
+        except OSError as error:  # a thread's edge
+            self._error = error
+
+    def join(self) -> None:
+        """Wait for it."""
+        self._timer.join()
+        if self._error is not None:
+            raise RuntimeError(f"the power of {self._disk.path} could not be cut") from self._error
+
+
+def _save_until_the_cut(
+    found: Found, disk: LoopDisk, when: When, chance: random.Random, settings: StoreSettings | None, subject: str
+) -> int:
     """Save steps until the power is cut; returns the last acknowledged one, 0 if there is none."""
     acknowledged, steps = 0, chance.randint(1, 4)
-    cut = threading.Timer(chance.uniform(0, LATEST_CUT_S), disk.cut_power)
-    with contextlib.suppress(CheckpointError, OSError):
+    cut = Cut(disk, 0.0 if when == "acknowledged" else chance.uniform(0, LATEST_CUT_S))
+    manager = None
+    try:
         manager = StepManager(disk.path / "run", preservation_policy=LatestN(2), settings=settings)
         acknowledged = manager.latest or 0
         if when == "random":
@@ -95,12 +127,16 @@ def _save_until_the_cut(disk: LoopDisk, when: When, chance: random.Random, setti
             manager.save(step, {"state": state_of(step), "data": JsonValue({"position": step})})
             manager.wait()
             acknowledged = step
-    if when == "random":
-        cut.join()
-    else:
-        disk.cut_power()
-    with contextlib.suppress(CheckpointError, OSError):
-        manager.close()
+            found.acknowledged += 1
+    except (CheckpointError, OSError) as error:
+        if not cut.is_near.is_set():
+            found.problems.append(f"{subject}: {type(error).__name__} before the power was cut: {error}")
+    if when == "acknowledged":
+        cut.start()
+    cut.join()
+    if manager is not None:
+        with contextlib.suppress(CheckpointError, OSError):
+            manager.close()
     del manager
     gc.collect()
     return acknowledged
@@ -117,6 +153,9 @@ def _look(found: Found, disk: LoopDisk, acknowledged: int, subject: str) -> None
                 found.problems.append(f"{subject}: restored step {step}, but {acknowledged} was acknowledged")
             for listed in manager.steps:
                 step_of(manager.restore(step=listed))
+        left = [name for name in os.listdir(run) if ".tmp-" in name or ".deleting" in name]
+        if left:
+            found.problems.append(f"{subject}: left over for the next owner: {left}")
     except StepNotFoundError as error:
         if acknowledged:
             found.problems.append(f"{subject}: step {acknowledged} was acknowledged, but: {error}")
@@ -141,10 +180,9 @@ def main() -> None:
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder, loop_disk(Path(folder), kind) as disk:
             found = campaign(disk, chosen.trials, chosen.seed)
-        print(
-            f"{kind}: {found.cuts} cuts, {len(found.problems)} problems, {found.newer} found a newer step than the one"
-        )
-        print(f"  that was acknowledged; {time.monotonic() - started:.0f} s, seed {chosen.seed}")
+        print(f"{kind}: {found.cuts} cuts after {found.acknowledged} acknowledged saves,", end=" ")
+        print(f"{len(found.problems)} problems, {found.newer} found a newer step than the one that was acknowledged;")
+        print(f"  {time.monotonic() - started:.0f} s, seed {chosen.seed}")
         for problem in found.problems[:20]:
             print(f"  {problem}")
         failed = failed or bool(found.problems)

@@ -84,7 +84,10 @@ def killed(work: Work, after_s: float) -> list[tuple[str, Any]]:
     child, told = started(work)
     time.sleep(after_s)
     os.kill(child, signal.SIGKILL)
-    return ended(child, told)[0]
+    lines, status = ended(child, told)
+    if status != -signal.SIGKILL:
+        lines.append(("problem", f"it ended by itself, with status {status}"))
+    return lines
 
 
 def campaign(kills: int, seed: int, folder: Path) -> Found:

@@ -27,6 +27,7 @@ from jaxckpt_train.store.backend import HALF_MADE
 from tests.faults.fuse_disk import ANSWER, WEDGED, FuseDisk, fuse_disk, why_not
 
 ROOT = Path(__file__).parents[2]
+KEPT = 3
 TRAINING = """
 import json, os, sys, threading, time
 import jax, jax.numpy as jnp
@@ -46,7 +47,7 @@ def tell():
 
 while time.monotonic() < ends:
     try:
-        options = {"save_interval_secs": every_s, "keep_latest": 3, "stall_timeout_s": 2 * every_s}
+        options = {"save_interval_secs": every_s, "keep_latest": int(sys.argv[4]), "stall_timeout_s": 2 * every_s}
         with jct.CheckpointCallback(directory, **options) as ckpt:
             state = ckpt.resume({"w": jnp.zeros(1 << 20)})
             step = ckpt.completed_steps
@@ -81,24 +82,32 @@ def soak(seconds: float, seed: int, every_s: float, folder: Path) -> Found:
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     with fuse_disk(folder) as disk:
         run = disk.path / "run"
-        command = [sys.executable, "-c", TRAINING, str(run), str(seconds), str(every_s)]
+        command = [sys.executable, "-c", TRAINING, str(run), str(seconds), str(every_s), str(KEPT)]
         with (
             (folder / "told").open("w", encoding="utf-8") as told,
             (folder / "warnings").open("w", encoding="utf-8") as warnings,  # a pipe that nobody reads would hold it up
             subprocess.Popen(command, env=variables, stdout=told, stderr=warnings) as process,
         ):
-            for kind in _faults(disk, chance, every_s):
-                found.faults[kind] += 1
-                if process.poll() is not None:
-                    break
+            try:
+                for kind in _faults(disk, chance, every_s):
+                    found.faults[kind] += 1
+                    if process.poll() is not None:
+                        break
+            finally:  # else it waits for the disk, and nobody for it
+                disk.set()
+                process.kill()
         found.rows = [json.loads(line) for line in (folder / "told").read_text(encoding="utf-8").splitlines()]
         if process.returncode != 0:
             errors = (folder / "warnings").read_text(encoding="utf-8")
             found.problems.append(f"the training ended with {process.returncode}: {errors[-1000:]}")
         with StepManager(run) as manager:  # the next owner cleans
             manager.own()
-        found.problems += [f"left over: {name}" for name in sorted(os.listdir(run)) if _is_left(run / name)]
-    found.problems += growth(found.rows)
+        names = sorted(os.listdir(run))
+        found.problems += [f"left over: {name}" for name in names if _is_left(run / name)]
+        steps = [name for name in names if name.startswith("step-")]
+        if len(steps) > KEPT:
+            found.problems.append(f"{len(steps)} steps are there, and {KEPT} are kept: {steps[:10]}")
+    found.problems += growth(found.rows) + standstill(found.rows)
     return found
 
 
@@ -137,6 +146,12 @@ def growth(rows: list[dict[str, Any]]) -> list[str]:
         if after > before + slack:
             problems.append(f"{name} grew from {before} to {after}")
     return problems
+
+
+def standstill(rows: list[dict[str, Any]]) -> list[str]:
+    """Tenths of the time in which nothing was committed, although the disk answered now and then."""
+    marks = [rows[number * (len(rows) - 1) // 10]["committed"] for number in range(11)] if len(rows) > 20 else []
+    return [f"nothing was committed in tenth {at}" for at in range(10) if marks and marks[at] == marks[at + 1]]
 
 
 def main() -> None:

@@ -28,16 +28,18 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
-def test_what_was_acknowledged_is_there_whatever_the_device_kept(tmp_path: Path, kind: str) -> None:
-    found = campaign(tmp_path, kind, 40, seed=0)
+@pytest.mark.parametrize("program", ["run", "single"])
+def test_what_was_acknowledged_is_there_whatever_the_device_kept(tmp_path: Path, kind: str, program: str) -> None:
+    found = campaign(tmp_path, kind, 25, seed=0, programs=[program])
     assert found.problems == []
-    assert found.states == 40
+    assert found.states == 25
     assert found.with_saves > 10
 
 
-@pytest.mark.parametrize("durability", ["file", "none"])
-def test_saves_that_do_not_sync_are_found_out(tmp_path: Path, kind: str, durability: Any) -> None:
-    assert campaign(tmp_path, kind, 40, seed=1, settings=StoreSettings(durability=durability)).problems
+@pytest.mark.parametrize(("program", "durability"), [("run", "file"), ("run", "none"), ("single", "none")])
+def test_saves_that_do_not_sync_are_found_out(tmp_path: Path, kind: str, program: str, durability: Any) -> None:
+    found = campaign(tmp_path, kind, 25, seed=1, settings=StoreSettings(durability=durability), programs=[program])
+    assert any("was acknowledged" in problem or "older than the acknowledged" in problem for problem in found.problems)
 
 
 def test_all_that_is_written_is_recorded(tmp_path: Path, kind: str) -> None:
