@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, free_frames
-from jaxckpt_train.store.latch import LOOK_S, Latch
+from jaxckpt_train.store.latch import LOOK_S, Latch, Mailbox
 
 T = TypeVar("T")
 # Of whatever result. Each change is one operation of the interpreter's own, so no lock could be left taken.
@@ -95,7 +95,7 @@ class PendingSave(Generic[T]):
         self._thread: threading.Thread | None = None
         self._work = deque([work])  # whoever takes it out does it, or sees to it that nobody does
         # A new thread that works at once keeps its maker from going on for a switch interval, 5 ms: this one waits.
-        self._go: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._go = Mailbox[None]()
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._run, name="jaxckpt-save", daemon=True)
@@ -127,7 +127,7 @@ class PendingSave(Generic[T]):
 
     def _run(self) -> None:
         with contextlib.suppress(queue.Empty):  # an interrupt may have come before it was told
-            self._go.get(timeout=LOOK_S)
+            self._go.get(LOOK_S)
         try:
             work = [self._work.pop()]
         except IndexError:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jaxckpt_train.store.latch import Mailbox
+
 _log = logging.getLogger("jaxckpt_train")
 
 # So long a reading thread waits for memory before it helps along, and so many times before it goes on without; so many
@@ -30,7 +32,7 @@ class ReadBudget:
 
     def __init__(self, total: int) -> None:
         self._total, self._used, self._lock = total, 0, threading.Lock()
-        self._returned: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._returned = Mailbox[int]()
         self._is_lifted = False
         self._at_work: set[int] = set()  # threads
 
@@ -50,7 +52,7 @@ class ReadBudget:
             stalls = 0.0
             while not self._is_lifted and (not self._returned.empty() or 0 < self._used > self._total - size):
                 try:
-                    self._used -= self._returned.get(timeout=STALL_S)
+                    self._used -= self._returned.get(STALL_S)
                     stalls = 0.0
                 except queue.Empty:
                     gc.collect(0)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Generic, TypeVar
 
 from jaxckpt_train.errors import CheckpointTimeoutError
-from jaxckpt_train.store.latch import LOOK_S, Latch
+from jaxckpt_train.store.latch import LOOK_S, Latch, Mailbox
 from jaxckpt_train.store.per_process import PerProcess
 
 # What a training step computes goes before what a save does beside it; the full share is left where nothing else runs.
@@ -107,7 +107,7 @@ class Workers:
         if not self._start_missing():
             yield from map(work, items)
             return
-        results: queue.SimpleQueue[list[R] | None] = queue.SimpleQueue()
+        results = Mailbox[list[R] | None]()
         batch = _Batch(lambda item: results.put([work(item)]), items, lambda: results.put(None))
         try:
             for _ in range(len(items)):
@@ -124,16 +124,16 @@ class Workers:
             batch.give_up(error)
             while not (batch.done.is_open() and results.empty()):  # results that nobody takes hold memory
                 with contextlib.suppress(queue.Empty):
-                    results.get(timeout=LOOK_S)
+                    results.get(LOOK_S)
             batch.take_error()
             raise
         batch.raise_error()
 
-    def _next(self, results: queue.SimpleQueue[T], moved: Callable[[], object]) -> T:
+    def _next(self, results: Mailbox[T], moved: Callable[[], object]) -> T:
         seen, still_s, tell_s = moved(), 0.0, TELL_S  # of seconds in which this process was awake
         while True:
             with contextlib.suppress(queue.Empty):
-                return results.get(timeout=LOOK_S)
+                return results.get(LOOK_S)
             still_s += LOOK_S
             if (latest := moved()) != seen:
                 seen, still_s, tell_s = latest, 0.0, TELL_S

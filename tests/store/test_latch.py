@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import signal
 import threading
+import time
 from typing import Any
 
 import pytest
 
-from jaxckpt_train.store.latch import Latch
+from jaxckpt_train.store.latch import Latch, Mailbox
 
 
 def test_a_closed_latch_is_waited_for_no_longer_than_asked() -> None:
@@ -71,3 +73,47 @@ def test_interrupts_at_any_moment_of_waiting_leave_it_working() -> None:
         go.put(None)
         kicker.join()
         signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("wait", [lambda: Latch().wait(0.2), lambda: Mailbox[int]().get(0.2)])
+def test_a_signal_that_is_handled_until_the_time_is_over_is_no_wait_for_ever(wait: Any) -> None:
+    """`queue.SimpleQueue.get(timeout=0.2)` hangs here before Python 3.13."""
+    handled: list[float] = []
+
+    def slowly(*_: Any) -> None:
+        until = time.monotonic() + 0.4
+        while time.monotonic() < until:
+            pass
+        handled.append(until)
+
+    before = signal.signal(signal.SIGUSR1, slowly)
+    kick = threading.Timer(0.05, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1))
+    try:
+        kick.start()
+        with contextlib.suppress(queue.Empty):
+            assert wait() is False
+    finally:
+        kick.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert len(handled) == 1
+
+
+def test_a_mailbox_loses_nothing_and_keeps_the_order_of_each_sender() -> None:
+    box, senders = Mailbox[tuple[int, int]](), 4
+
+    def send(sender: int) -> None:
+        for number in range(2000):
+            box.put((sender, number))
+
+    threads = [threading.Thread(target=send, args=(sender,)) for sender in range(senders)]
+    for thread in threads:
+        thread.start()
+    found = [box.get(60) for _ in range(2000 * senders)]
+    for thread in threads:
+        thread.join()
+    assert box.empty()
+    for sender in range(senders):
+        assert [number for each, number in found if each == sender] == list(range(2000))
+    with pytest.raises(queue.Empty):
+        box.get(0)

@@ -281,7 +281,7 @@ def test_an_interrupt_right_after_the_last_result_is_no_hang(monkeypatch: pytest
     """What says that there are no more results comes only once."""
     take = Workers._next
 
-    def interrupted(self: Workers, results: queue.SimpleQueue[Any], moved: Any) -> Any:
+    def interrupted(self: Workers, results: Any, moved: Any) -> Any:
         found = take(self, results, moved)
         if found is None:
             raise KeyboardInterrupt("by hand")
