@@ -273,11 +273,9 @@ class RunDirectory:
         """Take note that a step directory is gone."""
         with self._guard:
             self._forgotten = max(self._forgotten, *(each.sequence for each in self._entries if each.name == name), -1)
-            self._entries = [
-                entry for entry in self._entries if entry.name != name
-            ]  # and what was left behind stays so
+            self._entries = [entry for entry in self._entries if entry.name != name]
             self._deleting.discard(name)
-            self._infos = None
+            self._infos = None  # and what was left behind stays so
 
     def _deleted(self, name: str) -> None:
         self.forget(name)
