@@ -18,6 +18,8 @@ from tests.faults.block_replay import KINDS, campaign, why_not
 
 pytestmark = pytest.mark.timeout(300)
 
+TRIES = 8
+
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -38,8 +40,15 @@ def test_what_was_acknowledged_is_there_whatever_the_device_kept(tmp_path: Path,
 
 @pytest.mark.parametrize(("program", "durability"), [("run", "file"), ("run", "none"), ("single", "none")])
 def test_saves_that_do_not_sync_are_found_out(tmp_path: Path, kind: str, program: str, durability: Any) -> None:
-    found = campaign(tmp_path, kind, 25, seed=1, settings=StoreSettings(durability=durability), programs=[program])
-    assert any("was acknowledged" in problem or "older than the acknowledged" in problem for problem in found.problems)
+    """What of it the file system syncs by itself differs from run to run."""
+    settings = StoreSettings(durability=durability)
+    for seed in range(TRIES):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        problems = campaign(folder, kind, 25, seed, settings, [program]).problems
+        if any("acknowledged" in problem or "is gone" in problem for problem in problems):
+            return
+    raise AssertionError(f"nothing acknowledged was lost in {TRIES} tries")
 
 
 def test_all_that_is_written_is_recorded(tmp_path: Path, kind: str) -> None:
