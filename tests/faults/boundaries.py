@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LONGEST_S = 120
+LONGEST_S, ALL = 120, 1_000_000
 _VERDICT = re.compile(r"  (PASS|HARD_FAIL|SILENT_DIVERGENCE|LOST_WORK|CONTROL_FAIL|[A-Z_]+)$")
 
 
@@ -49,7 +49,7 @@ def campaign(folder: Path, most: int | None, how: str = "ours", modes: str = "be
             *(sys.executable, "-m", "ckpt_chaos", "run", "--work", folder / "work", "--timeout", str(LONGEST_S)),
             *(*out, "--step-regex", r"begins after step (\d+)", "--result-file", "{out}/result"),
             *("--fail-on", "HARD_FAIL,SILENT_DIVERGENCE,LOST_WORK,CONTROL_FAIL", "--modes", modes),
-            *([] if most is None else ["--max-points", str(most)]),
+            *("--max-points", str(most or ALL)),
             *("--", sys.executable, "-m", "tests.faults.boundaries_training", "{out}", how),
         ],
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
