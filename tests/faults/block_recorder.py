@@ -11,15 +11,13 @@ import dataclasses
 import mmap
 import os
 import struct
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from tests.faults import fuse_disk
 from tests.faults.fuse_disk import FuseDisk, Server
-from tests.faults.loop_disk import UNMOUNT_S, make_image, run_command
+from tests.faults.loop_disk import make_image, run_command, unmount
 
 LIST, IMAGE = "list", "image"
 FLUSH = 1 << 63
@@ -82,11 +80,10 @@ class RecordedDisk:
 
     def close(self) -> None:
         """Unmount it."""
-        until = time.monotonic() + UNMOUNT_S
-        while subprocess.run(["umount", self.path], check=False, capture_output=True).returncode != 0:
-            if time.monotonic() > until:
-                run_command("umount", "--lazy", self.path)
-                break
+        try:
+            unmount(self.path)
+        except OSError:
+            run_command("umount", "--lazy", self.path)
         detach(self._device)
 
 

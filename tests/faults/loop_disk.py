@@ -61,12 +61,9 @@ class LoopDisk:
 
     def unmount(self) -> None:
         """Unmount it, once nobody uses it any more."""
-        until = time.monotonic() + UNMOUNT_S
-        while self._is_mounted:
-            done = subprocess.run(["umount", self.path], capture_output=True, text=True, check=False)
-            self._is_mounted = done.returncode != 0
-            if self._is_mounted and time.monotonic() > until:
-                raise OSError(f"umount {self.path}: {done.stderr.strip()}")
+        if self._is_mounted:
+            unmount(self.path)
+            self._is_mounted = False
 
 
 @contextlib.contextmanager
@@ -77,6 +74,18 @@ def loop_disk(folder: Path, kind: str) -> Iterator[LoopDisk]:
         yield disk
     finally:
         disk.unmount()
+
+
+def unmount(path: Path) -> None:
+    """Unmount what is there, once nobody uses it any more.
+
+    Raises:
+        OSError: somebody still does after half a minute.
+    """
+    until = time.monotonic() + UNMOUNT_S
+    while (done := subprocess.run(["umount", path], capture_output=True, text=True, check=False)).returncode != 0:
+        if time.monotonic() > until:
+            raise OSError(f"umount {path}: {done.stderr.strip()}")
 
 
 def make_image(path: Path, kind: str) -> None:

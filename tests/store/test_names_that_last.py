@@ -22,7 +22,7 @@ from tests.crash.explorer import SETTINGS, small_sizes
 from tests.crash.facts import state_of, token_of
 from tests.crash.image import Exchange, Image, Rename
 from tests.crash.programs import RUN, SINGLE, die, on, opened, process
-from tests.crash.states import crash_state
+from tests.crash.states import Order, crash_state
 
 STATES = 60
 
@@ -69,7 +69,7 @@ def test_a_directory_by_a_link_is_saved_to(tmp_path: Path, where: str) -> None:
 
 
 @pytest.mark.parametrize("order", ["ordered", "any"])
-def test_a_directory_that_a_dead_process_made_is_made_durable(order: str) -> None:
+def test_a_directory_that_a_dead_process_made_is_made_durable(order: Order) -> None:
     machine = Machine()
     with process(1):
         dying = CrashDisk(machine)
@@ -79,7 +79,7 @@ def test_a_directory_that_a_dead_process_made_is_made_durable(order: str) -> Non
     with process(2):
         save(CrashDisk(machine), 2)
     for seed in range(STATES):
-        image = crash_state(Image(), machine.log, len(machine.log), order, random.Random(seed))  # type: ignore[arg-type]
+        image = crash_state(Image(), machine.log, len(machine.log), order, random.Random(seed))
         assert loaded(machine, image) == 2
 
 
@@ -99,7 +99,7 @@ def test_all_names_on_the_way_are_synced_once(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("can_exchange", [True, False])
 @pytest.mark.parametrize("order", ["ordered", "any"])
-def test_a_replacement_that_is_taken_back_costs_nothing(can_exchange: bool, order: str) -> None:
+def test_a_replacement_that_is_taken_back_costs_nothing(can_exchange: bool, order: Order) -> None:
     machine = Machine(can_exchange=can_exchange)
     with process(1):
         save(CrashDisk(machine), 1)
@@ -109,7 +109,7 @@ def test_a_replacement_that_is_taken_back_costs_nothing(can_exchange: bool, orde
         assert loaded(machine) == 1
     for moment in range(before, len(machine.log) + 1):
         for seed in range(8):
-            image = crash_state(Image(), machine.log, moment, order, random.Random(seed))  # type: ignore[arg-type]
+            image = crash_state(Image(), machine.log, moment, order, random.Random(seed))
             assert loaded(machine, image) in (1, 2)
 
 
