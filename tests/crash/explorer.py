@@ -89,10 +89,10 @@ def _one_program(seed: int, program: str, world: World | None, found: Found, sta
     chosen = world or _world(chance)
     facts = Facts(keep=chance.choice((None, 1, 2)))
     start, identity = Image(), itertools.count(1000)
-    for _ in range(DEEPEST):
+    for boot in range(DEEPEST):
         machine = Machine(start.copy(), can_exchange=chosen.can_exchange)
         for _ in range(chance.randint(1, 3)):
-            _live(program, machine, facts, chosen, chance, next(identity))
+            _live(program, machine, facts, chosen, chance, (next(identity), boot))
         log = list(machine.log)
         for _ in range(MOMENTS):
             moment = chance.randint(0, len(log))
@@ -102,7 +102,7 @@ def _one_program(seed: int, program: str, world: World | None, found: Found, sta
             if key in found.seen:
                 continue
             found.seen.add(key)
-            problems = _check(program, image.copy(), facts.until(moment), chosen, next(identity))
+            problems = _check(program, image.copy(), facts.until(moment), chosen, (next(identity), boot + 1))
             found.violations += [Violation(program, seed, chosen.order, moment, problem) for problem in problems]
             if problems or found.distinct >= states:
                 return
@@ -114,16 +114,18 @@ def _world(chance: random.Random) -> World:
     return World(StoreSettings(**SETTINGS), order, can_exchange=chance.random() < 0.7)
 
 
-def _live(program: str, machine: Machine, facts: Facts, world: World, chance: random.Random, identity: int) -> None:
+def _live(
+    program: str, machine: Machine, facts: Facts, world: World, chance: random.Random, identity: tuple[int, int]
+) -> None:
     life, _ = PROGRAMS[program]
-    with process(identity):
+    with process(*identity):
         life(machine, facts, world, chance).live()
 
 
-def _check(program: str, image: Image, facts: Facts, world: World, identity: int) -> list[str]:
+def _check(program: str, image: Image, facts: Facts, world: World, identity: tuple[int, int]) -> list[str]:
     _, find = PROGRAMS[program]
     machine = Machine(image, can_exchange=world.can_exchange)
-    with process(identity):
+    with process(*identity):
         try:
             return find(world.make_disk(machine), world.settings, facts)
         except Exception as error:  # noqa: BLE001  # whatever a process meets after a crash is what this looks for

@@ -15,8 +15,10 @@ from jaxckpt_train import checkpoint
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError, StepNotFoundError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps import lock
+from jaxckpt_train.steps.lineage import newest_generations
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.preservation_policies import LatestN
+from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store import machine as machine_module
 from jaxckpt_train.store.machine import ProcessIdentity
 from tests.crash.crash_disk import CrashDisk, Machine
@@ -44,13 +46,22 @@ class World:
 
 
 @contextlib.contextmanager
-def process(number: int) -> Iterator[None]:
-    """Be another process of the same machine; all others that there ever were are dead."""
-    me = ProcessIdentity("here", number, str(number), "boot", "all")
+def process(number: int, boot: int = 0) -> Iterator[None]:
+    """Be another process of the same machine, which was started anew so often; all others that ever were are dead.
+
+    Those of before cannot be asked, but have been silent for long enough.
+    """
+    me = ProcessIdentity("here", number, str(number), f"boot {boot}", "all")
+
+    def is_dead(other: ProcessIdentity) -> bool | None:
+        return other != me if other.boot == me.boot else None  # of before a power cut nobody can tell
+
     with pytest.MonkeyPatch.context() as patch:
         for module in (machine_module, lock):
             patch.setattr(module, "this_process", lambda: me)
-            patch.setattr(module, "is_dead", lambda other: other != me)
+            patch.setattr(module, "is_dead", is_dead)
+        if boot:
+            patch.setattr(lock, "SILENCE_S", 0.0)
         yield
 
 
@@ -182,13 +193,15 @@ def on(disk: CrashDisk) -> Iterator[None]:
 def found_in_run(disk: CrashDisk, settings: StoreSettings, facts: Facts) -> list[str]:
     """What is wrong with a run directory after a crash, for a process that comes then."""
     manager = opened(disk, settings, facts.keep)
+
+    def names() -> list[str]:
+        return [entry.name for entry in disk.list(RUN)]
+
     try:
-        return problems_in_run(
-            manager,
-            facts,
-            lambda: [entry.name for entry in disk.list(RUN)],
-            lambda: opened(disk, settings, facts.keep),
-        )
+        old = [name for name in names() if ".dead-" in name] if disk.machine.live.find(RUN) is not None else []
+        problems = problems_in_run(manager, facts, names, lambda: opened(disk, settings, facts.keep))
+        left = sorted({*old} & {*names()})
+        return problems or ([f"locks of the long dead are left over: {', '.join(left)}"] if left else [])
     finally:
         die(disk, manager)
 
@@ -244,7 +257,8 @@ def _restored(manager: StepManager, facts: Facts) -> list[str]:
 
 
 def _cleaned(manager: StepManager, facts: Facts, names: Callable[[], list[str]]) -> list[str]:
-    """The next owner saves, is restored exactly, and leaves nothing of what the dead ones left."""
+    """The next owner saves, is restored exactly, and leaves nothing of what the dead ones left or what nobody keeps."""
+    line = [entry.step for entry in newest_generations(manager._run._line())]
     promise = facts.begin((manager.latest or 0) + 1, AFTERWARDS)
     manager.save(promise.step, state_of(promise.token))
     manager.wait(LONGEST_S)
@@ -252,7 +266,22 @@ def _cleaned(manager: StepManager, facts: Facts, names: Callable[[], list[str]])
     manager._run._deleter.wait(LONGEST_S)
     problems = [] if token_of(manager.restore()) == promise.token else ["the next save is not what is restored"]
     left = [name for name in names() if name.startswith(".") and name != ".owner" and ".dead-" not in name]
-    return problems + ([f"left over: {', '.join(left)}"] if left else [])
+    problems += [f"left over: {', '.join(left)}"] if left else []
+    return problems + _retained([*line, promise.step], manager, facts, names)
+
+
+def _retained(line: list[int], manager: StepManager, facts: Facts, names: Callable[[], list[str]]) -> list[str]:
+    """Whether the directory holds one generation of each step that policy and pins keep, and of no other step.
+
+    Args:
+        line: the steps that the run went on from, and the one that it saved, in that order.
+    """
+    aside = {*manager._run._left, *(entry.name for entry in manager._run.damaged())}
+    there = [parsed[0] for name in names() if (parsed := parse_step_name(name)) is not None and name not in aside]
+    pinned = {entry.step for entry in manager._run.entries() if entry.pinned}
+    keep = len(line) if facts.keep is None else facts.keep
+    expected = sorted({*line[-keep:], *(pinned & {*line})})
+    return [] if sorted(there) == expected else [f"there are steps {sorted(there)}, and {expected} are to be kept"]
 
 
 def found_single(disk: CrashDisk, settings: StoreSettings, facts: Facts) -> list[str]:

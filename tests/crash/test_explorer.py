@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.steps import retention, run_directory
+from jaxckpt_train.steps import lock, retention, run_directory
 from jaxckpt_train.store import transaction
 from tests.crash.crash_disk import CrashDisk, Machine
 from tests.crash.explorer import SETTINGS, explore, small_sizes
@@ -141,6 +141,16 @@ def test_a_deletion_that_does_not_sync_the_new_name_is_found_out(monkeypatch: py
 def test_a_first_pin_that_is_not_synced_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_directory, "sync_directory", lambda *_: None)
     found_out(order="any")
+
+
+def test_steps_that_nobody_deletes_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention.Deleter, "delete", lambda *_, **__: None)
+    found_out()
+
+
+def test_locks_of_the_dead_that_nobody_removes_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock.OwnerLock, "clean", lambda _: None)
+    found_out()
 
 
 def test_an_exchange_in_steps_that_are_not_synced_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,7 +229,7 @@ def _look_at(
         found.states += 1
         facts = recording.facts.until(moment)
         try:
-            with disk.mounted(), process(found.states + 1):
+            with disk.mounted(), process(found.states + 1, 1):  # the machine was started anew
                 found.with_saves += bool(facts.acknowledged())
                 problems = _problems(disk.path, recording.program, facts)
         except (CheckpointError, OSError, AssertionError) as error:

@@ -73,12 +73,12 @@ def campaign(disk: LoopDisk, trials: int, seed: int, settings: StoreSettings | N
             disk.make_new()
         when: When = chance.choice(("acknowledged", "random"))
         subject = f"{disk.kind}, seed {seed}, cut {number} ({when})"
-        with process(2 * number):
+        with process(2 * number, 1 + number):
             acknowledged = _save_until_the_cut(found, disk, when, chance, settings, subject)
         disk.unmount()
         disk.mount()
         found.cuts += 1
-        with process(2 * number + 1):  # after a power cut it is another one
+        with process(2 * number + 1, 2 + number):  # the machine was started anew
             _look(found, disk, acknowledged, subject)
     return found
 
