@@ -6,8 +6,9 @@ Two kinds of file system:
     a directory takes with it all that came before the last change in that directory.
 "any": of the changes of names that were not synced, any may be there and any missing, whatever came first.
 
-On both, bytes of a file that were not synced may be there or not in blocks of 4 KiB, and its size may be any that it
-had since; bytes and names know nothing of each other. What is missing reads as what was there before, or as zeros.
+On both, bytes of a file that were not synced may be there or not in blocks of 4 KiB, some of which end anywhere, and
+its size may be any between those that it had since; bytes and names know nothing of each other. What is missing reads
+as what was there before, or as zeros.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Literal
 from tests.crash.image import DataChange, Image, NameChange, Operation, Sync, Truncate, Write, folders_of
 
 BLOCK = 4096
+SOMEWHERE = 0.2
 Order = Literal["ordered", "any"]
 
 
@@ -83,12 +85,18 @@ def _apply_data(image: Image, inode: int, changes: Sequence[tuple[bool, DataChan
     for change in later:
         sizes.append(_size_after(sizes[-1], change))
     size, share = chance.choice(sizes), chance.choice((0.0, 0.5, 1.0))
+    if chance.random() < SOMEWHERE:
+        size = chance.randint(min(sizes), max(sizes))
     for change in later:
         if isinstance(change, Write):
             for piece in _blocks(change):
                 if chance.random() < share:
-                    image.apply(piece)
+                    image.apply(_cut(piece, chance) if chance.random() < SOMEWHERE else piece)
     image.apply(Truncate(inode, size))
+
+
+def _cut(piece: Write, chance: random.Random) -> Write:
+    return Write(piece.inode, piece.offset, piece.data[: chance.randint(0, len(piece.data))])
 
 
 def _size_after(size: int, change: DataChange) -> int:
