@@ -53,11 +53,12 @@ class Change:
 class RecordedDisk:
     """A file system whose device is recorded, mounted at `path`; `start` is what was on it before."""
 
-    def __init__(self, folder: Path, disk: FuseDisk, kind: str) -> None:
+    def __init__(self, folder: Path, disk: FuseDisk, kind: str, start: Path | None) -> None:
         self.path, self._list = folder / "recorded", disk.backing / LIST
         self.path.mkdir()
-        self.start = folder / f"{kind}.start"
-        make_image(self.start, kind)
+        self.start = start or folder / f"{kind}.start"
+        if start is None:
+            make_image(self.start, kind)
         run_command("cp", "--sparse=always", self.start, disk.backing / IMAGE)
         self._device = attach(disk.path / IMAGE)
         try:
@@ -88,10 +89,10 @@ class RecordedDisk:
 
 
 @contextlib.contextmanager
-def recorded_disk(folder: Path, kind: str) -> Iterator[RecordedDisk]:
-    """An empty file system of a kind, whose device is recorded until the end."""
+def recorded_disk(folder: Path, kind: str, start: Path | None = None) -> Iterator[RecordedDisk]:
+    """A file system of a kind, empty or the image `start`, whose device is recorded until the end."""
     with fuse_disk.fuse_disk(folder, __spec__.name) as disk:
-        made = RecordedDisk(folder, disk, kind)
+        made = RecordedDisk(folder, disk, kind, start)
         try:
             yield made
         finally:

@@ -2,7 +2,8 @@
 
 A run, or a single checkpoint, is saved again and again on a real ext4 or xfs whose device is recorded. Of a state all
 is there that was written before the last flush, and of what came since some blocks of 4 KiB. The file system mends
-itself when it is mounted; then all that had been acknowledged until that moment must be there.
+itself when it is mounted; then all that had been acknowledged until that moment must be there. Some recordings go on
+from such a state of another one.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ BLOCK = 4096
 Blocks = dict[int, bytes]  # the content of a device by the number of the block; the others are zero
 KINDS = ("ext4", "xfs")
 STATES_OF_ONE = 250
+GOES_ON = 0.5
 SAVES, BUSY_S = 12, 0.01
 RUN, SINGLE = "data/run", "data/one"
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -55,12 +57,17 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """A program's life on a recorded device: what was on it before, what changed it, and what was promised when."""
+    """A program's life on a recorded device: what was on it before, what changed it, and what was promised when.
+
+    Attributes:
+        boot: how often the machine had been started before.
+    """
 
     start: Blocks
     changes: Sequence[Change]
     facts: Facts
     program: str
+    boot: int = 0
 
 
 def why_not(kind: str) -> str | None:
@@ -68,18 +75,22 @@ def why_not(kind: str) -> str | None:
     return loop_disk.why_not(kind) or fuse_disk.why_not()
 
 
-def record(folder: Path, kind: str, program: str, chance: random.Random, settings: StoreSettings) -> Recording:
-    """Save some times on a new file system."""
-    with recorded_disk(folder, kind) as disk:
-        facts = Facts(keep=chance.choice((None, 1, 2)))
+def record(
+    folder: Path, kind: str, program: str, chance: random.Random, settings: StoreSettings, before: Recording | None
+) -> Recording:
+    """Save some times on a new file system, or on what a power cut left `before`."""
+    image = None if before is None else _image(folder / "before.start", kind, before.start)
+    with recorded_disk(folder, kind, image) as disk:
+        facts = Facts(keep=chance.choice((None, 1, 2))) if before is None else before.facts
         save = _save_steps if program == "run" else _save_single
-        (disk.path / "data").mkdir()
-        with process(1):
+        (disk.path / "data").mkdir(exist_ok=True)
+        boot = 0 if before is None else before.boot
+        with process(1, boot):
             for promise in save(disk.path, facts, chance, settings):
                 promise(disk.written())
         gc.collect()
         start = _blocks_of(disk.start)
-    return Recording(start, list(disk.changes()), facts, program)
+    return Recording(start, list(disk.changes()), facts, program, boot)
 
 
 def _save_steps(root: Path, facts: Facts, chance: random.Random, settings: StoreSettings) -> Iterator[Any]:
@@ -122,11 +133,7 @@ class Replayed:
 
     def hold(self, blocks: Blocks) -> None:
         """Make it hold just these blocks."""
-        size = os.fstat(self._file).st_size
-        os.ftruncate(self._file, 0)
-        os.ftruncate(self._file, size)
-        for number, block in blocks.items():
-            os.pwrite(self._file, block, number * BLOCK)
+        _fill(self._file, os.fstat(self._file).st_size, blocks)
 
     @contextlib.contextmanager
     def mounted(self) -> Iterator[None]:
@@ -192,6 +199,23 @@ def _write(blocks: Blocks, change: Change, is_there: Callable[[], bool]) -> None
         at += len(piece)
 
 
+def _image(path: Path, kind: str, blocks: Blocks) -> Path:
+    """A new file that holds just these blocks."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        _fill(file, loop_disk.SIZES_MIB[kind] << 20, blocks)
+    finally:
+        os.close(file)
+    return path
+
+
+def _fill(file: int, size: int, blocks: Blocks) -> None:
+    os.ftruncate(file, 0)
+    os.ftruncate(file, size)
+    for number, block in blocks.items():
+        os.pwrite(file, block, number * BLOCK)
+
+
 def _blocks_of(path: Path) -> Blocks:
     """Those that are not all zero."""
     content = np.fromfile(path, np.uint8).reshape(-1, BLOCK)
@@ -208,33 +232,41 @@ def campaign(
 ) -> Found:
     """So many states of one kind of file system, of several recordings."""
     found, chance = Found(), random.Random(seed)
+    before: Recording | None = None
     with replayed(folder, kind) as disk:
         for number in range(-(-count // STATES_OF_ONE)):
             place = folder / f"recording-{number}"
             place.mkdir()
-            program = chance.choice(programs)
-            recording = record(place, kind, program, chance, settings or StoreSettings())
+            if chance.random() >= GOES_ON:
+                before = None
+            program = chance.choice(programs) if before is None else before.program
+            recording = record(place, kind, program, chance, settings or StoreSettings(), before)
             for each in place.rglob("*.start"):
                 each.unlink()
             subject = f"{kind}, seed {seed}, recording {number} ({program})"
-            _look_at(found, disk, recording, min(STATES_OF_ONE, count - found.states), chance, subject)
+            before = _look_at(found, disk, recording, min(STATES_OF_ONE, count - found.states), chance, subject)
     return found
 
 
 def _look_at(
     found: Found, disk: Replayed, recording: Recording, count: int, chance: random.Random, subject: str
-) -> None:
-    for moment, blocks in states(recording, count, chance):
+) -> Recording:
+    """Look at so many states of it; returns one of them, for another recording to go on from."""
+    one = chance.randrange(count)
+    for number, (moment, blocks) in enumerate(states(recording, count, chance)):
         disk.hold(blocks)
         found.states += 1
         facts = recording.facts.until(moment)
+        if number == one:
+            left = Recording(blocks, [], recording.facts.until(moment), recording.program, recording.boot + 1)
         try:
-            with disk.mounted(), process(found.states + 1, 1):  # the machine was started anew
+            with disk.mounted(), process(found.states + 1, recording.boot + 1):
                 found.with_saves += bool(facts.acknowledged())
                 problems = _problems(disk.path, recording.program, facts)
         except (CheckpointError, OSError, AssertionError) as error:
             problems = [f"{type(error).__name__}: {error}"]
         found.problems += [f"{subject}, state {found.states} at byte {moment}: {each}" for each in problems]
+    return left
 
 
 def _problems(root: Path, program: str, facts: Facts) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from jaxckpt_train.settings import StoreSettings
+from tests.faults import block_replay
 from tests.faults.block_recorder import recorded_disk
 from tests.faults.block_replay import KINDS, campaign, why_not
 
@@ -63,3 +64,11 @@ def test_all_that_is_written_is_recorded(tmp_path: Path, kind: str) -> None:
     contents = [each.data for each in changes if each.data is not None and b"a line that is nowhere else" in each.data]
     assert sum(content.count(b"a line that is nowhere else") for content in contents) > 900
     assert changes[-1].data is None, "a sync ends with a flush of the device"
+
+
+def test_recordings_go_on_from_what_power_cuts_left(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_replay, "GOES_ON", 1.0)
+    monkeypatch.setattr(block_replay, "STATES_OF_ONE", 8)
+    found = campaign(tmp_path, kind, 24, seed=1)
+    assert found.problems == []
+    assert found.with_saves > 16
