@@ -13,6 +13,7 @@ import gc
 import hashlib
 import importlib.util
 import json
+import math
 import random
 import subprocess
 import sys
@@ -50,6 +51,7 @@ A_STATE = {"params": {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3), "n": 
 SLOW = {"load", "verify", "Flax file", "value"}
 SETTINGS = StoreSettings(io_threads=1)
 LONGEST_S = 1.0
+TRIES = 3
 WORDS: list[Any] = [
     None, True, -1, 0, 1, 2**31, 2**63, 2**64, -(2**63), 10**30, 0.5, 1e308, "", ".", "..", "/", "../../etc/passwd",
     "/etc/passwd", "a/b", "a\0b", "CON", "manifest.json", "COMMIT", "\ud800", "é", "x" * 300, [], {}, [[]], [0], [-1],
@@ -164,17 +166,21 @@ class Found:
 
 
 def execute(found: Found, name: str, target: Callable[[bytes], object], data: bytes) -> None:
-    """One execution."""
-    started = time.perf_counter()
-    try:
-        target(data)
-        end = "taken"
-    except CheckpointError:
-        end = "refused"
-    except Exception:  # noqa: BLE001  # whatever else there is, is what this looks for
-        end = "other"
-        found.problems.append(f"{name}: {traceback.format_exc(limit=-3)}\n  of {data[:2000]!r}")
-    took_s = time.perf_counter() - started
+    """One execution; of one that took long the shortest of a few, since the machine may have been busy."""
+    took_s = math.inf
+    for _ in range(TRIES):
+        started = time.perf_counter()
+        try:
+            target(data)
+            end = "taken"
+        except CheckpointError:
+            end = "refused"
+        except Exception:  # noqa: BLE001  # whatever else there is, is what this looks for
+            end = "other"
+            found.problems.append(f"{name}: {traceback.format_exc(limit=-3)}\n  of {data[:2000]!r}")
+        took_s = min(took_s, time.perf_counter() - started)
+        if took_s <= LONGEST_S:
+            break
     found.longest_s = max(found.longest_s, took_s)
     found.ends[name, end] += 1
     if took_s > LONGEST_S:

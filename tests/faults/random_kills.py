@@ -34,6 +34,7 @@ from tests.faults.native_calls import FLAWS, KEPT, SETTINGS, checkpointables_of,
 
 LIVES = 40
 LONGEST_LIFE_S = 0.25
+LONGER, SHORTER = 1.1, 0.95
 
 
 @dataclasses.dataclass
@@ -91,8 +92,8 @@ def killed(work: Work, after_s: float) -> list[tuple[str, Any]]:
 
 
 def campaign(kills: int, seed: int, folder: Path) -> Found:
-    """So many lives, some tens of them on one run after the other."""
-    found, newest = Found(), 0
+    """So many lives, some tens of them on one run after the other; on a slow machine they last longer."""
+    found, newest, longest_s = Found(), 0, LONGEST_LIFE_S
     directory = folder / "run"
     for number in range(kills):
         if number % LIVES == 0:
@@ -100,7 +101,9 @@ def campaign(kills: int, seed: int, folder: Path) -> Found:
             newest = 0
         life = random.Random(f"{seed} {number}")
         work = functools.partial(live, directory, newest, life.randrange(1 << 30))
-        told = killed(work, life.uniform(0, LONGEST_LIFE_S))
+        told = killed(work, life.uniform(0, longest_s))
+        has_saved = any(what == "saving" for what, _ in told)
+        longest_s = max(LONGEST_LIFE_S, longest_s * (SHORTER if has_saved else LONGER))
         found.kills += 1
         found.during[told[-1][0] if told else "starting"] += 1
         for what, value in told:

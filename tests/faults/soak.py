@@ -76,13 +76,13 @@ class Found:
     problems: list[str] = dataclasses.field(default_factory=list)
 
 
-def soak(seconds: float, seed: int, every_s: float, folder: Path) -> Found:
+def soak(seconds: float, seed: int, every_s: float, folder: Path, training: str = TRAINING) -> Found:
     """Train for so long."""
     found, chance = Found(), random.Random(seed)
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     with fuse_disk(folder) as disk:
         run = disk.path / "run"
-        command = [sys.executable, "-c", TRAINING, str(run), str(seconds), str(every_s), str(KEPT)]
+        command = [sys.executable, "-c", training, str(run), str(seconds), str(every_s), str(KEPT)]
         with (
             (folder / "told").open("w", encoding="utf-8") as told,
             (folder / "warnings").open("w", encoding="utf-8") as warnings,  # a pipe that nobody reads would hold it up
