@@ -217,19 +217,29 @@ def problems_in_run(
         names: lists the run directory.
         reader: opens the run anew.
     """
-    problems = _restored(manager, facts) or _kept(manager, facts) or _cleaned(manager, facts, names)
-    if problems:
-        return problems
-    fresh = reader()
-    return _restored(fresh, facts) or _kept(fresh, facts)
+    problems = _seen(manager, facts, reader) or _cleaned(manager, facts, names)
+    return problems or _seen(reader(), facts, reader)
 
 
-def _kept(manager: StepManager, facts: Facts) -> list[str]:
-    """What is wrong with what a reader sees: what policy and pins keep must be there, and all that is listed whole."""
-    if not manager.steps:
-        return []
-    found = {step: token_of(manager.restore(step=step)) for step in manager.steps}
-    newest = token_of(manager.restore())  # last, so that the manager goes on from it
+def _seen(manager: StepManager, facts: Facts, reader: Callable[[], StepManager]) -> list[str]:
+    """What is wrong with what a reader sees: the newest, what policy and pins keep, and all that is listed whole."""
+    acknowledged = [each.token for each in facts.acknowledged()]
+    known = {each.token for each in facts.promises}
+    try:
+        token = token_of(manager.restore())
+    except StepNotFoundError as error:
+        return [f"save {acknowledged[-1]} was acknowledged, but: {error}"] if acknowledged else []
+    if token not in known:
+        return [f"restored save {token}, which had not begun; {sorted(known)} had"]
+    if acknowledged and token < acknowledged[-1]:
+        return [f"restored save {token}, older than the acknowledged {acknowledged[-1]}"]
+    return _kept(manager, token, facts, reader())
+
+
+def _kept(manager: StepManager, newest: int, facts: Facts, other: StepManager) -> list[str]:
+    """The other steps are restored by another manager, so that the first goes on from the newest."""
+    found = {step: token_of(other.restore(step=step)) for step in manager.steps if step != manager.restored_step}
+    found[manager.restored_step or 0] = newest
     problems = []
     for step, oldest in facts.must_be_there(newest).items():
         if step not in found:
@@ -242,31 +252,16 @@ def _kept(manager: StepManager, facts: Facts) -> list[str]:
     ]
 
 
-def _restored(manager: StepManager, facts: Facts) -> list[str]:
-    acknowledged = [each.token for each in facts.acknowledged()]
-    known = {each.token for each in facts.promises}
-    try:
-        token = token_of(manager.restore())
-    except StepNotFoundError as error:
-        return [f"save {acknowledged[-1]} was acknowledged, but: {error}"] if acknowledged else []
-    if token not in known:
-        return [f"restored save {token}, which had not begun; {sorted(known)} had"]
-    if acknowledged and token < acknowledged[-1]:
-        return [f"restored save {token}, older than the acknowledged {acknowledged[-1]}"]
-    return []
-
-
 def _cleaned(manager: StepManager, facts: Facts, names: Callable[[], list[str]]) -> list[str]:
-    """The next owner saves, is restored exactly, and leaves nothing of what the dead ones left or what nobody keeps."""
+    """The next owner saves, and leaves nothing of what the dead ones left or what nobody keeps."""
     line = [entry.step for entry in newest_generations(manager._run._line())]
     promise = facts.begin((manager.latest or 0) + 1, AFTERWARDS)
     manager.save(promise.step, state_of(promise.token))
     manager.wait(LONGEST_S)
     facts.acknowledge(promise, AFTERWARDS)
     manager._run._deleter.wait(LONGEST_S)
-    problems = [] if token_of(manager.restore()) == promise.token else ["the next save is not what is restored"]
     left = [name for name in names() if name.startswith(".") and name != ".owner" and ".dead-" not in name]
-    problems += [f"left over: {', '.join(left)}"] if left else []
+    problems = [f"left over: {', '.join(left)}"] if left else []
     return problems + _retained([*line, promise.step], manager, facts, names)
 
 
