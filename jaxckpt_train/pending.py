@@ -159,16 +159,16 @@ class PendingSave(Generic[T]):
         """Wait until the checkpoint is committed.
 
         Args:
-            timeout_s: seconds; None waits as long as it takes.
+            timeout_s: seconds; None: no limit while it gets any further, as by another few MiB in ten minutes.
 
         Returns:
             What `committed` holds.
 
         Raises:
-            CheckpointTimeoutError: not committed in time; the save goes on.
+            CheckpointTimeoutError: not committed in time, or no further for ten minutes; the save goes on.
             The original error of the save, if it failed.
         """
-        error = self.outcome(timeout_s)
+        error = self.outcome(timeout_s, LAST_PATIENCE_S if timeout_s is None else None)
         if error is not None:
             raise error
         return self.committed.result()

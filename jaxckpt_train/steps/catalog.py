@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import logging
 from collections.abc import Set
 from typing import Any
 
 import msgspec
 
-from jaxckpt_train.errors import CorruptCheckpointError, StorageError
+from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError, StorageError
 from jaxckpt_train.steps.entry import Entry, entry_from_manifest
-from jaxckpt_train.steps.history import NOTES_NAME, metrics_from_json, read_lines
 from jaxckpt_train.steps.lineage import in_order
+from jaxckpt_train.steps.notes import Notes
 from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store.backend import Backend
-from jaxckpt_train.store.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, NOT_JSON
-from jaxckpt_train.store.plain_files import read_whole
-from jaxckpt_train.store.transaction import is_committed
+from jaxckpt_train.store.manifest import NOT_JSON
+from jaxckpt_train.store.transaction import is_gone, read_committed
+
+_log = logging.getLogger("jaxckpt_train")
 
 
 class _Info(msgspec.Struct):
@@ -26,10 +28,14 @@ class _Info(msgspec.Struct):
     info: dict[str, Any]
 
 
+_UNKNOWN = _Info({})
+
+
 def scan(backend: Backend, directory: str) -> list[Entry]:
     """All committed generations of all steps, in the order in which they were saved.
 
-    A step whose manifest cannot be read is listed too: a restore finds out and falls back, with a warning.
+    A step whose manifest is damaged, or cannot be read, is listed too: a restore finds out and falls back, with a
+    warning. Retention leaves it alone.
     """
     names = _step_names(backend, directory)
     while True:
@@ -42,13 +48,19 @@ def scan(backend: Backend, directory: str) -> list[Entry]:
 
 
 def _entries(backend: Backend, directory: str, names: Set[str]) -> list[Entry]:
-    notes = _Notes(backend, directory)
+    notes = Notes(backend, directory)
+    if notes.problem is not None:
+        _log.warning(
+            "%s; of the steps that are there now none is deleted, as it may be pinned: pin anew what must stay, and "
+            "remove what is damaged there",
+            notes.problem,
+        )
     entries = []
     for name in sorted(names):
-        parsed = parse_step_name(name)
-        if parsed is not None and is_committed(backend, f"{directory}/{name}"):
-            info = _read_info(backend, f"{directory}/{name}")
-            entries.append(notes.added_to(entry_from_manifest(name, *parsed, info)))
+        parsed, info = parse_step_name(name), _committed_info(backend, f"{directory}/{name}")
+        if parsed is not None and info is not None:
+            entry = notes.added_to(entry_from_manifest(name, *parsed, info.info))
+            entries.append(dataclasses.replace(entry, is_held=info is _UNKNOWN or notes.problem is not None))
     return entries
 
 
@@ -62,40 +74,10 @@ def _step_names(backend: Backend, directory: str) -> set[str]:
     return {name for name in names if parse_step_name(name) is not None}
 
 
-class _Notes:
-    """What was said of steps after they were committed: pins, metrics of later evaluations, and what is damaged."""
-
-    def __init__(self, backend: Backend, directory: str) -> None:
-        self._metrics: dict[object, dict[str, float]] = {}
-        self._pinned: set[int] = set()
-        self._damaged: dict[object, str | None] = {}
-        for note in read_lines(backend, directory, NOTES_NAME):
-            step = note.get("step")
-            if not isinstance(step, int):
-                continue
-            if note.get("pin") is True:
-                self._pinned.add(step)
-            elif note.get("pin") is False:
-                self._pinned.discard(step)
-            name, saved = note.get("name"), note.get("saved")
-            # A name may be given again, to another save.
-            of = (name, saved) if isinstance(name, str) and isinstance(saved, str) else step
-            if "damaged" in note and isinstance(name, str):
-                self._damaged[of] = self._damaged[name] = note["damaged"] if isinstance(note["damaged"], str) else None
-            if isinstance(note.get("metrics"), dict):
-                self._metrics.setdefault(of, {}).update(metrics_from_json(note["metrics"]))
-
-    def added_to(self, entry: Entry) -> Entry:
-        of = (entry.name, entry.time.isoformat())
-        metrics = {**(entry.metrics or {}), **self._metrics.get(entry.step, {}), **self._metrics.get(of, {})}
-        # When a save was, only its manifest tells: one that cannot be read has what was said last of that name.
-        is_pinned, damaged = entry.step in self._pinned, self._damaged.get(of if entry.tells_lineage else entry.name)
-        return dataclasses.replace(entry, metrics=metrics or None, pinned=is_pinned, damaged=damaged)
-
-
-def _read_info(backend: Backend, directory: str) -> dict[str, Any]:
+def _committed_info(backend: Backend, directory: str) -> _Info | None:
+    """What the manifest says of a step; nothing if it cannot be read, or is not what was committed; None: no COMMIT."""
     try:
-        data = read_whole(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES).tobytes()
-        return msgspec.json.decode(data, type=_Info).info
-    except (StorageError, CorruptCheckpointError, *NOT_JSON):
-        return {}
+        found = read_committed(backend, directory)
+        return None if found is None else msgspec.json.decode(found[0], type=_Info)
+    except (StorageError, CorruptCheckpointError, FormatVersionError, *NOT_JSON):
+        return None if is_gone(backend, directory) else _UNKNOWN

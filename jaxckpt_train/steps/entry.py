@@ -24,6 +24,7 @@ class Entry:
         left_behind: names of the directories that a roll-back before this save has left behind.
         damaged: what is wrong with its bytes, if it was set aside for that; None: nothing that is known.
         tells_lineage: whether its manifest could be read, and is of the run whose directory this is.
+        is_held: whether its manifest, or what was noted of it, cannot be read: retention neither counts nor deletes it.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Entry:
     run: str | None = None
     left_behind: tuple[str, ...] = ()
     tells_lineage: bool = True
+    is_held: bool = False
     pinned: bool = False
     damaged: str | None = None
 
@@ -65,17 +67,6 @@ def entry_from_manifest(name: str, step: int, generation: int, info: Mapping[str
         left_behind=tuple(each for each in left if isinstance(each, str)) if isinstance(left, list) else (),
         tells_lineage=bool(info),
     )
-
-
-def noted(entry: Entry, subject: Entry, note: Mapping[str, Any]) -> Entry:
-    """The entry after a note of `subject`: a pin is of all generations of a step, all else of one."""
-    if "pin" in note and entry.step == subject.step:
-        return dataclasses.replace(entry, pinned=bool(note["pin"]))
-    if "metrics" in note and entry.name == subject.name:
-        return dataclasses.replace(entry, metrics={**(entry.metrics or {}), **metrics_from_json(note["metrics"])})
-    if "damaged" in note and entry.name == subject.name:
-        return dataclasses.replace(entry, damaged=note["damaged"])
-    return entry
 
 
 def _time(value: object) -> datetime.datetime:

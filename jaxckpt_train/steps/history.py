@@ -1,4 +1,4 @@
-"""The history: one JSON line for every save, restore, deletion and preemption of a run, and notes on single steps."""
+"""The history: one JSON line for every save, restore, deletion and preemption of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from jaxckpt_train.store.manifest import NOT_JSON
 from jaxckpt_train.store.plain_files import read_whole
 
 HISTORY_NAME = "history.jsonl"
-NOTES_NAME = "notes.jsonl"
 _log = logging.getLogger("jaxckpt_train")
 
 
@@ -29,11 +28,6 @@ def append_line(backend: Backend, directory: str, name: str, record: Mapping[str
         StorageError: the file system refused.
     """
     backend.append(f"{directory}/{name}", msgspec.json.encode(record) + b"\n")
-
-
-def end_line(backend: Backend, directory: str, name: str) -> None:
-    """End a line that a crash cut short, so that the next record has its own; empty lines count for nothing."""
-    backend.append(f"{directory}/{name}", b"\n")
 
 
 def read_lines(backend: Backend, directory: str, name: str) -> Iterator[dict[str, Any]]:

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import uuid
+from typing import Annotated
 
 import msgspec
 
@@ -34,7 +35,7 @@ _log = logging.getLogger("jaxckpt_train")
 
 class _Record(msgspec.Struct, frozen=True):
     process: ProcessIdentity
-    token: str
+    token: Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z_-]{1,64}\Z")]  # becomes part of a name
 
 
 class OwnerLock:
@@ -178,10 +179,10 @@ class OwnerLock:
         if self._tried:
             _ending.add(self._record.token)
 
-    def _read(self) -> _Record | None:
-        """Who holds the lock; None if nobody does any more."""
+    def _read(self, name: str = LOCK_NAME) -> _Record | None:
+        """Who holds the lock, or held the one that has this name now; None if nobody does any more."""
         try:
-            data = read_whole(self._backend, self._directory, LOCK_NAME, limit=1 << 16).tobytes()
+            data = read_whole(self._backend, self._directory, name, limit=1 << 16).tobytes()
             return msgspec.json.decode(data, type=_Record)
         except StorageError as error:
             if isinstance(error.__cause__, FileNotFoundError) or error.errno == 2:
@@ -189,7 +190,7 @@ class OwnerLock:
             raise
         except NOT_JSON as error:
             raise CorruptCheckpointError(
-                f"{self.path}: not a lock of ours ({error}); remove it if no job runs"
+                f"{self._directory}/{name}: not a lock of ours ({error}); remove it if no job runs"
             ) from error
 
     def _refuse_if_alive(self, other: _Record) -> None:
@@ -234,11 +235,8 @@ class OwnerLock:
             self._backend.rename(self.path, aside)
         except StorageError:
             return False  # somebody else was quicker
-        name = aside.rpartition("/")[2]
-        taken = msgspec.json.decode(
-            read_whole(self._backend, self._directory, name, limit=1 << 16).tobytes(), type=_Record
-        )
-        if taken.token != other.token:
+        taken = self._read(aside.rpartition("/")[2])
+        if taken is None or taken.token != other.token:
             self._backend.rename(aside, self.path)  # it was a new, live owner's: put it back
             return False
         self._backend.touch(aside)

@@ -17,7 +17,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.reader import Progress
-from jaxckpt_train.store.transaction import is_committed, open_committed
+from jaxckpt_train.store.transaction import is_gone, open_committed
 from jaxckpt_train.store.verify import verify
 from jaxckpt_train.tree.restore import LoadOptions
 
@@ -102,7 +102,7 @@ def describe_listed(backend: Backend, directory: str, entry: Entry) -> Checkpoin
     try:
         return describe(open_committed(backend, f"{directory}/{entry.name}"))
     except (CorruptCheckpointError, NotACheckpointError) as error:
-        if is_committed(backend, f"{directory}/{entry.name}"):
+        if not is_gone(backend, f"{directory}/{entry.name}"):
             raise
         raise StepVanishedError(entry.name) from error
 
@@ -142,7 +142,7 @@ def restore_newest(
         except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
             if isinstance(error, StorageError) and error.errno not in _DAMAGE:
                 raise
-            if not is_committed(backend, f"{directory}/{entry.name}"):
+            if is_gone(backend, f"{directory}/{entry.name}"):
                 raise StepVanishedError(entry.name) from error
             skipped.append(Skipped(entry, str(error), _is_proof(error)))
             last = error

@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from jaxckpt_train.errors import CheckpointError, StorageError
+from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.latch import LOOK_S, Latch
 from jaxckpt_train.store.late_sync import make_durable, sync_directory
+from jaxckpt_train.store.left_overs import attempts
 
 _DELETING = ".deleting"
 _THREAD = "jaxckpt-retention"
@@ -227,6 +229,17 @@ class Deleter:
 def hidden_name(name: str) -> str:
     """The name of a directory while it is being deleted."""
     return name if name.endswith(_DELETING) else f".{name}{_DELETING}"
+
+
+def remove_attempts(backend: Backend, directory: str) -> None:
+    """Remove what interrupted saves left. What the disk does not let go does no harm: nobody reads it."""
+    for attempt, final in attempts(backend, directory):
+        if parse_step_name(final) is not None:
+            _log.info("removing an interrupted attempt, %s", attempt)
+            try:
+                backend.remove(attempt)
+            except StorageError as error:
+                _log.warning("an interrupted attempt was not removed: %s", error)
 
 
 def half_deleted(backend: Backend, directory: str) -> list[str]:

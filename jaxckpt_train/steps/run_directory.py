@@ -16,19 +16,19 @@ from typing import Any, TypeVar
 
 from jaxckpt_train.errors import CheckpointExistsError, CorruptCheckpointError, StepNotFoundError, StorageError
 from jaxckpt_train.steps.catalog import scan
-from jaxckpt_train.steps.entry import Entry, entry_from_manifest, noted
-from jaxckpt_train.steps.history import NOTES_NAME, History, append_line, end_line
+from jaxckpt_train.steps.entry import Entry, entry_from_manifest
+from jaxckpt_train.steps.history import History
 from jaxckpt_train.steps.lineage import home_run, left_behind, left_behind_by, line_last, newest_generations
 from jaxckpt_train.steps.lock import OwnerLock
+from jaxckpt_train.steps.notes import NOTES_NAME, append_note, noted
 from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy, steps_to_delete
 from jaxckpt_train.steps.restoring import Restored, StepVanishedError
-from jaxckpt_train.steps.retention import Deleter, half_deleted
+from jaxckpt_train.steps.retention import Deleter, half_deleted, remove_attempts
 from jaxckpt_train.steps.scrubber import Scrubber
 from jaxckpt_train.steps.step_names import check_step, parse_step_name, step_name
 from jaxckpt_train.steps.verdicts import Verdicts
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.late_sync import sync_directory
-from jaxckpt_train.store.left_overs import attempts
 from jaxckpt_train.store.transaction import Committed
 
 _log = logging.getLogger("jaxckpt_train")
@@ -95,10 +95,7 @@ class RunDirectory:
             self.history.add("take_over", self._clock(), host=dead.host, pid=dead.pid)
         self._lock.clean()
         sync_directory(self._backend, self._directory)  # names that a dead owner gave may be known to memory only
-        for attempt, final in attempts(self._backend, self._directory):
-            if parse_step_name(final) is not None:
-                _log.info("removing an interrupted attempt, %s", attempt)
-                self._backend.remove(attempt)
+        remove_attempts(self._backend, self._directory)
         with self._guard:
             self._look()
             self._id = home_run(self._entries) or self._id
@@ -248,14 +245,14 @@ class RunDirectory:
         If the newest is not durable, the deleter syncs it first.
 
         What a roll-back has left behind is not counted by the policy; it goes when the run has saved the same step
-        again, unless it is pinned. What is damaged stays for ever.
+        again, unless it is pinned. What is damaged stays for ever, and what is held until somebody knows more of it.
         """
         with self._guard:
-            newest = newest_generations(self._line())
+            newest = newest_generations([entry for entry in self._line() if not entry.is_held])
             saved, steps = {entry.step for entry in newest}, self._steps_to_delete(newest)
             doomed = {entry.name for entry in self._entries if entry.step in saved} - {entry.name for entry in newest}
             doomed -= {entry.name for entry in self._entries if entry.pinned and entry.name in self._left}
-            doomed -= {entry.name for entry in self._entries if entry.damaged is not None}
+            doomed -= {entry.name for entry in self._entries if entry.damaged is not None or entry.is_held}
             doomed |= {entry.name for entry in newest if entry.step in steps}
             doomed -= {*self._deleting, *self._being_read, newest[-1].name if newest else ""}
             self._deleting |= doomed
@@ -351,8 +348,7 @@ class RunDirectory:
         """Write a pin of a step, or metrics of one generation of it or that it is damaged, durably."""
         line = {"step": entry.step, "name": entry.name, "saved": entry.time.isoformat(), **note}
         with self._noting:
-            end_line(self._backend, self._directory, NOTES_NAME)  # a crash may have left half a line
-            append_line(self._backend, self._directory, NOTES_NAME, line)
+            append_note(self._backend, self._directory, line)
             self._backend.sync(f"{self._directory}/{NOTES_NAME}")
             sync_directory(self._backend, self._directory)  # it may be the first note
         with self._guard:
@@ -393,6 +389,6 @@ def _release(lock: OwnerLock, scrubber: Scrubber) -> None:
     scrubber.join()  # it writes notes as the owner
     try:
         lock.release()
-    except StorageError as error:
-        if error.errno != errno.ENOENT:
+    except (StorageError, CorruptCheckpointError) as error:
+        if getattr(error, "errno", None) != errno.ENOENT:
             _log.warning("%s was not released: %s", lock.path, error)

@@ -13,10 +13,11 @@ from jaxckpt_train.errors import CheckpointError, NotACheckpointError
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.latch import Latch
-from jaxckpt_train.store.transaction import is_committed
+from jaxckpt_train.store.transaction import is_gone
 from jaxckpt_train.store.verify import first_damage
 
 IDLE_S = 1.0
+JOIN_S = 5.0
 LEAST_READ = 1 << 16  # counted for each look at a step, however little was read
 _log = logging.getLogger("jaxckpt_train")
 
@@ -55,6 +56,7 @@ class Scrubber:
         self._verified: dict[str, None] = {}  # names, the latest last
         self._suspects: list[str] = []
         self._damaged: dict[str, str] = {}  # what is wrong with each, until another is found to be whole
+        self._warned: set[tuple[str, str]] = set()
         self._due_s = 0.0
 
     def start(self) -> None:
@@ -73,11 +75,11 @@ class Scrubber:
         self._stop.open()
 
     def join(self) -> None:
-        """Wait until it has; not on its own thread."""
+        """Wait until it has, as long as its disk answers; not on its own thread."""
         self.end()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join()
+            thread.join(JOIN_S)  # after that it only reads: the run takes no verdict that is not the owner's
 
     def _work(self) -> None:
         self._due_s = time.monotonic()
@@ -103,15 +105,23 @@ class Scrubber:
         self._verified.pop(entry.name, None)
         try:
             problem = self._damage(entry) and self._damage(entry)  # a bit may have flipped on its way
-            if problem is not None and not is_committed(self._backend, f"{self._directory}/{entry.name}"):
-                raise NotACheckpointError(problem)
+            if problem is None or not is_gone(self._backend, f"{self._directory}/{entry.name}"):
+                self._judge(entry, problem, entries)
+        except _EndedError:
+            raise
         except NotACheckpointError:
-            return  # it is gone: a step whose COMMIT is damaged is found by the next restore
-        except CheckpointError as error:
-            _log.warning("step %d was not verified: %s", entry.step, error)
-        else:
-            self._judge(entry, problem, entries)
+            pass  # it is gone: a step whose COMMIT is missing is found by the next restore
+        except Exception as error:  # noqa: BLE001  # a thread's edge: one bad moment must not end it for good
+            self._warn(entry, error)
         self._verified[entry.name] = None
+
+    def _warn(self, entry: Entry, error: Exception) -> None:
+        """Once for each step and kind of error, not at every look."""
+        kind = (entry.name, type(error).__name__)
+        if kind not in self._warned:
+            self._warned.add(kind)
+            trace = None if isinstance(error, CheckpointError) else error
+            _log.warning("step %d was not verified: %s", entry.step, error, exc_info=trace)
 
     def _damage(self, entry: Entry) -> str | None:
         self._pace(LEAST_READ)
@@ -136,6 +146,7 @@ class Scrubber:
         """A neighbour of a damaged step, else the newest that was never verified, else that of the longest ago."""
         by_name = {entry.name: entry for entry in entries}
         self._verified = {name: None for name in self._verified if name in by_name}
+        self._warned = {kind for kind in self._warned if kind[0] in by_name}
         while self._suspects:
             suspect = by_name.get(self._suspects.pop(0))
             if suspect is not None and suspect.name not in self._damaged:

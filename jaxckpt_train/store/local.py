@@ -20,6 +20,7 @@ from jaxckpt_train.store.backend import HALF_MADE, Entry
 from jaxckpt_train.store.interrupted import again
 from jaxckpt_train.store.late_sync import sync_directory
 from jaxckpt_train.store.local_names import (
+    entries_of,
     exchange_names,
     is_directory,
     is_there,
@@ -31,6 +32,7 @@ from jaxckpt_train.store.local_names import (
 
 DIRECT_ALIGNMENT = 4096
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no link is followed, and no pipe waited for
 _ADVICE = {
     errno.ENOSPC: "free some space or choose another directory",
     errno.EDQUOT: "your quota is used up: free some space or choose another directory",
@@ -195,7 +197,7 @@ class LocalBackend:
     def list(self, path: str) -> list[Entry]:
         """The entries of a directory, sorted by name."""
         with _storage("list the directory", path):
-            return sorted(again(_entries, path), key=lambda entry: entry.name)
+            return sorted(again(entries_of, path), key=lambda entry: entry.name)
 
     def make_directory(self, path: str, *, parents: bool, sync: bool) -> None:
         """Create a directory; with `parents` all on the way to it, and `sync` makes their names durable, if it can."""
@@ -284,8 +286,9 @@ class LocalBackend:
     def append(self, path: str, data: bytes) -> None:
         """Add bytes to the end of a file, creating it if need be."""
         with _storage("append to the file", path):
-            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _PLAIN, 0o666)
             try:
+                _check_regular(descriptor)
                 _write_all(descriptor, data)
             finally:
                 _close_written(descriptor)
@@ -327,18 +330,12 @@ def _create_beside(path: str, prefix: str) -> tuple[int, str]:
     return os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), beside
 
 
-def _entries(path: str) -> list[Entry]:
-    entries = []
-    with os.scandir(path) as found:
-        for item in found:
-            if item.is_dir(follow_symlinks=False):
-                entries.append(Entry(item.name, "directory"))
-            elif item.is_file(follow_symlinks=False):
-                with contextlib.suppress(FileNotFoundError):
-                    entries.append(Entry(item.name, "file", item.stat(follow_symlinks=False).st_size))
-            else:
-                entries.append(Entry(item.name, "other"))
-    return entries
+def _check_regular(descriptor: int) -> os.stat_result:
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        code = errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL
+        raise OSError(code, "not a regular file")
+    return found
 
 
 def side_name(path: str) -> str:
@@ -353,7 +350,7 @@ def _refuse_without_direct(direct: bool | Literal["auto"]) -> None:
 
 
 def _open_regular(name: str, folder: int, direct: bool | Literal["auto"], path: str) -> _LocalSource:
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_RDONLY | _PLAIN
     descriptor, refusal = -1, None
     _refuse_without_direct(direct)
     if direct and _O_DIRECT:
@@ -368,10 +365,7 @@ def _open_regular(name: str, folder: int, direct: bool | Literal["auto"], path: 
         descriptor = os.open(name, flags, dir_fd=folder)
     source = _LocalSource(path, descriptor, is_direct and direct)
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            code = errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL
-            raise OSError(code, "not a regular file")
+        found = _check_regular(descriptor)
         if refusal is not None and direct is True:
             raise OSError(errno.EOPNOTSUPP, _NO_DIRECT) from refusal
         source.size, refusal = found.st_size, None  # its traceback would keep the source until it is collected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -9,7 +10,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 
-from jaxckpt_train.store.backend import UNSUPPORTED
+from jaxckpt_train.store.backend import UNSUPPORTED, Entry
 from jaxckpt_train.store.interrupted import again
 
 _RENAME_NOREPLACE, _RENAME_EXCHANGE, _AT_FDCWD = 1, 2, -100
@@ -30,6 +31,31 @@ def is_directory(path: str) -> bool:
         return stat.S_ISDIR(again(os.stat, path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False
+
+
+def entries_of(path: str) -> list[Entry]:
+    """What is in a directory, in no order."""
+    entries = []
+    with os.scandir(path) as found:
+        for item in found:
+            if item.is_dir(follow_symlinks=False):
+                entries.append(Entry(item.name, "directory"))
+            elif item.is_file(follow_symlinks=False):
+                with contextlib.suppress(FileNotFoundError):
+                    entries.append(_file_entry(item))
+            else:
+                entries.append(Entry(item.name, "other"))
+    return entries
+
+
+def _file_entry(item: os.DirEntry[str]) -> Entry:
+    """One that the disk cannot tell anything of must not hide all the others."""
+    try:
+        return Entry(item.name, "file", item.stat(follow_symlinks=False).st_size)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return Entry(item.name, "other")
 
 
 def parents_on_volume(directory: str) -> Iterator[str]:

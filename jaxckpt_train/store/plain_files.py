@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Literal
 
 import numpy as np
@@ -43,6 +44,23 @@ def read_whole(backend: Backend, directory: str, name: str, limit: int | None) -
     finally:
         source.close()
     return data
+
+
+def read_or_none(backend: Backend, directory: str, name: str, limit: int) -> bytes | None:
+    """All bytes of a small file of a checkpoint; None: there is none.
+
+    Raises:
+        CorruptCheckpointError: something else than a file is in its place, or more than `limit` bytes.
+        StorageError: the storage refused for a reason that is not the checkpoint's fault.
+    """
+    try:
+        return read_whole(backend, directory, name, limit).tobytes()
+    except StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return None
+        if error.errno in MISSING:
+            raise CorruptCheckpointError(f"{directory}/{name}: expected a file, but: {error}") from error
+        raise
 
 
 def open_recorded(

@@ -11,13 +11,13 @@ import msgspec
 from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError, NotACheckpointError, StorageError
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.manifest import COMMIT_NAME, NOT_JSON
+from jaxckpt_train.store.plain_files import read_or_none
 from jaxckpt_train.store.transaction import (
     MAX_COMMIT_BYTES,
     CommitRecord,
     Committed,
     is_committed,
     open_committed,
-    read_or_none,
 )
 
 T = TypeVar("T")

@@ -56,7 +56,7 @@ from jaxckpt_train.store.manifest import (
     encode_manifest,
     is_plain_name,
 )
-from jaxckpt_train.store.plain_files import file_record, read_whole
+from jaxckpt_train.store.plain_files import file_record, read_or_none
 from jaxckpt_train.store.workers import shared_workers
 
 _log = logging.getLogger("jaxckpt_train")
@@ -277,11 +277,20 @@ class Transaction:
 def is_committed(backend: Backend, directory: str) -> bool:
     """Whether the directory holds a COMMIT; a cheap look that validates nothing."""
     try:
-        return any(entry.name == COMMIT_NAME and entry.kind == "file" for entry in backend.list(directory))
+        backend.open(directory, COMMIT_NAME, direct=False).close()
     except StorageError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        if error.errno in MISSING:
             return False
         raise
+    return True
+
+
+def is_gone(backend: Backend, directory: str) -> bool:
+    """Whether there surely is no COMMIT; a disk that refuses to tell leaves it in doubt."""
+    try:
+        return not is_committed(backend, directory)
+    except StorageError:
+        return False
 
 
 def open_committed(backend: Backend, directory: str) -> Committed:
@@ -294,10 +303,23 @@ def open_committed(backend: Backend, directory: str) -> Committed:
         FormatVersionError: written by a newer version.
     """
     directory = _recover(backend, directory)
+    found = read_committed(backend, directory)
+    if found is None:
+        raise _why_not_committed(backend, directory)
+    data, sha256 = found
+    return Committed(directory, decode_manifest(data, f"{directory}/{MANIFEST_NAME}"), sha256)
+
+
+def read_committed(backend: Backend, directory: str) -> tuple[bytes, str] | None:
+    """The manifest that COMMIT stands for, not decoded, and its SHA-256; None: there is no COMMIT.
+
+    Raises:
+        CorruptCheckpointError, FormatVersionError, StorageError: as `open_committed`.
+    """
     commit_file = f"{directory}/{COMMIT_NAME}"
     raw = read_or_none(backend, directory, COMMIT_NAME, MAX_COMMIT_BYTES)
     if raw is None:
-        raise _why_not_committed(backend, directory)
+        return None
     _check_commit_version(backend, directory, raw)
     try:
         commit = msgspec.json.decode(raw, type=CommitRecord)
@@ -311,7 +333,7 @@ def open_committed(backend: Backend, directory: str) -> Committed:
         raise CorruptCheckpointError(f"{manifest_file}: {len(data)} bytes, but COMMIT says {commit.manifest_bytes}")
     if hashlib.sha256(data).hexdigest() != commit.manifest_sha256:
         raise CorruptCheckpointError(f"{manifest_file}: changed since it was committed (SHA-256 differs)")
-    return Committed(directory, decode_manifest(data, manifest_file), commit.manifest_sha256)
+    return data, commit.manifest_sha256
 
 
 def _check_commit_version(backend: Backend, directory: str, commit: bytes) -> None:
@@ -326,23 +348,6 @@ def _check_commit_version(backend: Backend, directory: str, commit: bytes) -> No
         raise CorruptCheckpointError(
             f"{directory}/{COMMIT_NAME}: not valid: its manifest is of an older one"
         ) from error
-
-
-def read_or_none(backend: Backend, directory: str, name: str, limit: int) -> bytes | None:
-    """All bytes of a small file of a checkpoint; None: there is none.
-
-    Raises:
-        CorruptCheckpointError: something else than a file is in its place, or more than `limit` bytes.
-        StorageError: the storage refused for a reason that is not the checkpoint's fault.
-    """
-    try:
-        return read_whole(backend, directory, name, limit).tobytes()
-    except StorageError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            return None
-        if error.errno in MISSING:
-            raise CorruptCheckpointError(f"{directory}/{name}: expected a file, but: {error}") from error
-        raise
 
 
 def _recover(backend: Backend, directory: str) -> str:

@@ -206,14 +206,14 @@ def test_an_owner_that_was_taken_for_dead_says_so_and_keeps_nobody_elses_lock_yo
     (beating,) = [each for each in threading.enumerate() if each.name == "jaxckpt-heartbeat" and each not in others]
     edit_owner(tmp_path, host="another-machine", pid=4711)
     record = json.loads((tmp_path / LOCK_NAME).read_bytes())
-    (tmp_path / LOCK_NAME).write_text(json.dumps({**record, "token": "of the other"}))
+    (tmp_path / LOCK_NAME).write_text(json.dumps({**record, "token": "of-the-other"}))
     beating.join(60)
     assert not beating.is_alive()
     assert "was taken over" in caplog.text
     with pytest.raises(DirectoryLockedError, match=r"is held by process 4711 on another-machine.*start it again"):
         sleeper.check()
     sleeper.release()
-    assert json.loads((tmp_path / LOCK_NAME).read_bytes())["token"] == "of the other"
+    assert json.loads((tmp_path / LOCK_NAME).read_bytes())["token"] == "of-the-other"
     (tmp_path / LOCK_NAME).unlink()
     with pytest.raises(DirectoryLockedError, match="is gone"):
         sleeper.check()

@@ -254,3 +254,55 @@ def test_a_step_that_goes_while_it_is_read_is_not_damaged(
         assert done.wait(60)
         assert manager.damaged == []
     assert "is damaged" not in caplog.text
+
+
+def test_a_step_that_was_removed_by_hand_does_not_hold_up_the_others(tmp_path: Path, seen: Seen) -> None:
+    run = made_run(tmp_path, 1, 2, 3)
+    with jct.StepManager(run, settings=FAST) as manager:
+        manager.own()
+        seen.until_all(1, 2, 3)
+        step_path(run, 2).rename(run / "moved")
+        flip_a_payload_byte(step_path(run, 1))
+        seen.until(lambda: manager.damaged == [1])
+
+
+def test_one_bad_moment_does_not_end_it_and_is_told_once(
+    tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks = []
+
+    def failing(backend: Any, directory: str, pace: Any) -> str | None:
+        looks.append(directory)
+        if directory.endswith("2"):
+            raise MemoryError("no memory now")
+        return seen(backend, directory, pace)
+
+    monkeypatch.setattr(scrubber, "first_damage", failing)
+    with jct.StepManager(made_run(tmp_path, 1, 2), settings=FAST) as manager:
+        manager.own()
+        seen.until(lambda: len(seen.found) > 5)
+    assert sum(look.endswith("2") for look in looks) > 3
+    assert caplog.text.count("step 2 was not verified: no memory now") == 1
+
+
+def test_closing_waits_for_a_reading_that_does_not_end_for_a_moment_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, reached = threading.Event(), threading.Event()
+
+    def stuck(backend: Any, directory: str, pace: Any) -> str | None:
+        reached.set()
+        go.wait(60)
+        return None
+
+    monkeypatch.setattr(scrubber, "first_damage", stuck)
+    monkeypatch.setattr(scrubber, "JOIN_S", 0.05)
+    manager = jct.StepManager(made_run(tmp_path, 1), settings=FAST)
+    manager.own()
+    assert reached.wait(60)
+    try:
+        manager.close()
+        with jct.StepManager(tmp_path) as next_one:
+            next_one.own()
+    finally:
+        go.set()

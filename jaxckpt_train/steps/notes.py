@@ -1,0 +1,132 @@
+"""Notes on committed steps: pins, metrics of later evaluations, and what is damaged; each with a digest of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import xxhash
+
+from jaxckpt_train.errors import StorageError
+from jaxckpt_train.steps.entry import Entry
+from jaxckpt_train.steps.history import metrics_from_json
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.manifest import NOT_JSON
+from jaxckpt_train.store.plain_files import read_whole
+
+NOTES_NAME = "notes.jsonl"
+_SEAL = b',"xxh3_64":"'
+_END = b'"}'
+_log = logging.getLogger("jaxckpt_train")
+
+
+def append_note(backend: Backend, directory: str, note: Mapping[str, Any]) -> None:
+    """Add one note, on a line of its own also if a crash has left half a line before it.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    backend.append(f"{directory}/{NOTES_NAME}", b"\n" + _sealed(msgspec.json.encode(note)) + b"\n")
+
+
+class Notes:
+    """What was noted of the steps of a run.
+
+    Attributes:
+        problem: why some of it may be missing, so that nobody knows which steps are pinned; None: all is there.
+    """
+
+    def __init__(self, backend: Backend, directory: str) -> None:
+        self._metrics: dict[object, dict[str, float]] = {}
+        self._pinned: set[int] = set()
+        self._damaged: dict[object, str | None] = {}
+        notes, self.problem = _read(backend, directory)
+        for note in notes:
+            self._add(note)
+
+    def _add(self, note: Mapping[str, Any]) -> None:
+        step = note.get("step")
+        if not isinstance(step, int):
+            return
+        if note.get("pin") is True:
+            self._pinned.add(step)
+        elif note.get("pin") is False:
+            self._pinned.discard(step)
+        name, saved = note.get("name"), note.get("saved")
+        # A name may be given again, to another save.
+        of = (name, saved) if isinstance(name, str) and isinstance(saved, str) else step
+        if "damaged" in note and isinstance(name, str):
+            self._damaged[of] = self._damaged[name] = note["damaged"] if isinstance(note["damaged"], str) else None
+        if isinstance(note.get("metrics"), dict):
+            self._metrics.setdefault(of, {}).update(metrics_from_json(note["metrics"]))
+
+    def added_to(self, entry: Entry) -> Entry:
+        """The entry with what was noted of it."""
+        of = (entry.name, entry.time.isoformat())
+        metrics = {**(entry.metrics or {}), **self._metrics.get(entry.step, {}), **self._metrics.get(of, {})}
+        # When a save was, only its manifest tells: one that cannot be read has what was said last of that name.
+        is_pinned, damaged = entry.step in self._pinned, self._damaged.get(of if entry.tells_lineage else entry.name)
+        return dataclasses.replace(entry, metrics=metrics or None, pinned=is_pinned, damaged=damaged)
+
+
+def noted(entry: Entry, subject: Entry, note: Mapping[str, Any]) -> Entry:
+    """The entry after a note of `subject`: a pin is of all generations of a step, all else of one."""
+    if "pin" in note and entry.step == subject.step:
+        return dataclasses.replace(entry, pinned=bool(note["pin"]))
+    if "metrics" in note and entry.name == subject.name:
+        return dataclasses.replace(entry, metrics={**(entry.metrics or {}), **metrics_from_json(note["metrics"])})
+    if "damaged" in note and entry.name == subject.name:
+        return dataclasses.replace(entry, damaged=note["damaged"])
+    return entry
+
+
+def _read(backend: Backend, directory: str) -> tuple[list[dict[str, Any]], str | None]:
+    """The notes, and what keeps others from being read. A line that a crash cut short was never acknowledged."""
+    path = f"{directory}/{NOTES_NAME}"
+    try:
+        lines = read_whole(backend, directory, NOTES_NAME, limit=None).tobytes().split(b"\n")
+    except StorageError as error:
+        return [], None if error.errno == errno.ENOENT else str(error)
+    notes, problem = list[dict[str, Any]](), None
+    for number, line in enumerate(lines, 1):
+        found = _note_of(line) if line else None
+        if found is not None:
+            notes.append(found)
+        elif line and _is_cut(line, lines[number:]):
+            _log.warning("%s: line %d was cut short by a crash, and is left out", path, number)
+        elif line:
+            problem = problem or f"{path}: line {number} is damaged: expected the note that it was written as"
+    return notes, problem
+
+
+def _is_cut(line: bytes, after: list[bytes]) -> bool:
+    """Whether a crash may have left this: a whole note ends with a line break, and an empty line comes before the next.
+
+    Blocks that never reached the disk are zeros.
+    """
+    return b"\0" in line or not (line.endswith(b"}") or (len(after) > 0 and after[0] == b""))
+
+
+def _note_of(line: bytes) -> dict[str, Any] | None:
+    """The note in a line, also if the line break before or after it was changed; None: there is none."""
+    for text in (line, line[:-1], line[1:]):
+        body, seal, end = text.rpartition(_SEAL)
+        try:
+            note = msgspec.json.decode(body + b"}" if seal else text, type=dict[str, Any])
+        except NOT_JSON:
+            continue
+        if not seal or end == _digest(body + b"}") + _END:
+            return note
+    return None
+
+
+def _sealed(text: bytes) -> bytes:
+    return text[:-1] + _SEAL + _digest(text) + _END
+
+
+def _digest(text: bytes) -> bytes:
+    return xxhash.xxh3_64_hexdigest(text).encode()

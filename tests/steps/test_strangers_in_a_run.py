@@ -1,0 +1,206 @@
+"""One damaged or odd thing in a run directory costs itself only: no newer step, no pin, no file elsewhere, no hang."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.errors import CorruptCheckpointError, StorageError
+from jaxckpt_train.steps.lock import LOCK_NAME
+from jaxckpt_train.steps.manager import StepManager
+from jaxckpt_train.steps.preservation_policies import AnyPreservationPolicy, BestN, LatestN
+from jaxckpt_train.store.local import LocalBackend
+from tests.steps.fake_backends import RefusingBackend
+from tests.steps.runs import made_run, save_steps, state_of, step_of, step_path
+
+CODES = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EACCES)
+
+
+def replace_in_manifest(step: Path, old: bytes, new: bytes) -> None:
+    data = (step / "manifest.json").read_bytes()
+    assert data.count(old) == 1
+    assert len(old) == len(new)
+    (step / "manifest.json").write_bytes(data.replace(old, new))
+
+
+def test_a_flipped_metric_neither_is_the_best_nor_costs_the_best(tmp_path: Path) -> None:
+    policy = AnyPreservationPolicy([LatestN(1), BestN("acc", 1, mode="max")])
+    with StepManager(tmp_path) as manager:
+        for step, acc in ((100, 0.11), (200, 0.83), (300, 0.60)):
+            save_steps(manager, step, metrics={"acc": acc})
+    replace_in_manifest(step_path(tmp_path, 100), b'"acc":0.11', b'"acc":0.91')
+    assert StepManager(tmp_path).best("acc", "max") == 200
+    with StepManager(tmp_path, preservation_policy=policy) as manager:
+        assert step_of(manager.restore()) == 300
+        save_steps(manager, 400, metrics={"acc": 0.3})
+    assert step_path(tmp_path, 200).exists(), "the best"
+    assert step_path(tmp_path, 100).exists(), "nobody knows what it was"
+    assert not step_path(tmp_path, 300).exists()
+
+
+def test_a_flipped_sequence_does_not_make_an_old_step_the_latest(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 100, 200, 300)
+    replace_in_manifest(step_path(run, 100), b'"sequence":0', b'"sequence":8')
+    assert StepManager(run).latest == 300
+
+
+def test_a_step_that_nobody_can_read_is_not_counted_by_the_policy(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2, 3)
+    replace_in_manifest(step_path(run, 2), b'"sequence":1', b'"sequence":7')
+    with StepManager(run, preservation_policy=LatestN(2)) as manager:
+        save_steps(manager, 4)
+    assert StepManager(run).steps == [2, 3, 4], "3 and 4 are the two that can be restored"
+
+
+class Unreadable(LocalBackend):
+    """Refuses all that is asked of one directory."""
+
+    def __init__(self, directory: Path, code: int) -> None:
+        self._directory, self._code = str(directory), code
+
+    def _refuse(self, path: str) -> None:
+        if path == self._directory:
+            raise StorageError(self._code, os.strerror(self._code), path)
+
+    def list(self, path: str) -> Any:
+        self._refuse(path)
+        return super().list(path)
+
+    def open(self, directory: str, name: str, *, direct: Any) -> Any:
+        self._refuse(directory)
+        return super().open(directory, name, direct=direct)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_an_old_step_that_the_disk_does_not_give_costs_no_other(tmp_path: Path, code: int) -> None:
+    run = made_run(tmp_path, 1, 2, 3)
+    backend = Unreadable(step_path(run, 1), code)
+    assert StepManager(run, backend=backend).steps == [1, 2, 3]
+    with StepManager(run, backend=backend, preservation_policy=LatestN(1)) as manager:
+        assert step_of(manager.restore()) == 3
+        save_steps(manager, 4)
+    assert StepManager(run).steps == [1, 4]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN, errno.EBADMSG])
+def test_a_newest_step_that_the_disk_does_not_give_is_skipped(tmp_path: Path, code: int) -> None:
+    run = made_run(tmp_path, 1, 2)
+    with StepManager(run, backend=Unreadable(step_path(run, 2), code)) as manager:
+        assert step_of(manager.restore()) == 1
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_an_attempt_that_cannot_be_removed_does_not_keep_a_job_from_starting(
+    tmp_path: Path, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = made_run(tmp_path, 1)
+    attempt = run / ".step-0000000002.tmp-00000000-00000000-1-1-0"
+    attempt.mkdir()
+    with StepManager(run, backend=RefusingBackend("remove", ".tmp-", code, 1)) as manager:
+        manager.own()
+        save_steps(manager, 2)
+    assert "an interrupted attempt was not removed" in caplog.text
+    with StepManager(run) as manager:
+        manager.own()
+    assert not attempt.exists()
+
+
+@pytest.mark.parametrize("token", ["x/../../outside/pwned", "", "a\0b", "x" * 300, ".."])
+def test_a_strangers_lock_renames_nothing_out_of_the_run(tmp_path: Path, token: str) -> None:
+    run = made_run(tmp_path / "run", 1)
+    (tmp_path / "outside").mkdir()
+    (run / ".owner.dead-x").mkdir()
+    owner = {"process": {"host": "elsewhere", "pid": 1, "start": "1"}, "token": token}
+    (run / LOCK_NAME).write_text(json.dumps(owner))
+    os.utime(run / LOCK_NAME, (0, 0))
+    for _ in range(2):
+        with pytest.raises(CorruptCheckpointError, match="not a lock of ours"):
+            StepManager(run).own()
+    assert list((tmp_path / "outside").iterdir()) == []
+    assert json.loads((run / LOCK_NAME).read_text()) == owner
+
+
+def test_a_history_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", 1)
+    (tmp_path / "precious").write_text("precious\n")
+    (run / "history.jsonl").unlink()
+    (run / "history.jsonl").symlink_to(tmp_path / "precious")
+    with StepManager(run) as manager:
+        manager.restore()
+        save_steps(manager, 2)
+    assert (tmp_path / "precious").read_text() == "precious\n"
+    assert StepManager(run).steps == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["history.jsonl", "notes.jsonl"])
+def test_nobody_waits_for_a_pipe_in_place_of_a_file(tmp_path: Path, name: str) -> None:
+    run = made_run(tmp_path, 1)
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+
+    def work() -> None:
+        with StepManager(run) as manager:
+            manager.restore()
+            manager.save(2, {"state": state_of(2)})
+        done.set()
+
+    done = threading.Event()
+    threading.Thread(target=work, daemon=True).start()
+    assert done.wait(60)
+    assert StepManager(run).steps == [1, 2]
+
+
+def test_a_file_that_the_disk_tells_nothing_of_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = made_run(tmp_path, 1)
+    scandir = os.scandir
+
+    class Bad:
+        def __init__(self, item: os.DirEntry[str]) -> None:
+            self._item, self.name = item, item.name
+            self.is_dir, self.is_file = item.is_dir, item.is_file
+
+        def stat(self, **_: Any) -> os.stat_result:
+            if self.name == "history.jsonl":
+                raise OSError(errno.EUCLEAN, "structure needs cleaning")
+            return self._item.stat(follow_symlinks=False)
+
+    class Listing:
+        def __init__(self, path: str) -> None:
+            self._found = scandir(path)
+
+        def __enter__(self) -> Any:
+            return (Bad(item) for item in self._found)
+
+        def __exit__(self, *_: object) -> None:
+            self._found.close()
+
+    monkeypatch.setattr(os, "scandir", Listing)
+    assert StepManager(run).steps == [1]
+    kinds = {entry.name: entry.kind for entry in LocalBackend().list(str(run))}
+    assert (kinds["history.jsonl"], kinds["step-0000000001"]) == ("other", "directory")
+
+
+def test_a_wait_for_a_save_ends_when_it_gets_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxckpt_train.pending.LAST_PATIENCE_S", 0.2)
+    go = threading.Event()
+
+    class Stuck(LocalBackend):
+        def create(self, path: str, *, direct: Any) -> Any:
+            go.wait(60)
+            return super().create(path, direct=direct)
+
+    monkeypatch.setattr("jaxckpt_train.checkpoint._BACKEND", Stuck())
+    pending = jct.save_async(tmp_path / "c", state_of(1))
+    try:
+        with pytest.raises(jct.CheckpointTimeoutError, match=r"does its disk still answer\?; it goes on"):
+            pending.wait()
+    finally:
+        go.set()
+    pending.wait(60)
