@@ -47,10 +47,10 @@ class Movement:
         """It got further."""
         self.waited_s = 0.0
 
-    def waited(self, seconds: float) -> None:
-        """Somebody has waited for so long."""
+    def waited(self, seconds: float, at_most: float = LOOK_S) -> None:
+        """Somebody has waited for so long; what is more than `at_most` was a stop."""
         if not self._is_excused():
-            self.waited_s += min(seconds, LOOK_S)
+            self.waited_s += min(seconds, at_most)
 
 
 class _Outcome(Future[T]):
@@ -221,7 +221,14 @@ class PendingSave(Generic[T]):
             if end_s <= time.monotonic():
                 return f"not committed after {timeout_s:.3g} s"
             if patience_s is not None and self.movement.waited_s >= patience_s:
-                return f"no further for {self.movement.waited_s:.3g} s; does its disk still answer?"
+                return self._no_further()
+
+    def _no_further(self) -> str:
+        return f"no further for {self.movement.waited_s:.3g} s; does its disk still answer?"
+
+    def no_further(self) -> CheckpointTimeoutError:
+        """What to say of it when it has not got any further for too long."""
+        return CheckpointTimeoutError(f"saving {self.subject}: {self._no_further()}; it goes on")
 
     def give_up(self, exit_code: int) -> None:
         """See to it that the end of this process does not wait for it: it ends then with this exit code.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Literal
 
@@ -42,6 +43,7 @@ class InFlight:
         self.pending: PendingSave[CheckpointMetadata] | None = None
         self.info: CheckpointInfo | None = None
         self.given_up: PendingSave[CheckpointMetadata] | None = None
+        self._skipped_for: tuple[PendingSave[CheckpointMetadata] | None, float] = (None, 0.0)
         self._told_of: PendingSave[CheckpointMetadata] | None = None
         self._without_state: PendingSave[CheckpointMetadata] | None = None
 
@@ -83,6 +85,7 @@ class InFlight:
         error = pending.outcome(timeout_s, patience_s, until)
         if self.pending is pending:  # else another thread has begun the next one meanwhile
             self.pending = None
+            self._skipped_for = (None, 0.0)
         if pending is self._without_state:  # that it failed was told when it was skipped
             self._without_state = None
             return None
@@ -100,6 +103,9 @@ class InFlight:
             self.check()  # it may have failed since the last look
             return None
         if self._if_busy == "skip" and not force:
+            self._look_at(pending)
+            if pending.movement.waited_s >= self._stall_timeout_s:
+                return self._skipped(step, force, pending.no_further())
             why = f"skipped: {pending.subject} is still under way, and if_busy is 'skip'"
             _log.info("step %d: %s", step, why)
             return why
@@ -113,6 +119,16 @@ class InFlight:
         if error is not None:
             raise error
         return None
+
+    def _look_at(self, pending: PendingSave[CheckpointMetadata]) -> None:
+        """Who skips does not wait, but is awake: the time since it last skipped for the same save counts as waited.
+
+        Half of what is allowed at most: after a stop of the whole job the save has until the next look to get further.
+        """
+        now, (seen, at) = time.monotonic(), self._skipped_for
+        if seen is pending:
+            pending.movement.waited(now - at, at_most=self._stall_timeout_s / 2)
+        self._skipped_for = (pending, now)
 
     def patience_s(self, force: bool) -> float:
         """Seconds without any progress after which a save is not waited for any more."""

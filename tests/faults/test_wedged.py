@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -120,6 +121,46 @@ def test_or_it_is_an_error_if_that_is_wanted(disk: FuseDisk) -> None:
                 manager.save(3, state_of(3))
         finally:
             disk.set()
+
+
+def test_who_skips_while_it_is_busy_is_warned_too(disk: FuseDisk, caplog: pytest.LogCaptureFixture) -> None:
+    with jct.StepManager(disk.path / "run", stall_timeout_s=STALL_S, if_busy="skip") as manager:
+        saved(manager, 1)
+        disk.set(WEDGED)
+        try:
+            manager.save(2, state_of(2))
+            reasons = [manager.save(step, state_of(step)).reason for step in loop(4 * STALL_S)]
+        finally:
+            disk.set()
+        assert "if_busy is 'skip'" in reasons[0]
+        assert "does its disk still answer?" in reasons[-1]
+        assert caplog.text.count("does its disk still answer?") == 1
+        manager.wait(LONGEST_S)
+        saved(manager, 10**6)
+
+
+def test_who_skips_while_it_is_busy_gets_an_error_if_that_is_wanted(disk: FuseDisk) -> None:
+    options: Any = {"stall_timeout_s": STALL_S, "if_busy": "skip", "if_stalled": "raise"}
+    with jct.StepManager(disk.path / "run", **options) as manager:
+        saved(manager, 1)
+        disk.set(WEDGED)
+        try:
+            manager.save(2, state_of(2))
+            with pytest.raises(CheckpointTimeoutError, match="does its disk still answer"):
+                for step in loop(20 * STALL_S):
+                    manager.save(step, state_of(step))
+        finally:
+            disk.set()
+
+
+def loop(seconds: float) -> Iterator[int]:
+    """Steps of a training, as many as there is time for."""
+    until = time.monotonic() + seconds
+    for step in itertools.count(3):
+        if time.monotonic() >= until:
+            return
+        time.sleep(0.01)  # the step
+        yield step
 
 
 def test_a_loop_that_ends_then_says_so_instead_of_waiting_for_ever(
