@@ -47,6 +47,14 @@ def scan(backend: Backend, directory: str) -> list[Entry]:
         names = now  # the owner deleted a step while it was looked at, and has saved another
 
 
+def tell_of_uncommitted(backend: Backend, directory: str, told: set[str]) -> None:
+    """Warn of step directories without COMMIT, once of each: no save leaves one, so somebody has lost a part of it."""
+    for name in sorted(_step_names(backend, directory) - told):
+        if is_gone(backend, f"{directory}/{name}"):
+            told.add(name)
+            _log.warning("%s/%s: has no COMMIT, so it is no step: copied in part, or damaged?", directory, name)
+
+
 def _entries(backend: Backend, directory: str, names: Set[str]) -> list[Entry]:
     notes = Notes(backend, directory)
     if notes.problem is not None:

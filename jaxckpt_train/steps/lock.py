@@ -38,6 +38,16 @@ class _Record(msgspec.Struct, frozen=True):
     token: Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z_-]{1,64}\Z")]  # becomes part of a name
 
 
+def try_to_write(backend: Backend, directory: str) -> None:
+    """Do what taking a directory begins with: make it, and a file in it that goes at once.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    backend.make_directory(directory, parents=True, sync=True)
+    backend.age_s(f"{directory}/{LOCK_NAME}")
+
+
 class OwnerLock:
     """Holds `<directory>/.owner` while a job saves there.
 

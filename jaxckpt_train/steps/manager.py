@@ -18,6 +18,7 @@ from jaxckpt_train.pending import LAST_PATIENCE_S, call_after, expect_answer
 from jaxckpt_train.settings import StoreSettings, checked_settings
 from jaxckpt_train.steps.history import History, metrics_to_json, plain_metrics
 from jaxckpt_train.steps.in_flight import Busy, InFlight, Stalled
+from jaxckpt_train.steps.lock import try_to_write
 from jaxckpt_train.steps.policy_arguments import metric_mode, require_policy
 from jaxckpt_train.steps.policy_context import (
     CheckpointInfo,
@@ -132,7 +133,7 @@ class StepManager:
             CheckpointTimeoutError: its disk has not answered for ten minutes; as `restore`.
         """
         self._check_open()
-        expect_answer(self._backend.list, self.directory)
+        expect_answer(functools.partial(try_to_write, self._backend), self.directory)
         self._run.own()
 
     def decide(self, step: int, metrics: Mapping[str, Any] | None = None) -> Decision:

@@ -137,6 +137,7 @@ def restore_newest(
         reading = _Reading(backend, f"{directory}/{entry.name}", entry, targets, settings, meter)
         try:
             results = reading.twice()
+            reading.tell_if_renamed()
             taken_s = time.perf_counter() - started
             return Restored(entry, results, skipped, meter.bytes, taken_s, is_mended=reading.is_mended())
         except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
@@ -170,6 +171,7 @@ class _Reading:
     settings: StoreSettings
     meter: ByteMeter
     manifests: set[str] = dataclasses.field(default_factory=set)
+    saved_as: object = None
 
     def twice(self) -> dict[str, Any]:
         """Load it; what came out damaged, or not at all, is read once more: memory, or the way from the disk, may err.
@@ -191,10 +193,16 @@ class _Reading:
     def _once(self) -> dict[str, Any]:
         committed = open_committed(self.backend, self.path)
         self.manifests.add(committed.manifest_sha256)
+        self.saved_as = committed.manifest.info.get("step")
         if len(self.manifests) > 1:
             raise StepVanishedError(self.entry.name)
         wanted = {part.name: None for part in committed.manifest.parts} if self.targets is None else self.targets
         return load_parts(self.backend, committed, wanted, self.settings, LoadOptions(), self.meter)
+
+    def tell_if_renamed(self) -> None:
+        """A directory may have been given another number; whoever did it knows what is trained anew, or not at all."""
+        if self.saved_as not in (None, self.entry.step):
+            _log.warning("step %d was saved as step %s: %s was renamed", self.entry.step, self.saved_as, self.path)
 
     def is_mended(self) -> bool:
         """Whether it was set aside and is whole again, also where nothing was asked for."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 from jaxckpt_train.errors import CheckpointExistsError, CorruptCheckpointError, StepNotFoundError, StorageError
-from jaxckpt_train.steps.catalog import scan
+from jaxckpt_train.steps.catalog import scan, tell_of_uncommitted
 from jaxckpt_train.steps.entry import Entry, entry_from_manifest
 from jaxckpt_train.steps.history import History
 from jaxckpt_train.steps.lineage import home_run, left_behind, left_behind_by, line_last, newest_generations
@@ -61,7 +61,7 @@ class RunDirectory:
         self._left: frozenset[str] = frozenset()
         self._id = uuid.uuid4().hex
         self._being_read: list[str] = []
-        self._verdicts = Verdicts()
+        self._verdicts, self._told_of = Verdicts(), set[str]()
         self._deleting: set[str] = set()
         self._forgotten = -1  # the highest sequence of what was deleted, which a power cut may bring back
 
@@ -305,6 +305,7 @@ class RunDirectory:
         A step that is set aside stays where it is and is kept for ever; it is not listed, and not restored while there
         is another.
         """
+        tell_of_uncommitted(self._backend, self._directory, self._told_of)
         self._verdicts.add(restored)
         if self.is_owner:
             self._write_verdicts()
@@ -319,18 +320,22 @@ class RunDirectory:
         """A disk that refuses costs no training: the step will be skipped again."""
         while (verdict := self._verdicts.take()) is not None:
             entry, damaged = verdict
-            if all((each.name, each.time) != (entry.name, entry.time) for each in self._entries):
-                continue  # it is gone, or was saved anew
             if damaged is not None:
                 damaged = damaged.encode("utf-8", "backslashreplace").decode("utf-8")  # a path may be no text
             try:
-                self.note(entry, {"damaged": damaged})
+                with self.reading([entry]):
+                    if entry.name in self._deleting or not self._has(entry):
+                        continue  # it is gone, or about to go, or was saved anew
+                    self.note(entry, {"damaged": damaged})
             except StorageError as error:
                 _log.warning("step %d could not be set aside: %s", entry.step, error)
                 continue
             if damaged is not None:
                 _log.warning("step %d is set aside: %s stays, and is not listed any more", entry.step, entry.name)
                 self.history.add("set_aside", self._clock(), step=entry.step, name=entry.name, problem=damaged)
+
+    def _has(self, entry: Entry) -> bool:
+        return any((each.name, each.time) == (entry.name, entry.time) for each in self._entries)
 
     def note_step(self, step: int, note: Mapping[str, Any]) -> None:
         """As `note`, of a step that retention leaves alone meanwhile.

@@ -204,3 +204,58 @@ def test_a_wait_for_a_save_ends_when_it_gets_no_further(tmp_path: Path, monkeypa
     finally:
         go.set()
     pending.wait(60)
+
+
+def test_a_step_that_has_lost_its_commit_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = made_run(tmp_path, 1, 2)
+    (step_path(run, 2) / "COMMIT").unlink()
+    with StepManager(run) as manager:
+        for _ in range(2):
+            assert step_of(manager.restore()) == 1
+    assert caplog.text.count("step-0000000002: has no COMMIT, so it is no step: copied in part, or damaged?") == 1
+
+
+def test_a_step_that_was_given_another_number_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = made_run(tmp_path, 1, 3)
+    StepManager(run).restore()
+    assert "was saved as" not in caplog.text
+    step_path(run, 3).rename(step_path(run, 7))
+    assert step_of(StepManager(run).restore()) == 3
+    assert "step 7 was saved as step 3" in caplog.text
+
+
+def test_what_is_set_aside_is_not_deleted_and_what_is_being_deleted_not_set_aside(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2, 3)
+    with StepManager(run, preservation_policy=LatestN(2)) as manager:
+        manager.own()
+        first = manager._run.entries()[0]
+        manager._run._deleting.add(first.name)
+        manager._run.set_aside(first, "torn")
+        assert [event for event in manager.history.events() if event["event"] == "set_aside"] == []
+        manager._run._deleting.clear()
+        note = manager._run.note
+
+        def meanwhile(*given: Any) -> None:
+            manager._run.retain()  # as a commit on another thread
+            note(*given)
+
+        manager._run.note = meanwhile  # type: ignore[method-assign]
+        manager._run.set_aside(first, "torn")
+        assert manager.damaged == [1]
+    assert step_path(run, 1).exists()
+
+
+def test_a_disk_that_takes_nothing_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxckpt_train.pending.LAST_PATIENCE_S", 0.2)
+    run, go = made_run(tmp_path, 1), threading.Event()
+
+    class Frozen(LocalBackend):
+        def age_s(self, path: str) -> float:
+            go.wait(60)
+            return super().age_s(path)
+
+    try:
+        with pytest.raises(jct.CheckpointTimeoutError, match="its disk has not answered"):
+            StepManager(run, backend=Frozen()).own()
+    finally:
+        go.set()
