@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
+import fcntl
 import gc
 import logging
 import os
@@ -37,6 +38,7 @@ from tests.faults.block_recorder import Change, attach, detach, recorded_disk
 from tests.faults.loop_disk import UNMOUNT_S
 
 BLOCK = 4096
+BLKFLSBUF = 0x1261  # from <linux/fs.h>: forget what is cached of a block device
 Blocks = dict[int, bytes]  # the content of a device by the number of the block; the others are zero
 KINDS = ("ext4", "xfs")
 STATES_OF_ONE = 250
@@ -132,7 +134,12 @@ class Replayed:
         self._device = attach(self._image)
 
     def hold(self, blocks: Blocks) -> None:
-        """Make it hold just these blocks."""
+        """Make it hold just these blocks, also for a kernel that still knows others, as while somebody has it open."""
+        device = os.open(self._device, os.O_RDONLY)
+        try:
+            fcntl.ioctl(device, BLKFLSBUF)
+        finally:
+            os.close(device)
         _fill(self._file, os.fstat(self._file).st_size, blocks)
 
     @contextlib.contextmanager

@@ -15,7 +15,7 @@ import pytest
 from jaxckpt_train.settings import StoreSettings
 from tests.faults import block_replay
 from tests.faults.block_recorder import recorded_disk
-from tests.faults.block_replay import KINDS, campaign, why_not
+from tests.faults.block_replay import KINDS, _blocks_of, _write, campaign, replayed, why_not
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -72,3 +72,25 @@ def test_recordings_go_on_from_what_power_cuts_left(tmp_path: Path, kind: str, m
     found = campaign(tmp_path, kind, 24, seed=1)
     assert found.problems == []
     assert found.with_saves > 16
+
+
+def test_each_state_is_what_is_mounted_also_while_somebody_reads_the_device(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "recorded").mkdir()
+    with recorded_disk(tmp_path / "recorded", kind) as disk:
+        (disk.path / "file").write_text("content")
+        os.sync()
+        empty, changes = _blocks_of(disk.start), list(disk.changes())
+    full = empty.copy()
+    for change in changes:
+        if change.data is not None:
+            _write(full, change, lambda: True)
+    with replayed(tmp_path, kind) as again:
+        device = os.open(again._device, os.O_RDONLY)
+        try:
+            for blocks, is_there in ((full, True), (empty, False), (full, True)):
+                again.hold(blocks)
+                with again.mounted():
+                    assert (again.path / "file").exists() == is_there
+                os.pread(device, 16 << 20, 0)  # the kernel keeps what was read as long as the device is open
+        finally:
+            os.close(device)
