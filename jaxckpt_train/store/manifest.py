@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 
 from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError
-from jaxckpt_train.store.boxes import Box, box_elements, check_tiling
+from jaxckpt_train.store.boxes import Box, box_elements
 from jaxckpt_train.store.digests import HEX_DIGITS
 from jaxckpt_train.store.dtypes import DTYPES, dtype_named
 from jaxckpt_train.store.segment import MAX_DIMENSIONS, MAX_HEADER_BYTES
+from jaxckpt_train.store.tiling import check_tiling
 
 FORMAT = "jaxckpt"
 FORMAT_VERSION = 1
