@@ -26,12 +26,13 @@ from jaxckpt_train.checkpointables.saving import (
     wait_until_taken,
     write_parts,
 )
-from jaxckpt_train.errors import CheckpointExistsError, MismatchError, StorageError, UnsupportedLeafError
+from jaxckpt_train.errors import CheckpointExistsError, MismatchError, SettingsError, StorageError, UnsupportedLeafError
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings, checked_settings
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.left_overs import remove_dead_attempts
 from jaxckpt_train.store.local import LocalBackend, file_exists, is_file
+from jaxckpt_train.store.manifest import MAX_INFO_BYTES
 from jaxckpt_train.store.replaced import manifest_digest, use_committed
 from jaxckpt_train.store.transaction import Committed, Transaction, is_committed
 from jaxckpt_train.store.verify import VerifyReport
@@ -58,6 +59,7 @@ def run_info(custom_metadata: Any = None, **more: Any) -> dict[str, Any]:
 
     Raises:
         UnsupportedLeafError: the custom metadata would not come back from JSON as it is.
+        SettingsError: all of it is too much for a manifest, which is read whenever a checkpoint is looked at.
     """
     try:
         custom = msgspec.json.decode(encode_value(custom_metadata))  # a copy: the manifest is encoded later
@@ -65,7 +67,16 @@ def run_info(custom_metadata: Any = None, **more: Any) -> dict[str, Any]:
         raise UnsupportedLeafError(f"custom_metadata: {error}") from error
     versions = {"jaxckpt_train": package_version(), "jax": jax.__version__}
     now = datetime.datetime.now(datetime.UTC)
-    return {"created": now.isoformat(timespec="milliseconds"), "versions": versions, "custom_metadata": custom, **more}
+    created = now.isoformat(timespec="milliseconds")
+    info = {"created": created, "versions": versions, "custom_metadata": custom, **more}
+    size = len(msgspec.json.encode(info))
+    if size > MAX_INFO_BYTES:
+        largest = max(info, key=lambda name: len(msgspec.json.encode(info[name])))
+        raise SettingsError(
+            f"{largest}: makes what the manifest says of this save {size:,} bytes of JSON, expected at most "
+            f"{MAX_INFO_BYTES:,}; save it as a checkpointable of its own, as JsonValue"
+        )
+    return info
 
 
 @functools.cache
@@ -91,12 +102,13 @@ def save(
         path: the directory to create.
         tree: any pytree, Flax train state or NNX object; stored as the checkpointable `state`.
         overwrite: replace a checkpoint that is there; atomically where the system can exchange two names (Linux).
-        custom_metadata: plain JSON data to keep with it.
+        custom_metadata: plain JSON data to keep with it, less than 1 MiB; more belongs into a JsonValue.
         settings: how to store; None: the defaults.
 
     Raises:
         CheckpointExistsError: something is at `path` and `overwrite` is false.
         UnsupportedLeafError: a leaf cannot be stored.
+        SettingsError: `custom_metadata` is too large.
         StorageError: the file system refused. What was at `path` before is untouched; or, should the disk fail once
             more while it is put back, beside it where the error says.
     """

@@ -95,6 +95,33 @@ def test_custom_metadata_that_is_no_json_is_refused_before_anything_is_written(t
     assert list(tmp_path.iterdir()) == []
 
 
+def test_custom_metadata_that_is_too_large_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    expected = r"custom_metadata: makes .* [\d,]+ bytes of JSON, expected at most 1,048,576; save it .* JsonValue"
+    with pytest.raises(jct.SettingsError, match=expected):
+        jct.save_async(tmp_path / "c", {"a": 1}, custom_metadata={"text": "x" * (1 << 20)})
+    assert list(tmp_path.iterdir()) == []
+    with jct.StepManager(tmp_path / "run") as manager:
+        with pytest.raises(jct.SettingsError, match=expected):
+            manager.save(1, {"state": {"a": 1}}, custom_metadata=[[]] * 400_000, force=True)
+        with pytest.raises(jct.SettingsError, match=r"metrics: makes .* [\d,]+ bytes of JSON"):
+            manager.save(1, {"state": {"a": 1}}, metrics={str(n): 0.5 for n in range(200_000)}, force=True)
+        assert manager.steps == []
+
+
+def test_what_is_taken_is_loaded_up_to_the_last_byte(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path) as manager:
+        for size in range(1 << 20, 0, -1):  # how much else there is beside it nobody need know
+            try:
+                manager.save(1, {"state": {"a": 1}}, custom_metadata="x" * size, force=True)
+            except jct.SettingsError:
+                continue
+            break
+        manager.wait()
+        assert manager.steps == [1]
+        assert jct.metadata(manager.path(1)).custom_metadata == "x" * size
+    assert (1 << 20) - 1000 < size < (1 << 20) - 100
+
+
 def test_custom_metadata_that_changes_right_after_save_is_saved_as_it_was(tmp_path: Path) -> None:
     notes = {"losses": [1.0]}
     pending = jct.save_async(tmp_path / "c", {"a": 1}, custom_metadata=notes)

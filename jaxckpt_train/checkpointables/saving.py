@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from jaxckpt_train.checkpointables.contract import NOTHING, Staged
+from jaxckpt_train.checkpointables.contract import NOTHING
 from jaxckpt_train.checkpointables.registry import handler_of
 from jaxckpt_train.errors import CheckpointTimeoutError, NonFiniteError, SettingsError, UnsupportedLeafError
 from jaxckpt_train.pending import LAST_PATIENCE_S, Movement, PendingSave, start_save
@@ -43,6 +43,22 @@ VALUE_FILE = "p00000.json"
 SHOWN_LEAVES = 5
 
 
+class OwnFiles:
+    """An object's own writing of its files, which may compute for long: `is_writing` meanwhile."""
+
+    def __init__(self, write_files: Callable[[Path], None]) -> None:
+        self._write_files = write_files
+        self.is_writing = False
+
+    def write(self, folder: Path) -> None:
+        """Have them written."""
+        self.is_writing = True
+        try:
+            self._write_files(folder)
+        finally:
+            self.is_writing = False
+
+
 @dataclasses.dataclass(frozen=True)
 class StagedPart:
     """One checkpointable, safe from whatever its owner does next."""
@@ -51,7 +67,7 @@ class StagedPart:
     kind: str
     snapshot: Snapshot | None = None
     value: bytes | None = None
-    staged: Staged | None = None
+    own_files: OwnFiles | None = None
 
 
 @dataclasses.dataclass
@@ -98,7 +114,7 @@ def _stage(name: str, value: Any, times: SaveTimes, settings: StoreSettings, ahe
     now = time.perf_counter()
     times.stage_s += now - started
     if staged.write_files is not None:
-        return StagedPart(name, handler.kind, staged=staged)
+        return StagedPart(name, handler.kind, own_files=OwnFiles(staged.write_files))
     if encoded is not None:
         return StagedPart(name, handler.kind, value=encoded)
     taken = snapshot(staged.tree, settings.snapshot, ahead, is_guarded=settings.nonfinite != "allow")
@@ -136,15 +152,24 @@ def _give_up(parts: Sequence[StagedPart]) -> bool:
 
 
 def movement_of(parts: Sequence[StagedPart]) -> Movement:
-    """For the save of these, which may wait for what is still being computed; holds nothing of them."""
+    """For the save of these, which may wait for what is still being computed, or is written by its owner's own code.
+
+    It holds nothing of them.
+    """
     snapshots = [part.snapshot for part in parts if part.snapshot is not None]
     transfers = [weakref.ref(each.transfers) for each in snapshots if each.transfers is not None]
     guards = [weakref.ref(each.guard) for each in snapshots if each.guard is not None]
+    owners = [weakref.ref(part.own_files) for part in parts if part.own_files is not None]
 
     def is_excused() -> bool:
-        here, looking = [each() for each in transfers], [each() for each in guards]
+        here, looking, writing = (
+            [each() for each in transfers],
+            [each() for each in guards],
+            [each() for each in owners],
+        )
         fetching = any(each.fetching for each in here if each is not None)
-        return fetching or any(each.is_looking for each in looking if each is not None)
+        looks = any(each.is_looking for each in looking if each is not None)
+        return fetching or looks or any(each.is_writing for each in writing if each is not None)
 
     return Movement(is_excused)
 
@@ -263,8 +288,9 @@ def _write_part(
         return PartRecord(part.name, part.kind, written.arrays, files, encode_tree(part.snapshot.record))
     if part.value is not None:
         files = (transaction.write_file(f"{part.name}/{VALUE_FILE}", part.value),)
-    elif part.staged is not None and part.staged.write_files is not None:
-        part.staged.write_files(Path(folder))
+    elif part.own_files is not None:
+        part.own_files.write(Path(folder))
+        progress(0)
         files = transaction.adopt_folder(part.name)
     times.bytes += sum(file.bytes for file in files)
     return PartRecord(part.name, part.kind, (), files, msgspec.Raw(b"null"))

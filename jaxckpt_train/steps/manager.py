@@ -181,7 +181,7 @@ class StepManager:
             step: number of completed updates.
             checkpointables: what to save, by name.
             metrics: numbers to record with the step; they are read from devices only if it is saved.
-            custom_metadata: plain JSON data to keep with the step.
+            custom_metadata: plain JSON data to keep with the step, less than 1 MiB; more belongs into a JsonValue.
             overwrite: publish a new generation of a step that exists; later steps are left behind, as by a roll-back.
             force: save whatever the policy says, and wait for a save under way instead of skipping.
             temporary: the step goes after the next commit.

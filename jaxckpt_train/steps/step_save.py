@@ -91,6 +91,7 @@ class StepSave:
         self._movement = movement_of(self._parts)
         self.metrics = plain_metrics(request.metrics)
         self._info = run_info(
+            created=clock().isoformat(timespec="microseconds"),
             step=request.step,
             **run.lineage(request.step),
             metrics=metrics_to_json(self.metrics),
@@ -98,7 +99,6 @@ class StepSave:
             temporary=request.temporary,
             fingerprint=current_fingerprint(),
         )
-        self._info["created"] = clock().isoformat(timespec="microseconds")
         self._record = {key: getattr(request, key) for key in ("step", "reason", "decide_s", "wait_s")}
         self._record["blocked_s"] = request.decide_s + request.wait_s + time.perf_counter() - started
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
-from jaxckpt_train.errors import CorruptCheckpointError
-
 Box = tuple[tuple[int, int], ...]
-_FEW_BOXES = 16
 
 
 def full_box(shape: Sequence[int]) -> Box:
@@ -79,74 +74,3 @@ def row_major_range(box: Box, first: int, last: int) -> Iterator[Box]:
     if last > end * row:
         for part in row_major_range(inner, 0, last - end * row):
             yield ((low + end, low + end + 1), *part)
-
-
-def check_tiling(boxes: Sequence[Box], shape: Sequence[int], subject: str) -> None:
-    """Check that the boxes cover an array of this shape exactly: no hole, no overlap, nothing outside.
-
-    Raises:
-        CorruptCheckpointError: they do not; the message begins with `subject`.
-    """
-    full = full_box(shape)
-    if len(boxes) == 1 and boxes[0] == full:
-        return
-    for box in boxes:
-        inside = len(box) == len(full) and all(0 <= s < e <= n for (s, e), n in zip(box, shape, strict=True))
-        if not inside:
-            raise CorruptCheckpointError(f"{subject}: box {box} is empty or lies outside shape {tuple(shape)}")
-    covered, wanted = sum(map(box_elements, boxes)), math.prod(shape)
-    overlapping = _first_overlap(boxes)
-    if overlapping is not None:
-        raise CorruptCheckpointError(f"{subject}: boxes {overlapping[0]} and {overlapping[1]} overlap")
-    if covered != wanted:
-        raise CorruptCheckpointError(f"{subject}: boxes cover {covered} of {wanted} elements of shape {tuple(shape)}")
-
-
-def _first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element. Cuts the boxes apart as long as it can, so that large grids take no square."""
-    if len(boxes) < 2:
-        return None
-    if not boxes[0]:
-        return boxes[0], boxes[1]
-    corners = np.array(boxes, dtype=np.int64)
-    pending = [(np.arange(len(boxes)), 0)]
-    while pending:
-        group, axis = pending.pop()
-        parts, axis = (None, axis) if len(group) <= _FEW_BOXES else _cut_apart(corners[group], axis)
-        if parts is not None:
-            pending.extend((group[part], axis) for part in parts if len(part) > 1)
-            continue
-        found = _overlap_in(corners[group])
-        if found is not None:
-            return boxes[group[found[0]]], boxes[group[found[1]]]
-    return None
-
-
-def _cut_apart(corners: np.ndarray, axis: int) -> tuple[list[np.ndarray] | None, int]:
-    """Groups of boxes with planes between, across the first axis from `axis` on with any; and the next axis."""
-    dimensions = corners.shape[1]
-    for turn in range(dimensions):
-        along = corners[:, (axis + turn) % dimensions]
-        order = np.argsort(along[:, 0], kind="stable")
-        reach = np.maximum.accumulate(along[order, 1])
-        cuts = np.flatnonzero(along[order[1:], 0] >= reach[:-1])
-        if len(cuts):
-            return np.split(order, cuts + 1), (axis + turn + 1) % dimensions
-    return None, axis
-
-
-def _overlap_in(corners: np.ndarray) -> tuple[int, int] | None:
-    """The numbers of two boxes that share an element, by a sweep along the axis with the most distinct starts."""
-    axis = int(np.argmax([len(np.unique(corners[:, d, 0])) for d in range(corners.shape[1])]))
-    order = np.argsort(corners[:, axis, 0], kind="stable")
-    corners = corners[order]
-    ends = np.searchsorted(corners[:, axis, 0], corners[:, axis, 1], side="left")
-    for i, end in enumerate(ends):
-        rivals = corners[i + 1 : end]
-        if len(rivals):
-            lows = np.maximum(rivals[:, :, 0], corners[i, :, 0])
-            highs = np.minimum(rivals[:, :, 1], corners[i, :, 1])
-            hits = np.flatnonzero((lows < highs).all(axis=1))
-            if len(hits):
-                return int(order[i]), int(order[i + 1 + hits[0]])
-    return None

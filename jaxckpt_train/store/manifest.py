@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 
 from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError
-from jaxckpt_train.store.boxes import Box, box_elements, check_tiling
+from jaxckpt_train.store.boxes import Box, box_elements
 from jaxckpt_train.store.digests import HEX_DIGITS
 from jaxckpt_train.store.dtypes import DTYPES, dtype_named
 from jaxckpt_train.store.segment import MAX_DIMENSIONS, MAX_HEADER_BYTES
+from jaxckpt_train.store.tiling import check_tiling
 
 FORMAT = "jaxckpt"
 FORMAT_VERSION = 1
@@ -21,6 +22,7 @@ COMMIT_NAME = "COMMIT"
 RESERVED_NAMES = frozenset({MANIFEST_NAME, COMMIT_NAME})
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_ARRAYS = 500_000
+MAX_INFO_BYTES = 1 << 20
 # What comes of bytes that are no JSON, or not of the type that is wanted.
 NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 BLOCK_BYTES = 4 << 20
@@ -76,8 +78,8 @@ class PartRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     detail: msgspec.Raw
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything in a checkpoint. `info` is free-form JSON about the run; it never decides how bytes are read."""
+class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything in a checkpoint that decides how its bytes are read."""
 
     format: str
     format_version: int
@@ -85,6 +87,17 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_bytes: int
     segments: tuple[SegmentRecord, ...]
     parts: tuple[PartRecord, ...]
+
+
+class _Undecoded(_Content, frozen=True, forbid_unknown_fields=True):
+    """A manifest before it is known how large its free-form JSON is, which takes many times its size in memory."""
+
+    info: msgspec.Raw
+
+
+class Manifest(_Content, frozen=True, forbid_unknown_fields=True):
+    """Everything in a checkpoint. `info` is free-form JSON about the run; it never decides how bytes are read."""
+
     info: dict[str, Any]
 
     def part(self, name: str) -> PartRecord | None:
@@ -136,11 +149,13 @@ def decode_manifest(data: bytes, subject: str) -> Manifest:
         raise CorruptCheckpointError(f"{subject}: more than {MAX_ARRAYS:,} arrays")
     check_version(data, subject)
     try:
-        manifest = msgspec.json.decode(data, type=Manifest)
-        canonical = msgspec.json.encode(manifest)
+        found = msgspec.json.decode(data, type=_Undecoded)
     except NOT_JSON as error:
         raise CorruptCheckpointError(f"{subject}: not valid: {error}") from error
-    if canonical != data:
+    info = decode_info(found.info, subject)
+    content = {name: getattr(found, name) for name in _Content.__struct_fields__}
+    manifest = Manifest(**content, info=info)
+    if msgspec.json.encode(manifest) != data:
         raise CorruptCheckpointError(f"{subject}: not in canonical form (a key twice, or edited by another program)")
     _check_files(manifest, subject)
     for part in manifest.parts:
@@ -151,6 +166,21 @@ def decode_manifest(data: bytes, subject: str) -> Manifest:
             _check_array(manifest, array, f"{subject}: {part.name}")
     _check_overlaps(manifest, subject)
     return manifest
+
+
+def decode_info(raw: msgspec.Raw, subject: str) -> dict[str, Any]:
+    """The `info` of a manifest.
+
+    Raises:
+        CorruptCheckpointError: no JSON object, or larger than any save makes it.
+    """
+    size = len(bytes(raw))
+    if size > MAX_INFO_BYTES:
+        raise CorruptCheckpointError(f"{subject}: info of {size:,} bytes, expected at most {MAX_INFO_BYTES:,}")
+    try:
+        return msgspec.json.decode(raw, type=dict[str, Any])
+    except NOT_JSON as error:
+        raise CorruptCheckpointError(f"{subject}: not valid: info: {error}") from error
 
 
 def is_plain_name(name: str) -> bool:

@@ -13,7 +13,7 @@ from jaxckpt_train.store.boxes import box_shape
 from jaxckpt_train.store.digests import HEX_DIGITS, digest_function
 from jaxckpt_train.store.dtypes import DTYPES, safetensors_form
 from jaxckpt_train.store.layout import chunk_name
-from jaxckpt_train.store.manifest import FileRecord, Manifest
+from jaxckpt_train.store.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileRecord, Manifest
 from jaxckpt_train.store.plain_files import open_recorded
 from jaxckpt_train.store.segment import ALIGNMENT, LENGTH_BYTES, Tensor, decode_header, header_length
 from jaxckpt_train.store.staging import aligned_buffer
@@ -84,6 +84,7 @@ def first_damage(backend: Backend, directory: str, pace: Pace) -> str | None:
         NotACheckpointError, FormatVersionError: there is nothing to verify, or nothing that this version can.
         StorageError: the storage refused; that is no damage.
     """
+    pace(_manifest_bytes(backend, directory))
     try:
         committed = open_committed(backend, directory)
     except CorruptCheckpointError as error:
@@ -93,10 +94,19 @@ def first_damage(backend: Backend, directory: str, pace: Pace) -> str | None:
             return problem
     for part in committed.manifest.parts:
         for file in part.files:
-            pace(file.bytes)
-            for problem in file_problems(backend, committed, file):
+            for problem in file_problems(backend, committed, file, pace=pace):
                 return problem
     return None
+
+
+def _manifest_bytes(backend: Backend, directory: str) -> int:
+    """How much is read of a manifest; none if it is not there, which whoever reads it is told."""
+    try:
+        source = backend.open(directory, MANIFEST_NAME, direct=False)
+    except StorageError:
+        return 0
+    source.close()
+    return source.size if source.size <= MAX_MANIFEST_BYTES else 0
 
 
 def _unpaced(nbytes: int) -> None:
@@ -113,8 +123,10 @@ def _all(problems: Iterator[str]) -> list[str]:
     return found
 
 
-def file_problems(backend: Backend, committed: Committed, file: FileRecord, *, digests: bool = True) -> Iterator[str]:
-    """What is wrong with one plain file, if anything; without `digests`, only with its size.
+def file_problems(
+    backend: Backend, committed: Committed, file: FileRecord, *, digests: bool = True, pace: Pace = _unpaced
+) -> Iterator[str]:
+    """What is wrong with one plain file, if anything; without `digests`, only its size. `pace`: as in `first_damage`.
 
     Raises:
         StorageError: the storage refused for a reason that is not the checkpoint's fault.
@@ -128,7 +140,7 @@ def file_problems(backend: Backend, committed: Committed, file: FileRecord, *, d
         if digests:
             path = f"{committed.directory}/{file.file}"
             where = (0, file.bytes, file.digests)
-            yield from _block_problems(source, path, *where, committed.manifest, "the file", _unpaced)
+            yield from _block_problems(source, path, *where, committed.manifest, "the file", pace)
     finally:
         source.close()
 

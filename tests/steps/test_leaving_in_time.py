@@ -122,6 +122,26 @@ def test_what_is_still_being_computed_is_no_stall(tmp_path: Path, mode: Any) -> 
     assert jct.StepManager(tmp_path).steps == [1, 2]
 
 
+class WritesItsOwn:
+    """An object that takes its time to write its files."""
+
+    async def save(self, directory: Any) -> Any:
+        async def write() -> None:
+            time.sleep(1.5)
+            (directory.path / "data.bin").write_bytes(b"data")
+
+        return write()
+
+    async def load(self, directory: Any) -> Any: ...
+
+
+def test_an_object_that_takes_its_time_to_write_its_files_is_no_stall(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path, stall_timeout_s=0.2) as manager:
+        assert manager.save(1, {"own": WritesItsOwn()}).saved
+        assert manager.save(2, {"own": WritesItsOwn()}).saved
+    assert jct.StepManager(tmp_path).steps == [1, 2]
+
+
 def takes_long(seconds: float) -> Callable[[jax.Array], jax.Array]:
     """A function that returns at once, and computes for about so long."""
 

@@ -198,6 +198,62 @@ def test_all_that_is_read_is_paced(tmp_path: Path) -> None:
     assert max(paced) <= 4 << 20
 
 
+class WritesItsOwn:
+    """Ten MiB in a file of its own."""
+
+    async def save(self, directory: Any) -> Any:
+        async def write() -> None:
+            (directory.path / "data.bin").write_bytes(bytes(10 << 20))
+
+        return write()
+
+    async def load(self, directory: Any) -> Any: ...
+
+
+def test_plain_files_are_paced_block_by_block_and_the_manifest_as_well(tmp_path: Path) -> None:
+    """Whoever paces ends the reading by raising: no block is read after that."""
+    path = str(tmp_path / "c")
+    jct.save_checkpointables(path, {"own": WritesItsOwn(), "state": {str(n): "x" * 1000 for n in range(300)}})
+    manifest_bytes = (tmp_path / "c" / "manifest.json").stat().st_size
+    assert manifest_bytes > 300_000
+    told = list[int]()
+    assert verify.first_damage(LocalBackend(), path, told.append) is None
+    assert told[0] == manifest_bytes
+    assert sorted(told[1:]) == [2 << 20, 4 << 20, 4 << 20]
+
+    class EndedError(Exception):
+        pass
+
+    events = list[tuple[str, int]]()
+
+    class Watched(LocalBackend):
+        def open(self, directory: str, name: str, **options: Any) -> Any:
+            source = super().open(directory, name, **options)
+            read_into = source.read_into
+
+            def watched(offset: int, data: np.ndarray, needed: int) -> None:
+                events.append((name, needed))
+                read_into(offset, data, needed)
+
+            source.read_into = watched  # type: ignore[method-assign]
+            return source
+
+    def pace(nbytes: int) -> None:
+        events.append(("paced", nbytes))
+        if len([each for each, _ in events if each == "paced"]) == 3:
+            raise EndedError
+
+    with pytest.raises(EndedError):
+        verify.first_damage(Watched(), path, pace)
+    assert [event for event in events if event[0] in ("paced", "manifest.json", "own/data.bin")] == [
+        ("paced", manifest_bytes),
+        ("manifest.json", manifest_bytes),
+        ("paced", 4 << 20),
+        ("own/data.bin", 4 << 20),
+        ("paced", 4 << 20),
+    ]
+
+
 @pytest.mark.parametrize("ends", ["closed", "dropped"])
 def test_a_slow_one_is_not_waited_for(tmp_path: Path, ends: str) -> None:
     manager = jct.StepManager(made_run(tmp_path, 1), settings=jct.StoreSettings(scrub_bytes_per_s=1))

@@ -18,6 +18,7 @@ from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError, Uns
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.manifest import (
     MAX_ARRAYS,
+    MAX_INFO_BYTES,
     Manifest,
     decode_manifest,
     encode_manifest,
@@ -254,6 +255,49 @@ def test_info_never_decides_anything() -> None:
     content = msgspec.json.decode(GOOD, type=Manifest)
     assert content.info["big"] == 1 << 70
     assert decode_manifest(edited(put("info", {"format_version": 99, "parts": []})), "manifest").parts == content.parts
+
+
+@pytest.mark.parametrize("key", ["custom_metadata", "metrics", "anything"])
+def test_info_that_would_take_many_times_its_size_is_refused_before_it_does(key: str) -> None:
+    data = GOOD.replace(b'"info":{', f'"info":{{"{key}":[{",".join(["[]"] * 2_000_000)}],'.encode())
+    tracemalloc.start()
+    started = time.process_time()
+    try:
+        with pytest.raises(CorruptCheckpointError, match=r"^x: info of 6,000,\d+ bytes, expected at most 1,048,576$"):
+            decode_manifest(data, "x")
+        assert tracemalloc.get_traced_memory()[1] < len(data) * 2
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - started < 1
+
+
+def test_info_that_stands_twice_is_refused_whichever_is_larger() -> None:
+    large = f'"info":{{"a":[{",".join(["[]"] * 2_000_000)}]}},"info":{{'.encode()
+    data = GOOD.replace(b'"info":{', large)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptCheckpointError, match="x: not in canonical form"):
+            decode_manifest(data, "x")
+        assert tracemalloc.get_traced_memory()[1] < len(data) * 2
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("info", [None, [], "text", {"a": {"b": 1}}])
+def test_info_is_an_object(info: Any) -> None:
+    data = edited(put("info", info))
+    if isinstance(info, dict):
+        assert decode_manifest(data, "x").info == info
+        data = data.replace(b'{"b":1}', b'{"b":1,"b":1}')
+    with pytest.raises(CorruptCheckpointError, match=r"^x: not (valid: info|in canonical form)"):
+        decode_manifest(data, "x")
+
+
+def test_info_of_the_largest_size_is_taken() -> None:
+    room = MAX_INFO_BYTES - len(b'{"a":""}')
+    assert len(decode_manifest(edited(put("info", {"a": "x" * room})), "x").info["a"]) == room
+    with pytest.raises(CorruptCheckpointError, match="x: info of 1,048,577 bytes"):
+        decode_manifest(edited(put("info", {"a": "x" * (room + 1)})), "x")
 
 
 def test_a_million_arrays_without_elements_are_refused_before_they_take_memory() -> None:
