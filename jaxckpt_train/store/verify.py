@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -51,25 +52,36 @@ def verify(backend: Backend, directory: str, settings: StoreSettings) -> VerifyR
     Raises:
         NotACheckpointError: there is nothing to verify.
         FormatVersionError: written by a newer version.
+        CheckpointTimeoutError: the disk has given nothing for ten minutes.
     """
     try:
         committed = open_committed(backend, directory)
     except CorruptCheckpointError as error:
         return VerifyReport(directory, 0, (str(error),))
-    files = [file for part in committed.manifest.parts for file in part.files]
-    found: dict[str, list[str]] = {}
+    files, read = [file for part in committed.manifest.parts for file in part.files], _Meter()
 
-    def check_segment(number: int) -> None:
-        found[committed.manifest.segments[number].file] = _all(_segment_problems(backend, committed, number, _unpaced))
+    def check(subject: int | FileRecord) -> tuple[str, list[str]]:
+        if isinstance(subject, FileRecord):
+            return subject.file, _all(file_problems(backend, committed, subject, pace=read))
+        name = committed.manifest.segments[subject].file
+        return name, _all(_segment_problems(backend, committed, subject, read))
 
-    def check_file(file: FileRecord) -> None:
-        found[file.file] = _all(file_problems(backend, committed, file))
-
+    subjects = [*range(len(committed.manifest.segments)), *files]
     workers = shared_workers(settings.known_io_threads, "jaxckpt-read")
-    workers.run_all(check_segment, range(len(committed.manifest.segments)))
-    workers.run_all(check_file, files)
+    with contextlib.closing(workers.run_each(check, subjects, moved=lambda: read.bytes)) as checked:
+        found = dict(checked)
     size = sum(segment.bytes for segment in committed.manifest.segments) + sum(file.bytes for file in files)
     return VerifyReport(committed.directory, size, tuple(problem for file in sorted(found) for problem in found[file]))
+
+
+class _Meter:
+    """Counts bytes as they are read."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def __call__(self, nbytes: int) -> None:
+        self.bytes += nbytes
 
 
 def first_damage(backend: Backend, directory: str, pace: Pace) -> str | None:
