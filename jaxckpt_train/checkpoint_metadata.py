@@ -49,7 +49,9 @@ class CheckpointableMetadata:
     leaves: Mapping[str, LeafMetadata]
     bytes: int
     tree: Any
-    """Nested dicts and lists of `jax.ShapeDtypeStruct` and plain values; a target for a load. None if it is no tree."""
+    """Nested dicts and lists of `jax.ShapeDtypeStruct` and plain values; a target for a load. None if it is no tree.
+
+    A PRNG key of an implementation that this process lacks stands there as the array of its key data."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,13 +96,24 @@ def describe(committed: Committed) -> CheckpointMetadata:
         digest=manifest.digest,
         step=info.get("step"),
         created=str(info.get("created", "")),
-        metrics={name: float(value) for name, value in (info.get("metrics") or {}).items()},
+        metrics=metrics_from_json(info.get("metrics")),
         custom_metadata=info.get("custom_metadata"),
         versions=info.get("versions") or {},
         bytes=sum(segment.bytes for segment in manifest.segments)
         + sum(f.bytes for p in manifest.parts for f in p.files),
         _committed=committed,
     )
+
+
+def metrics_from_json(metrics: object) -> dict[str, float]:
+    """Metrics as files hold them: what is no mapping counts as no metrics, and what is no number is left out."""
+    found = {}
+    for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, OverflowError):
+            continue
+    return found
 
 
 def _describe_part(part: PartRecord, directory: str) -> CheckpointableMetadata:
@@ -110,7 +123,7 @@ def _describe_part(part: PartRecord, directory: str) -> CheckpointableMetadata:
     record: TreeRecord = decode_tree(part, directory)
     arrays = {array.name: array for array in part.arrays}
     leaves = {name: _describe_leaf(name, leaf, arrays.get(name), directory) for name, leaf in record.leaves.items()}
-    abstract = {name: _abstract(record.leaves[name], leaf) for name, leaf in leaves.items()}
+    abstract = {name: _abstract(record.leaves[name], leaf, arrays.get(name)) for name, leaf in leaves.items()}
     return CheckpointableMetadata(part.name, part.kind, leaves, size, rebuild(record, abstract, directory))
 
 
@@ -124,11 +137,19 @@ def _describe_leaf(name: str, leaf: LeafRecord, array: ArrayRecord | None, direc
     return LeafMetadata(description, shape, dtype, size, array.sharding)
 
 
-def _abstract(record: LeafRecord, leaf: LeafMetadata) -> Any:
-    if leaf.shape is None or leaf.dtype is None:
+def _abstract(record: LeafRecord, leaf: LeafMetadata, array: ArrayRecord | None) -> Any:
+    if array is None:
         return leaf.value
     struct: Any = jax.ShapeDtypeStruct
     if isinstance(record, KeyLeaf):
-        key = jax.eval_shape(lambda: jax.random.key(0, impl=record.impl))
-        return struct(leaf.shape, key.dtype)
+        key_dtype = _key_dtype(record.impl)
+        return struct(array.shape, leaf.dtype) if key_dtype is None else struct(leaf.shape, key_dtype)
     return struct(leaf.shape, leaf.dtype)
+
+
+def _key_dtype(impl: str) -> Any:
+    """The dtype of keys of this implementation; None: this process knows no such one, as it may be the user's own."""
+    try:
+        return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+    except (TypeError, ValueError):
+        return None

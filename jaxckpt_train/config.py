@@ -22,6 +22,7 @@ from jaxckpt_train.config_checks import (
     seconds,
     signals,
     text,
+    unicode_text,
     whole,
 )
 from jaxckpt_train.config_policies import build_policy
@@ -179,7 +180,7 @@ _CHECKS: dict[str, Check] = {
     "grace_period_s": optional(seconds),
     "exit_code": whole(0, 255),
     "on_preemption": one_of("auto", "exit", "raise"),
-    "fingerprint": optional(text),
+    "fingerprint": optional(unicode_text),
     "init_from": optional(text),
     "progress": one_of("auto", True, False),
     "enabled": flag,

@@ -24,6 +24,16 @@ def text(subject: str, value: Any) -> str:
     return value if isinstance(value, str) and value else refuse(subject, "text that is not empty", value)
 
 
+def unicode_text(subject: str, value: Any) -> str:
+    """Text that is not empty, and that a file can hold."""
+    found = text(subject, value)
+    try:
+        found.encode()
+    except UnicodeEncodeError:
+        refuse(subject, "valid Unicode", value)
+    return found
+
+
 def flag(subject: str, value: Any) -> bool:
     """True or False."""
     return value if isinstance(value, bool) else refuse(subject, "true or false", value)

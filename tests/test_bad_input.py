@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -17,6 +15,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
+from tests.store.checkpoints import rewrite
 from tests.tree.same_trees import assert_same
 
 STATE = {"params": {"w": np.arange(5000.0), "b": np.ones(3)}, "step": 7}
@@ -91,18 +90,6 @@ def test_a_checkpoint_without_its_commit_was_copied_in_part(read: Callable[[Path
     with pytest.raises(jct.IncompleteCheckpointError, match="has no COMMIT"):
         read(saved)
     assert content(saved) == {name: data for name, data in before.items() if name != "manifest.json"}
-
-
-def rewrite(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the manifest, and let COMMIT stand for the changed one: damage that no digest finds."""
-    file = checkpoint / "manifest.json"
-    manifest = json.loads(file.read_text())
-    change(manifest)
-    data = json.dumps(manifest, separators=(",", ":"), ensure_ascii=False).encode()
-    file.write_bytes(data)
-    commit = {"format": "jaxckpt", "format_version": manifest["format_version"], "manifest_bytes": len(data)}
-    commit["manifest_sha256"] = hashlib.sha256(data).hexdigest()
-    (checkpoint / "COMMIT").write_text(json.dumps(commit, separators=(",", ":")))
 
 
 @everyone

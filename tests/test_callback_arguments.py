@@ -21,6 +21,7 @@ from jaxckpt_train import hydra_job
         ({"grace_period_s": -1.0}, "checkpoint.grace_period_s"),
         ({"signals": ("SIGKILL",)}, "that a process can catch"),
         ({"keep_latest": 0}, "checkpoint.keep_latest"),
+        ({"fingerprint": "v\udcff"}, "checkpoint.fingerprint: expected valid Unicode"),
     ],
 )
 def test_the_constructor_checks_what_a_configuration_does(tmp_path: Path, wrong: Any, said: str) -> None:

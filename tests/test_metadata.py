@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxckpt_train as jct
+from tests.store.checkpoints import rewrite
 from tests.tree.same_trees import assert_same, raw
 
 
@@ -176,3 +177,21 @@ def test_what_eight_devices_saved_loads_where_there_is_one_and_back(tmp_path: Pa
     run_python(ONE_DEVICE, tmp_path / "eight", tmp_path / "one", check=True)
     back = jct.load(tmp_path / "one", {"w": tree["w"]})
     assert_same(back, {"w": tree["w"]})
+
+
+def test_a_key_of_an_implementation_that_is_not_known_here_is_described(tmp_path: Path) -> None:
+    jct.save(tmp_path / "c", {"key": jax.random.split(jax.random.key(0), 3), "w": jnp.arange(2.0)})
+    rewrite(tmp_path / "c", lambda manifest: manifest["parts"][0]["detail"]["leaves"]["key"].update(impl="mine"))
+    part = jct.metadata(tmp_path / "c").checkpointables["state"]
+    assert (part.leaves["key"].description, part.leaves["key"].shape) == ("key<mine>[3]", (3,))
+    assert part.tree["key"] == jax.ShapeDtypeStruct((3, 2), jnp.uint32)
+    assert jct.load(tmp_path / "c", part.tree, only="w")["w"].tolist() == [0.0, 1.0]
+    with pytest.raises(jct.MismatchError, match=r"leaf 'key': saved key<mine>\[3\]"):
+        jct.load(tmp_path / "c", part.tree)
+
+
+@pytest.mark.parametrize("metrics", [[1], "text", 5, {"a": None, "b": [1], "c": 10**400, "d": "x"}])
+def test_metrics_that_are_none_are_left_out(tmp_path: Path, metrics: object) -> None:
+    jct.save(tmp_path / "c", {"w": np.arange(2.0)})
+    rewrite(tmp_path / "c", lambda manifest: manifest["info"].update(metrics=metrics))
+    assert jct.metadata(tmp_path / "c").metrics == {}

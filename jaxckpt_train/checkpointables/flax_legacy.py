@@ -14,6 +14,7 @@ from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.memory import MemoryBackend
 from jaxckpt_train.store.plain_files import read_whole
 from jaxckpt_train.store.transaction import Transaction
+from jaxckpt_train.tree.paths import MAX_DEPTH
 from jaxckpt_train.tree.restore import LoadOptions
 
 _NAME = "state"
@@ -31,6 +32,7 @@ def load_flax_file(backend: Backend, path: str, like: Any, settings: StoreSettin
 
     Raises:
         NotACheckpointError: the file is not of this form, or Flax is not installed to read it.
+        CorruptCheckpointError: it is, and holds what no tree of arrays is.
         MismatchError: it does not fit the target.
     """
     tree = _restore(backend, path)
@@ -52,20 +54,25 @@ def _restore(backend: Backend, path: str) -> Any:
         ) from error
     try:
         tree = serialization.msgpack_restore(data)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except MemoryError:
+        raise  # which says nothing of the file
+    except Exception as error:  # a foreign parser: it believes the file's dtypes, shapes and lengths
         raise NotACheckpointError(
-            f"{path}: expected a checkpoint directory or a Flax msgpack file, found a file that is neither ({error})"
+            f"{path}: expected a checkpoint directory or a Flax msgpack file, found a file that is neither "
+            f"({type(error).__name__}: {error})"
         ) from error
     if not isinstance(tree, dict):
         raise CorruptCheckpointError(f"{path}: a Flax msgpack file of a {type(tree).__name__}, expected a map")
-    return _with_positions(tree)
+    return _with_positions(tree, path)
 
 
-def _with_positions(node: Any) -> Any:
+def _with_positions(node: Any, path: str, depth: int = 0) -> Any:
     """Flax writes a list or tuple as a map of "0", "1", ...: its keys become the positions that they stand for."""
     if not isinstance(node, dict):
         return node
-    children = {key: _with_positions(child) for key, child in node.items()}
+    if depth > MAX_DEPTH:
+        raise CorruptCheckpointError(f"{path}: a Flax msgpack file of more than {MAX_DEPTH} levels, expected fewer")
+    children = {key: _with_positions(child, path, depth + 1) for key, child in node.items()}
     if children and set(children) == {str(number) for number in range(len(children))}:
         return [children[str(number)] for number in range(len(children))]
     return children

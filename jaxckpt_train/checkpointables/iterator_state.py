@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import base64
 import math
+import re
+import reprlib
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,15 @@ import numpy as np
 from jaxckpt_train.checkpointables.contract import Json
 from jaxckpt_train.errors import UnsupportedLeafError
 
+# What `dtype.str` is for these kinds. Numpy evaluates other texts, and may raise whatever comes of it.
+_DTYPE = re.compile(r"[<>|]([biufcSU][0-9]{1,10}|[mM]8(\[[0-9]{0,10}[a-zA-Z]{1,7}\])?)")
 _TAGS = frozenset({"__numpy__", "__tuple__", "__bytes__", "__int__", "__float__", "__dict__"})
 _READABLE_KINDS = "biu"  # numpy kinds whose elements are written as numbers
 _OTHER_KINDS = "fcmMSU"  # and those written as bytes; objects, records and foreign dtypes are refused
+
+
+class _MalformedTagError(ValueError):
+    """A tag with other content than `encode_state` writes; not told again by each tag around it."""
 
 
 def encode_state(state: Any) -> Json:
@@ -54,8 +62,10 @@ def decode_state(data: Json) -> Any:
         if tag in _TAGS:
             try:
                 return _decode_tagged(tag, content)
+            except _MalformedTagError:
+                raise
             except (TypeError, ValueError, OverflowError) as error:
-                raise ValueError(f"iterator state: malformed {tag}: {str(content)[:200]}") from error
+                raise _MalformedTagError(f"iterator state: malformed {tag}: {reprlib.repr(content)}") from error
     return {key: decode_state(item) for key, item in data.items()}
 
 
@@ -133,11 +143,11 @@ def _decode_tagged(tag: str, content: Json) -> Any:
 
 
 def _decode_numpy(dtype_text: str, shape: list[int] | None, data: Json) -> Any:
+    if not _DTYPE.fullmatch(dtype_text):
+        raise ValueError(f"dtype {dtype_text!r:.100}")
     dtype = np.dtype(dtype_text)
     if dtype.kind in _READABLE_KINDS:
         array = np.array(data, dtype=dtype).reshape(shape or ())
-    elif dtype.kind in _OTHER_KINDS:
-        array = np.ndarray(shape or (), dtype, buffer=bytearray(base64.b64decode(data, validate=True)))
     else:
-        raise ValueError(f"dtype {dtype_text!r}")
+        array = np.ndarray(shape or (), dtype, buffer=bytearray(base64.b64decode(data, validate=True)))
     return array[()] if shape is None else array

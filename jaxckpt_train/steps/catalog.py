@@ -16,7 +16,7 @@ from jaxckpt_train.steps.lineage import in_order
 from jaxckpt_train.steps.notes import Notes
 from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store.backend import Backend
-from jaxckpt_train.store.manifest import NOT_JSON
+from jaxckpt_train.store.manifest import NOT_JSON, decode_info
 from jaxckpt_train.store.transaction import is_gone, read_committed
 
 _log = logging.getLogger("jaxckpt_train")
@@ -25,10 +25,10 @@ _log = logging.getLogger("jaxckpt_train")
 class _Info(msgspec.Struct):
     """The part of a manifest that the catalog reads; the rest is skipped, not validated."""
 
-    info: dict[str, Any]
+    info: msgspec.Raw
 
 
-_UNKNOWN = _Info({})
+_UNKNOWN: dict[str, Any] = {}
 
 
 def scan(backend: Backend, directory: str) -> list[Entry]:
@@ -67,7 +67,7 @@ def _entries(backend: Backend, directory: str, names: Set[str]) -> list[Entry]:
     for name in sorted(names):
         parsed, info = parse_step_name(name), _committed_info(backend, f"{directory}/{name}")
         if parsed is not None and info is not None:
-            entry = notes.added_to(entry_from_manifest(name, *parsed, info.info))
+            entry = notes.added_to(entry_from_manifest(name, *parsed, info))
             entries.append(dataclasses.replace(entry, is_held=info is _UNKNOWN or notes.problem is not None))
     return entries
 
@@ -82,10 +82,12 @@ def _step_names(backend: Backend, directory: str) -> set[str]:
     return {name for name in names if parse_step_name(name) is not None}
 
 
-def _committed_info(backend: Backend, directory: str) -> _Info | None:
+def _committed_info(backend: Backend, directory: str) -> dict[str, Any] | None:
     """What the manifest says of a step; nothing if it cannot be read, or is not what was committed; None: no COMMIT."""
     try:
         found = read_committed(backend, directory)
-        return None if found is None else msgspec.json.decode(found[0], type=_Info)
+        if found is None:
+            return None
+        return decode_info(msgspec.json.decode(found[0], type=_Info).info, directory)
     except (StorageError, CorruptCheckpointError, FormatVersionError, *NOT_JSON):
         return None if is_gone(backend, directory) else _UNKNOWN

@@ -7,7 +7,7 @@ import datetime
 from collections.abc import Mapping
 from typing import Any
 
-from jaxckpt_train.steps.history import metrics_from_json
+from jaxckpt_train.checkpoint_metadata import metrics_from_json
 from jaxckpt_train.steps.policy_context import CheckpointInfo
 
 _LONG_AGO = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)

@@ -22,12 +22,24 @@ _log = logging.getLogger("jaxckpt_train")
 
 
 def append_line(backend: Backend, directory: str, name: str, record: Mapping[str, Any]) -> None:
-    """Add one record to a JSON-lines file.
+    """Add one record to a JSON-lines file; what of its text is no Unicode is written as `\\udc80`.
 
     Raises:
         StorageError: the file system refused.
     """
-    backend.append(f"{directory}/{name}", msgspec.json.encode(record) + b"\n")
+    try:
+        line = msgspec.json.encode(record)
+    except UnicodeEncodeError:  # a path within the text of an error may hold any bytes
+        line = msgspec.json.encode(_as_unicode(record))
+    backend.append(f"{directory}/{name}", line + b"\n")
+
+
+def _as_unicode(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {_as_unicode(key): _as_unicode(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_unicode(item) for item in value]
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
 def read_lines(backend: Backend, directory: str, name: str) -> Iterator[dict[str, Any]]:
@@ -71,7 +83,7 @@ def plain_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """Metrics as Python floats; waits for devices that still compute them.
 
     Raises:
-        SettingsError: a name is not text, or a value is not a single number.
+        SettingsError: a name is not text that can be stored, or a value is not a single number.
     """
     if metrics is not None and not isinstance(metrics, Mapping):
         raise SettingsError(f"metrics: expected a mapping of names to numbers, found {metrics!r}")
@@ -80,7 +92,10 @@ def plain_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
         if not isinstance(name, str):
             raise SettingsError(f"metrics: expected names as text, found {name!r}")
         try:
+            name.encode()
             plain[name] = float(np.asarray(value).item())
+        except UnicodeEncodeError as error:
+            raise SettingsError(f"metrics: expected names of valid Unicode, found {name!r}; rename it") from error
         except (TypeError, ValueError, OverflowError) as error:
             raise SettingsError(f"metric {name!r}: expected a single number, found {value!r}") from error
     return plain
@@ -96,16 +111,5 @@ def savable_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def metrics_to_json(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    """Metrics as JSON can hold them: `nan` and `inf` as text."""
+    """Metrics as JSON can hold them, `nan` and `inf` as text; `metrics_from_json` reads them."""
     return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
-
-
-def metrics_from_json(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """The reverse of `metrics_to_json`; what is no number is left out."""
-    found = {}
-    for name, value in (metrics or {}).items():
-        try:
-            found[name] = float(value)
-        except (TypeError, ValueError):
-            continue
-    return found

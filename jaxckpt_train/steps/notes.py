@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import xxhash
 
+from jaxckpt_train.checkpoint_metadata import metrics_from_json
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.steps.entry import Entry
-from jaxckpt_train.steps.history import metrics_from_json
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.manifest import NOT_JSON
 from jaxckpt_train.store.plain_files import read_whole

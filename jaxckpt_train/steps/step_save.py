@@ -99,7 +99,8 @@ class StepSave:
             temporary=request.temporary,
             fingerprint=current_fingerprint(),
         )
-        self._record = {key: getattr(request, key) for key in ("step", "reason", "decide_s", "wait_s")}
+        self._record = {key: getattr(request, key) for key in ("step", "decide_s", "wait_s")}
+        self._record["reason"] = str(request.reason)  # a plain text, which it may only look like
         self._record["blocked_s"] = request.decide_s + request.wait_s + time.perf_counter() - started
 
     def start(

@@ -20,6 +20,8 @@ DTYPES: dict[str, np.dtype] = {name: np.dtype(name) for name in _NUMPY} | {
     name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_DTYPES if hasattr(ml_dtypes, name)
 }
 
+_INEXACT = frozenset(name for name in DTYPES if "float" in name or "complex" in name)
+
 # Only names whose layout is exactly numpy's and that safetensors' own numpy reader opens: it fails on a whole file for
 # one float8 tensor. Everything else is stored as U8.
 _SAFETENSORS = {
@@ -34,6 +36,12 @@ SAFETENSORS_ITEM_BYTES = {stored: DTYPES[name].itemsize for name, stored in _SAF
 def dtype_name(dtype: np.dtype) -> str:
     """The name of a dtype, of either byte order. Numpy makes it anew each time, slow for thousands of leaves."""
     return dtype.newbyteorder("=").name
+
+
+@functools.cache
+def is_inexact(dtype: np.dtype) -> bool:
+    """Whether it is a float or complex dtype (of either byte order); numpy and JAX do not know this of all of them."""
+    return dtype_name(dtype) in _INEXACT
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError
 from jaxckpt_train.store.boxes import Box, box_elements
 from jaxckpt_train.store.digests import HEX_DIGITS
 from jaxckpt_train.store.dtypes import DTYPES, dtype_named
+from jaxckpt_train.store.quiet_gc import paused_collection
 from jaxckpt_train.store.segment import MAX_DIMENSIONS, MAX_HEADER_BYTES
 from jaxckpt_train.store.tiling import check_tiling
 
@@ -28,6 +29,7 @@ NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 BLOCK_BYTES = 4 << 20
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 _LIMIT = 1 << 62
+_LARGEST_EMPTY = (1 << 63) - 1  # numpy makes no array, JAX ends the process, where all but the zeros come to more bytes
 
 
 # gc=False: such records hold no cycles, and hundreds of thousands of them would slow the garbage collector down.
@@ -149,7 +151,8 @@ def decode_manifest(data: bytes, subject: str) -> Manifest:
         raise CorruptCheckpointError(f"{subject}: more than {MAX_ARRAYS:,} arrays")
     check_version(data, subject)
     try:
-        found = msgspec.json.decode(data, type=_Undecoded)
+        with paused_collection():  # millions of small lists would take seconds
+            found = msgspec.json.decode(data, type=_Undecoded)
     except NOT_JSON as error:
         raise CorruptCheckpointError(f"{subject}: not valid: {error}") from error
     info = decode_info(found.info, subject)
@@ -233,6 +236,8 @@ def _check_array(manifest: Manifest, array: ArrayRecord, part: str) -> None:
     if total >= _LIMIT:
         raise CorruptCheckpointError(f"{part}: array {array.name!r}: impossible shape {shape}")
     if total == 0:
+        if math.prod(size for size in shape if size) * item > _LARGEST_EMPTY:
+            raise CorruptCheckpointError(f"{part}: array {array.name!r}: impossible shape {shape}")
         if array.chunks:
             raise CorruptCheckpointError(f"{part}: array {array.name!r}: chunks of an array without elements")
         return

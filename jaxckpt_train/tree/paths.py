@@ -45,6 +45,10 @@ def key_text(key: Key, parent: str) -> str:
         return "~t" + ",".join(_tuple_part(part, parent) for part in key)
     try:
         return str(operator.index(key))
+    except ValueError as error:  # some thousands of digits, which Python neither writes nor reads
+        raise UnsupportedLeafError(
+            f"a key below {parent!r}: an integer of {operator.index(key).bit_length()} bits; convert the key to text"
+        ) from error
     except TypeError:
         raise UnsupportedLeafError(
             f"a key below {parent!r}: expected text, a number, None or a tuple of these, "
@@ -72,14 +76,18 @@ def _escape(text: str) -> str:
 
 
 def parse_key(text: str) -> Key:
-    """The key that `key_text` wrote."""
+    """The key that `key_text` wrote.
+
+    Raises:
+        ValueError, OverflowError: it writes no such text.
+    """
     if "~" not in text:
         return int(text) if _INTEGER.fullmatch(text) else text
     if text in _WORDS_BACK:
         return _WORDS_BACK[text]
     mark, rest = text[:2], text[2:]
     if mark == "~t":
-        return tuple(parse_key(part) for part in rest.split(",")) if rest else ()
+        return tuple(_parse_part(part) for part in rest.split(",")) if rest else ()
     if mark == "~f":
         return float.fromhex(rest)
     if mark == "~s":
@@ -87,6 +95,12 @@ def parse_key(text: str) -> Key:
     for plain, escaped in reversed(_ESCAPES):
         text = text.replace(escaped, plain)
     return text
+
+
+def _parse_part(text: str) -> Key:
+    if text.startswith("~t"):
+        raise ValueError("a tuple within a tuple")
+    return parse_key(text)
 
 
 def join(parent: str, key: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from jaxckpt_train.errors import CorruptCheckpointError
 from jaxckpt_train.tree.flatten import PLACEHOLDER
 from jaxckpt_train.tree.leaf_records import EmptyLeaf, TreeRecord
-from jaxckpt_train.tree.paths import ROOT, join, parse_key, split
+from jaxckpt_train.tree.paths import ROOT, Key, join, parse_key, split
 
 
 def rebuild(record: TreeRecord, leaves: Mapping[str, Any], subject: str) -> Any:
@@ -18,7 +18,7 @@ def rebuild(record: TreeRecord, leaves: Mapping[str, Any], subject: str) -> Any:
     PLACEHOLDER keeps their position.
 
     Raises:
-        CorruptCheckpointError: the paths contradict each other.
+        CorruptCheckpointError: the paths contradict each other, or are none that a save writes.
     """
     root: dict[str, Any] = {}
     for name in record.leaves:
@@ -57,4 +57,11 @@ def _finish(node: Any, path: str, record: TreeRecord, leaves: Mapping[str, Any],
         except KeyError:
             raise CorruptCheckpointError(f"{subject}: the positions of the {sort} {path!r} have a gap") from None
         return ordered if sort == "list" else tuple(ordered)
-    return {parse_key(key): child for key, child in children.items() if child is not PLACEHOLDER}
+    return {_parsed(key, path, subject): child for key, child in children.items() if child is not PLACEHOLDER}
+
+
+def _parsed(key: str, path: str, subject: str) -> Key:
+    try:
+        return parse_key(key)
+    except (ValueError, OverflowError) as error:
+        raise CorruptCheckpointError(f"{subject}: {key!r:.100} below {path!r:.100} is no key: {error}") from error

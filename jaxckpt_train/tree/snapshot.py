@@ -261,10 +261,16 @@ class _Taker:
 def describe_sharding(sharding: jax.sharding.Sharding) -> dict[str, Any] | None:
     """A sharding as plain data, for people to read: the mesh's axis sizes and the partition of each dimension."""
     if isinstance(sharding, jax.sharding.NamedSharding):
-        spec = [list(part) if isinstance(part, tuple) else part for part in sharding.spec]
-        return {"mesh": {str(axis): size for axis, size in sharding.mesh.shape.items()}, "spec": _json_spec(spec)}
+        mesh = {_text(axis): size for axis, size in sharding.mesh.shape.items()}
+        return {"mesh": mesh, "spec": [_json_part(part) for part in sharding.spec]}
     return {"type": type(sharding).__name__, "devices": len(sharding.device_set)}
 
 
-def _json_spec(spec: list[Any]) -> list[Any]:
-    return [part if part is None or isinstance(part, (str, list)) else str(part) for part in spec]
+def _json_part(part: Any) -> Any:
+    if isinstance(part, tuple):
+        return [_text(axis) for axis in part]
+    return None if part is None else _text(part)
+
+
+def _text(axis: object) -> str:
+    return str(axis).encode(errors="backslashreplace").decode()  # JSON holds only valid Unicode

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxckpt_train.store.dtypes import is_inexact
 from jaxckpt_train.tree.pinned_host import is_on_host
 
 NAN, INF = 2, 1
@@ -33,10 +34,10 @@ class ValueGuard:
         groups: dict[Any, list[tuple[str, jax.Array]]] = defaultdict(list)
         for name, leaf in zip(names, leaves, strict=True):
             if isinstance(leaf, jax.Array):
-                if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size:
+                if isinstance(leaf.dtype, np.dtype) and is_inexact(leaf.dtype) and leaf.size:  # else it holds keys
                     self._sort_in(name, leaf, groups)
             elif isinstance(leaf, (np.ndarray, np.generic)):
-                if jnp.issubdtype(leaf.dtype, jnp.inexact):
+                if is_inexact(leaf.dtype):
                     self._found.append((name, leaf.ndim, _flaw_of(np.asarray(leaf))))
             elif isinstance(leaf, (float, complex)) and cmath.isnan(leaf):
                 self._found.append((name, 0, NAN))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgpack
 import numpy as np
 import optax
 import pytest
@@ -71,3 +73,46 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     path.write_text("not a checkpoint at all")
     with pytest.raises(jct.NotACheckpointError, match="found a file that is neither"):
         jct.load(path)
+
+
+def packed(kind: int, content: Any) -> msgpack.ExtType:
+    """One of Flax's own extensions: 1 an array, 2 a complex number, 3 a numpy scalar."""
+    return msgpack.ExtType(kind, msgpack.packb(content))
+
+
+def nested(levels: int, begin: bytes) -> bytes:
+    return b"\x81\xa1a" + begin * levels + b"\x01"
+
+
+MALFORMED = {
+    "a dtype that is no Python": msgpack.packb({"w": packed(1, ([1], "(1,,)i4", b""))}),
+    "a dtype that is none": msgpack.packb({"w": packed(3, ([1], "no dtype", b""))}),
+    "half a complex number": msgpack.packb({"w": packed(2, ("a",))}),
+    "a part of an array": msgpack.packb({"w": packed(1, ([1],))}),
+    "chunks that are none": msgpack.packb({"w": {"__msgpack_chunked_array__": True, "shape": {"0": 2}, "chunks": 1}}),
+    "a shape of 64 bits": msgpack.packb({"w": packed(1, ([2**64 - 1], "float32", b""))}),
+    "300 maps": nested(300, b"\x81\xa1a"),
+    "500 maps": nested(500, b"\x81\xa1a"),
+    "900 maps": nested(900, b"\x81\xa1a"),
+    "5000 maps": nested(5000, b"\x81\xa1a"),
+    "900 lists": nested(900, b"\x91"),
+}
+
+
+@pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_file_raises_only_our_errors(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "file.msgpack"
+    path.write_bytes(data)
+    started = time.process_time()
+    with pytest.raises(jct.CheckpointError, match=f"{path}: |leaf 'a/0/0"):
+        jct.load(path)
+    assert time.process_time() - started < 1
+
+
+def test_a_file_of_as_many_levels_as_a_checkpoint_has_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "file.msgpack"
+    path.write_bytes(nested(199, b"\x81\xa1a"))
+    loaded = jct.load(path)
+    for _ in range(200):
+        loaded = loaded["a"]
+    assert loaded == 1

@@ -6,6 +6,7 @@ import collections
 import enum
 import math
 import threading
+import time
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -184,6 +185,12 @@ def test_a_state_that_contains_itself_is_refused() -> None:
         {"__numpy__": ["<i1", None, 1000]},
         {"__numpy__": ["<f8", [1000000000], "AAAA"]},
         {"__numpy__": ["no dtype", None, 1]},
+        {"__numpy__": ["(1,,)i4", None, 5]},
+        {"__numpy__": ["(" * 5000, None, 5]},
+        {"__numpy__": [[["a", "i4"]], None, 5]},
+        {"__numpy__": ["<M8[99999999999s]", None, ""]},
+        {"__numpy__": ["<f4", [1 << 62, 0], ""]},
+        {"__float__": "0x1p99999"},
         {"__numpy__": 5},
         {"__int__": 5},
         {"__float__": "x"},
@@ -196,3 +203,18 @@ def test_a_state_that_contains_itself_is_refused() -> None:
 def test_malformed_data_is_a_value_error(data: Any) -> None:
     with pytest.raises(ValueError, match="malformed __"):
         decode_state({"parent": [data]})
+
+
+def test_data_that_is_malformed_far_inside_is_told_once() -> None:
+    data: Any = [{"__int__": "?"}, list(range(100_000))]
+    for _ in range(200):
+        data = {"__tuple__": [data]}
+    started = time.process_time()
+    with pytest.raises(ValueError, match=r"malformed __int__: '\?'$"):
+        decode_state(data)
+    assert time.process_time() - started < 1
+
+
+@pytest.mark.parametrize("unit", ["", "[Y]", "[W]", "[us]", "[as]", "[25s]"])
+def test_times_of_every_unit_come_back(unit: str) -> None:
+    assert_same(through_json(np.zeros(2, f"<m8{unit}")), np.zeros(2, f"<m8{unit}"))

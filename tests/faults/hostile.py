@@ -31,6 +31,7 @@ import numpy as np
 import pytest
 
 from jaxckpt_train import checkpoint
+from jaxckpt_train.checkpointables.iterator_state import encode_state
 from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.catalog import scan
@@ -48,7 +49,14 @@ from tests.faults.corruption import NEW, RUN, Files, made, planted
 
 STEP = f"{RUN}/{NEW}"
 A_STATE = {"params": {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3), "n": 3}, "step": np.int32(7), "none": None}
-SLOW = {"load", "verify", "Flax file", "value"}
+AN_ITERATOR = {
+    "grain_version": "0", "iterator": "MapDatasetIterator", "workers": None, "processes": 1, "process": 0,
+    "fingerprint": None,
+    "state": encode_state(
+        {"numpy": [np.float32(0.5), np.arange(3)], "tuple": (b"x", 2**70), "float": math.inf, 5: np.datetime64(1, "s")}
+    ),
+}  # fmt: skip
+SLOW = {"load", "metadata", "steps", "verify", "Flax file", "value", "iterator"}
 SETTINGS = StoreSettings(io_threads=1)
 LONGEST_S = 1.0
 TRIES = 3
@@ -56,7 +64,7 @@ WORDS: list[Any] = [
     None, True, -1, 0, 1, 2**31, 2**63, 2**64, -(2**63), 10**30, 0.5, 1e308, "", ".", "..", "/", "../../etc/passwd",
     "/etc/passwd", "a/b", "a\0b", "CON", "manifest.json", "COMMIT", "\ud800", "é", "x" * 300, [], {}, [[]], [0], [-1],
     [2**40, 2**40], {"a": 1}, "float32", "bool", "int4", "object", "O", "<f4", "xxh3-128", "sha256", "md5", "0" * 32,
-    "F32", "BF16",
+    "F32", "BF16", "(1,,)i4", "~fzz", "~f0x1p99999", "~t~t", "9" * 5000, 10**400, [2**61, 0],
 ]  # fmt: skip
 
 
@@ -104,11 +112,14 @@ class Targets:
             "segment header": (head, lambda data: decode_header(data, self.size, "x")),
             "manifest": (manifest, lambda data: decode_manifest(data, "x")),
             "load": (manifest, self.load),
+            "metadata": (manifest, self.metadata),
+            "steps": (manifest, lambda data: scan(with_manifest(self.files, data), RUN)),
             "verify": (manifest, lambda data: verify(with_manifest(self.files, data), STEP, SETTINGS)),
             "COMMIT": (self.files[f"{STEP}/{COMMIT_NAME}"], self.open),
             "history": (self.files[f"{RUN}/{HISTORY_NAME}"], self.history),
             "notes": (self.files[f"{RUN}/{NOTES_NAME}"], self.notes),
             "value": (self.files[f"{STEP}/config/p00000.json"], self.value),
+            "iterator": (msgspec.json.encode(AN_ITERATOR), lambda data: self.value(data, kind="grain")),
             "Flax file": (flax.serialization.msgpack_serialize(A_STATE), self.flax_file),
             "lock": (self.files[f"{RUN}/{LOCK_NAME}"], self.lock),
         }
@@ -119,7 +130,13 @@ class Targets:
             patch.setattr(checkpoint, "_BACKEND", with_manifest(self.files, data))
             checkpoint.load_checkpointables(STEP, settings=SETTINGS)
 
-    def value(self, data: bytes) -> None:
+    def metadata(self, data: bytes) -> None:
+        """All that is told of the step."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoint, "_BACKEND", with_manifest(self.files, data))
+            repr((checkpoint.metadata(STEP), checkpoint.metadata(STEP).checkpointables))
+
+    def value(self, data: bytes, kind: str = "json") -> None:
         """A load of a value, whose digest stands for what it is."""
         manifest = decode_manifest(self.files[f"{STEP}/{MANIFEST_NAME}"], "x")
         text = msgspec.json.encode(manifest)
@@ -127,6 +144,7 @@ class Targets:
         (part,) = (part for part in manifest.parts if part.files)
         old = part.files[0]
         text = text.replace(msgspec.json.encode(old), msgspec.json.encode((old.file, len(data), digests)))
+        text = text.replace(b'"kind":"json"', f'"kind":"{kind}"'.encode())
         backend = with_manifest({**self.files, f"{STEP}/{old.file}": data}, text)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkpoint, "_BACKEND", backend)
@@ -248,7 +266,16 @@ def _changed_bytes(data: bytearray, chance: random.Random) -> bytes:
                 data[at:at] = data[: chance.randint(1, 200)]
             case 3:
                 data[at:at] = chance.choice(
-                    (b"[" * 3000, b'{"a":' * 3000, b"9" * 5000, b'"\\ud800"', b"NaN", b"-0", b"1e999")
+                    (
+                        b"[" * 3000,
+                        b'{"a":' * 3000,
+                        b"\x81\xa1a" * 500,
+                        b"9" * 5000,
+                        b'"\\ud800"',
+                        b"NaN",
+                        b"-0",
+                        b"1e999",
+                    )
                 )
             case _:
                 if at < len(data):

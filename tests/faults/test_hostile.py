@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -47,7 +48,71 @@ def test_changed_files_raise_only_our_errors() -> None:
     found = campaign(20_000, seed=0)
     assert found.problems == []
     refused = {name for name, end in found.ends if end == "refused"}
-    assert refused >= {"segment header", "manifest", "load", "COMMIT", "lock", "value", "Flax file"}
+    assert refused >= {"segment header", "manifest", "load", "COMMIT", "lock", "value", "Flax file", "iterator"}
+
+
+def leaves_of(manifest: Any) -> Any:
+    return manifest["parts"][0]["detail"]["leaves"]
+
+
+def renamed(name: str) -> Callable[[Any], None]:
+    """A leaf under another path."""
+    return lambda manifest: leaves_of(manifest).update({name: {"kind": "int", "value": "1"}})
+
+
+def empty_of(*shape: int) -> Callable[[Any], None]:
+    """The array without elements, of another shape."""
+    return lambda manifest: array_of(manifest, "none").update(shape=list(shape))
+
+
+def array_of(manifest: Any, name: str) -> Any:
+    return next(array for array in manifest["parts"][0]["arrays"] if array["name"] == name)
+
+
+MANIFESTS: dict[str, Callable[[Any], None]] = {
+    "metrics that are a list": lambda manifest: manifest["info"].update(metrics=[1]),
+    "metrics that are a text": lambda manifest: manifest["info"].update(metrics="loss"),
+    "metrics of None": lambda manifest: manifest["info"].update(metrics={"a": None}),
+    "metrics of 400 digits": lambda manifest: manifest["info"].update(metrics={"a": 10**400}),
+    "a key that is no float": renamed("~fzz"),
+    "a key that is no float any more": renamed("~f0x1p99999"),
+    "a key of 5000 digits": renamed("9" * 5000),
+    "a key of 5000 tuples": renamed("~t" * 5000),
+    "a PRNG of someone else": lambda manifest: leaves_of(manifest).update(one={"kind": "key", "impl": "mine"}),
+    "nothing, huge": empty_of(2**62, 0),
+    "nothing that wraps around": empty_of(2**61, 2**61, 0),
+    "nothing in 64 dimensions": empty_of(*[0] * 64),
+}
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("change", MANIFESTS.values(), ids=MANIFESTS)
+def test_manifests_that_once_raised_something_else(change: Callable[[Any], None]) -> None:
+    targets, found = Targets(), Found()
+    manifest = json.loads(targets.all["manifest"][0])
+    change(manifest)
+    data = json.dumps(manifest, separators=(",", ":"), ensure_ascii=False).encode()
+    for name in ("manifest", "load", "metadata", "steps", "verify"):
+        execute(found, name, targets.all[name][1], data)
+    assert found.problems == []
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("metrics", ["[1]", '"loss"', '{"a":1' + "0" * 400 + "}"])
+def test_notes_that_once_made_a_run_unusable(metrics: str) -> None:
+    targets, found = Targets(), Found()
+    data, target = targets.all["notes"]
+    execute(found, "notes", target, data.replace(b'{"a": 1.0}', metrics.encode()))
+    assert found.ends == {("notes", "taken"): 1}
+
+
+@pytest.mark.usefixtures("_small")
+def test_an_iterator_whose_dtype_is_no_python() -> None:
+    targets, found = Targets(), Found()
+    data, target = targets.all["iterator"]
+    assert b'"<i8"' in data
+    execute(found, "iterator", target, data.replace(b'"<i8"', b'"(1,,)i4"'))
+    assert found.ends == {("iterator", "refused"): 1}
 
 
 @pytest.mark.usefixtures("_small")

@@ -9,6 +9,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -247,3 +248,29 @@ def test_a_system_without_threads_leaves_no_attempt(tmp_path: Path, monkeypatch:
         with pytest.raises(jct.CheckpointError, match=r"no thread for it \(can't start new thread"):
             jct.save_async(tmp_path / "run" / "c", {"w": jnp.ones(3)})
     assert list((tmp_path / "run").iterdir()) == []
+
+
+class Label(str):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    ("reason", "written"), [("notice \udcff", r"notice \udcff"), (Label("mine"), "mine"), (Path("a/b"), "a/b")]
+)
+def test_no_reason_fails_a_save(tmp_path: Path, reason: Any, written: str) -> None:
+    with jct.StepManager(tmp_path) as manager:
+        manager.save(1, {"state": state_of(1)}, reason=reason)
+        manager.wait()
+        assert manager.history.events()[-1]["reason"] == written
+    assert jct.StepManager(tmp_path).steps == [1]
+
+
+def test_metrics_whose_names_are_no_unicode_are_refused_by_the_call(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path) as manager:
+        with pytest.raises(jct.SettingsError, match="expected names of valid Unicode"):
+            manager.save(1, {"state": state_of(1)}, metrics={"loss \udcff": 1.0})
+        manager.save(1, {"state": state_of(1)}, metrics={"loss": 1.0})
+        manager.wait()
+        with pytest.raises(jct.SettingsError, match="expected names of valid Unicode"):
+            manager.attach_metrics(1, {"loss \udcff": 1.0})
+        assert manager.metadata(1).metrics == {"loss": 1.0}

@@ -71,7 +71,12 @@ def test_nan_comes_back_as_nan(tmp_path: Path) -> None:
 
 def test_what_is_no_number_is_left_out_of_stored_metrics() -> None:
     assert metrics_from_json({"a": 1, "b": "many", "c": None, "d": [1]}) == {"a": 1.0}
-    assert metrics_from_json(None) == {}
+    assert metrics_from_json({"huge": 10**400, "a": 1, "inf": "inf"}) == {"a": 1.0, "inf": math.inf}
+
+
+@pytest.mark.parametrize("stored", [None, [1], "loss", 3, True])
+def test_stored_metrics_that_are_no_mapping_are_none(stored: object) -> None:
+    assert metrics_from_json(stored) == {}
 
 
 def test_numbers_of_devices_and_numpy_become_floats() -> None:
@@ -89,6 +94,18 @@ def test_a_metric_that_is_no_single_number_is_refused(value: object) -> None:
 def test_a_metric_whose_name_is_no_text_is_refused() -> None:
     with pytest.raises(SettingsError, match="metrics: expected names as text, found 3"):
         plain_metrics({3: 1.0})  # type: ignore[dict-item]  # what is refused
+
+
+def test_a_metric_whose_name_is_no_unicode_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"metrics: expected names of valid Unicode, found 'a\\udcff'; rename it"):
+        plain_metrics({"a\udcff": 1.0})
+
+
+def test_text_that_is_no_unicode_is_written_as_json_can_hold_it(tmp_path: Path) -> None:
+    history = History(LocalBackend(), str(tmp_path))
+    history.add("save", START, error="no \udcff é", leaves=["a", "\udc80"], more={"\ud800": 1.5})
+    event = history.events()[0]
+    assert (event["error"], event["leaves"], event["more"]) == (r"no \udcff é", ["a", r"\udc80"], {r"\ud800": 1.5})
 
 
 def test_lines_that_are_no_records_do_not_hide_those_after_them(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from jaxckpt_train.store.manifest import (
     is_plain_name,
 )
 from jaxckpt_train.store.memory import MemoryBackend
+from jaxckpt_train.store.reader import empty_array
 from tests.store.checkpoints import commit
 from tests.store.strategies import shapes, tilings
 
@@ -70,7 +71,7 @@ def put(*path: Any) -> Edit:
     return edit
 
 
-ARRAY_A, ARRAY_B = ("parts", 0, "arrays", 0), ("parts", 0, "arrays", 1)
+ARRAY_A, ARRAY_B, EMPTY = (("parts", 0, "arrays", number) for number in range(3))
 CHUNK = (*ARRAY_B, "chunks", 0)
 SEGMENT = ("segments", 0)
 FILE = ("parts", 1, "files", 0)
@@ -104,6 +105,8 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     "65 dimensions": (put(*ARRAY_A, "shape", [1] * 65), "impossible shape"),
     "huge shape": (put(*ARRAY_A, "shape", [1 << 62]), "impossible shape"),
     "a shape that wraps around 64 bits": (put(*ARRAY_A, "shape", [1 << 32, 1 << 32]), "impossible shape"),
+    "nothing, huge": (put(*EMPTY, "shape", [1 << 61, 0]), "impossible shape"),
+    "nothing that wraps around 64 bits": (put(*EMPTY, "shape", [0, 1 << 61, 1 << 61]), "impossible shape"),
     "bool in the shape": (put(*ARRAY_A, "shape", [True, 3]), "not valid: Expected `int`"),
     "float in the shape": (put(*ARRAY_A, "shape", [4.0, 3]), "not valid: Expected `int`"),
     "chunks of nothing": (put(*ARRAY_B, "shape", [0]), "chunks of an array without elements"),
@@ -324,3 +327,16 @@ def test_more_arrays_than_a_load_takes_are_not_saved(monkeypatch: pytest.MonkeyP
     with pytest.raises(UnsupportedLeafError, match="/runs/b: 4 arrays, expected at most 3: stack them"):
         commit(backend, "/runs/b", {f"x{number}": np.zeros(3) for number in range(4)}, StoreSettings())
     assert "b" not in [entry.name for entry in backend.list("/runs")]
+
+
+@pytest.mark.parametrize("shape", [[1 << 59, 0], [0, 1 << 29, 1 << 30], [0] * 64])
+def test_the_largest_shapes_without_elements_that_numpy_makes_are_taken(shape: list[int]) -> None:
+    array = decode_manifest(edited(put(*EMPTY, "shape", shape)), "manifest").parts[0].arrays[2]
+    assert empty_array(array.shape, np.dtype(array.dtype)).shape == tuple(shape)
+
+
+def test_lists_of_a_million_lists_take_no_time() -> None:
+    data = edited(put("info", {"custom_metadata": [[] for _ in range(1_000_000)]}))
+    started = time.process_time()
+    decode_manifest(data, "manifest")
+    assert time.process_time() - started < 1

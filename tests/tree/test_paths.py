@@ -152,6 +152,13 @@ def test_a_key_that_cannot_be_stored_is_named_with_its_place(key: Any, reason: s
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_integer_of_thousands_of_digits_is_refused_as_a_key(tmp_path: Path) -> None:
+    with pytest.raises(jct.UnsupportedLeafError, match="below 'params': an integer of 16610 bits; convert the key to"):
+        jct.save(tmp_path / "c", {"params": {10**5000: 1}})
+    jct.save(tmp_path / "c", {10**4000: 1})
+    assert jct.load(tmp_path / "c") == {10**4000: 1}
+
+
 def test_keys_that_cannot_be_sorted_are_refused_as_jax_refuses_them(tmp_path: Path) -> None:
     with pytest.raises(jct.UnsupportedLeafError, match="JAX cannot flatten this dict"):
         jct.save(tmp_path / "c", {1: 1, "a": 2})

@@ -83,6 +83,11 @@ LEAF = IntLeaf("1")
         ({"a": "list"}, {"a/0": LEAF, "a/2": LEAF}, "the positions of the list 'a' have a gap"),
         ({"a": "tuple"}, {"a/x": LEAF}, "the positions of the tuple 'a' have a gap"),
         ({"a": "list"}, {"a/00": LEAF}, "have a gap"),
+        ({}, {"a/~fzz": LEAF}, "'~fzz' below 'a' is no key: invalid hexadecimal"),
+        ({}, {"~f0x1p99999": LEAF}, "below '~' is no key: hexadecimal value too large"),
+        ({}, {"9" * 5000: LEAF}, "is no key: Exceeds the limit"),
+        ({}, {"~t1," + "9" * 5000: LEAF}, "is no key: Exceeds the limit"),
+        ({}, {"~t" * 5000: LEAF}, "is no key: a tuple within a tuple"),
     ],
 )
 def test_paths_that_contradict_each_other_are_corrupt(containers: Any, leaves: Any, reason: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cmath
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxckpt_train as jct
+from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.tree import value_guard
 from jaxckpt_train.tree.flatten import flatten
 from jaxckpt_train.tree.value_guard import ValueGuard
@@ -46,6 +49,29 @@ def test_an_inf_in_an_array_is_found(dtype: str, where: Any) -> None:
         "up": "inf",
         "down": "inf",
     }
+
+
+@pytest.mark.parametrize("order", ["=", ">"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_and_inf_are_found_in_every_dtype_that_can_hold_them(dtype: str, order: Any) -> None:
+    for value in (np.nan, np.inf):
+        array = np.zeros(3, DTYPES[dtype])
+        with contextlib.suppress(ValueError, OverflowError), np.errstate(all="ignore"):  # integers and small floats
+            array[1] = value
+        kept = complex(array[1])
+        flaw = "nan" if cmath.isnan(kept) else "inf" if cmath.isinf(kept) else None
+        assert flaws({"w": array.astype(array.dtype.newbyteorder(order))}) == ({"w": flaw} if flaw else {})
+        if "complex" in dtype:
+            assert flaw is not None
+            imaginary = np.array([0, complex(0, value)], np.complex64).astype(DTYPES[dtype])
+            assert set(flaws({"w": imaginary})) == {"w"}
+
+
+@pytest.mark.parametrize("dtype", ["complex32", "bcomplex32"])
+def test_small_complex_arrays_with_nan_are_not_saved(tmp_path: Path, dtype: str) -> None:
+    array = np.array([1, np.nan], np.complex64).astype(DTYPES[dtype])
+    with pytest.raises(jct.NonFiniteError, match=r"'state/w' \(nan\)"):
+        jct.save(tmp_path / "c", {"w": array}, settings=REJECT)
 
 
 def test_a_single_number_may_be_inf_and_not_nan() -> None:
