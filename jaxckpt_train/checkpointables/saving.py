@@ -291,7 +291,7 @@ def _write_part(
     elif part.own_files is not None:
         part.own_files.write(Path(folder))
         progress(0)
-        files = transaction.adopt_folder(part.name)
+        files = transaction.adopt_folder(part.name, progress)
     times.bytes += sum(file.bytes for file in files)
     return PartRecord(part.name, part.kind, (), files, msgspec.Raw(b"null"))
 

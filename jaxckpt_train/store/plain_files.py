@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -13,8 +14,13 @@ from jaxckpt_train.store.digests import block_digests, digest_function
 from jaxckpt_train.store.manifest import BLOCK_BYTES, FileRecord
 
 
-def file_record(backend: Backend, directory: str, name: str, digest_name: str) -> FileRecord:
-    """What the manifest says of a file that is there, read block by block: nobody knows how large it is."""
+def file_record(
+    backend: Backend, directory: str, name: str, digest_name: str, progress: Callable[[int], None]
+) -> FileRecord:
+    """What the manifest says of a file that is there, read block by block: nobody knows how large it is.
+
+    `progress` is told of each block.
+    """
     digest, digests = digest_function(digest_name), list[str]()
     source: Source = backend.open(directory, name, direct=False)
     try:
@@ -23,6 +29,7 @@ def file_record(backend: Backend, directory: str, name: str, digest_name: str) -
             block = memory[: min(BLOCK_BYTES, source.size - at)]
             source.read_into(at, block, len(block))
             digests.append(digest(memoryview(block)))
+            progress(len(block))
         return FileRecord(name, source.size, "".join(digests))
     finally:
         source.close()

@@ -149,8 +149,10 @@ class Transaction:
         self._files.append(path)
         return FileRecord(name, len(data), block_digests(content, BLOCK_BYTES, digest_function(self._settings.digest)))
 
-    def adopt_folder(self, name: str) -> tuple[FileRecord, ...]:
+    def adopt_folder(self, name: str, progress: Callable[[int], None]) -> tuple[FileRecord, ...]:
         """Digest the files that someone else wrote into a folder of the attempt; the commit syncs them.
+
+        `progress` is told of each block.
 
         Raises:
             UnsupportedLeafError: a file or directory whose name a load would refuse.
@@ -166,10 +168,10 @@ class Transaction:
                 )
             if entry.kind == "directory":
                 self._folders.append(f"{self.directory}/{path}")
-                records.extend(self.adopt_folder(path))
+                records.extend(self.adopt_folder(path, progress))
             elif entry.kind == "file":
                 self._files.append(f"{self.directory}/{path}")
-                records.append(file_record(self._backend, self.directory, path, self._settings.digest))
+                records.append(file_record(self._backend, self.directory, path, self._settings.digest, progress))
             else:
                 raise CorruptCheckpointError(f"{self.directory}/{path}: expected a plain file, found a link or device")
         return tuple(records)

@@ -19,6 +19,7 @@ from jaxckpt_train.multihost import SingleProcess
 from jaxckpt_train.pending import Movement, PendingSave, call_within
 from jaxckpt_train.steps.preemption import PreemptionWatch
 from jaxckpt_train.store.latch import LOOK_S, Latch
+from jaxckpt_train.store.local import LocalBackend
 from tests.steps.fake_backends import HoldingBackend, callback_on
 from tests.steps.runs import state_of, step_of
 
@@ -125,10 +126,13 @@ def test_what_is_still_being_computed_is_no_stall(tmp_path: Path, mode: Any) -> 
 class WritesItsOwn:
     """An object that takes its time to write its files."""
 
+    def __init__(self, seconds: float = 1.5, nbytes: int = 4) -> None:
+        self._seconds, self._nbytes = seconds, nbytes
+
     async def save(self, directory: Any) -> Any:
         async def write() -> None:
-            time.sleep(1.5)
-            (directory.path / "data.bin").write_bytes(b"data")
+            time.sleep(self._seconds)
+            (directory.path / "data.bin").write_bytes(bytes(self._nbytes))
 
         return write()
 
@@ -139,6 +143,32 @@ def test_an_object_that_takes_its_time_to_write_its_files_is_no_stall(tmp_path: 
     with jct.StepManager(tmp_path, stall_timeout_s=0.2) as manager:
         assert manager.save(1, {"own": WritesItsOwn()}).saved
         assert manager.save(2, {"own": WritesItsOwn()}).saved
+    assert jct.StepManager(tmp_path).steps == [1, 2]
+
+
+class SlowSource:
+    """A file of a disk that takes its time for each read, but answers each."""
+
+    def __init__(self, source: Any) -> None:
+        self._source, self.size, self.close = source, source.size, source.close
+
+    def read_into(self, offset: int, data: Any, needed: int) -> None:
+        time.sleep(0.25)
+        self._source.read_into(offset, data, needed)
+
+
+class SlowlyReadBackend(LocalBackend):
+    """A disk that reads an object's own files slowly."""
+
+    def open(self, directory: str, name: str, *, direct: Any) -> Any:
+        source = super().open(directory, name, direct=direct)
+        return SlowSource(source) if name.endswith("data.bin") else source
+
+
+def test_files_that_are_digested_slowly_and_steadily_are_no_stall(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path, backend=SlowlyReadBackend(), stall_timeout_s=1.0) as manager:
+        assert manager.save(1, {"own": WritesItsOwn(0, 40 << 20)}).saved
+        assert manager.save(2, {"own": WritesItsOwn(0, 4)}).saved
     assert jct.StepManager(tmp_path).steps == [1, 2]
 
 
