@@ -35,8 +35,9 @@ from jaxckpt_train.checkpointables.iterator_state import encode_state
 from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.catalog import scan
-from jaxckpt_train.steps.history import HISTORY_NAME, NOTES_NAME, History
+from jaxckpt_train.steps.history import HISTORY_NAME, History
 from jaxckpt_train.steps.lock import LOCK_NAME, OwnerLock
+from jaxckpt_train.steps.notes import NOTES_NAME
 from jaxckpt_train.store.digests import block_digests, digest_function
 from jaxckpt_train.store.manifest import COMMIT_NAME, FORMAT, FORMAT_VERSION, MANIFEST_NAME, decode_manifest
 from jaxckpt_train.store.memory import MemoryBackend

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxckpt_train.checkpoint_metadata import metrics_from_json
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.steps.history import (
     HISTORY_NAME,
     History,
-    metrics_from_json,
     metrics_to_json,
     plain_metrics,
     read_lines,
