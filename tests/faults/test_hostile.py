@@ -189,11 +189,14 @@ def test_what_stands_in_place_of_a_file_of_the_run_costs_no_step(
     (run / name).unlink(missing_ok=True)
     place(run / name)
     started = time.monotonic()
-    manager = jct.StepManager(run)
-    if name == "notes.jsonl":  # it may hold pins: who cannot know them must not go on, and delete
-        with pytest.raises(jct.CheckpointError, match=r"notes\.jsonl"):
-            manager.restore()
-        (run / name).rmdir() if place is folder else (run / name).unlink()
+    manager = jct.StepManager(run, preservation_policy=jct.LatestN(1))
+    if name == "notes.jsonl":  # it may hold pins: who cannot know them must not delete
+        with jct.StepManager(run, preservation_policy=jct.LatestN(1)) as owner:
+            owner.restore()
+            owner.save(2, {"state": state_of(2)}, overwrite=True)
+            with pytest.raises(jct.CheckpointError, match=r"notes\.jsonl"):
+                owner.pin(1)
+        assert (run / "step-0000000001").exists()
     if name == ".owner":
         with pytest.raises(jct.CheckpointError):
             manager.own()
