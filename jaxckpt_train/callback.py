@@ -111,7 +111,7 @@ class CheckpointCallback:
             lambda: on_preemption == "raise" or (on_preemption == "auto" and hydra_job.is_multirun()),
         )
         if grace_period_s is not None:
-            self.manager.leave_when(self._watch.is_asked)
+            self.manager.leave_when(self._watch.is_asked, self._departure.is_time_up)
 
     @classmethod
     def from_config(cls, config: Any = None) -> CheckpointCallback:
@@ -222,7 +222,8 @@ class CheckpointCallback:
         is_last = self._save_on_exit and self._loop.in_steps and self._loop.completed == self._loop.num_steps
         if (decision.save or is_last) and not self._is_saved():
             result = self._save(decision.reason if decision.save else "end of the loop", force=is_last)
-            return result if result.saved or not self._watch.reached() else self._leave()
+            is_asked = self._watch.reached()  # meanwhile
+            return self._leave() if is_asked and not (result.saved and self._loop.in_steps) else result
         return _NOT_DUE
 
     def _refuse_unless_resumed(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable
 
 from jaxckpt_train.errors import CheckpointTimeoutError, Preempted
@@ -39,6 +41,16 @@ class Departure:
         self.is_late = False
         self._grace_period_s, self._exit_code, self._raises = grace_period_s, exit_code, raises
         self.preempted: Preempted | None = None
+        self._ends_at: float | None = None
+
+    def is_time_up(self) -> bool:
+        """For who waits in the loop: whether the job was asked to leave meanwhile, and what is not done is given up."""
+        if self._ends_at is None:
+            if not (self._watch.is_asked() and self._watch.reached()):
+                return False
+            left_s = self.left_s()
+            self._ends_at = math.inf if left_s is None else time.monotonic() + left_s
+        return time.monotonic() >= self._ends_at
 
     def finish(self, manager: StepManager, save: Callable[[float | None], SaveResult]) -> SaveResult:
         """Finish the save under way, then the last one, which `save` begins within so many seconds if there is one.
@@ -85,6 +97,8 @@ class Departure:
         left_s = self._watch.left_of(self._grace_period_s)
         if left_s is None:
             return None
+        if self._ends_at is not None:  # a wait has begun to keep to it
+            return max(0.0, self._ends_at - time.monotonic())
         ending_s = min(MOST_ENDING_S, ENDING_SHARE * self._grace_period_s)
         return max(left_s - ending_s, left_s / 2)  # a last save that begins late may still be a short one
 

@@ -234,9 +234,9 @@ class StepManager:
         _log.info("step %d: saving (%s)", request.step, request.reason)
         subject, patience_s = f"step {request.step} to {self.directory}", self._in_flight.patience_s(force)
         try:
-            pending = save.start(subject, self._in_flight.begun, timeout_s, patience_s)
+            pending = save.start(subject, self._in_flight.begun, timeout_s, patience_s, self._in_flight.is_time_up)
         except CheckpointTimeoutError as stalled:
-            return SaveResult(False, self._in_flight.not_taken(request.step, force, stalled))
+            return SaveResult(False, self._in_flight.not_taken(request.step, force, timeout_s, stalled))
         return SaveResult(True, request.reason, pending)
 
     def restore(
@@ -350,9 +350,9 @@ class StepManager:
         """
         return self._in_flight.settle(timeout_s, until=until)
 
-    def leave_when(self, is_asked: Callable[[], bool]) -> None:
-        """Once this is true, no save waits for its turn any more, but is skipped."""
-        self._in_flight.is_asked_to_leave = is_asked
+    def leave_when(self, is_asked: Callable[[], bool], is_time_up: Callable[[], bool]) -> None:
+        """Once asked, no save waits for its turn any more; one whose state is not taken when time is up is given up."""
+        self._in_flight.is_asked_to_leave, self._in_flight.is_time_up = is_asked, is_time_up
 
     wait_until_finished = wait
 

@@ -90,6 +90,75 @@ def test_the_deadline_holds_wherever_the_loop_is(tmp_path: Path, loop: Callable[
     assert jct.StepManager(tmp_path).steps == [1, 2]
 
 
+def due(ckpt: jct.CheckpointCallback, state: Any) -> None:
+    ckpt(state)
+    raise AssertionError("it went on")
+
+
+def last(ckpt: jct.CheckpointCallback, state: Any) -> None:
+    for _ in ckpt.steps(2):
+        ckpt(state)
+
+
+STREAM = jct.StoreSettings(snapshot="stream")
+
+
+@pytest.mark.parametrize("if_stalled", ["skip", "raise"])
+@pytest.mark.parametrize("loop", [due, last])
+def test_a_state_that_is_not_taken_in_time_is_given_up(
+    tmp_path: Path, loop: Callable[[Any, Any], None], if_stalled: Any
+) -> None:
+    backend = HoldingBackend("create", "step-0000000002")
+    options: dict[str, Any] = {"grace_period_s": GRACE_S, "save_interval_steps": 1, "if_stalled": if_stalled}
+    ckpt = callback_on(backend, tmp_path, store=STREAM, **options)
+    state, started = state_of(2), 0.0
+    with pytest.raises(SystemExit) as left, ckpt:
+        ckpt.resume(state_of(0))
+        ckpt(state_of(1), step=1)
+        ckpt.wait_until_finished()
+        started = time.monotonic()
+        asked_soon()
+        loop(ckpt, state)
+    took_s = time.monotonic() - started
+    assert left.value.code == 75
+    assert took_s < LATEST_S
+    for leaf in jax.tree.leaves(state):
+        leaf.delete()  # as a step does that is given its memory
+    given_up = ckpt.manager._in_flight.given_up
+    assert given_up is not None
+    backend.go.set()
+    with pytest.raises(jct.CheckpointTimeoutError, match="the state was not taken"):
+        given_up.wait(60)
+    assert jct.StepManager(tmp_path).steps == [1]
+
+
+def test_a_state_that_is_taken_in_time_is_saved_and_the_loop_is_left_then(tmp_path: Path) -> None:
+    backend = HoldingBackend("create", "step-0000000002")
+    ckpt = callback_on(backend, tmp_path, store=STREAM, grace_period_s=60.0, save_interval_steps=2)
+    threading.Timer(1.0, backend.go.set).start()
+    with pytest.raises(SystemExit) as left, ckpt:
+        ckpt.resume(state_of(0))
+        ckpt(state_of(1))
+        asked_soon()
+        ckpt(state_of(2))
+        raise AssertionError("it went on")
+    assert left.value.code == 75
+    assert jct.StepManager(tmp_path).steps == [2]
+
+
+@pytest.mark.parametrize("grace_period_s", [None, 0.2])
+def test_where_there_is_no_deadline_a_state_is_waited_for(tmp_path: Path, grace_period_s: float | None) -> None:
+    backend = HoldingBackend("create", "step-0000000001")
+    ckpt = callback_on(backend, tmp_path, store=STREAM, grace_period_s=grace_period_s, save_interval_steps=1)
+    threading.Timer(1.0, backend.go.set).start()
+    with pytest.raises(SystemExit), ckpt:
+        ckpt.resume(state_of(0))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)  # a step that takes longer than the grace period
+        ckpt(state_of(1))
+    assert jct.StepManager(tmp_path).steps == [1]
+
+
 GIVEN_UP = """
 import atexit, os, signal, sys
 atexit.register(print, "registered before", flush=True)
