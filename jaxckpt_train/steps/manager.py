@@ -254,7 +254,7 @@ class StepManager:
             targets: by name; a target of None means without one. None: all checkpointables, without targets.
             step: which, also one that was set aside as damaged; None: the newest one that is whole, falling back past
                 damaged ones with a warning each.
-            progress: called with numbers of bytes as they are read.
+            progress: called with numbers of bytes as they are read, and 0 in waits; what it raises ends the restore.
 
         Returns:
             What was restored, by name. `restored_step` tells from which step.
@@ -265,7 +265,7 @@ class StepManager:
             MismatchError: a target does not fit; nothing was read.
         """
         self.wait()
-        expect_answer(self._backend.list, self.directory)
+        expect_answer(self._backend.list, self.directory, progress)
         more: dict[str, Any] = {"targets": targets, "settings": self.settings, "progress": progress}
         restore = functools.partial(restore_newest, self._backend, self.directory, **more)
         restored = self._run.with_entries(step, restore, damaged=True)
