@@ -100,9 +100,8 @@ class CheckpointCallback:
             max_run_time_s=max_run_time_s,
             leave_early_s=DEFAULT_GRACE_S if grace_period_s is None else grace_period_s,
         )
-        self._started = self._closed = False
+        self._started = self._closed = self._resumed = False
         self._saved: int | None = None
-        self._resumed = False
         self._loop = LoopState()
         self._departure = Departure(
             self._watch,
@@ -111,7 +110,7 @@ class CheckpointCallback:
             lambda: on_preemption == "raise" or (on_preemption == "auto" and hydra_job.is_multirun()),
         )
         if grace_period_s is not None:
-            self.manager.leave_when(self._watch.is_asked)
+            self.manager.leave_when(self._watch.is_asked, self._departure.is_time_up)
 
     @classmethod
     def from_config(cls, config: Any = None) -> CheckpointCallback:
@@ -137,6 +136,7 @@ class CheckpointCallback:
             MismatchError: the saved state does not fit; no array was read.
             CorruptCheckpointError: there are steps, and none is whole.
             DirectoryLockedError: another live job saves there.
+            SystemExit, Preempted: asked to leave while it loads, and there is a grace period.
         """
         values = {"state": state} | ({} if data is None else {DATA_NAME: data}) | more
         self._loop.begin(values)
@@ -146,7 +146,8 @@ class CheckpointCallback:
             if data is not None:
                 stage_all({DATA_NAME: data}, SaveTimes(), StoreSettings())  # one that cannot be saved is told now
             there_is_one = self.manager.latest is not None or bool(self.manager.damaged)
-            values = self._restore(values) if there_is_one else self._initialise(values)
+            with self._departure.leaving_a_load(self.manager):
+                values = self._restore(values) if there_is_one else self._initialise(values)
             self._loop.begin(values, completed=self._saved or 0)
         found = tuple(values.values())
         return found[0] if len(found) == 1 else found
@@ -155,7 +156,8 @@ class CheckpointCallback:
         """A fresh start: take the state from elsewhere if that was asked for, and save step 0 if that was."""
         self.manager.check_fresh()
         if self._init_from is not None:
-            values["state"] = load(hydra_job.resolve_directory(self._init_from), values["state"])
+            path, heeded = hydra_job.resolve_directory(self._init_from), self._departure.heeded(None)
+            values["state"] = load(path, values["state"], progress=heeded)
             _log.info("initialised the state from %s", self._init_from)
         if self._save_initial:
             self._loop.told(values, None)
@@ -168,7 +170,7 @@ class CheckpointCallback:
             with contextlib.suppress(CheckpointError):  # a damaged step: the restore finds out, and tells
                 total = self.manager.metadata().bytes
         with with_fingerprint(self._fingerprint), progress_line("restoring", total, shown) as advance:
-            values = self.manager.restore(values, progress=advance)
+            values = self.manager.restore(values, progress=self._departure.heeded(advance))
         restored = self.manager.restored_step
         assert restored is not None
         self._saved = restored
@@ -222,7 +224,7 @@ class CheckpointCallback:
         is_last = self._save_on_exit and self._loop.in_steps and self._loop.completed == self._loop.num_steps
         if (decision.save or is_last) and not self._is_saved():
             result = self._save(decision.reason if decision.save else "end of the loop", force=is_last)
-            return result if result.saved or not self._watch.reached() else self._leave()
+            return self._leave() if self._watch.reached() and not (result.saved and self._loop.in_steps) else result
         return _NOT_DUE
 
     def _refuse_unless_resumed(self) -> None:

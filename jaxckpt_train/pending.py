@@ -277,8 +277,13 @@ def start_save(
     return pending
 
 
-def call_within(call: Callable[[], object], timeout_s: float) -> bool:
-    """Call what may ask a disk that does not answer; False: it is not done after so many seconds, and goes on."""
+def call_within(
+    call: Callable[[], object], timeout_s: float, progress: Callable[[int], object] = lambda done: None
+) -> bool:
+    """Call what may ask a disk that does not answer; False: it is not done after so many seconds, and goes on.
+
+    `progress` is called with 0 now and then; what it raises ends the wait.
+    """
     done = Latch()
 
     def work() -> None:
@@ -291,21 +296,27 @@ def call_within(call: Callable[[], object], timeout_s: float) -> bool:
         threading.Thread(target=work, name="jaxckpt-note", daemon=True).start()
     except RuntimeError:  # the system has no thread for it
         work()
-    return done.wait(timeout_s)
+    end_s = time.monotonic() + timeout_s
+    while not done.wait(max(0.0, min(SLICE_S, end_s - time.monotonic()))):
+        progress(0)
+        if time.monotonic() >= end_s:
+            return False
+    return True
 
 
-def expect_answer(ask: Callable[[str], object], path: str) -> None:
+def expect_answer(ask: Callable[[str], object], path: str, progress: Callable[[int], object] | None = None) -> None:
     """Have a disk asked in the background, before somebody asks it who can wait for ever; what it answers is no matter.
 
     Raises:
         CheckpointTimeoutError: it has not answered for ten minutes.
+        What `progress` raises, which is called with 0 now and then.
     """
 
     def asked() -> None:
         with contextlib.suppress(CheckpointError):
             ask(path)
 
-    if not call_within(asked, LAST_PATIENCE_S):
+    if not call_within(asked, LAST_PATIENCE_S, progress or (lambda done: None)):
         raise CheckpointTimeoutError(f"{path}: its disk has not answered for {LAST_PATIENCE_S:.0f} s")
 
 

@@ -127,17 +127,19 @@ def wait_until_taken(
     pending: PendingSave[T],
     timeout_s: float | None = None,
     patience_s: float = LAST_PATIENCE_S,
+    until: Callable[[], bool] = lambda: False,
 ) -> None:
     """Wait until the caller may do anything with what it saved, which `pending` writes meanwhile.
 
     Raises:
-        CheckpointTimeoutError: not in time, or it got no further for `patience_s` seconds. It will fail then.
+        CheckpointTimeoutError: not in time, it got no further for `patience_s` seconds, or `until` became true. It will
+            fail then.
     """
     end_s = None if timeout_s is None else time.monotonic() + timeout_s
     for part in parts:
         if part.snapshot is not None:
             left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
-            why_not = pending.wait_for(part.snapshot.is_taken, left_s, patience_s)
+            why_not = pending.wait_for(part.snapshot.is_taken, left_s, patience_s, until)
             if why_not is not None and _give_up(parts):
                 raise CheckpointTimeoutError(f"saving {pending.subject}: {why_not}; given up, its state was not taken")
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Iterator
 
 from jaxckpt_train.errors import CheckpointTimeoutError, Preempted
 from jaxckpt_train.pending import call_within
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.preemption import PreemptionWatch
 from jaxckpt_train.steps.step_save import SaveResult
+from jaxckpt_train.store.reader import Progress
 
 _log = logging.getLogger("jaxckpt_train")
 # Of the grace period: what it takes to end a process in which JAX has been at work.
@@ -39,6 +43,16 @@ class Departure:
         self.is_late = False
         self._grace_period_s, self._exit_code, self._raises = grace_period_s, exit_code, raises
         self.preempted: Preempted | None = None
+        self._ends_at: float | None = None
+
+    def is_time_up(self) -> bool:
+        """For who waits in the loop: whether the job was asked to leave meanwhile, and what is not done is given up."""
+        if self._ends_at is None:
+            if not (self._watch.is_asked() and self._watch.reached()):
+                return False
+            left_s = self.left_s()
+            self._ends_at = math.inf if left_s is None else time.monotonic() + left_s
+        return time.monotonic() >= self._ends_at
 
     def finish(self, manager: StepManager, save: Callable[[float | None], SaveResult]) -> SaveResult:
         """Finish the save under way, then the last one, which `save` begins within so many seconds if there is one.
@@ -78,6 +92,36 @@ class Departure:
         if failure is not None:
             raise failure
 
+    def heeded(self, progress: Progress | None) -> Progress | None:
+        """`progress` of a load within `leaving_a_load`, which it ends once the job is asked to leave."""
+        if self._grace_period_s is None:
+            return progress
+
+        def advance(done: int) -> None:
+            if self._watch.is_asked():
+                raise CheckpointTimeoutError("asked to leave meanwhile")
+            if progress is not None and done:
+                progress(done)
+
+        return advance
+
+    @contextlib.contextmanager
+    def leaving_a_load(self, manager: StepManager) -> Iterator[None]:
+        """Within: a load that is ended by a request to leave ends the run, at once, as there is nothing to save yet.
+
+        Raises:
+            SystemExit, Preempted: it was ended so.
+        """
+        try:
+            yield
+        except CheckpointTimeoutError:
+            if self._grace_period_s is None or not (self._watch.is_asked() and self._watch.reached()):
+                raise
+            self.decide(manager)
+            self.close(manager)
+            self._watch.stop()
+            raise self.error() from None
+
     def left_s(self) -> float | None:
         """Seconds in which all must be done, some of the grace period being left to end the process; None: no limit."""
         if self._grace_period_s is None or self._watch.noticed_at is None:
@@ -85,6 +129,8 @@ class Departure:
         left_s = self._watch.left_of(self._grace_period_s)
         if left_s is None:
             return None
+        if self._ends_at is not None:  # a wait has begun to keep to it
+            return max(0.0, self._ends_at - time.monotonic())
         ending_s = min(MOST_ENDING_S, ENDING_SHARE * self._grace_period_s)
         return max(left_s - ending_s, left_s / 2)  # a last save that begins late may still be a short one
 
@@ -96,7 +142,9 @@ class Departure:
         _log.warning("%s", self.preempted)
         if not self.is_late:  # else its disk may not answer; nor may it now
             left_s = self.left_s()
-            call_within(lambda: manager.note_preemption(step, str(reason)), NOTE_S if left_s is None else left_s)
+            call_within(
+                lambda: manager.note_preemption(step, str(reason)), NOTE_S if left_s is None else min(left_s, NOTE_S)
+            )
 
     def error(self) -> BaseException:
         """What ends the process."""

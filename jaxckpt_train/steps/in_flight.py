@@ -27,6 +27,7 @@ class InFlight:
         info: what policies may know of it.
         given_up: one that nobody waits for any more.
         is_asked_to_leave: whether a save is not to wait for its turn any more, since it has to end in time.
+        is_time_up: whether what is not done by now is given up, since the job was asked to leave.
 
     Raises:
         SettingsError: an argument is wrong.
@@ -40,6 +41,7 @@ class InFlight:
         self._if_busy, self._if_stalled = if_busy, if_stalled
         self._stall_timeout_s = positive_seconds("StepManager.stall_timeout_s", stall_timeout_s)
         self.is_asked_to_leave: Callable[[], bool] = lambda: False
+        self.is_time_up: Callable[[], bool] = lambda: False
         self.pending: PendingSave[CheckpointMetadata] | None = None
         self.info: CheckpointInfo | None = None
         self.given_up: PendingSave[CheckpointMetadata] | None = None
@@ -134,13 +136,16 @@ class InFlight:
         """Seconds without any progress after which a save is not waited for any more."""
         return LAST_PATIENCE_S if force else self._stall_timeout_s
 
-    def not_taken(self, step: int, force: bool, stalled: CheckpointTimeoutError) -> str:
+    def not_taken(self, step: int, force: bool, timeout_s: float | None, stalled: CheckpointTimeoutError) -> str:
         """The save under way could not even take its state: why it is skipped.
 
         Raises:
             CheckpointTimeoutError: as given, if it is not to be skipped.
         """
         self._without_state = self.pending
+        if timeout_s is None and self.is_asked_to_leave():  # else it is who leaves that set a time, and is told
+            _log.warning("step %d is skipped: %s", step, stalled)
+            return f"skipped: {stalled}"
         return self._skipped(step, force, stalled)
 
     def _skipped(self, step: int, force: bool, stalled: CheckpointTimeoutError) -> str:

@@ -235,9 +235,9 @@ class StepManager:
         _log.info("step %d: saving (%s)", request.step, request.reason)
         subject, patience_s = f"step {request.step} to {self.directory}", self._in_flight.patience_s(force)
         try:
-            pending = save.start(subject, self._in_flight.begun, timeout_s, patience_s)
+            pending = save.start(subject, self._in_flight.begun, timeout_s, patience_s, self._in_flight.is_time_up)
         except CheckpointTimeoutError as stalled:
-            return SaveResult(False, self._in_flight.not_taken(request.step, force, stalled))
+            return SaveResult(False, self._in_flight.not_taken(request.step, force, timeout_s, stalled))
         return SaveResult(True, request.reason, pending)
 
     def restore(
@@ -255,7 +255,7 @@ class StepManager:
             targets: by name; a target of None means without one. None: all checkpointables, without targets.
             step: which, also one that was set aside as damaged; None: the newest one that is whole, falling back past
                 damaged ones with a warning each.
-            progress: called with numbers of bytes as they are read.
+            progress: called with numbers of bytes as they are read, and 0 in waits; what it raises ends the restore.
 
         Returns:
             What was restored, by name. `restored_step` tells from which step.
@@ -266,7 +266,7 @@ class StepManager:
             MismatchError: a target does not fit; nothing was read.
         """
         self.wait()
-        expect_answer(self._backend.list, self.directory)
+        expect_answer(self._backend.list, self.directory, progress)
         more: dict[str, Any] = {"targets": targets, "settings": self.settings, "progress": progress}
         restore = functools.partial(restore_newest, self._backend, self.directory, **more)
         restored = self._run.with_entries(step, restore, damaged=True)
@@ -351,9 +351,9 @@ class StepManager:
         """
         return self._in_flight.settle(timeout_s, until=until)
 
-    def leave_when(self, is_asked: Callable[[], bool]) -> None:
-        """Once this is true, no save waits for its turn any more, but is skipped."""
-        self._in_flight.is_asked_to_leave = is_asked
+    def leave_when(self, is_asked: Callable[[], bool], is_time_up: Callable[[], bool]) -> None:
+        """Once asked, no save waits for its turn any more; one whose state is not taken when time is up is given up."""
+        self._in_flight.is_asked_to_leave, self._in_flight.is_time_up = is_asked, is_time_up
 
     wait_until_finished = wait
 

@@ -10,13 +10,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Any
 
 from jaxckpt_train.checkpoint import PathLike
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.multihost import Coordinator
 from jaxckpt_train.pending import call_within
+from jaxckpt_train.steps.signal_handlers import SignalHandler
 from jaxckpt_train.store.local import file_exists
 
 FILE_POLL_S = 1.0
@@ -59,8 +58,8 @@ class SignalNotice:
         self.received: str | None = None
         self.received_at: float | None = None
         self._monotonic = monotonic
-        self._numbers = [_signal_number(name) for name in names]
-        self._before: dict[int, Any] = {}
+        self._numbers = list(dict.fromkeys(map(_signal_number, names)))  # SIGIOT is another name of SIGABRT
+        self._handlers: dict[int, SignalHandler] = {}
         _notices.add(self)
 
     def install(self) -> None:
@@ -69,26 +68,23 @@ class SignalNotice:
             _log.warning("signals are not watched: only the main thread can install handlers; use notice_file instead")
             return
         for number in self._numbers:
-            self._before[number] = signal.signal(number, self._handle)
+            self._handlers[number] = SignalHandler(number, self._receive)
+            self._handlers[number].install()
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int) -> None:
         if self.received_at is None:
             self.received_at = self._monotonic()
         self.received = self.received or signal.Signals(number).name
-        before = self._before.get(number)
-        if callable(before) and before is not signal.default_int_handler:
-            before(number, frame)
 
     def watched(self) -> list[int]:
-        """The numbers of the signals whose handlers are its own now."""
-        return list(self._before)
+        """The numbers of the signals for which it has handlers now."""
+        return list(self._handlers)
 
     def restore(self) -> None:
-        """Put the handlers back that were there before."""
-        for number, before in self._before.items():
-            if signal.getsignal(number) == self._handle:
-                signal.signal(number, before if before is not None else signal.SIG_DFL)
-        self._before.clear()
+        """Put the handlers back that were there before; where others are above its own, those pass signals on."""
+        for handler in self._handlers.values():
+            handler.stop()
+        self._handlers.clear()
 
     def notice(self) -> str | None:
         """The signal that came, as text."""

@@ -109,18 +109,20 @@ class StepSave:
         begun: Callable[[PendingSave[CheckpointMetadata] | None], None],
         timeout_s: float | None,
         patience_s: float,
+        until: Callable[[], bool],
     ) -> PendingSave[CheckpointMetadata]:
         """Write in the background; returns once the caller may do anything with what it saved.
 
         `begun` is told of the save before it begins (None: it did not), so that an interrupt does not lose it.
 
         Raises:
-            CheckpointTimeoutError: the state was not taken in time, or no part of it for `patience_s` seconds.
+            CheckpointTimeoutError: the state was not taken in time, or before `until` became true, or no part of it
+                for `patience_s` seconds.
         """
         started = time.perf_counter()
         try:
             pending = begin_save(subject, self.run, None, self._parts, self._movement, begun)
-            wait_until_taken(self._parts, pending, timeout_s, patience_s)
+            wait_until_taken(self._parts, pending, timeout_s, patience_s, until)
         finally:
             self._record["blocked_s"] += time.perf_counter() - started
             self._call_ended.open()

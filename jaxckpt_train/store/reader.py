@@ -176,6 +176,12 @@ class _Reading:
             else:
                 self._copy_part(use, _part(piece, dtype, use, read.chunk), completed)
 
+    def moved(self) -> int:
+        """For who waits: another number after each read. A progress may raise here, to end the load."""
+        if self._progress is not None:
+            self._progress(0)
+        return self.reads
+
     def hand_over(self, completed: list[ReadBox]) -> Generator[ReadBox]:
         """One box after the other, of which the consumer holds only one."""
         with self._budget.at_work():
@@ -238,7 +244,8 @@ def iter_boxes(
         committed: the opened checkpoint.
         wanted: which boxes of which arrays.
         settings: threads, budget, verification.
-        progress: called with numbers of bytes read, from several threads.
+        progress: called with numbers of bytes read, from several threads, and with 0 by who waits for them, at least
+            once a second; what it raises ends the load.
         budget: what the reading memory is counted in; None: one of its own, of the settings' size.
 
     Yields:
@@ -259,7 +266,7 @@ def iter_boxes(
         reading.prepare(runs)
         sources.open()
         readers = shared_workers(threads, "jaxckpt-read")
-        each = readers.run_each(reading.read_run, runs, give_up=reading.give_up, moved=lambda: reading.reads)
+        each = readers.run_each(reading.read_run, runs, give_up=reading.give_up, moved=reading.moved)
         with contextlib.closing(each) as results:
             for completed in results:
                 yield from reading.hand_over(completed)

@@ -16,12 +16,12 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.multihost import SingleProcess
-from jaxckpt_train.pending import Movement, PendingSave, call_within
+from jaxckpt_train.pending import Movement, PendingSave, call_within, expect_answer
 from jaxckpt_train.steps.preemption import PreemptionWatch
 from jaxckpt_train.store.latch import LOOK_S, Latch
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.local import LocalBackend, _LocalSource
 from tests.steps.fake_backends import HoldingBackend, callback_on
-from tests.steps.runs import state_of, step_of
+from tests.steps.runs import made_run, state_of, step_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -89,6 +89,75 @@ def test_the_deadline_holds_wherever_the_loop_is(tmp_path: Path, loop: Callable[
     given_up.wait(60)
     assert took_s < LATEST_S
     assert jct.StepManager(tmp_path).steps == [1, 2]
+
+
+def due(ckpt: jct.CheckpointCallback, state: Any) -> None:
+    ckpt(state)
+    raise AssertionError("it went on")
+
+
+def last(ckpt: jct.CheckpointCallback, state: Any) -> None:
+    for _ in ckpt.steps(2):
+        ckpt(state)
+
+
+STREAM = jct.StoreSettings(snapshot="stream")
+
+
+@pytest.mark.parametrize("if_stalled", ["skip", "raise"])
+@pytest.mark.parametrize("loop", [due, last])
+def test_a_state_that_is_not_taken_in_time_is_given_up(
+    tmp_path: Path, loop: Callable[[Any, Any], None], if_stalled: Any
+) -> None:
+    backend = HoldingBackend("create", "step-0000000002")
+    options: dict[str, Any] = {"grace_period_s": GRACE_S, "save_interval_steps": 1, "if_stalled": if_stalled}
+    ckpt = callback_on(backend, tmp_path, store=STREAM, **options)
+    state, started = state_of(2), 0.0
+    with pytest.raises(SystemExit) as left, ckpt:
+        ckpt.resume(state_of(0))
+        ckpt(state_of(1), step=1)
+        ckpt.wait_until_finished()
+        started = time.monotonic()
+        asked_soon()
+        loop(ckpt, state)
+    took_s = time.monotonic() - started
+    assert left.value.code == 75
+    assert took_s < LATEST_S
+    for leaf in jax.tree.leaves(state):
+        leaf.delete()  # as a step does that is given its memory
+    given_up = ckpt.manager._in_flight.given_up
+    assert given_up is not None
+    backend.go.set()
+    with pytest.raises(jct.CheckpointTimeoutError, match="the state was not taken"):
+        given_up.wait(60)
+    assert jct.StepManager(tmp_path).steps == [1]
+
+
+def test_a_state_that_is_taken_in_time_is_saved_and_the_loop_is_left_then(tmp_path: Path) -> None:
+    backend = HoldingBackend("create", "step-0000000002")
+    ckpt = callback_on(backend, tmp_path, store=STREAM, grace_period_s=60.0, save_interval_steps=2)
+    threading.Timer(1.0, backend.go.set).start()
+    with pytest.raises(SystemExit) as left, ckpt:
+        ckpt.resume(state_of(0))
+        ckpt(state_of(1))
+        asked_soon()
+        ckpt(state_of(2))
+        raise AssertionError("it went on")
+    assert left.value.code == 75
+    assert jct.StepManager(tmp_path).steps == [2]
+
+
+@pytest.mark.parametrize("grace_period_s", [None, 0.2])
+def test_where_there_is_no_deadline_a_state_is_waited_for(tmp_path: Path, grace_period_s: float | None) -> None:
+    backend = HoldingBackend("create", "step-0000000001")
+    ckpt = callback_on(backend, tmp_path, store=STREAM, grace_period_s=grace_period_s, save_interval_steps=1)
+    threading.Timer(1.0, backend.go.set).start()
+    with pytest.raises(SystemExit), ckpt:
+        ckpt.resume(state_of(0))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)  # a step that takes longer than the grace period
+        ckpt(state_of(1))
+    assert jct.StepManager(tmp_path).steps == [1]
 
 
 GIVEN_UP = """
@@ -203,6 +272,79 @@ def test_a_wait_ends_once_it_is_told_to() -> None:
     latch = Latch()
     threading.Timer(0.2, lambda: asked.append(True)).start()
     assert save.wait_for(latch, 60, None, lambda: bool(asked)) == "asked to leave meanwhile"
+
+
+class HeldReads:
+    """Reads of segments that are not answered until `go` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, read_into = threading.Event(), _LocalSource.read_into
+
+        def held(source: Any, *more: Any) -> None:
+            assert "safetensors" not in source._path or self.go.wait(60), "it was held and never let go"
+            read_into(source, *more)
+
+        monkeypatch.setattr(_LocalSource, "read_into", held)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldReads]:
+    held = HeldReads(monkeypatch)
+    yield held
+    held.go.set()
+
+
+@pytest.mark.parametrize("how", ["resume", "init_from"])
+def test_a_load_that_is_asked_to_leave_ends(tmp_path: Path, reads: HeldReads, how: str) -> None:
+    run = made_run(tmp_path / "run", 5)
+    options: dict[str, Any] = {} if how == "resume" else {"init_from": str(run / "step-0000000005")}
+    directory = run if how == "resume" else tmp_path / "new"
+    backend, started = HoldingBackend("rename", "nothing"), time.monotonic()
+    ckpt = callback_on(backend, directory, grace_period_s=20.0, on_preemption="raise", **options)
+    ckpt._start()  # with its handlers
+    asked_soon()
+    with pytest.raises(jct.Preempted, match="asked to leave by signal SIGTERM") as left:
+        ckpt.resume(state_of(0))
+    assert time.monotonic() - started < LATEST_S
+    assert left.value.step == (5 if how == "resume" else None)
+    assert ckpt.preempted
+    reads.go.set()
+    with callback_on(backend, run) as following:  # the directory was let go of
+        assert step_of({"state": following.resume(state_of(0))}) == 5
+
+
+def test_a_load_within_the_callback_leaves_with_its_exit_code(tmp_path: Path, reads: HeldReads) -> None:
+    backend = HoldingBackend("rename", "nothing")
+    with (
+        pytest.raises(SystemExit) as left,
+        callback_on(backend, made_run(tmp_path, 5), grace_period_s=20.0, exit_code=13) as ckpt,
+    ):
+        asked_soon()
+        ckpt.resume(state_of(0))
+    assert left.value.code == 13
+    assert jct.StepManager(tmp_path).history.events()[-1]["event"] == "preempted"
+
+
+def test_without_a_deadline_a_load_is_finished_first(tmp_path: Path, reads: HeldReads) -> None:
+    with (
+        pytest.raises(SystemExit),
+        callback_on(HoldingBackend("rename", "nothing"), made_run(tmp_path, 5)) as ckpt,
+    ):
+        asked_soon()
+        threading.Timer(1.5, reads.go.set).start()
+        assert step_of({"state": ckpt.resume(state_of(0))}) == 5
+        assert list(ckpt.steps(10)) == []
+
+
+def test_a_progress_that_raises_ends_the_wait_for_an_answer() -> None:
+    go = threading.Event()
+
+    def progress(done: int) -> None:
+        raise KeyError(done)
+
+    with pytest.raises(KeyError):
+        expect_answer(lambda path: go.wait(60), "run", progress)
+    go.set()
 
 
 def test_a_call_that_does_not_end_is_not_waited_for() -> None:

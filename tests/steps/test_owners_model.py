@@ -153,7 +153,7 @@ class Owners(RuleBasedStateMachine):
 
         def delete_it(done: int) -> None:
             """Called when the first bytes are read: all files of the checkpointable are open by then."""
-            if step in self.saved and not self.pinned:
+            if done and step in self.saved and not self.pinned:
                 self.save(ahead=1, overwrite=False)
                 self.save(ahead=1, overwrite=False)
 

@@ -1,0 +1,197 @@
+"""Handlers of several notices, of the user and of C, closed in any order or never: no signal is swallowed."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxckpt_train.steps.preemption import SignalNotice
+
+TERM = signal.SIGTERM
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_put_back() -> Iterator[None]:
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGABRT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    found = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert found == before
+
+
+@pytest.fixture
+def seen() -> Iterator[list[int]]:
+    """The signals that came to a handler of the user's own, which is installed first."""
+    came: list[int] = []
+    before = signal.signal(TERM, lambda number, frame: came.append(number))
+    yield came
+    signal.signal(TERM, before)
+
+
+def send(number: int = TERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+def installed(*names: str) -> SignalNotice:
+    notice = SignalNotice(names or ["SIGTERM"])
+    notice.install()
+    return notice
+
+
+@pytest.mark.parametrize(("names", "number"), [(("SIGTERM", "SIGTERM"), TERM), (("SIGABRT", "SIGIOT"), signal.SIGABRT)])
+def test_a_signal_that_is_named_twice_is_watched_once(names: tuple[str, ...], number: int) -> None:
+    before = signal.getsignal(number)
+    notice = installed(*names)
+    send(number)
+    assert notice.notice() == f"signal {names[0]}"
+    notice.restore()
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
+def test_notices_that_are_stopped_in_any_order_leave_what_was_there_before(seen: list[int], order: Any) -> None:
+    own = signal.getsignal(TERM)
+    notices = [installed() for _ in range(3)]
+    for stopped in order:
+        send()
+        notices[stopped].restore()
+        live = notices[order[-1]]
+        assert live.notice() == "signal SIGTERM"
+    assert seen == [TERM] * 3
+    assert signal.getsignal(TERM) is own
+
+
+def test_one_that_is_stopped_is_told_no_more(seen: list[int]) -> None:
+    below, above = installed(), installed()
+    below.restore()
+    send()
+    assert (below.notice(), above.notice()) == (None, "signal SIGTERM")
+    assert seen == [TERM]
+    above.restore()
+
+
+def test_a_handler_that_calls_one_that_is_stopped_reaches_what_is_below(seen: list[int]) -> None:
+    own, notice = signal.getsignal(TERM), installed()
+    below: Any = signal.getsignal(TERM)
+    signal.signal(TERM, lambda number, frame: below(number, frame))
+    notice.restore()
+    send()
+    assert seen == [TERM]
+    signal.signal(TERM, own)
+
+
+def test_what_was_ignored_is_ignored_again() -> None:
+    before = signal.signal(TERM, signal.SIG_IGN)
+    below, above = installed(), installed()
+    below.restore()
+    above.restore()
+    send()
+    assert signal.getsignal(TERM) == signal.SIG_IGN
+    signal.signal(TERM, before)
+
+
+def test_a_notice_that_is_dropped_ends_with_it(seen: list[int]) -> None:
+    own, dropped = signal.getsignal(TERM), installed()
+    above = installed()
+    del dropped
+    send()
+    above.restore()
+    assert signal.getsignal(TERM) is own
+    assert seen == [TERM]
+
+
+def test_one_that_is_stopped_by_another_thread_passes_signals_on(seen: list[int]) -> None:
+    own, notice = signal.getsignal(TERM), installed()
+    thread = threading.Thread(target=notice.restore)
+    thread.start()
+    thread.join()
+    send()
+    assert (seen, notice.notice()) == ([TERM], None)
+    signal.signal(TERM, own)
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_handler_that_is_written_in_c_is_there_again(tmp_path: Path, is_stopped: bool) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with open(tmp_path / "stacks", "w+") as stacks:
+        faulthandler.register(signal.SIGUSR1, stacks)
+        try:
+            notice = installed("SIGUSR1")
+            send(signal.SIGUSR1)
+            assert notice.notice() == "signal SIGUSR1"
+            if is_stopped:
+                notice.restore()
+            del notice
+            send(signal.SIGUSR1)
+            stacks.seek(0)
+            assert "test_signal_handlers.py" in stacks.read()
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+            faulthandler.unregister(signal.SIGUSR1)
+
+
+def test_one_that_python_does_not_know_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "getsignal", lambda number: None)  # as for what was set before Python began
+        notice = installed()
+    send()
+    assert notice.notice() == "signal SIGTERM"
+    notice.restore()
+    assert signal.getsignal(TERM) == signal.SIG_DFL
+
+
+HEAD = """
+import gc, os, signal, sys
+import numpy as np
+import jaxckpt_train as jct
+
+def started(name):
+    ckpt = jct.CheckpointCallback(f"{sys.argv[1]}/{name}", save_interval_steps=10)
+    ckpt.resume({"w": np.ones(3)})
+    return ckpt
+
+def send():
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("lives on", flush=True)
+"""
+IN_ORDER = "a, b = started('a'), started('b'); a.close(); b.close(); send()"
+DROPPED = "a = started('a'); del a; gc.collect(); send()"
+PUT_BACK = "a = started('a'); of_a = signal.signal(signal.SIGTERM, print); a.close(); signal.signal(15, of_a); send()"
+FORKED = """
+a, b, c = started('a'), started('b'), started('c')
+b.close(); del c
+child = os.fork()
+if child == 0:
+    send()
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == -15, status
+a.close()
+send()
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize(
+    "script", [IN_ORDER, DROPPED, PUT_BACK, FORKED], ids=["in order", "dropped", "put back", "fork"]
+)
+def test_what_is_left_of_callbacks_lets_sigterm_end_the_process(tmp_path: Path, run_python: Any, script: str) -> None:
+    done = run_python(HEAD + script, tmp_path, timeout_s=60)
+    assert (done.returncode, done.stdout) == (-TERM, ""), done.stderr
+
+
+STILL_ONE = "a, b = started('a'), started('b'); a.close(); send(); assert b.poll(); b.close(); send()"
+
+
+def test_one_that_is_not_closed_still_hears_it(tmp_path: Path, run_python: Any) -> None:
+    done = run_python(HEAD + STILL_ONE, tmp_path, timeout_s=60)
+    assert (done.returncode, done.stdout) == (-TERM, "lives on\n"), done.stderr
