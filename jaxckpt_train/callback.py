@@ -171,10 +171,8 @@ class CheckpointCallback:
                 total = self.manager.metadata().bytes
         with with_fingerprint(self._fingerprint), progress_line("restoring", total, shown) as advance:
             values = self.manager.restore(values, progress=self._departure.heeded(advance))
-        restored = self.manager.restored_step
-        assert restored is not None
-        self._saved = restored
-        _log.info("resumed from step %d of %s", restored, self.manager.directory)
+        self._saved = self.manager.restored_step
+        _log.info("resumed from step %s of %s", self._saved, self.manager.directory)
         return values
 
     def steps(self, num_steps: int) -> Iterator[int]:
@@ -211,8 +209,7 @@ class CheckpointCallback:
         """
         if not self.enabled:
             return _DISABLED
-        if not self._started:
-            self._start()
+        self._start()
         self._refuse_unless_resumed()
         self._loop.count(step)
         self._loop.told(more if state is _MISSING else {"state": state, **more}, metrics)
@@ -288,8 +285,9 @@ class CheckpointCallback:
             result = self._departure.finish(self.manager, self._save_before_leaving)
         self._departure.decide(self.manager)
         if not self._loop.in_steps and self._loop.called:
+            error = self._departure.error()
             self.close()
-            raise self._departure.error()
+            raise error
         return result
 
     def _save_before_leaving(self, timeout_s: float | None) -> SaveResult:
@@ -358,7 +356,7 @@ class CheckpointCallback:
                     with progress_line("finishing the save", None, wants_progress(self._progress)):
                         self._departure.close(self.manager)
             finally:
-                self._watch.stop()  # only now: until the save is committed, a signal must not kill the process
+                self._watch.stop(leaving=self._departure.ends_process)  # only now: till then a signal must not kill it
 
     def __enter__(self) -> CheckpointCallback:
         self._start()
@@ -367,11 +365,12 @@ class CheckpointCallback:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        leaving = None
         try:
             try:
                 if error is None:
                     self._save_last()
-                    self._leave_unless_finished()
+                    leaving = self._leave_unless_finished()
             finally:
                 self.close()
         except BaseException as failure:
@@ -379,15 +378,16 @@ class CheckpointCallback:
                 raise
             _log.exception("closing %s failed while another error was on its way", self.manager.directory)
             error.add_note(f"besides, closing {self.manager.directory} failed: {failure}")
-        if error is None and self._departure.preempted is not None:
-            raise self._departure.error()
+        if leaving is not None:
+            raise leaving
 
-    def _leave_unless_finished(self) -> None:
-        """A loop that was asked to leave and broke off by itself has not finished: its process must say so."""
+    def _leave_unless_finished(self) -> BaseException | None:
+        """What says that it has left. A loop that was asked to and broke off by itself has not finished, either."""
         left = self.enabled and self._started and not self.preempted and not self._loop.finished()
         if left and self._watch.reached():
             self._departure.finish(self.manager, lambda _: NOTHING_NEW)
             self._departure.decide(self.manager)
+        return self._departure.error() if self.preempted else None
 
     def _save_last(self) -> None:
         """On a normal end: the last completed update, exactly once."""

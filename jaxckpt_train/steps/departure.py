@@ -44,6 +44,7 @@ class Departure:
         self._grace_period_s, self._exit_code, self._raises = grace_period_s, exit_code, raises
         self.preempted: Preempted | None = None
         self._ends_at: float | None = None
+        self.ends_process = False
 
     def is_time_up(self) -> bool:
         """For who waits in the loop: whether the job was asked to leave meanwhile, and what is not done is given up."""
@@ -119,8 +120,9 @@ class Departure:
                 raise
             self.decide(manager)
             self.close(manager)
-            self._watch.stop()
-            raise self.error() from None
+            error = self.error()
+            self._watch.stop(leaving=self.ends_process)
+            raise error from None
 
     def left_s(self) -> float | None:
         """Seconds in which all must be done, some of the grace period being left to end the process; None: no limit."""
@@ -147,6 +149,7 @@ class Departure:
             )
 
     def error(self) -> BaseException:
-        """What ends the process."""
+        """What ends the process, or `Preempted`, which somebody is to catch."""
         assert self.preempted is not None
-        return self.preempted if self._raises() else SystemExit(self._exit_code)
+        self.ends_process = not self._raises()
+        return SystemExit(self._exit_code) if self.ends_process else self.preempted

@@ -80,10 +80,16 @@ class SignalNotice:
         """The numbers of the signals for which it has handlers now."""
         return list(self._handlers)
 
-    def restore(self) -> None:
-        """Put the handlers back that were there before; where others are above its own, those pass signals on."""
-        for handler in self._handlers.values():
-            handler.stop()
+    def restore(self, *, leaving: bool = False) -> None:
+        """Put the handlers back that were there before; where others are above its own, those pass signals on.
+
+        `leaving`: the process ends now, and the signal that it ends for may come once more.
+        """
+        for number, handler in self._handlers.items():
+            if leaving and signal.Signals(number).name == self.received:
+                handler.hush()
+            else:
+                handler.stop()
         self._handlers.clear()
 
     def notice(self) -> str | None:
@@ -165,9 +171,9 @@ class PreemptionWatch:
         """Begin to watch for signals."""
         self._signals.install()
 
-    def stop(self) -> None:
-        """Put the signal handlers back."""
-        self._signals.restore()
+    def stop(self, *, leaving: bool = False) -> None:
+        """Put the signal handlers back; one that the process ends for now is ignored until it has ended."""
+        self._signals.restore(leaving=leaving)
 
     def reached(self) -> bool:
         """Whether the job was asked to leave; the same answer on all processes. Costs a microsecond."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
+import math
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+IGNORED_S = 30.0
 _ACTION_BYTES = 512  # more than any system's `struct sigaction` has
 
 
@@ -28,7 +32,7 @@ class SignalHandler:
     def __init__(self, number: int, received: Callable[[int], object]) -> None:
         self._number = number
         self._received = weakref.WeakMethod(received)
-        self._is_stopped = False
+        self._is_stopped, self._ignores_until = False, -math.inf
         self._before, self._action = signal.getsignal(number), _exchange_action(number)
 
     def install(self) -> None:
@@ -42,6 +46,23 @@ class SignalHandler:
         if installed is self and threading.current_thread() is threading.main_thread():  # others can install nothing
             self._lowest()._put_back()
 
+    def hush(self) -> None:
+        """As `stop`, for a process that ends because of this signal: launchers send it again, and it has an exit code.
+
+        For half a minute, and while the interpreter ends, the signal is ignored; a process that lives on gets it then.
+        A handler of the user's own knows better what to do: it is put back.
+        """
+        if self._lowest()._before is not signal.SIG_DFL:
+            self.stop()
+            return
+        self._is_stopped, self._ignores_until = True, time.monotonic() + IGNORED_S
+        atexit.register(self._ignore)
+
+    def _ignore(self) -> None:
+        installed: object = signal.getsignal(self._number)
+        if installed is self and time.monotonic() < self._ignores_until:
+            signal.signal(self._number, signal.SIG_IGN)  # the interpreter puts the default in place of its handlers
+
     def is_live(self) -> bool:
         """Whether somebody still wants to be told."""
         return not self._is_stopped and self._received() is not None
@@ -49,6 +70,8 @@ class SignalHandler:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Called by Python, between two byte codes of the main thread, or by a handler that is above."""
         lowest = self._lowest()
+        if time.monotonic() < self._ignores_until:
+            return
         received = None if self._is_stopped else self._received()
         if received is None:
             lowest._act_as_before(frame)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 import pytest
 
 from jaxckpt_train.steps.preemption import SignalNotice
+from tests.conftest import REPO_ROOT
 
 TERM = signal.SIGTERM
 
@@ -195,3 +199,69 @@ STILL_ONE = "a, b = started('a'), started('b'); a.close(); send(); assert b.poll
 def test_one_that_is_not_closed_still_hears_it(tmp_path: Path, run_python: Any) -> None:
     done = run_python(HEAD + STILL_ONE, tmp_path, timeout_s=60)
     assert (done.returncode, done.stdout) == (-TERM, "lives on\n"), done.stderr
+
+
+LEAVES = """
+with jct.CheckpointCallback(f"{sys.argv[1]}/run", save_interval_steps=10) as ckpt:
+    state = ckpt.resume({"w": np.ones(3)})
+    for step in ckpt.steps(10**9):
+        state = {"w": state["w"] + 1}
+        ckpt(state)
+        print(step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("times", [1, 5, 20])
+def test_a_signal_that_is_sent_again_does_not_change_the_exit_code(tmp_path: Path, times: int) -> None:
+    variables = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", HEAD + LEAVES, str(tmp_path)]
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        for _ in range(times):
+            process.send_signal(TERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.02)
+        process.stdout.read()
+        errors = process.stderr.read()
+    assert process.returncode == 75, errors
+
+
+LIVES_ON = """
+from jaxckpt_train.steps.preemption import SignalNotice
+
+notice = SignalNotice(["SIGTERM"])
+notice.install()
+(handler,) = notice._handlers.values()
+send()
+notice.restore(leaving=True)
+send()
+handler._ignores_until = 0.0  # half a minute later
+send()
+"""
+
+
+def test_a_process_that_lives_on_gets_the_signal_after_a_while(tmp_path: Path, run_python: Any) -> None:
+    done = run_python(HEAD + LIVES_ON, tmp_path, timeout_s=60)
+    assert (done.returncode, done.stdout) == (-TERM, "lives on\nlives on\n"), done.stderr
+
+
+def test_a_handler_of_the_users_own_is_put_back_whatever_the_process_does(seen: list[int]) -> None:
+    own, notice = signal.getsignal(TERM), installed()
+    send()
+    notice.restore(leaving=True)
+    assert signal.getsignal(TERM) is own
+    send()
+    assert seen == [TERM] * 2
+
+
+def test_only_the_signal_that_the_process_ends_for_is_ignored() -> None:
+    before, notice = signal.getsignal(signal.SIGUSR1), installed("SIGTERM", "SIGUSR1")
+    own = notice._handlers[TERM]._before
+    send()
+    notice.restore(leaving=True)
+    assert signal.getsignal(signal.SIGUSR1) == before
+    assert signal.getsignal(TERM) != own
+    send()
+    signal.signal(TERM, own)
