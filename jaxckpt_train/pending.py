@@ -41,11 +41,11 @@ class Movement:
 
     def __init__(self, is_excused: Callable[[], bool] = lambda: False) -> None:
         self._is_excused = is_excused
-        self.waited_s = 0.0
+        self.waited_s, self.moved_at = 0.0, time.monotonic()
 
     def __call__(self, done: int = 0) -> None:
         """It got further."""
-        self.waited_s = 0.0
+        self.waited_s, self.moved_at = 0.0, time.monotonic()
 
     def waited(self, seconds: float, at_most: float = LOOK_S) -> None:
         """Somebody has waited for so long; what is more than `at_most` was a stop."""

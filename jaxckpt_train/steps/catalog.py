@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import logging
@@ -16,7 +17,8 @@ from jaxckpt_train.steps.lineage import in_order
 from jaxckpt_train.steps.notes import Notes
 from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store.backend import Backend
-from jaxckpt_train.store.manifest import NOT_JSON, decode_info
+from jaxckpt_train.store.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, NOT_JSON, decode_info
+from jaxckpt_train.store.plain_files import read_whole
 from jaxckpt_train.store.transaction import is_gone, read_committed
 
 _log = logging.getLogger("jaxckpt_train")
@@ -28,7 +30,7 @@ class _Info(msgspec.Struct):
     info: msgspec.Raw
 
 
-_UNKNOWN: dict[str, Any] = {}
+_LINEAGE = ("created", "run", "sequence", "left_behind")
 
 
 def scan(backend: Backend, directory: str) -> list[Entry]:
@@ -49,8 +51,9 @@ def scan(backend: Backend, directory: str) -> list[Entry]:
 
 def tell_of_uncommitted(backend: Backend, directory: str, told: set[str]) -> None:
     """Warn of step directories without COMMIT, once of each: no save leaves one, so somebody has lost a part of it."""
-    for name in sorted(_step_names(backend, directory) - told):
-        if is_gone(backend, f"{directory}/{name}"):
+    with contextlib.suppress(StorageError):  # what was restored is restored
+        without = {name for name in _step_names(backend, directory) - told if is_gone(backend, f"{directory}/{name}")}
+        for name in sorted(without & _step_names(backend, directory)):  # else it was deleted meanwhile
             told.add(name)
             _log.warning("%s/%s: has no COMMIT, so it is no step: copied in part, or damaged?", directory, name)
 
@@ -65,10 +68,11 @@ def _entries(backend: Backend, directory: str, names: Set[str]) -> list[Entry]:
         )
     entries = []
     for name in sorted(names):
-        parsed, info = parse_step_name(name), _committed_info(backend, f"{directory}/{name}")
-        if parsed is not None and info is not None:
+        parsed, found = parse_step_name(name), _committed_info(backend, f"{directory}/{name}")
+        if parsed is not None and found is not None:
+            info, is_certain = found
             entry = notes.added_to(entry_from_manifest(name, *parsed, info))
-            entries.append(dataclasses.replace(entry, is_held=info is _UNKNOWN or notes.problem is not None))
+            entries.append(dataclasses.replace(entry, is_held=not is_certain or notes.problem is not None))
     return entries
 
 
@@ -82,12 +86,24 @@ def _step_names(backend: Backend, directory: str) -> set[str]:
     return {name for name in names if parse_step_name(name) is not None}
 
 
-def _committed_info(backend: Backend, directory: str) -> dict[str, Any] | None:
-    """What the manifest says of a step; nothing if it cannot be read, or is not what was committed; None: no COMMIT."""
+def _committed_info(backend: Backend, directory: str) -> tuple[dict[str, Any], bool] | None:
+    """What the manifest says of a step, and whether that is what was committed; None: there is no COMMIT.
+
+    One that is not is asked for its place in the run all the same: without it, what a roll-back has left behind would
+    be restored, and nobody would come to try it.
+    """
     try:
         found = read_committed(backend, directory)
-        if found is None:
-            return None
-        return decode_info(msgspec.json.decode(found[0], type=_Info).info, directory)
+        return None if found is None else (_info_of(found[0], directory), True)
     except (StorageError, CorruptCheckpointError, FormatVersionError, *NOT_JSON):
-        return None if is_gone(backend, directory) else _UNKNOWN
+        if is_gone(backend, directory):
+            return None
+    try:
+        info = _info_of(read_whole(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES).tobytes(), directory)
+        return {name: info[name] for name in _LINEAGE if name in info}, False
+    except (StorageError, CorruptCheckpointError, *NOT_JSON):
+        return {}, False
+
+
+def _info_of(manifest: bytes, subject: str) -> dict[str, Any]:
+    return decode_info(msgspec.json.decode(manifest, type=_Info).info, subject)

@@ -123,13 +123,13 @@ class InFlight:
         return None
 
     def _look_at(self, pending: PendingSave[CheckpointMetadata]) -> None:
-        """Who skips does not wait, but is awake: the time since it last skipped for the same save counts as waited.
+        """Who skips does not wait, but is awake: the time counts since it last skipped for this save, or that moved.
 
         Half of what is allowed at most: after a stop of the whole job the save has until the next look to get further.
         """
         now, (seen, at) = time.monotonic(), self._skipped_for
         if seen is pending:
-            pending.movement.waited(now - at, at_most=self._stall_timeout_s / 2)
+            pending.movement.waited(now - max(at, pending.movement.moved_at), at_most=self._stall_timeout_s / 2)
         self._skipped_for = (pending, now)
 
     def patience_s(self, force: bool) -> float:

@@ -246,7 +246,9 @@ class OwnerLock:
         except StorageError:
             return False  # somebody else was quicker
         taken = self._read(aside.rpartition("/")[2])
-        if taken is None or taken.token != other.token:
+        if taken is None:
+            return False
+        if taken.token != other.token:
             self._backend.rename(aside, self.path)  # it was a new, live owner's: put it back
             return False
         self._backend.touch(aside)

@@ -21,6 +21,7 @@ from jaxckpt_train.store.plain_files import read_whole
 NOTES_NAME = "notes.jsonl"
 _SEAL = b',"xxh3_64":"'
 _END = b'"}'
+_ONE_NOTE = 1024  # bytes, about; what is lost of one that a crash cut is less than that
 _log = logging.getLogger("jaxckpt_train")
 
 
@@ -106,9 +107,9 @@ def _read(backend: Backend, directory: str) -> tuple[list[dict[str, Any]], str |
 def _is_cut(line: bytes, after: list[bytes]) -> bool:
     """Whether a crash may have left this: a whole note ends with a line break, and an empty line comes before the next.
 
-    Blocks that never reached the disk are zeros.
+    What never reached the disk of a note may be zeros, but not as many as a block that was lost later.
     """
-    return b"\0" in line or not (line.endswith(b"}") or (len(after) > 0 and after[0] == b""))
+    return len(line) < _ONE_NOTE if b"\0" in line else not after or after[0] != b""
 
 
 def _note_of(line: bytes) -> dict[str, Any] | None:

@@ -52,7 +52,7 @@ class SignalHandler:
         For half a minute, and while the interpreter ends, the signal is ignored; a process that lives on gets it then.
         A handler of the user's own knows better what to do: it is put back.
         """
-        if self._lowest()._before is not signal.SIG_DFL:
+        if self._lowest()._before not in (signal.SIG_DFL, signal.default_int_handler):
             self.stop()
             return
         self._is_stopped, self._ignores_until = True, time.monotonic() + IGNORED_S

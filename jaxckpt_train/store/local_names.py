@@ -52,7 +52,7 @@ def _file_entry(item: os.DirEntry[str]) -> Entry:
     """One that the disk cannot tell anything of must not hide all the others."""
     try:
         return Entry(item.name, "file", item.stat(follow_symlinks=False).st_size)
-    except FileNotFoundError:
+    except (FileNotFoundError, InterruptedError):
         raise
     except OSError:
         return Entry(item.name, "other")

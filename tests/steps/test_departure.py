@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train.steps.signal_handlers import SignalHandler
 from tests.steps.fake_backends import HoldingBackend, RefusingBackend, callback_on
 from tests.steps.runs import Counter, state_of, step_of, talking_to
 
@@ -52,7 +53,8 @@ def _handlers_are_put_back() -> Iterator[None]:
     found = {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
     for name, handler in before.items():
         signal.signal(getattr(signal, name), handler)
-    assert found == before
+    for name, handler in found.items():  # one that the process ends for may come again
+        assert handler == before[name] or (isinstance(handler, SignalHandler) and not handler.is_live())
 
 
 def send(name: str = "SIGTERM") -> None:

@@ -57,6 +57,25 @@ def test_a_line_that_a_crash_cut_short_anywhere_is_left_out(tmp_path: Path, two_
         assert {100, 500} <= steps <= {100, 300, 500}
 
 
+def test_a_note_that_a_crash_cut_at_a_brace_is_left_out(tmp_path: Path, two_pins: bytes) -> None:
+    (tmp_path / NOTES_NAME).write_bytes(two_pins + b'\n{"step":500,"metrics":{"a":0.5}')
+    assert pinned(tmp_path) == ({100, 300}, None)
+    append_note(LocalBackend(), str(tmp_path), {"step": 700, "pin": True})
+    assert pinned(tmp_path) == ({100, 300, 700}, None)
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_a_block_that_was_lost_later_is_damage(tmp_path: Path, block: int) -> None:
+    for step in range(100):
+        append_note(LocalBackend(), str(tmp_path), {"step": step, "name": f"step-{step:010d}", "pin": True})
+    data = bytearray((tmp_path / NOTES_NAME).read_bytes())
+    data[4096 * block : 4096 * (block + 1)] = bytes(len(data[4096 * block : 4096 * (block + 1)]))
+    (tmp_path / NOTES_NAME).write_bytes(data)
+    steps, problem = pinned(tmp_path)
+    assert len(steps) < 100
+    assert problem is not None
+
+
 def test_blocks_that_never_reached_the_disk_are_no_damage(tmp_path: Path, two_pins: bytes) -> None:
     (tmp_path / NOTES_NAME).write_bytes(two_pins + bytes(300))
     append_note(LocalBackend(), str(tmp_path), {"step": 500, "pin": True})

@@ -247,6 +247,15 @@ def test_a_process_that_lives_on_gets_the_signal_after_a_while(tmp_path: Path, r
     assert (done.returncode, done.stdout) == (-TERM, "lives on\nlives on\n"), done.stderr
 
 
+def test_an_interrupt_that_is_sent_again_is_ignored_too() -> None:
+    before, notice = signal.getsignal(signal.SIGINT), installed("SIGINT")
+    send(signal.SIGINT)
+    notice.restore(leaving=True)
+    send(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) != before
+    signal.signal(signal.SIGINT, before)
+
+
 def test_a_handler_of_the_users_own_is_put_back_whatever_the_process_does(seen: list[int]) -> None:
     own, notice = signal.getsignal(TERM), installed()
     send()

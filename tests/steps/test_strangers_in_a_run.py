@@ -45,10 +45,49 @@ def test_a_flipped_metric_neither_is_the_best_nor_costs_the_best(tmp_path: Path)
     assert not step_path(tmp_path, 300).exists()
 
 
-def test_a_flipped_sequence_does_not_make_an_old_step_the_latest(tmp_path: Path) -> None:
+def test_a_flipped_sequence_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = made_run(tmp_path, 100, 200, 300)
     replace_in_manifest(step_path(run, 100), b'"sequence":0', b'"sequence":8')
-    assert StepManager(run).latest == 300
+    with StepManager(run) as manager:
+        assert step_of(manager.restore()) == 300
+        save_steps(manager, 400)
+        assert manager.damaged == [100]
+    assert "step 100 cannot be restored and is skipped" in caplog.text
+    assert (StepManager(run).steps, StepManager(run).latest) == ([200, 300, 400], 400)
+
+
+def test_the_line_is_kept_when_the_step_that_began_it_is_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = made_run(tmp_path, 10, 20, 30)
+    with StepManager(run) as manager:
+        manager.restore(step=10)
+        save_steps(manager, 15)
+    replace_in_manifest(step_path(run, 15), b'"dtype":"float32"', b'"dtype":"gloat32"')
+    with StepManager(run, preservation_policy=LatestN(3)) as manager:
+        assert manager.latest == 15
+        assert step_of(manager.restore()) == 10
+        assert "step 15 cannot be restored and is skipped" in caplog.text
+        save_steps(manager, 16, 17)
+    assert step_path(run, 10).exists()
+    assert StepManager(run).latest == 17
+
+
+def test_a_warning_that_the_disk_refuses_costs_no_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = made_run(tmp_path, 1)
+    manager = StepManager(run)
+    listing, judge = manager._backend.list, manager._run.judge
+
+    def refusing(path: str) -> Any:
+        raise StorageError(errno.EIO, "refused", path)
+
+    def judged(*given: Any) -> None:
+        monkeypatch.setattr(manager._backend, "list", refusing)
+        judge(*given)
+        monkeypatch.setattr(manager._backend, "list", listing)
+
+    monkeypatch.setattr(manager._run, "judge", judged)
+    assert step_of(manager.restore()) == 1
 
 
 def test_a_step_that_nobody_can_read_is_not_counted_by_the_policy(tmp_path: Path) -> None:
