@@ -39,14 +39,31 @@ def scan(backend: Backend, directory: str) -> list[Entry]:
     A step whose manifest is damaged, or cannot be read, is listed too: a restore finds out and falls back, with a
     warning. Retention leaves it alone.
     """
+    return scan_with_notes(backend, directory)[0]
+
+
+def scan_with_notes(backend: Backend, directory: str) -> tuple[list[Entry], Notes]:
+    """As `scan`, with the notes that were read for it."""
     names = _step_names(backend, directory)
     while True:
-        entries = _entries(backend, directory, names)
+        notes = Notes(backend, directory)
+        entries = _entries(backend, directory, names, notes)
         missing = names - {entry.name for entry in entries if entry.tells_lineage}
         now = _step_names(backend, directory) if missing else names
         if missing <= now:
-            return in_order(entries)
+            return in_order(entries), notes
         names = now  # the owner deleted a step while it was looked at, and has saved another
+
+
+def refuse_uncommitted(backend: Backend, directory: str, *, damaged: bool) -> None:
+    """Raise CorruptCheckpointError if there are step directories, none of which can be restored."""
+    names = sorted(_step_names(backend, directory))
+    if names:
+        why = "damaged or not committed" if damaged else "not committed (copied in part, or links?)"
+        raise CorruptCheckpointError(
+            f"{directory}: has {', '.join(names[:5])}, but each of its steps is {why}; copy them anew, or "
+            "move them away to start from the beginning"
+        )
 
 
 def tell_of_uncommitted(backend: Backend, directory: str, told: set[str]) -> None:
@@ -58,21 +75,14 @@ def tell_of_uncommitted(backend: Backend, directory: str, told: set[str]) -> Non
             _log.warning("%s/%s: has no COMMIT, so it is no step: copied in part, or damaged?", directory, name)
 
 
-def _entries(backend: Backend, directory: str, names: Set[str]) -> list[Entry]:
-    notes = Notes(backend, directory)
-    if notes.problem is not None:
-        _log.warning(
-            "%s; of the steps that are there now none is deleted, as it may be pinned: pin anew what must stay, and "
-            "remove what is damaged there",
-            notes.problem,
-        )
+def _entries(backend: Backend, directory: str, names: Set[str], notes: Notes) -> list[Entry]:
     entries = []
     for name in sorted(names):
         parsed, found = parse_step_name(name), _committed_info(backend, f"{directory}/{name}")
         if parsed is not None and found is not None:
             info, is_certain = found
-            entry = notes.added_to(entry_from_manifest(name, *parsed, info))
-            entries.append(dataclasses.replace(entry, is_held=not is_certain or notes.problem is not None))
+            entry = dataclasses.replace(entry_from_manifest(name, *parsed, info), is_certain=is_certain)
+            entries.append(notes.added_to(entry))
     return entries
 
 

@@ -24,7 +24,8 @@ class Entry:
         left_behind: names of the directories that a roll-back before this save has left behind.
         damaged: what is wrong with its bytes, if it was set aside for that; None: nothing that is known.
         tells_lineage: whether its manifest could be read, and is of the run whose directory this is.
-        is_held: whether its manifest, or what was noted of it, cannot be read: retention neither counts nor deletes it.
+        is_certain: whether its manifest is what was committed; else what it says is not to be relied upon.
+        is_held: whether that, or what was noted of it, is not known: retention neither counts nor deletes it.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Entry:
     run: str | None = None
     left_behind: tuple[str, ...] = ()
     tells_lineage: bool = True
+    is_certain: bool = True
     is_held: bool = False
     pinned: bool = False
     damaged: str | None = None

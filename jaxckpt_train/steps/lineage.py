@@ -8,6 +8,22 @@ from collections.abc import Collection, Sequence
 
 from jaxckpt_train.steps.entry import Entry
 
+UNKNOWN_SAVES = 1 << 20  # more than lie between any two steps of a run
+
+
+@dataclasses.dataclass(frozen=True)
+class RollBack:
+    """What was left behind at some save of the run, by the names of the directories."""
+
+    sequence: int = -1
+    names: frozenset[str] = frozenset()
+
+
+def last_sequence(entries: Sequence[Entry], noted: RollBack) -> int:
+    """The highest number that a save of the run has; where a manifest does not tell it, a higher one than it can be."""
+    known = max([noted.sequence, *(entry.sequence for entry in entries)])
+    return known if all(entry.is_certain for entry in entries) else known + UNKNOWN_SAVES
+
 
 def home_run(entries: Sequence[Entry]) -> str | None:
     """The id of the run whose directory this is: that of most steps, of equally many the one that saved last."""
@@ -34,18 +50,23 @@ def in_order(entries: Sequence[Entry]) -> list[Entry]:
     return sorted(placed, key=lambda entry: entry.order)
 
 
-def left_behind(entries: Sequence[Entry]) -> frozenset[str]:
+def left_behind(entries: Sequence[Entry], noted: RollBack | None = None) -> frozenset[str]:
     """The names of those that are no part of the line of the last save, as that save says.
 
     Never its own: it may have been given the name of one that was left behind and is deleted.
 
     Args:
         entries: in order.
+        noted: what was noted of the last roll-back; used if no manifest that is certain is of a later save.
     """
-    last = next((entry for entry in reversed(entries) if entry.tells_lineage), None)
-    if last is None:
-        return frozenset()
-    return frozenset({entry.name for entry in entries}.intersection(last.left_behind) - {last.name})
+    telling = [entry for entry in entries if entry.tells_lineage]
+    last = next((entry for entry in reversed(telling) if entry.is_certain), None)
+    found = RollBack() if last is None else RollBack(last.sequence, frozenset(last.left_behind) - {last.name})
+    if noted is not None and noted.sequence > found.sequence:
+        found = noted
+    if telling and telling[-1].sequence > found.sequence:  # nobody else tells of it
+        found = RollBack(names=frozenset(telling[-1].left_behind) - {telling[-1].name})
+    return frozenset(entry.name for entry in entries) & found.names
 
 
 def left_behind_by(restored: Entry, entries: Sequence[Entry]) -> frozenset[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,7 +14,10 @@ import xxhash
 from jaxckpt_train.checkpoint_metadata import metrics_from_json
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.steps.entry import Entry
+from jaxckpt_train.steps.lineage import RollBack
+from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.late_sync import sync_directory
 from jaxckpt_train.store.manifest import NOT_JSON
 from jaxckpt_train.store.plain_files import read_whole
 
@@ -23,6 +26,37 @@ _SEAL = b',"xxh3_64":"'
 _END = b'"}'
 _ONE_NOTE = 1024  # bytes, about; what is lost of one that a crash cut is less than that
 _log = logging.getLogger("jaxckpt_train")
+
+
+def add_note(backend: Backend, directory: str, note: Mapping[str, Any]) -> None:
+    """As `append_note`; when this returns it is on the disk."""
+    append_note(backend, directory, note)
+    backend.sync(f"{directory}/{NOTES_NAME}")
+    sync_directory(backend, directory)  # it may be the first note
+
+
+def settle(backend: Backend, directory: str, notes: Notes, entries: Sequence[Entry]) -> None:
+    """If notes are damaged, write down which steps there are now: those are held, and none that is saved later."""
+    if notes.problem is None:
+        return
+    _log.warning(
+        "%s; the %d steps that are there now are not deleted, as they may be pinned: pin(step) what must stay, and "
+        "pin(step, False) what may go",
+        notes.problem,
+        len(entries),
+    )
+    try:
+        add_note(backend, directory, {"held": [entry.name for entry in entries]})
+    except StorageError as error:
+        _log.warning("all steps that the next process finds are held, too: %s", error)
+
+
+def note_roll_back(backend: Backend, directory: str, roll_back: RollBack) -> None:
+    """Write down what was left behind; the manifest of the save says so, too, so a refusal is no failure of it."""
+    try:
+        add_note(backend, directory, {"sequence": roll_back.sequence, "left_behind": sorted(roll_back.names)})
+    except StorageError as error:
+        _log.warning("what a roll-back has left behind is told by one manifest only: %s", error)
 
 
 def append_note(backend: Backend, directory: str, note: Mapping[str, Any]) -> None:
@@ -38,18 +72,26 @@ class Notes:
     """What was noted of the steps of a run.
 
     Attributes:
-        problem: why some of it may be missing, so that nobody knows which steps are pinned; None: all is there.
+        problem: why some of it may be missing, so that nobody knows which steps are pinned; None: all is there, or what
+            was there then is held.
+        roll_back: what was left behind by the last one that was noted.
     """
 
     def __init__(self, backend: Backend, directory: str) -> None:
         self._metrics: dict[object, dict[str, float]] = {}
         self._pinned: set[int] = set()
         self._damaged: dict[object, str | None] = {}
-        notes, self.problem = _read(backend, directory)
-        for note in notes:
-            self._add(note)
+        self._held: set[str] = set()
+        self.roll_back = RollBack()
+        self.problem: str | None = None
+        for note in _read(backend, directory):
+            if isinstance(note, str):
+                self.problem = self.problem or note
+            else:
+                self._add(note)
 
     def _add(self, note: Mapping[str, Any]) -> None:
+        self._add_of_run(note)
         step = note.get("step")
         if not isinstance(step, int):
             return
@@ -57,6 +99,7 @@ class Notes:
             self._pinned.add(step)
         elif note.get("pin") is False:
             self._pinned.discard(step)
+            self._held = {name for name in self._held if (parse_step_name(name) or (None,))[0] != step}
         name, saved = note.get("name"), note.get("saved")
         # A name may be given again, to another save.
         of = (name, saved) if isinstance(name, str) and isinstance(saved, str) else step
@@ -65,19 +108,29 @@ class Notes:
         if isinstance(note.get("metrics"), dict):
             self._metrics.setdefault(of, {}).update(metrics_from_json(note["metrics"]))
 
+    def _add_of_run(self, note: Mapping[str, Any]) -> None:
+        left, held, sequence = note.get("left_behind"), note.get("held"), note.get("sequence")
+        if isinstance(left, list) and isinstance(sequence, int):
+            self.roll_back = RollBack(sequence, frozenset(name for name in left if isinstance(name, str)))
+        if isinstance(held, list):
+            self._held |= {name for name in held if isinstance(name, str)}
+            self.problem = None  # of what came before
+
     def added_to(self, entry: Entry) -> Entry:
         """The entry with what was noted of it."""
         of = (entry.name, entry.time.isoformat())
         metrics = {**(entry.metrics or {}), **self._metrics.get(entry.step, {}), **self._metrics.get(of, {})}
         # When a save was, only its manifest tells: one that cannot be read has what was said last of that name.
         is_pinned, damaged = entry.step in self._pinned, self._damaged.get(of if entry.tells_lineage else entry.name)
-        return dataclasses.replace(entry, metrics=metrics or None, pinned=is_pinned, damaged=damaged)
+        is_held = not entry.is_certain or self.problem is not None or entry.name in self._held
+        return dataclasses.replace(entry, metrics=metrics or None, pinned=is_pinned, damaged=damaged, is_held=is_held)
 
 
 def noted(entry: Entry, subject: Entry, note: Mapping[str, Any]) -> Entry:
     """The entry after a note of `subject`: a pin is of all generations of a step, all else of one."""
     if "pin" in note and entry.step == subject.step:
-        return dataclasses.replace(entry, pinned=bool(note["pin"]))
+        is_held = entry.is_held and (note["pin"] or not entry.is_certain)
+        return dataclasses.replace(entry, pinned=bool(note["pin"]), is_held=is_held)
     if "metrics" in note and entry.name == subject.name:
         return dataclasses.replace(entry, metrics={**(entry.metrics or {}), **metrics_from_json(note["metrics"])})
     if "damaged" in note and entry.name == subject.name:
@@ -85,23 +138,23 @@ def noted(entry: Entry, subject: Entry, note: Mapping[str, Any]) -> Entry:
     return entry
 
 
-def _read(backend: Backend, directory: str) -> tuple[list[dict[str, Any]], str | None]:
-    """The notes, and what keeps others from being read. A line that a crash cut short was never acknowledged."""
+def _read(backend: Backend, directory: str) -> Iterator[dict[str, Any] | str]:
+    """The notes, and as text what keeps others from being read. What a crash cut short was never acknowledged."""
     path = f"{directory}/{NOTES_NAME}"
     try:
         lines = read_whole(backend, directory, NOTES_NAME, limit=None).tobytes().split(b"\n")
     except StorageError as error:
-        return [], None if error.errno == errno.ENOENT else str(error)
-    notes, problem = list[dict[str, Any]](), None
+        if error.errno != errno.ENOENT:
+            yield str(error)
+        return
     for number, line in enumerate(lines, 1):
         found = _note_of(line) if line else None
         if found is not None:
-            notes.append(found)
+            yield found
         elif line and _is_cut(line, lines[number:]):
-            _log.warning("%s: line %d was cut short by a crash, and is left out", path, number)
+            _log.info("%s: line %d was cut short by a crash, and is left out", path, number)
         elif line:
-            problem = problem or f"{path}: line {number} is damaged: expected the note that it was written as"
-    return notes, problem
+            yield f"{path}: line {number} is damaged: expected the note that it was written as"
 
 
 def _is_cut(line: bytes, after: list[bytes]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import errno
 import functools
 import logging
 import threading
@@ -14,13 +13,22 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
-from jaxckpt_train.errors import CheckpointExistsError, CorruptCheckpointError, StepNotFoundError, StorageError
-from jaxckpt_train.steps.catalog import scan, tell_of_uncommitted
+from jaxckpt_train.errors import CheckpointExistsError, StepNotFoundError, StorageError
+from jaxckpt_train.steps.catalog import refuse_uncommitted, scan_with_notes, tell_of_uncommitted
 from jaxckpt_train.steps.entry import Entry, entry_from_manifest
 from jaxckpt_train.steps.history import History
-from jaxckpt_train.steps.lineage import home_run, left_behind, left_behind_by, line_last, newest_generations
+from jaxckpt_train.steps.letting_go import let_go, release
+from jaxckpt_train.steps.lineage import (
+    RollBack,
+    home_run,
+    last_sequence,
+    left_behind,
+    left_behind_by,
+    line_last,
+    newest_generations,
+)
 from jaxckpt_train.steps.lock import OwnerLock
-from jaxckpt_train.steps.notes import NOTES_NAME, append_note, noted
+from jaxckpt_train.steps.notes import add_note, note_roll_back, noted, settle
 from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy, steps_to_delete
 from jaxckpt_train.steps.restoring import Restored, StepVanishedError
 from jaxckpt_train.steps.retention import Deleter, half_deleted, remove_attempts
@@ -53,7 +61,7 @@ class RunDirectory:
         self._deleter = Deleter(backend, directory, weakref.WeakMethod(self._deleted), self._lock.check)
         self._scrubber = Scrubber(backend, directory, scrub_bytes_per_s, weakref.ref(self))
         # A manager that was dropped without close(), as in a notebook, must not lock its directory for ever.
-        weakref.finalize(self, _let_go, self._lock, self._deleter, self._scrubber).atexit = False
+        weakref.finalize(self, let_go, self._lock, self._deleter, self._scrubber).atexit = False
         self._guard, self._noting = threading.RLock(), threading.Lock()
         self._entries: list[Entry] = []
         self._infos: tuple[CheckpointInfo, ...] | None = None
@@ -98,6 +106,7 @@ class RunDirectory:
         remove_attempts(self._backend, self._directory)
         with self._guard:
             self._look()
+            settle(self._backend, self._directory, self._notes, self._entries)
             self._id = home_run(self._entries) or self._id
             if self._restored is not None:
                 self._left = left_behind_by(self._restored, self._entries)
@@ -107,19 +116,15 @@ class RunDirectory:
         self._scrubber.start()
 
     def _look(self) -> None:
-        self._entries = scan(self._backend, self._directory)
-        self._left = left_behind(self._entries)
+        self._entries, self._notes = scan_with_notes(self._backend, self._directory)
+        self._left = left_behind(self._entries, self._notes.roll_back)
+        self._forgotten = max(self._forgotten, last_sequence(self._entries, self._notes.roll_back))
         self._infos = None
 
     def check_fresh(self) -> None:
         """Raise CorruptCheckpointError if there are step directories, but none that is committed and whole."""
-        names = [e.name for e in self._backend.list(self._directory) if parse_step_name(e.name) is not None]
-        if names and not self.entries():
-            why = "damaged or not committed" if self.damaged() else "not committed (copied in part, or links?)"
-            raise CorruptCheckpointError(
-                f"{self._directory}: has {', '.join(names[:5])}, but each of its steps is {why}; copy them anew, or "
-                "move them away to start from the beginning"
-            )
+        if not self.entries():
+            refuse_uncommitted(self._backend, self._directory, damaged=bool(self.damaged()))
 
     def entries(self) -> list[Entry]:
         """All committed generations of all steps that are neither damaged nor about to be deleted, as they were saved.
@@ -239,6 +244,17 @@ class RunDirectory:
             self._left = frozenset(entry.left_behind) - {name}
             self._infos = None
 
+    def note_roll_back(self) -> None:
+        """Write down what a roll-back has left behind: that must not rest on the one manifest which says so."""
+        with self._guard:
+            there = {entry.name for entry in self._entries}
+            now = RollBack(max(entry.sequence for entry in self._entries), self._left & there)
+            is_noted = now.names == self._notes.roll_back.names & there
+        if not is_noted:
+            self._notes.roll_back = now
+            with self._noting:
+                note_roll_back(self._backend, self._directory, now)
+
     def retain(self, *, is_durable: bool = True) -> None:
         """Hand what no policy keeps to the deleter. Called after a commit; never touches what is not older.
 
@@ -353,9 +369,7 @@ class RunDirectory:
         """Write a pin of a step, or metrics of one generation of it or that it is damaged, durably."""
         line = {"step": entry.step, "name": entry.name, "saved": entry.time.isoformat(), **note}
         with self._noting:
-            append_note(self._backend, self._directory, line)
-            self._backend.sync(f"{self._directory}/{NOTES_NAME}")
-            sync_directory(self._backend, self._directory)  # it may be the first note
+            add_note(self._backend, self._directory, line)
         with self._guard:
             self._entries = [noted(each, entry, note) for each in self._entries]
             self._infos = None
@@ -373,27 +387,11 @@ class RunDirectory:
             return
         self._scrubber.end()
         if self._deleter.is_here:  # called by garbage collection, in the middle of a deletion
-            _let_go(self._lock, self._deleter, self._scrubber)
+            let_go(self._lock, self._deleter, self._scrubber)
             return
         is_done = False
         try:
-            is_done = self._deleter.close(functools.partial(_release, self._lock, self._scrubber), timeout_s)
+            is_done = self._deleter.close(functools.partial(release, self._lock, self._scrubber), timeout_s)
         finally:
             if not is_done:
-                _let_go(self._lock, self._deleter, self._scrubber)
-
-
-def _let_go(lock: OwnerLock, deleter: Deleter, scrubber: Scrubber) -> None:
-    if not lock.is_inherited:
-        scrubber.end()
-        lock.end()
-        deleter.end(functools.partial(_release, lock, scrubber))
-
-
-def _release(lock: OwnerLock, scrubber: Scrubber) -> None:
-    scrubber.join()  # it writes notes as the owner
-    try:
-        lock.release()
-    except (StorageError, CorruptCheckpointError) as error:
-        if getattr(error, "errno", None) != errno.ENOENT:
-            _log.warning("%s was not released: %s", lock.path, error)
+                let_go(self._lock, self._deleter, self._scrubber)

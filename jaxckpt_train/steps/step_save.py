@@ -151,6 +151,7 @@ class StepSave:
             self._note(ok=False, error=str(error))
             raise
         self._run.committed(committed, self._info)
+        self._run.note_roll_back()
         spent_s = times.write_s + times.commit_s
         self._note(ok=True, bytes_per_s=round(times.bytes / spent_s) if spent_s > 0 else math.inf)
         try:

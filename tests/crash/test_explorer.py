@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.steps import lock, retention, run_directory
+from jaxckpt_train.steps import lock, notes, retention
 from jaxckpt_train.store import transaction
 from tests.crash.crash_disk import CrashDisk, Machine
 from tests.crash.explorer import SETTINGS, explore, small_sizes
@@ -139,7 +139,7 @@ def test_a_deletion_that_does_not_sync_the_new_name_is_found_out(monkeypatch: py
 
 
 def test_a_first_pin_that_is_not_synced_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_directory, "sync_directory", lambda *_: None)
+    monkeypatch.setattr(notes, "sync_directory", lambda *_: None)
     found_out(order="any")
 
 

@@ -111,7 +111,42 @@ def test_what_may_be_pinned_is_kept_and_the_run_goes_on(
         save_steps(manager, 4, 5, 6)
     assert step_path(run, 1).exists(), "it was pinned"
     assert StepManager(run).steps == [1, 2, 3, 6], "what was saved since is kept by the policy alone"
-    assert "none is deleted, as it may be pinned: pin anew what must stay" in caplog.text
+    assert "the 3 steps that are there now are not deleted, as they may be pinned: pin(step) what must" in caplog.text
+
+
+def test_what_is_held_does_not_grow_with_each_start_and_is_let_go_by_the_user(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2, 3)
+    with StepManager(run) as manager:
+        manager.pin(1)
+    flip_a_pin(run)
+    for step in range(4, 9):
+        with StepManager(run, preservation_policy=LatestN(1)) as manager:
+            manager.restore()
+            save_steps(manager, step)
+    assert StepManager(run).steps == [1, 2, 3, 8]
+    with StepManager(run, preservation_policy=LatestN(1)) as manager:
+        manager.pin(1)
+        manager.pin(2, pinned=False)
+        save_steps(manager, 9)
+        manager.pin(3, pinned=False)
+    with StepManager(run, preservation_policy=LatestN(1)) as manager:
+        save_steps(manager, 10)
+    assert StepManager(run).steps == [1, 10]
+
+
+def test_damage_after_that_is_damage_again(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2)
+    with StepManager(run) as manager:
+        manager.pin(1)
+    flip_a_pin(run)
+    with StepManager(run, preservation_policy=LatestN(1)) as manager:
+        save_steps(manager, 5)
+        manager.pin(5)
+    data = (run / NOTES_NAME).read_bytes()
+    (run / NOTES_NAME).write_bytes(data.replace(b'"step":5', b'"step":7'))
+    with StepManager(run, preservation_policy=LatestN(1)) as manager:
+        save_steps(manager, 6, 7)
+    assert StepManager(run).steps == [1, 2, 5, 7]
 
 
 def test_once_the_damaged_line_is_gone_the_policy_holds_again(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.pending import call_after
+from jaxckpt_train.steps import letting_go
 from jaxckpt_train.steps import lock as lock_module
-from jaxckpt_train.steps import run_directory
 from jaxckpt_train.steps.lock import OwnerLock
 from jaxckpt_train.steps.retention import Deleter, hidden_name
 from jaxckpt_train.steps.run_directory import RunDirectory
@@ -190,8 +190,8 @@ CLOSING = (
     jct.StepManager.close,
     call_after,
     RunDirectory.close,
-    run_directory._let_go,
-    run_directory._release,
+    letting_go.let_go,
+    letting_go.release,
     Deleter.close,
     Deleter.end,
     Deleter._has_work,

@@ -73,6 +73,52 @@ def test_the_line_is_kept_when_the_step_that_began_it_is_damaged(
     assert StepManager(run).latest == 17
 
 
+def overwrite(step: Path) -> None:
+    (step / "manifest.json").write_bytes(b"nothing that was saved")
+
+
+def forget_one(step: Path) -> None:
+    replace_in_manifest(step, b'"step-0000000030"', b'"step-0000000031"')
+
+
+def make_it_older(step: Path) -> None:
+    replace_in_manifest(step, b'"sequence":3', b'"sequence":1')
+
+
+@pytest.mark.parametrize("damage", [overwrite, forget_one, make_it_older])
+@pytest.mark.parametrize("last", [15, 16])
+def test_a_branch_that_was_left_behind_stays_so_without_the_manifest_that_says_it(
+    tmp_path: Path, last: int, damage: Any
+) -> None:
+    run = made_run(tmp_path, 10, 20, 30)
+    with StepManager(run, preservation_policy=LatestN(2)) as manager:
+        manager.restore(step=10)
+        save_steps(manager, *range(15, last + 1))
+    if last == 15 or damage is overwrite:
+        damage(step_path(run, last))
+    with StepManager(run, preservation_policy=LatestN(2)) as manager:
+        assert step_of(manager.restore()) == (15 if last == 16 and damage is overwrite else 10 if last == 15 else 16)
+        save_steps(manager, 17)
+    reader = StepManager(run)
+    assert (reader.latest, step_of(reader.restore())) == (17, 17)
+
+
+def test_a_roll_back_past_steps_that_could_not_be_read_stays_one_when_they_can(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 10, 20, 30)
+
+    class TwoUnreadable(LocalBackend):
+        def open(self, directory: str, name: str, *, direct: Any) -> Any:
+            if directory in (str(step_path(run, 20)), str(step_path(run, 30))):
+                raise StorageError(errno.EIO, "refused", directory)
+            return super().open(directory, name, direct=direct)
+
+    with StepManager(run, backend=TwoUnreadable()) as manager:
+        assert step_of(manager.restore()) == 10
+        save_steps(manager, 15)
+    reader = StepManager(run)
+    assert (reader.latest, step_of(reader.restore())) == (15, 15)
+
+
 def test_a_warning_that_the_disk_refuses_costs_no_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = made_run(tmp_path, 1)
     manager = StepManager(run)
