@@ -172,7 +172,7 @@ DROPPED = "a = started('a'); del a; gc.collect(); send()"
 PUT_BACK = "a = started('a'); of_a = signal.signal(signal.SIGTERM, print); a.close(); signal.signal(15, of_a); send()"
 FORKED = """
 a, b, c = started('a'), started('b'), started('c')
-b.close(); del c
+b.close(); del c; gc.collect()
 child = os.fork()
 if child == 0:
     send()
