@@ -164,14 +164,9 @@ def movement_of(parts: Sequence[StagedPart]) -> Movement:
     owners = [weakref.ref(part.own_files) for part in parts if part.own_files is not None]
 
     def is_excused() -> bool:
-        here, looking, writing = (
-            [each() for each in transfers],
-            [each() for each in guards],
-            [each() for each in owners],
-        )
-        fetching = any(each.fetching for each in here if each is not None)
-        looks = any(each.is_looking for each in looking if each is not None)
-        return fetching or looks or any(each.is_writing for each in writing if each is not None)
+        fetching = any(here.fetching for each in transfers if (here := each()) is not None)
+        looking = any(guard.is_looking for each in guards if (guard := each()) is not None)
+        return fetching or looking or any(owner.is_writing for each in owners if (owner := each()) is not None)
 
     return Movement(is_excused)
 

@@ -177,7 +177,7 @@ def decode_info(raw: msgspec.Raw, subject: str) -> dict[str, Any]:
     Raises:
         CorruptCheckpointError: no JSON object, or larger than any save makes it.
     """
-    size = len(bytes(raw))
+    size = memoryview(raw).nbytes
     if size > MAX_INFO_BYTES:
         raise CorruptCheckpointError(f"{subject}: info of {size:,} bytes, expected at most {MAX_INFO_BYTES:,}")
     try:
