@@ -17,7 +17,7 @@ from jaxckpt_train.config import DEFAULT_GRACE_S, callback_arguments, check_argu
 from jaxckpt_train.errors import CheckpointError, SettingsError
 from jaxckpt_train.multihost import current
 from jaxckpt_train.progress import progress_line, wants_progress
-from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings
 from jaxckpt_train.steps.departure import NOTHING_NEW, Departure
 from jaxckpt_train.steps.history import savable_metrics
 from jaxckpt_train.steps.hooks import LoopHook
@@ -60,7 +60,7 @@ class CheckpointCallback:
         save_on_exit: bool = True,
         save_initial: bool = False,
         if_busy: Literal["wait", "skip"] = "wait",
-        stall_timeout_s: float = 60.0,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
         if_stalled: Literal["skip", "raise"] = "skip",
         signals: Sequence[str] = ("SIGTERM", "SIGUSR1", "SIGUSR2"),
         notice_file: PathLike | None = None,

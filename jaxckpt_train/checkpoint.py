@@ -40,6 +40,7 @@ from jaxckpt_train.store.verify import verify as verify_committed
 from jaxckpt_train.store.writer import Progress
 from jaxckpt_train.tree.patterns import Only
 from jaxckpt_train.tree.restore import LoadOptions
+from jaxckpt_train.value_checks import flag, path_text
 
 PathLike = str | os.PathLike[str]
 
@@ -50,8 +51,12 @@ _BACKEND: Backend = LocalBackend()
 
 
 def absolute(path: PathLike) -> str:
-    """The absolute path, `~` expanded."""
-    return os.path.abspath(os.path.expanduser(os.fspath(path)))
+    """The absolute path, `~` expanded.
+
+    Raises:
+        SettingsError: it is no path.
+    """
+    return os.path.abspath(os.path.expanduser(path_text("path", path)))
 
 
 def run_info(custom_metadata: Any = None, **more: Any) -> dict[str, Any]:
@@ -158,13 +163,14 @@ def save_checkpointables_async(
 ) -> PendingSave[CheckpointMetadata]:
     """As `save_async`, with several checkpointables by name."""
     final, chosen, times = absolute(path), checked_settings("settings", settings), SaveTimes()
+    replace = flag("overwrite", overwrite)
     if file_exists(final):
         # One look may meet what another process has just replaced, and is removing: the next one sees the new.
         if not any(is_committed(_BACKEND, final) or not file_exists(final) for _ in range(LOOKS)):
             raise CheckpointExistsError(
                 f"{final}: exists and is no checkpoint; it is not replaced. Choose another path"
             )
-        if not overwrite:
+        if not replace:
             raise CheckpointExistsError(f"{final}: exists; pass overwrite=True to replace it, or choose another path")
     parts = stage_all(checkpointables, times, chosen)
     info = run_info(custom_metadata)
@@ -173,7 +179,7 @@ def save_checkpointables_async(
     def work() -> CheckpointMetadata:
         with undone_on_error(transaction, parts):
             _remove_leftovers(final)
-        done = write_parts(transaction, _BACKEND, parts, info, chosen, times, replace=overwrite, progress=movement)
+        done = write_parts(transaction, _BACKEND, parts, info, chosen, times, replace=replace, progress=movement)
         return describe(done)
 
     pending = begin_save(final, work, transaction, parts, movement)

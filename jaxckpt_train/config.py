@@ -6,18 +6,21 @@ Neither Hydra nor OmegaConf is imported: what they made is recognised when they 
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Mapping
 from typing import Any
 
-from jaxckpt_train.config_checks import (
+from jaxckpt_train.config_policies import build_policy
+from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings
+from jaxckpt_train.value_checks import (
     Check,
     anything,
     flag,
     known_keys,
     one_of,
     optional,
+    path_text,
     refuse,
     seconds,
     signals,
@@ -25,9 +28,6 @@ from jaxckpt_train.config_checks import (
     unicode_text,
     whole,
 )
-from jaxckpt_train.config_policies import build_policy
-from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.settings import StoreSettings
 
 _ROOT = "checkpoint"
 DEFAULT_GRACE_S = 30.0
@@ -124,7 +124,7 @@ class CheckpointConfig:
     save_on_exit: bool = True
     save_initial: bool = False
     if_busy: str = "wait"
-    stall_timeout_s: float = 60.0
+    stall_timeout_s: float = STALL_TIMEOUT_S
     if_stalled: str = "skip"
     signals: list[str] = dataclasses.field(default_factory=lambda: ["SIGTERM", "SIGUSR1", "SIGUSR2"])
     notice_file: str | None = None
@@ -159,7 +159,7 @@ def _store(subject: str, value: Any) -> StoreConfig:
 
 
 _CHECKS: dict[str, Check] = {
-    "directory": text,
+    "directory": path_text,
     "save_interval_steps": optional(whole(1)),
     "save_interval_secs": optional(seconds),
     "save_policy": anything,
@@ -175,13 +175,13 @@ _CHECKS: dict[str, Check] = {
     "stall_timeout_s": seconds,
     "if_stalled": one_of("skip", "raise"),
     "signals": signals,
-    "notice_file": optional(text),
+    "notice_file": optional(path_text),
     "max_run_time_s": optional(seconds),
     "grace_period_s": optional(seconds),
     "exit_code": whole(0, 255),
     "on_preemption": one_of("auto", "exit", "raise"),
     "fingerprint": optional(unicode_text),
-    "init_from": optional(text),
+    "init_from": optional(path_text),
     "progress": one_of("auto", True, False),
     "enabled": flag,
     "store": _store,
@@ -214,9 +214,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     store = arguments["store"]
     if not isinstance(store, (StoreSettings, type(None))):
         refuse(f"{_ROOT}.store", "a StoreSettings", store)
-    paths = {name: arguments[name] for name in ("directory", "init_from", "notice_file")}
-    as_text = {name: path if path is None else os.fspath(path) for name, path in paths.items()}
-    CheckpointConfig(**{**arguments, **as_text, "store": store or StoreConfig()})
+    CheckpointConfig(**{**arguments, "store": store or StoreConfig()})
 
 
 def _built(config: object) -> CheckpointConfig:

@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from jaxckpt_train.config_checks import known_keys, nearest, refuse, text
 from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.value_checks import known_keys, nearest, refuse, text
 
 
 def build_policy(subject: str, value: Any, method: str) -> Any:

@@ -16,6 +16,7 @@ SnapshotMode = Literal["auto", "host", "device", "stream"]
 NonFinite = Literal["allow", "warn", "reject"]
 
 DEFAULT_IO_THREADS = 2
+STALL_TIMEOUT_S = 60.0  # of a step manager and whoever makes one
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "durability": ("full", "file", "none"),

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
+from tests.file_content import content
 from tests.store.checkpoints import rewrite
 from tests.tree.same_trees import assert_same
 
@@ -27,11 +28,6 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "verify": jct.verify,
 }
 everyone = pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-
-
-def content(path: Path) -> dict[str, bytes]:
-    """All files below a path; by this a test shows that nothing was touched."""
-    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 @pytest.fixture
@@ -319,40 +315,3 @@ def test_a_directory_without_permission(tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)
     with pytest.raises(jct.StorageError, match="Permission denied"):
         jct.save(tmp_path / "locked" / "c", STATE)
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"durability": "always"}, "durability: expected one of 'full', 'file', 'none', found 'always'"),
-        ({"durability": None}, "durability: expected one of"),
-        ({"digest": "md5"}, "digest: expected one of 'xxh3-128', 'sha256', 'blake3', found 'md5'"),
-        ({"direct_io": "yes"}, "direct_io: expected one of 'auto', True, False, found 'yes'"),
-        ({"direct_io": 1}, "direct_io: expected one of"),
-        ({"segment_bytes": 1000}, "segment_bytes: expected a whole number of bytes of at least 1048576, found 1000"),
-        ({"staging_bytes": 0}, "staging_bytes: expected a whole number of bytes of at least 1048576, found 0"),
-        ({"read_budget_bytes": 1e9}, "read_budget_bytes: expected a whole number .*, found 1000000000.0"),
-        ({"io_threads": 0}, "io_threads: expected a whole number from 1 to 64 or 'auto', found 0"),
-        ({"io_threads": 65}, "io_threads: expected a whole number from 1 to 64 or 'auto', found 65"),
-        ({"io_threads": True}, "io_threads: expected a whole number from 1 to 64 or 'auto', found True"),
-        ({"io_threads": "many"}, "io_threads: expected a whole number from 1 to 64 or 'auto', found 'many'"),
-        ({"verify_on_load": "no"}, "verify_on_load: expected true or false, found 'no'"),
-    ],
-)
-def test_wrong_settings(settings: dict[str, Any], reason: str) -> None:
-    with pytest.raises(jct.SettingsError, match=f"StoreSettings.{reason}"):
-        jct.StoreSettings(**settings)
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"missing": "ignore"}, 'missing: expected "error" or "keep", found \'ignore\''),
-        ({"only": 3}, "only: expected a pattern such as"),
-        ({"rename": "old/**"}, "rename: expected a mapping such as"),
-        ({"shardings": "x"}, "shardings: leaf .*: expected a jax.sharding.Sharding"),
-    ],
-)
-def test_wrong_arguments_of_load(options: dict[str, Any], reason: str, saved: Path) -> None:
-    with pytest.raises(jct.SettingsError, match=reason):
-        jct.load(saved, **options)

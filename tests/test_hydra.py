@@ -267,7 +267,7 @@ def test_plain_mappings_objects_and_nothing_are_taken_too() -> None:
         ({"signals": "SIGTERM"}, "a list of names of signals"),
         ({"progress": 1}, "found 1"),
         ({"enabled": "yes"}, "true or false"),
-        ({"directory": ""}, "not empty"),
+        ({"directory": ""}, "expected a path"),
         ({"max_run_time_s": 30, "grace_period_s": 60}, "more than checkpoint.grace_period_s"),
         ({"store": 3}, "checkpoint.store: expected a mapping"),
         (["directory"], "checkpoint: expected a mapping"),

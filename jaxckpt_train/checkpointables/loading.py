@@ -23,6 +23,7 @@ from jaxckpt_train.store.replaced import refuse_another
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.store.verify import file_problems
 from jaxckpt_train.tree.restore import LoadOptions, TreeRestore
+from jaxckpt_train.value_checks import named
 
 
 class OpenPart:
@@ -99,7 +100,7 @@ def load_parts(
         CorruptCheckpointError: bytes are not what was saved.
     """
     jobs = []
-    for name, target in targets.items():
+    for name, target in named("targets", targets).items():
         part = committed.manifest.part(name)
         if part is None:
             there = ", ".join(repr(part.name) for part in committed.manifest.parts)

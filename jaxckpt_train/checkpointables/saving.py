@@ -36,6 +36,7 @@ from jaxckpt_train.store.writer import Progress, write_arrays
 from jaxckpt_train.tree.leaf_records import encode_tree
 from jaxckpt_train.tree.snapshot import Snapshot, snapshot
 from jaxckpt_train.tree.transfers import Ahead
+from jaxckpt_train.value_checks import named
 
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
@@ -88,12 +89,12 @@ def stage_all(checkpointables: Mapping[str, Any], times: SaveTimes, settings: St
     """Take all checkpointables as they are now; `wait_until_taken` says when all of it is safe.
 
     Raises:
-        SettingsError: a name that cannot name a directory, or a digest whose package is not installed.
+        SettingsError: no mapping, a name that cannot name a directory, or a digest whose package is not installed.
         UnsupportedLeafError: something cannot be stored.
     """
     digest_function(settings.digest)  # told now, and not in the background
     parts, ahead = [], Ahead(settings.staging_bytes)
-    for name, value in checkpointables.items():
+    for name, value in named("checkpointables", checkpointables).items():
         if not isinstance(name, str) or not is_plain_name(name):
             raise SettingsError(
                 f"checkpointable name {name!r}: expected letters, digits, '_', '-' and '.', not '.' or '-' first"

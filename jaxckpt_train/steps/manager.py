@@ -15,7 +15,7 @@ from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
 from jaxckpt_train.errors import CheckpointTimeoutError, SettingsError
 from jaxckpt_train.multihost import current
 from jaxckpt_train.pending import LAST_PATIENCE_S, call_after, expect_answer
-from jaxckpt_train.settings import StoreSettings, checked_settings
+from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings, checked_settings
 from jaxckpt_train.steps.history import History, metrics_to_json, plain_metrics
 from jaxckpt_train.steps.in_flight import Busy, InFlight, Stalled
 from jaxckpt_train.steps.lock import try_to_write
@@ -36,9 +36,9 @@ from jaxckpt_train.steps.step_save import Clock, SaveRequest, SaveResult, StepSa
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.reader import Progress
+from jaxckpt_train.value_checks import flag
 
 _log = logging.getLogger("jaxckpt_train")
-STALL_TIMEOUT_S = 60.0
 
 
 class StepManager:
@@ -213,7 +213,7 @@ class StepManager:
             if why_not is not None:
                 return SaveResult(False, why_not)
             wait_s = time.perf_counter() - started
-            if not overwrite:
+            if not flag("StepManager.save: overwrite", overwrite):
                 self._run.refuse_committed(step)
             request = SaveRequest(step, decision.reason, metrics, custom_metadata, temporary, decide_s, wait_s)
             return self._begin(request, checkpointables, force, timeout_s)

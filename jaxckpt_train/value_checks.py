@@ -1,10 +1,11 @@
-"""Checks of single configuration values: each gives the value back in its right type, or says what is wrong with it."""
+"""Checks of values that users give: each gives its value back in the right type, or says what is wrong with it."""
 
 from __future__ import annotations
 
 import difflib
 import math
 import numbers
+import os
 import signal
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
@@ -32,6 +33,26 @@ def unicode_text(subject: str, value: Any) -> str:
     except UnicodeEncodeError:
         refuse(subject, "valid Unicode", value)
     return found
+
+
+def path_text(subject: str, value: Any) -> str:
+    """The text of a path of the file system."""
+    found = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(found, str) or not found or "\0" in found:
+        refuse(subject, "a path, as text or pathlib.Path", value)
+    try:
+        os.fsencode(found)
+    except UnicodeEncodeError:
+        refuse(subject, "a path of characters that a file system takes", value)
+    return found
+
+
+def named(subject: str, value: Any) -> Mapping[str, Any]:
+    """A mapping; whoever takes it checks the names."""
+    if not isinstance(value, Mapping):
+        kind = type(value).__name__  # a whole state is no good text
+        raise SettingsError(f'{subject}: expected a mapping of names, as {{"state": state}}, found one {kind}')
+    return value
 
 
 def flag(subject: str, value: Any) -> bool:

@@ -1,0 +1,109 @@
+"""Wrong arguments: each is refused by name before anything is read or written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from tests.file_content import content
+from tests.tree.same_trees import assert_same
+
+STATE = {"params": {"w": np.arange(5000.0), "b": np.ones(3)}, "step": 7}
+READERS: tuple[Callable[[Any], Any], ...] = (jct.load, jct.load_checkpointables, jct.metadata, jct.verify)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    jct.save(tmp_path / "c", STATE)
+    return tmp_path / "c"
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"durability": "always"}, "durability: expected one of 'full', 'file', 'none', found 'always'"),
+        ({"durability": None}, "durability: expected one of"),
+        ({"digest": "md5"}, "digest: expected one of 'xxh3-128', 'sha256', 'blake3', found 'md5'"),
+        ({"direct_io": "yes"}, "direct_io: expected one of 'auto', True, False, found 'yes'"),
+        ({"direct_io": 1}, "direct_io: expected one of"),
+        ({"segment_bytes": 1000}, "segment_bytes: expected a whole number of bytes of at least 1048576, found 1000"),
+        ({"staging_bytes": 0}, "staging_bytes: expected a whole number of bytes of at least 1048576, found 0"),
+        ({"read_budget_bytes": 1e9}, "read_budget_bytes: expected a whole number .*, found 1000000000.0"),
+        ({"io_threads": 0}, "io_threads: expected a whole number from 1 to 64 or 'auto', found 0"),
+        ({"io_threads": 65}, "io_threads: expected a whole number from 1 to 64 or 'auto', found 65"),
+        ({"io_threads": True}, "io_threads: expected a whole number from 1 to 64 or 'auto', found True"),
+        ({"io_threads": "many"}, "io_threads: expected a whole number from 1 to 64 or 'auto', found 'many'"),
+        ({"verify_on_load": "no"}, "verify_on_load: expected true or false, found 'no'"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(jct.SettingsError, match=rf"StoreSettings.{reason}"):
+        jct.StoreSettings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"missing": "ignore"}, 'missing: expected "error" or "keep", found \'ignore\''),
+        ({"only": 3}, "only: expected a pattern such as"),
+        ({"rename": "old/**"}, "rename: expected a mapping such as"),
+        ({"shardings": "x"}, "shardings: leaf .*: expected a jax.sharding.Sharding"),
+    ],
+)
+def test_wrong_arguments_of_load(options: dict[str, Any], reason: str, checkpoint: Path) -> None:
+    with pytest.raises(jct.SettingsError, match=reason):
+        jct.load(checkpoint, **options)
+
+
+NO_PATHS = (None, 3, "", b"bytes", "a\0b", "\ud800")
+
+
+@pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
+@pytest.mark.parametrize("wrong", NO_PATHS, ids=ascii)
+def test_what_is_no_path(read: Callable[[Any], Any], wrong: object) -> None:
+    with pytest.raises(jct.SettingsError, match=r"^path: expected a path.*, found"):
+        read(wrong)
+
+
+@pytest.mark.parametrize("wrong", NO_PATHS, ids=ascii)
+def test_what_is_no_path_to_write_to(wrong: Any) -> None:
+    with pytest.raises(jct.SettingsError, match=r"^path: expected a path.*, found"):
+        jct.save(wrong, STATE)
+    with pytest.raises(jct.SettingsError, match=r"^path: expected a path.*, found"):
+        jct.StepManager(wrong)
+    with pytest.raises(jct.SettingsError, match=r"^checkpoint.directory: expected a path.*, found"):
+        jct.CheckpointCallback(wrong)
+
+
+def test_an_array_is_no_mapping_of_names(checkpoint: Path, tmp_path: Path) -> None:
+    wrong: Any = jnp.ones(3)
+    with jct.StepManager(tmp_path / "run") as steps:
+        with pytest.raises(jct.SettingsError, match=r"^checkpointables: expected a mapping of names.*found one Array"):
+            steps.save(1, wrong)
+        steps.save(1, {"state": STATE})
+        with pytest.raises(jct.SettingsError, match=r"^targets: expected a mapping of names.*found one Array"):
+            steps.restore(wrong)
+        assert_same(steps.restore({"state": STATE})["state"], STATE)
+    with pytest.raises(jct.SettingsError, match=r"^targets: expected a mapping of names"):
+        jct.load_checkpointables(checkpoint, wrong)
+
+
+def test_a_text_does_not_overwrite(checkpoint: Path, tmp_path: Path) -> None:
+    wrong: Any = "no"
+    before = content(checkpoint)
+    with pytest.raises(jct.SettingsError, match=r"^overwrite: expected true or false, found 'no'"):
+        jct.save(checkpoint, {"w": 1}, overwrite=wrong)
+    assert content(checkpoint) == before
+    with jct.StepManager(tmp_path / "run") as steps:
+        steps.save(1, {"state": STATE})
+        steps.wait()
+        before = content(tmp_path / "run")
+        with pytest.raises(jct.SettingsError, match=r"^StepManager.save: overwrite: expected true or false"):
+            steps.save(1, {"state": {"w": 1}}, overwrite=wrong)
+        assert content(tmp_path / "run") == before
