@@ -29,6 +29,7 @@ from jaxckpt_train.checkpointables.saving import (
 from jaxckpt_train.errors import CheckpointExistsError, MismatchError, SettingsError, StorageError, UnsupportedLeafError
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings, checked_settings
+from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.left_overs import remove_dead_attempts
 from jaxckpt_train.store.local import LocalBackend, file_exists, is_file
@@ -116,6 +117,7 @@ def save(
         SettingsError: `custom_metadata` is too large.
         StorageError: the file system refused. What was at `path` before is untouched; or, should the disk fail once
             more while it is put back, beside it where the error says.
+        CheckpointTimeoutError: it has not answered for ten minutes.
     """
     return save_async(path, tree, overwrite=overwrite, custom_metadata=custom_metadata, settings=settings).wait()
 
@@ -164,14 +166,7 @@ def save_checkpointables_async(
     """As `save_async`, with several checkpointables by name."""
     final, chosen, times = absolute(path), checked_settings("settings", settings), SaveTimes()
     replace = flag("overwrite", overwrite)
-    if file_exists(final):
-        # One look may meet what another process has just replaced, and is removing: the next one sees the new.
-        if not any(is_committed(_BACKEND, final) or not file_exists(final) for _ in range(LOOKS)):
-            raise CheckpointExistsError(
-                f"{final}: exists and is no checkpoint; it is not replaced. Choose another path"
-            )
-        if not replace:
-            raise CheckpointExistsError(f"{final}: exists; pass overwrite=True to replace it, or choose another path")
+    answer_of(final, lambda moved: _refuse_existing(final, replace))
     parts = stage_all(checkpointables, times, chosen)
     info = run_info(custom_metadata)
     transaction, movement = Transaction(_BACKEND, final, chosen), movement_of(parts)
@@ -185,6 +180,16 @@ def save_checkpointables_async(
     pending = begin_save(final, work, transaction, parts, movement)
     wait_until_taken(parts, pending)
     return pending
+
+
+def _refuse_existing(final: str, replace: bool) -> None:
+    if not file_exists(final):
+        return
+    # One look may meet what another process has just replaced, and is removing: the next one sees the new.
+    if not any(is_committed(_BACKEND, final) or not file_exists(final) for _ in range(LOOKS)):
+        raise CheckpointExistsError(f"{final}: exists and is no checkpoint; it is not replaced. Choose another path")
+    if not replace:
+        raise CheckpointExistsError(f"{final}: exists; pass overwrite=True to replace it, or choose another path")
 
 
 def _remove_leftovers(final: str) -> None:
@@ -226,17 +231,19 @@ def load(
         NotACheckpointError: nothing committed at `path`.
         MismatchError: before anything is read: all differences between the checkpoint and `like`.
         CorruptCheckpointError: bytes are not what was saved.
+        CheckpointTimeoutError: the disk has not answered for ten minutes.
     """
     options = LoadOptions(only=only, rename=rename, cast=cast, missing=missing, shardings=shardings)
     chosen = checked_settings("settings", settings)
-    if is_file(absolute(path)):
-        return load_flax_file(_BACKEND, absolute(path), like, chosen, options)
+    there = absolute(path)
+    if answer_of(there, lambda moved: is_file(there), progress):
+        return load_flax_file(_BACKEND, there, like, chosen, options)
 
     def load_main(committed: Committed) -> Any:
         name = _main_part(committed)
         return load_parts(_BACKEND, committed, {name: like}, chosen, options, progress)[name]
 
-    return use_committed(_BACKEND, absolute(path), load_main)
+    return use_committed(_BACKEND, there, load_main)
 
 
 def load_checkpointables(

@@ -304,22 +304,6 @@ def call_within(
     return True
 
 
-def expect_answer(ask: Callable[[str], object], path: str, progress: Callable[[int], object] | None = None) -> None:
-    """Have a disk asked in the background, before somebody asks it who can wait for ever; what it answers is no matter.
-
-    Raises:
-        CheckpointTimeoutError: it has not answered for ten minutes.
-        What `progress` raises, which is called with 0 now and then.
-    """
-
-    def asked() -> None:
-        with contextlib.suppress(CheckpointError):
-            ask(path)
-
-    if not call_within(asked, LAST_PATIENCE_S, progress or (lambda done: None)):
-        raise CheckpointTimeoutError(f"{path}: its disk has not answered for {LAST_PATIENCE_S:.0f} s")
-
-
 def call_after(pending: PendingSave[T] | None, call: Callable[[], None]) -> None:
     """Call it once the save has committed or failed, on its thread; at once if it has already, or there is none."""
     if pending is None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from jaxckpt_train.checkpointables.contract import Json
 from jaxckpt_train.checkpointables.fingerprint import DATA_NAME, check_fingerprint, current_fingerprint
@@ -15,8 +16,10 @@ from jaxckpt_train.checkpointables.registry import handler_for_load
 from jaxckpt_train.checkpointables.saving import VALUE_FILE
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backend import Backend
-from jaxckpt_train.store.manifest import NOT_JSON, PartRecord
+from jaxckpt_train.store.answers import answer_of, have_done
+from jaxckpt_train.store.backend import Opener
+from jaxckpt_train.store.held_files import HeldFiles
+from jaxckpt_train.store.manifest import NOT_JSON, FileRecord, PartRecord
 from jaxckpt_train.store.plain_files import read_recorded
 from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.store.replaced import refuse_another
@@ -25,20 +28,22 @@ from jaxckpt_train.store.verify import file_problems
 from jaxckpt_train.tree.restore import LoadOptions, TreeRestore
 from jaxckpt_train.value_checks import named
 
+T = TypeVar("T")
+
 
 class OpenPart:
     """One checkpointable of an opened checkpoint; the `Saved` that handlers are given."""
 
     def __init__(
         self,
-        backend: Backend,
+        files: Opener,
         committed: Committed,
         part: PartRecord,
         settings: StoreSettings,
         options: LoadOptions,
         progress: Progress | None,
     ) -> None:
-        self._backend, self._committed, self._part = backend, committed, part
+        self._files, self._committed, self._part = files, committed, part
         self._settings, self._options, self._progress = settings, options, progress
         self.name, self.kind = part.name, part.kind
         self._gave_directory = False
@@ -53,7 +58,7 @@ class OpenPart:
 
     @functools.cached_property
     def _restore(self) -> TreeRestore:
-        return TreeRestore(self._backend, self._committed, self._part, self._settings)
+        return TreeRestore(self._files, self._committed, self._part, self._settings)
 
     def value(self) -> Json:
         """The JSON data, its digest verified if that is asked for."""
@@ -62,9 +67,7 @@ class OpenPart:
         if record is None:
             raise CorruptCheckpointError(f"{self._committed.directory}: the manifest does not name {name}")
         digest = manifest.digest if self._settings.verify_on_load else None
-        data = read_recorded(self._backend, self._committed.directory, record, digest, manifest.block_bytes)
-        if digest is None:
-            refuse_another(self._backend, self._committed, may_be_gone=False)
+        data = self._asked(lambda moved: self._read_value(record, digest))
         try:
             return msgspec.json.decode(data)
         except NOT_JSON as error:
@@ -72,20 +75,38 @@ class OpenPart:
 
     def directory(self) -> Path:
         """The directory of the part's own files: all there, and their digests verified if that is asked for."""
-        for file in self._part.files:
-            for problem in file_problems(self._backend, self._committed, file, digests=self._settings.verify_on_load):
-                raise CorruptCheckpointError(problem)
+        for problem in self._asked(self._own_problems):
+            raise CorruptCheckpointError(problem)
         self._gave_directory = True
         return Path(self._committed.directory, self.name)
 
     def check_after(self) -> None:
         """Raise CorruptCheckpointError if files that were read by their names may be another checkpoint's."""
         if self._gave_directory:
-            refuse_another(self._backend, self._committed, may_be_gone=False)
+            self._asked(lambda moved: refuse_another(self._files, self._committed, may_be_gone=False))
+
+    def _asked(self, ask: Callable[[Callable[[], None]], T]) -> T:
+        return answer_of(self._committed.directory, ask, self._progress)
+
+    def _read_value(self, record: FileRecord, digest: str | None) -> np.ndarray:
+        data = read_recorded(
+            self._files, self._committed.directory, record, digest, self._committed.manifest.block_bytes
+        )
+        if digest is None:
+            refuse_another(self._files, self._committed, may_be_gone=False)
+        return data
+
+    def _own_problems(self, moved: Callable[[], None]) -> list[str]:
+        digests = self._settings.verify_on_load
+        return [
+            problem
+            for file in self._part.files
+            for problem in file_problems(self._files, self._committed, file, digests=digests, pace=lambda _: moved())
+        ]
 
 
 def load_parts(
-    backend: Backend,
+    backend: Opener,
     committed: Committed,
     targets: Mapping[str, Any],
     settings: StoreSettings,
@@ -99,16 +120,35 @@ def load_parts(
         IteratorStateError: the position of an iterator was saved with another fingerprint than holds now.
         CorruptCheckpointError: bytes are not what was saved.
     """
+    files = HeldFiles(backend, committed, settings.direct_io)
+    try:
+        return _load_parts(files, committed, named("targets", targets), settings, options, progress)
+    finally:
+        if files.is_begun:
+            have_done(files.close)
+
+
+def _load_parts(
+    files: HeldFiles,
+    committed: Committed,
+    targets: Mapping[str, Any],
+    settings: StoreSettings,
+    options: LoadOptions,
+    progress: Progress | None,
+) -> dict[str, Any]:
     jobs = []
-    for name, target in named("targets", targets).items():
+    for name, target in targets.items():
         part = committed.manifest.part(name)
         if part is None:
             there = ", ".join(repr(part.name) for part in committed.manifest.parts)
             raise MismatchError(f"{committed.directory}: has no checkpointable {name!r}; it has {there or 'none'}")
-        opened = OpenPart(backend, committed, part, settings, options, progress)
+        opened = OpenPart(files, committed, part, settings, options, progress)
         if name == DATA_NAME:
             check_fingerprint(name, committed.manifest.info.get("fingerprint"), current_fingerprint())
         jobs.append((handler_for_load(target, part.kind, name), target, opened))
+    if len(jobs) > 1:  # retention may remove the checkpoint while the first of them is read
+        parts = [part for part in committed.manifest.parts if part.name in targets]
+        answer_of(committed.directory, lambda moved: files.hold(parts, moved), progress)
     if len(jobs) > 1:  # else nothing changes before the one is compared
         for handler, target, opened in jobs:
             compare = getattr(handler, "compare", None)

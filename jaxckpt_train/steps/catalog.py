@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import logging
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any
 
 import msgspec
@@ -42,12 +42,14 @@ def scan(backend: Backend, directory: str) -> list[Entry]:
     return scan_with_notes(backend, directory)[0]
 
 
-def scan_with_notes(backend: Backend, directory: str) -> tuple[list[Entry], Notes]:
-    """As `scan`, with the notes that were read for it."""
+def scan_with_notes(
+    backend: Backend, directory: str, moved: Callable[[], None] = lambda: None
+) -> tuple[list[Entry], Notes]:
+    """As `scan`, with the notes that were read for it; `moved` is told of each step."""
     names = _step_names(backend, directory)
     while True:
         notes = Notes(backend, directory)
-        entries = _entries(backend, directory, names, notes)
+        entries = _entries(backend, directory, names, notes, moved)
         missing = names - {entry.name for entry in entries if entry.tells_lineage}
         now = _step_names(backend, directory) if missing else names
         if missing <= now:
@@ -75,9 +77,10 @@ def tell_of_uncommitted(backend: Backend, directory: str, told: set[str]) -> Non
             _log.warning("%s/%s: has no COMMIT, so it is no step: copied in part, or damaged?", directory, name)
 
 
-def _entries(backend: Backend, directory: str, names: Set[str], notes: Notes) -> list[Entry]:
+def _entries(backend: Backend, directory: str, names: Set[str], notes: Notes, moved: Callable[[], None]) -> list[Entry]:
     entries = []
     for name in sorted(names):
+        moved()
         parsed, found = parse_step_name(name), _committed_info(backend, f"{directory}/{name}")
         if parsed is not None and found is not None:
             info, is_certain = found

@@ -88,3 +88,9 @@ def newest_generations(entries: Sequence[Entry]) -> list[Entry]:
         last.pop(entry.step, None)
         last[entry.step] = entry
     return list(last.values())
+
+
+def names_after(step: int, line: Sequence[Entry]) -> set[str]:
+    """What came after a step of the line: to save that step anew is to roll back to before it."""
+    same = [entry.order for entry in line if entry.step == step]
+    return {entry.name for entry in line if same and entry.order > max(same)}

@@ -14,11 +14,10 @@ from jaxckpt_train.checkpoint import PathLike, absolute
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
 from jaxckpt_train.errors import CheckpointTimeoutError, SettingsError
 from jaxckpt_train.multihost import current
-from jaxckpt_train.pending import LAST_PATIENCE_S, call_after, expect_answer
+from jaxckpt_train.pending import LAST_PATIENCE_S, call_after
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings, checked_settings
 from jaxckpt_train.steps.history import History, metrics_to_json, plain_metrics
 from jaxckpt_train.steps.in_flight import Busy, InFlight, Stalled
-from jaxckpt_train.steps.lock import try_to_write
 from jaxckpt_train.steps.policy_arguments import metric_mode, require_policy
 from jaxckpt_train.steps.policy_context import (
     CheckpointInfo,
@@ -33,6 +32,7 @@ from jaxckpt_train.steps.restoring import describe_listed, restore_newest
 from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.steps.step_names import check_step
 from jaxckpt_train.steps.step_save import Clock, SaveRequest, SaveResult, StepSave, utc_now
+from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.reader import Progress
@@ -133,7 +133,6 @@ class StepManager:
             CheckpointTimeoutError: its disk has not answered for ten minutes; as `restore`.
         """
         self._check_open()
-        expect_answer(functools.partial(try_to_write, self._backend), self.directory)
         self._run.own()
 
     def decide(self, step: int, metrics: Mapping[str, Any] | None = None) -> Decision:
@@ -266,15 +265,12 @@ class StepManager:
             MismatchError: a target does not fit; nothing was read.
         """
         self.wait()
-        expect_answer(self._backend.list, self.directory, progress)
         more: dict[str, Any] = {"targets": targets, "settings": self.settings, "progress": progress}
         restore = functools.partial(restore_newest, self._backend, self.directory, **more)
-        restored = self._run.with_entries(step, restore, damaged=True)
+        restored = self._run.with_entries(step, restore, damaged=True, progress=progress)
         self.restored_step = restored.entry.step
         self._run.rolled_back_to(restored.entry)
-        self._run.judge(restored)
-        if self._run.is_owner:
-            self.history.add("restore", self._clock(), **restored.record())
+        answer_of(self.directory, lambda moved: self._run.judge(restored))
         return restored.results
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min") -> int | None:
@@ -304,8 +300,9 @@ class StepManager:
         self._note(step, metrics=metrics_to_json(plain_metrics(metrics)))
 
     def _note(self, step: int, **note: Any) -> None:
-        self.own()
-        self._run.note_step(check_step(step), note)
+        self._check_open()
+        self._run.hold()
+        answer_of(self.directory, lambda moved: self._run.note_step(check_step(step), note))
 
     def note_preemption(self, step: int | None, reason: str) -> None:
         """Write into the history that the run was asked to leave, and which step it saved."""

@@ -17,7 +17,8 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.reader import Progress
-from jaxckpt_train.store.transaction import is_gone, open_committed
+from jaxckpt_train.store.replaced import opened
+from jaxckpt_train.store.transaction import is_gone
 from jaxckpt_train.store.verify import verify
 from jaxckpt_train.tree.restore import LoadOptions
 
@@ -100,7 +101,7 @@ def describe_listed(backend: Backend, directory: str, entry: Entry) -> Checkpoin
         StepVanishedError: it is not there any more; look again.
     """
     try:
-        return describe(open_committed(backend, f"{directory}/{entry.name}"))
+        return describe(opened(backend, f"{directory}/{entry.name}"))
     except (CorruptCheckpointError, NotACheckpointError) as error:
         if not is_gone(backend, f"{directory}/{entry.name}"):
             raise
@@ -191,7 +192,7 @@ class _Reading:
         return results
 
     def _once(self) -> dict[str, Any]:
-        committed = open_committed(self.backend, self.path)
+        committed = opened(self.backend, self.path, self.meter)
         self.manifests.add(committed.manifest_sha256)
         self.saved_as = committed.manifest.info.get("step")
         if len(self.manifests) > 1:

@@ -10,7 +10,7 @@ import logging
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxckpt_train.errors import CheckpointExistsError, StepNotFoundError, StorageError
@@ -25,18 +25,22 @@ from jaxckpt_train.steps.lineage import (
     left_behind,
     left_behind_by,
     line_last,
+    names_after,
     newest_generations,
 )
-from jaxckpt_train.steps.lock import OwnerLock
+from jaxckpt_train.steps.lock import OwnerLock, try_to_write
 from jaxckpt_train.steps.notes import add_note, note_roll_back, noted, settle
-from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy, steps_to_delete
+from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy
 from jaxckpt_train.steps.restoring import Restored, StepVanishedError
 from jaxckpt_train.steps.retention import Deleter, half_deleted, remove_attempts
 from jaxckpt_train.steps.scrubber import Scrubber
-from jaxckpt_train.steps.step_names import check_step, parse_step_name, step_name
+from jaxckpt_train.steps.step_names import check_step, free_step_name, parse_step_name
+from jaxckpt_train.steps.unkept import unkept_names
 from jaxckpt_train.steps.verdicts import Verdicts
+from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.late_sync import sync_directory
+from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.store.transaction import Committed
 
 _log = logging.getLogger("jaxckpt_train")
@@ -80,7 +84,7 @@ class RunDirectory:
             DirectoryLockedError: a live process owns the directory, or took it over from this one.
         """
         if self.is_owner:
-            self.check_owner()
+            answer_of(self._directory, lambda moved: self.check_owner())
         else:
             self.hold()
 
@@ -97,6 +101,8 @@ class RunDirectory:
         self._lock.check()  # keeps no guard, which others need who want nothing of the disk
 
     def _own(self) -> None:
+        with contextlib.suppress(StorageError):  # which is told below: asked first where nobody waits for ever
+            answer_of(self._directory, lambda moved: try_to_write(self._backend, self._directory))
         self._backend.make_directory(self._directory, parents=True, sync=True)
         dead = self._lock.acquire()
         if dead is not None:
@@ -115,8 +121,9 @@ class RunDirectory:
         self.is_owner = True  # last of all: what is interrupted before is done again
         self._scrubber.start()
 
-    def _look(self) -> None:
-        self._entries, self._notes = scan_with_notes(self._backend, self._directory)
+    def _look(self, progress: Progress | None = None) -> None:
+        scan = functools.partial(scan_with_notes, self._backend, self._directory)
+        self._entries, self._notes = answer_of(self._directory, scan, progress)
         self._left = left_behind(self._entries, self._notes.roll_back)
         self._forgotten = max(self._forgotten, last_sequence(self._entries, self._notes.roll_back))
         self._infos = None
@@ -132,9 +139,12 @@ class RunDirectory:
         What a roll-back has left behind comes before all others.
         """
         with self._guard:
-            if not self.is_owner:
-                self._look()
+            self._look_again()
             return line_last(self._whole(), self._left)
+
+    def _look_again(self, progress: Progress | None = None) -> None:
+        if not self.is_owner:
+            self._look(progress)
 
     def _whole(self) -> list[Entry]:
         return [entry for entry in self._entries if entry.name not in self._deleting and entry.damaged is None]
@@ -142,26 +152,31 @@ class RunDirectory:
     def damaged(self) -> list[Entry]:
         """What was set aside since it is damaged, in the order of the saves."""
         with self._guard:
-            if not self.is_owner:
-                self._look()
-            return [entry for entry in self._entries if entry.damaged is not None]
+            self._look_again()
+            return self._damaged()
+
+    def _damaged(self) -> list[Entry]:
+        return [entry for entry in self._entries if entry.damaged is not None]
 
     def newest(self) -> list[Entry]:
         """The last generation of each step, in the same order."""
         return newest_generations(self.entries())
 
-    def candidates(self, step: int | None, *, damaged: bool = False) -> list[Entry]:
+    def candidates(self, step: int | None, *, damaged: bool = False, progress: Progress | None = None) -> list[Entry]:
         """The generations of a step, or of all steps, the last to be tried last.
 
         Args:
             step: which; None: all.
             damaged: whether those that were set aside are tried after the others.
+            progress: called with 0 while the disk is waited for.
 
         Raises:
             StepNotFoundError: there is none.
         """
         wanted = None if step is None else check_step(step)
-        entries = self.entries()[::-1] + (self.damaged()[::-1] if damaged else [])
+        with self._guard:
+            self._look_again(progress)
+            entries = line_last(self._whole(), self._left)[::-1] + (self._damaged()[::-1] if damaged else [])
         found = [entry for entry in entries if wanted in (None, entry.step)]
         if not found:
             there = ", ".join(str(each) for each in sorted({entry.step for entry in entries})) or "none"
@@ -169,10 +184,17 @@ class RunDirectory:
             raise StepNotFoundError(f"{self._directory}: has no committed step{which}")
         return found
 
-    def with_entries(self, step: int | None, use: Callable[[list[Entry]], T], *, damaged: bool = False) -> T:
+    def with_entries(
+        self,
+        step: int | None,
+        use: Callable[[list[Entry]], T],
+        *,
+        damaged: bool = False,
+        progress: Progress | None = None,
+    ) -> T:
         """Use the `candidates`, which retention leaves alone meanwhile."""
         while True:
-            candidates = self.candidates(step, damaged=damaged)
+            candidates = self.candidates(step, damaged=damaged, progress=progress)
             try:
                 with self.reading(candidates):
                     return use(candidates)
@@ -184,16 +206,14 @@ class RunDirectory:
         infos = self._infos
         if infos is None:
             with self._guard:
-                if not self.is_owner:
-                    self._look()
+                self._look_again()
                 infos = self._infos = tuple(entry.info() for entry in newest_generations(self._line()))
         return infos
 
     def is_committed(self, step: int) -> bool:
         """Whether the line that the run descends from has this step, now."""
         with self._guard:
-            if not self.is_owner:
-                self._look()
+            self._look_again()
             return any(entry.step == step for entry in self._line())
 
     def _line(self) -> list[Entry]:
@@ -203,16 +223,11 @@ class RunDirectory:
         return [entry for entry in self._whole() if entry.name not in left]
 
     def lineage(self, step: int) -> dict[str, Any]:
-        """What the manifest of the next save says of its place in the run.
-
-        To save a step of the line anew is to roll back to before it: what came after the old one is left behind.
-        """
+        """What the manifest of the next save says of its place in the run."""
         with self._guard:
             sequence = max(self._forgotten, *(entry.sequence for entry in self._entries), -1) + 1
-            line = self._line()
-            same = [entry.order for entry in line if entry.step == step]
-            later = {entry.name for entry in line if same and entry.order > max(same)}
-            return {"run": self._id, "sequence": sequence, "left_behind": sorted(self._left | later)}
+            left = self._left | names_after(step, self._line())
+            return {"run": self._id, "sequence": sequence, "left_behind": sorted(left)}
 
     def refuse_committed(self, step: int) -> None:
         """Refuse a step that is committed; one that was left behind, or set aside as damaged, may be saved again.
@@ -230,8 +245,7 @@ class RunDirectory:
     def free_name(self, step: int) -> str:
         """The directory name under which a step is to be saved: its next generation, whatever is there now."""
         names = {item.name for item in self._backend.list(self._directory)} | self._deleting  # gone, and not told yet
-        taken = [parsed[1] for name in names if (parsed := parse_step_name(name)) is not None and parsed[0] == step]
-        return step_name(step, max(taken, default=-1) + 1)
+        return free_step_name(step, names)
 
     def committed(self, committed: Committed, info: Mapping[str, Any]) -> None:
         """Take note of a commit."""
@@ -256,31 +270,18 @@ class RunDirectory:
                 note_roll_back(self._backend, self._directory, now)
 
     def retain(self, *, is_durable: bool = True) -> None:
-        """Hand what no policy keeps to the deleter. Called after a commit; never touches what is not older.
+        """Hand what nobody keeps to the deleter. Called after a commit.
 
         If the newest is not durable, the deleter syncs it first.
-
-        What a roll-back has left behind is not counted by the policy; it goes when the run has saved the same step
-        again, unless it is pinned. What is damaged stays for ever, and what is held until somebody knows more of it.
         """
         with self._guard:
-            newest = newest_generations([entry for entry in self._line() if not entry.is_held])
-            saved, steps = {entry.step for entry in newest}, self._steps_to_delete(newest)
-            doomed = {entry.name for entry in self._entries if entry.step in saved} - {entry.name for entry in newest}
-            doomed -= {entry.name for entry in self._entries if entry.pinned and entry.name in self._left}
-            doomed -= {entry.name for entry in self._entries if entry.damaged is not None or entry.is_held}
-            doomed |= {entry.name for entry in newest if entry.step in steps}
-            doomed -= {*self._deleting, *self._being_read, newest[-1].name if newest else ""}
+            line, context = self._line(), DecisionContext(self._clock())
+            doomed = unkept_names(self._entries, line, self._left, self._policy, context)
+            doomed -= {*self._deleting, *self._being_read}
             self._deleting |= doomed
             self._infos = None
-        instead = None if is_durable or not newest else newest[-1].name
-        self._deleter.delete(sorted(doomed), instead=instead)
-
-    def _steps_to_delete(self, newest: list[Entry]) -> Set[int]:
-        if self._policy is None:
-            return {entry.step for entry in newest[:-1] if entry.temporary and not entry.pinned}
-        infos = [entry.info() for entry in newest]
-        return steps_to_delete(infos, self._policy, context=DecisionContext(self._clock()))
+        newest = [entry for entry in line if not entry.is_held]
+        self._deleter.delete(sorted(doomed), instead=None if is_durable or not newest else newest[-1].name)
 
     def forget(self, name: str) -> None:
         """Take note that a step directory is gone."""
@@ -325,6 +326,7 @@ class RunDirectory:
         self._verdicts.add(restored)
         if self.is_owner:
             self._write_verdicts()
+            self.history.add("restore", self._clock(), **restored.record())
 
     def set_aside(self, entry: Entry, problem: str) -> None:
         """As `judge`, of one step that is proven to be damaged, while another one is whole."""
@@ -359,6 +361,7 @@ class RunDirectory:
         Raises:
             StepNotFoundError: there is no such step.
         """
+        self.check_owner()
         with contextlib.ExitStack() as held:
             with self._guard:
                 entry = self.candidates(step)[0]

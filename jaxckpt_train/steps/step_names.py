@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from jaxckpt_train.errors import SettingsError
 
@@ -36,3 +37,9 @@ def check_step(step: object) -> int:
     if not 0 <= number < MAX_STEP:
         raise SettingsError(f"step: expected 0 to {MAX_STEP - 1}, found {number}")
     return int(number)
+
+
+def free_step_name(step: int, names: Iterable[str]) -> str:
+    """The name of the next generation of a step, after all those that are among some names."""
+    taken = [parsed[1] for name in names if (parsed := parse_step_name(name)) is not None and parsed[0] == step]
+    return step_name(step, max(taken, default=-1) + 1)

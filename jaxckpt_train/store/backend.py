@@ -67,14 +67,18 @@ class Source(Protocol):
         """Release the file."""
 
 
-class Files(Protocol):
+class Opener(Protocol):
+    """What files are read from. Every refusal of the system is a StorageError with its errno."""
+
+    def open(self, directory: str, name: str, *, direct: bool | Literal["auto"]) -> Source:
+        """Open a regular file; `name` is relative to `directory` and no link is followed on its way."""
+
+
+class Files(Opener, Protocol):
     """Files and directories, named by absolute paths. Every refusal of the system is a StorageError with its errno."""
 
     def create(self, path: str, *, direct: bool | Literal["auto"]) -> Sink:
         """Create a file that must not exist."""
-
-    def open(self, directory: str, name: str, *, direct: bool | Literal["auto"]) -> Source:
-        """Open a regular file; `name` is relative to `directory` and no link is followed on its way."""
 
     def list(self, path: str) -> list[Entry]:
         """The entries of a directory, sorted by name."""

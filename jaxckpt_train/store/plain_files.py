@@ -9,20 +9,20 @@ from typing import Literal
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backend import MISSING, Backend, Source
+from jaxckpt_train.store.backend import MISSING, Opener, Source
 from jaxckpt_train.store.digests import block_digests, digest_function
 from jaxckpt_train.store.manifest import BLOCK_BYTES, FileRecord
 
 
 def file_record(
-    backend: Backend, directory: str, name: str, digest_name: str, progress: Callable[[int], None]
+    files: Opener, directory: str, name: str, digest_name: str, progress: Callable[[int], None]
 ) -> FileRecord:
     """What the manifest says of a file that is there, read block by block: nobody knows how large it is.
 
     `progress` is told of each block.
     """
     digest, digests = digest_function(digest_name), list[str]()
-    source: Source = backend.open(directory, name, direct=False)
+    source: Source = files.open(directory, name, direct=False)
     try:
         memory = np.empty(min(source.size, BLOCK_BYTES), np.uint8)
         for at in range(0, source.size, BLOCK_BYTES):
@@ -35,14 +35,14 @@ def file_record(
         source.close()
 
 
-def read_whole(backend: Backend, directory: str, name: str, limit: int | None) -> np.ndarray:
+def read_whole(files: Opener, directory: str, name: str, limit: int | None) -> np.ndarray:
     """All bytes of a file below a directory, as a flat uint8 array.
 
     Raises:
         CorruptCheckpointError: it is larger than `limit` bytes.
         StorageError: it is not there or cannot be read.
     """
-    source: Source = backend.open(directory, name, direct=False)
+    source: Source = files.open(directory, name, direct=False)
     try:
         if limit is not None and source.size > limit:
             raise CorruptCheckpointError(f"{directory}/{name}: {source.size} bytes, expected at most {limit}")
@@ -53,7 +53,7 @@ def read_whole(backend: Backend, directory: str, name: str, limit: int | None) -
     return data
 
 
-def read_or_none(backend: Backend, directory: str, name: str, limit: int) -> bytes | None:
+def read_or_none(files: Opener, directory: str, name: str, limit: int) -> bytes | None:
     """All bytes of a small file of a checkpoint; None: there is none.
 
     Raises:
@@ -61,7 +61,7 @@ def read_or_none(backend: Backend, directory: str, name: str, limit: int) -> byt
         StorageError: the storage refused for a reason that is not the checkpoint's fault.
     """
     try:
-        return read_whole(backend, directory, name, limit).tobytes()
+        return read_whole(files, directory, name, limit).tobytes()
     except StorageError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return None
@@ -71,7 +71,7 @@ def read_or_none(backend: Backend, directory: str, name: str, limit: int) -> byt
 
 
 def open_recorded(
-    backend: Backend,
+    files: Opener,
     directory: str,
     name: str,
     size: int,
@@ -87,7 +87,7 @@ def open_recorded(
     """
     path = f"{directory}/{name}"
     try:
-        source: Source = backend.open(directory, name, direct=direct)
+        source: Source = files.open(directory, name, direct=direct)
     except StorageError as error:
         if error.errno not in MISSING:
             raise
@@ -99,7 +99,7 @@ def open_recorded(
 
 
 def read_recorded(
-    backend: Backend, directory: str, record: FileRecord, digest_name: str | None, block_bytes: int
+    files: Opener, directory: str, record: FileRecord, digest_name: str | None, block_bytes: int
 ) -> np.ndarray:
     """All bytes of a file that the manifest names, compared with what it says of them; None: only with their number.
 
@@ -107,7 +107,7 @@ def read_recorded(
         CorruptCheckpointError: it is not what was saved.
         StorageError: it cannot be read.
     """
-    source = open_recorded(backend, directory, record.file, record.bytes)
+    source = open_recorded(files, directory, record.file, record.bytes)
     try:
         data = np.empty(source.size, np.uint8)
         source.read_into(0, data, len(data))

@@ -13,7 +13,8 @@ import numpy as np
 
 from jaxckpt_train.errors import CheckpointTimeoutError, CorruptCheckpointError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.answers import answer_of, have_done
+from jaxckpt_train.store.backend import Opener
 from jaxckpt_train.store.boxes import box_elements, box_shape, element_span, slices_within
 from jaxckpt_train.store.digests import HEX_DIGITS, HexDigest, digest_function
 from jaxckpt_train.store.dtypes import DTYPES
@@ -228,7 +229,7 @@ class _Reading:
 
 
 def iter_boxes(
-    backend: Backend,
+    files: Opener,
     committed: Committed,
     wanted: Sequence[Wanted],
     settings: StoreSettings,
@@ -240,7 +241,7 @@ def iter_boxes(
     Use `contextlib.closing` around the iterator: it holds open files and running threads until it ends.
 
     Args:
-        backend: where.
+        files: where.
         committed: the opened checkpoint.
         wanted: which boxes of which arrays.
         settings: threads, budget, verification.
@@ -258,13 +259,13 @@ def iter_boxes(
     """
     threads = READS_PER_THREAD * settings.known_io_threads
     runs = plan_reads(committed.manifest, wanted, max(1, settings.read_budget_bytes // (2 * threads)))
-    sources = Sources(backend, committed, settings, [run.segment for run in runs])
+    sources = Sources(files, committed, settings, [run.segment for run in runs])
     budget = budget or ReadBudget(settings.read_budget_bytes)
     reading = _Reading(sources, committed, wanted, settings, progress, budget)
     try:
         yield from _empty_boxes(wanted)
         reading.prepare(runs)
-        sources.open()
+        answer_of(committed.directory, sources.open, progress)
         readers = shared_workers(threads, "jaxckpt-read")
         each = readers.run_each(reading.read_run, runs, give_up=reading.give_up, moved=reading.moved)
         with contextlib.closing(each) as results:
@@ -273,11 +274,12 @@ def iter_boxes(
     except CheckpointTimeoutError as error:
         raise CheckpointTimeoutError(f"{committed.directory}: {error}") from None
     finally:
-        sources.close()
+        if sources.are_open:  # after an error, which may be that the disk does not answer
+            have_done(sources.close)
 
 
 def read_boxes(
-    backend: Backend,
+    files: Opener,
     committed: Committed,
     wanted: Sequence[Wanted],
     settings: StoreSettings,
@@ -285,7 +287,7 @@ def read_boxes(
 ) -> list[list[np.ndarray]]:
     """As `iter_boxes`, all at once: for every wanted array one numpy array per box."""
     found: list[dict[int, np.ndarray]] = [{} for _ in wanted]
-    with contextlib.closing(iter_boxes(backend, committed, wanted, settings, progress)) as boxes:
+    with contextlib.closing(iter_boxes(files, committed, wanted, settings, progress)) as boxes:
         for read in boxes:
             found[read.wanted][read.box] = read.data
     return [[arrays[number] for number in range(len(arrays))] for arrays in found]

@@ -9,7 +9,8 @@ from typing import TypeVar
 import msgspec
 
 from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError, NotACheckpointError, StorageError
-from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.answers import answer_of
+from jaxckpt_train.store.backend import Backend, Opener
 from jaxckpt_train.store.manifest import COMMIT_NAME, NOT_JSON
 from jaxckpt_train.store.plain_files import read_or_none
 from jaxckpt_train.store.transaction import (
@@ -23,11 +24,11 @@ from jaxckpt_train.store.transaction import (
 T = TypeVar("T")
 
 
-def refuse_another(backend: Backend, committed: Committed, *, may_be_gone: bool) -> None:
+def refuse_another(files: Opener, committed: Committed, *, may_be_gone: bool) -> None:
     """Make sure that what was read since it was opened is of this checkpoint.
 
     Args:
-        backend: where.
+        files: where.
         committed: the opened checkpoint.
         may_be_gone: whether it may have been removed since.
 
@@ -35,7 +36,7 @@ def refuse_another(backend: Backend, committed: Committed, *, may_be_gone: bool)
         CorruptCheckpointError: another one has taken its place.
         NotACheckpointError: it has been removed.
     """
-    raw = read_or_none(backend, committed.directory, COMMIT_NAME, MAX_COMMIT_BYTES)
+    raw = read_or_none(files, committed.directory, COMMIT_NAME, MAX_COMMIT_BYTES)
     if raw is None:
         if may_be_gone:
             return
@@ -44,6 +45,16 @@ def refuse_another(backend: Backend, committed: Committed, *, may_be_gone: bool)
         if msgspec.json.decode(raw, type=CommitRecord).manifest_sha256 == committed.manifest_sha256:
             return
     raise CorruptCheckpointError(f"{committed.directory}: was replaced while it was being read")
+
+
+def opened(backend: Backend, directory: str, progress: Callable[[int], object] | None = None) -> Committed:
+    """As `open_committed`, on a disk that may not answer.
+
+    Raises:
+        CheckpointTimeoutError: it has not answered for ten minutes.
+        What `progress` raises, which is called with 0 now and then.
+    """
+    return answer_of(directory, lambda moved: open_committed(backend, directory), progress)
 
 
 def use_committed(backend: Backend, directory: str, use: Callable[[Committed], T]) -> T:
@@ -55,7 +66,7 @@ def use_committed(backend: Backend, directory: str, use: Callable[[Committed], T
     seen = None
     while True:
         try:
-            committed = open_committed(backend, directory)
+            committed = opened(backend, directory)
             seen = committed.manifest_sha256
             return use(committed)
         except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
@@ -77,6 +88,6 @@ def _removed(directory: str) -> NotACheckpointError:
 def manifest_digest(backend: Backend, directory: str) -> str | None:
     """SHA-256 of the manifest of the checkpoint that is there now; None: there is none that can be opened."""
     try:
-        return open_committed(backend, directory).manifest_sha256
+        return opened(backend, directory).manifest_sha256
     except (NotACheckpointError, CorruptCheckpointError, FormatVersionError, StorageError):
         return None

@@ -6,13 +6,13 @@ import contextlib
 import errno
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backend import Backend, Source
+from jaxckpt_train.store.backend import Opener, Source
 from jaxckpt_train.store.plain_files import open_recorded
 from jaxckpt_train.store.replaced import refuse_another
 from jaxckpt_train.store.transaction import Committed
@@ -27,36 +27,33 @@ class Sources:
     `OPEN_AT_ONCE` the others are opened when their turn comes.
 
     Args:
-        backend: where.
+        files: where.
         committed: the opened checkpoint.
         settings: whether past the page cache, and whether what is read is verified.
         segments: the segment of each read to come, with repetitions.
     """
 
-    def __init__(
-        self, backend: Backend, committed: Committed, settings: StoreSettings, segments: Iterable[int]
-    ) -> None:
-        self._backend, self._committed = backend, committed
+    def __init__(self, files: Opener, committed: Committed, settings: StoreSettings, segments: Iterable[int]) -> None:
+        self._files, self._committed = files, committed
         self._direct, self._is_verified = settings.direct_io, settings.verify_on_load
         self._left = Counter(segments)
         self._open: dict[int, Source] = {}
         self._in_use: Counter[int] = Counter()
-        self._is_begun = self._is_closed = False
-        self._lock = threading.Lock()
+        self._is_closed = False
+        self._lock = threading.Lock()  # never held while a disk is asked, which may not answer
 
-    def open(self) -> None:
-        """Open the segments, or the first of them.
+    def open(self, moved: Callable[[], None] = lambda: None) -> None:
+        """Open the segments, or the first of them; `moved` is told of each.
 
         Raises:
             CorruptCheckpointError: one is missing, or has another size than the manifest says.
             StorageError: the file system refused.
         """
         for number in sorted(self._left)[:OPEN_AT_ONCE]:
-            with self._lock:
-                self._get(number)
+            self._keep(number, self._opened(number))
+            moved()
         if self._left:
             self._refuse_another()
-        self._is_begun = True
 
     def read_into(self, segment: int, offset: int, data: np.ndarray, needed: int) -> None:
         """As `Source.read_into`."""
@@ -67,53 +64,75 @@ class Sources:
         """Tell that one of its reads is over; after the last one it is closed."""
         with self._lock:
             self._left[segment] -= 1
-            self._close_unused(segment)
+        self._close_unused([segment])
+
+    @property
+    def are_open(self) -> bool:
+        """Whether there is anything to close."""
+        return bool(self._open) or not self._is_closed
 
     def close(self) -> None:
         """Let nobody read any more, and close what is open; what is being read right now, when that ends."""
         with self._lock:
             self._is_closed = True
-            for number in list(self._open):
-                self._close_unused(number)
+            numbers = list(self._open)
+        self._close_unused(numbers)
 
-    def _close_unused(self, number: int) -> None:
-        is_over = self._is_closed or not self._left[number]
-        if is_over and not self._in_use[number] and number in self._open:
-            self._open.pop(number).close()
+    def _close_unused(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            with self._lock:
+                is_over = self._is_closed or not self._left[number]
+                unused = self._open.pop(number, None) if is_over and not self._in_use[number] else None
+            if unused is not None:
+                unused.close()
 
     @contextlib.contextmanager
     def _using(self, number: int) -> Iterator[Source]:
-        with self._lock:
-            source = self._get(number)
-            self._in_use[number] += 1
+        source = self._taken(number)
         try:
             yield source
         finally:
             with self._lock:
                 self._in_use[number] -= 1
-                self._close_unused(number)
+            self._close_unused([number])
 
-    def _get(self, number: int) -> Source:
-        """The open segment, opened if it is not yet; under the lock."""
-        if self._is_closed:
-            raise StorageError(errno.EBADF, "the load is over", self._committed.directory)
-        if number not in self._open:
-            self._open[number] = self._opened(number)
-            if self._is_begun:
+    def _taken(self, number: int) -> Source:
+        """The open segment, opened if it is not yet."""
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    raise StorageError(errno.EBADF, "the load is over", self._committed.directory)
+                if number in self._open:
+                    self._in_use[number] += 1
+                    return self._open[number]
+            opened = self._opened(number)
+            try:
                 self._refuse_another()
-        return self._open[number]
+            except BaseException:
+                opened.close()
+                raise
+            self._keep(number, opened)
+
+    def _keep(self, number: int, opened: Source) -> None:
+        """Share a segment, unless another thread was faster, or the load is over."""
+        with self._lock:
+            is_wanted = not self._is_closed and number not in self._open
+            if is_wanted:
+                self._open[number] = opened
+        if not is_wanted:
+            opened.close()
 
     def _refuse_another(self) -> None:
         """A segment of the right name and size may be of a checkpoint that took the place of this one meanwhile.
 
         Digests tell even if that one is gone by now.
         """
-        refuse_another(self._backend, self._committed, may_be_gone=self._is_verified)
+        refuse_another(self._files, self._committed, may_be_gone=self._is_verified)
 
     def _opened(self, number: int) -> Source:
         record = self._committed.manifest.segments[number]
         return open_recorded(
-            self._backend,
+            self._files,
             self._committed.directory,
             record.file,
             record.bytes,

@@ -9,7 +9,8 @@ from typing import Literal
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backend import Backend, Source
+from jaxckpt_train.store.answers import answer_of
+from jaxckpt_train.store.backend import Backend, Opener, Source
 from jaxckpt_train.store.boxes import box_shape
 from jaxckpt_train.store.digests import HEX_DIGITS, digest_function
 from jaxckpt_train.store.dtypes import DTYPES, safetensors_form
@@ -55,7 +56,7 @@ def verify(backend: Backend, directory: str, settings: StoreSettings) -> VerifyR
         CheckpointTimeoutError: the disk has given nothing for ten minutes.
     """
     try:
-        committed = open_committed(backend, directory)
+        committed = answer_of(directory, lambda moved: open_committed(backend, directory))
     except CorruptCheckpointError as error:
         return VerifyReport(directory, 0, (str(error),))
     files, read = [file for part in committed.manifest.parts for file in part.files], _Meter()
@@ -136,7 +137,7 @@ def _all(problems: Iterator[str]) -> list[str]:
 
 
 def file_problems(
-    backend: Backend, committed: Committed, file: FileRecord, *, digests: bool = True, pace: Pace = _unpaced
+    files: Opener, committed: Committed, file: FileRecord, *, digests: bool = True, pace: Pace = _unpaced
 ) -> Iterator[str]:
     """What is wrong with one plain file, if anything; without `digests`, only its size. `pace`: as in `first_damage`.
 
@@ -144,7 +145,7 @@ def file_problems(
         StorageError: the storage refused for a reason that is not the checkpoint's fault.
     """
     try:
-        source = open_recorded(backend, committed.directory, file.file, file.bytes)
+        source = open_recorded(files, committed.directory, file.file, file.bytes)
     except CorruptCheckpointError as error:
         yield str(error)
         return

@@ -25,6 +25,7 @@ from jaxckpt_train.store.per_process import PerProcess
 # What a training step computes goes before what a save does beside it; the full share is left where nothing else runs.
 NICENESS = 10
 TELL_S, GIVE_UP_S = 60.0, 600.0
+MOMENT_S = 2.0  # for what is under way to end, after an interrupt
 _log = logging.getLogger("jaxckpt_train")
 
 T = TypeVar("T")
@@ -98,8 +99,8 @@ class Workers:
 
         After the first error no further item is begun; that error is raised once the running ones have ended. Closing
         the iterator early, or an interrupt, ends it in the same way after a call to `give_up`, which may set free what
-        the running ones wait for; so use `contextlib.closing`. `moved` tells by another value that something was done
-        since the last look.
+        the running ones wait for, and then two seconds at most; so use `contextlib.closing`. `moved` tells by another
+        value that something was done since the last look.
 
         Raises:
             CheckpointTimeoutError: nothing was done for `GIVE_UP_S` seconds; the running items are not waited for.
@@ -122,8 +123,9 @@ class Workers:
         except BaseException as error:  # an interrupt, or the consumer's: as in run_all()
             give_up()
             batch.give_up(error)
-            while not (batch.done.is_open() and results.empty()):  # results that nobody takes hold memory
-                with contextlib.suppress(queue.Empty):
+            ends_s = time.monotonic() + MOMENT_S  # a disk may not answer
+            while not (batch.done.is_open() and results.empty()) and time.monotonic() < ends_s:
+                with contextlib.suppress(queue.Empty):  # results that nobody takes hold memory
                     results.get(LOOK_S)
             batch.take_error()
             raise

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.backend import Opener
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
 from jaxckpt_train.store.quiet_gc import paused_collection
@@ -84,8 +84,8 @@ class _Job(NamedTuple):
 class TreeRestore:
     """Restores the tree of one checkpointable of an opened checkpoint."""
 
-    def __init__(self, backend: Backend, committed: Committed, part: PartRecord, settings: StoreSettings) -> None:
-        self._backend, self._committed, self._settings = backend, committed, settings
+    def __init__(self, files: Opener, committed: Committed, part: PartRecord, settings: StoreSettings) -> None:
+        self._files, self._committed, self._settings = files, committed, settings
         self._subject = f"{committed.directory}: {part.name}"
         self.record: TreeRecord = decode_tree(part, committed.directory)
         self._arrays = {array.name: array for array in part.arrays}
@@ -263,7 +263,7 @@ class TreeRestore:
         ]
         leaves = [_leaves_host(job, placement, default) for _, job, placement in jobs]
         puts, budget = DevicePuts(), ReadBudget(self._settings.read_budget_bytes)
-        reading = iter_boxes(self._backend, self._committed, requests, self._settings, progress, budget)
+        reading = iter_boxes(self._files, self._committed, requests, self._settings, progress, budget)
         with contextlib.closing(reading) as boxes:
             for wanted, box, data in boxes:
                 number, job, placement = jobs[wanted]

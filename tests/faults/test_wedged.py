@@ -6,7 +6,7 @@ import errno
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -260,15 +260,28 @@ def test_a_load_does_not_wait_for_ever(disk: FuseDisk, monkeypatch: pytest.Monke
     assert np.asarray(restored["state"]["w"]).tobytes() == np.ones(3 << 20).tobytes()
 
 
-@pytest.mark.parametrize("call", [jct.StepManager.own, jct.StepManager.restore])
+CALLS: dict[str, Callable[[jct.StepManager], object]] = {
+    "own": jct.StepManager.own,
+    "restore": jct.StepManager.restore,
+    "steps": lambda manager: manager.steps,
+    "metadata": jct.StepManager.metadata,
+    "pin": lambda manager: manager.pin(1),
+    "first save": lambda manager: manager.save(2, state_of(2)),
+    "load": lambda manager: jct.load(f"{manager.directory}/step-0000000001"),
+    "verify": lambda manager: jct.verify(f"{manager.directory}/step-0000000001"),
+    "save of its own": lambda manager: jct.save(f"{manager.directory}/other", state_of(2), overwrite=True),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_nor_does_who_begins(disk: FuseDisk, monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
     with jct.StepManager(disk.path / "run") as manager:
         saved(manager, 1)
-    monkeypatch.setattr("jaxckpt_train.pending.LAST_PATIENCE_S", STALL_S)
+    monkeypatch.setattr("jaxckpt_train.store.answers.GIVE_UP_S", STALL_S)
     manager = jct.StepManager(disk.path / "run")
     disk.set(WEDGED)
     try:
-        with pytest.raises(CheckpointTimeoutError, match=r"run: its disk has not answered for 0 s"):
+        with pytest.raises(CheckpointTimeoutError, match=r"run.*: its disk has not answered for 1 s"):
             call(manager)
     finally:
         disk.set()

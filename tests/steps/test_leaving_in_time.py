@@ -16,8 +16,9 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.multihost import SingleProcess
-from jaxckpt_train.pending import Movement, PendingSave, call_within, expect_answer
+from jaxckpt_train.pending import Movement, PendingSave, call_within
 from jaxckpt_train.steps.preemption import PreemptionWatch
+from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.latch import LOOK_S, Latch
 from jaxckpt_train.store.local import LocalBackend, _LocalSource
 from tests.steps.fake_backends import HoldingBackend, callback_on
@@ -349,7 +350,7 @@ def test_a_progress_that_raises_ends_the_wait_for_an_answer() -> None:
         raise KeyError(done)
 
     with pytest.raises(KeyError):
-        expect_answer(lambda path: go.wait(60), "run", progress)
+        answer_of("run", lambda moved: go.wait(60), progress)
     go.set()
 
 

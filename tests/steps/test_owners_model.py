@@ -152,13 +152,14 @@ class Owners(RuleBasedStateMachine):
         token = self.saved[step]
 
         def delete_it(done: int) -> None:
-            """Called when the first bytes are read: all files of the checkpointable are open by then."""
+            """Called when the first bytes are read: all files of all checkpointables are open by then."""
             if done and step in self.saved and not self.pinned:
                 self.save(ahead=1, overwrite=False)
                 self.save(ahead=1, overwrite=False)
 
         with on(reader.disk):
-            found = checkpoint.load_checkpointables(directory, {"state": None}, progress=delete_it)
+            found = checkpoint.load_checkpointables(directory, progress=delete_it)
+        assert token_of(found) == token
         expected = state_of(token)["state"]
         assert {name: leaf.tobytes() for name, leaf in found["state"].items()} == {
             name: array.tobytes() for name, array in expected.items()

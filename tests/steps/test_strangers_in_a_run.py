@@ -331,7 +331,7 @@ def test_what_is_set_aside_is_not_deleted_and_what_is_being_deleted_not_set_asid
 
 
 def test_a_disk_that_takes_nothing_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxckpt_train.pending.LAST_PATIENCE_S", 0.2)
+    monkeypatch.setattr("jaxckpt_train.store.answers.GIVE_UP_S", 0.2)
     run, go = made_run(tmp_path, 1), threading.Event()
 
     class Frozen(LocalBackend):

@@ -1,0 +1,75 @@
+"""The files of a checkpoint of several parts: open from the start, whatever retention removes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from typing import Literal
+
+from jaxckpt_train.errors import StorageError
+from jaxckpt_train.store.backend import Opener, Source
+from jaxckpt_train.store.manifest import PartRecord
+from jaxckpt_train.store.transaction import Committed
+
+HELD_AT_ONCE = 256  # of the 1,024 open files that a process may often have, for all it does
+
+Direct = bool | Literal["auto"]
+
+
+class HeldFiles:
+    """Opens files; those of one checkpoint that it holds, without looking for their names again.
+
+    Args:
+        files: where.
+        committed: the opened checkpoint.
+        direct: how its segments are going to be opened.
+
+    Attributes:
+        is_begun: whether it was told to hold any.
+    """
+
+    def __init__(self, files: Opener, committed: Committed, direct: Direct) -> None:
+        self._files, self._committed, self._direct = files, committed, direct
+        self._held: dict[tuple[str, Direct], Source] = {}
+        self.is_begun = self._is_closed = False
+        self._lock = threading.Lock()  # never held while a disk is asked, which may not answer
+
+    def hold(self, parts: Collection[PartRecord], moved: Callable[[], None] = lambda: None) -> None:
+        """Open what these parts are read from, but no files of their own kind; `moved` is told of each.
+
+        Of more than `HELD_AT_ONCE` the others are opened when their turn comes. What cannot be opened is told then.
+        """
+        self.is_begun = True
+        names = {part.name for part in parts}
+        segments = [each.file for each in self._committed.manifest.segments if each.file.partition("/")[0] in names]
+        values = [part.files[0].file for part in parts if len(part.files) == 1]
+        wanted: list[tuple[str, Direct]] = [(name, False) for name in values]
+        wanted += [(name, self._direct) for name in segments]
+        for name, direct in wanted[:HELD_AT_ONCE]:
+            try:
+                source = self._files.open(self._committed.directory, name, direct=direct)
+            except StorageError:
+                continue
+            with self._lock:
+                is_wanted = not self._is_closed
+                if is_wanted:
+                    self._held[name, direct] = source
+            if not is_wanted:
+                source.close()
+                return
+            moved()
+
+    def open(self, directory: str, name: str, *, direct: Direct) -> Source:
+        """As `Opener.open`; a file that is held is handed over."""
+        with self._lock:
+            held = self._held.pop((name, direct), None) if directory == self._committed.directory else None
+        return self._files.open(directory, name, direct=direct) if held is None else held
+
+    def close(self) -> None:
+        """Close what nobody has asked for."""
+        with self._lock:
+            self._is_closed = True
+            left = list(self._held.values())
+            self._held.clear()
+        for source in left:
+            source.close()

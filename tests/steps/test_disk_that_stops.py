@@ -1,0 +1,131 @@
+"""A disk that stops answering at any single call: who loads, lists or notes waits for a while, and is told then."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.store.local import LocalBackend
+from tests.tree.same_trees import assert_same
+
+pytestmark = pytest.mark.timeout(240)
+
+STATE = {"w": np.arange(50_000, dtype=np.float32), "b": np.ones(3)}
+OTHER = jct.JsonValue({"epoch": 3})
+LONGEST_S = 60.0
+
+
+class StoppingBackend:
+    """Calls and reads are counted; from the one numbered `stop` on none returns until `go` is set."""
+
+    def __init__(self) -> None:
+        self._inner = LocalBackend()
+        self.calls, self.stop = 0, -1
+        self.go = threading.Event()
+        self._lock = threading.Lock()
+
+    def count(self) -> None:
+        with self._lock:
+            self.calls += 1
+            is_stopped = 0 <= self.stop < self.calls
+        if is_stopped:
+            assert self.go.wait(LONGEST_S)
+
+    def __getattr__(self, name: str) -> Any:
+        inner = getattr(self._inner, name)
+
+        def call(*args: Any, **more: Any) -> Any:
+            self.count()
+            made = inner(*args, **more)
+            return StoppingSource(self, made) if name == "open" else made
+
+        return call
+
+
+class StoppingSource:
+    """A file of such a disk."""
+
+    def __init__(self, disk: StoppingBackend, inner: Any) -> None:
+        self._disk, self._inner = disk, inner
+        self.size, self.alignment = inner.size, inner.alignment
+
+    def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
+        self._disk.count()
+        self._inner.read_into(offset, data, needed)
+
+    def close(self) -> None:
+        self._disk.count()
+        self._inner.close()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxckpt_train.store.answers.GIVE_UP_S", 0.02)
+    monkeypatch.setattr("jaxckpt_train.store.answers.LOOK_S", 0.02)
+    monkeypatch.setattr("jaxckpt_train.store.workers.GIVE_UP_S", 0.02)
+    monkeypatch.setattr("jaxckpt_train.store.workers.LOOK_S", 0.02)
+    monkeypatch.setattr("jaxckpt_train.store.workers.MOMENT_S", 0.02)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("stopping") / "run"
+    with jct.StepManager(made) as manager:
+        for step in (1, 2):
+            manager.save(step, {"state": STATE, "more": OTHER})
+            manager.wait()
+    return made
+
+
+def restore(manager: jct.StepManager) -> Any:
+    restored = manager.restore({"state": None, "more": None})
+    return restored["state"]
+
+
+READERS: dict[str, Callable[[jct.StepManager], Any]] = {
+    "restore": restore,
+    "restore one": lambda manager: manager.restore({"state": STATE})["state"],
+    "steps": lambda manager: manager.steps,
+    "metadata": lambda manager: manager.metadata().step,
+    "is_committed": lambda manager: manager.is_committed(2),
+}
+
+
+def stopped_at_each_call(
+    run: Path, use: Callable[[jct.StepManager], Any], **more: Any
+) -> Iterator[tuple[int, str | None]]:
+    """For each call: its number, and the error of the use that got no answer to it; None: it needed none."""
+    for number in range(1000):
+        disk = StoppingBackend()
+        manager = jct.StepManager(run, backend=disk, **more)
+        disk.stop = number
+        try:
+            use(manager)
+        except jct.CheckpointTimeoutError as error:
+            yield number, str(error)
+        else:
+            if disk.calls <= number:
+                return
+            yield number, None
+        finally:
+            disk.go.set()
+            manager.close()
+    raise AssertionError("too many calls")
+
+
+@pytest.mark.parametrize("use", READERS.values(), ids=READERS)
+def test_whichever_call_of_a_reader_gets_no_answer(run: Path, use: Callable[[jct.StepManager], Any]) -> None:
+    ended = dict(stopped_at_each_call(run, use))
+    assert len(ended) > 2
+    late = {number: text for number, text in ended.items() if text is not None}
+    assert len(late) >= len(ended) - 2, "closing a file is not waited for"
+    assert all("answer" in text for text in late.values()), late
+    assert_same(restore(jct.StepManager(run)), jct.load(run / "step-0000000002"))
+    gc.collect()
