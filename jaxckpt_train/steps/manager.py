@@ -270,7 +270,7 @@ class StepManager:
         restored = self._run.with_entries(step, restore, damaged=True, progress=progress)
         self.restored_step = restored.entry.step
         self._run.rolled_back_to(restored.entry)
-        answer_of(self.directory, lambda moved: self._run.judge(restored))
+        answer_of(self.directory, lambda moved: self._run.judge(restored), progress)
         return restored.results
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min") -> int | None:

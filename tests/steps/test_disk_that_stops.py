@@ -129,3 +129,31 @@ def test_whichever_call_of_a_reader_gets_no_answer(run: Path, use: Callable[[jct
     assert all("answer" in text for text in late.values()), late
     assert_same(restore(jct.StepManager(run)), jct.load(run / "step-0000000002"))
     gc.collect()
+
+
+class LeaveError(Exception):
+    """What a progress raises that was asked to leave."""
+
+
+def test_who_is_asked_to_leave_leaves_whichever_call_gets_no_answer(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxckpt_train.store.answers.GIVE_UP_S", LONGEST_S)
+    monkeypatch.setattr("jaxckpt_train.store.workers.GIVE_UP_S", LONGEST_S)
+    left = 0
+    for number in range(1000):
+        disk = StoppingBackend()
+        disk.stop = number
+
+        def progress(done: int, disk: StoppingBackend = disk) -> None:
+            if done == 0 and disk.calls > disk.stop:
+                raise LeaveError
+
+        try:
+            jct.StepManager(run, backend=disk).restore({"state": None, "more": None}, progress=progress)  # type: ignore[arg-type]
+        except LeaveError:
+            left += 1
+        finally:
+            disk.go.set()
+        if disk.calls <= number:
+            break
+    assert number > 10
+    assert left >= number - 5, "only the closing of files is not waited for"
