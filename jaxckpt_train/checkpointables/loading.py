@@ -16,7 +16,7 @@ from jaxckpt_train.checkpointables.registry import handler_for_load
 from jaxckpt_train.checkpointables.saving import VALUE_FILE
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.answers import answer_of, have_done
+from jaxckpt_train.store.answers import answer_of, have_closed
 from jaxckpt_train.store.backend import Opener
 from jaxckpt_train.store.held_files import HeldFiles
 from jaxckpt_train.store.manifest import NOT_JSON, FileRecord, PartRecord
@@ -124,8 +124,7 @@ def load_parts(
     try:
         return _load_parts(files, committed, named("targets", targets), settings, options, progress)
     finally:
-        if files.is_begun:
-            have_done(files.close)
+        have_closed(files.end())
 
 
 def _load_parts(

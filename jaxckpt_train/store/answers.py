@@ -6,10 +6,11 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Generic, TypeVar
 
 from jaxckpt_train.errors import CheckpointTimeoutError
+from jaxckpt_train.store.backend import Source
 from jaxckpt_train.store.latch import LOOK_S, Latch
 from jaxckpt_train.store.per_process import PerProcess
 from jaxckpt_train.store.workers import GIVE_UP_S, TELL_S
@@ -111,9 +112,16 @@ def answer_of(
     return question.take()
 
 
-def have_done(call: Callable[[], None]) -> None:
-    """Have something called that asks a disk, and wait for a moment; nobody hears of its errors."""
-    question = Question(lambda moved: call())
+def have_closed(files: Collection[Source]) -> None:
+    """Have files closed that a load left open, and wait for a moment: perhaps their disk does not answer."""
+    if not files:
+        return
+
+    def close(moved: Callable[[], None]) -> None:
+        for file in files:
+            file.close()
+
+    question = Question(close)
     if _is_put(question):
         question.is_answered.wait(LOOK_S)
     else:

@@ -23,15 +23,12 @@ class HeldFiles:
         files: where.
         committed: the opened checkpoint.
         direct: how its segments are going to be opened.
-
-    Attributes:
-        is_begun: whether it was told to hold any.
     """
 
     def __init__(self, files: Opener, committed: Committed, direct: Direct) -> None:
         self._files, self._committed, self._direct = files, committed, direct
         self._held: dict[tuple[str, Direct], Source] = {}
-        self.is_begun = self._is_closed = False
+        self._is_closed = False
         self._lock = threading.Lock()  # never held while a disk is asked, which may not answer
 
     def hold(self, parts: Collection[PartRecord], moved: Callable[[], None] = lambda: None) -> None:
@@ -39,7 +36,6 @@ class HeldFiles:
 
         Of more than `HELD_AT_ONCE` the others are opened when their turn comes. What cannot be opened is told then.
         """
-        self.is_begun = True
         names = {part.name for part in parts}
         segments = [each.file for each in self._committed.manifest.segments if each.file.partition("/")[0] in names]
         values = [part.files[0].file for part in parts if len(part.files) == 1]
@@ -65,11 +61,10 @@ class HeldFiles:
             held = self._held.pop((name, direct), None) if directory == self._committed.directory else None
         return self._files.open(directory, name, direct=direct) if held is None else held
 
-    def close(self) -> None:
-        """Close what nobody has asked for."""
+    def end(self) -> list[Source]:
+        """Hold nothing any more, and hand over what nobody has asked for, to be closed."""
         with self._lock:
             self._is_closed = True
             left = list(self._held.values())
             self._held.clear()
-        for source in left:
-            source.close()
+        return left

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxckpt_train.errors import CheckpointTimeoutError, CorruptCheckpointError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.answers import answer_of, have_done
+from jaxckpt_train.store.answers import answer_of, have_closed
 from jaxckpt_train.store.backend import Opener
 from jaxckpt_train.store.boxes import box_elements, box_shape, element_span, slices_within
 from jaxckpt_train.store.digests import HEX_DIGITS, HexDigest, digest_function
@@ -274,8 +274,7 @@ def iter_boxes(
     except CheckpointTimeoutError as error:
         raise CheckpointTimeoutError(f"{committed.directory}: {error}") from None
     finally:
-        if sources.are_open:  # after an error, which may be that the disk does not answer
-            have_done(sources.close)
+        have_closed(sources.end())
 
 
 def read_boxes(

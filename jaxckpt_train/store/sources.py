@@ -64,27 +64,20 @@ class Sources:
         """Tell that one of its reads is over; after the last one it is closed."""
         with self._lock:
             self._left[segment] -= 1
-        self._close_unused([segment])
+        self._close_unused(segment)
 
-    @property
-    def are_open(self) -> bool:
-        """Whether there is anything to close."""
-        return bool(self._open) or not self._is_closed
-
-    def close(self) -> None:
-        """Let nobody read any more, and close what is open; what is being read right now, when that ends."""
+    def end(self) -> list[Source]:
+        """Let nobody read any more, and hand over what is to be closed; what is being read is closed when that ends."""
         with self._lock:
             self._is_closed = True
-            numbers = list(self._open)
-        self._close_unused(numbers)
+            return [self._open.pop(number) for number in list(self._open) if not self._in_use[number]]
 
-    def _close_unused(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            with self._lock:
-                is_over = self._is_closed or not self._left[number]
-                unused = self._open.pop(number, None) if is_over and not self._in_use[number] else None
-            if unused is not None:
-                unused.close()
+    def _close_unused(self, number: int) -> None:
+        with self._lock:
+            is_over = self._is_closed or not self._left[number]
+            unused = self._open.pop(number, None) if is_over and not self._in_use[number] else None
+        if unused is not None:
+            unused.close()
 
     @contextlib.contextmanager
     def _using(self, number: int) -> Iterator[Source]:
@@ -94,7 +87,7 @@ class Sources:
         finally:
             with self._lock:
                 self._in_use[number] -= 1
-            self._close_unused([number])
+            self._close_unused(number)
 
     def _taken(self, number: int) -> Source:
         """The open segment, opened if it is not yet."""

@@ -49,7 +49,7 @@ def test_what_is_being_read_is_closed_when_that_ends_and_nothing_is_opened_again
     thread = threading.Thread(target=opened.read_into, args=(0, 0, memory, 4096))
     thread.start()
     assert reading.wait(30)
-    opened.close()
+    assert opened.end() == []
     assert backend.open_files == 1, "a thread reads it"
     go.set()
     thread.join()
