@@ -12,6 +12,7 @@ it gives up a step only because a newer, better or closer one took its place, or
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Collection, Sequence
 
 from jaxckpt_train.errors import SettingsError
@@ -45,6 +46,8 @@ __all__ = [
     "LatestN",
     "PreserveAll",
 ]
+_log = logging.getLogger("jaxckpt_train")
+_TELL_AT = frozenset(10**power for power in range(1, 10))  # checkpoints, which come one by one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,11 +130,23 @@ class BestN:
         known = [metric_value(info.metrics, self.metric) is not None for info in checkpoints]
         last_known = max((position for position, has in enumerate(known) if has), default=-1)
         keep = self.keep_checkpoints_without_metrics
+        if keep is None and last_known < 0 and len(checkpoints) in _TELL_AT:
+            self._tell(checkpoints)
         flags: list[bool] = []
         for position, info in enumerate(checkpoints):
             waiting = position > last_known if keep is None else keep
             flags.append(info.step in best if known[position] else waiting)
         return flags
+
+    def _tell(self, checkpoints: Sequence[CheckpointInfo]) -> None:
+        """A name that is misspelt fills the disk; an evaluation that comes late does not have to be told."""
+        there = sorted({name for info in checkpoints for name in info.metrics or ()})
+        _log.warning(
+            "BestN: none of %d checkpoints has the metric %r, so all of them are kept; the metrics that they have: %s",
+            len(checkpoints),
+            self.metric,
+            ", ".join(there) or "none",
+        )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
