@@ -119,3 +119,14 @@ def test_policies_are_values() -> None:
     assert repr(one) == "AnyPreservationPolicy(policies=(LatestN(n=2), CustomSteps(steps=[1, 3])))"
     with pytest.raises(AttributeError):
         one.policies = ()  # type: ignore[misc]
+
+
+def test_a_metric_that_no_checkpoint_has_is_told_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    infos = [CheckpointInfo(step, NOW, metrics={"accuracy": 1.0}) for step in range(1000)]
+    for count in range(1, 120):
+        assert all(BestN("acuracy", 1, "max").should_preserve(infos[:count], context=DecisionContext(NOW)))
+        BestN("accuracy", 1, "max").should_preserve(infos[:count], context=DecisionContext(NOW))
+    text = (
+        "BestN: none of {} checkpoints has the metric 'acuracy', so all of them are kept; the metrics that they have: "
+    )
+    assert caplog.messages == [text.format(count) + "accuracy" for count in (10, 100)]

@@ -170,18 +170,6 @@ def test_a_checkpoint_waits_for_its_metric_until_a_later_one_has_it() -> None:
     assert preserved(policy, [info(1), info(2)]) == [1, 2]
 
 
-def test_a_metric_that_no_checkpoint_has_is_told_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
-    assert len(survivors([info(step, accuracy=1.0) for step in range(25)], BestN("acuracy", 1, "max"))) == 25
-    assert caplog.messages == [
-        "BestN: none of 10 checkpoints has the metric 'acuracy', so all of them are kept; the metrics that they have: "
-        "accuracy"
-    ] * caplog.text.count("none of 10")
-    assert caplog.messages
-    caplog.clear()
-    survivors([info(step, accuracy=1.0) for step in range(25)], BestN("accuracy", 1, "max"))
-    assert not caplog.messages
-
-
 def test_checkpoints_without_the_metric_can_always_or_never_be_kept() -> None:
     infos = [info(1), info(2, loss=1.0), info(3, loss=2.0), info(4)]
     assert preserved(BestN("loss", 1, "min", keep_checkpoints_without_metrics=True), infos) == [1, 2, 4]
