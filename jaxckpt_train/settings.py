@@ -72,7 +72,9 @@ class StoreSettings:
             "warn": it warns, naming the leaves; "reject": it fails with NonFiniteError, so that the steps before stay
             the newest. They are looked for on the devices, and the answers awaited in the background.
         scrub_bytes_per_s: at most so many bytes of the steps of a run are read again each second while it goes on, one
-            step after the other, to find damage while other steps are whole; what is found is set aside. 0: none.
+            step after the other, to find damage while other steps are whole; what is found is set aside. 0: none, but
+            the neighbours of a step that was set aside, those saved right before and after it, are still read once
+            where the restore has not compared all of them, at most 64 MiB a second.
 
     Raises:
         SettingsError: a value is out of range or of the wrong type.

@@ -48,6 +48,11 @@ class Entry:
         """Later saves are greater."""
         return (self.sequence, self.step, self.generation)
 
+    @property
+    def identity(self) -> tuple[str, datetime.datetime]:
+        """Which save it is; a name alone may be given again."""
+        return (self.name, self.time)
+
     def info(self) -> CheckpointInfo:
         """The entry as policies see it."""
         return CheckpointInfo(self.step, self.time, self.metrics, self.pinned, self.temporary)

@@ -262,7 +262,7 @@ class OwnerLock:
             paths = [f"{self._directory}/{name}" for name in names if name.startswith(left)]
             return [path for path in paths if self._backend.age_s(path) > SILENCE_S]
         except StorageError as error:
-            _log.warning("%s: what dead owners left was not removed: %s", self._directory, error)
+            self._tell_what_stays(error)
             return []
 
     def clean(self) -> None:
@@ -272,7 +272,10 @@ class OwnerLock:
             for path in left:
                 self._backend.remove(path)
         except StorageError as error:
-            _log.warning("%s: what dead owners left was not removed: %s", self._directory, error)
+            self._tell_what_stays(error)
+
+    def _tell_what_stays(self, error: StorageError) -> None:
+        _log.warning("%s: what dead owners left was not removed: %s", self._directory, error)
 
     def release(self) -> None:
         """Give the directory free, if this lock holds it."""

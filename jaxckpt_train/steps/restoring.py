@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
 from jaxckpt_train.checkpointables.loading import load_parts
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError, free_frames
@@ -20,6 +22,7 @@ from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.store.replaced import opened
 from jaxckpt_train.store.transaction import is_gone
 from jaxckpt_train.store.verify import verify
+from jaxckpt_train.tree.flatten import PLACEHOLDER
 from jaxckpt_train.tree.restore import LoadOptions
 
 # What a damaged or vanished file looks like. Anything else (no permission, no memory) is not the step's fault.
@@ -80,6 +83,7 @@ class Restored:
     bytes: int
     restore_s: float
     is_mended: bool = False  # it was set aside, and all of it was verified now
+    is_verified: bool = False  # all of it was compared by this; asked for only where another one was skipped
 
     def record(self) -> dict[str, Any]:
         """What the history says of it."""
@@ -140,7 +144,8 @@ def restore_newest(
             results = reading.twice()
             reading.tell_if_renamed()
             taken_s = time.perf_counter() - started
-            return Restored(entry, results, skipped, meter.bytes, taken_s, is_mended=reading.is_mended())
+            is_mended, is_verified = reading.is_mended(), bool(skipped) and reading.is_verified()
+            return Restored(entry, results, skipped, meter.bytes, taken_s, is_mended, is_verified)
         except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
             if isinstance(error, StorageError) and error.errno not in _DAMAGE:
                 raise
@@ -173,6 +178,7 @@ class _Reading:
     meter: ByteMeter
     manifests: set[str] = dataclasses.field(default_factory=set)
     saved_as: object = None
+    parts: frozenset[str] = frozenset()
 
     def twice(self) -> dict[str, Any]:
         """Load it; what came out damaged, or not at all, is read once more: memory, or the way from the disk, may err.
@@ -195,6 +201,7 @@ class _Reading:
         committed = opened(self.backend, self.path, self.meter)
         self.manifests.add(committed.manifest_sha256)
         self.saved_as = committed.manifest.info.get("step")
+        self.parts = frozenset(part.name for part in committed.manifest.parts)
         if len(self.manifests) > 1:
             raise StepVanishedError(self.entry.name)
         wanted = {part.name: None for part in committed.manifest.parts} if self.targets is None else self.targets
@@ -208,3 +215,13 @@ class _Reading:
     def is_mended(self) -> bool:
         """Whether it was set aside and is whole again, also where nothing was asked for."""
         return self.entry.damaged is not None and verify(self.backend, self.path, self.settings).ok
+
+    def is_verified(self) -> bool:
+        """Whether all bytes of all that it holds were read and compared."""
+        if not self.settings.verify_on_load or self.targets is None:
+            return self.settings.verify_on_load
+        try:
+            leaves = jax.tree.leaves(dict(self.targets))
+        except (TypeError, ValueError):  # a target that is no tree for JAX
+            return False
+        return self.parts <= set(self.targets) and not any(leaf is PLACEHOLDER for leaf in leaves)

@@ -332,17 +332,17 @@ class RunDirectory:
         """As `judge`, of one step that is proven to be damaged, while another one is whole."""
         self._verdicts.damaged(entry, problem)
         if self.is_owner:
+            self._lock.check()  # another may have it since this was begun
             self._write_verdicts()
 
     def _write_verdicts(self) -> None:
         """A disk that refuses costs no training: the step will be skipped again."""
+        set_aside = list[Entry]()
         while (verdict := self._verdicts.take()) is not None:
             entry, damaged = verdict
-            if damaged is not None:
-                damaged = damaged.encode("utf-8", "backslashreplace").decode("utf-8")  # a path may be no text
             try:
                 with self.reading([entry]):
-                    if entry.name in self._deleting or not self._has(entry):
+                    if entry.name in self._deleting or all(each.identity != entry.identity for each in self._entries):
                         continue  # it is gone, or about to go, or was saved anew
                     self.note(entry, {"damaged": damaged})
             except StorageError as error:
@@ -351,9 +351,8 @@ class RunDirectory:
             if damaged is not None:
                 _log.warning("step %d is set aside: %s stays, and is not listed any more", entry.step, entry.name)
                 self.history.add("set_aside", self._clock(), step=entry.step, name=entry.name, problem=damaged)
-
-    def _has(self, entry: Entry) -> bool:
-        return any((each.name, each.time) == (entry.name, entry.time) for each in self._entries)
+                set_aside.append(entry)
+        self._scrubber.look_around(set_aside, self._verdicts.compared)
 
     def note_step(self, step: int, note: Mapping[str, Any]) -> None:
         """As `note`, of a step that retention leaves alone meanwhile.

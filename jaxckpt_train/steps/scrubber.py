@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, Protocol
 
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError
 from jaxckpt_train.steps.entry import Entry
@@ -19,17 +20,30 @@ from jaxckpt_train.store.verify import first_damage
 IDLE_S = 1.0
 JOIN_S = 5.0
 LEAST_READ = 1 << 16  # counted for each look at a step, however little was read
+NEIGHBOURS_BYTES_PER_S = 64 << 20  # where no rate is set: a fraction of what a disk for checkpoints gives
 _log = logging.getLogger("jaxckpt_train")
 
 
 class Run(Protocol):
     """What a scrubber asks of a run directory."""
 
+    is_owner: bool
+
     def entries(self) -> list[Entry]:
         """The committed generations of all steps that are not set aside, in order."""
 
     def set_aside(self, entry: Entry, problem: str) -> None:
         """A step is proven to be damaged, and another one is whole."""
+
+
+_Identity = tuple[str, datetime.datetime]
+
+
+class _SetAside(NamedTuple):
+    """A step that was set aside, and the saves that were compared when that was found."""
+
+    entry: Entry
+    compared: Collection[_Identity]
 
 
 class _EndedError(Exception):
@@ -45,30 +59,50 @@ class Scrubber:
     Args:
         backend: where.
         directory: of the run.
-        bytes_per_s: how much it reads at most; 0: nothing, there is no thread.
+        bytes_per_s: how much it reads at most; 0: only the neighbours of damaged steps, once, on a thread that ends
+            then, `NEIGHBOURS_BYTES_PER_S` at most.
         run: a weak reference to the run directory, which this must not keep alive.
     """
 
     def __init__(self, backend: Backend, directory: str, bytes_per_s: int, run: Callable[[], Run | None]) -> None:
-        self._backend, self._directory, self._rate, self._run = backend, directory, bytes_per_s, run
+        self._backend, self._directory, self._run = backend, directory, run
+        self._reads_all, self._rate = bytes_per_s > 0, bytes_per_s or NEIGHBOURS_BYTES_PER_S
         self._stop = Latch()
+        self._guard = threading.Lock()  # of the next three
+        self._is_on = self._works = False
+        self._set_aside: list[_SetAside] = []
         self._thread: threading.Thread | None = None
         self._verified: dict[str, None] = {}  # names, the latest last
         self._suspects: list[str] = []
-        self._damaged: dict[str, str] = {}  # what is wrong with each, until another is found to be whole
+        self._damaged: dict[str, tuple[Entry, str]] = {}  # what is wrong with each, until another is found to be whole
+        self._found: set[_Identity] = set()  # whose neighbours are suspects by that
         self._warned: set[tuple[str, str]] = set()
         self._due_s = 0.0
 
     def start(self) -> None:
-        """Begin, if it is on; where the system has no thread for it now, not at all."""
-        if self._rate and self._thread is None and not self._stop.is_open():
-            thread = threading.Thread(target=self._work, name="jaxckpt-scrub", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                _log.warning("%s: steps are not verified in the background: %s", self._directory, error)
-            else:
-                self._thread = thread
+        """Begin, now that the run has its owner."""
+        with self._guard:
+            self._is_on = True
+            self._ensure_thread()
+
+    def look_around(self, damaged: Sequence[Entry], compared: Collection[_Identity]) -> None:
+        """Verify the neighbours of steps that were set aside next, but none that whoever found it has `compared`."""
+        new = [_SetAside(entry, compared) for entry in damaged if entry.identity not in self._found]
+        with self._guard:
+            self._set_aside += new
+            self._ensure_thread()
+
+    def _ensure_thread(self) -> None:
+        """Have a thread if there is something to do; where the system has none for it now, that is not done."""
+        if self._works or not self._is_on or not (self._reads_all or self._set_aside) or self._stop.is_open():
+            return
+        thread = threading.Thread(target=self._work, name="jaxckpt-scrub", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            _log.warning("%s: steps are not verified in the background: %s", self._directory, error)
+        else:
+            self._thread, self._works = thread, True
 
     def end(self) -> None:
         """Ask it to end."""
@@ -83,23 +117,30 @@ class Scrubber:
 
     def _work(self) -> None:
         self._due_s = time.monotonic()
-        with contextlib.suppress(_EndedError):
+        with contextlib.suppress(_EndedError, CheckpointError):  # of who looks at the disk, being the owner no more
             while self._verify_next():
                 pass
 
     def _verify_next(self) -> bool:
-        """Verify one step; False once the run directory is gone."""
+        """Verify one step; False once there is none, or the run directory is gone."""
         run = self._run()
-        if run is None:
+        if run is None or not run.is_owner:
             return False
         entries = run.entries()
         del run  # a manager that was dropped must not be kept by a slow reading
         entry = self._next(entries)
-        if entry is None:
+        if entry is not None:
+            self._look_at(entry, entries)
+        elif self._reads_all:
             self._wait(IDLE_S)
         else:
-            self._look_at(entry, entries)
+            return not self._is_done()
         return True
+
+    def _is_done(self) -> bool:
+        with self._guard:
+            self._works = bool(self._set_aside)
+            return not self._works
 
     def _look_at(self, entry: Entry, entries: Sequence[Entry]) -> None:
         self._verified.pop(entry.name, None)
@@ -131,27 +172,36 @@ class Scrubber:
         if problem is not None:
             if entry.name not in self._damaged:
                 _log.error("step %d is damaged: %s", entry.step, problem)
-            self._damaged[entry.name] = problem
-            names = [each.name for each in entries]
-            at = names.index(entry.name)
-            self._suspects += [*names[at + 1 : at + 2], *reversed(names[max(at - 1, 0) : at])]
+            self._damaged[entry.name] = (entry, problem)
+            self._found.add(entry.identity)
+            self._suspect(_neighbours(entry, entries))
             return
         self._damaged.pop(entry.name, None)
         run = self._run()
-        for each in entries:
-            if run is not None and each.name in self._damaged:
-                run.set_aside(each, self._damaged.pop(each.name))
+        while run is not None and self._damaged:
+            run.set_aside(*self._damaged.pop(next(iter(self._damaged))))
+
+    def _suspect(self, entries: Sequence[Entry]) -> None:
+        self._suspects += [entry.name for entry in entries if entry.name not in self._suspects]
 
     def _next(self, entries: Sequence[Entry]) -> Entry | None:
-        """A neighbour of a damaged step, else the newest that was never verified, else that of the longest ago."""
+        """A neighbour of a damaged step, else, if all are read, the one never verified or verified the longest ago."""
+        with self._guard:
+            set_aside, self._set_aside = self._set_aside, []
+        for found, compared in set_aside:
+            self._suspect([each for each in _neighbours(found, entries) if each.identity not in compared])
         by_name = {entry.name: entry for entry in entries}
         self._verified = {name: None for name in self._verified if name in by_name}
         self._warned = {kind for kind in self._warned if kind[0] in by_name}
+        there = {entry.identity for entry in entries}
+        self._damaged = {name: found for name, found in self._damaged.items() if found[0].identity in there}
         while self._suspects:
             suspect = by_name.get(self._suspects.pop(0))
             if suspect is not None and suspect.name not in self._damaged:
                 return suspect
-        for entry in reversed(entries):
+        if not self._reads_all:
+            return None
+        for entry in reversed(entries):  # the newest
             if entry.name not in self._verified:
                 return entry
         return by_name[next(iter(self._verified))] if self._verified else None
@@ -165,3 +215,10 @@ class Scrubber:
     def _wait(self, seconds: float) -> None:
         if self._stop.wait(max(0.0, seconds)):
             raise _EndedError
+
+
+def _neighbours(entry: Entry, entries: Sequence[Entry]) -> list[Entry]:
+    """Of these, the one that was saved right after it, and the one right before."""
+    others = sorted((each for each in entries if each.name != entry.name), key=lambda each: each.order)
+    at = sum(each.order < entry.order for each in others)
+    return [*others[at : at + 1], *others[max(at - 1, 0) : at]]

@@ -24,6 +24,7 @@ from jaxckpt_train.store.local_names import (
     exchange_names,
     is_directory,
     is_there,
+    marks_of_way,
     open_to_sync,
     parents_on_volume,
     rename_all,
@@ -44,7 +45,7 @@ _ADVICE = {
     errno.EIO: "the disk or its connection failed: do not trust it further",
 }
 
-_durable_ways: dict[str, int] = {}  # by path, the inode of directories that are on the disk with their names
+_durable_ways: dict[str, tuple[object, ...]] = {}  # marks of directories that are on the disk with their names
 _NO_DIRECT = 'this system or file system has no direct I/O, and direct_io=True asks for nothing else; use "auto"'
 
 
@@ -211,6 +212,8 @@ class LocalBackend:
                     raise OSError(errno.ENOTDIR, "not a directory")
                 missing.append(path)
                 path = os.path.dirname(path)
+            if missing:
+                _forget_ways_below(os.path.realpath(missing[-1]))
             for folder in reversed(missing):
                 with contextlib.suppress(FileExistsError):
                     again(os.mkdir, folder)
@@ -219,11 +222,11 @@ class LocalBackend:
 
     def _sync_way_to(self, directory: str) -> None:
         """Make durable all names on the way to it; once, as whoever made them may not have."""
-        inode = again(os.stat, directory).st_ino
-        if _durable_ways.get(directory) != inode:
+        marks = marks_of_way(directory)  # before the sync, which need not bring what is made meanwhile
+        if _durable_ways.get(directory) != marks:
             for parent in parents_on_volume(directory):
                 sync_directory(self, parent, tolerated=(errno.EACCES, errno.EPERM))  # one may pass it and not read it
-            _durable_ways[directory] = inode
+            _durable_ways[directory] = marks
 
     def remove(self, path: str) -> None:
         """Remove a file or a whole directory; nothing there is no error."""
@@ -307,6 +310,12 @@ class LocalBackend:
             finally:
                 _close_read(descriptor)
                 again(os.unlink, probe)
+
+
+def _forget_ways_below(missing: str) -> None:
+    """What is not there is made anew: it will not be on the disk because one of before with its name was."""
+    for way in [each for each in list(_durable_ways) if f"{each}/".startswith(f"{missing}/")]:
+        _durable_ways.pop(way, None)
 
 
 def _close_written(descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""Names on the local file system, for `local.py`: renames over nothing, atomic where the kernel can, told once."""
+"""Names on the local file system, for `local.py`: renames over nothing, told once, and what tells names made anew."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from jaxckpt_train.store.backend import UNSUPPORTED, Entry
 from jaxckpt_train.store.interrupted import again
 
 _RENAME_NOREPLACE, _RENAME_EXCHANGE, _AT_FDCWD = 1, 2, -100
+_MAX_HANDLE_BYTES = 128
 
 
 def is_there(path: str) -> bool:
@@ -64,6 +65,38 @@ def parents_on_volume(directory: str) -> Iterator[str]:
     while (parent := os.path.dirname(directory)) != directory and again(os.stat, parent).st_dev == volume:
         yield parent
         directory = parent
+
+
+def marks_of_way(directory: str) -> tuple[object, ...]:
+    """What is something else once a directory, or one above it on its file system, was made anew, or came back.
+
+    A new directory often has the inode number of one that was removed, and within some milliseconds the same times. The
+    kernel's handle of a directory is given once; where there is none, the time of the last change beside it must do.
+    """
+    parents = list(parents_on_volume(directory))
+    changed = [again(os.stat, parent).st_mtime_ns for parent in parents[:1]]  # of those above: others change them often
+    return (*changed, *map(_identity, (directory, *parents)))
+
+
+def _identity(path: str) -> tuple[int, int, bytes]:
+    found = again(os.stat, path)
+    return found.st_dev, found.st_ino, _handle_of(path)
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (
+        ("length", ctypes.c_uint),
+        ("kind", ctypes.c_int),
+        ("content", ctypes.c_ubyte * _MAX_HANDLE_BYTES),
+    )
+
+
+def _handle_of(path: str) -> bytes:
+    """What the kernel tells this inode from all others by, of before and after; empty where it does not tell."""
+    call, handle, mount = _of_the_c_library("name_to_handle_at"), _Handle(length=_MAX_HANDLE_BYTES), ctypes.c_int()
+    if call is None or call(_AT_FDCWD, os.fsencode(path), ctypes.byref(handle), ctypes.byref(mount), 0) != 0:
+        return b""
+    return bytes(handle.content[: handle.length])
 
 
 def open_to_sync(path: str) -> int:
@@ -122,14 +155,14 @@ def rename_all(steps: list[tuple[str, str]], sync: Callable[[str], None] | None)
 
 
 @functools.cache
-def _find_renameat2() -> Callable[..., int] | None:
-    """The C library's function; found once, as ctypes makes classes for each look, which only the collector frees."""
-    return getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+def _of_the_c_library(name: str) -> Callable[..., int] | None:
+    """A function; found once, as ctypes makes classes for each look, which only the collector frees."""
+    return getattr(ctypes.CDLL(None, use_errno=True), name, None)
 
 
 def _renameat2(source: str, target: str, flags: int) -> bool:
     """Linux's rename with flags; False where the kernel or file system does not offer it."""
-    call = _find_renameat2()
+    call = _of_the_c_library("renameat2")
     if call is None:
         return False
     if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
