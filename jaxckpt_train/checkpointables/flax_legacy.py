@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import errno
+from typing import Any, cast
 
 from jaxckpt_train.checkpointables.loading import load_parts
 from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all, write_parts
-from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError
+from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError
 from jaxckpt_train.pending import Movement
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.machine import memory_bytes
 from jaxckpt_train.store.memory import MemoryBackend
 from jaxckpt_train.store.plain_files import read_whole
 from jaxckpt_train.store.transaction import Transaction
@@ -34,6 +36,7 @@ def load_flax_file(backend: Backend, path: str, like: Any, settings: StoreSettin
         NotACheckpointError: the file is not of this form, or Flax is not installed to read it.
         CorruptCheckpointError: it is, and holds what no tree of arrays is.
         MismatchError: it does not fit the target.
+        StorageError: it cannot be read, or does not fit into memory.
     """
     tree = _restore(backend, path)
     memory, plain = MemoryBackend(), dataclasses.replace(settings, nonfinite="allow")  # nothing of the user's is saved
@@ -45,7 +48,7 @@ def load_flax_file(backend: Backend, path: str, like: Any, settings: StoreSettin
 
 def _restore(backend: Backend, path: str) -> Any:
     folder, _, name = path.rpartition("/")
-    data = read_whole(backend, folder, name, limit=None).tobytes()
+    data = cast("bytes", memoryview(read_whole(backend, folder, name, limit=None)))  # msgpack takes any buffer
     try:
         from flax import serialization
     except ImportError as error:
@@ -54,8 +57,11 @@ def _restore(backend: Backend, path: str) -> Any:
         ) from error
     try:
         tree = serialization.msgpack_restore(data)
-    except MemoryError:
-        raise  # which says nothing of the file
+    except MemoryError as error:
+        there = f"this machine has {memory_bytes()}"
+        raise StorageError(
+            errno.ENOMEM, f"its {len(data)} bytes do not fit into memory twice: {there}", path
+        ) from error
     except Exception as error:  # a foreign parser: it believes the file's dtypes, shapes and lengths
         raise NotACheckpointError(
             f"{path}: expected a checkpoint directory or a Flax msgpack file, found a file that is neither "

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import msgspec
@@ -49,11 +49,12 @@ def scan_with_notes(
     names = _step_names(backend, directory)
     while True:
         notes = Notes(backend, directory)
-        entries = _entries(backend, directory, names, notes, moved)
+        entries = _entries(backend, directory, names, moved)
         missing = names - {entry.name for entry in entries if entry.tells_lineage}
         now = _step_names(backend, directory) if missing else names
         if missing <= now:
-            return in_order(entries), notes
+            notes.expect(_known_notes(entries))
+            return in_order([notes.added_to(entry) for entry in entries]), notes
         names = now  # the owner deleted a step while it was looked at, and has saved another
 
 
@@ -77,16 +78,21 @@ def tell_of_uncommitted(backend: Backend, directory: str, told: set[str]) -> Non
             _log.warning("%s/%s: has no COMMIT, so it is no step: copied in part, or damaged?", directory, name)
 
 
-def _entries(backend: Backend, directory: str, names: Set[str], notes: Notes, moved: Callable[[], None]) -> list[Entry]:
+def _entries(backend: Backend, directory: str, names: Set[str], moved: Callable[[], None]) -> list[Entry]:
     entries = []
     for name in sorted(names):
         moved()
         parsed, found = parse_step_name(name), _committed_info(backend, f"{directory}/{name}")
         if parsed is not None and found is not None:
             info, is_certain = found
-            entry = dataclasses.replace(entry_from_manifest(name, *parsed, info), is_certain=is_certain)
-            entries.append(notes.added_to(entry))
+            entries.append(dataclasses.replace(entry_from_manifest(name, *parsed, info), is_certain=is_certain))
     return entries
+
+
+def _known_notes(entries: Sequence[Entry]) -> int:
+    """How many notes there were when the last step of this run was saved, as far as manifests are certain."""
+    known = [entry.notes for entry in in_order(entries) if entry.tells_lineage and entry.is_certain]
+    return max(known, default=0)
 
 
 def _step_names(backend: Backend, directory: str) -> set[str]:

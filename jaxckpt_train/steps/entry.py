@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxckpt_train.checkpoint_metadata import metrics_from_json
+from jaxckpt_train.steps.note_lines import count_of
 from jaxckpt_train.steps.policy_context import CheckpointInfo
 
 _LONG_AGO = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -22,6 +23,7 @@ class Entry:
         sequence: the how-manieth save of the run it was; orders steps by when they were saved, also after a roll-back.
         run: id of the run that saved it; None: not told.
         left_behind: names of the directories that a roll-back before this save has left behind.
+        notes: how many notes the run had on the disk when it was saved.
         damaged: what is wrong with its bytes, if it was set aside for that; None: nothing that is known.
         tells_lineage: whether its manifest could be read, and is of the run whose directory this is.
         is_certain: whether its manifest is what was committed; else what it says is not to be relied upon.
@@ -37,6 +39,7 @@ class Entry:
     temporary: bool
     run: str | None = None
     left_behind: tuple[str, ...] = ()
+    notes: int = 0
     tells_lineage: bool = True
     is_certain: bool = True
     is_held: bool = False
@@ -72,6 +75,7 @@ def entry_from_manifest(name: str, step: int, generation: int, info: Mapping[str
         temporary=info.get("temporary") is True,
         run=run if isinstance(run, str) else None,
         left_behind=tuple(each for each in left if isinstance(each, str)) if isinstance(left, list) else (),
+        notes=count_of(info.get("notes")) or 0,
         tells_lineage=bool(info),
     )
 

@@ -15,48 +15,12 @@ import numpy as np
 from jaxckpt_train.errors import SettingsError, StorageError
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.manifest import NOT_JSON
-from jaxckpt_train.store.plain_files import read_whole
+from jaxckpt_train.store.plain_files import read_ends
 
 HISTORY_NAME = "history.jsonl"
+MOST_BYTES = 256 << 20
+"""More than 500,000 events take; of a larger file both ends are read."""
 _log = logging.getLogger("jaxckpt_train")
-
-
-def append_line(backend: Backend, directory: str, name: str, record: Mapping[str, Any]) -> None:
-    """Add one record to a JSON-lines file; what of its text is no Unicode is written as `\\udc80`.
-
-    Raises:
-        StorageError: the file system refused.
-    """
-    try:
-        line = msgspec.json.encode(record)
-    except UnicodeEncodeError:  # a path within the text of an error may hold any bytes
-        line = msgspec.json.encode(_as_unicode(record))
-    backend.append(f"{directory}/{name}", line + b"\n")
-
-
-def _as_unicode(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {_as_unicode(key): _as_unicode(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_unicode(item) for item in value]
-    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
-
-
-def read_lines(backend: Backend, directory: str, name: str) -> Iterator[dict[str, Any]]:
-    """The records of a JSON-lines file, none if there is no file; a line cut by a crash is left out with a warning."""
-    try:
-        data = read_whole(backend, directory, name, limit=None).tobytes()
-    except StorageError as error:
-        if error.errno == errno.ENOENT:
-            return
-        raise
-    for number, line in enumerate(data.split(b"\n"), 1):
-        if not line:
-            continue
-        try:
-            yield msgspec.json.decode(line, type=dict[str, Any])
-        except NOT_JSON as error:
-            _log.warning("%s/%s: line %d is left out: %s", directory, name, number, error)
 
 
 class History:
@@ -70,13 +34,53 @@ class History:
         record = {"event": event, "time": now.isoformat(timespec="milliseconds")}
         record.update({name: value for name, value in fields.items() if value is not None})
         try:
-            append_line(self._backend, self._directory, HISTORY_NAME, record)
+            self._backend.append(f"{self._directory}/{HISTORY_NAME}", _encoded(record) + b"\n")
         except StorageError as error:
             _log.warning("the history was not written: %s", error)
 
     def events(self) -> list[dict[str, Any]]:
-        """All events so far, oldest first."""
-        return list(read_lines(self._backend, self._directory, HISTORY_NAME))
+        """All events so far, oldest first; what is no event, or is too much, is left out with a warning.
+
+        Raises:
+            CorruptCheckpointError, StorageError: the history cannot be read.
+        """
+        return list(self._events())
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        path = f"{self._directory}/{HISTORY_NAME}"
+        try:
+            pieces = read_ends(self._backend, self._directory, HISTORY_NAME, MOST_BYTES)
+        except StorageError as error:
+            if error.errno == errno.ENOENT:
+                return
+            raise
+        for start, _ in pieces[1:]:
+            _log.warning(
+                "%s: too large to be read whole: what lies in the middle, to byte %d, is left out", path, start
+            )
+        for number, line in enumerate(b"\n".join(data for _, data in pieces).split(b"\n"), 1):
+            if not line:
+                continue
+            try:
+                yield msgspec.json.decode(line, type=dict[str, Any])
+            except NOT_JSON as error:
+                _log.warning("%s: line %d is left out: %s", path, number, error)
+
+
+def _encoded(record: Mapping[str, Any]) -> bytes:
+    """A record as one line; what of its text is no Unicode is written as `\\udc80`."""
+    try:
+        return msgspec.json.encode(record)
+    except UnicodeEncodeError:  # a path within the text of an error may hold any bytes
+        return msgspec.json.encode(_as_unicode(record))
+
+
+def _as_unicode(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {_as_unicode(key): _as_unicode(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_unicode(item) for item in value]
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
 def plain_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:

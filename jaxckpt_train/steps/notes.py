@@ -1,71 +1,101 @@
-"""Notes on committed steps: pins, metrics of later evaluations, and what is damaged; each with a digest of its own."""
+"""Notes on committed steps: pins, metrics of later evaluations, and what is damaged; what they say, and the adding."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-import xxhash
-
 from jaxckpt_train.checkpoint_metadata import metrics_from_json
-from jaxckpt_train.errors import StorageError
+from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.steps.lineage import RollBack
+from jaxckpt_train.steps.note_lines import NoteLines, encode_note
 from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.late_sync import sync_directory
-from jaxckpt_train.store.manifest import NOT_JSON
-from jaxckpt_train.store.plain_files import read_whole
+from jaxckpt_train.store.plain_files import read_ends
 
 NOTES_NAME = "notes.jsonl"
-_SEAL = b',"xxh3_64":"'
-_END = b'"}'
-_ONE_NOTE = 1024  # bytes, about; what is lost of one that a crash cut is less than that
+MOST_BYTES = 64 << 20
+"""More than 300,000 notes take; of a larger file, which each start would have to read, both ends are read."""
 _log = logging.getLogger("jaxckpt_train")
 
 
-def add_note(backend: Backend, directory: str, note: Mapping[str, Any]) -> None:
-    """As `append_note`; when this returns it is on the disk."""
-    append_note(backend, directory, note)
-    backend.sync(f"{directory}/{NOTES_NAME}")
-    sync_directory(backend, directory)  # it may be the first note
+class NoteBook:
+    """Adds notes, for the owner of a run and from any of its threads.
 
+    What a note is numbered after is on the disk before it: a power cut takes the last one only.
 
-def settle(backend: Backend, directory: str, notes: Notes, entries: Sequence[Entry]) -> None:
-    """If notes are damaged, write down which steps there are now: those are held, and none that is saved later."""
-    if notes.problem is None:
-        return
-    _log.warning(
-        "%s; the %d steps that are there now are not deleted, as they may be pinned: pin(step) what must stay, and "
-        "pin(step, False) what may go",
-        notes.problem,
-        len(entries),
-    )
-    try:
-        add_note(backend, directory, {"held": [entry.name for entry in entries]})
-    except StorageError as error:
-        _log.warning("all steps that the next process finds are held, too: %s", error)
-
-
-def note_roll_back(backend: Backend, directory: str, roll_back: RollBack) -> None:
-    """Write down what was left behind; the manifest of the save says so, too, so a refusal is no failure of it."""
-    try:
-        add_note(backend, directory, {"sequence": roll_back.sequence, "left_behind": sorted(roll_back.names)})
-    except StorageError as error:
-        _log.warning("what a roll-back has left behind is told by one manifest only: %s", error)
-
-
-def append_note(backend: Backend, directory: str, note: Mapping[str, Any]) -> None:
-    """Add one note, on a line of its own also if a crash has left half a line before it.
-
-    Raises:
-        StorageError: the file system refused.
+    Attributes:
+        number: of the last note that is on the disk for certain; the manifest of each save holds it.
     """
-    backend.append(f"{directory}/{NOTES_NAME}", b"\n" + _sealed(msgspec.json.encode(note)) + b"\n")
+
+    def __init__(self, backend: Backend, directory: str) -> None:
+        self._backend, self._directory, self._path = backend, directory, f"{directory}/{NOTES_NAME}"
+        self._guard = threading.Lock()
+        self._is_cut: bool | None = None  # whether the file ends with half a line; None: not known
+        self.number = 0
+
+    def settle(self, notes: Notes, entries: Sequence[Entry]) -> None:
+        """Go on after these notes, read by the owner.
+
+        If one may be missing, write down which steps there are now: those are held, and none that is saved later.
+        """
+        with self._guard, contextlib.suppress(StorageError):  # the next note tries it again
+            self.number, self._is_cut = notes.known, None
+            self._is_cut = self._go_on_after(notes.lines)
+        if notes.problem is None:
+            return
+        _log.warning(
+            "%s; the %d steps that are there now are not deleted, as they may be pinned: pin(step) what must stay, and "
+            "pin(step, False) what may go",
+            notes.problem,
+            len(entries),
+        )
+        try:
+            self.add({"held": [entry.name for entry in entries]})
+        except StorageError as error:
+            _log.warning("all steps that the next process finds are held, too: %s", error)
+
+    def add(self, note: Mapping[str, Any]) -> None:
+        """Add one note; when this returns it is on the disk.
+
+        Raises:
+            StorageError: the file system refused.
+        """
+        with self._guard:
+            is_cut, self._is_cut = self._is_cut, None  # until it is known how this ends
+            if is_cut is None:
+                is_cut = self._go_on_after(_read(self._backend, self._directory)[0])
+            self._backend.append(self._path, encode_note(note, self.number + 1, after_cut=is_cut))
+            self._backend.sync(self._path)
+            sync_directory(self._backend, self._directory)  # it may be the first note
+            self.number, self._is_cut = self.number + 1, False
+
+    def note_roll_back(self, roll_back: RollBack) -> None:
+        """Write down what was left behind; the manifest of the save says so, too, so a refusal is no failure of it."""
+        try:
+            self.add({"sequence": roll_back.sequence, "left_behind": sorted(roll_back.names)})
+        except StorageError as error:
+            _log.warning("what a roll-back has left behind is told by one manifest only: %s", error)
+
+    def _go_on_after(self, lines: NoteLines | None) -> bool:
+        """Make durable what was read, so that the next number may follow it; whether half a line is at its end.
+
+        Where nothing can be read, there may be; and if the number is not the next one, whoever reads it is told so.
+        """
+        if lines is None:
+            return True
+        if lines.is_there:
+            self._backend.sync(self._path)
+            sync_directory(self._backend, self._directory)
+            self.number = max(self.number, lines.number)
+        return lines.is_cut
 
 
 class Notes:
@@ -75,6 +105,8 @@ class Notes:
         problem: why some of it may be missing, so that nobody knows which steps are pinned; None: all is there, or what
             was there then is held.
         roll_back: what was left behind by the last one that was noted.
+        lines: how the file ends; None: it cannot be read.
+        known: how many notes there are, as the manifests of later saves tell.
     """
 
     def __init__(self, backend: Backend, directory: str) -> None:
@@ -83,12 +115,16 @@ class Notes:
         self._damaged: dict[object, str | None] = {}
         self._held: set[str] = set()
         self.roll_back = RollBack()
-        self.problem: str | None = None
-        for note in _read(backend, directory):
-            if isinstance(note, str):
-                self.problem = self.problem or note
-            else:
-                self._add(note)
+        self.lines, self.problem = _read(backend, directory)
+        self.known = 0
+        for note in self.lines.take_notes() if self.lines else ():
+            self._add(note)
+
+    def expect(self, known: int) -> None:
+        """Take note that there were so many already when a step was saved."""
+        self.known = known
+        if self.lines is not None:
+            self.problem = self.problem or self.lines.missing_of(known)
 
     def _add(self, note: Mapping[str, Any]) -> None:
         self._add_of_run(note)
@@ -114,7 +150,6 @@ class Notes:
             self.roll_back = RollBack(sequence, frozenset(name for name in left if isinstance(name, str)))
         if isinstance(held, list):
             self._held |= {name for name in held if isinstance(name, str)}
-            self.problem = None  # of what came before
 
     def added_to(self, entry: Entry) -> Entry:
         """The entry with what was noted of it."""
@@ -138,49 +173,12 @@ def noted(entry: Entry, subject: Entry, note: Mapping[str, Any]) -> Entry:
     return entry
 
 
-def _read(backend: Backend, directory: str) -> Iterator[dict[str, Any] | str]:
-    """The notes, and as text what keeps others from being read. What a crash cut short was never acknowledged."""
-    path = f"{directory}/{NOTES_NAME}"
+def _read(backend: Backend, directory: str) -> tuple[NoteLines | None, str | None]:
+    """The lines of the notes, none if there is no file, and why a note may be missing."""
     try:
-        lines = read_whole(backend, directory, NOTES_NAME, limit=None).tobytes().split(b"\n")
-    except StorageError as error:
-        if error.errno != errno.ENOENT:
-            yield str(error)
-        return
-    for number, line in enumerate(lines, 1):
-        found = _note_of(line) if line else None
-        if found is not None:
-            yield found
-        elif line and _is_cut(line, lines[number:]):
-            _log.info("%s: line %d was cut short by a crash, and is left out", path, number)
-        elif line:
-            yield f"{path}: line {number} is damaged: expected the note that it was written as"
-
-
-def _is_cut(line: bytes, after: list[bytes]) -> bool:
-    """Whether a crash may have left this: a whole note ends with a line break, and an empty line comes before the next.
-
-    What never reached the disk of a note may be zeros, but not as many as a block that was lost later.
-    """
-    return len(line) < _ONE_NOTE if b"\0" in line else not after or after[0] != b""
-
-
-def _note_of(line: bytes) -> dict[str, Any] | None:
-    """The note in a line, also if the line break before or after it was changed; None: there is none."""
-    for text in (line, line[:-1], line[1:]):
-        body, seal, end = text.rpartition(_SEAL)
-        try:
-            note = msgspec.json.decode(body + b"}" if seal else text, type=dict[str, Any])
-        except NOT_JSON:
-            continue
-        if not seal or end == _digest(body + b"}") + _END:
-            return note
-    return None
-
-
-def _sealed(text: bytes) -> bytes:
-    return text[:-1] + _SEAL + _digest(text) + _END
-
-
-def _digest(text: bytes) -> bytes:
-    return xxhash.xxh3_64_hexdigest(text).encode()
+        lines = NoteLines(read_ends(backend, directory, NOTES_NAME, MOST_BYTES), f"{directory}/{NOTES_NAME}")
+    except (StorageError, CorruptCheckpointError) as error:
+        if getattr(error, "errno", None) != errno.ENOENT:
+            return None, str(error)
+        lines = NoteLines((), f"{directory}/{NOTES_NAME}")
+    return lines, lines.problem

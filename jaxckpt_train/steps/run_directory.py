@@ -29,7 +29,7 @@ from jaxckpt_train.steps.lineage import (
     newest_generations,
 )
 from jaxckpt_train.steps.lock import OwnerLock, try_to_write
-from jaxckpt_train.steps.notes import add_note, note_roll_back, noted, settle
+from jaxckpt_train.steps.notes import NoteBook, noted
 from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy
 from jaxckpt_train.steps.restoring import Restored, StepVanishedError
 from jaxckpt_train.steps.retention import Deleter, half_deleted, remove_attempts
@@ -66,7 +66,7 @@ class RunDirectory:
         self._scrubber = Scrubber(backend, directory, scrub_bytes_per_s, weakref.ref(self))
         # A manager that was dropped without close(), as in a notebook, must not lock its directory for ever.
         weakref.finalize(self, let_go, self._lock, self._deleter, self._scrubber).atexit = False
-        self._guard, self._noting = threading.RLock(), threading.Lock()
+        self._guard, self._book = threading.RLock(), NoteBook(backend, directory)
         self._entries: list[Entry] = []
         self._infos: tuple[CheckpointInfo, ...] | None = None
         self._restored: Entry | None = None
@@ -112,7 +112,7 @@ class RunDirectory:
         remove_attempts(self._backend, self._directory)
         with self._guard:
             self._look()
-            settle(self._backend, self._directory, self._notes, self._entries)
+            self._book.settle(self._notes, self._entries)
             self._id = home_run(self._entries) or self._id
             if self._restored is not None:
                 self._left = left_behind_by(self._restored, self._entries)
@@ -226,8 +226,8 @@ class RunDirectory:
         """What the manifest of the next save says of its place in the run."""
         with self._guard:
             sequence = max(self._forgotten, *(entry.sequence for entry in self._entries), -1) + 1
-            left = self._left | names_after(step, self._line())
-            return {"run": self._id, "sequence": sequence, "left_behind": sorted(left)}
+            left = sorted(self._left | names_after(step, self._line()))
+            return {"run": self._id, "sequence": sequence, "left_behind": left, "notes": self._book.number}
 
     def refuse_committed(self, step: int) -> None:
         """Refuse a step that is committed; one that was left behind, or set aside as damaged, may be saved again.
@@ -266,8 +266,7 @@ class RunDirectory:
             is_noted = now.names == self._notes.roll_back.names & there
         if not is_noted:
             self._notes.roll_back = now
-            with self._noting:
-                note_roll_back(self._backend, self._directory, now)
+            self._book.note_roll_back(now)
 
     def retain(self, *, is_durable: bool = True) -> None:
         """Hand what nobody keeps to the deleter. Called after a commit.
@@ -370,8 +369,7 @@ class RunDirectory:
     def note(self, entry: Entry, note: Mapping[str, Any]) -> None:
         """Write a pin of a step, or metrics of one generation of it or that it is damaged, durably."""
         line = {"step": entry.step, "name": entry.name, "saved": entry.time.isoformat(), **note}
-        with self._noting:
-            add_note(self._backend, self._directory, line)
+        self._book.add(line)
         with self._guard:
             self._entries = [noted(each, entry, note) for each in self._entries]
             self._infos = None

@@ -1,4 +1,4 @@
-"""Who this process is, and whether another process of this machine is alive."""
+"""What the system tells of processes and of the machine: who this one is, whether another lives, how much memory."""
 
 from __future__ import annotations
 
@@ -52,6 +52,11 @@ def is_dead(other: ProcessIdentity) -> bool | None:
         return True  # ended, and its parent has not asked for its exit code
     start = _start_of(other.pid)
     return bool(start and other.start and start != other.start)
+
+
+def memory_bytes() -> int:
+    """All the memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def process_tag() -> str:

@@ -1,7 +1,8 @@
-"""Plain files of a checkpoint, beside its segments: read whole, or digested block by block."""
+"""Plain files, beside segments: read as far as they fit into memory, or digested block by block."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections.abc import Callable
 from typing import Literal
@@ -11,6 +12,7 @@ import numpy as np
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.store.backend import MISSING, Opener, Source
 from jaxckpt_train.store.digests import block_digests, digest_function
+from jaxckpt_train.store.machine import memory_bytes
 from jaxckpt_train.store.manifest import BLOCK_BYTES, FileRecord
 
 
@@ -39,18 +41,50 @@ def read_whole(files: Opener, directory: str, name: str, limit: int | None) -> n
     """All bytes of a file below a directory, as a flat uint8 array.
 
     Raises:
-        CorruptCheckpointError: it is larger than `limit` bytes.
-        StorageError: it is not there or cannot be read.
+        CorruptCheckpointError: it is larger than `limit` bytes (None: no limit).
+        StorageError: it is not there, cannot be read, or does not fit into memory.
     """
     source: Source = files.open(directory, name, direct=False)
     try:
         if limit is not None and source.size > limit:
             raise CorruptCheckpointError(f"{directory}/{name}: {source.size} bytes, expected at most {limit}")
-        data = np.empty(source.size, np.uint8)
+        data = _memory_for(source.size, f"{directory}/{name}")
         source.read_into(0, data, len(data))
     finally:
         source.close()
     return data
+
+
+def _memory_for(size: int, path: str) -> np.ndarray:
+    """Memory for a file, which a stranger may have made of any size; a system may promise more than it has."""
+    if size <= memory_bytes():
+        with contextlib.suppress(MemoryError):
+            return np.empty(size, np.uint8)
+    raise StorageError(errno.ENOMEM, f"{size} bytes do not fit into memory: this machine has {memory_bytes()}", path)
+
+
+def read_ends(files: Opener, directory: str, name: str, limit: int) -> list[tuple[int, bytes]]:
+    """What is in a file of lines that only grows, in pieces with the byte that each begins at.
+
+    It is one piece. Of a file of more than `limit` bytes, which nobody wrote line by line, it is both ends.
+
+    Raises:
+        CorruptCheckpointError: it became shorter meanwhile.
+        StorageError: it is not there, cannot be read, or does not fit into memory.
+    """
+    source: Source = files.open(directory, name, direct=False)
+    try:
+        whole, half = source.size, limit // 2
+        spans = [(0, whole)] if whole <= limit else [(0, half), (whole - half, whole)]
+        return [(start, _read_span(source, start, stop, f"{directory}/{name}")) for start, stop in spans]
+    finally:
+        source.close()
+
+
+def _read_span(source: Source, start: int, stop: int, path: str) -> bytes:
+    data = _memory_for(stop - start, path)
+    source.read_into(start, data, len(data))
+    return data.tobytes()
 
 
 def read_or_none(files: Opener, directory: str, name: str, limit: int) -> bytes | None:
@@ -109,7 +143,7 @@ def read_recorded(
     """
     source = open_recorded(files, directory, record.file, record.bytes)
     try:
-        data = np.empty(source.size, np.uint8)
+        data = _memory_for(source.size, f"{directory}/{record.file}")
         source.read_into(0, data, len(data))
     finally:
         source.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,14 @@ def packed(kind: int, content: Any) -> msgpack.ExtType:
 
 def nested(levels: int, begin: bytes) -> bytes:
     return b"\x81\xa1a" + begin * levels + b"\x01"
+
+
+def test_a_file_that_does_not_fit_into_memory_is_told_with_its_size(tmp_path: Path) -> None:
+    path = tmp_path / "file.msgpack"
+    path.write_bytes(serialization.to_bytes({"w": np.ones(3)}))
+    os.truncate(path, 1 << 42)
+    with pytest.raises(jct.StorageError, match=f"4398046511104 bytes do not fit into memory.* has [0-9]+: '{path}'"):
+        jct.load(path)
 
 
 MALFORMED = {

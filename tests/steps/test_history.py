@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -17,7 +18,6 @@ from jaxckpt_train.steps.history import (
     History,
     metrics_to_json,
     plain_metrics,
-    read_lines,
 )
 from jaxckpt_train.store.local import LocalBackend
 from tests.steps.fake_backends import RefusingBackend
@@ -43,7 +43,7 @@ def test_a_line_cut_by_a_crash_is_left_out_with_a_warning(tmp_path: Path, caplog
     (tmp_path / HISTORY_NAME).write_bytes(b'{"event":"save"}\n{"event":"sa\n[1]\n\xff\n{"event":"restore"}\n{"ev')
     events = History(LocalBackend(), str(tmp_path)).events()
     assert [event["event"] for event in events] == ["save", "restore"]
-    assert [record.args[2] for record in caplog.records if isinstance(record.args, tuple)] == [2, 3, 4, 6]
+    assert [record.args[1] for record in caplog.records if isinstance(record.args, tuple)] == [2, 3, 4, 6]
     assert "history.jsonl: line 2 is left out" in caplog.text
 
 
@@ -109,5 +109,16 @@ def test_text_that_is_no_unicode_is_written_as_json_can_hold_it(tmp_path: Path) 
 
 
 def test_lines_that_are_no_records_do_not_hide_those_after_them(tmp_path: Path) -> None:
-    (tmp_path / "notes.jsonl").write_bytes(b'\n\n"text"\n{"step":3,"pin":true}\n')
-    assert list(read_lines(LocalBackend(), str(tmp_path), "notes.jsonl")) == [{"step": 3, "pin": True}]
+    (tmp_path / HISTORY_NAME).write_bytes(b'\n\n"text"\n{"event":"save"}\n')
+    assert History(LocalBackend(), str(tmp_path)).events() == [{"event": "save"}]
+
+
+def test_of_a_history_that_is_too_large_both_ends_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    history = History(LocalBackend(), str(tmp_path))
+    history.add("save", START, step=1)
+    os.truncate(tmp_path / HISTORY_NAME, 1 << 40)
+    with (tmp_path / HISTORY_NAME).open("ab") as file:
+        file.write(b"\n")
+    history.add("save", START, step=2)
+    assert [event["step"] for event in history.events()] == [1, 2]
+    assert "history.jsonl: too large to be read whole: what lies in the middle, to byte 1099377410" in caplog.text

@@ -1,0 +1,140 @@
+"""Lines of notes: what a crash may leave is no damage, however often it comes, and damage is not taken for a crash."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from jaxckpt_train.steps.note_lines import NoteLines, count_of, encode_note
+
+SECTOR = 512
+
+
+def read(data: bytes) -> NoteLines:
+    return NoteLines([(0, data)], "notes")
+
+
+def added(data: bytes, step: int) -> bytes:
+    """As the owner adds a note to what is there."""
+    lines = read(data)
+    return data + encode_note({"step": step, "pin": True}, lines.number + 1, after_cut=lines.is_cut)
+
+
+def steps_of(data: bytes) -> list[int]:
+    return [note["step"] for note in read(data).notes]
+
+
+def torn(before: bytes, after: bytes) -> Iterator[bytes]:
+    """What a power cut may leave of an append: cut at any byte, the rest missing or zero; any sector may be missing."""
+    for end in range(len(before), len(after) + 1):
+        yield after[:end]
+        yield after[:end] + bytes(len(after) - end)
+    for start in range(len(before) // SECTOR * SECTOR, len(after), SECTOR):
+        first = max(start, len(before))
+        yield after[:first] + bytes(min(len(after), start + SECTOR) - first) + after[start + SECTOR :]
+
+
+@pytest.fixture(params=[0, SECTOR - 60])
+def one_pin(request: pytest.FixtureRequest) -> bytes:
+    """A note of step 1, at the beginning of the file or so that a sector ends in the next one."""
+    before = b""
+    if request.param:
+        empty = len(encode_note({"pad": ""}, 1, after_cut=False))
+        before = encode_note({"pad": "x" * (request.param - empty - len(added(b"", 1)))}, 1, after_cut=False)
+    data = added(before, 1)
+    assert len(data) == (request.param or len(added(b"", 1)))
+    return data
+
+
+def pins_of(data: bytes) -> list[int]:
+    return [note["step"] for note in read(data).notes if "step" in note]
+
+
+def test_two_crashes_in_a_row_are_no_damage_and_hide_no_note(one_pin: bytes) -> None:
+    looked = 0
+    for first in torn(one_pin, added(one_pin, 2)):
+        assert read(first).problem is None
+        assert pins_of(first) in ([1], [1, 2])
+        for second in torn(first, added(first, 3)):
+            looked += 1
+            whole = added(second, 4)
+            assert (read(second).problem, read(whole).problem) == (None, None), (first, second)
+            assert pins_of(whole)[0] == 1
+            assert pins_of(whole)[-1] == 4
+            assert [note["number"] for note in read(whole).notes] == [*range(1, read(whole).number + 1)]
+    assert looked > 10_000
+
+
+def test_a_note_that_is_lost_is_missed_whatever_lies_in_its_place() -> None:
+    data = b""
+    for step in range(1, 6):
+        data = added(data, step)
+    length = len(data) // 5
+    for lost in range(4):
+        for place in (b"", b"\n", bytes(length), b"\n" + b"x" * length, b"~\n", b"\n" + bytes(30) + b"\n"):
+            found = read(data[: lost * length] + place + data[(lost + 1) * length :])
+            assert found.problem is not None, (lost, place)
+
+
+def test_what_lies_in_between_is_nothing_if_no_number_is_missing() -> None:
+    first, second = encode_note({"step": 1}, 1, after_cut=False), encode_note({"step": 2}, 2, after_cut=False)
+    for rubbish in (b"x\n\n", bytes(2000), b"\n\n\n", b"\xff\n", b'{"step":7,"number":9}\n'):
+        found = read(first + rubbish + second)
+        assert (found.problem, steps_of(first + rubbish + second), found.number) == (None, [1, 2], 2)
+
+
+def test_bytes_in_the_last_note_that_no_crash_makes_zero_are_damage() -> None:
+    data = added(added(b"", 1), 2)
+    start = len(added(b"", 1)) + 1
+    for at in range(start, len(data) - 2):
+        for length in (1, 30):
+            spoilt = data[:at] + bytes(min(length, len(data) - 1 - at)) + data[at + length :]
+            assert len(spoilt) <= len(data)
+            if spoilt.endswith(b"\n"):
+                assert read(spoilt).problem is not None, spoilt
+
+
+def test_more_zeros_than_a_note_has_bytes_are_damage() -> None:
+    assert read(added(b"", 1) + bytes(900)).problem is None
+    assert "byte 63 is damaged" in str(read(added(b"", 1) + bytes(2000)).problem)
+
+
+def test_notes_of_a_version_without_numbers_are_read_and_counted() -> None:
+    old = b'\n{"step":1,"pin":true}\n\n{"step":2,"pin":tr\n{"step":3,"pin":true}\n'
+    assert (steps_of(old), read(old).problem, read(old).number) == ([1, 3], None, 2)
+    both = added(old, 4)
+    assert (steps_of(both), read(both).problem, read(both).number) == ([1, 3, 4], None, 3)
+    assert read(both.replace(b"1", b"\0", 1)).problem is not None
+    assert read(old.replace(b"1", b"\0", 1)).problem is not None
+    later = both + b'\n{"step":5,"pin":true}\n'
+    assert (steps_of(added(later, 6)), read(added(later, 6)).problem) == ([1, 3, 4, 5, 6], None)
+
+
+def test_a_note_that_tells_what_is_held_ends_the_doubt_about_those_before_it() -> None:
+    data = added(added(b"", 1), 2)[10:]
+    assert read(data).problem is not None
+    settled = data + encode_note({"held": []}, 3, after_cut=False)
+    assert (read(settled).problem, read(settled).number) == (None, 3)
+    assert read(added(settled, 4)).problem is None
+    assert read(added(added(settled, 4), 5).replace(b'"step":4', b'"step":7')).problem is not None
+
+
+@pytest.mark.parametrize("value", [None, True, -1, 0.5, "3", [], 1 << 53, 10**400])
+def test_what_is_no_count_counts_nothing(value: object) -> None:
+    assert count_of(value) is None
+
+
+@pytest.mark.parametrize("value", [None, True, 0, -1, 0.5, "3", [], 1 << 53])
+def test_a_number_that_is_none_is_no_number(value: object) -> None:
+    data = encode_note({"step": 1, "number": value}, 1, after_cut=False)
+    assert (steps_of(data), read(data).number, read(data).problem) == ([1], 1, None)
+
+
+def test_half_of_a_file_is_told_to_be_missing_until_that_is_settled() -> None:
+    first, last = added(b"", 1), encode_note({"step": 9}, 9, after_cut=False)
+    found = NoteLines([(0, first), (10**9, b"half a line\n" + last)], "notes")
+    assert found.problem == "notes: too large to be read whole: what lies before byte 1000000000 was left out"
+    assert (len(found.notes), found.number) == (2, 9)
+    last += encode_note({"held": ["a"]}, 10, after_cut=False)
+    assert NoteLines([(0, first), (10**9, last)], "notes").problem is None
