@@ -32,7 +32,7 @@ from tests.faults.layers import layer_of
 from tests.faults.sample_runs import DIGESTS, NEW, OLD, RUN, expected, files_below, made, planted, raw, state_of
 
 GOES_ON = 10  # each so many trials another owner comes, saves, and deletes
-OTHERS = 10  # for so many trials one of all files of a run, and one in the background
+OTHERS = 20  # for so many trials one of all files of a run, and one in the background
 STEP = f"{RUN}/{NEW}"
 
 

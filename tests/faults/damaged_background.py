@@ -15,7 +15,7 @@ from jaxckpt_train.store.memory import MemoryBackend
 from tests.faults.damages import KINDS, Files, Victim, chosen
 from tests.faults.sample_runs import DIGESTS, RUN, files_below, made, planted
 
-STEPS = 6
+STEPS = 4
 FAST = 1 << 60  # bytes per second
 
 

@@ -132,8 +132,9 @@ class _Owner:
 
     def __post_init__(self) -> None:
         self.changed = {path for path, data in self.left.items() if self.files.get(path) != data}
-        told = [note.rpartition(SEAL)[0] for note in self.left[NOTES].split(b"\n") if note]
-        self.lost_notes = not all(note in self.files.get(NOTES, b"") for note in told)
+        notes = [note.rpartition(SEAL) for note in self.left[NOTES].split(b"\n") if note]
+        assert all(told and seal for told, seal, _ in notes)
+        self.lost_notes = not all(told in self.files.get(NOTES, b"") for told, _, _ in notes)
 
     def _wrong(self, what: str) -> None:
         self.found.problems.append(f"{self.subject}: {what}")
