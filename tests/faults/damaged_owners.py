@@ -39,7 +39,7 @@ PINNED, BEST, LEFT, OLD, ASIDE, AGAIN, NEWEST = (
 LINE = (NEWEST, AGAIN, OLD, BEST, PINNED)  # in which a restore tries them
 SURE = {PINNED, BEST, LEFT, ASIDE}  # these stay, whatever is restored
 # What becomes of notes and of the lock; wider once more of it is told from what a crash leaves.
-NOTES_KINDS = ("flip",)
+NOTES_KINDS = ("flip", "extend")
 LOCK_KINDS = tuple(KINDS)
 SEAL = b',"xxh3_64":'  # after what a note tells
 REFUSAL = re.compile(re.escape(LOCK) + r": not a lock of ours \(.*\); remove it if no job runs", re.DOTALL)
