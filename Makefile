@@ -63,7 +63,7 @@ crash-states: $(STAMP)  ## what a million power cuts may leave of a disk: every 
 block-replay: $(STAMP)  ## what 20,000 power cuts may leave of the blocks of an ext4 and an xfs (some half an hour; needs root)
 	$(BIN)/python -m tests.faults.block_replay --states 20000
 
-corruption: $(STAMP)  ## 100,000 damaged checkpoints: none is loaded, and the step before is restored (some fifteen minutes)
+corruption: $(STAMP)  ## 100,000 damaged checkpoints: none is loaded, and the step before is restored (some twenty minutes)
 	$(BIN)/python -m tests.faults.corruption --trials 100000
 
 power-cuts: $(STAMP)  ## 2,000 power cuts of each real file system on loop devices (needs root)

@@ -1,0 +1,41 @@
+"""Which check noticed a damage, told from its error: where it begins to say, and what it says there."""
+
+from __future__ import annotations
+
+import re
+
+SEGMENT, FILE = r"/[\w./-]+\.safetensors: ", r"/[\w./-]+\.json: "
+# Matched from the directory of the step on, the first that fits; in the order in which a load and a verification check.
+_SAYS = (
+    ("COMMIT: missing", r": (has no COMMIT: |expected a checkpoint directory, |not a checkpoint: )"),
+    ("COMMIT: size", r"/COMMIT: \d+ bytes, expected at most "),
+    ("COMMIT: content", r"/COMMIT: (not valid: |format )"),
+    ("manifest: missing", r"/manifest\.json: missing, but COMMIT stands for it$"),
+    ("manifest: size", r"/manifest\.json: \d+ bytes, (but COMMIT says \d+|expected at most \d+)$"),
+    ("manifest: SHA-256", r"/manifest\.json: changed since it was committed \(SHA-256 differs\)$"),
+    ("manifest: content", r"(/manifest\.json: |: tree of )"),
+    ("segment: missing", SEGMENT + "the manifest names this segment, but: "),
+    ("segment: size", SEGMENT + r"\d+ bytes, but the manifest says \d+$"),
+    ("segment: ends early", SEGMENT + r"(.+: )?ends at byte \d+, expected more$"),
+    ("segment: digest of the header", SEGMENT + r"its header is not what was saved \([\w-]+ differs\)$"),
+    ("segment: digest of a block", SEGMENT + r"bytes \d+ to \d+ of .+ are not what was saved"),
+    ("segment: content of the header", SEGMENT),
+    ("value: missing", FILE + "the manifest names this file, but: "),
+    ("value: size", FILE + r"\d+ bytes, but the manifest says \d+$"),
+    ("value: ends early", FILE + r"(.+: )?ends at byte \d+, expected more$"),
+    ("value: digest", FILE + r"bytes \d+ to \d+ (of 'the file' )?are not what was saved"),
+    ("value: content", FILE + "not JSON: "),
+)
+_PATTERNS = tuple((layer, re.compile(says, re.DOTALL)) for layer, says in _SAYS)
+LAYERS = tuple(layer for layer, _ in _SAYS)
+
+
+def layer_of(problem: str, directory: str) -> str | None:
+    """The check that says this of the checkpoint in a directory; None: it is of none that is known.
+
+    A storage may refuse a file that it lacks, with the path behind what it says: that is not such an error.
+    """
+    if not problem.startswith(directory):
+        return None
+    rest = problem[len(directory) :]
+    return next((layer for layer, pattern in _PATTERNS if pattern.match(rest)), None)
