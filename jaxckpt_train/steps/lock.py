@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import math
 import os
@@ -24,6 +25,7 @@ LOCK_NAME = ".owner"
 HEARTBEAT_S = 10.0
 SILENCE_S = 60.0
 LOOK_S = 0.5
+MAX_LOCK_BYTES = 1 << 16
 _DEAD = ".dead-"
 _TRIES = 10
 _ENDING_LOOK_S = 0.02
@@ -36,6 +38,14 @@ _log = logging.getLogger("jaxckpt_train")
 class _Record(msgspec.Struct, frozen=True):
     process: ProcessIdentity
     token: Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z_-]{1,64}\Z")]  # becomes part of a name
+
+    def __str__(self) -> str:
+        if self.process == _UNKNOWN:
+            return "a process that it does not tell (it is damaged)"
+        return f"process {self.process.pid} on {self.process.host}"
+
+
+_UNKNOWN = ProcessIdentity(host="", pid=0, start="")  # of which only the heartbeat tells whether it lives
 
 
 def try_to_write(backend: Backend, directory: str) -> None:
@@ -51,8 +61,8 @@ def try_to_write(backend: Backend, directory: str) -> None:
 class OwnerLock:
     """Holds `<directory>/.owner` while a job saves there.
 
-    An owner on this machine is known to be dead at once; one on another machine after `SILENCE_S` without a heartbeat,
-    for which `acquire` waits.
+    An owner on this machine is known to be dead at once; one on another machine, or whose lock is damaged, after
+    `SILENCE_S` without a heartbeat, for which `acquire` waits.
 
     Attributes:
         path: of the lock's file.
@@ -120,7 +130,7 @@ class OwnerLock:
         if other is not None and other.token == self._record.token:
             self._keep_beating()
             return
-        found = "is gone" if other is None else f"is held by process {other.process.pid} on {other.process.host}"
+        found = "is gone" if other is None else f"is held by {other}"
         raise DirectoryLockedError(
             f"{self._directory}: this job owned it, and its lock {found}: it was taken for dead (was this machine "
             "asleep, or the storage away, for a minute?). Nothing more is saved by it, since another may have gone "
@@ -143,11 +153,11 @@ class OwnerLock:
         """Tell that the owner lives; False once the lock is another's, whose death must not be hidden."""
         try:
             other = self._read()
-            if other is not None and other.token != self._record.token:
+            if other is not None and other.token != self._record.token and other.process != _UNKNOWN:
                 _log.error("%s: the lock of this job was taken over; its next save will be refused", self._directory)
                 return False
             self._backend.touch(self.path)
-        except (StorageError, CorruptCheckpointError) as error:
+        except StorageError as error:
             _log.warning("%s: heartbeat failed: %s", self.path, error)
         return True
 
@@ -173,7 +183,7 @@ class OwnerLock:
             self._refuse_if_alive(other)
             if self._remove_dead(other):
                 dead = other.process
-                _log.warning("%s: took over from process %d on %s, which is dead", self._directory, dead.pid, dead.host)
+                _log.warning("%s: took over from %s, which is dead", self._directory, other)
         raise CheckpointError(f"{self.path}: other processes keep taking this lock; is the job started many times?")
 
     def _was_ending(self, other: _Record) -> bool:
@@ -192,16 +202,15 @@ class OwnerLock:
     def _read(self, name: str = LOCK_NAME) -> _Record | None:
         """Who holds the lock, or held the one that has this name now; None if nobody does any more."""
         try:
-            data = read_whole(self._backend, self._directory, name, limit=1 << 16).tobytes()
+            data = read_whole(self._backend, self._directory, name, limit=MAX_LOCK_BYTES).tobytes()
             return msgspec.json.decode(data, type=_Record)
         except StorageError as error:
             if isinstance(error.__cause__, FileNotFoundError) or error.errno == 2:
                 return None
             raise
-        except NOT_JSON as error:
-            raise CorruptCheckpointError(
-                f"{self._directory}/{name}: not a lock of ours ({error}); remove it if no job runs"
-            ) from error
+        except (CorruptCheckpointError, *NOT_JSON) as error:  # too large, or no lock of ours
+            found = data if isinstance(error, NOT_JSON) else str(error).partition(name)[2].encode()
+            return _Record(_UNKNOWN, f"damaged-{hashlib.sha256(found).hexdigest()[:32]}")
 
     def _refuse_if_alive(self, other: _Record) -> None:
         """Raise if the owner lives. Of one elsewhere its heartbeat tells: wait for the next, or for its silence."""
@@ -211,8 +220,8 @@ class OwnerLock:
         age_s = first_s = self._age_s()
         if dead is None and age_s <= SILENCE_S:
             _log.warning(
-                "%s: owned by process %d on %s, last heard of %.0f s ago; waiting up to %.0f s for a sign of life",
-                self._directory, process.pid, process.host, age_s, SILENCE_S - age_s,
+                "%s: owned by %s, last heard of %.0f s ago; waiting up to %.0f s for a sign of life",
+                self._directory, other, age_s, SILENCE_S - age_s,
             )  # fmt: skip
         until = time.monotonic() + SILENCE_S  # a clock that was put back must not make it last any longer
         while dead is None and first_s <= age_s <= SILENCE_S and time.monotonic() < until:
@@ -221,7 +230,7 @@ class OwnerLock:
         is_silent = age_s > SILENCE_S or (first_s <= age_s and time.monotonic() >= until)
         if age_s == math.inf or (dead is None and is_silent):
             return
-        who = "this very process" if process == this_process() else f"process {process.pid} on {process.host}"
+        who = "this very process" if process == this_process() else str(other)
         raise DirectoryLockedError(
             f"{self._directory}: owned by {who}, last heard of {max(0.0, age_s):.0f} s ago. Two jobs cannot save to "
             "one directory: stop the other one, close its manager, or choose another directory"

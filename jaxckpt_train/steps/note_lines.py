@@ -85,14 +85,11 @@ class NoteLines:
         number = _number_of(note)
         if isinstance(note.get("held"), list):  # of all that came before, known or not
             self.number, self.problem = number or self.number + 1, None
-        elif number is None:  # of a version that gave none
-            self._doubt(self._unreadable)
-            self.number += 1
         else:
             if number != self.number + 1:
-                hole = f"{self._path}: expected note {self.number + 1}, found note {number}"
+                hole = f"{self._path}: expected note {self.number + 1}, found note {number or 'without a number'}"
                 self._doubt(self._unreadable or hole)
-            self.number = max(self.number, number)
+            self.number = max(self.number, number or 0)
         self._unreadable = None
         self.notes.append(note)
 
@@ -116,10 +113,10 @@ def _note_of(line: bytes) -> dict[str, Any] | None:
         text = line[part]
         body, seal, end = text.rpartition(_SEAL)
         try:
-            note = msgspec.json.decode(body + b"}" if seal else text, type=dict[str, Any])
+            note = msgspec.json.decode(body + b"}", type=dict[str, Any])
         except NOT_JSON:
             continue
-        if end == _digest(body + b"}") + _END if seal else "number" not in note:
+        if seal and end == _digest(body + b"}") + _END:
             return note
     return None
 

@@ -38,11 +38,9 @@ PINNED, BEST, LEFT, OLD, ASIDE, AGAIN, NEWEST = (
 )
 LINE = (NEWEST, AGAIN, OLD, BEST, PINNED)  # in which a restore tries them
 SURE = {PINNED, BEST, LEFT, ASIDE}  # these stay, whatever is restored
-# What becomes of notes and of the lock; wider once more of it is told from what a crash leaves.
-NOTES_KINDS = ("flip", "extend")
+NOTES_KINDS = tuple(KINDS)
 LOCK_KINDS = tuple(KINDS)
 SEAL = b',"xxh3_64":'  # after what a note tells
-REFUSAL = re.compile(re.escape(LOCK) + r": not a lock of ours \(.*\); remove it if no job runs", re.DOTALL)
 POLICY = AnyPreservationPolicy((LatestN(2), BestN("loss", 1, "min", keep_checkpoints_without_metrics=False)))
 
 
@@ -145,17 +143,9 @@ class _Owner:
     def goes_on(self) -> str:
         """Own, restore, save, delete; what it came to."""
         backend = planted(self.files)
-        refused = False
         try:
             with process(2):
-                try:
-                    restored = self._life(backend)
-                except CheckpointError as error:
-                    if LOCK not in self.changed or not REFUSAL.fullmatch(str(error)):
-                        raise
-                    refused = True
-                    backend.remove(LOCK)  # as it says
-                    restored = self._life(backend)
+                restored = self._life(backend)
         except CheckpointError as error:
             self._wrong(f"the run does not go on: {error}")
             return "does not go on"
@@ -164,8 +154,7 @@ class _Owner:
             self._wrong(f"raised {error!r} at {trace.filename}:{trace.lineno}")
             return "raised"
         self._check_kept(files_below(backend, RUN), restored)
-        how = "the newest" if restored == NEWEST else "an older step"
-        return f"went on from {how}{', once the lock was removed' if refused else ''}"
+        return f"went on from {'the newest' if restored == NEWEST else 'an older step'}"
 
     def _life(self, backend: MemoryBackend) -> str:
         """One owner; the name of what it restored."""

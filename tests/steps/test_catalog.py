@@ -10,6 +10,7 @@ import pytest
 from jaxckpt_train.steps.catalog import scan
 from jaxckpt_train.steps.lineage import newest_generations
 from jaxckpt_train.steps.manager import StepManager
+from jaxckpt_train.steps.note_lines import encode_note
 from jaxckpt_train.store.local import LocalBackend
 from tests.steps.runs import (
     Clock,
@@ -86,9 +87,14 @@ def test_a_step_with_a_damaged_manifest_is_listed_by_its_number(tmp_path: Path, 
 
 def test_notes_that_are_cut_or_odd_do_no_harm(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1)
-    (run / "notes.jsonl").write_bytes(
-        b'{"step":1,"pin":true}\n{"step":"x","pin":true}\n{"step":1,"metrics":{"loss":"nan","b":[]}}\n{"step":1,"pin":fa'
-    )
+    odd: list[dict[str, object]] = [
+        {"step": 1, "pin": True},
+        {"step": "x", "pin": True},
+        {"step": 1, "metrics": {"loss": "nan", "b": []}},
+        {"step": 1, "pin": False},
+    ]
+    lines = [encode_note(note, number, after_cut=False) for number, note in enumerate(odd, 1)]
+    (run / "notes.jsonl").write_bytes(b"".join(lines)[:-10])
     (entry,) = scan(LocalBackend(), str(run))
     assert entry.pinned
     assert entry.metrics is not None

@@ -100,15 +100,13 @@ def test_more_zeros_than_a_note_has_bytes_are_damage() -> None:
     assert "byte 63 is damaged" in str(read(added(b"", 1) + bytes(2000)).problem)
 
 
-def test_notes_of_a_version_without_numbers_are_read_and_counted() -> None:
-    old = b'\n{"step":1,"pin":true}\n\n{"step":2,"pin":tr\n{"step":3,"pin":true}\n'
-    assert (steps_of(old), read(old).problem, read(old).number) == ([1, 3], None, 2)
-    both = added(old, 4)
-    assert (steps_of(both), read(both).problem, read(both).number) == ([1, 3, 4], None, 3)
-    assert read(both.replace(b"1", b"\0", 1)).problem is not None
-    assert read(old.replace(b"1", b"\0", 1)).problem is not None
-    later = both + b'\n{"step":5,"pin":true}\n'
-    assert (steps_of(added(later, 6)), read(added(later, 6)).problem) == ([1, 3, 4, 5, 6], None)
+def test_json_that_nobody_sealed_is_no_note() -> None:
+    for text in (b'{"step":1,"pin":true}', b'{"number":2,"step":1,"pin":true}', b'{"event":"save"}'):
+        data = added(b"", 1) + b"\n" + text + b"\n"
+        assert (steps_of(data), read(data).number) == ([1], 1)
+        assert "is damaged: expected a note" in str(read(data).problem)
+        assert read(added(data, 2)).problem is None, "no number is missing"
+        assert "is damaged" in str(read(data + encode_note({"step": 3}, 3, after_cut=False)).problem)
 
 
 def test_a_note_that_tells_what_is_held_ends_the_doubt_about_those_before_it() -> None:
@@ -128,7 +126,8 @@ def test_what_is_no_count_counts_nothing(value: object) -> None:
 @pytest.mark.parametrize("value", [None, True, 0, -1, 0.5, "3", [], 1 << 53])
 def test_a_number_that_is_none_is_no_number(value: object) -> None:
     data = encode_note({"step": 1, "number": value}, 1, after_cut=False)
-    assert (steps_of(data), read(data).number, read(data).problem) == ([1], 1, None)
+    assert (steps_of(data), read(data).number) == ([1], 0)
+    assert "expected note 1, found note without a number" in str(read(data).problem)
 
 
 def test_half_of_a_file_is_told_to_be_missing_until_that_is_settled() -> None:
