@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxckpt_train.errors import SettingsError, StorageError
+from jaxckpt_train.errors import CheckpointError, SettingsError, StorageError
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.manifest import NOT_JSON
 from jaxckpt_train.store.plain_files import read_ends
@@ -28,15 +28,27 @@ class History:
 
     def __init__(self, backend: Backend, directory: str) -> None:
         self._backend, self._directory = backend, directory
+        self._is_ended = False  # whether the last line surely is
 
     def add(self, event: str, now: datetime.datetime, **fields: Any) -> None:
         """Append one event; seconds end in `_s`, None fields are left out."""
         record = {"event": event, "time": now.isoformat(timespec="milliseconds")}
         record.update({name: value for name, value in fields.items() if value is not None})
         try:
-            self._backend.append(f"{self._directory}/{HISTORY_NAME}", _encoded(record) + b"\n")
+            line = (b"" if self._is_ended or self._ends_with_a_line() else b"\n") + _encoded(record) + b"\n"
+            self._is_ended = False
+            self._backend.append(f"{self._directory}/{HISTORY_NAME}", line)
+            self._is_ended = True
         except StorageError as error:
             _log.warning("the history was not written: %s", error)
+
+    def _ends_with_a_line(self) -> bool:
+        """Whether no crash, or damage, has left half a line, which would take the next event with it."""
+        try:
+            ends = read_ends(self._backend, self._directory, HISTORY_NAME, 2)
+        except CheckpointError as error:
+            return getattr(error, "errno", None) == errno.ENOENT
+        return ends[-1][1][-1:] in (b"", b"\n")
 
     def events(self) -> list[dict[str, Any]]:
         """All events so far, oldest first; what is no event, or is too much, is left out with a warning.

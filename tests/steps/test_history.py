@@ -47,6 +47,18 @@ def test_a_line_cut_by_a_crash_is_left_out_with_a_warning(tmp_path: Path, caplog
     assert "history.jsonl: line 2 is left out" in caplog.text
 
 
+def test_half_a_line_takes_no_event_with_it(tmp_path: Path) -> None:
+    first = History(LocalBackend(), str(tmp_path))
+    first.add("save", START, step=1)
+    with (tmp_path / HISTORY_NAME).open("ab") as file:
+        file.write(b'{"event":"sa')
+    second = History(LocalBackend(), str(tmp_path))
+    for step in (2, 3):
+        second.add("save", START, step=step)
+    assert [event["step"] for event in second.events()] == [1, 2, 3]
+    assert b"\n\n" not in (tmp_path / HISTORY_NAME).read_bytes()
+
+
 def test_a_disk_that_refuses_the_history_warns_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     history = History(RefusingBackend("append", HISTORY_NAME, errno.ENOSPC, 1), str(tmp_path))
     history.add("save", START, step=1)
