@@ -27,9 +27,9 @@ from jaxckpt_train.store.manifest import (
     Manifest,
     PartRecord,
     SegmentRecord,
-    decode_manifest,
     encode_manifest,
 )
+from jaxckpt_train.store.manifest_decoding import decode_manifest
 from jaxckpt_train.store.quiet_gc import paused_collection
 from jaxckpt_train.store.read_plan import Wanted, plan_reads
 from jaxckpt_train.store.reader import READS_PER_THREAD, read_boxes

@@ -118,11 +118,11 @@ def _committed_info(backend: Backend, directory: str) -> tuple[dict[str, Any], b
         if is_gone(backend, directory):
             return None
     try:
-        info = _info_of(read_whole(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES).tobytes(), directory)
+        info = _info_of(memoryview(read_whole(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)), directory)
         return {name: info[name] for name in _LINEAGE if name in info}, False
     except (StorageError, CorruptCheckpointError, *NOT_JSON):
         return {}, False
 
 
-def _info_of(manifest: bytes, subject: str) -> dict[str, Any]:
+def _info_of(manifest: bytes | bytearray | memoryview, subject: str) -> dict[str, Any]:
     return decode_info(msgspec.json.decode(manifest, type=_Info).info, subject)

@@ -30,7 +30,12 @@ def encode_note(note: Mapping[str, Any], number: int, *, after_cut: bool) -> byt
         after_cut: whether the file ends with a line that a crash has cut, which is ended first.
     """
     text = msgspec.json.encode({"number": number, **note})
-    return (_CUT + b"\n" if after_cut else b"\n") + text[:-1] + _SEAL + _digest(text) + _END + b"\n"
+    return (_CUT + b"\n" if after_cut else b"\n") + sealed(text) + b"\n"
+
+
+def sealed(text: bytes) -> bytes:
+    """A JSON object with its digest as its last key."""
+    return text[:-1] + _SEAL + _digest(text) + _END
 
 
 class NoteLines:

@@ -87,21 +87,40 @@ def _read_span(source: Source, start: int, stop: int, path: str) -> bytes:
     return data.tobytes()
 
 
-def read_or_none(files: Opener, directory: str, name: str, limit: int) -> bytes | None:
-    """All bytes of a small file of a checkpoint; None: there is none.
+def read_or_none(
+    files: Opener, directory: str, name: str, limit: int, *, size: int | None = None
+) -> bytes | bytearray | None:
+    """All bytes of a small file of a checkpoint, once in memory; None: there is none.
+
+    Args:
+        files: where.
+        directory: the checkpoint.
+        name: of the file.
+        limit: how many bytes it may have.
+        size: how many COMMIT says that it has; None: it does not say.
 
     Raises:
-        CorruptCheckpointError: something else than a file is in its place, or more than `limit` bytes.
+        CorruptCheckpointError: something else than a file is in its place, or one of another size, which is not read.
         StorageError: the storage refused for a reason that is not the checkpoint's fault.
     """
     try:
-        return read_whole(files, directory, name, limit).tobytes()
+        source: Source = files.open(directory, name, direct=False)
     except StorageError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return None
         if error.errno in MISSING:
             raise CorruptCheckpointError(f"{directory}/{name}: expected a file, but: {error}") from error
         raise
+    try:
+        if source.size > limit:
+            raise CorruptCheckpointError(f"{directory}/{name}: {source.size} bytes, expected at most {limit}")
+        if size is not None and source.size != size:
+            raise CorruptCheckpointError(f"{directory}/{name}: {source.size} bytes, but COMMIT says {size}")
+        data = bytearray(source.size)
+        source.read_into(0, np.frombuffer(data, np.uint8), len(data))
+    finally:
+        source.close()
+    return data
 
 
 def open_recorded(

@@ -52,10 +52,11 @@ from jaxckpt_train.store.manifest import (
     FileRecord,
     Manifest,
     check_version,
-    decode_manifest,
     encode_manifest,
     is_plain_name,
+    shown,
 )
+from jaxckpt_train.store.manifest_decoding import decode_manifest
 from jaxckpt_train.store.plain_files import file_record, read_or_none
 from jaxckpt_train.store.workers import shared_workers
 
@@ -312,7 +313,7 @@ def open_committed(backend: Backend, directory: str) -> Committed:
     return Committed(directory, decode_manifest(data, f"{directory}/{MANIFEST_NAME}"), sha256)
 
 
-def read_committed(backend: Backend, directory: str) -> tuple[bytes, str] | None:
+def read_committed(backend: Backend, directory: str) -> tuple[bytes | bytearray, str] | None:
     """The manifest that COMMIT stands for, not decoded, and its SHA-256; None: there is no COMMIT.
 
     Raises:
@@ -326,19 +327,17 @@ def read_committed(backend: Backend, directory: str) -> tuple[bytes, str] | None
     try:
         commit = msgspec.json.decode(raw, type=CommitRecord)
     except NOT_JSON as error:
-        raise CorruptCheckpointError(f"{commit_file}: not valid: {error}") from error
+        raise CorruptCheckpointError(f"{commit_file}: not valid: {shown(error)}") from error
     manifest_file = f"{directory}/{MANIFEST_NAME}"
-    data = read_or_none(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)
+    data = read_or_none(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES, size=commit.manifest_bytes)
     if data is None:
         raise CorruptCheckpointError(f"{manifest_file}: missing, but COMMIT stands for it")
-    if len(data) != commit.manifest_bytes:
-        raise CorruptCheckpointError(f"{manifest_file}: {len(data)} bytes, but COMMIT says {commit.manifest_bytes}")
     if hashlib.sha256(data).hexdigest() != commit.manifest_sha256:
         raise CorruptCheckpointError(f"{manifest_file}: changed since it was committed (SHA-256 differs)")
     return data, commit.manifest_sha256
 
 
-def _check_commit_version(backend: Backend, directory: str, commit: bytes) -> None:
+def _check_commit_version(backend: Backend, directory: str, commit: bytes | bytearray) -> None:
     """A newer version is one only if the manifest says so too: a flipped bit must not pass for what cannot be read."""
     try:
         check_version(commit, f"{directory}/{COMMIT_NAME}")

@@ -16,6 +16,7 @@ from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, SegmentRecord
 from jaxckpt_train.store.quiet_gc import paused_collection
 from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.segment_writer import SegmentWriter
+from jaxckpt_train.store.shardings import Shardings
 from jaxckpt_train.store.staging import shared_pool
 from jaxckpt_train.store.workers import shared_workers
 from jaxckpt_train.store.write_depth import write_depth_of
@@ -138,9 +139,12 @@ def _records(
         for (array, source, offset, length), blocks in zip(writer.layout.chunks, writer.blocks, strict=True):
             digests = blocks[0] if len(blocks) == 1 else "".join(blocks)
             chunks[array].append(ChunkRecord(source.box, number, offset, length, digests))
+    shardings = Shardings()
     return tuple(
         [
-            ArrayRecord(array.name, array.shape, dtype_name(array.dtype), tuple(found), array.sharding)
+            ArrayRecord(
+                array.name, array.shape, dtype_name(array.dtype), tuple(found), shardings.storable(array.sharding)
+            )
             for array, found in zip(arrays, chunks, strict=True)
         ]
     )

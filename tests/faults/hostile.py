@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import gc
 import hashlib
@@ -20,10 +21,10 @@ import sys
 import tempfile
 import time
 import traceback
+import tracemalloc
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import flax.serialization
 import msgspec
@@ -32,21 +33,24 @@ import pytest
 
 from jaxckpt_train import checkpoint
 from jaxckpt_train.checkpointables.iterator_state import encode_state
-from jaxckpt_train.errors import CheckpointError
+from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.catalog import scan
 from jaxckpt_train.steps.history import HISTORY_NAME, History
 from jaxckpt_train.steps.lock import LOCK_NAME, OwnerLock
+from jaxckpt_train.steps.note_lines import sealed
 from jaxckpt_train.steps.notes import NOTES_NAME
 from jaxckpt_train.store.digests import block_digests, digest_function
-from jaxckpt_train.store.manifest import COMMIT_NAME, FORMAT, FORMAT_VERSION, MANIFEST_NAME, decode_manifest
+from jaxckpt_train.store.manifest import COMMIT_NAME, FORMAT, FORMAT_VERSION, MANIFEST_NAME
+from jaxckpt_train.store.manifest_decoding import decode_manifest
 from jaxckpt_train.store.memory import MemoryBackend
 from jaxckpt_train.store.plain_files import read_whole
-from jaxckpt_train.store.segment import LENGTH_BYTES, decode_header
+from jaxckpt_train.store.segment import is_head_of
 from jaxckpt_train.store.transaction import CommitRecord, open_committed
-from jaxckpt_train.store.verify import verify
+from jaxckpt_train.store.verify import _chunks_by_segment, _tensors, verify
 from tests.crash.explorer import small_sizes
 from tests.faults.corruption import NEW, RUN, Files, made, planted
+from tests.faults.mutations import changed, inflated
 
 STEP = f"{RUN}/{NEW}"
 A_STATE = {"params": {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3), "n": 3}, "step": np.int32(7), "none": None}
@@ -57,16 +61,15 @@ AN_ITERATOR = {
         {"numpy": [np.float32(0.5), np.arange(3)], "tuple": (b"x", 2**70), "float": math.inf, 5: np.datetime64(1, "s")}
     ),
 }  # fmt: skip
-SLOW = {"load", "metadata", "steps", "verify", "Flax file", "value", "iterator"}
+SLOW = {"load", "metadata", "segment", "steps", "verify", "Flax file", "value", "iterator"}
+# These hand out what the file holds, which as Python objects takes many times as much: theirs are made less large.
+HAND_OUT = {"load", "metadata", "value", "iterator", "Flax file", "history", "notes"}
 SETTINGS = StoreSettings(io_threads=1)
 LONGEST_S = 1.0
 TRIES = 3
-WORDS: list[Any] = [
-    None, True, -1, 0, 1, 2**31, 2**63, 2**64, -(2**63), 10**30, 0.5, 1e308, "", ".", "..", "/", "../../etc/passwd",
-    "/etc/passwd", "a/b", "a\0b", "CON", "manifest.json", "COMMIT", "\ud800", "é", "x" * 300, [], {}, [[]], [0], [-1],
-    [2**40, 2**40], {"a": 1}, "float32", "bool", "int4", "object", "O", "<f4", "xxh3-128", "sha256", "md5", "0" * 32,
-    "F32", "BF16", "(1,,)i4", "~fzz", "~f0x1p99999", "~t~t", "9" * 5000, 10**400, [2**61, 0],
-]  # fmt: skip
+MOST_TIMES, MOST_MORE_BYTES = 2, 8 << 20  # of memory: this many times the file, and some more
+MEASURED_EVERY, INFLATED_EVERY = 200, 1000
+INFLATED_BYTES, HANDED_OUT_BYTES = 2_000_000, 100_000  # the first is more than a manifest's info may have
 
 
 def replaced(files: Files, path: str, data: bytes) -> MemoryBackend:
@@ -93,24 +96,26 @@ def a_lock() -> bytes:
         lock.release()
 
 
+AllTargets = dict[str, tuple[bytes, Callable[[bytes], object]]]
+
+
 class Targets:
     """All that reads files, each with a sound file to begin with."""
 
     def __init__(self) -> None:
         self.files = made("xxh3-128")
-        self.files[f"{RUN}/{NOTES_NAME}"] = (
-            json.dumps(
-                {"step": 2, "name": NEW, "saved": "2026-01-01T00:00:00+00:00", "pin": True, "metrics": {"a": 1.0}}
-            ).encode()
-            + b"\n"
-        )
+        note = {"number": 1, "step": 2, "name": NEW, "saved": "2026-01-01T00:00:00+00:00", "metrics": {"a": 1.0}}
+        self.files[f"{RUN}/{NOTES_NAME}"] = json.dumps(note | {"pin": True, "held": [], "left_behind": []}).encode()
         self.files[f"{RUN}/{LOCK_NAME}"] = a_lock()
-        segment = next(data for path, data in self.files.items() if path.startswith(STEP) and path.endswith("tensors"))
-        self.size = len(segment)
-        head = segment[: LENGTH_BYTES + int.from_bytes(segment[:LENGTH_BYTES], "little")]
         manifest = self.files[f"{STEP}/{MANIFEST_NAME}"]
-        self.all: dict[str, tuple[bytes, Callable[[bytes], object]]] = {
-            "segment header": (head, lambda data: decode_header(data, self.size, "x")),
+        self.manifest = decode_manifest(manifest, "x")
+        self.record = self.manifest.segments[0]
+        self.data = self.files[f"{STEP}/{self.record.file}"][self.record.header_bytes :]
+        head = self.files[f"{STEP}/{self.record.file}"][: self.record.header_bytes]
+        self.tensors = list(_tensors(_chunks_by_segment(self.manifest)[0], self.record.header_bytes))
+        self.all: AllTargets = {
+            "segment header": (head, self.head),
+            "segment": (head, self.segment),
             "manifest": (manifest, lambda data: decode_manifest(data, "x")),
             "load": (manifest, self.load),
             "metadata": (manifest, self.metadata),
@@ -124,6 +129,24 @@ class Targets:
             "Flax file": (flax.serialization.msgpack_serialize(A_STATE), self.flax_file),
             "lock": (self.files[f"{RUN}/{LOCK_NAME}"], self.lock),
         }
+
+    def head(self, data: bytes) -> None:
+        """A segment's head, compared with what the manifest says."""
+        if not is_head_of(memoryview(data), self.tensors):
+            raise CorruptCheckpointError("another head")
+
+    def segment(self, data: bytes) -> None:
+        """A check of the step whose first segment has another head, for which the manifest stands as it should."""
+        digest, by = digest_function(self.manifest.digest)(data), len(data) - self.record.header_bytes
+        manifest = json.loads(msgspec.json.encode(self.manifest))
+        manifest["segments"][0][1:] = [self.record.bytes + by, len(data), digest]
+        for part in manifest["parts"]:
+            for chunk in (chunk for array in part["arrays"] for chunk in array["chunks"] if chunk[1] == 0):
+                chunk[2] += by
+        files = {**self.files, f"{STEP}/{self.record.file}": data + self.data}
+        report = verify(with_manifest(files, msgspec.json.encode(manifest)), STEP, SETTINGS)
+        if not report.ok:
+            raise CorruptCheckpointError(report.problems[0])
 
     def load(self, data: bytes) -> None:
         """A load of the step."""
@@ -139,7 +162,7 @@ class Targets:
 
     def value(self, data: bytes, kind: str = "json") -> None:
         """A load of a value, whose digest stands for what it is."""
-        manifest = decode_manifest(self.files[f"{STEP}/{MANIFEST_NAME}"], "x")
+        manifest = self.manifest
         text = msgspec.json.encode(manifest)
         digests = block_digests(np.frombuffer(data, np.uint8), manifest.block_bytes, digest_function(manifest.digest))
         (part,) = (part for part in manifest.parts if part.files)
@@ -169,6 +192,7 @@ class Targets:
     def notes(self, data: bytes) -> None:
         """The list of steps of a run."""
         scan(replaced(self.files, f"{RUN}/{NOTES_NAME}", data), RUN)
+        scan(replaced(self.files, f"{RUN}/{NOTES_NAME}", sealed(data)), RUN)
 
     def lock(self, data: bytes) -> None:
         """Who owns a run."""
@@ -177,10 +201,12 @@ class Targets:
 
 @dataclasses.dataclass
 class Found:
-    """What a campaign came to: executions by target and how they ended, the slowest, and what must not be."""
+    """What a campaign came to: executions by target and end, the longest, the largest, and what must not be."""
 
     ends: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
     longest_s: float = 0.0
+    measured: int = 0
+    most_more_bytes: int = 0
     problems: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -206,93 +232,37 @@ def execute(found: Found, name: str, target: Callable[[bytes], object], data: by
         found.problems.append(f"{name}: took {took_s:.1f} s for {data[:2000]!r}")
 
 
-def changed(data: bytes, chance: random.Random) -> bytes:
-    """As JSON if it is that, line by line or after a length; else, and often anyway, as bytes."""
-    if chance.random() < 0.7:
-        prefix = LENGTH_BYTES if data[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{" and data[:1] != b"{" else 0
-        try:
-            tree = json.loads(data[prefix:])
-        except ValueError:
-            lines = data.splitlines(keepends=True)
-            at = chance.randrange(len(lines)) if lines else 0
-            return b"".join([*lines[:at], changed(lines[at], chance), *lines[at + 1 :]]) if len(lines) > 1 else b"{}"
-        for _ in range(chance.randint(1, 3)):
-            tree = _changed_tree(tree, chance)
-        text = json.dumps(tree, separators=(",", ":")).encode()
-        if not prefix:
-            return text
-        text = text.ljust(-(-(len(text) + prefix) // 4096) * 4096 - prefix)
-        return len(text).to_bytes(prefix, "little") + text
-    return _changed_bytes(bytearray(data), chance)
+def measure(found: Found, name: str, target: Callable[[bytes], object], data: bytes) -> None:
+    """One execution more, for the memory that it takes."""
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(CheckpointError):
+            target(data)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    found.measured += 1
+    found.most_more_bytes = max(found.most_more_bytes, peak - MOST_TIMES * len(data))
+    if peak > MOST_TIMES * len(data) + MOST_MORE_BYTES:
+        found.problems.append(f"{name}: took {peak:,} bytes of memory for {len(data):,}: {data[:2000]!r}")
 
 
-def _changed_tree(node: Any, chance: random.Random) -> Any:
-    if isinstance(node, dict) and node and chance.random() < 0.9:
-        key = chance.choice(list(node))
-        match chance.randrange(12):
-            case 0:
-                return {each: value for each, value in node.items() if each != key}
-            case 1:
-                return {**node, str(chance.choice(WORDS)): chance.choice(WORDS)}
-            case _:
-                return {**node, key: _changed_tree(node[key], chance)}
-    if isinstance(node, list) and node and chance.random() < 0.9:
-        at = chance.randrange(len(node))
-        match chance.randrange(12):
-            case 0:
-                return [*node[:at], *node[at + 1 :]]
-            case 1:
-                return [*node, node[at]]
-            case 2:
-                return [*node, *node * chance.randint(1, 50)]
-            case _:
-                return [*node[:at], _changed_tree(node[at], chance), *node[at + 1 :]]
-    if isinstance(node, int) and chance.random() < 0.6:
-        return node + chance.choice((-1, 1, 64, 4096, -4096, 1 << 31, 1 << 62))
-    if isinstance(node, str) and node and chance.random() < 0.5:
-        at = chance.randrange(len(node))
-        return node[:at] + chance.choice(("", "0", "/", "..", "\0", "é", node)) + node[at + 1 :]
-    return chance.choice(WORDS)
-
-
-def _changed_bytes(data: bytearray, chance: random.Random) -> bytes:
-    for _ in range(chance.randint(1, 4)):
-        at = chance.randrange(len(data) + 1)
-        match chance.randrange(5):
-            case 0:
-                del data[at : at + chance.randint(1, 50)]
-            case 1:
-                data[at:at] = chance.randbytes(chance.randint(1, 8))
-            case 2:
-                data[at:at] = data[: chance.randint(1, 200)]
-            case 3:
-                data[at:at] = chance.choice(
-                    (
-                        b"[" * 3000,
-                        b'{"a":' * 3000,
-                        b"\x81\xa1a" * 500,
-                        b"9" * 5000,
-                        b'"\\ud800"',
-                        b"NaN",
-                        b"-0",
-                        b"1e999",
-                    )
-                )
-            case _:
-                if at < len(data):
-                    data[at] ^= 1 << chance.randrange(8)
-    return bytes(data)
-
-
-def campaign(executions: int, seed: int, names: list[str] | None = None) -> Found:
-    """So many executions over all targets; the slow ones at every thirtieth."""
-    found, chance, targets = Found(), random.Random(seed), Targets()
-    chosen = names or list(targets.all)
+def campaign(executions: int, seed: int, names: list[str] | None = None, targets: AllTargets | None = None) -> Found:
+    """So many executions over all targets, the slow ones at every thirtieth; of some the memory is measured too."""
+    found, chance, targets = Found(), random.Random(seed), targets or Targets().all
+    chosen = names or list(targets)
     slow = SLOW & set(chosen)
     for number in range(executions):
         name = chance.choice([each for each in chosen if each not in slow or number % 30 == 0] or chosen)
-        data, target = targets.all[name]
-        execute(found, name, target, changed(data, chance))
+        if number % INFLATED_EVERY == INFLATED_EVERY - 1:
+            name = chance.choice(chosen)
+        sound, target = targets[name]
+        data = changed(sound, chance)
+        if number % INFLATED_EVERY == INFLATED_EVERY - 1:
+            data = inflated(sound, chance, HANDED_OUT_BYTES if name in HAND_OUT else INFLATED_BYTES)
+        execute(found, name, target, data)
+        if number % MEASURED_EVERY == MEASURED_EVERY - 1 and not found.problems:
+            measure(found, name, target, data)
         if len(found.problems) > 20:
             break
     return found
@@ -354,7 +324,10 @@ def main() -> None:
         found = campaign(chosen.executions, chosen.seed, chosen.targets)
     for (name, end), count in sorted(found.ends.items()):
         print(f"{name}: {count} {end}")
-    print(f"the slowest took {found.longest_s:.2f} s")
+    print(f"the slowest took {found.longest_s:.2f} s;", end=" ")
+    print(
+        f"{found.measured} measured took {found.most_more_bytes:,} bytes more than {MOST_TIMES} times the file at most"
+    )
     print(f"{len(found.problems)} problems; {time.monotonic() - started:.0f} s, seed {chosen.seed}")
     for problem in found.problems:
         print(f"  {problem}")

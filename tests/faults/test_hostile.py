@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import stat
 import subprocess
 import sys
@@ -20,10 +21,27 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train.errors import CorruptCheckpointError
 from jaxckpt_train.store import manifest as manifest_module
+from jaxckpt_train.store import manifest_decoding
 from jaxckpt_train.store import transaction as transaction_module
 from tests.crash.explorer import small_sizes
-from tests.faults.hostile import LONGEST_S, Found, Targets, campaign, execute, guided, why_not_guided
+from tests.faults.hostile import (
+    HAND_OUT,
+    HANDED_OUT_BYTES,
+    INFLATED_BYTES,
+    INFLATED_EVERY,
+    LONGEST_S,
+    MEASURED_EVERY,
+    Found,
+    Targets,
+    campaign,
+    execute,
+    guided,
+    measure,
+    why_not_guided,
+)
+from tests.faults.mutations import inflated
 from tests.steps.runs import made_run, state_of, step_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -48,7 +66,32 @@ def test_changed_files_raise_only_our_errors() -> None:
     found = campaign(20_000, seed=0)
     assert found.problems == []
     refused = {name for name, end in found.ends if end == "refused"}
-    assert refused >= {"segment header", "manifest", "load", "COMMIT", "lock", "value", "Flax file", "iterator"}
+    assert refused >= {"segment header", "segment", "manifest", "load", "COMMIT", "value", "iterator"}
+    assert found.measured == 20_000 // MEASURED_EVERY
+
+
+def greedy(data: bytes) -> None:
+    """Takes many times what it is given."""
+    raise CorruptCheckpointError(f"{len(20 * data)} bytes")
+
+
+@pytest.mark.usefixtures("_small")
+def test_a_reader_that_takes_many_times_the_file_is_found_out() -> None:
+    targets = {**Targets().all, "greedy": (b'{"a":[1,2,3]}', greedy)}
+    found = campaign(2 * INFLATED_EVERY, seed=0, names=["greedy"], targets=targets)
+    assert found.problems
+    assert all("greedy: took " in problem and " bytes of memory for " in problem for problem in found.problems)
+
+
+@pytest.mark.usefixtures("_small")
+def test_files_many_times_their_size_are_read_in_time_and_memory() -> None:
+    for name, (data, target) in Targets().all.items():
+        found, chance = Found(), random.Random(name)
+        for _ in range(6):
+            large = inflated(data, chance, HANDED_OUT_BYTES if name in HAND_OUT else INFLATED_BYTES)
+            execute(found, name, target, large)
+            measure(found, name, target, large)
+        assert found.problems == []
 
 
 def leaves_of(manifest: Any) -> Any:
@@ -117,7 +160,7 @@ def test_an_iterator_whose_dtype_is_no_python() -> None:
 
 @pytest.mark.usefixtures("_small")
 def test_a_reader_that_expects_only_bad_json_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (manifest_module, transaction_module):
+    for module in (manifest_module, manifest_decoding, transaction_module):
         monkeypatch.setattr(module, "NOT_JSON", msgspec.ValidationError)
     assert campaign(3000, seed=0, names=["COMMIT", "manifest"]).problems
 

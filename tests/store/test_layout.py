@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxckpt_train.store.boxes import full_box
 from jaxckpt_train.store.layout import ArraySource, ChunkSource, SegmentLayout, chunk_name, plan_segments
-from jaxckpt_train.store.segment import MAX_HEADER_BYTES, decode_header
+from jaxckpt_train.store.segment import MAX_HEADER_BYTES
 
 
 def source(name: str, size: int) -> ArraySource:
@@ -24,11 +25,15 @@ def check(layouts: Sequence[SegmentLayout], arrays: Sequence[ArraySource]) -> No
     placed = sorted(chunk.array for layout in layouts for chunk in layout.chunks)
     assert placed == [number for number, array in enumerate(arrays) if array.chunks[0].data.size]
     for layout in layouts:
-        header = decode_header(layout.head, layout.size, "segment")
-        assert len(layout.head) % 4096 == 0
-        assert [tensor.name for tensor in header.tensors] == [arrays[chunk.array].name for chunk in layout.chunks]
-        for tensor, chunk in zip(header.tensors, layout.chunks, strict=True):
-            assert (chunk.offset, chunk.length) == (header.data_start + tensor.start, tensor.stop - tensor.start)
+        entries, end = json.loads(layout.head[8:]), len(layout.head)
+        assert end % 4096 == 0
+        assert int.from_bytes(layout.head[:8], "little") == end - 8
+        assert list(entries) == [arrays[chunk.array].name for chunk in layout.chunks]
+        for entry, chunk in zip(entries.values(), layout.chunks, strict=True):
+            start, stop = entry["data_offsets"]
+            assert (chunk.offset, chunk.length) == (len(layout.head) + start, stop - start) == (end, chunk.length)
+            end += chunk.length
+        assert end == layout.size
 
 
 @given(st.lists(st.sampled_from([0, 1, 63, 64, 100, 640, 4096, 5000, 8192]), max_size=30), st.integers(1, 20000))

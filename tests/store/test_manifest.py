@@ -14,16 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError, UnsupportedLeafError
+from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError
 from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store import json_lists
 from jaxckpt_train.store.manifest import (
-    MAX_ARRAYS,
     MAX_INFO_BYTES,
     Manifest,
-    decode_manifest,
     encode_manifest,
     is_plain_name,
 )
+from jaxckpt_train.store.manifest_decoding import decode_manifest
 from jaxckpt_train.store.memory import MemoryBackend
 from jaxckpt_train.store.reader import empty_array
 from tests.store.checkpoints import commit
@@ -162,6 +162,17 @@ def test_a_manifest_that_contradicts_itself_is_refused(name: str) -> None:
         decode_manifest(edited(edit), "manifest")
 
 
+@pytest.mark.parametrize("batch_bytes", [16, 300])
+@pytest.mark.parametrize("name", REFUSED)
+def test_so_is_one_whose_records_are_decoded_one_by_one(
+    name: str, batch_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_lists, "BATCH_BYTES", batch_bytes)
+    with pytest.raises(CorruptCheckpointError, match=r"^manifest: "):
+        decode_manifest(edited(REFUSED[name][0]), "manifest")
+    assert encode_manifest(decode_manifest(GOOD, "manifest")) == GOOD
+
+
 def test_a_dtype_that_is_not_known_here_is_no_damage() -> None:
     with pytest.raises(FormatVersionError, match="array 'a': unknown dtype 'float7'; a newer ml_dtypes may know it"):
         decode_manifest(edited(put(*ARRAY_A, "dtype", "float7")), "manifest")
@@ -174,12 +185,21 @@ def test_it_goes_there_and_back() -> None:
     assert manifest.part("other") is None
 
 
-@given(shapes(3).flatmap(lambda shape: st.tuples(st.just(shape), tilings(shape))), st.integers(1, 3))
-def test_whatever_is_written_is_believed(case: Any, count: int) -> None:
+NAMES_OF_ARRAYS = st.text(max_size=9) | st.sampled_from(['},{"name":"', '"],["', '"],[[', '"dtype":', "\\", "\0"])
+
+
+@pytest.mark.parametrize("batch_bytes", [16, 300, json_lists.BATCH_BYTES])
+@given(
+    shapes(3).flatmap(lambda shape: st.tuples(st.just(shape), tilings(shape))),
+    st.sets(NAMES_OF_ARRAYS, min_size=1, max_size=5),
+)
+def test_whatever_is_written_is_believed(batch_bytes: int, case: Any, names: set[str]) -> None:
     shape, boxes = case
-    arrays = {f"x{number}": np.zeros(shape, np.int16) for number in range(count)}
+    arrays = {name: np.zeros(shape, np.int16) for name in sorted(names)}
     committed = commit(MemoryBackend(), "/runs/a", arrays, StoreSettings(), boxes=dict.fromkeys(arrays, boxes))
-    assert decode_manifest(encode_manifest(committed.manifest), "manifest") == committed.manifest
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_lists, "BATCH_BYTES", batch_bytes)
+        assert decode_manifest(encode_manifest(committed.manifest), "manifest") == committed.manifest
 
 
 def test_a_newer_version_says_what_to_upgrade() -> None:
@@ -250,7 +270,7 @@ def test_a_hundred_thousand_chunks_that_overlap_are_refused_in_time() -> None:
     started = time.process_time()
     with pytest.raises(CorruptCheckpointError, match=r"chunk at byte \d+, expected"):
         decode_manifest(msgspec.json.encode(content), "manifest")
-    assert time.process_time() - started < 5
+    assert time.process_time() - started < 1
     assert box == [[0, 5]]
 
 
@@ -301,32 +321,6 @@ def test_info_of_the_largest_size_is_taken() -> None:
     assert len(decode_manifest(edited(put("info", {"a": "x" * room})), "x").info["a"]) == room
     with pytest.raises(CorruptCheckpointError, match="x: info of 1,048,577 bytes"):
         decode_manifest(edited(put("info", {"a": "x" * (room + 1)})), "x")
-
-
-def test_a_million_arrays_without_elements_are_refused_before_they_take_memory() -> None:
-    content = json.loads(GOOD)
-    empty = {"name": "", "shape": [0], "dtype": "int8", "chunks": [], "sharding": None}
-    content["parts"][0]["arrays"] += [{**empty, "name": f"x{number}"} for number in range(2 * MAX_ARRAYS)]
-    data = msgspec.json.encode(content)
-    del content
-    tracemalloc.start()
-    started = time.process_time()
-    try:
-        with pytest.raises(CorruptCheckpointError, match="x: more than 500,000 arrays"):
-            decode_manifest(data, "x")
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
-    assert time.process_time() - started < 1
-
-
-def test_more_arrays_than_a_load_takes_are_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxckpt_train.store.transaction.MAX_ARRAYS", 3)
-    backend = MemoryBackend()
-    commit(backend, "/runs/a", {f"x{number}": np.zeros(3) for number in range(3)}, StoreSettings())
-    with pytest.raises(UnsupportedLeafError, match="/runs/b: 4 arrays, expected at most 3: stack them"):
-        commit(backend, "/runs/b", {f"x{number}": np.zeros(3) for number in range(4)}, StoreSettings())
-    assert "b" not in [entry.name for entry in backend.list("/runs")]
 
 
 @pytest.mark.parametrize("shape", [[1 << 59, 0], [0, 1 << 29, 1 << 30], [0] * 64])

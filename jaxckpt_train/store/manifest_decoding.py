@@ -1,0 +1,290 @@
+"""Decodes a manifest that somebody else may have made: a part is believed before the next takes memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from jaxckpt_train.errors import CorruptCheckpointError
+from jaxckpt_train.store.boxes import Box, box_elements, full_box
+from jaxckpt_train.store.digests import HEX_DIGITS
+from jaxckpt_train.store.dtypes import DTYPES, dtype_named
+from jaxckpt_train.store.json_lists import elements, length
+from jaxckpt_train.store.manifest import (
+    MAX_ARRAYS,
+    MAX_BLOCK_BYTES,
+    MAX_PARTS,
+    MIN_BLOCK_BYTES,
+    NOT_JSON,
+    ArrayRecord,
+    ChunkRecord,
+    FileRecord,
+    Manifest,
+    PartRecord,
+    SegmentRecord,
+    block_count,
+    check_version,
+    decode_info,
+    is_plain_name,
+    shown,
+)
+from jaxckpt_train.store.quiet_gc import paused_collection
+from jaxckpt_train.store.segment import MAX_DIMENSIONS, MAX_HEADER_BYTES
+from jaxckpt_train.store.shardings import Shardings, decode_sharding
+from jaxckpt_train.store.tiling import check_tiling
+
+_LIMIT = 1 << 62
+_BETWEEN_FILES, _BETWEEN_ARRAYS, _BETWEEN_CHUNKS = b'"],["', b'},{"name":"', b'"],[['
+_LONGEST_PATH = 4096
+_LARGEST_EMPTY = (1 << 63) - 1  # numpy makes no array, JAX ends the process, where all but the zeros come to more bytes
+_MAX_BOX_BYTES = MAX_DIMENSIONS * len("[1000000000000000000,1000000000000000000],") + 2
+_MAX_DTYPE_LETTERS = 100
+
+
+class _PartOutline(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    name: str
+    kind: str
+    arrays: msgspec.Raw
+    files: msgspec.Raw
+    detail: msgspec.Raw
+
+
+# A list that is refused as soon as it has one element too many: a tuple would be refused when it is made.
+_Parts = msgspec.defstruct(
+    "_Parts",
+    [(f"part_{number}", _PartOutline, None) for number in range(MAX_PARTS)],
+    array_like=True,
+    gc=False,
+    forbid_unknown_fields=True,
+)
+
+
+class _Outline(msgspec.Struct, forbid_unknown_fields=True):
+    format: str
+    format_version: int
+    digest: str
+    block_bytes: int
+    segments: msgspec.Raw
+    parts: _Parts  # type: ignore[valid-type]
+    info: msgspec.Raw
+
+
+class _LargeArray(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    name: str
+    shape: msgspec.Raw
+    dtype: str
+    chunks: msgspec.Raw
+    sharding: msgspec.Raw
+
+
+class _LargeChunk(msgspec.Struct, gc=False, array_like=True, forbid_unknown_fields=True):
+    box: msgspec.Raw
+    segment: int
+    offset: int
+    length: int
+    digests: str
+
+
+_outline = msgspec.json.Decoder(_Outline).decode
+_segments, _segment = msgspec.json.Decoder(list[SegmentRecord]).decode, msgspec.json.Decoder(SegmentRecord).decode
+_files, _file = msgspec.json.Decoder(list[FileRecord]).decode, msgspec.json.Decoder(FileRecord).decode
+_arrays, _large_array = msgspec.json.Decoder(list[ArrayRecord]).decode, msgspec.json.Decoder(_LargeArray).decode
+_chunks, _large_chunk = msgspec.json.Decoder(list[ChunkRecord]).decode, msgspec.json.Decoder(_LargeChunk).decode
+_shape, _box = msgspec.json.Decoder(tuple[int, ...]).decode, msgspec.json.Decoder(Box).decode
+
+
+def decode_manifest(data: bytes | bytearray, subject: str) -> Manifest:
+    """Decode and fully validate manifest.json.
+
+    Raises:
+        CorruptCheckpointError: malformed, contradicting itself, or in another form than this package writes
+            (which also refuses keys that appear twice).
+        FormatVersionError: a newer version.
+    """
+    check_version(data, subject)
+    try:
+        with paused_collection():  # millions of small lists would take seconds
+            manifest = _Decoding(_outline(data), subject).manifest(data)
+    except NOT_JSON as error:
+        raise CorruptCheckpointError(f"{subject}: not valid: {shown(error)}") from error
+    if msgspec.json.encode(manifest) != data:
+        raise CorruptCheckpointError(f"{subject}: not in canonical form (a key twice, or edited by another program)")
+    _check_overlaps(manifest, subject)
+    return manifest
+
+
+class _Decoding:
+    """One manifest that is being decoded; each record is checked when it is there."""
+
+    def __init__(self, outline: _Outline, subject: str) -> None:
+        self._outline, self._subject = outline, subject
+        if outline.digest not in HEX_DIGITS:
+            raise CorruptCheckpointError(f"{subject}: unknown digest {shown(outline.digest)}")
+        self._width, self._block_bytes = HEX_DIGITS[outline.digest], outline.block_bytes
+        if not MIN_BLOCK_BYTES <= self._block_bytes <= MAX_BLOCK_BYTES or self._block_bytes % MIN_BLOCK_BYTES:
+            raise CorruptCheckpointError(f"{subject}: block_bytes is {shown(self._block_bytes)}")
+        found = msgspec.structs.astuple(outline.parts)
+        self._parts: list[_PartOutline] = [part for part in found if part is not None]
+        self._part_names = {part.name for part in self._parts}
+        names = [part.name for part in self._parts]
+        if len(self._part_names) != len(names) or not all(map(is_plain_name, names)):
+            some = ", ".join(map(shown, names[:5]))
+            raise CorruptCheckpointError(f"{subject}: checkpointable names are not plain or not unique: {some}")
+        self._segments: tuple[SegmentRecord, ...] = ()
+        self._room = MAX_ARRAYS
+
+    def manifest(self, data: bytes | bytearray) -> Manifest:
+        """All of it; `data` is what it is decoded from."""
+        outline = self._outline
+        info = decode_info(outline.info, self._subject)
+        # What takes its writer a few bytes. Each segment and each chunk ends so, and each segment holds one at least.
+        if 2 * length(outline.segments, _BETWEEN_FILES) > data.count(b'"]'):
+            raise CorruptCheckpointError(f"{self._subject}: a segment without chunks")
+        if sum(length(part.arrays, _BETWEEN_ARRAYS) for part in self._parts) > MAX_ARRAYS:
+            raise self._too_many_arrays()
+        self._segments = tuple(self._all_segments(outline.segments))
+        parts = tuple([self._part(part) for part in self._parts])
+        files = [segment.file for segment in self._segments]
+        files += [file.file for part in parts for file in part.files]
+        if len(set(files)) != len(files):
+            raise CorruptCheckpointError(f"{self._subject}: a file appears twice")
+        content = (outline.format, outline.format_version, outline.digest, self._block_bytes)
+        return Manifest(*content, self._segments, parts, info)
+
+    def _all_segments(self, raw: msgspec.Raw) -> Iterator[SegmentRecord]:
+        for segment in elements(raw, _BETWEEN_FILES, _segments, _segment):
+            if not 0 < segment.header_bytes <= segment.bytes < _LIMIT or segment.header_bytes > MAX_HEADER_BYTES + 8:
+                raise CorruptCheckpointError(f"{self._subject}: segment {shown(segment.file)} has impossible sizes")
+            if len(segment.header_digest) != self._width:
+                raise CorruptCheckpointError(
+                    f"{self._subject}: segment {shown(segment.file)}: digest of the header is too short"
+                )
+            self._check_file_name(segment.file)
+            yield segment
+
+    def _all_files(self, raw: msgspec.Raw) -> Iterator[FileRecord]:
+        for file in elements(raw, _BETWEEN_FILES, _files, _file):
+            if not 0 <= file.bytes < _LIMIT or len(file.digests) != self._digits(file.bytes):
+                raise CorruptCheckpointError(
+                    f"{self._subject}: file {shown(file.file)} has an impossible size or digest"
+                )
+            self._check_file_name(file.file)
+            yield file
+
+    def _check_file_name(self, name: str) -> None:
+        pieces = name.split("/") if len(name) <= _LONGEST_PATH else []
+        if len(pieces) < 2 or pieces[0] not in self._part_names or not all(map(is_plain_name, pieces)):
+            raise CorruptCheckpointError(f"{self._subject}: {shown(name)} is not a plain file of a checkpointable")
+
+    def _digits(self, length: int) -> int:
+        return self._width * block_count(length, self._block_bytes)
+
+    def _part(self, outline: _PartOutline) -> PartRecord:
+        arrays = tuple(self._all_arrays(outline.arrays, f"{self._subject}: {outline.name}"))
+        if len({array.name for array in arrays}) != len(arrays):
+            raise CorruptCheckpointError(f"{self._subject}: {outline.name}: an array name appears twice")
+        return PartRecord(outline.name, outline.kind, arrays, tuple(self._all_files(outline.files)), outline.detail)
+
+    def _all_arrays(self, raw: msgspec.Raw, part: str) -> Iterator[ArrayRecord]:
+        shardings = Shardings()
+
+        def large(text: memoryview) -> ArrayRecord:
+            return self._large_array(text, part)
+
+        for array in elements(raw, _BETWEEN_ARRAYS, _arrays, large):
+            self._room -= 1
+            if self._room < 0:
+                raise self._too_many_arrays()
+            self._check_array(array, part)
+            if array.sharding is not None:
+                sharding = shardings.shared(array.sharding)
+                array = ArrayRecord(array.name, array.shape, array.dtype, array.chunks, sharding)
+            yield array
+
+    def _too_many_arrays(self) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{self._subject}: more than {MAX_ARRAYS:,} arrays")
+
+    def _large_array(self, text: memoryview, part: str) -> ArrayRecord:
+        """An array of many chunks, or of what is no array: its lists are looked at before they are made."""
+        found = _large_array(text)
+        subject = f"{part}: array {shown(found.name)}"
+        if memoryview(found.shape).nbytes > _MAX_BOX_BYTES:
+            raise CorruptCheckpointError(f"{subject}: impossible shape of many dimensions")
+        shape = _shape(found.shape)
+
+        def large(text: memoryview) -> ChunkRecord:
+            chunk = _large_chunk(text)
+            if memoryview(chunk.box).nbytes > _MAX_BOX_BYTES:
+                raise CorruptCheckpointError(f"{subject}: a box of many dimensions")
+            return ChunkRecord(_box(chunk.box), chunk.segment, chunk.offset, chunk.length, chunk.digests)
+
+        chunks = []
+        for chunk in elements(found.chunks, _BETWEEN_CHUNKS, _chunks, large):
+            if len(chunk.box) != len(shape) or len(chunk.digests) != self._digits(chunk.length) or chunk.length < 1:
+                raise CorruptCheckpointError(f"{subject}: impossible chunk of {chunk.length} bytes, or box of it")
+            chunks.append(chunk)
+        return ArrayRecord(found.name, shape, found.dtype, tuple(chunks), decode_sharding(found.sharding))
+
+    def _check_array(self, array: ArrayRecord, part: str) -> None:
+        shape = array.shape
+        if len(shape) > MAX_DIMENSIONS or (shape and not (min(shape) >= 0 and max(shape) < _LIMIT)):
+            raise _impossible_shape(array, part)
+        known = DTYPES.get(array.dtype)
+        if known is None:
+            if len(array.dtype) > _MAX_DTYPE_LETTERS:
+                raise CorruptCheckpointError(f"{part}: array {shown(array.name)}: dtype {shown(array.dtype)}")
+            known = dtype_named(array.dtype, f"{part}: array {shown(array.name)}")
+        total = math.prod(shape) * known.itemsize
+        if total >= _LIMIT:
+            raise _impossible_shape(array, part)
+        if total == 0:
+            if math.prod(size for size in shape if size) * known.itemsize > _LARGEST_EMPTY:
+                raise _impossible_shape(array, part)
+            if array.chunks:
+                raise CorruptCheckpointError(f"{part}: array {shown(array.name)}: chunks of an array without elements")
+            return
+        if len(array.chunks) != 1 or array.chunks[0].box != full_box(shape):
+            check_tiling([chunk.box for chunk in array.chunks], shape, f"{part}: array {shown(array.name)}")
+        for chunk in array.chunks:
+            expected = total if len(array.chunks) == 1 else box_elements(chunk.box) * known.itemsize
+            problem = self._chunk_problem(chunk, expected)
+            if problem:
+                raise CorruptCheckpointError(f"{part}: array {shown(array.name)}: {problem}")
+
+    def _chunk_problem(self, chunk: ChunkRecord, expected_bytes: int) -> str | None:
+        if chunk.length != expected_bytes:
+            return f"box {chunk.box} of {expected_bytes} bytes is not {chunk.length} bytes"
+        if not 0 <= chunk.segment < len(self._segments):
+            return f"no segment number {chunk.segment}"
+        segment = self._segments[chunk.segment]
+        if chunk.offset < segment.header_bytes or chunk.offset + chunk.length > segment.bytes:
+            return f"box {chunk.box} lies outside {segment.file!r}"
+        if len(chunk.digests) != self._digits(chunk.length):
+            return f"box {chunk.box} has {len(chunk.digests)} digits of digests"
+        return None
+
+
+def _impossible_shape(array: ArrayRecord, part: str) -> CorruptCheckpointError:
+    shape: Sequence[int] = array.shape[: MAX_DIMENSIONS + 1]
+    return CorruptCheckpointError(f"{part}: array {shown(array.name)}: impossible shape {shown(tuple(shape))}")
+
+
+def _check_overlaps(manifest: Manifest, subject: str) -> None:
+    """Chunks fill the data section of every segment exactly: no byte twice, none unaccounted for."""
+    spans: list[list[tuple[int, int]]] = [[] for _ in manifest.segments]
+    for part in manifest.parts:
+        for array in part.arrays:
+            for chunk in array.chunks:
+                spans[chunk.segment].append((chunk.offset, chunk.offset + chunk.length))
+    for segment, found in zip(manifest.segments, spans, strict=True):
+        end = segment.header_bytes
+        for start, stop in sorted(found):
+            if start != end:
+                raise CorruptCheckpointError(f"{subject}: {segment.file!r}: chunk at byte {start}, expected {end}")
+            end = stop
+        if end != segment.bytes:
+            raise CorruptCheckpointError(f"{subject}: {segment.file!r}: chunks end at byte {end} of {segment.bytes}")
+        if not found:
+            raise CorruptCheckpointError(f"{subject}: {segment.file!r}: no chunk is in it")
