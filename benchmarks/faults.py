@@ -33,7 +33,7 @@ from benchmarks.subjects_orbax import OrbaxV0, OrbaxV0WithoutOcdbt, OrbaxV1, Orb
 from tests.faults.forking import Tell, forked
 from tests.faults.loop_disk import LoopDisk, loop_disk, why_not
 from tests.faults.native_calls import COUNT, FAIL, NO_CALL, built
-from tests.faults.native_calls import why_not as why_no_native_faults
+from tests.faults.needs import why_no_compiler
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "ours": Ours,
@@ -201,7 +201,7 @@ def in_turn(chosen: argparse.Namespace, folder: Path) -> list[Row]:
     if chosen.preloaded:
         rows += [interrupted_calls(name, chosen.calls, folder) for name in names]
     else:
-        print(f"interrupted calls: SKIP: {why_no_native_faults()}")
+        print(f"interrupted calls: SKIP: {why_no_compiler()}")
     return rows
 
 
@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--preloaded", action="store_true", help=argparse.SUPPRESS)
     chosen, started = parser.parse_args(), time.monotonic()
     with tempfile.TemporaryDirectory() as name:
-        if not chosen.preloaded and why_no_native_faults() is None:
+        if not chosen.preloaded and why_no_compiler() is None:
             variables = {**os.environ, "LD_PRELOAD": str(built(Path(name))), "JAX_PLATFORMS": "cpu"}
             again = [sys.executable, "-m", "benchmarks.faults", *sys.argv[1:], "--preloaded"]
             raise SystemExit(subprocess.run(again, env=variables, check=False).returncode)

@@ -18,6 +18,8 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from tests.faults.needs import leave_if
+
 ROOT = Path(__file__).parents[2]
 LONGEST_S, ALL = 120, 1_000_000
 _VERDICT = re.compile(r"  (PASS|HARD_FAIL|SILENT_DIVERGENCE|LOST_WORK|CONTROL_FAIL|[A-Z_]+)$")
@@ -72,10 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--most", type=int, help="boundaries; all without")
     chosen = parser.parse_args()
-    reason = why_not()
-    if reason is not None:
-        print(f"SKIP: {reason}")
-        return
+    leave_if(why_not())
     with tempfile.TemporaryDirectory() as folder:
         found = campaign(Path(folder), chosen.most)
     print(f"{found.points} ends at boundaries ({found.missed} were not reached), {len(found.problems)} problems")

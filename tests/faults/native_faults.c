@@ -20,11 +20,13 @@ static long at;
 static enum kind kind;
 static int error;
 static atomic_long seen;
-static char last[64];
+static char last[64], last_path[4096];
+static _Thread_local char looked_at[4096]; /* by the call that is being made */
 
 void fi_arm(const char *directory, long number, int chosen, int code) {
     snprintf(root, sizeof root, "%s", directory);
     at = number, kind = (enum kind)chosen, error = code;
+    *last = *last_path = 0;
     atomic_store(&seen, 0);
 }
 
@@ -32,9 +34,13 @@ long fi_seen(void) { return atomic_load(&seen); }
 
 const char *fi_name(void) { return last; }
 
+const char *fi_path(void) { return last_path; }
+
 static int below(const char *path) {
     size_t length = strlen(root);
-    return length && !strncmp(path, root, length) && (path[length] == '/' || !path[length]);
+    if (!length || strncmp(path, root, length) || (path[length] != '/' && path[length])) return 0;
+    snprintf(looked_at, sizeof looked_at, "%s", path);
+    return 1;
 }
 
 static int of_descriptor(int fd) {
@@ -56,7 +62,7 @@ static int of_path(int folder, const char *path) {
 static int is_hit(const char *name) {
     long number = atomic_fetch_add(&seen, 1) + 1;
     int hit = kind == FAIL_ON ? number >= at : number == at;
-    if (hit) snprintf(last, sizeof last, "%s", name);
+    if (number == at) snprintf(last, sizeof last, "%s", name), snprintf(last_path, sizeof last_path, "%s", looked_at);
     return hit && kind != COUNT;
 }
 

@@ -25,6 +25,7 @@ from jaxckpt_train.steps.lock import SILENCE_S
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.store.backend import HALF_MADE
 from tests.faults.fuse_disk import ANSWER, WEDGED, FuseDisk, fuse_disk, why_not
+from tests.faults.needs import leave_if
 
 ROOT = Path(__file__).parents[2]
 KEPT = 3
@@ -160,10 +161,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
-    reason = why_not()
-    if reason is not None:
-        print(f"SKIP: {reason}")
-        return
+    leave_if(why_not())
     with tempfile.TemporaryDirectory() as folder:
         found = soak(60 * chosen.minutes, chosen.seed, 1.0, Path(folder))
     print(
