@@ -42,10 +42,16 @@ def why_not() -> str | None:
 def campaign(folder: Path, most: int | None, how: str = "ours", modes: str = "before,torn,term") -> Found:
     """End a training at `most` boundaries, shared between the modes, or at all in each.
 
+    Args:
+        folder: an empty one.
+        most: boundaries; None: all.
+        how: it saves: "ours", one of `FLAWS`, or "by_hand".
+        modes: how it ends.
+
     Raises:
         RuntimeError: it did not come to a verdict.
     """
-    out = [] if how != "ours" else ["--checkpoint-glob", "{out}/run/step-*", "--ckpt-ignore-size"]
+    out = [] if how == "by_hand" else ["--checkpoint-glob", "{out}/run/step-*", "--ckpt-ignore-size"]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "ckpt_chaos", "run", "--work", folder / "work", "--timeout", str(LONGEST_S)),

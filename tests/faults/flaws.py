@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxckpt_train.errors import StorageError
 from jaxckpt_train.steps.in_flight import InFlight
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.store import local, local_names
@@ -123,8 +124,30 @@ def _leaves_attempts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Transaction, "abort", lambda self: None)
 
 
-def _tells_foreign_errors(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(local, "_storage", lambda action, path: contextlib.nullcontext())
+def _removes_no_directory(patch: pytest.MonkeyPatch) -> None:
+    remove = local.LocalBackend.remove
+
+    def only_files(self: local.LocalBackend, path: str) -> None:
+        if not os.path.isdir(path):
+            remove(self, path)
+
+    patch.setattr(local.LocalBackend, "remove", only_files)
+
+
+def _tells_of_read_only_as_it_comes(patch: pytest.MonkeyPatch) -> None:
+    told = local._storage
+
+    @contextlib.contextmanager
+    def foreign(action: str, path: str) -> Any:
+        try:
+            with told(action, path):
+                yield
+        except StorageError as error:
+            if error.errno == errno.EROFS and isinstance(error.__cause__, OSError):
+                raise error.__cause__ from None
+            raise
+
+    patch.setattr(local, "_storage", foreign)
 
 
 def _forgets_pins(patch: pytest.MonkeyPatch) -> None:
@@ -146,6 +169,7 @@ FLAWS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "publishes late": _publishes_late,
     "publishes first": _publishes_first,
     "leaves attempts": _leaves_attempts,
-    "tells foreign errors": _tells_foreign_errors,
+    "removes no directory": _removes_no_directory,
+    "tells of a read-only disk as it comes": _tells_of_read_only_as_it_comes,
     "pins in memory only": _forgets_pins,
 }

@@ -1,8 +1,9 @@
 """Lets a run meet the limits of its machine: a full disk, one that is read-only, limits of the process.
 
 `python -m tests.faults.limits`. A run saves one step, then meets the limit in the second, then is rid of it and saves
-a third one. The second is acknowledged, or its error is one of ours; whatever it was, the others are not touched, and
-nothing is left over. Each run is a forked process, and so is the look at what it left.
+a third one. The second is acknowledged, or its error is one of ours, and says of what it is, what was refused and what
+to do about it; whatever it was, the others are not touched, and nothing is left over, not even as long as the process
+lives. Each run is a forked process, and so is the look at what it left.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import re
 import resource
 import subprocess
 import tempfile
@@ -43,6 +45,40 @@ class Found:
     problems: list[str] = dataclasses.field(default_factory=list)
 
 
+@dataclasses.dataclass(frozen=True)
+class Clear:
+    """What an error must say, as patterns: what was refused, what to do, and of what it is if not of the run's path."""
+
+    refused: str
+    advice: str
+    subject: str = r"(?!)"
+
+
+UNCLEAR = "the error does not say"
+CLEAR = {
+    "file size": Clear("File too large", r"ulimit -f"),
+    "descriptors": Clear("Too many open files", r"ulimit -n"),
+    "memory": Clear(
+        r"gave no thread|bytes of memory were refused",
+        r"raise the limits|choose fewer",
+        r"StoreSettings\.staging_bytes",
+    ),
+    "full disk": Clear("No space left on device", r"free some space or choose another directory"),
+    "read-only": Clear("Read-only file system", r"choose another directory"),
+}
+
+
+def lacks(name: str, directory: Path, message: str) -> list[str]:
+    """What the error of a save that met this limit does not say."""
+    wanted = CLEAR[name]
+    patterns = {
+        "of what it is": rf"{re.escape(str(directory))}\b|{wanted.subject}",
+        "what was refused": wanted.refused,
+        "what to do": wanted.advice,
+    }
+    return [what for what, pattern in patterns.items() if not re.search(pattern, message)]
+
+
 def run(directory: Path, limit: Callable[[], Limited], at: int, tell: Tell) -> None:
     """Save three steps, number `at` of them under the limit."""
     with StepManager(directory, preservation_policy=LatestN(KEPT), settings=SETTINGS) as manager:
@@ -53,10 +89,11 @@ def run(directory: Path, limit: Callable[[], Limited], at: int, tell: Tell) -> N
                     manager.save(step, checkpointables_of(step))
                     manager.wait(LONGEST_S)
             except (CheckpointError, MemoryError) as error:
-                tell("failed", [step, str(error)])
+                tell("failed", [step, "; ".join([str(error), *getattr(error, "__notes__", ())])])
             else:
                 tell("acknowledged", step)
         tell("restored", token_in(manager.restore()))
+        tell("left", [name for name in os.listdir(directory) if ".tmp-" in name])
 
 
 def trial(found: Found, name: str, value: object, directory: Path, limit: Callable[[], Limited], at: int = 2) -> None:
@@ -69,8 +106,9 @@ def trial(found: Found, name: str, value: object, directory: Path, limit: Callab
     found.failed[name] += failed == [at]
     if set(failed) - {at}:
         problems.append(f"the limit was over, and yet: {told['failed']}")
-    if any(len(message) < 20 for _, message in told["failed"]):
-        problems.append(f"says nothing: {told['failed']}")
+    problems += [f"{UNCLEAR} {lack}: {text}" for _, text in told["failed"] for lack in lacks(name, directory, text)]
+    known = " ".join(text for _, text in told["failed"] if "could not be removed" in text)
+    problems += [f"left over in a life: {left}" for names in told["left"] for left in names if left not in known]
     if told["restored"] != [3]:
         problems.append(f"restored {told['restored']}")
     problems += looked(look_at_run, directory, told)

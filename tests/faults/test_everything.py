@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -82,11 +83,14 @@ def test_an_unknown_campaign_is_refused() -> None:
 @pytest.mark.timeout(240)
 def test_some_campaigns_from_end_to_end_after_one_that_cannot_run(tmp_path: Path) -> None:
     """Without a compiler one is skipped, and the others run."""
-    script = "import os, sys; os.environ['PATH'] = '/nowhere'; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    script = (
+        "import os, sys; os.environ['PATH'] = '/nowhere'; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
     command = [sys.executable, "-c", script, "-m", "tests.faults.everything", "--share", "0.002", "--seed", "5"]
     file = tmp_path / "build" / "table.md"
     command += ["--only", "native-calls,owners,many-processes", "--markdown", str(file)]
-    done = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=False)
+    variables = {**os.environ, "PATH": "/nowhere", "PYTHONPATH": str(REPO_ROOT)}
+    done = subprocess.run(command, cwd=REPO_ROOT, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = file.read_text(encoding="utf-8").splitlines()[2:]
     assert [row.split(" | ")[1:4] for row in rows] == [
