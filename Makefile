@@ -69,7 +69,7 @@ corruption: $(STAMP)  ## 100,000 damaged checkpoints: none is loaded, and the st
 power-cuts: $(STAMP)  ## 2,000 power cuts of each real file system on loop devices (needs root)
 	$(BIN)/python -m tests.faults.power_cut --trials 2000
 
-native-calls: $(STAMP)  ## every native call of some programs fails, falls short, or is its last; writers with flaws are found out (an hour or so; needs a C compiler)
+native-calls: $(STAMP)  ## every native call of some programs fails, falls short, or is its last; writers with flaws are found out (an hour or two; needs a C compiler)
 	$(BIN)/python -m tests.faults.native_calls
 	$(BIN)/python -m tests.faults.native_calls --controls
 

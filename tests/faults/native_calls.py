@@ -253,10 +253,11 @@ def main() -> None:
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--every", type=int, default=1, help="only each so manieth call")
     parser.add_argument("--controls", action="store_true", help="writers with flaws, which must be found out")
+    parser.add_argument("--folder", type=Path, help="where the programs run: in memory it is faster; a temporary one")
     parser.add_argument("--preloaded", action="store_true", help=argparse.SUPPRESS)
     chosen, started = parser.parse_args(), time.monotonic()
     leave_if(why_no_compiler())
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=chosen.folder) as name:
         if not chosen.preloaded:
             done = preloaded(Path(name), *sys.argv[1:])
             print(done.stdout, end="")

@@ -5,6 +5,7 @@ The whole campaign is `make native-calls`.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from tests.faults.native_calls import CONTROLS, FAULTS, preloaded
 from tests.faults.native_programs import PROGRAMS
 from tests.faults.needs import why_no_compiler
 
-pytestmark = pytest.mark.timeout(300)
-EVERY = "97"
+pytestmark = pytest.mark.timeout(600)
+EVERY = "149"
+MEMORY = ["--folder", "/dev/shm"] if os.access("/dev/shm", os.W_OK) else []
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +27,7 @@ def _can() -> None:
 
 
 def test_some_of_all_calls(tmp_path: Path) -> None:
-    done = preloaded(tmp_path, "--every", EVERY)
+    done = preloaded(tmp_path, "--every", EVERY, *MEMORY)
     assert done.returncode == 0, done.stdout
     assert "\n0 problems" in done.stdout
     assert all(f'"{name}": ' in done.stdout for name in (*FAULTS, *PROGRAMS))
@@ -37,6 +39,6 @@ def test_each_kind_of_fault_has_a_control() -> None:
 
 @pytest.mark.slow
 def test_writers_with_a_flaw_are_found_out(tmp_path: Path) -> None:
-    done = preloaded(tmp_path, "--controls", "--every", "9")
+    done = preloaded(tmp_path, "--controls", "--every", "9", *MEMORY)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count(": found out") == len(CONTROLS)
