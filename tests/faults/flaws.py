@@ -20,7 +20,7 @@ from jaxckpt_train.store import local, local_names
 from jaxckpt_train.store.transaction import Transaction
 from tests.faults.known_states import KEPT
 
-LATE_S = 0.02
+LATE_S, PATIENCE_S = 0.02, 0.25
 
 
 def _no_retries(patch: pytest.MonkeyPatch) -> None:
@@ -72,6 +72,15 @@ def _forgets_errors(patch: pytest.MonkeyPatch) -> None:
         settle(self, *arguments, **options)
 
     patch.setattr(InFlight, "settle", forgetting)
+
+
+def _gives_up_at_once(patch: pytest.MonkeyPatch) -> None:
+    settle = InFlight.settle
+
+    def impatient(self: InFlight, timeout_s: float | None = None, *arguments: Any, **options: Any) -> object:
+        return settle(self, PATIENCE_S, *arguments, **options)
+
+    patch.setattr(InFlight, "settle", impatient)
 
 
 def _deletes_first(patch: pytest.MonkeyPatch) -> None:
@@ -165,6 +174,7 @@ FLAWS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "errors of syncs are ignored": _syncs_ignore_errors,
     "a short write is taken for a whole one": _takes_short_for_whole,
     "a save that failed is forgotten": _forgets_errors,
+    "gives up at once": _gives_up_at_once,
     "deletes first": _deletes_first,
     "publishes late": _publishes_late,
     "publishes first": _publishes_first,

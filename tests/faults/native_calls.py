@@ -1,13 +1,14 @@
-"""Lets every native call of some programs fail, fall short, or be its last: `python -m tests.faults.native_calls`.
+"""Lets each native call of some programs fail, fall short, be stuck, or be the last: `tests.faults.native_calls`.
 
 `native_programs.py` has the programs: saves with retention, pins and metrics, a roll-back, a take-over after a dead
 owner, the replacement of a single checkpoint. A library that is loaded before all others counts the calls below their
 directory, and does something to the n-th: n is 1, 2, ... until a program is over before it. Each run is a forked
 process, and so is each look at what it left: what was acknowledged is there, byte for byte, also pins and metrics; the
-next save succeeds; nothing is left over. Where a signal interrupts a call, or a call does less than was asked, a
-program must not notice anything; where bytes or a sync of a save are refused, it must.
+next save succeeds; nothing is left over. Where a signal interrupts a call, or a call does less than was asked or takes
+long, a program must not notice anything; where bytes or a sync of a save are refused, it must.
 
-With `--controls` each kind of fault meets a writer that has one protection less, which must be found out.
+`python -m tests.faults.native_calls`. With `--controls` each kind of fault meets a writer that has one protection less,
+which must be found out.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from tests.faults.native_programs import PROGRAMS, Program, by_kind, looked
 from tests.faults.needs import COMPILER, leave_if, why_no_compiler
 
 SOURCE = Path(__file__).with_name("native_faults.c")
-COUNT, FAIL, FAIL_ON, SHORT, KILL_BEFORE, KILL_HALF, KILL_AFTER = range(7)
+COUNT, FAIL, FAIL_ON, SHORT, KILL_BEFORE, KILL_HALF, KILL_AFTER, STUCK = range(8)
 NO_CALL = 1 << 40
 ON_BYTES = {"write", "pwrite64", "pwrite", "read", "preadv64v2", "preadv2", "pread64"}
 MUST_SUCCEED = {"pwrite64", "pwrite", "ftruncate", "ftruncate64", "fsync", "fdatasync"}  # on a file of a save
@@ -65,6 +66,7 @@ FAULTS = {
     "EDQUOT": Fault(FAIL, errno.EDQUOT),
     "EINTR": Fault(FAIL, errno.EINTR, is_seen=False),
     "short": Fault(SHORT, is_seen=False),
+    "stuck": Fault(STUCK, is_seen=False),
     "EIO for ever": Fault(FAIL_ON, errno.EIO),
     "ENOSPC for ever": Fault(FAIL_ON, errno.ENOSPC),
     "SIGKILL before": Fault(KILL_BEFORE),
@@ -89,6 +91,7 @@ CONTROLS = (
     Control("EDQUOT", "a quota that is used up is ignored", "replacement", "CorruptCheckpointError"),
     Control("EINTR", "no second try after a signal", "replacement", "the run noticed"),
     Control("short", "a short write is taken for a whole one", "steps", "CorruptCheckpointError"),
+    Control("stuck", "gives up at once", "steps", "the run noticed"),
     Control("EIO for ever", "a save that failed is forgotten", "steps", "was acknowledged"),
     Control("ENOSPC for ever", "a save that failed is forgotten", "roll-back", "was acknowledged"),
     Control("SIGKILL before", "deletes first", "steps", "are gone"),
@@ -203,7 +206,7 @@ def _wrongly_told(fault: Fault, lines: list[tuple[str, Any]], call: str, path: s
         problems.append("the refusal was not noticed")
     if fault.kind == FAIL and len(told["failed"]) > 1:
         problems.append(f"one refusal cost more than one deed: {told['failed']}")
-    if fault.kind in (FAIL, SHORT):
+    if fault.kind in (FAIL, SHORT, STUCK):
         problems += [f"one refusal, and the run went back to {restored}" for restored in _went_back(lines)]
     return problems
 

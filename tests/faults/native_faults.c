@@ -11,9 +11,10 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
-enum kind { COUNT, FAIL, FAIL_ON, SHORT, KILL_BEFORE, KILL_HALF, KILL_AFTER };
+enum kind { COUNT, FAIL, FAIL_ON, SHORT, KILL_BEFORE, KILL_HALF, KILL_AFTER, STUCK };
 
 static char root[4096];
 static long at;
@@ -66,8 +67,14 @@ static int is_hit(const char *name) {
     return hit && kind != COUNT;
 }
 
+static void wait_if_stuck(void) {
+    struct timespec a_while = {0, 300000000};
+    if (kind == STUCK) nanosleep(&a_while, NULL);
+}
+
 /* Whether the call is to be refused, before it is made. */
 static int refused(void) {
+    wait_if_stuck();
     if (kind == KILL_BEFORE) kill(getpid(), SIGKILL);
     if (kind != FAIL && kind != FAIL_ON) return 0;
     errno = error;
@@ -156,6 +163,7 @@ int close(int fd) {
     if (!next) next = (int (*)(int))dlsym(RTLD_NEXT, "close");
     if (!of_descriptor(fd) || !is_hit("close")) return next(fd);
     if (kind == KILL_BEFORE) kill(getpid(), SIGKILL);
+    wait_if_stuck();
     int result = next(fd);
     if (kind == KILL_AFTER) kill(getpid(), SIGKILL);
     if (kind != FAIL && kind != FAIL_ON) return result;
