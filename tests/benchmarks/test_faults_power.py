@@ -49,9 +49,7 @@ def test_ours_keeps_what_it_acknowledged(disk: LoopDisk, when: When) -> None:
 
 
 @pytest.mark.parametrize("when", WHEN)
-def test_a_subject_that_syncs_nothing_is_found_out(
-    disk: LoopDisk, when: When, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_subject_that_syncs_nothing_is_found_out(disk: LoopDisk, when: When, monkeypatch: pytest.MonkeyPatch) -> None:
     subjects: dict[str, Callable[[], Any]] = {"unsynced": Unsynced}
     monkeypatch.setattr("benchmarks.faults_power.SUBJECTS", {**SUBJECTS, **subjects})
     ends = power_cuts("unsynced", when, 2, 0, disk).ends
