@@ -38,7 +38,7 @@ KINDS: dict[str, Callable[[str], bool]] = {
     "half made": lambda name: name.startswith(HALF_MADE),
 }
 # What a refused removal leaves goes with the next owner; what is of locks and of looks at the clock after `SILENCE_S`.
-MOST = {"steps": KEPT + 4, "attempts": 6, "deletions": 6, "dead owners": 30, "half made": 60, "others": 6}
+MOST = {"steps": KEPT + 4, "attempts": 6, "deletions": 6, "dead owners": 30, "half made": 120, "others": 6}
 # Four states: what pools hold changes by as much, also when nothing leaks; and they take minutes to fill.
 MEMORY, AT_FIRST, SETTLED_ROWS = 16 << 20, 48 << 20, 60
 TRAINING = """
