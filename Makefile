@@ -69,8 +69,9 @@ corruption: $(STAMP)  ## 100,000 damaged checkpoints: none is loaded, and the st
 power-cuts: $(STAMP)  ## 2,000 power cuts of each real file system on loop devices (needs root)
 	$(BIN)/python -m tests.faults.power_cut --trials 2000
 
-native-calls: $(STAMP)  ## every native call of a run fails, falls short, or is its last (some five minutes)
+native-calls: $(STAMP)  ## every native call of some programs fails, falls short, or is its last; writers with flaws are found out (an hour or two; needs a C compiler)
 	$(BIN)/python -m tests.faults.native_calls
+	$(BIN)/python -m tests.faults.native_calls --controls
 
 limits: $(STAMP)  ## full and read-only disks, limits of files, descriptors and memory
 	$(BIN)/python -m tests.faults.limits
@@ -95,8 +96,10 @@ many-processes: $(STAMP)  ## processes that own, read, pin and die on one direct
 	$(BIN)/python -m tests.faults.owners
 	$(BIN)/python -m tests.faults.many_processes
 
+# What cannot run on a machine says SKIP and why; a campaign that cannot run at all leaves with 77, and make fails for it.
+# ARGS: such as ARGS="--share 0.01 --only soak,limits"
 test-faults: $(STAMP)  ## all campaigns of faults, and their table in build/reliability.md (many hours; parts need root)
-	$(BIN)/python -m tests.faults.everything
+	$(BIN)/python -m tests.faults.everything $(ARGS)
 
 bench-faults: $(STAMP)  ## power cuts, flipped bits and interrupted calls on Orbax beside ours (some ten minutes; needs root)
 	$(BIN)/python -m benchmarks.faults

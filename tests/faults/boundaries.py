@@ -18,6 +18,8 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from tests.faults.needs import leave_if
+
 ROOT = Path(__file__).parents[2]
 LONGEST_S, ALL = 120, 1_000_000
 _VERDICT = re.compile(r"  (PASS|HARD_FAIL|SILENT_DIVERGENCE|LOST_WORK|CONTROL_FAIL|[A-Z_]+)$")
@@ -40,10 +42,16 @@ def why_not() -> str | None:
 def campaign(folder: Path, most: int | None, how: str = "ours", modes: str = "before,torn,term") -> Found:
     """End a training at `most` boundaries, shared between the modes, or at all in each.
 
+    Args:
+        folder: an empty one.
+        most: boundaries; None: all.
+        how: it saves: "ours", one of `FLAWS`, or "by_hand".
+        modes: how it ends.
+
     Raises:
         RuntimeError: it did not come to a verdict.
     """
-    out = [] if how != "ours" else ["--checkpoint-glob", "{out}/run/step-*", "--ckpt-ignore-size"]
+    out = [] if how == "by_hand" else ["--checkpoint-glob", "{out}/run/step-*", "--ckpt-ignore-size"]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "ckpt_chaos", "run", "--work", folder / "work", "--timeout", str(LONGEST_S)),
@@ -72,10 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--most", type=int, help="boundaries; all without")
     chosen = parser.parse_args()
-    reason = why_not()
-    if reason is not None:
-        print(f"SKIP: {reason}")
-        return
+    leave_if(why_not())
     with tempfile.TemporaryDirectory() as folder:
         found = campaign(Path(folder), chosen.most)
     print(f"{found.points} ends at boundaries ({found.missed} were not reached), {len(found.problems)} problems")

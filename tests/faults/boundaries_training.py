@@ -1,6 +1,7 @@
-"""A small training for `boundaries`: saves every step with this project, or as people do it by hand.
+"""A small training for `boundaries`: saves every step with this project, with a flaw in it, or as people do by hand.
 
-`python -m tests.faults.boundaries_training OUT ours|by_hand`. It prints where it began, and writes its result to OUT.
+`python -m tests.faults.boundaries_training OUT ours|by_hand|FLAW`. It prints where it began, and writes its result to
+OUT.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxckpt_train as jct
+from tests.faults.flaws import FLAWS
 
 STEPS = 5
 SIZE = 40_000
@@ -59,7 +62,9 @@ def train_by_hand(out: Path) -> dict[str, jax.Array]:
 def main(out: str, how: str) -> None:
     """Train to the end."""
     Path(out).mkdir(exist_ok=True)
-    state = {"ours": train_with_ours, "by_hand": train_by_hand}[how](Path(out))
+    if how in FLAWS:
+        FLAWS[how](pytest.MonkeyPatch())
+    state = (train_by_hand if how == "by_hand" else train_with_ours)(Path(out))
     (Path(out) / "result").write_bytes(np.asarray(state["w"]).tobytes() + np.asarray(state["count"]).tobytes())
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from jaxckpt_train.errors import StepNotFoundError
 from jaxckpt_train.steps.manager import StepManager
 from tests.faults.fuse_disk import FuseDisk, fuse_disk, why_not
+from tests.faults.needs import leave_if
 
 TRAINING = """
 import sys, time
@@ -135,10 +136,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     chosen, started = parser.parse_args(), time.monotonic()
-    reason = why_not()
-    if reason is not None:
-        print(f"SKIP: {reason}")
-        return
+    leave_if(why_not())
     found = campaign(chosen.trials, chosen.seed, (1, 1, 1, 2, 2, 3, 5, 10, 30))
     print(
         f"{found.trials} trials, {len(found.problems)} problems; in {found.given_up} the save under way was given up;"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import random
@@ -17,6 +18,7 @@ import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,14 +31,35 @@ MOST_WRITE = 1 << 17
 _HEADER, _REPLY = struct.Struct("=IIQQIIIHH"), struct.Struct("=IiQ")
 _ATTRIBUTES = struct.Struct("=6Q10I")
 _FORGET, _INTERRUPT, _BATCH_FORGET = 2, 36, 42  # are not answered
+_DETACH = 2  # MNT_DETACH
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+@functools.cache
 def why_not() -> str | None:
-    """Why there can be no such disk here; None: there can."""
+    """Why there can be no such disk here; None: one was mounted."""
     if sys.platform != "linux" or not os.path.exists("/dev/fuse"):
         return "needs /dev/fuse"
-    return None if os.geteuid() == 0 else "needs root, to mount"
+    try:
+        device = os.open("/dev/fuse", os.O_RDWR)
+    except OSError as error:
+        return f"needs /dev/fuse: {error.strerror}"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            _mount(device, folder)
+        except OSError as error:
+            return f"needs the right to mount: {error.strerror}"
+        finally:
+            os.close(device)
+        _libc.umount2(os.fsencode(folder), _DETACH)
+    return None
+
+
+def _mount(device: int, path: str) -> None:
+    options = f"fd={device},rootmode=40000,user_id=0,group_id=0,allow_other".encode()
+    if _libc.mount(b"jaxckpt", os.fsencode(path), b"fuse.jaxckpt", 0, options) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot mount {path}: {os.strerror(code)}")
 
 
 class Server:
@@ -261,7 +284,7 @@ class FuseDisk:
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._control.close()
-        _libc.umount2(os.fsencode(self.path), 2)  # MNT_DETACH
+        _libc.umount2(os.fsencode(self.path), _DETACH)
 
 
 @contextlib.contextmanager
@@ -277,9 +300,7 @@ def fuse_disk(folder: Path, module: str = __spec__.name) -> Iterator[FuseDisk]:
 def main(path: str, backing: str, control: str, server: type[Server] = Server) -> None:
     """Mount and serve."""
     device = os.open("/dev/fuse", os.O_RDWR)
-    options = f"fd={device},rootmode=40000,user_id=0,group_id=0,allow_other".encode()
-    if _libc.mount(b"jaxckpt", os.fsencode(path), b"fuse.jaxckpt", 0, options) != 0:
-        raise OSError(ctypes.get_errno(), f"cannot mount {path}")
+    _mount(device, path)
     print("mounted", flush=True)
     with open(control, "r+b") as file:
         server(device, Path(backing), mmap.mmap(file.fileno(), mmap.PAGESIZE)).serve()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import shutil
 import struct
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,15 +21,20 @@ _MKFS = {"ext4": ["mkfs.ext4", "-q", "-F"], "xfs": ["mkfs.xfs", "-q", "-f"]}
 UNMOUNT_S = 30.0
 
 
+@functools.cache
 def why_not(kind: str) -> str | None:
-    """Why there can be no such disk here; None: there can."""
-    if os.geteuid() != 0:
-        return "needs root, to mount"
+    """Why there can be no such disk here; None: one was made and mounted."""
     for tool in (_MKFS[kind][0], "mount", "umount"):
         if shutil.which(tool) is None:
             return f"needs {tool}"
     if not Path("/dev/loop-control").exists():
         return "needs loop devices"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with loop_disk(Path(folder), kind) as disk:
+                disk.make_new()
+        except OSError as error:
+            return f"needs the right to mount {kind} on a loop device: {str(error).splitlines()[-1]}"
     return None
 
 

@@ -29,7 +29,7 @@ from jaxckpt_train.steps.lock import OwnerLock
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.preservation_policies import LatestN
 from tests.faults.forking import LONGEST_S, Tell, ended, started
-from tests.faults.native_calls import KEPT, SETTINGS, checkpointables_of, step_of
+from tests.faults.known_states import KEPT, SETTINGS, checkpointables_of, token_in
 
 PROCESSES, DEEDS = 4, 12
 LONGEST_ROUND_S = 1.5
@@ -121,7 +121,7 @@ class Process:
     def _read(self) -> None:
         newest = SHARED.unpack_from(self._shared)[0]
         try:
-            step = step_of(self._manager().restore())
+            step = token_in(self._manager().restore())
         except StepNotFoundError:
             step = 0
         if step < newest:
@@ -136,12 +136,12 @@ def one_round(found: Found, directory: Path, shared: mmap.mmap, seed: str) -> No
         started(lambda tell, n=number: Process(directory, shared, f"{seed} {n}", tell).live())  # type: ignore[misc]
         for number in range(PROCESSES)
     ]
-    for child, _ in children:
+    for child in children:
         if chance.random() < 0.4:
             time.sleep(chance.uniform(0, LONGEST_ROUND_S / PROCESSES))
-            os.kill(child, signal.SIGKILL)
-    for child, told in children:
-        lines, status = ended(child, told)
+            os.kill(child.process, signal.SIGKILL)
+    for child in children:
+        lines, status = ended(child)
         for what, value in lines:
             found.deeds[what] += 1
             if what in ("problem", "raised"):

@@ -11,20 +11,23 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
-enum kind { COUNT, FAIL, FAIL_ON, SHORT, KILL_BEFORE, KILL_HALF, KILL_AFTER };
+enum kind { COUNT, FAIL, FAIL_ON, SHORT, KILL_BEFORE, KILL_HALF, KILL_AFTER, STUCK };
 
 static char root[4096];
 static long at;
 static enum kind kind;
 static int error;
 static atomic_long seen;
-static char last[64];
+static char last[64], last_path[4096];
+static _Thread_local char looked_at[4096]; /* by the call that is being made */
 
 void fi_arm(const char *directory, long number, int chosen, int code) {
     snprintf(root, sizeof root, "%s", directory);
     at = number, kind = (enum kind)chosen, error = code;
+    *last = *last_path = 0;
     atomic_store(&seen, 0);
 }
 
@@ -32,9 +35,13 @@ long fi_seen(void) { return atomic_load(&seen); }
 
 const char *fi_name(void) { return last; }
 
+const char *fi_path(void) { return last_path; }
+
 static int below(const char *path) {
     size_t length = strlen(root);
-    return length && !strncmp(path, root, length) && (path[length] == '/' || !path[length]);
+    if (!length || strncmp(path, root, length) || (path[length] != '/' && path[length])) return 0;
+    snprintf(looked_at, sizeof looked_at, "%s", path);
+    return 1;
 }
 
 static int of_descriptor(int fd) {
@@ -56,12 +63,18 @@ static int of_path(int folder, const char *path) {
 static int is_hit(const char *name) {
     long number = atomic_fetch_add(&seen, 1) + 1;
     int hit = kind == FAIL_ON ? number >= at : number == at;
-    if (hit) snprintf(last, sizeof last, "%s", name);
+    if (number == at) snprintf(last, sizeof last, "%s", name), snprintf(last_path, sizeof last_path, "%s", looked_at);
     return hit && kind != COUNT;
+}
+
+static void wait_if_stuck(void) {
+    struct timespec a_while = {0, 300000000};
+    if (kind == STUCK) nanosleep(&a_while, NULL);
 }
 
 /* Whether the call is to be refused, before it is made. */
 static int refused(void) {
+    wait_if_stuck();
     if (kind == KILL_BEFORE) kill(getpid(), SIGKILL);
     if (kind != FAIL && kind != FAIL_ON) return 0;
     errno = error;
@@ -150,6 +163,7 @@ int close(int fd) {
     if (!next) next = (int (*)(int))dlsym(RTLD_NEXT, "close");
     if (!of_descriptor(fd) || !is_hit("close")) return next(fd);
     if (kind == KILL_BEFORE) kill(getpid(), SIGKILL);
+    wait_if_stuck();
     int result = next(fd);
     if (kind == KILL_AFTER) kill(getpid(), SIGKILL);
     if (kind != FAIL && kind != FAIL_ON) return result;

@@ -29,8 +29,9 @@ from jaxckpt_train.steps.lock import LOCK_NAME
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.preservation_policies import LatestN
 from jaxckpt_train.store.backend import HALF_MADE
+from tests.faults.flaws import FLAWS
 from tests.faults.forking import LONGEST_S, Tell, Work, ended, started
-from tests.faults.native_calls import FLAWS, KEPT, SETTINGS, checkpointables_of, step_of
+from tests.faults.known_states import KEPT, SETTINGS, checkpointables_of, token_in
 
 LIVES = 40
 LONGEST_LIFE_S = 0.25
@@ -60,13 +61,13 @@ def live(directory: Path, newest: int, seed: int, tell: Tell) -> None:
             tell("problem", f"left over: {left}")
         tell("restoring", None)
         try:
-            step = step_of(manager.restore())
+            step = token_in(manager.restore())
         except StepNotFoundError:
             step = 0
         if step < newest:
             tell("problem", f"restored step {step}, but {newest} was acknowledged")
         for listed in manager.steps:
-            if step_of(manager.restore(step=listed)) != listed:
+            if token_in(manager.restore(step=listed)) != listed:
                 tell("problem", f"step {listed} holds another")
         manager.restore() if step else None
         while True:
@@ -82,10 +83,10 @@ def live(directory: Path, newest: int, seed: int, tell: Tell) -> None:
 
 def killed(work: Work, after_s: float) -> list[tuple[str, Any]]:
     """Do it in a forked process that is killed after so long; what it told until then."""
-    child, told = started(work)
+    child = started(work)
     time.sleep(after_s)
-    os.kill(child, signal.SIGKILL)
-    lines, status = ended(child, told)
+    os.kill(child.process, signal.SIGKILL)
+    lines, status = ended(child)
     if status != -signal.SIGKILL:
         lines.append(("problem", f"it ended by itself, with status {status}"))
     return lines

@@ -1,4 +1,4 @@
-"""A training that ends at a call on a file goes on exactly; one that writes over its only file does not.
+"""A training that ends at a call on a file goes on exactly; one whose store publishes before it has written does not.
 
 The whole campaign is `make boundaries`.
 """
@@ -21,6 +21,12 @@ def test_a_training_that_ends_at_a_boundary_goes_on_exactly(tmp_path: Path) -> N
     found = campaign(tmp_path, 4)
     assert found.problems == []
     assert found.points >= 3
+
+
+@pytest.mark.slow
+def test_the_same_training_with_a_store_that_publishes_before_it_has_written_is_found_out(tmp_path: Path) -> None:
+    problems = campaign(tmp_path, 24, "publishes first", "before").problems
+    assert any("LOST_WORK" in problem for problem in problems)
 
 
 def test_a_training_that_writes_over_its_only_file_is_found_out(tmp_path: Path) -> None:

@@ -5,39 +5,40 @@ The whole campaign is `make native-calls`.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from tests.faults.native_calls import FAULTS, preloaded, why_not
+from tests.faults.native_calls import CONTROLS, FAULTS, preloaded
+from tests.faults.native_programs import PROGRAMS
+from tests.faults.needs import why_no_compiler
 
-pytestmark = pytest.mark.timeout(300)
-EVERY = "31"
+pytestmark = pytest.mark.timeout(600)
+EVERY = "149"
+MEMORY = ["--folder", "/dev/shm"] if os.access("/dev/shm", os.W_OK) else []
 
 
 @pytest.fixture(autouse=True)
 def _can() -> None:
-    reason = why_not()
+    reason = why_no_compiler()
     if reason is not None:
         pytest.skip(f"native calls cannot be made to fail here: {reason}")
 
 
 def test_some_of_all_calls(tmp_path: Path) -> None:
-    done = preloaded(tmp_path, "--every", EVERY)
+    done = preloaded(tmp_path, "--every", EVERY, *MEMORY)
     assert done.returncode == 0, done.stdout
     assert "\n0 problems" in done.stdout
-    assert all(f'"{name}": ' in done.stdout for name in FAULTS)
+    assert all(f'"{name}": ' in done.stdout for name in (*FAULTS, *PROGRAMS))
 
 
-@pytest.mark.parametrize(
-    ("flaw", "fault", "every", "symptom"),
-    [
-        ("no retries", "EINTR", "9", "the run noticed"),
-        ("errors are ignored", "ENOSPC", "3", "CorruptCheckpointError"),
-        ("deletes first", "SIGKILL after", "9", "are gone"),
-    ],
-)
-def test_a_writer_with_a_flaw_is_found_out(tmp_path: Path, flaw: str, fault: str, every: str, symptom: str) -> None:
-    done = preloaded(tmp_path, "--every", every, "--faults", fault, "--flaw", flaw)
-    assert done.returncode == 1
-    assert symptom in done.stdout
+def test_each_kind_of_fault_has_a_control() -> None:
+    assert {control.fault for control in CONTROLS} == set(FAULTS)
+
+
+@pytest.mark.slow
+def test_writers_with_a_flaw_are_found_out(tmp_path: Path) -> None:
+    done = preloaded(tmp_path, "--controls", "--every", "9", *MEMORY)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count(": found out") == len(CONTROLS)

@@ -1,4 +1,4 @@
-"""Processes that are killed at random moments lose nothing; one that acknowledges early is found out.
+"""Processes that are killed at random moments lose nothing; one that acknowledges before it has published is found out.
 
 The whole campaign is `make random-kills`; that of a real training is `make kill-campaign`.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.native_calls import FLAWS
+from tests.faults.flaws import FLAWS
 from tests.faults.random_kills import campaign
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:.*fork")]
@@ -28,6 +28,6 @@ def test_what_was_acknowledged_is_there(tmp_path: Path) -> None:
     assert found.during["saving"] > 10
 
 
-def test_a_writer_that_acknowledges_early_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    FLAWS["acknowledges early"](monkeypatch)
+def test_a_writer_that_publishes_late_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FLAWS["publishes late"](monkeypatch)
     assert any("was acknowledged" in problem for problem in campaign(40, seed=0, folder=tmp_path).problems)

@@ -27,10 +27,29 @@ def test_a_few_seconds_of_it(tmp_path: Path) -> None:
     assert found.rows[-1]["failed"] > 0
 
 
-def test_a_training_that_leaks_is_found_out(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "leak"),
+    [
+        ("files grew", "os.dup(1)"),
+        ("resident grew", "hoard.append(b'x' * (1 << 20))"),
+        ("threads grew", "threading.Thread(target=threading.Event().wait, daemon=True).start()"),
+    ],
+)
+def test_a_training_that_leaks_is_found_out(tmp_path: Path, kind: str, leak: str) -> None:
     assert STEP in TRAINING
-    leaking = TRAINING.replace(STEP, f"{STEP}                step % 5 or os.dup(1)\n")
-    assert any(problem.startswith("files grew") for problem in soak(10, 0, 0.05, tmp_path, leaking).problems)
+    leaking = TRAINING.replace(STEP, f"{STEP}                step % 3 or {leak}\n").replace(
+        "def tell", "hoard = []\ndef tell"
+    )
+    assert any(problem.startswith(kind) for problem in soak(15, 0, 0.05, tmp_path, leaking).problems)
+
+
+def test_what_is_left_over_in_a_life_is_found_out(tmp_path: Path) -> None:
+    """The next owner cleans it, so that it is not seen afterwards."""
+    flaw = "import pytest; from tests.faults.flaws import FLAWS; FLAWS['removes no directory'](pytest.MonkeyPatch())"
+    problems = soak(10, 0, 0.05, tmp_path, f"{flaw}\n{TRAINING}").problems
+    assert any("deletions at once" in problem for problem in problems)
+    assert not any("left over" in problem for problem in problems)
 
 
 def test_growth_is_found_out() -> None:

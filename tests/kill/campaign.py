@@ -107,9 +107,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        lives = campaign(chosen.kills, chosen.seed, Path(folder, "run"))
+        try:
+            lives = campaign(chosen.kills, chosen.seed, Path(folder, "run"))
+        except AssertionError as problem:
+            print(f"1 problems, seed {chosen.seed}: {problem}")
+            raise SystemExit(1) from problem
     losses = sum(len(life.losses) for life in lives)
-    print(f"{chosen.kills} kills: each resumed from a committed step; {losses} losses equal byte for byte")
+    print(f"{chosen.kills} kills: each resumed from a committed step; {losses} losses equal byte for byte; 0 problems")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,58 @@
+"""What campaigns need of a machine: a compiler, the right to mount, FUSE, loop devices. It is tried, not guessed.
+
+A campaign that cannot run at all prints `SKIP: <why>` and leaves with the exit code `SKIPPED`, which is 77 as in
+Automake; one of which only a part cannot says `<part>: SKIP: <why>`, and its exit code is that of what ran.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+import sys
+import tempfile
+
+SKIPPED = 77
+COMPILER = "cc"
+
+
+def leave_if(reason: str | None) -> None:
+    """End a campaign that cannot run, and say why.
+
+    Raises:
+        SystemExit: with `SKIPPED`, if there is a reason.
+    """
+    if reason is not None:
+        print(f"SKIP: {reason}", flush=True)
+        raise SystemExit(SKIPPED)
+
+
+@functools.cache
+def why_no_compiler() -> str | None:
+    """Why no library can be made that is loaded before others; None: it can."""
+    if sys.platform != "linux":
+        return "needs Linux, to load a library before all others"
+    if shutil.which(COMPILER) is None:
+        return f"needs a C compiler ({COMPILER})"
+    command = [COMPILER, "-shared", "-fPIC", "-x", "c", "-o", "/dev/null", "-"]
+    done = subprocess.run(command, input="#include <stdio.h>\n", capture_output=True, text=True, check=False)
+    return None if done.returncode == 0 else f"needs a C compiler that works: {_last_line(done.stderr)}"
+
+
+@functools.cache
+def why_no_mount() -> str | None:
+    """Why no file system in memory can be mounted; None: one can."""
+    for tool in ("mount", "umount"):
+        if shutil.which(tool) is None:
+            return f"needs {tool}"
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            return f"needs the right to mount: {_last_line(done.stderr)}"
+        subprocess.run(["umount", folder], check=True)
+    return None
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no reason was told"])[-1].replace("\n", " ")
