@@ -42,6 +42,8 @@ _ADVICE = {
     errno.EROFS: "the file system is read-only: choose another directory",
     errno.ENOTDIR: "a file is where a directory should be: choose another path",
     errno.EMFILE: "too many open files: raise `ulimit -n`",
+    errno.EFBIG: "a file may not be that large: raise `ulimit -f`, or set a smaller `segment_bytes`",
+    errno.ENAMETOOLONG: "choose a shorter path",
     errno.EIO: "the disk or its connection failed: do not trust it further",
 }
 

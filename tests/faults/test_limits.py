@@ -32,12 +32,7 @@ def test_a_run_that_meets_a_limit(tmp_path: Path, name: str) -> None:
     assert found.failed[name] > 0, "no save was refused: the limit was none"
 
 
-SAYS_TOO_LITTLE = pytest.mark.xfail(strict=True, reason="the error of a file that may not grow has no advice yet")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=SAYS_TOO_LITTLE if name == "file size" else ()) for name in LIMITS]
-)
+@pytest.mark.parametrize("name", LIMITS)
 def test_the_error_says_of_what_it_is_what_was_refused_and_what_to_do(tmp_path: Path, name: str) -> None:
     skip_where_it_cannot_be_met(name)
     found = campaign([name], tmp_path)
