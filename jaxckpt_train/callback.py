@@ -205,7 +205,7 @@ class CheckpointCallback:
 
         Raises:
             SystemExit, Preempted: outside of `steps`, once a preemption is saved.
-            The original error of an earlier save that failed in the background.
+            The original error of an earlier save that failed in the background; the one that is due has begun by then.
         """
         if not self.enabled:
             return _DISABLED
@@ -215,14 +215,15 @@ class CheckpointCallback:
         self._loop.told(more if state is _MISSING else {"state": state, **more}, metrics)
         if self._watch.reached():
             return self._leave()
-        self.manager.check()
-        decision = self.manager.decide(self._loop.completed, metrics)
-        # The last one now and not at the exit: here the position in the data is surely this step's.
-        is_last = self._save_on_exit and self._loop.in_steps and self._loop.completed == self._loop.num_steps
-        if (decision.save or is_last) and not self._is_saved():
+        with self.manager.telling_later():
+            self.manager.check()
+            decision = self.manager.decide(self._loop.completed, metrics)
+            # The last one now and not at the exit: here the position in the data is surely this step's.
+            is_last = self._save_on_exit and self._loop.in_steps and self._loop.completed == self._loop.num_steps
+            if not (decision.save or is_last) or self._is_saved():
+                return _NOT_DUE
             result = self._save(decision.reason if decision.save else "end of the loop", force=is_last)
-            return self._leave() if self._watch.reached() and not (result.saved and self._loop.in_steps) else result
-        return _NOT_DUE
+        return self._leave() if self._watch.reached() and not (result.saved and self._loop.in_steps) else result
 
     def _refuse_unless_resumed(self) -> None:
         """A loop that forgets to resume must not continue somebody's run with a state from scratch."""
@@ -271,11 +272,10 @@ class CheckpointCallback:
         loop = self._loop
         assert loop.last is not None
         metrics = savable_metrics(loop.metrics) if force else loop.metrics
-        with with_fingerprint(self._fingerprint):
+        with with_fingerprint(self._fingerprint), self.manager.telling_later():
             more: dict[str, Any] = {"metrics": metrics, "force": force, "reason": reason, "timeout_s": timeout_s}
             result = self.manager.save(loop.step, loop.last, **more)
-        if result.saved:
-            self._saved = loop.step
+            self._saved = loop.step if result.saved else self._saved
         return result
 
     def _leave(self) -> SaveResult:

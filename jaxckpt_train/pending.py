@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, free_frames
+from jaxckpt_train.exit_code import end_with
 from jaxckpt_train.store.latch import LOOK_S, Latch, Mailbox
 
 T = TypeVar("T")
@@ -326,20 +327,16 @@ def _drain_at_exit() -> None:
         error = _last_outcome(pending)
         if error is not None:
             codes.add(1)
-            print(f"jaxckpt_train: saving {pending.subject} failed, and nobody asked for it:", file=sys.stderr)
-            traceback.print_exception(error)
+            with contextlib.suppress(ValueError, OSError):  # of a stream that is closed
+                print(f"jaxckpt_train: saving {pending.subject} failed, and nobody asked for it:", file=sys.stderr)
+                traceback.print_exception(error)
     for thread in list(_threads):
         if thread in _given_up:
             codes |= {_given_up[thread]} if thread.is_alive() else set()
         elif thread.is_alive():  # else it has ended, or its start was interrupted
             thread.join()  # one that still frees JAX arrays while the interpreter goes would abort the process
     if codes:
-        atexit.unregister(_drain_at_exit)  # which would be among them
-        atexit._run_exitfuncs()  # the other functions first, since the exit code can only be set by leaving here
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
-        os._exit(max(codes))
+        end_with(max(codes))
 
 
 def _last_outcome(pending: PendingSave[T]) -> BaseException | None:

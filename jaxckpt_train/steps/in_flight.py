@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
@@ -48,6 +49,7 @@ class InFlight:
         self._skipped_for: tuple[PendingSave[CheckpointMetadata] | None, float] = (None, 0.0)
         self._told_of: PendingSave[CheckpointMetadata] | None = None
         self._without_state: PendingSave[CheckpointMetadata] | None = None
+        self._kept: list[BaseException] | None = None
 
     def begun(self, pending: PendingSave[CheckpointMetadata] | None) -> None:
         """Take note of a save that is about to begin; None: it did not."""
@@ -65,9 +67,31 @@ class InFlight:
         """Raise the error of a save that failed, once."""
         pending = self.pending
         if pending is not None and pending.done():
-            error = self.settle()
-            if error is not None:
-                raise error
+            self._tell(self.settle())
+
+    def _tell(self, error: BaseException | None) -> None:
+        if error is not None and self._kept is None:
+            raise error
+        if error is not None and self._kept is not None:
+            self._kept.append(error)
+
+    @contextlib.contextmanager
+    def telling_later(self) -> Iterator[None]:
+        """Within: the error of a save that failed is raised at the end, when the next one may have begun."""
+        if self._kept is not None:
+            yield
+            return
+        kept = self._kept = list[BaseException]()
+        try:
+            yield
+        except BaseException:
+            for error in kept:
+                _log.error("the save before failed", exc_info=error)  # that one, and not this
+            raise
+        finally:
+            self._kept = None
+        if kept:
+            raise kept[0]
 
     def settle(
         self,
@@ -118,8 +142,7 @@ class InFlight:
             if self.is_asked_to_leave():
                 return f"skipped: {stalled}"
             return self._skipped(step, force, stalled)
-        if error is not None:
-            raise error
+        self._tell(error)
         return None
 
     def _look_at(self, pending: PendingSave[CheckpointMetadata]) -> None:

@@ -88,6 +88,7 @@ class StepManager:
         self._coordinator = current()
         rate = self.settings.scrub_bytes_per_s
         self._run = RunDirectory(self._backend, self.directory, preservation_policy, clock, rate)
+        self.telling_later = self._in_flight.telling_later
         self._started = clock()
         self._closed = False
         self._turn = threading.RLock()

@@ -1,0 +1,56 @@
+"""The exit code of a script that ends with a save that failed, after all exit functions of others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.timeout(120)
+
+SCRIPT = """
+import atexit, sys
+atexit.register(lambda: print("first", flush=True))
+from jaxckpt_train.pending import start_save
+{imports}
+atexit.register(lambda: (sys.stdout.flush(), sys.stderr.flush(), print("second", flush=True)))
+def fail():
+    raise OSError("a disk")
+start_save("x", {work})
+{ending}
+"""
+
+
+def ended(work: str = "fail", imports: str = "", ending: str = "") -> subprocess.CompletedProcess[str]:
+    script = SCRIPT.format(work=work, imports=imports, ending=textwrap.dedent(ending))
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("imports", ["", "import tensorstore", "import grain", "import orbax.checkpoint"])
+def test_all_exit_functions_run_once_and_the_code_says_that_it_failed(imports: str) -> None:
+    for module in imports.split()[1:]:
+        pytest.importorskip(module)
+    done = ended(imports=imports)
+    assert (done.returncode, done.stdout) == (1, "second\nfirst\n")
+    assert "saving x failed, and nobody asked for it" in done.stderr
+    assert done.stderr.count("OSError: a disk") == 1
+
+
+def test_without_a_failure_the_code_is_that_of_the_script() -> None:
+    done = ended(work="lambda: None", ending="sys.exit(7)")
+    assert (done.returncode, done.stdout, done.stderr) == (7, "second\nfirst\n", "")
+
+
+@pytest.mark.parametrize(
+    "ending",
+    ["sys.stdout = sys.stderr = None", "sys.stdout.close()", "sys.stderr.close()", "atexit.register(sys.exit, 9)"],
+)
+def test_whatever_has_become_of_the_standard_streams(ending: str) -> None:
+    assert ended(ending=ending).returncode == 1
+
+
+def test_what_others_print_at_the_end_is_there() -> None:
+    done = ended(ending="print('unflushed', end='')")
+    assert (done.returncode, done.stdout) == (1, "unflushedsecond\nfirst\n")
