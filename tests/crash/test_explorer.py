@@ -160,17 +160,19 @@ def test_a_first_pin_that_is_not_synced_is_found_out(monkeypatch: pytest.MonkeyP
     found_out("not pinned", order="any")
 
 
-def test_steps_that_nobody_deletes_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("program", ["run", "run-none"])
+def test_steps_that_nobody_deletes_are_found_out(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention.Deleter, "delete", lambda *_, **__: None)
-    found_out("not deleted")
+    found_out("not deleted", program)
 
 
-def test_a_retention_that_deletes_too_much_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("program", ["run", "run-file"])
+def test_a_retention_that_deletes_too_much_is_found_out(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def all_but_the_newest(_: RunDirectory, newest: list[Entry]) -> set[int]:
         return {entry.step for entry in newest[:-1]}
 
     monkeypatch.setattr(RunDirectory, "_steps_to_delete", all_but_the_newest)
-    found_out("deleted")
+    found_out("deleted", program)
 
 
 def test_locks_of_the_dead_that_nobody_removes_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,12 +201,12 @@ def test_an_exchange_in_steps_that_are_not_synced_is_found_out() -> None:
     found_out("lost", "single", "any", Unsynced)
 
 
-@pytest.mark.parametrize("program", ["run-file", "run-none"])
+@pytest.mark.parametrize(("program", "order"), [("run-file", "any"), ("run-none", "any"), ("run-none", "ordered")])
 def test_older_steps_that_go_before_the_newest_is_synced_are_found_out(
-    program: str, monkeypatch: pytest.MonkeyPatch
+    program: str, order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention.Deleter, "_make_durable", lambda *_: True)
-    found_out("lost", program, "any")
+    found_out("lost", program, order)
 
 
 def test_a_mode_that_is_to_sync_files_and_does_not_is_found_out() -> None:

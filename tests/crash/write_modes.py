@@ -96,21 +96,20 @@ def _cleaned(manager: StepManager, disk: CrashDisk, facts: Facts, reader: Callab
     image = disk.machine.live
     names = image.folders[image.find(RUN) or 0]
     problems = left_of(name for name in hidden(names) if names[name] not in image.lost)
-    problems = problems or _retained([*line, promise.step], manager, facts)
+    problems = problems or _retained([*line, promise.step], manager, facts, image)
     if not problems and (token := token_of(reader().restore())) != promise.token:
         return [Problem("lost", f"restored save {token}, but {promise.token} was acknowledged after the crash")]
     return problems
 
 
-def _retained(line: list[int], manager: StepManager, facts: Facts) -> list[Problem]:
-    """As of a run that is always synced, but for what cannot be known for certain, which stays."""
+def _retained(line: list[int], manager: StepManager, facts: Facts, image: Image) -> list[Problem]:
+    """As of a run that is always synced, but for what cannot be known for certain, which stays, or is no step."""
     run = manager._run
-    stays = {entry.name for entry in run.entries() if entry.is_held} | {entry.name for entry in run.damaged()}
-    entries = [entry for entry in run.entries() if entry.name not in stays | run._left]
+    stays = {entry.name for entry in run._entries if entry.is_held or entry.damaged is not None} | run._left
+    entries = [entry for entry in run._entries if entry.name in _step_names(image) and entry.name not in stays]
     pinned = {entry.step for entry in entries if entry.pinned}
     keep = len(line) if facts.keep is None else facts.keep
-    there = [entry.step for entry in entries]
-    return retained_of(there, {*line[-keep:], *(pinned & {*line})})
+    return retained_of([entry.step for entry in entries], {*line[-keep:], *(pinned & {*line})})
 
 
 def found_in_weaker_single(disk: CrashDisk, world: World, facts: Facts) -> list[Problem]:
