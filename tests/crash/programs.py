@@ -143,17 +143,17 @@ class RunLife:
         return len(self._machine.log)
 
     def _resume(self) -> None:
-        with contextlib.suppress(StepNotFoundError), self._unless_all_are_damaged():
+        with contextlib.suppress(StepNotFoundError), self._unless_damaged():
             self._tip = token_of(self._manager.restore())
             if not self._machine.log:  # what a machine finds that was just started is on its disk
                 self._facts.durable.setdefault(self._tip, 0)
 
     @contextlib.contextmanager
-    def _unless_all_are_damaged(self) -> Iterator[None]:
-        """As they may be if they were not synced."""
+    def _unless_damaged(self) -> Iterator[None]:
+        """As steps may be that were not synced, and set aside for it by who owns the run."""
         try:
             yield
-        except CorruptCheckpointError:
+        except (CorruptCheckpointError, StepNotFoundError):
             if self._world.settings.durability == "full":
                 raise
 
@@ -182,14 +182,15 @@ class RunLife:
         steps = self._manager.steps
         if steps:
             step = self._chance.choice(steps)
-            self._manager.pin(step)
-            self._facts.pins.setdefault(step, self._now())
+            with self._unless_damaged():
+                self._manager.pin(step)
+                self._facts.pins.setdefault(step, self._now())
 
     def _go_back(self) -> None:
         steps = self._manager.steps
         if steps and self._chance.random() < 0.3:
             self._facts.rolled_back = True
-            with self._unless_all_are_damaged():
+            with self._unless_damaged():
                 self._tip = token_of(self._manager.restore(step=self._chance.choice(steps)))
                 self._save()
 

@@ -80,9 +80,10 @@ def _listed(reader: StepManager, disk: CrashDisk, world: World, facts: Facts) ->
         except CorruptCheckpointError as error:
             if step in {parsed[0] for name in {*names} & {*whole} if (parsed := parse_step_name(name)) is not None}:
                 return [Problem("exception", f"a generation of step {step} is whole, but: {error}")]
-    known = {each.step for each in facts.promises if each.token in facts.durable}
-    gone = {step for step in facts.pins if step in known} - {*reader.steps, *reader.damaged}
-    return [Problem("deleted", f"step {step} was pinned and on the disk, and is gone") for step in sorted(gone)]
+    last = {each.step: each.token for each in facts.promises}
+    known = {step for step in facts.pins if last.get(step) in facts.durable}  # else its last save may have gone
+    gone = sorted(known - {*reader.steps, *reader.damaged})
+    return [Problem("deleted", f"step {step} was pinned and on the disk, and is gone") for step in gone]
 
 
 def _cleaned(manager: StepManager, disk: CrashDisk, facts: Facts, reader: Callable[[], StepManager]) -> list[Problem]:
