@@ -1,7 +1,7 @@
 """A file system in memory that writes down every operation on it, so that a crash can be made to lose some of them.
 
-`CrashDisk` is a back end that does what `store/local.py` does, in the same order. A `Machine` is what stays when a
-process dies: the files, and the list of what was done to them.
+`CrashDisk` is a back end that does what `store/local.py` does, in the same order, as `test_same_as_local.py` shows. A
+`Machine` is what stays when a process dies: the files, and the list of what was done to them.
 """
 
 from __future__ import annotations
@@ -10,15 +10,26 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterator
-from typing import Any
+import zlib
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.store.backend import HALF_MADE, Entry
 from jaxckpt_train.store.local import side_name
-from tests.crash.image import Exchange, Image, Link, Operation, Rename, Sync, Truncate, Unlink, Write
+from tests.crash.image import (
+    Exchange,
+    FailedSync,
+    Image,
+    Link,
+    Operation,
+    Rename,
+    Sync,
+    Truncate,
+    Unlink,
+    Write,
+)
 
 PAGE = 4096
 ANCIENT_S = 1e6
@@ -54,15 +65,18 @@ class Machine:
             return self._next
 
 
-class _Folder:
-    """A directory that was found, and the name in it that is meant."""
+class _Place(NamedTuple):
+    """A directory that was found, the name in it that is meant, and what has it."""
 
-    def __init__(self, inode: int, name: str, found: int | None) -> None:
-        self.inode, self.name, self.found = inode, name, found
+    inode: int
+    name: str
+    found: int | None
 
 
 class CrashDisk:
     """A process's view of a machine's disk. Once `power` is off it does nothing more, whoever still calls it.
+
+    A write that is refused, or in which the process dies, is half done.
 
     Attributes:
         budget: how many more operations until the power goes off by itself; None: no limit.
@@ -72,7 +86,7 @@ class CrashDisk:
 
     def __init__(self, machine: Machine) -> None:
         self.machine, self.power = machine, True
-        self._durable_ways: set[str] = set()
+        self._durable_ways: dict[str, int] = {}  # by path, what was there
         self.budget: int | None = None
         self.refuse_in: int | None = None
         self.has_refused = False
@@ -80,33 +94,59 @@ class CrashDisk:
     def do(self, operation: Operation, path: str) -> None:
         """Do one operation, unless the process is dead."""
         with self.machine.guard:
-            if self.budget is not None:
-                self.power = self.power and self.budget > 0
+            if self.power and self.budget is not None:
+                self.power = self.budget > 0
                 self.budget -= 1
+                if not self.power:
+                    self._half_do(operation)
             if not self.power:
                 raise StorageError(errno.ENODEV, "cannot do it: the process is dead", path)
             if self.refuse_in is not None and not self.has_refused:
                 self.refuse_in -= 1
                 self.has_refused = self.refuse_in <= 0
                 if self.has_refused:
+                    self._half_do(operation)
+                    if isinstance(operation, Sync) and operation.inode in self.machine.live.files:
+                        self.machine.do(FailedSync(operation.inode))
                     raise StorageError(errno.EIO, "refused", path)
             self.machine.do(operation)
 
-    @contextlib.contextmanager
-    def _at(self, action: str, path: str) -> Iterator[_Folder]:
-        """Find the directory of a path, under the machine's lock."""
-        with self.machine.guard:
-            if not self.power:
-                raise StorageError(errno.ENODEV, f"cannot {action}: the process is dead", path)
-            image = self.machine.live
-            folder, name = os.path.split(path)
-            inode = image.find(folder)
-            if inode is None:
-                is_below_file = self._is_below_file(folder)
-                raise _refusal(errno.ENOTDIR if is_below_file else errno.ENOENT, action, path)
-            if inode not in image.folders:
-                raise _refusal(errno.ENOTDIR, action, path)
-            yield _Folder(inode, name, image.folders[inode].get(name) if name else inode)
+    def _half_do(self, operation: Operation) -> None:
+        if isinstance(operation, Write):
+            half = operation.data[: len(operation.data) // 2]
+            self.machine.do(Write(operation.inode, operation.offset, half))
+
+    def _at(self, action: str, path: str) -> _Place:
+        """Find the directory of a path, and what has its last name; whoever calls has the machine's lock."""
+        if not self.power:
+            raise StorageError(errno.ENODEV, f"cannot {action}: the process is dead", path)
+        image = self.machine.live
+        folder, _, name = path.rpartition("/")
+        inode = image.find(folder)
+        if inode is None:
+            is_below_file = self._is_below_file(folder)
+            raise _refusal(errno.ENOTDIR if is_below_file else errno.ENOENT, action, path)
+        names = image.folders.get(inode)
+        if names is None:
+            raise _refusal(errno.EUCLEAN if inode in image.lost else errno.ENOTDIR, action, path)
+        found = names.get(name) if name else inode
+        if found in image.lost:
+            raise _refusal(errno.EUCLEAN, action, path)
+        return _Place(inode, name, found)
+
+    def _existing(self, action: str, path: str) -> tuple[_Place, int]:
+        """The same of what must be there."""
+        at = self._at(action, path)
+        if at.found is None:
+            raise _refusal(errno.ENOENT, action, path)
+        return at, at.found
+
+    def _new(self, action: str, path: str) -> _Place:
+        """The same of what must not be there."""
+        at = self._at(action, path)
+        if at.found is not None:
+            raise _refusal(errno.EEXIST, action, path)
+        return at
 
     def _is_below_file(self, path: str) -> bool:
         while path not in ("", "/"):
@@ -117,40 +157,33 @@ class CrashDisk:
         return False
 
     def create(self, path: str, *, direct: Any) -> _Sink:
-        with self._at("create the file", path) as at:
-            if at.found is not None:
-                raise _refusal(errno.EEXIST, "create the file", path)
-            inode = self.machine.new_inode()
+        with self.machine.guard:
+            at, inode = self._new("create the file", path), self.machine.new_inode()
             self.do(Link(at.inode, at.name, inode, is_directory=False), path)
             return _Sink(self, path, inode, PAGE if direct else 1)
 
     def open(self, directory: str, name: str, *, direct: Any) -> _Source:
         path = f"{directory}/{name}"
-        with self._at("open the file", path) as at:
-            if at.found is None:
-                raise _refusal(errno.ENOENT, "open the file", path)
-            if at.found in self.machine.live.folders:
+        with self.machine.guard:
+            _, found = self._existing("open the file", path)
+            if found in self.machine.live.folders:
                 raise _refusal(errno.EISDIR, "open the file", path)
-            return _Source(self, path, self.machine.live.files[at.found], PAGE if direct else 1)
+            return _Source(self, path, self.machine.live.files[found], PAGE if direct else 1)
 
     def list(self, path: str) -> list[Entry]:
-        with self._at("list the directory", path) as at:
+        with self.machine.guard:
+            _, found = self._existing("list the directory", path)
             image = self.machine.live
-            if at.found is None:
-                raise _refusal(errno.ENOENT, "list the directory", path)
-            if at.found not in image.folders:
+            if found not in image.folders:
                 raise _refusal(errno.ENOTDIR, "list the directory", path)
-            return [
-                Entry(name, "directory") if inode in image.folders else Entry(name, "file", len(image.files[inode]))
-                for name, inode in sorted(image.folders[at.found].items())
-            ]
+            return [_entry(image, name, inode) for name, inode in sorted(image.folders[found].items())]
 
     def make_directory(self, path: str, *, parents: bool, sync: bool) -> None:
         if not parents:
             self._make_one(path)
             return
-        missing, target, path_given = list[str](), path, path
-        while self.machine.live.find(path) not in self.machine.live.folders:
+        missing, target = list[str](), path
+        while self._directory_at(path) is None:
             if self.machine.live.find(path) is not None:
                 raise _refusal(errno.ENOTDIR, "create the directory", path)
             missing.append(path)
@@ -158,21 +191,33 @@ class CrashDisk:
         for folder in reversed(missing):
             with contextlib.suppress(FileExistsError):
                 self._make_one(folder)
-        if sync and path_given not in self._durable_ways:
-            while target != "/":
-                target = os.path.dirname(target)
-                self.sync(target)
-            self._durable_ways.add(path_given)
+        if sync:
+            self._sync_way_to(target)
+
+    def _directory_at(self, path: str) -> int | None:
+        found = self.machine.live.find(path)
+        if found in self.machine.live.lost:
+            raise _refusal(errno.EUCLEAN, "create the directory", path)
+        return found if found in self.machine.live.folders else None
+
+    def _sync_way_to(self, directory: str) -> None:
+        found = self._directory_at(directory)
+        if found is not None and self._durable_ways.get(directory) != found:
+            parent = directory
+            while parent != "/":
+                parent = os.path.dirname(parent)
+                self.sync(parent)
+            self._durable_ways[directory] = found
 
     def _make_one(self, path: str) -> None:
-        with self._at("create the directory", path) as at:
-            if at.found is not None:
-                raise _refusal(errno.EEXIST, "create the directory", path)
+        with self.machine.guard:
+            at = self._new("create the directory", path)
             self.do(Link(at.inode, at.name, self.machine.new_inode(), is_directory=True), path)
 
     def remove(self, path: str) -> None:
         try:
-            with self._at("remove", path) as at:
+            with self.machine.guard:
+                at = self._at("remove", path)
                 if at.found is None:
                     return
                 names = list(self.machine.live.folders.get(at.found, {}))
@@ -180,7 +225,7 @@ class CrashDisk:
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
                 return
             raise
-        for name in names:
+        for name in sorted(names, key=_any_order):
             self.remove(f"{path}/{name}")
         self.do(Unlink(at.inode, at.name), path)
 
@@ -188,63 +233,68 @@ class CrashDisk:
         return 1
 
     def sync(self, path: str) -> None:
-        with self._at("sync", path) as at:
-            if at.found is None:
-                raise _refusal(errno.ENOENT, "sync", path)
-            self.do(Sync(at.found), path)
+        with self.machine.guard:
+            self.do(Sync(self._existing("sync", path)[1]), path)
 
     def rename(self, source: str, target: str) -> None:
         action = f"rename to {target}"
-        with self._at(action, source) as old, self._at(action, target) as new:
-            if old.found is None:
-                raise _refusal(errno.ENOENT, action, source)
+        with self.machine.guard:
+            (old, found), new = self._existing(action, source), self._at(action, target)
             if new.found is not None:
                 raise _refusal(errno.EEXIST, action, source)
-            self.do(Rename(old.inode, old.name, new.inode, new.name, old.found), source)
+            self.do(Rename(old.inode, old.name, new.inode, new.name, found), source)
 
     def exchange(self, first: str, second: str, *, sync: bool) -> None:
-        action = f"exchange with {second}"
-        with self._at(action, first) as one, self._at(action, second) as two:
-            if one.found is None or two.found is None:
-                raise _refusal(errno.ENOENT, action, first)
+        action, aside = f"exchange with {second}", side_name(second)
+        with self.machine.guard:
+            (one, found), (two, other) = self._existing(action, first), self._existing(action, second)
             if self.machine.can_exchange:
-                self.do(Exchange((one.inode, one.name, one.found), (two.inode, two.name, two.found)), first)
+                self.do(Exchange((one.inode, one.name, found), (two.inode, two.name, other)), first)
                 return
-        aside = side_name(second)
-        if self.machine.live.find(aside) is not None:
+            is_left = self._at(action, aside).found is not None
+        if is_left:
             if sync:
                 self.sync(os.path.dirname(second))
             self.remove(aside)
-        for source, target in [(second, aside), (first, second), (aside, first)]:
-            if sync and source != second:
-                self.sync(os.path.dirname(source))
-            self.rename(source, target)
+        done = list[tuple[str, str]]()
+        try:
+            for source, target in [(second, aside), (first, second), (aside, first)]:
+                if sync and done:
+                    self.sync(os.path.dirname(source))
+                self.rename(source, target)
+                done.append((source, target))
+        except StorageError:
+            for source, target in reversed(done):
+                self.rename(target, source)
+            raise
 
     def write_new(self, path: str, data: bytes) -> bool:
-        with self.machine.guard:
-            beside = self._beside(path, HALF_MADE[0], "create the file")
+        beside = self._beside(path, HALF_MADE[0], "create the file")
+        try:
             self.do(Write(beside.inode, 0, data), path)
             self.do(Sync(beside.inode), path)
-            try:
-                with self._at("create the file", path) as at:
-                    if at.found is not None:
-                        return False
-                    self.do(Link(at.inode, at.name, beside.inode, is_directory=False), path)
-                    self.machine.touched_s[beside.inode] = self.machine.now_s
-                    return True
-            finally:
-                self.do(Unlink(beside.folder, beside.name), path)
+            with self.machine.guard:
+                at = self._at("create the file", path)
+                if at.found is not None:
+                    return False
+                self.do(Link(at.inode, at.name, beside.inode, is_directory=False), path)
+                self.machine.touched_s[beside.inode] = self.machine.now_s
+                return True
+        finally:
+            self.do(Unlink(beside.folder, beside.name), path)
 
     def _beside(self, path: str, prefix: str, action: str) -> Link:
         """Create a file of a new name in the same directory."""
-        with self._at(action, path) as at:
-            inode = self.machine.new_inode()
-            link = Link(at.inode, f"{prefix}{inode}", inode, is_directory=False)
+        with self.machine.guard:
+            inode, folder = self.machine.new_inode(), os.path.dirname(path)
+            beside = self._new(action, f"{folder}/{prefix}{inode}")
+            link = Link(beside.inode, beside.name, inode, is_directory=False)
             self.do(link, path)
             return link
 
     def append(self, path: str, data: bytes) -> None:
-        with self._at("append to the file", path) as at:
+        with self.machine.guard:
+            at = self._at("append to the file", path)
             inode = at.found
             if inode is None:
                 inode = self.machine.new_inode()
@@ -253,18 +303,29 @@ class CrashDisk:
                 self.do(Write(inode, len(self.machine.live.files[inode]), data), path)
 
     def touch(self, path: str) -> None:
-        with self._at("touch the file", path) as at:
-            if at.found is None:
-                raise _refusal(errno.ENOENT, "touch the file", path)
-            self.machine.touched_s[at.found] = self.machine.now_s
+        with self.machine.guard:
+            self.machine.touched_s[self._existing("touch the file", path)[1]] = self.machine.now_s
 
     def age_s(self, path: str) -> float:
-        with self._at("find the age of the file", path) as at:
-            if at.found is None:
-                raise _refusal(errno.ENOENT, "find the age of the file", path)
-            probe = self._beside(path, HALF_MADE[1], "find the age of the file")
+        action = "find the age of the file"
+        probe = self._beside(path, HALF_MADE[1], action)
+        try:
+            with self.machine.guard:
+                return self.machine.now_s - self.machine.touched_s.get(self._existing(action, path)[1], 0.0)
+        finally:
             self.do(Unlink(probe.folder, probe.name), path)
-            return self.machine.now_s - self.machine.touched_s.get(at.found, 0.0)
+
+
+def _entry(image: Image, name: str, inode: int) -> Entry:
+    """What a listing says, which looks at the name and, of a file, asks for its size."""
+    if inode in image.lost:
+        return Entry(name, "directory" if image.lost[inode] else "other")
+    return Entry(name, "directory") if inode in image.folders else Entry(name, "file", len(image.files[inode]))
+
+
+def _any_order(name: str) -> int:
+    """The names in a directory are found in no order that means anything."""
+    return zlib.crc32(name.encode())
 
 
 def _refusal(code: int, action: str, path: str) -> StorageError:

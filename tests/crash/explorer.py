@@ -11,31 +11,54 @@ import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
+import gc
 import itertools
 import logging
 import multiprocessing
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytest
 
-from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.errors import CheckpointError
+from jaxckpt_train.settings import Durability, StoreSettings
+from jaxckpt_train.steps import manager
+from jaxckpt_train.store.workers import Workers
 from tests.crash.crash_disk import CrashDisk, Machine
-from tests.crash.facts import Facts
+from tests.crash.facts import Facts, WrongContentError
 from tests.crash.image import Image
-from tests.crash.programs import RunLife, SingleLife, World, found_in_run, found_single, process
+from tests.crash.oracles import found_in_run, found_single
+from tests.crash.problems import Kind, Problem
+from tests.crash.programs import RunLife, SingleLife, World, note_durable, process
 from tests.crash.states import Order, crash_state
+from tests.crash.write_modes import found_in_weaker_run, found_in_weaker_single
 
 MOMENTS = 150
 DEEPEST = 3
 SEEDS_APART = 1_000_000_000
 SETTINGS: dict[str, Any] = {"staging_bytes": 1 << 16, "segment_bytes": 8192, "io_threads": 1}
-PROGRAMS: dict[str, tuple[Any, Callable[[CrashDisk, StoreSettings, Facts], list[str]]]] = {
-    "run": (RunLife, found_in_run),
-    "single": (SingleLife, found_single),
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What is done to a disk, in which write mode, what is looked at after a crash, and the share of all states."""
+
+    life: type[RunLife] | type[SingleLife]
+    durability: Durability
+    find: Callable[[CrashDisk, World, Facts], list[Problem]]
+    share: float
+
+
+PROGRAMS = {
+    "run": Program(RunLife, "full", found_in_run, 0.6),
+    "single": Program(SingleLife, "full", found_single, 0.16),
+    "run-file": Program(RunLife, "file", found_in_weaker_run, 0.1),
+    "run-none": Program(RunLife, "none", found_in_weaker_run, 0.1),
+    "single-file": Program(SingleLife, "file", found_in_weaker_single, 0.02),
+    "single-none": Program(SingleLife, "none", found_in_weaker_single, 0.02),
 }
 
 
@@ -47,7 +70,7 @@ class Violation:
     seed: int
     order: str
     moment: int
-    problem: str
+    problem: Problem
 
 
 @dataclasses.dataclass
@@ -63,6 +86,12 @@ class Found:
         """How many different states were looked at."""
         return len(self.seen)
 
+    def has(self, wanted: int | Collection[Kind]) -> bool:
+        """Whether so many violations were found, or one of these kinds."""
+        if isinstance(wanted, int):
+            return len(self.violations) >= wanted
+        return any(violation.problem.kind in wanted for violation in self.violations)
+
 
 @contextlib.contextmanager
 def small_sizes() -> Iterator[None]:
@@ -74,26 +103,40 @@ def small_sizes() -> Iterator[None]:
         yield
 
 
-def explore(seed: int, states: int, *, program: str = "run", world: World | None = None, stop_at: int = 5) -> Found:
-    """Look at so many different states; ends early at so many violations."""
+def explore(
+    seed: int,
+    states: int,
+    *,
+    program: str = "run",
+    world: World | None = None,
+    stop_at: int | Collection[Kind] = 5,
+) -> Found:
+    """Look at so many different states; ends early at so many violations, or at one of these kinds."""
     found = Found()
     for number in itertools.count(seed):
         _one_program(number, program, world, found, states)
-        if found.distinct >= states or len(found.violations) >= stop_at:
+        if found.distinct >= states or found.has(stop_at):
             return found
     raise AssertionError("unreachable: the count has no end")
 
 
 def _one_program(seed: int, program: str, world: World | None, found: Found, states: int) -> None:
     chance = random.Random(seed)
-    chosen = world or _world(chance)
+    chosen = world or _world(chance, PROGRAMS[program].durability)
     facts = Facts(keep=chance.choice((None, 1, 2)))
     start, identity = Image(), itertools.count(1000)
     for boot in range(DEEPEST):
         machine = Machine(start.copy(), can_exchange=chosen.can_exchange)
         for _ in range(chance.randint(1, 3)):
-            _live(program, machine, facts, chosen, chance, (next(identity), boot))
+            problems = _live(program, machine, facts, chosen, chance, (next(identity), boot))
+            if problems:
+                found.violations += [
+                    Violation(program, seed, chosen.order, len(machine.log), each) for each in problems
+                ]
+                return
         log = list(machine.log)
+        if PROGRAMS[program].durability != "full":
+            note_durable(facts, start, log, chosen.order)
         for _ in range(MOMENTS):
             moment = chance.randint(0, len(log))
             image = crash_state(start, log, moment, chosen.order, chance)
@@ -109,27 +152,48 @@ def _one_program(seed: int, program: str, world: World | None, found: Found, sta
         start, facts = image, facts.until(moment)
 
 
-def _world(chance: random.Random) -> World:
+def _world(chance: random.Random, durability: Durability) -> World:
     order: Order = chance.choice(("ordered", "any"))
-    return World(StoreSettings(**SETTINGS), order, can_exchange=chance.random() < 0.7)
+    return World(StoreSettings(**SETTINGS, durability=durability), order, can_exchange=chance.random() < 0.7)
 
 
 def _live(
     program: str, machine: Machine, facts: Facts, world: World, chance: random.Random, identity: tuple[int, int]
-) -> None:
-    life, _ = PROGRAMS[program]
-    with process(*identity):
-        life(machine, facts, world, chance).live()
-
-
-def _check(program: str, image: Image, facts: Facts, world: World, identity: tuple[int, int]) -> list[str]:
-    _, find = PROGRAMS[program]
-    machine = Machine(image, can_exchange=world.can_exchange)
+) -> list[Problem]:
     with process(*identity):
         try:
-            return find(world.make_disk(machine), world.settings, facts)
+            PROGRAMS[program].life(machine, facts, world, chance).live()
+        except Exception as error:  # noqa: BLE001  # as below
+            return [_met(error)]
+    return []
+
+
+def _check(program: str, image: Image, facts: Facts, world: World, identity: tuple[int, int]) -> list[Problem]:
+    machine = Machine(image, can_exchange=world.can_exchange)
+    with process(*identity), without_threads():
+        try:
+            return PROGRAMS[program].find(world.make_disk(machine), world, facts)
         except Exception as error:  # noqa: BLE001  # whatever a process meets after a crash is what this looks for
-            return [f"{type(error).__name__}: {error}"]
+            return [_met(error)]
+
+
+def _met(error: Exception) -> Problem:
+    kind: Kind = "wrong bytes" if isinstance(error, WrongContentError) else "exception"
+    return Problem(kind, f"{type(error).__name__}: {error}")
+
+
+@contextlib.contextmanager
+def without_threads() -> Iterator[None]:
+    """Has the caller do what threads would, as where the system has none: nothing crashes any more while one looks."""
+
+    def ask(question: Callable[[str], object], path: str, progress: object = None) -> None:
+        with contextlib.suppress(CheckpointError):
+            question(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "expect_answer", ask)
+        patch.setattr(Workers, "_start_missing", lambda _: False)
+        yield
 
 
 def explore_in_processes(seed: int, states: int, *, program: str, processes: int) -> Found:
@@ -147,6 +211,7 @@ def explore_in_processes(seed: int, states: int, *, program: str, processes: int
 
 
 def _part(seed: int, states: int, program: str) -> Found:
+    gc.freeze()  # what was imported stays
     with small_sizes():
         return explore(seed, states, program=program)
 
@@ -159,8 +224,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     chosen = parser.parse_args()
     started, failed = time.monotonic(), False
-    for program, share in (("run", 0.8), ("single", 0.2)):
-        states = int(chosen.states * share)
+    for program in PROGRAMS:
+        states = int(chosen.states * PROGRAMS[program].share)
         found = explore_in_processes(chosen.seed, states, program=program, processes=chosen.processes)
         print(f"{program}: {found.distinct} different states of {found.states}, {len(found.violations)} violations")
         for violation in found.violations:

@@ -69,9 +69,19 @@ class Sync:
     inode: int
 
 
+@dataclasses.dataclass(frozen=True)
+class FailedSync:
+    """A file's bytes could not be brought to the disk. The system does not try it again with the same bytes.
+
+    A later sync succeeds, and brings there only the blocks that were changed since.
+    """
+
+    inode: int
+
+
 NameChange = Link | Unlink | Rename | Exchange
 DataChange = Write | Truncate
-Operation = NameChange | DataChange | Sync
+Operation = NameChange | DataChange | Sync | FailedSync
 
 
 def folders_of(change: NameChange) -> tuple[int, ...]:
@@ -86,28 +96,39 @@ def folders_of(change: NameChange) -> tuple[int, ...]:
 
 
 class Image:
-    """Files and directories. Names that nothing reaches any more stay in the tables and do no harm."""
+    """Files and directories. What no name leads to any more stays in the tables and does no harm.
+
+    Attributes:
+        lost: what names lead to though it never reached the disk, and whether it was a directory: each use of such a
+            name is refused.
+    """
 
     def __init__(self) -> None:
         self.folders: dict[int, dict[str, int]] = {ROOT: {}}
         self.files: dict[int, bytearray] = {}
+        self.lost: dict[int, bool] = {}
 
     def copy(self) -> Image:
         """Another image with the same content."""
         other = Image()
         other.folders = {inode: dict(names) for inode, names in self.folders.items()}
         other.files = {inode: bytearray(data) for inode, data in self.files.items()}
+        other.lost = dict(self.lost)
         return other
+
+    def make(self, inode: int, is_directory: bool) -> None:
+        """Have it, empty if it was not there."""
+        if is_directory:
+            self.folders.setdefault(inode, {})
+        else:
+            self.files.setdefault(inode, bytearray())
 
     def apply(self, operation: Operation) -> None:
         """Do an operation; what is not there any more cannot be changed, and that is no error."""
         match operation:
             case Link(folder, name, inode, is_directory):
                 self._names(folder)[name] = inode
-                if is_directory:
-                    self._names(inode)
-                else:
-                    self.files.setdefault(inode, bytearray())
+                self.make(inode, is_directory)
             case Unlink(folder, name):
                 self._names(folder).pop(name, None)
             case Rename():
@@ -123,7 +144,7 @@ class Image:
                 file = self.files.setdefault(inode, bytearray())
                 del file[size:]
                 file.extend(bytes(size - len(file)))
-            case Sync():
+            case Sync() | FailedSync():
                 pass
 
     def _names(self, folder: int) -> dict[str, int]:
@@ -144,13 +165,15 @@ class Image:
                 inode = names[name]
         return inode
 
-    def digest(self, beside: bytes = b"") -> bytes:
-        """Equal for images that look alike from the root, with the same `beside`."""
-        return hashlib.blake2b(_digest(self, ROOT) + beside, digest_size=16).digest()
+    def digest(self, beside: bytes = b"", inode: int = ROOT) -> bytes:
+        """Equal for images that look alike from the root, or from `inode`, with the same `beside`."""
+        return hashlib.blake2b(_digest(self, inode) + beside, digest_size=16).digest()
 
 
 def _digest(image: Image, inode: int) -> bytes:
     names = image.folders.get(inode)
+    if inode in image.lost:
+        return b"lost directory" if image.lost[inode] else b"lost file"
     if names is None:
         return hashlib.blake2b(b"file" + bytes(image.files.get(inode, b"")), digest_size=16).digest()
     whole = hashlib.blake2b(b"folder", digest_size=16)

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from jaxckpt_train import checkpoint
-from jaxckpt_train.errors import CheckpointError, NotACheckpointError, StepNotFoundError
+from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps import lock
-from jaxckpt_train.steps.lineage import newest_generations
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.preservation_policies import LatestN
 from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store import machine as machine_module
+from jaxckpt_train.store.local import side_name
 from jaxckpt_train.store.machine import ProcessIdentity
+from jaxckpt_train.store.transaction import is_committed
 from tests.crash.crash_disk import CrashDisk, Machine
 from tests.crash.facts import Facts, state_of, token_of
-from tests.crash.states import Order
+from tests.crash.image import Image, Operation, Sync
+from tests.crash.states import Order, durable_state
 
 RUN = "/data/run"
 SINGLE = "/data/one"
 LONGEST_S = 60.0
-AFTERWARDS = 1 << 62  # of what is done when one looks
+FULLY = 0.15  # of the processes whose saves are not fully synced, so many sync them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,15 +91,37 @@ def unless_refused(disk: CrashDisk) -> Iterator[None]:
             raise
 
 
+def digest_at(image: Image, path: str) -> bytes:
+    """Of what a path leads to, with all below it."""
+    inode = image.find(path)
+    return b"" if inode is None else image.digest(inode=inode)
+
+
+def note_durable(facts: Facts, start: Image, log: Sequence[Operation], order: Order) -> None:
+    """Note from when on each acknowledged save was on the disk whatever was lost, by what had been synced."""
+    token_of_content = {content: token for token, content in facts.contents.items()}
+    synced = [index for index, each in enumerate(log, 1) if isinstance(each, Sync)]
+    for moment in (0, *(index for index in synced if index + 1 not in synced)):  # of several in a row after the last
+        image = durable_state(start, log, moment, order)
+        run = image.find(RUN)
+        for name in image.folders.get(-1 if run is None else run, {}):
+            token = token_of_content.get(digest_at(image, f"{RUN}/{name}"))
+            if token is not None and parse_step_name(name) is not None:
+                facts.durable.setdefault(token, moment)
+
+
 class RunLife:
     """One process that saves steps to a run directory, sees what it finds there first, and ends or dies."""
 
     def __init__(self, machine: Machine, facts: Facts, world: World, chance: random.Random) -> None:
         self._machine, self._facts, self._world, self._chance = machine, facts, world, chance
-        self._disk = world.make_disk(machine)
+        self._disk, self._settings = world.make_disk(machine), world.settings
+        if world.settings.durability != "full" and chance.random() < FULLY:
+            self._settings = dataclasses.replace(world.settings, durability="full")
+        self._tip = 0  # the save that the next one goes on from
         self._disk.budget = chance.randint(1, 120) if chance.random() < 0.4 else None
         self._disk.refuse_in = chance.randint(1, 120) if chance.random() < 0.3 else None
-        self._manager = opened(self._disk, world.settings, facts.keep)
+        self._manager = opened(self._disk, self._settings, facts.keep)
 
     def live(self) -> None:
         """Restore, do a few things, and end."""
@@ -120,8 +143,19 @@ class RunLife:
         return len(self._machine.log)
 
     def _resume(self) -> None:
-        with contextlib.suppress(StepNotFoundError):
-            token_of(self._manager.restore())
+        with contextlib.suppress(StepNotFoundError), self._unless_damaged():
+            self._tip = token_of(self._manager.restore())
+            if not self._machine.log:  # what a machine finds that was just started is on its disk
+                self._facts.durable.setdefault(self._tip, 0)
+
+    @contextlib.contextmanager
+    def _unless_damaged(self) -> Iterator[None]:
+        """As steps may be that were not synced, and set aside for it by who owns the run."""
+        try:
+            yield
+        except (CorruptCheckpointError, StepNotFoundError):
+            if self._world.settings.durability == "full":
+                raise
 
     def _save(self) -> None:
         latest = self._manager.latest
@@ -133,10 +167,14 @@ class RunLife:
             self._save_step(latest, overwrite=True)
 
     def _save_step(self, step: int, **options: Any) -> None:
-        promise = self._facts.begin(step, self._now())
+        promise = self._facts.begin(step, self._now(), self._tip)
+        self._tip = promise.token
         self._manager.save(step, state_of(promise.token), **options)
         self._manager.wait(LONGEST_S)
         self._facts.acknowledge(promise, self._now())
+        self._facts.contents[promise.token] = digest_at(self._machine.live, self._manager.path(step))
+        if self._settings.durability == "full":
+            self._facts.durable.setdefault(promise.token, self._now())
         if self._chance.random() < 0.5:
             self._manager._run._deleter.wait(LONGEST_S)
 
@@ -144,15 +182,17 @@ class RunLife:
         steps = self._manager.steps
         if steps:
             step = self._chance.choice(steps)
-            self._manager.pin(step)
-            self._facts.pins.setdefault(step, self._now())
+            with self._unless_damaged():
+                self._manager.pin(step)
+                self._facts.pins.setdefault(step, self._now())
 
     def _go_back(self) -> None:
         steps = self._manager.steps
         if steps and self._chance.random() < 0.3:
             self._facts.rolled_back = True
-            token_of(self._manager.restore(step=self._chance.choice(steps)))
-            self._save()
+            with self._unless_damaged():
+                self._tip = token_of(self._manager.restore(step=self._chance.choice(steps)))
+                self._save()
 
 
 class SingleLife:
@@ -169,8 +209,12 @@ class SingleLife:
         try:
             with on(self._disk):
                 for _ in range(self._chance.randint(1, 3)):
+                    if not can_be_saved(self._machine.live):
+                        break
                     promise = self._facts.begin(0, len(self._machine.log))
                     with unless_refused(self._disk):
+                        if self._world.settings.durability != "full":
+                            remove_what_is_none(self._disk)
                         checkpoint.save_checkpointables(
                             SINGLE, state_of(promise.token), overwrite=True, settings=self._world.settings
                         )
@@ -182,124 +226,27 @@ class SingleLife:
             self._disk.power = False
 
 
+def can_be_saved(image: Image) -> bool:
+    """Whether the single checkpoint has a name that is of any use."""
+    return not any(image.find(path) in image.lost for path in (SINGLE, side_name(SINGLE)))
+
+
+def remove_what_is_none(disk: CrashDisk) -> None:
+    """Take away what has the name of the single checkpoint and is none, as no save replaces that."""
+    if not is_committed(disk, SINGLE):
+        disk.remove(SINGLE)
+
+
 @contextlib.contextmanager
 def on(disk: CrashDisk) -> Iterator[None]:
     """Let functions on single checkpoints work on this disk."""
+
+    def exists(path: str) -> bool:
+        found = disk.machine.live.find(path)
+        return found is not None and found not in disk.machine.live.lost
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "_BACKEND", disk)
+        patch.setattr(checkpoint, "file_exists", exists)
+        patch.setattr(checkpoint, "is_file", lambda path: disk.machine.live.find(path) in disk.machine.live.files)
         yield
-
-
-def found_in_run(disk: CrashDisk, settings: StoreSettings, facts: Facts) -> list[str]:
-    """What is wrong with a run directory after a crash, for a process that comes then."""
-    manager = opened(disk, settings, facts.keep)
-
-    def names() -> list[str]:
-        return [entry.name for entry in disk.list(RUN)]
-
-    try:
-        old = [name for name in names() if ".dead-" in name] if disk.machine.live.find(RUN) is not None else []
-        problems = problems_in_run(manager, facts, names, lambda: opened(disk, settings, facts.keep))
-        left = sorted({*old} & {*names()})
-        return problems or ([f"locks of the long dead are left over: {', '.join(left)}"] if left else [])
-    finally:
-        die(disk, manager)
-
-
-def problems_in_run(
-    manager: StepManager, facts: Facts, names: Callable[[], list[str]], reader: Callable[[], StepManager]
-) -> list[str]:
-    """What is wrong for a process that restores, looks at every step and saves, and for who reads after it.
-
-    Args:
-        manager: of the process.
-        facts: what was promised before it came.
-        names: lists the run directory.
-        reader: opens the run anew.
-    """
-    problems = _seen(manager, facts, reader) or _cleaned(manager, facts, names)
-    return problems or _seen(reader(), facts, reader)
-
-
-def _seen(manager: StepManager, facts: Facts, reader: Callable[[], StepManager]) -> list[str]:
-    """What is wrong with what a reader sees: the newest, what policy and pins keep, and all that is listed whole."""
-    acknowledged = [each.token for each in facts.acknowledged()]
-    known = {each.token for each in facts.promises}
-    try:
-        token = token_of(manager.restore())
-    except StepNotFoundError as error:
-        return [f"save {acknowledged[-1]} was acknowledged, but: {error}"] if acknowledged else []
-    if token not in known:
-        return [f"restored save {token}, which had not begun; {sorted(known)} had"]
-    if acknowledged and token < acknowledged[-1]:
-        return [f"restored save {token}, older than the acknowledged {acknowledged[-1]}"]
-    return _kept(manager, token, facts, reader())
-
-
-def _kept(manager: StepManager, newest: int, facts: Facts, other: StepManager) -> list[str]:
-    """The other steps are restored by another manager, so that the first goes on from the newest."""
-    found = {step: token_of(other.restore(step=step)) for step in manager.steps if step != manager.restored_step}
-    found[manager.restored_step or 0] = newest
-    problems = []
-    for step, oldest in facts.must_be_there(newest).items():
-        if step not in found:
-            problems.append(f"step {step} is gone; there are {manager.steps}")
-        elif found[step] < oldest:
-            problems.append(f"step {step} is of save {found[step]}, older than the acknowledged {oldest}")
-    pinned = {entry.step for entry in manager._run.entries() if entry.pinned}
-    return problems + [
-        f"step {step} is not pinned any more" for step in facts.pins if step in found and step not in pinned
-    ]
-
-
-def _cleaned(manager: StepManager, facts: Facts, names: Callable[[], list[str]]) -> list[str]:
-    """The next owner saves, and leaves nothing of what the dead ones left or what nobody keeps."""
-    line = [entry.step for entry in newest_generations(manager._run._line())]
-    promise = facts.begin((manager.latest or 0) + 1, AFTERWARDS)
-    manager.save(promise.step, state_of(promise.token))
-    manager.wait(LONGEST_S)
-    facts.acknowledge(promise, AFTERWARDS)
-    manager._run._deleter.wait(LONGEST_S)
-    left = [name for name in names() if name.startswith(".") and name != ".owner" and ".dead-" not in name]
-    problems = [f"left over: {', '.join(left)}"] if left else []
-    return problems + _retained([*line, promise.step], manager, facts, names)
-
-
-def _retained(line: list[int], manager: StepManager, facts: Facts, names: Callable[[], list[str]]) -> list[str]:
-    """Whether the directory holds one generation of each step that policy and pins keep, and of no other step.
-
-    Args:
-        line: the steps that the run went on from, and the one that it saved, in that order.
-    """
-    aside = {*manager._run._left, *(entry.name for entry in manager._run.damaged())}
-    there = [parsed[0] for name in names() if (parsed := parse_step_name(name)) is not None and name not in aside]
-    pinned = {entry.step for entry in manager._run.entries() if entry.pinned}
-    keep = len(line) if facts.keep is None else facts.keep
-    expected = sorted({*line[-keep:], *(pinned & {*line})})
-    return [] if sorted(there) == expected else [f"there are steps {sorted(there)}, and {expected} are to be kept"]
-
-
-def found_single(disk: CrashDisk, settings: StoreSettings, facts: Facts) -> list[str]:
-    """What is wrong with a single checkpoint after a crash."""
-    with on(disk):
-        return problems_of_single(SINGLE, settings, facts, lambda: [entry.name for entry in disk.list("/data")])
-
-
-def problems_of_single(path: str, settings: StoreSettings, facts: Facts, names: Callable[[], list[str]]) -> list[str]:
-    """What is wrong for a process that loads it and saves it anew; `names` lists the directory that it lies in."""
-    acknowledged = [each.token for each in facts.acknowledged()]
-    try:
-        token = token_of(checkpoint.load_checkpointables(path))
-    except NotACheckpointError as error:
-        if acknowledged:
-            return [f"save {acknowledged[-1]} was acknowledged, but: {error}"]
-    else:
-        if acknowledged and token < acknowledged[-1]:
-            return [f"loaded save {token}, older than the acknowledged {acknowledged[-1]}"]
-    promise = facts.begin(0, AFTERWARDS)
-    checkpoint.save_checkpointables(path, state_of(promise.token), overwrite=True, settings=settings)
-    facts.acknowledge(promise, AFTERWARDS)
-    if token_of(checkpoint.load_checkpointables(path)) != promise.token:
-        return ["the next save is not what is loaded"]
-    found = names()
-    return [] if found == [os.path.basename(path)] else [f"left over: {', '.join(found)}"]

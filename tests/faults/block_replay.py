@@ -32,7 +32,8 @@ from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.preservation_policies import LatestN
 from jaxckpt_train.store.backend import HALF_MADE
 from tests.crash.facts import Facts, state_of
-from tests.crash.programs import problems_in_run, problems_of_single, process
+from tests.crash.oracles import problems_in_run, problems_of_single
+from tests.crash.programs import process
 from tests.faults import fuse_disk, loop_disk
 from tests.faults.block_recorder import Change, attach, detach, recorded_disk
 from tests.faults.loop_disk import UNMOUNT_S

@@ -13,9 +13,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
-# Of ext4 and xfs: nothing more reaches the disk, not even the journal.
-_SHUTDOWN, _NOTHING_FLUSHED = 0x8004587D, 2
+# Of ext4 and xfs: nothing more reaches the disk; what is left of the journal does at the last moment, or not even that.
+_SHUTDOWN = 0x8004587D
+Cut = Literal["journal flushed", "nothing flushed"]
+_FLAGS: dict[Cut, int] = {"journal flushed": 1, "nothing flushed": 2}
 SIZES_MIB = {"ext4": 64, "xfs": 320}
 _MKFS = {"ext4": ["mkfs.ext4", "-q", "-F"], "xfs": ["mkfs.xfs", "-q", "-f"]}
 UNMOUNT_S = 30.0
@@ -58,11 +61,15 @@ class LoopDisk:
         run_command("mount", "-o", "loop", self._image, self.path)
         self._is_mounted = True
 
-    def cut_power(self) -> None:
-        """From now on nothing reaches the disk, and all calls are refused."""
+    def cut_power(self, cut: Cut = "nothing flushed") -> None:
+        """From now on nothing reaches the disk, and all calls are refused.
+
+        Args:
+            cut: whether the names are there that were changed until now, without the data that were not synced.
+        """
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
-            fcntl.ioctl(descriptor, _SHUTDOWN, struct.pack("I", _NOTHING_FLUSHED))
+            fcntl.ioctl(descriptor, _SHUTDOWN, struct.pack("I", _FLAGS[cut]))
         finally:
             os.close(descriptor)
 

@@ -2,7 +2,8 @@
 
 After each cut the file system is mounted again, which replays its journal, and the run is restored: it must give the
 newest acknowledged step or a newer one, byte for byte. Half of the cuts come right after an acknowledgement, half at
-random.
+random; at every other one the journal still reaches the disk, without the data, so that names are there and what they
+lead to is not.
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ import random
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxckpt_train.checkpointables.pytree import JsonValue
-from jaxckpt_train.errors import CheckpointError, StepNotFoundError
+from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.preservation_policies import LatestN
 from tests.crash.programs import process
-from tests.faults.loop_disk import LoopDisk, loop_disk, why_not
+from tests.faults.loop_disk import Cut, LoopDisk, loop_disk, why_not
 
 When = Literal["acknowledged", "random"]
+CUTS: tuple[Cut, ...] = ("nothing flushed", "journal flushed")
 MOST_STEPS, LATEST_CUT_S = 12, 0.15
 
 
@@ -38,7 +41,7 @@ MOST_STEPS, LATEST_CUT_S = 12, 0.15
 class Found:
     """What a campaign came to: cuts, saves that were acknowledged, how many found a newer one, what must not be."""
 
-    cuts: int = 0
+    cuts: Counter[Cut] = dataclasses.field(default_factory=Counter)
     acknowledged: int = 0
     newer: int = 0
     problems: list[str] = dataclasses.field(default_factory=list)
@@ -72,22 +75,23 @@ def campaign(disk: LoopDisk, trials: int, seed: int, settings: StoreSettings | N
             disk.unmount()
             disk.make_new()
         when: When = chance.choice(("acknowledged", "random"))
-        subject = f"{disk.kind}, seed {seed}, cut {number} ({when})"
+        cut = CUTS[number % len(CUTS)]
+        subject = f"{disk.kind}, seed {seed}, cut {number} ({when}, {cut})"
         with process(2 * number, 1 + number):
-            acknowledged = _save_until_the_cut(found, disk, when, chance, settings, subject)
+            acknowledged = _save_until_the_cut(found, disk, cut, when, chance, settings, subject)
         disk.unmount()
         disk.mount()
-        found.cuts += 1
+        found.cuts[cut] += 1
         with process(2 * number + 1, 2 + number):  # the machine was started anew
             _look(found, disk, acknowledged, subject)
     return found
 
 
-class Cut:
+class Timer:
     """Cuts the power after a while, on a thread; what went wrong with that is raised by `join`."""
 
-    def __init__(self, disk: LoopDisk, after_s: float) -> None:
-        self._disk, self._error = disk, None
+    def __init__(self, disk: LoopDisk, cut: Cut, after_s: float) -> None:
+        self._disk, self._kind, self._error = disk, cut, None
         self.is_near = threading.Event()
         self._timer = threading.Timer(after_s, self._cut)
 
@@ -98,7 +102,7 @@ class Cut:
     def _cut(self) -> None:
         self.is_near.set()
         try:
-            self._disk.cut_power()
+            self._disk.cut_power(self._kind)
         except OSError as error:  # a thread's edge
             self._error = error
 
@@ -110,18 +114,24 @@ class Cut:
 
 
 def _save_until_the_cut(
-    found: Found, disk: LoopDisk, when: When, chance: random.Random, settings: StoreSettings | None, subject: str
+    found: Found,
+    disk: LoopDisk,
+    cut: Cut,
+    when: When,
+    chance: random.Random,
+    settings: StoreSettings | None,
+    subject: str,
 ) -> int:
     """Save steps until the power is cut; returns the last acknowledged one, 0 if there is none."""
     acknowledged, steps = 0, chance.randint(1, 4)
-    cut = Cut(disk, 0.0 if when == "acknowledged" else chance.uniform(0, LATEST_CUT_S))
+    timer = Timer(disk, cut, 0.0 if when == "acknowledged" else chance.uniform(0, LATEST_CUT_S))
     manager = None
     try:
         manager = StepManager(disk.path / "run", preservation_policy=LatestN(2), settings=settings)
         acknowledged = manager.latest or 0
         if when == "random":
             steps = MOST_STEPS
-            cut.start()
+            timer.start()
         for _ in range(steps):
             step = acknowledged + 1
             manager.save(step, {"state": state_of(step), "data": JsonValue({"position": step})})
@@ -129,11 +139,11 @@ def _save_until_the_cut(
             acknowledged = step
             found.acknowledged += 1
     except (CheckpointError, OSError) as error:
-        if not cut.is_near.is_set():
+        if not timer.is_near.is_set():
             found.problems.append(f"{subject}: {type(error).__name__} before the power was cut: {error}")
     if when == "acknowledged":
-        cut.start()
-    cut.join()
+        timer.start()
+    timer.join()
     if manager is not None:
         with contextlib.suppress(CheckpointError, OSError):
             manager.close()
@@ -156,9 +166,11 @@ def _look(found: Found, disk: LoopDisk, acknowledged: int, subject: str) -> None
         left = [name for name in os.listdir(run) if ".tmp-" in name or ".deleting" in name]
         if left:
             found.problems.append(f"{subject}: left over for the next owner: {left}")
-    except StepNotFoundError as error:
+    except (StepNotFoundError, CorruptCheckpointError) as error:
         if acknowledged:
             found.problems.append(f"{subject}: step {acknowledged} was acknowledged, but: {error}")
+        elif isinstance(error, CorruptCheckpointError):
+            found.problems.append(f"{subject}: there is a step that is not whole: {error}")
     except (CheckpointError, OSError, AssertionError) as error:
         found.problems.append(f"{subject}: {type(error).__name__}: {error}")
 
@@ -180,7 +192,8 @@ def main() -> None:
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder, loop_disk(Path(folder), kind) as disk:
             found = campaign(disk, chosen.trials, chosen.seed)
-        print(f"{kind}: {found.cuts} cuts after {found.acknowledged} acknowledged saves,", end=" ")
+        shown = ", ".join(f"{count} {cut}" for cut, count in found.cuts.items())
+        print(f"{kind}: {found.cuts.total()} cuts ({shown}) after {found.acknowledged} acknowledged saves,", end=" ")
         print(f"{len(found.problems)} problems, {found.newer} found a newer step than the one that was acknowledged;")
         print(f"  {time.monotonic() - started:.0f} s, seed {chosen.seed}")
         for problem in found.problems[:20]:

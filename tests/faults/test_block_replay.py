@@ -47,7 +47,7 @@ def test_saves_that_do_not_sync_are_found_out(tmp_path: Path, kind: str, program
         folder = tmp_path / str(seed)
         folder.mkdir()
         problems = campaign(folder, kind, 25, seed, settings, [program]).problems
-        if any("acknowledged" in problem or "is gone" in problem for problem in problems):
+        if any(": lost: " in problem or ": deleted: " in problem for problem in problems):
             return
     raise AssertionError(f"nothing acknowledged was lost in {TRIES} tries")
 

@@ -13,7 +13,7 @@ import pytest
 
 from jaxckpt_train.settings import StoreSettings
 from tests.faults.loop_disk import LoopDisk, loop_disk, why_not
-from tests.faults.power_cut import campaign
+from tests.faults.power_cut import CUTS, campaign
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -31,10 +31,24 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_was_acknowledged_is_there_after_a_power_cut(disk: LoopDisk) -> None:
     found = campaign(disk, trials=20, seed=0)
     assert found.problems == []
-    assert found.cuts == 20
+    assert found.cuts == {"nothing flushed": 10, "journal flushed": 10}
     assert found.acknowledged > 20
 
 
-def test_saves_that_do_not_sync_are_found_out(disk: LoopDisk) -> None:
-    problems = campaign(disk, trials=12, seed=1, settings=StoreSettings(durability="none")).problems
-    assert any("was acknowledged" in problem for problem in problems)
+def test_saves_that_do_not_sync_are_found_out_by_both_cuts(disk: LoopDisk) -> None:
+    problems = campaign(disk, trials=16, seed=1, settings=StoreSettings(durability="none")).problems
+    for cut in CUTS:
+        assert any("was acknowledged" in problem and cut in problem for problem in problems), (cut, problems)
+
+
+def test_a_cut_that_flushes_the_journal_leaves_names_without_data(disk: LoopDisk) -> None:
+    found = {}
+    for cut in CUTS:
+        disk.unmount()
+        disk.make_new()
+        (disk.path / "file").write_bytes(b"content")
+        disk.cut_power(cut)
+        disk.unmount()
+        disk.mount()
+        found[cut] = {path.name: path.read_bytes().strip(b"\0") for path in disk.path.glob("file")}
+    assert found == {"nothing flushed": {}, "journal flushed": {"file": b""}}
