@@ -93,8 +93,10 @@ def stage_all(checkpointables: Mapping[str, Any], times: SaveTimes, settings: St
         UnsupportedLeafError: something cannot be stored.
     """
     digest_function(settings.digest)  # told now, and not in the background
+    if not named("checkpointables", checkpointables):
+        raise SettingsError('checkpointables: expected what to save by name, as {"state": state}, found nothing')
     parts, ahead = [], Ahead(settings.staging_bytes)
-    for name, value in named("checkpointables", checkpointables).items():
+    for name, value in checkpointables.items():
         if not isinstance(name, str) or not is_plain_name(name):
             raise SettingsError(
                 f"checkpointable name {name!r}: expected letters, digits, '_', '-' and '.', not '.' or '-' first"

@@ -72,6 +72,10 @@ def refuse_uncommitted(backend: Backend, directory: str, *, damaged: bool) -> No
 def tell_of_uncommitted(backend: Backend, directory: str, told: set[str]) -> None:
     """Warn of step directories without COMMIT, once of each: no save leaves one, so somebody has lost a part of it."""
     with contextlib.suppress(StorageError):  # what was restored is restored
+        for name in sorted(entry.name for entry in backend.list(directory) if entry.kind != "directory"):
+            if parse_step_name(name) is not None and name not in told:
+                told.add(name)
+                _log.warning("%s/%s: is no directory, perhaps a link, so it is no step", directory, name)
         without = {name for name in _step_names(backend, directory) - told if is_gone(backend, f"{directory}/{name}")}
         for name in sorted(without & _step_names(backend, directory)):  # else it was deleted meanwhile
             told.add(name)

@@ -270,7 +270,7 @@ class StepManager:
         restore = functools.partial(restore_newest, self._backend, self.directory, **more)
         restored = self._run.with_entries(step, restore, damaged=True, progress=progress)
         self.restored_step = restored.entry.step
-        self._run.rolled_back_to(restored.entry)
+        self._run.rolled_back_to(restored.entry, fell_back=bool(restored.skipped))
         answer_of(self.directory, lambda moved: self._run.judge(restored), progress)
         return restored.results
 

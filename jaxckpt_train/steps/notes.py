@@ -17,7 +17,7 @@ from jaxckpt_train.steps.lineage import RollBack
 from jaxckpt_train.steps.note_lines import NoteLines, encode_note
 from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store.backend import Backend
-from jaxckpt_train.store.late_sync import sync_directory
+from jaxckpt_train.store.late_sync import make_durable, sync_directory
 from jaxckpt_train.store.plain_files import read_ends
 
 NOTES_NAME = "notes.jsonl"
@@ -77,9 +77,15 @@ class NoteBook:
             sync_directory(self._backend, self._directory)  # it may be the first note
             self.number, self._is_cut = self.number + 1, False
 
-    def note_roll_back(self, roll_back: RollBack) -> None:
-        """Write down what was left behind; the manifest of the save says so, too, so a refusal is no failure of it."""
+    def note_roll_back(self, roll_back: RollBack, unsynced: str | None = None) -> None:
+        """Write down what was left behind; the manifest of the save says so, too, so a refusal is no failure of it.
+
+        `unsynced`: the directory of that save, if it is not durable. It is made so first: a power cut that takes it
+        must not leave a note that hides what was there before.
+        """
         try:
+            if unsynced is not None:
+                make_durable(self._backend, unsynced)
             self.add({"sequence": roll_back.sequence, "left_behind": sorted(roll_back.names)})
         except StorageError as error:
             _log.warning("what a roll-back has left behind is told by one manifest only: %s", error)

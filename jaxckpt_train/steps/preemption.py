@@ -107,8 +107,8 @@ class FileNotice:
     def __init__(self, path: PathLike, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._path, self._monotonic = path, monotonic
         self._next = -1.0
-        self._found = False
-        self._is_looking = False
+        self._found = self._is_looking = False
+        self._looks, self._hint = 0, ""
 
     def notice(self) -> str | None:
         """That the file is there, as text."""
@@ -116,11 +116,14 @@ class FileNotice:
         if not self._found and now >= self._next and not self._is_looking:
             self._next, self._is_looking = now + FILE_POLL_S, True
             call_within(self._look, FILE_POLL_S)
-        return f"notice file {self._path}" if self._found else None
+        return f"notice file {self._path}{self._hint}" if self._found else None
 
     def _look(self) -> None:
         try:
-            self._found = file_exists(self._path)
+            found, self._looks = file_exists(self._path), self._looks + 1
+            if found and self._looks == 1:  # or each start would end at once, for ever
+                self._hint = ", which was there when this job began: remove it before the job is started again"
+            self._found = found
         finally:
             self._is_looking = False
 

@@ -52,13 +52,13 @@ class Deleter:
         """Whether this very thread is the one that deletes."""
         return self._worker is threading.current_thread()
 
-    def delete(self, names: Sequence[str], *, instead: str | None = None) -> None:
+    def delete(self, names: Sequence[str], *, instead: Sequence[str] = ()) -> None:
         """Delete step directories soon; each stops being listed before its first byte goes.
 
         Args:
             names: of the directories.
-            instead: a step that was saved without being synced: it is now, before the others go. A power cut would
-                else find none, since names are often on the disk before the data are.
+            instead: steps that may have been saved without being synced: they are now, before the others go. A power
+                cut would else find none, since names are often on the disk before the data are.
         """
         if names:
             self._jobs.put(functools.partial(self._delete, names, instead))
@@ -157,9 +157,9 @@ class Deleter:
         except queue.Empty:
             return None
 
-    def _delete(self, names: Sequence[str], instead: str | None) -> None:
+    def _delete(self, names: Sequence[str], instead: Sequence[str]) -> None:
         names, self._retry = [*self._retry, *names], []
-        if not self._is_allowed() or (instead is not None and not self._make_durable(instead)):
+        if not self._is_allowed() or not all(map(self._make_durable, instead)):
             self._retry = names
             return
         hidden = [found for name in names if (found := self._hide(name)) is not None]

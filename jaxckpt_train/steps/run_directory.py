@@ -35,7 +35,7 @@ from jaxckpt_train.steps.restoring import Restored, StepVanishedError
 from jaxckpt_train.steps.retention import Deleter, half_deleted, remove_attempts
 from jaxckpt_train.steps.scrubber import Scrubber
 from jaxckpt_train.steps.step_names import check_step, free_step_name, parse_step_name
-from jaxckpt_train.steps.unkept import unkept_names
+from jaxckpt_train.steps.unkept import instead_of, unkept_names
 from jaxckpt_train.steps.verdicts import Verdicts
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
@@ -258,29 +258,29 @@ class RunDirectory:
             self._left = frozenset(entry.left_behind) - {name}
             self._infos = None
 
-    def note_roll_back(self) -> None:
-        """Write down what a roll-back has left behind: that must not rest on the one manifest which says so."""
+    def note_roll_back(self, unsynced: str | None = None) -> None:
+        """Write down what a roll-back has left behind: that must not rest on the one manifest which says so.
+
+        `unsynced`: the directory of the save after it, if that is not durable yet.
+        """
         with self._guard:
             there = {entry.name for entry in self._entries}
             now = RollBack(max(entry.sequence for entry in self._entries), self._left & there)
             is_noted = now.names == self._notes.roll_back.names & there
         if not is_noted:
             self._notes.roll_back = now
-            self._book.note_roll_back(now)
+            self._book.note_roll_back(now, unsynced)
 
     def retain(self, *, is_durable: bool = True) -> None:
-        """Hand what nobody keeps to the deleter. Called after a commit.
-
-        If the newest is not durable, the deleter syncs it first.
-        """
+        """Hand what nobody keeps to the deleter. Called after a commit, which may not be durable yet."""
         with self._guard:
             line, context = self._line(), DecisionContext(self._clock())
             doomed = unkept_names(self._entries, line, self._left, self._policy, context)
             doomed -= {*self._deleting, *self._being_read}
+            instead = instead_of(doomed, self._whole(), line, is_durable=is_durable)
             self._deleting |= doomed
             self._infos = None
-        newest = [entry for entry in line if not entry.is_held]
-        self._deleter.delete(sorted(doomed), instead=None if is_durable or not newest else newest[-1].name)
+        self._deleter.delete(sorted(doomed), instead=instead)
 
     def forget(self, name: str) -> None:
         """Take note that a step directory is gone."""
@@ -307,8 +307,10 @@ class RunDirectory:
                 for name in names:
                     self._being_read.remove(name)
 
-    def rolled_back_to(self, entry: Entry) -> None:
+    def rolled_back_to(self, entry: Entry, *, fell_back: bool = False) -> None:
         """Take note of a restore: everything later, damaged or not, is left behind once this process saves."""
+        if fell_back and entry.name in self._left:
+            _log.warning("step %d was left behind by a roll-back; no step since is whole", entry.step)
         with self._guard:
             self._restored = entry
             if self.is_owner:

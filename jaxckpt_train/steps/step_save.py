@@ -151,12 +151,13 @@ class StepSave:
             self._note(ok=False, error=str(error))
             raise
         self._run.committed(committed, self._info)
-        self._run.note_roll_back()
+        is_durable = self._settings.durability == "full"
+        self._run.note_roll_back(None if is_durable else committed.directory)
         spent_s = times.write_s + times.commit_s
         self._note(ok=True, bytes_per_s=round(times.bytes / spent_s) if spent_s > 0 else math.inf)
         try:
             self._run.check_owner()  # another may have taken the run over, and list what this one would delete
-            self._run.retain(is_durable=self._settings.durability == "full")
+            self._run.retain(is_durable=is_durable)
         except BaseException as error:
             error.add_note(f"step {self._record['step']} is committed; what failed is deciding which steps to keep")
             raise

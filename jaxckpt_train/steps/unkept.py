@@ -41,3 +41,18 @@ def _steps_to_delete(newest: Sequence[Entry], policy: PreservationPolicy | None,
     if policy is None:
         return {entry.step for entry in newest[:-1] if entry.temporary and not entry.pinned}
     return steps_to_delete([entry.info() for entry in newest], policy, context=context)
+
+
+def instead_of(doomed: Set[str], whole: Sequence[Entry], line: Sequence[Entry], *, is_durable: bool) -> list[str]:
+    """What must be on the disk before these names go: the newest step, and what has replaced what goes.
+
+    Args:
+        doomed: the names of what goes.
+        whole: all generations of all steps that are whole.
+        line: those that the run descends from, the newest last.
+        is_durable: whether the newest is on the disk already.
+    """
+    newest = [entry.name for entry in line if not entry.is_held][-1:]
+    steps = {entry.step for entry in whole if entry.name in doomed}
+    others = [entry.name for entry in whole if entry.step in steps and entry.name not in {*doomed, *newest}]
+    return [*others, *([] if is_durable else newest)]

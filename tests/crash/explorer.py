@@ -23,9 +23,8 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.settings import Durability, StoreSettings
-from jaxckpt_train.steps import manager
+from jaxckpt_train.store import answers
 from jaxckpt_train.store.workers import Workers
 from tests.crash.crash_disk import CrashDisk, Machine
 from tests.crash.facts import Facts, WrongContentError
@@ -185,13 +184,8 @@ def _met(error: Exception) -> Problem:
 @contextlib.contextmanager
 def without_threads() -> Iterator[None]:
     """Has the caller do what threads would, as where the system has none: nothing crashes any more while one looks."""
-
-    def ask(question: Callable[[str], object], path: str, progress: object = None) -> None:
-        with contextlib.suppress(CheckpointError):
-            question(path)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manager, "expect_answer", ask)
+        patch.setattr(answers, "_is_put", lambda _: False)
         patch.setattr(Workers, "_start_missing", lambda _: False)
         yield
 

@@ -13,7 +13,7 @@ import pytest
 
 from jaxckpt_train import checkpoint
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.steps import lock, notes, retention, run_directory
+from jaxckpt_train.steps import lock, notes, retention, run_directory, unkept
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.store import transaction
@@ -168,10 +168,10 @@ def test_steps_that_nobody_deletes_are_found_out(program: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("program", ["run", "run-file"])
 def test_a_retention_that_deletes_too_much_is_found_out(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_but_the_newest(_: RunDirectory, newest: list[Entry]) -> set[int]:
+    def all_but_the_newest(newest: list[Entry], *_: object) -> set[int]:
         return {entry.step for entry in newest[:-1]}
 
-    monkeypatch.setattr(RunDirectory, "_steps_to_delete", all_but_the_newest)
+    monkeypatch.setattr(unkept, "_steps_to_delete", all_but_the_newest)
     found_out("deleted", program)
 
 

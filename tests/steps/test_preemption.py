@@ -169,7 +169,8 @@ def test_the_first_reason_stays_the_reason(tmp_path: Path) -> None:
     time.now += 100
     send("SIGUSR1")
     assert watch.reached()
-    assert watch.reason == f"notice file {path}"
+    hint = "which was there when this job began: remove it before the job is started again"
+    assert watch.reason == f"notice file {path}, {hint}"
     watch.stop()
 
 

@@ -345,3 +345,35 @@ def test_a_disk_that_takes_nothing_is_not_waited_for_for_ever(tmp_path: Path, mo
             StepManager(run, backend=Frozen()).own()
     finally:
         go.set()
+
+
+def test_a_link_in_place_of_a_step_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = made_run(tmp_path / "run", 1, 2)
+    step_path(run, 2).rename(tmp_path / "elsewhere")
+    step_path(run, 2).symlink_to(tmp_path / "elsewhere")
+    with StepManager(run) as manager:
+        for _ in range(2):
+            assert step_of(manager.restore()) == 1
+    assert caplog.text.count("step-0000000002: is no directory, perhaps a link, so it is no step") == 1
+
+
+def test_who_falls_back_to_what_was_left_behind_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = made_run(tmp_path / "run", 1, 4)
+    with StepManager(run) as manager:
+        manager.own()
+        manager.restore(step=1)
+        save_steps(manager, 2, 3)
+        assert manager.best("loss") is None
+    assert "left behind" not in caplog.text
+    for step in (1, 2, 3):
+        (step_path(run, step) / "manifest.json").write_bytes(b"x")
+    assert step_of(StepManager(run).restore()) == 4
+    assert "step 4 was left behind by a roll-back; no step since is whole" in caplog.text
+
+
+def test_a_step_of_nothing_is_refused(tmp_path: Path) -> None:
+    with StepManager(tmp_path / "run") as manager, pytest.raises(jct.SettingsError, match="found nothing"):
+        manager.save(1, {})
+    with pytest.raises(jct.SettingsError, match="checkpointables: expected what to save by name"):
+        jct.save_checkpointables(tmp_path / "c", {})
+    assert not (tmp_path / "c").exists()
