@@ -14,7 +14,7 @@ from typing import Any, get_args
 from benchmarks.faults_trial import LONGEST_S, SUBJECTS, Row, outcome, save, state_of
 from tests.faults.forking import Tell, forked
 from tests.faults.loop_disk import LoopDisk
-from tests.faults.power_cut import LATEST_CUT_S, Cut, When
+from tests.faults.power_cut import LATEST_CUT_S, Timer, When
 
 WHEN: tuple[When, ...] = get_args(When)
 MOST_SAVES, NEW_DISK = 12, 10
@@ -59,7 +59,7 @@ def _save(name: str, when: When, disk: LoopDisk, folder: Path, first: int, after
         tell("cut", None)
         return
     tell("acknowledged", first)
-    cut, is_over = Cut(disk, after_s), threading.Event()
+    cut, is_over = Timer(disk, "nothing flushed", after_s), threading.Event()
 
     def wait_for_it() -> None:
         cut.join()

@@ -243,7 +243,7 @@ def load(
         name = _main_part(committed)
         return load_parts(_BACKEND, committed, {name: like}, chosen, options, progress)[name]
 
-    return use_committed(_BACKEND, there, load_main)
+    return use_committed(_BACKEND, there, load_main, progress)
 
 
 def load_checkpointables(
@@ -270,7 +270,7 @@ def load_checkpointables(
         wanted = {part.name: None for part in committed.manifest.parts} if targets is None else targets
         return load_parts(_BACKEND, committed, wanted, chosen, LoadOptions(), progress)
 
-    return use_committed(_BACKEND, absolute(path), load_named)
+    return use_committed(_BACKEND, absolute(path), load_named, progress)
 
 
 def metadata(path: PathLike) -> CheckpointMetadata:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import Any
@@ -27,7 +28,8 @@ class _LastFlush:
             sys._getframe(1)
         except ValueError:  # there is no Python code left that could have called
             for each in (sys.stdout, sys.stderr):
-                _flush(each)
+                with contextlib.suppress(OSError, ValueError):  # who reads it may be gone
+                    _flush(each)
             os._exit(self._code)
         _flush(self)
 

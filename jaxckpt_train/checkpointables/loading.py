@@ -145,15 +145,15 @@ def _load_parts(
         if name == DATA_NAME:
             check_fingerprint(name, committed.manifest.info.get("fingerprint"), current_fingerprint())
         jobs.append((handler_for_load(target, part.kind, name), target, opened))
+    jobs.sort(key=lambda job: not job[0].early)
     if len(jobs) > 1:  # retention may remove the checkpoint while the first of them is read
-        parts = [part for part in committed.manifest.parts if part.name in targets]
+        parts = [part for *_, opened in jobs if (part := committed.manifest.part(opened.name)) is not None]
         answer_of(committed.directory, lambda moved: files.hold(parts, moved), progress)
     if len(jobs) > 1:  # else nothing changes before the one is compared
         for handler, target, opened in jobs:
             compare = getattr(handler, "compare", None)
             if compare is not None:
                 compare(target, opened)
-    jobs.sort(key=lambda job: not job[0].early)
     results = {}
     for handler, target, opened in jobs:
         results[opened.name] = handler.restore(target, opened)

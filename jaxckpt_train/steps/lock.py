@@ -26,6 +26,7 @@ HEARTBEAT_S = 10.0
 SILENCE_S = 60.0
 LOOK_S = 0.5
 MAX_LOCK_BYTES = 1 << 16
+_MOST_PID = 1 << 31
 _DEAD = ".dead-"
 _TRIES = 10
 _ENDING_LOOK_S = 0.02
@@ -203,14 +204,15 @@ class OwnerLock:
         """Who holds the lock, or held the one that has this name now; None if nobody does any more."""
         try:
             data = read_whole(self._backend, self._directory, name, limit=MAX_LOCK_BYTES).tobytes()
-            return msgspec.json.decode(data, type=_Record)
+            found = msgspec.json.decode(data, type=_Record)
+            return found if 0 < found.process.pid < _MOST_PID else _Record(_UNKNOWN, f"damaged-{found.token[:32]}")
         except StorageError as error:
             if isinstance(error.__cause__, FileNotFoundError) or error.errno == 2:
                 return None
             raise
         except (CorruptCheckpointError, *NOT_JSON) as error:  # too large, or no lock of ours
-            found = data if isinstance(error, NOT_JSON) else str(error).partition(name)[2].encode()
-            return _Record(_UNKNOWN, f"damaged-{hashlib.sha256(found).hexdigest()[:32]}")
+            told = data if isinstance(error, NOT_JSON) else str(error).partition(name)[2].encode()
+            return _Record(_UNKNOWN, f"damaged-{hashlib.sha256(told).hexdigest()[:32]}")
 
     def _refuse_if_alive(self, other: _Record) -> None:
         """Raise if the owner lives. Of one elsewhere its heartbeat tells: wait for the next, or for its silence."""

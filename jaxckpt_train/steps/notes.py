@@ -7,11 +7,11 @@ import dataclasses
 import errno
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxckpt_train.checkpoint_metadata import metrics_from_json
-from jaxckpt_train.errors import CorruptCheckpointError, StorageError
+from jaxckpt_train.errors import CorruptCheckpointError, DirectoryLockedError, StorageError
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.steps.lineage import RollBack
 from jaxckpt_train.steps.note_lines import NoteLines, encode_note
@@ -35,8 +35,9 @@ class NoteBook:
         number: of the last note that is on the disk for certain; the manifest of each save holds it.
     """
 
-    def __init__(self, backend: Backend, directory: str) -> None:
+    def __init__(self, backend: Backend, directory: str, check: Callable[[], None] = lambda: None) -> None:
         self._backend, self._directory, self._path = backend, directory, f"{directory}/{NOTES_NAME}"
+        self._check = check
         self._guard = threading.Lock()
         self._is_cut: bool | None = None  # whether the file ends with half a line; None: not known
         self.number = 0
@@ -67,11 +68,13 @@ class NoteBook:
 
         Raises:
             StorageError: the file system refused.
+            DirectoryLockedError: `check`, that the run is this process's own, raised it.
         """
         with self._guard:
             is_cut, self._is_cut = self._is_cut, None  # until it is known how this ends
             if is_cut is None:
                 is_cut = self._go_on_after(_read(self._backend, self._directory)[0])
+            self._check()  # who was made to wait may own it no more
             self._backend.append(self._path, encode_note(note, self.number + 1, after_cut=is_cut))
             self._backend.sync(self._path)
             sync_directory(self._backend, self._directory)  # it may be the first note
@@ -87,7 +90,7 @@ class NoteBook:
             if unsynced is not None:
                 make_durable(self._backend, unsynced)
             self.add({"sequence": roll_back.sequence, "left_behind": sorted(roll_back.names)})
-        except StorageError as error:
+        except (StorageError, DirectoryLockedError) as error:
             _log.warning("what a roll-back has left behind is told by one manifest only: %s", error)
 
     def _go_on_after(self, lines: NoteLines | None) -> bool:

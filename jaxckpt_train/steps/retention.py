@@ -43,6 +43,7 @@ class Deleter:
         # A queue that garbage collection may put into at any moment: dropped managers say so by a finalizer.
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._retry: list[str] = []
+        self._retry_instead: list[str] = []
         self._guard = threading.RLock()
         self._worker: threading.Thread | None = None
         self._stays = False
@@ -159,9 +160,11 @@ class Deleter:
 
     def _delete(self, names: Sequence[str], instead: Sequence[str]) -> None:
         names, self._retry = [*self._retry, *names], []
+        instead = [*self._retry_instead, *(name for name in instead if name not in self._retry_instead)]
         if not self._is_allowed() or not all(map(self._make_durable, instead)):
-            self._retry = names
+            self._retry, self._retry_instead = names, instead
             return
+        self._retry_instead = []
         hidden = [found for name in names if (found := self._hide(name)) is not None]
         if hidden and not self._is_hiding_durable():
             self._retry += hidden

@@ -66,7 +66,7 @@ class RunDirectory:
         self._scrubber = Scrubber(backend, directory, scrub_bytes_per_s, weakref.ref(self))
         # A manager that was dropped without close(), as in a notebook, must not lock its directory for ever.
         weakref.finalize(self, let_go, self._lock, self._deleter, self._scrubber).atexit = False
-        self._guard, self._book = threading.RLock(), NoteBook(backend, directory)
+        self._guard, self._book = threading.RLock(), NoteBook(backend, directory, self._lock.check)
         self._entries: list[Entry] = []
         self._infos: tuple[CheckpointInfo, ...] | None = None
         self._restored: Entry | None = None

@@ -117,9 +117,13 @@ class Scrubber:
 
     def _work(self) -> None:
         self._due_s = time.monotonic()
-        with contextlib.suppress(_EndedError, CheckpointError):  # of who looks at the disk, being the owner no more
-            while self._verify_next():
-                pass
+        try:
+            with contextlib.suppress(_EndedError, CheckpointError):  # of who looks at the disk, being the owner no more
+                while self._verify_next():
+                    pass
+        finally:
+            with self._guard:
+                self._works = self._works and self._thread is not threading.current_thread()
 
     def _verify_next(self) -> bool:
         """Verify one step; False once there is none, or the run directory is gone."""

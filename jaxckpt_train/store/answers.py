@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -9,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any, Generic, TypeVar
 
-from jaxckpt_train.errors import CheckpointTimeoutError
+from jaxckpt_train.errors import CheckpointTimeoutError, StorageError
 from jaxckpt_train.store.backend import Source
 from jaxckpt_train.store.latch import LOOK_S, Latch
 from jaxckpt_train.store.per_process import PerProcess
@@ -119,7 +120,8 @@ def have_closed(files: Collection[Source]) -> None:
 
     def close(moved: Callable[[], None]) -> None:
         for file in files:
-            file.close()
+            with contextlib.suppress(StorageError, OSError):
+                file.close()
 
     question = Question(close)
     if _is_put(question):

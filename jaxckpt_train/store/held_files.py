@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from jaxckpt_train.errors import StorageError
@@ -12,6 +13,8 @@ from jaxckpt_train.store.manifest import PartRecord
 from jaxckpt_train.store.transaction import Committed
 
 HELD_AT_ONCE = 256  # of the 1,024 open files that a process may often have, for all it does
+
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)
 
 Direct = bool | Literal["auto"]
 
@@ -31,21 +34,25 @@ class HeldFiles:
         self._is_closed = False
         self._lock = threading.Lock()  # never held while a disk is asked, which may not answer
 
-    def hold(self, parts: Collection[PartRecord], moved: Callable[[], None] = lambda: None) -> None:
-        """Open what these parts are read from, but no files of their own kind; `moved` is told of each.
+    def hold(self, parts: Sequence[PartRecord], moved: Callable[[], None] = lambda: None) -> None:
+        """Open what these parts are read from, in this order, but no files of their own kind; `moved` is told of each.
 
         Of more than `HELD_AT_ONCE` the others are opened when their turn comes. What cannot be opened is told then.
         """
-        names = {part.name for part in parts}
-        segments = [each.file for each in self._committed.manifest.segments if each.file.partition("/")[0] in names]
+        names = {part.name: place for place, part in enumerate(parts)}
+        files = [each.file for each in self._committed.manifest.segments if each.file.partition("/")[0] in names]
+        segments = sorted(files, key=lambda file: names[file.partition("/")[0]])
         values = [part.files[0].file for part in parts if len(part.files) == 1]
         wanted: list[tuple[str, Direct]] = [(name, False) for name in values]
         wanted += [(name, self._direct) for name in segments]
         for name, direct in wanted[:HELD_AT_ONCE]:
             try:
                 source = self._files.open(self._committed.directory, name, direct=direct)
-            except StorageError:
-                continue
+            except StorageError as error:
+                if error.errno not in _TOO_MANY:
+                    continue
+                self._release()  # others need some, too
+                return
             with self._lock:
                 is_wanted = not self._is_closed
                 if is_wanted:
@@ -59,12 +66,30 @@ class HeldFiles:
         """As `Opener.open`; a file that is held is handed over."""
         with self._lock:
             held = self._held.pop((name, direct), None) if directory == self._committed.directory else None
-        return self._files.open(directory, name, direct=direct) if held is None else held
+        if held is not None:
+            return held
+        try:
+            return self._files.open(directory, name, direct=direct)
+        except StorageError as error:
+            if error.errno not in _TOO_MANY or not self._release():
+                raise
+        return self._files.open(directory, name, direct=direct)
+
+    def _release(self) -> bool:
+        """Close what is held; whether there was any."""
+        left = self._take_all()
+        for source in left:
+            source.close()
+        return bool(left)
+
+    def _take_all(self) -> list[Source]:
+        with self._lock:
+            left = list(self._held.values())
+            self._held.clear()
+        return left
 
     def end(self) -> list[Source]:
         """Hold nothing any more, and hand over what nobody has asked for, to be closed."""
         with self._lock:
             self._is_closed = True
-            left = list(self._held.values())
-            self._held.clear()
-        return left
+        return self._take_all()

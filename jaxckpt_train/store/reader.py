@@ -265,7 +265,7 @@ def iter_boxes(
     try:
         yield from _empty_boxes(wanted)
         reading.prepare(runs)
-        answer_of(committed.directory, sources.open, progress)
+        answer_of("segments", sources.open, progress)
         readers = shared_workers(threads, "jaxckpt-read")
         each = readers.run_each(reading.read_run, runs, give_up=reading.give_up, moved=reading.moved)
         with contextlib.closing(each) as results:

@@ -57,8 +57,15 @@ def opened(backend: Backend, directory: str, progress: Callable[[int], object] |
     return answer_of(directory, lambda moved: open_committed(backend, directory), progress)
 
 
-def use_committed(backend: Backend, directory: str, use: Callable[[Committed], T]) -> T:
+def use_committed(
+    backend: Backend,
+    directory: str,
+    use: Callable[[Committed], T],
+    progress: Callable[[int], object] | None = None,
+) -> T:
     """Open a checkpoint and call `use` with it; once more whenever another one took its place meanwhile.
+
+    `progress` is called with 0 while it is waited for; what it raises ends that.
 
     Raises:
         As `open_committed`, and what `use` raises.
@@ -66,7 +73,7 @@ def use_committed(backend: Backend, directory: str, use: Callable[[Committed], T
     seen = None
     while True:
         try:
-            committed = opened(backend, directory)
+            committed = opened(backend, directory, progress)
             seen = committed.manifest_sha256
             return use(committed)
         except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:

@@ -20,7 +20,7 @@ from jaxckpt_train.store import local, local_names
 from jaxckpt_train.store.transaction import Transaction
 from tests.faults.known_states import KEPT
 
-LATE_S, PATIENCE_S = 0.02, 0.25
+LATE_S, PATIENCE_S = 0.2, 0.25
 
 
 def _no_retries(patch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_a_deletion_that_fails_in_a_way_nobody_thought_of_hangs_nobody(
         return hide(name)
 
     monkeypatch.setattr(deleter, "_hide", failing)
-    deleter._jobs.put(functools.partial(deleter._delete, ["step-0000000001"], None))
+    deleter._jobs.put(functools.partial(deleter._delete, ["step-0000000001"], ()))
     deleter.delete(["step-0000000002"])
     assert deleter.wait(60)
     deleter.close()
