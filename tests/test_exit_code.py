@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -54,3 +55,13 @@ def test_whatever_has_become_of_the_standard_streams(ending: str) -> None:
 def test_what_others_print_at_the_end_is_there() -> None:
     done = ended(ending="print('unflushed', end='')")
     assert (done.returncode, done.stdout) == (1, "unflushedsecond\nfirst\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")
+def test_who_reads_the_output_may_be_gone() -> None:
+    script = SCRIPT.format(work="fail", imports="", ending="print('never read')")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script], stdout=full, stderr=subprocess.DEVNULL, timeout=60, check=False
+        )
+    assert done.returncode == 1

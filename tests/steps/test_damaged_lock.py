@@ -5,15 +5,31 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from jaxckpt_train.errors import DirectoryLockedError
 from jaxckpt_train.steps import lock as lock_module
 from jaxckpt_train.steps.lock import LOCK_NAME, SILENCE_S
 from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.machine import this_process
 from tests.steps.test_lock import Heartbeats, new_lock, silent_for
 
-DAMAGED = [b"", b"{}", b"\xff", b'{"process":1,"token":"x"}', b"x" * (lock_module.MAX_LOCK_BYTES + 1)]
+
+def lock_of(pid: int) -> bytes:
+    """Of this machine, as far as it tells."""
+    return msgspec.json.encode({"process": msgspec.structs.asdict(this_process()) | {"pid": pid}, "token": "t"})
+
+
+DAMAGED = [
+    *(lock_of(pid) for pid in (0, -1, 1 << 31, 10**15)),
+    lock_of(0).replace(b'"pid":0', b'"pid":99999999999999999999'),
+    b"",
+    b"{}",
+    b"\xff",
+    b'{"process":1,"token":"x"}',
+    b"x" * (lock_module.MAX_LOCK_BYTES + 1),
+]
 
 
 @pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))

@@ -157,3 +157,21 @@ def test_who_is_asked_to_leave_leaves_whichever_call_gets_no_answer(run: Path, m
             break
     assert number > 10
     assert left >= number - 5, "only the closing of files is not waited for"
+
+
+def test_a_load_of_one_checkpoint_is_ended_by_its_progress_too(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxckpt_train.store.answers.GIVE_UP_S", LONGEST_S)
+    for number in range(6):
+        disk = StoppingBackend()
+        disk.stop = number
+        monkeypatch.setattr("jaxckpt_train.checkpoint._BACKEND", disk)
+
+        def progress(done: int, disk: StoppingBackend = disk) -> None:
+            if done == 0 and disk.calls > disk.stop:
+                raise LeaveError
+
+        try:
+            with pytest.raises(LeaveError):
+                jct.load_checkpointables(run / "step-0000000002", progress=progress)
+        finally:
+            disk.go.set()

@@ -6,7 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from jaxckpt_train.errors import DirectoryLockedError
+from jaxckpt_train.steps.lineage import RollBack
 from jaxckpt_train.steps.note_lines import NoteLines, count_of, encode_note
+from jaxckpt_train.steps.notes import NOTES_NAME, NoteBook
+from jaxckpt_train.store.memory import MemoryBackend
 
 SECTOR = 512
 
@@ -137,3 +141,19 @@ def test_half_of_a_file_is_told_to_be_missing_until_that_is_settled() -> None:
     assert (len(found.notes), found.number) == (2, 9)
     last += encode_note({"held": ["a"]}, 10, after_cut=False)
     assert NoteLines([(0, first), (10**9, last)], "notes").problem is None
+
+
+def test_who_owns_the_run_no_more_adds_no_note() -> None:
+    backend = MemoryBackend()
+    backend.make_directory("/run", parents=True, sync=True)
+    NoteBook(backend, "/run").add({"step": 1})
+    before = backend.open("/run", NOTES_NAME, direct=False).size
+
+    def refuse() -> None:
+        raise DirectoryLockedError("another's")
+
+    late = NoteBook(backend, "/run", refuse)
+    with pytest.raises(DirectoryLockedError):
+        late.add({"step": 2})
+    late.note_roll_back(RollBack(3, frozenset()))  # which only warns
+    assert backend.open("/run", NOTES_NAME, direct=False).size == before

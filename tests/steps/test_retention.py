@@ -14,7 +14,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.steps.retention import half_deleted, hidden_name
+from jaxckpt_train.steps.retention import Deleter, half_deleted, hidden_name
 from jaxckpt_train.store.local import LocalBackend
 from tests.steps.fake_backends import HoldingBackend, RecordingBackend, RefusingBackend
 from tests.steps.runs import Clock, made_run, save_steps, state_of, step_of, step_path
@@ -105,6 +105,31 @@ def test_nothing_goes_while_what_stays_cannot_be_synced(tmp_path: Path, caplog: 
         backend.refuses = False
         save_steps(manager, 3)
     assert step_directories(tmp_path) == ["step-0000000003"]
+
+
+def test_what_waits_for_a_sync_waits_for_it_also_when_it_is_tried_again(tmp_path: Path) -> None:
+    class Unsynced(LocalBackend):
+        refuses = True
+
+        def sync(self, path: str) -> None:
+            if self.refuses and "step-0000000001.g1" in path:
+                raise StorageError(errno.EIO, "refused", path)
+            super().sync(path)
+
+    names = [f"step-000000000{name}" for name in ("1", "1.g1", "2", "3")]
+    for name in names:
+        (tmp_path / name).mkdir()
+    backend = Unsynced()
+    deleter = Deleter(backend, str(tmp_path), lambda: None)
+    for doomed, instead in (([names[0]], [names[1], names[3]]), ([names[2]], [names[3]])):
+        deleter.delete(doomed, instead=instead)
+        assert deleter.wait(60)
+        assert sorted(os.listdir(tmp_path)) == names, "the first one's successor is not on the disk"
+    backend.refuses = False
+    deleter.delete([names[2]], instead=[names[3]])
+    assert deleter.wait(60)
+    deleter.close()
+    assert sorted(os.listdir(tmp_path)) == [names[1], names[3]]
 
 
 def test_a_system_without_threads_deletes_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
