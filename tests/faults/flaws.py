@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import shutil
-import threading
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -20,7 +19,7 @@ from jaxckpt_train.store import local, local_names
 from jaxckpt_train.store.transaction import Transaction
 from tests.faults.known_states import KEPT
 
-LATE_S, PATIENCE_S = 0.2, 0.25
+PATIENCE_S = 0.25
 
 
 def _no_retries(patch: pytest.MonkeyPatch) -> None:
@@ -96,14 +95,24 @@ def _deletes_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def _publishes_late(patch: pytest.MonkeyPatch) -> None:
-    publish = Transaction._publish
+    """Each save gets its name when the next one is about to, or at the end; it is acknowledged before."""
+    publish, close = Transaction._publish, StepManager.close
+    late: list[tuple[Transaction, bool]] = []
 
-    def later(self: Transaction, replace: bool) -> None:
-        thread = threading.Timer(LATE_S, publish, (self, replace))
-        thread.daemon = True
-        thread.start()
+    def publish_late() -> None:
+        while late:
+            publish(*late.pop())
 
-    patch.setattr(Transaction, "_publish", later)
+    def one_behind(self: Transaction, replace: bool) -> None:
+        publish_late()
+        late.append((self, replace))
+
+    def closing(self: StepManager, timeout_s: float | None = None) -> None:
+        close(self, timeout_s)
+        publish_late()
+
+    patch.setattr(Transaction, "_publish", one_behind)
+    patch.setattr(StepManager, "close", closing)
 
 
 def _publishes_first(patch: pytest.MonkeyPatch) -> None:

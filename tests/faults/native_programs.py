@@ -186,9 +186,9 @@ def look_at_run(directory: Path, told: Told) -> list[str]:
     acknowledged = {step_in(token) for token in told.get("acknowledged", ())}
     if missing := ({*sorted({*acknowledged, *there})[-KEPT:]} | pinned) - set(there):
         problems.append(f"{sorted(missing)} are gone; there are {sorted(there)}")
-    measured = manager.best("loss")
-    if told.get("measured") and measured not in told["measured"]:
-        problems.append(f"of {told['measured']} metrics were acknowledged, of {measured} there are some")
+    measured, kept = manager.best("loss"), [step for step in told.get("measured", ()) if step in there]
+    if kept and measured not in kept:
+        problems.append(f"of {kept} metrics were acknowledged, of {measured} there are some")
     for step in range(LATER, LATER + KEPT + 1):  # so that nothing that is there now stays by itself
         manager.save(step, checkpointables_of(token_of(step, LATER)))
         manager.wait(LONGEST_S)

@@ -15,7 +15,7 @@ from tests.faults.native_programs import PROGRAMS
 from tests.faults.needs import why_no_compiler
 
 pytestmark = pytest.mark.timeout(600)
-EVERY = "149"
+EVERY = "293"
 MEMORY = ["--folder", "/dev/shm"] if os.access("/dev/shm", os.W_OK) else []
 
 
