@@ -77,12 +77,12 @@ def campaign(disk: LoopDisk, trials: int, seed: int, settings: StoreSettings | N
         when: When = chance.choice(("acknowledged", "random"))
         cut = CUTS[number % len(CUTS)]
         subject = f"{disk.kind}, seed {seed}, cut {number} ({when}, {cut})"
-        with process(2 * number, 1 + number):
+        with process(2 * number + 1, 1 + number):
             acknowledged = _save_until_the_cut(found, disk, cut, when, chance, settings, subject)
         disk.unmount()
         disk.mount()
         found.cuts[cut] += 1
-        with process(2 * number + 1, 2 + number):  # the machine was started anew
+        with process(2 * number + 2, 2 + number):  # the machine was started anew
             _look(found, disk, acknowledged, subject)
     return found
 
