@@ -10,9 +10,8 @@ from typing import Literal
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.store.backend import Opener, Source
 from jaxckpt_train.store.manifest import PartRecord
+from jaxckpt_train.store.sources import OPEN_AT_ONCE
 from jaxckpt_train.store.transaction import Committed
-
-HELD_AT_ONCE = 256  # of the 1,024 open files that a process may often have, for all it does
 
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 
@@ -37,7 +36,7 @@ class HeldFiles:
     def hold(self, parts: Sequence[PartRecord], moved: Callable[[], None] = lambda: None) -> None:
         """Open what these parts are read from, in this order, but no files of their own kind; `moved` is told of each.
 
-        Of more than `HELD_AT_ONCE` the others are opened when their turn comes. What cannot be opened is told then.
+        Of more than `OPEN_AT_ONCE` the others are opened when their turn comes. What cannot be opened is told then.
         """
         names = {part.name: place for place, part in enumerate(parts)}
         files = [each.file for each in self._committed.manifest.segments if each.file.partition("/")[0] in names]
@@ -45,7 +44,7 @@ class HeldFiles:
         values = [part.files[0].file for part in parts if len(part.files) == 1]
         wanted: list[tuple[str, Direct]] = [(name, False) for name in values]
         wanted += [(name, self._direct) for name in segments]
-        for name, direct in wanted[:HELD_AT_ONCE]:
+        for name, direct in wanted[:OPEN_AT_ONCE]:
             try:
                 source = self._files.open(self._committed.directory, name, direct=direct)
             except StorageError as error:

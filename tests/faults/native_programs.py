@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from jaxckpt_train import checkpoint
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError, StepNotFoundError
 from jaxckpt_train.steps.lock import LOCK_NAME
@@ -157,7 +159,9 @@ def die_in_a_save(directory: Path, tell: Tell) -> None:
 def run_replacement(directory: Path, tell: Tell, *, can_exchange: bool = True) -> None:
     """One checkpoint, saved and replaced twice; atomically where the kernel can exchange two names."""
     if not can_exchange:
-        local_names._find_renameat2 = lambda: None  # type: ignore[assignment]  # in this process only
+        find = local_names._of_the_c_library
+        without = pytest.MonkeyPatch()  # for the rest of this process; it says so if there is no such function any more
+        without.setattr(local_names, "_of_the_c_library", lambda name: None if name == "renameat2" else find(name))
     path = directory / SINGLE
 
     def replace(token: int) -> None:

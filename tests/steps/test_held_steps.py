@@ -54,6 +54,15 @@ def make_it_a_giant(run: Path) -> None:
     os.truncate(run / NOTES_NAME, 1 << 40)
 
 
+def pinned_run(directory: Path) -> Path:
+    """Steps 1 to 3, of which the first is pinned; the manifest of the last one knows of that note."""
+    run = made_run(directory, 1, 2)
+    with StepManager(run) as manager:
+        manager.pin(1)
+        save_steps(manager, 3)
+    return run
+
+
 LOST = [zero_a_part_of_a_pin, cut_within_a_pin, empty_it, remove_it]
 
 
@@ -61,10 +70,7 @@ LOST = [zero_a_part_of_a_pin, cut_within_a_pin, empty_it, remove_it]
 def test_what_may_be_pinned_is_kept_and_the_run_goes_on(
     tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = made_run(tmp_path, 1, 2)
-    with StepManager(run) as manager:
-        manager.pin(1)
-        save_steps(manager, 3)
+    run = pinned_run(tmp_path)
     damage(run)
     with StepManager(run, preservation_policy=LatestN(1)) as manager:
         manager.restore()
@@ -79,10 +85,7 @@ def test_what_may_be_pinned_is_kept_and_the_run_goes_on(
 def test_what_is_held_does_not_grow_with_each_start_and_is_let_go_by_the_user(
     tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = made_run(tmp_path, 1, 2)
-    with StepManager(run) as manager:
-        manager.pin(1)
-        save_steps(manager, 3)
+    run = pinned_run(tmp_path)
     damage(run)
     for step in range(4, 9):
         with StepManager(run, preservation_policy=LatestN(1)) as manager:
