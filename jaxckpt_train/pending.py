@@ -20,6 +20,7 @@ from typing import Generic, TypeVar
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, free_frames
 from jaxckpt_train.exit_code import end_with
 from jaxckpt_train.store.latch import LOOK_S, Latch, Mailbox
+from jaxckpt_train.value_checks import time_limit
 
 T = TypeVar("T")
 # Of whatever result. Each change is one operation of the interpreter's own, so no lock could be left taken.
@@ -191,6 +192,7 @@ class PendingSave(Generic[T]):
             CheckpointTimeoutError: neither committed nor failed in time, and the save goes on; or it is the save of a
                 parent of this process.
         """
+        time_limit("timeout_s", timeout_s)
         if os.getpid() != self._process and not self._ended.is_open():
             raise CheckpointTimeoutError(
                 f"saving {self.subject}: is done by process {self._process}, of which this one, {os.getpid()}, is a "

@@ -66,6 +66,12 @@ def seconds(subject: str, value: Any) -> float:
     return number if 0 < number < math.inf else refuse(subject, "a finite number of seconds above 0", value)
 
 
+def time_limit(subject: str, value: Any) -> float | None:
+    """Seconds to wait, at least 0; None: no limit."""
+    number = None if value is None else _real(value)
+    return number if number is None or 0 <= number < math.inf else refuse(subject, "seconds from 0 on, or None", value)
+
+
 def _real(value: Any) -> float:
     """A number as a float; nan for anything else."""
     return float(value) if not isinstance(value, bool) and isinstance(value, numbers.Real) else math.nan

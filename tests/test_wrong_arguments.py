@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,3 +108,38 @@ def test_a_text_does_not_overwrite(checkpoint: Path, tmp_path: Path) -> None:
         with pytest.raises(jct.SettingsError, match=r"^StepManager.save: overwrite: expected true or false"):
             steps.save(1, {"state": {"w": 1}}, overwrite=wrong)
         assert content(tmp_path / "run") == before
+
+
+def test_wrong_kinds_are_not_guessed(checkpoint: Path, tmp_path: Path) -> None:
+    wrong: Any = "yes"
+    with pytest.raises(jct.SettingsError, match=r"^cast: expected true or false, found 'yes'"):
+        jct.load(checkpoint, cast=wrong)
+    with jct.StepManager(tmp_path / "run") as steps:
+        saved = steps.save(1, {"state": STATE})
+        steps.wait()
+        with pytest.raises(jct.SettingsError, match=r"^pin: pinned: expected true or false, found 'yes'"):
+            steps.pin(1, wrong)
+        assert saved.pending is not None
+        for wait in (saved.pending.wait, steps.wait):
+            with pytest.raises(jct.SettingsError, match=r"^timeout_s: expected seconds from 0 on, or None"):
+                wait(wrong)
+        with pytest.raises(jct.SettingsError, match=r"^StepManager.save: timeout_s: expected seconds from 0 on"):
+            steps.save(2, {"state": STATE}, timeout_s=-1)
+        with pytest.raises(jct.SettingsError, match=r"^close: timeout_s: expected seconds from 0 on"):
+            steps.close(math.nan)
+        assert steps.steps == [1]
+
+
+@pytest.mark.parametrize("count", [2.0, "3", -1, True, None])
+def test_a_number_of_steps_is_whole(count: Any, tmp_path: Path) -> None:
+    ckpt = jct.CheckpointCallback(tmp_path / "run")
+    with pytest.raises(jct.SettingsError, match=r"^steps: num_steps: expected a whole number of at least 0, found"):
+        next(iter(ckpt.steps(count)))
+    assert list(ckpt.steps(0)) == []
+
+
+def test_a_short_job_is_told_how_long_its_grace_period_is(tmp_path: Path) -> None:
+    with pytest.raises(jct.SettingsError, match=r"more than checkpoint.grace_period_s \(30 seconds, what it is unless"):
+        jct.CheckpointCallback(tmp_path / "run", max_run_time_s=20)
+    with pytest.raises(jct.SettingsError, match=r"more than checkpoint.grace_period_s \(25 seconds, which may be less"):
+        jct.CheckpointCallback(tmp_path / "run", max_run_time_s=20, grace_period_s=25)

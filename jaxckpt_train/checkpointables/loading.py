@@ -140,7 +140,10 @@ def _load_parts(
         part = committed.manifest.part(name)
         if part is None:
             there = ", ".join(repr(part.name) for part in committed.manifest.parts)
-            raise MismatchError(f"{committed.directory}: has no checkpointable {name!r}; it has {there or 'none'}")
+            raise MismatchError(
+                f"{committed.directory}: has no checkpointable {name!r}; it has {there or 'none'}. Ask for those only, "
+                f"and begin {name!r} anew"
+            )
         opened = OpenPart(files, committed, part, settings, options, progress)
         if name == DATA_NAME:
             check_fingerprint(name, committed.manifest.info.get("fingerprint"), current_fingerprint())

@@ -9,6 +9,7 @@ from typing import Any
 from jaxckpt_train.checkpointables.registry import keeps_itself_current
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.steps.step_names import check_step
+from jaxckpt_train.value_checks import whole
 
 _log = logging.getLogger("jaxckpt_train")
 _RESERVED = ("metrics", "step")
@@ -63,7 +64,7 @@ class LoopState:
 
     def updates(self, num_steps: int, must_stop: Callable[[], bool]) -> Iterator[int]:
         """The numbers of the updates still to do; asks before each whether to stop."""
-        self.num_steps = num_steps
+        self.num_steps = whole(0)("steps: num_steps", num_steps)
         self.in_steps = True
         try:
             while self.completed < num_steps and not must_stop():

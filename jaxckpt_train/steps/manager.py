@@ -36,7 +36,7 @@ from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.reader import Progress
-from jaxckpt_train.value_checks import flag
+from jaxckpt_train.value_checks import flag, time_limit
 
 _log = logging.getLogger("jaxckpt_train")
 
@@ -209,7 +209,7 @@ class StepManager:
                 return SaveResult(False, decision.reason)
             started = time.perf_counter()
             self._run.hold()
-            why_not = self._in_flight.wait_for_turn(step, force, timeout_s)
+            why_not = self._in_flight.wait_for_turn(step, force, time_limit("StepManager.save: timeout_s", timeout_s))
             if why_not is not None:
                 return SaveResult(False, why_not)
             wait_s = time.perf_counter() - started
@@ -290,7 +290,7 @@ class StepManager:
         Raises:
             StepNotFoundError: there is no such step.
         """
-        self._note(step, pin=pinned)
+        self._note(step, pin=flag("pin: pinned", pinned))
 
     def attach_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add metrics to a committed step, such as those of an evaluation that ended later.
@@ -347,7 +347,7 @@ class StepManager:
             CheckpointTimeoutError: not in time, it has not got any further for ten minutes, or `until` became true; it
                 goes on.
         """
-        return self._in_flight.settle(timeout_s, until=until)
+        return self._in_flight.settle(time_limit("timeout_s", timeout_s), until=until)
 
     def leave_when(self, is_asked: Callable[[], bool], is_time_up: Callable[[], bool]) -> None:
         """Once asked, no save waits for its turn any more; one whose state is not taken when time is up is given up."""
@@ -369,6 +369,7 @@ class StepManager:
             CheckpointTimeoutError: the save does not get any further.
             The original error of a save that failed.
         """
+        longest_s = LAST_PATIENCE_S if time_limit("close: timeout_s", timeout_s) is None else timeout_s
         if self._closed:
             return
         try:
@@ -377,7 +378,6 @@ class StepManager:
             self.wait()
         finally:  # who writes stays the owner: there is one after an interrupt
             writes = self._in_flight.pending or self._in_flight.given_up
-            longest_s = LAST_PATIENCE_S if timeout_s is None else timeout_s
             call_after(writes, functools.partial(self._run.close, longest_s))
 
     def _check_open(self) -> None:

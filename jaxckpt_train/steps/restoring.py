@@ -157,7 +157,9 @@ def restore_newest(
             _log.warning("step %d cannot be restored and is skipped: %s", entry.step, error)
     listing = "\n".join(f"  step {each.entry.step}: {each.problem}" for each in skipped)
     raise CorruptCheckpointError(
-        f"{directory}: none of {len(skipped)} committed steps can be restored; no file was changed:\n{listing}"
+        f"{directory}: none of {len(skipped)} committed steps can be restored; no file was changed. Bring the damaged "
+        "files back from a copy (`jaxckpt_train.verify` tells which), load the parts that are whole by "
+        f"`jaxckpt_train.load_checkpointables`, or begin anew in another directory:\n{listing}"
     ) from last
 
 

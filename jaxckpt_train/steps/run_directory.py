@@ -350,7 +350,8 @@ class RunDirectory:
                 _log.warning("step %d could not be set aside: %s", entry.step, error)
                 continue
             if damaged is not None:
-                _log.warning("step %d is set aside: %s stays, and is not listed any more", entry.step, entry.name)
+                told = "stays for you to look at, or to remove, and is not listed any more"
+                _log.warning("step %d is set aside as damaged: %s %s", entry.step, entry.name, told)
                 self.history.add("set_aside", self._clock(), step=entry.step, name=entry.name, problem=damaged)
                 set_aside.append(entry)
         self._scrubber.look_around(set_aside, self._verdicts.compared)

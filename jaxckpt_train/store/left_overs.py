@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 
+from jaxckpt_train.errors import StorageError
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.late_sync import sync_directory
 from jaxckpt_train.store.local import side_name
@@ -25,6 +26,9 @@ def remove_dead_attempts(backend: Backend, final: str) -> None:
 
     An exchange cut between its renames is taken back, or its older checkpoint removed if the newer is in place. That it
     is in place may be known to memory only: nothing is removed before the names are on the disk.
+
+    Raises:
+        StorageError: some of it could not be removed; the rest is.
     """
     parent, name = os.path.split(final)
     removed = []
@@ -39,5 +43,15 @@ def remove_dead_attempts(backend: Backend, final: str) -> None:
             backend.rename(path, final)
     if removed:
         sync_directory(backend, parent)
-    for path in removed:
+    refused = [error for path in removed if (error := _refusal(backend, path))]
+    if refused:
+        raise refused[0]
+
+
+def _refusal(backend: Backend, path: str) -> StorageError | None:
+    """Remove it; why that was refused, if it was: the others go all the same."""
+    try:
         backend.remove(path)
+    except StorageError as error:
+        return error
+    return None

@@ -48,6 +48,7 @@ from jaxckpt_train.tree.patterns import Only, leaf_filter, suggestion
 from jaxckpt_train.tree.placement import Placement, default_platform, device_placement, host_placement
 from jaxckpt_train.tree.rebuild import rebuild
 from jaxckpt_train.tree.target import Want, concrete_sharding, wanted
+from jaxckpt_train.value_checks import flag
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ class LoadOptions:
             raise SettingsError(f'rename: expected a mapping such as {{"old/**": "new/**"}}, found {self.rename!r}')
         if self.missing not in ("error", "keep"):
             raise SettingsError(f'missing: expected "error" or "keep", found {self.missing!r}')
+        flag("cast", self.cast)
 
 
 class _Job(NamedTuple):

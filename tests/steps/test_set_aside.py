@@ -56,7 +56,7 @@ def test_past_a_damaged_step_the_owner_sets_it_aside_with_all_its_bytes(
         assert file in event["problem"]
     assert files_below(step_path(run, 3)) == before
     assert jct.StepManager(run).steps == [1, 2]
-    assert "step 3 is set aside: step-0000000003 stays" in caplog.text
+    assert "step 3 is set aside as damaged: step-0000000003 stays" in caplog.text
 
 
 def test_it_is_not_read_again_by_the_next_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
