@@ -1,0 +1,43 @@
+"""What dead processes left beside a checkpoint: one that cannot be removed does not keep the others."""
+
+from __future__ import annotations
+
+import errno
+import re
+
+import pytest
+
+from jaxckpt_train.errors import StorageError
+from jaxckpt_train.store import machine
+from jaxckpt_train.store.left_overs import remove_dead_attempts
+from jaxckpt_train.store.memory import MemoryBackend
+
+
+class Refusing(MemoryBackend):
+    """Does not remove one path."""
+
+    def __init__(self, refused: str) -> None:
+        super().__init__()
+        self.refused = refused
+
+    def remove(self, path: str) -> None:
+        if path == self.refused:
+            raise StorageError(errno.EPERM, "cannot be removed", path)
+        super().remove(path)
+
+
+@pytest.mark.parametrize("refused", [0, 1, 2])
+def test_one_that_cannot_be_removed_is_told_and_the_others_go(refused: int) -> None:
+    tag = re.sub(r"-[0-9]+-[0-9]+$", "-1-1", machine.process_tag())  # process 1 lives, and began at another time
+    assert machine.is_dead_tag(tag)
+    attempts = [f"/run/.c.tmp-{tag}-{number}" for number in range(3)]
+    backend = Refusing(attempts[refused])
+    for path in ("/run", *attempts, f"/run/.other.tmp-{tag}-0", f"/run/.c.tmp-{machine.process_tag()}-0"):
+        backend.make_directory(path, parents=True, sync=False)
+    with pytest.raises(StorageError, match="cannot be removed"):
+        remove_dead_attempts(backend, "/run/c")
+    left = {f"/run/{entry.name}" for entry in backend.list("/run")}
+    assert left == {attempts[refused], f"/run/.other.tmp-{tag}-0", f"/run/.c.tmp-{machine.process_tag()}-0"}
+    backend.refused = ""
+    remove_dead_attempts(backend, "/run/c")
+    assert attempts[refused] not in {f"/run/{entry.name}" for entry in backend.list("/run")}
