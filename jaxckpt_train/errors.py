@@ -114,7 +114,15 @@ class Preempted(CheckpointError):
 
 
 def free_frames(error: BaseException | None) -> None:
-    """Free what the ended frames of an error and its causes hold, such as a whole state; the traceback stays."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    """Free what the ended frames of an error hold, such as a whole state, and of all errors that led to it.
+
+    The tracebacks stay. Errors may have led to each other: `raise error.__cause__ from None` makes a ring of two.
+    """
+    seen, todo = set[int](), [error]
+    while todo:
+        each = todo.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        todo += [each.__cause__, each.__context__, *(each.exceptions if isinstance(each, BaseExceptionGroup) else ())]

@@ -1,0 +1,91 @@
+"""Errors that are kept: what their frames hold is freed, whichever errors led to which."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import weakref
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.errors import free_frames
+from jaxckpt_train.store.memory import MemoryBackend
+
+
+class Held:
+    """Something that the frame of an error holds."""
+
+
+def raise_holding(holders: list[weakref.ref[Held]]) -> NoReturn:
+    held = Held()
+    holders.append(weakref.ref(held))
+    raise OSError(errno.EROFS, "refused")
+
+
+def raise_a_ring(holders: list[weakref.ref[Held]]) -> NoReturn:
+    """The cause, whose context is the error that it is the cause of."""
+    try:
+        try:
+            raise_holding(holders)
+        except OSError as error:
+            raise jct.CheckpointError("refused") from error
+    except jct.CheckpointError as error:
+        raise (error.__cause__ or error) from None
+
+
+def raise_a_group(holders: list[weakref.ref[Held]]) -> NoReturn:
+    kept: list[Exception] = []
+    for _ in range(2):
+        try:
+            raise_holding(holders)
+        except OSError as error:
+            kept.append(error)
+    raise ExceptionGroup("two", kept)
+
+
+def raise_with_both(holders: list[weakref.ref[Held]]) -> NoReturn:
+    """A cause of its own, and another error that it was raised in the handling of."""
+    kept: list[Exception] = []
+    try:
+        raise_holding(holders)
+    except OSError as error:
+        kept.append(error)
+    try:
+        raise_holding(holders)
+    except OSError:
+        raise jct.CheckpointError("refused") from kept.pop()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("raise_it", [raise_holding, raise_a_ring, raise_a_group, raise_with_both])
+def test_frames_are_freed_whichever_error_led_to_which(raise_it: Any) -> None:
+    holders: list[weakref.ref[Held]] = []
+    with pytest.raises((OSError, jct.CheckpointError, ExceptionGroup)) as raised:
+        raise_it(holders)
+    gc.collect()
+    assert all(holder() is not None for holder in holders), "nothing was held: the test shows nothing"
+    free_frames(raised.value)
+    gc.collect()
+    assert holders
+    assert [holder() for holder in holders] == [None] * len(holders)
+
+
+class Refusing(MemoryBackend):
+    """Creates no file in attempts, and says so by an error that led to itself."""
+
+    def create(self, path: str, *, direct: Any) -> Any:
+        if ".tmp-" in path:
+            raise_a_ring([])
+        return super().create(path, direct=direct)
+
+
+@pytest.mark.timeout(20)
+def test_a_save_that_fails_by_such_an_error_ends(tmp_path: Path) -> None:
+    with jct.StepManager("/run", backend=Refusing()) as steps:
+        steps.save(1, {"state": {"w": np.ones(3)}})
+        with pytest.raises(OSError, match="refused"):
+            steps.wait(10)
