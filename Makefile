@@ -13,7 +13,8 @@ STAMP := $(VENV)/.installed-$(VERSION)
 TORCH_STAMP := .venv-torch/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+# In the order of the files: by default those with few tests, which are the long ones, would come last, for one worker.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-quick lint types format bench bench-quick bench-torch kill-campaign crash-states block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes clean python-is-new-enough
