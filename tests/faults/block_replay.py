@@ -36,6 +36,7 @@ from tests.crash.oracles import problems_in_run, problems_of_single
 from tests.crash.programs import process
 from tests.faults import fuse_disk, loop_disk
 from tests.faults.block_recorder import Change, attach, detach, recorded_disk
+from tests.faults.campaign_end import leave_with, those_that_can
 from tests.faults.loop_disk import UNMOUNT_S
 
 BLOCK = 4096
@@ -300,21 +301,13 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     chosen = parser.parse_args()
     logging.getLogger("jaxckpt_train").disabled = True
-    failed = False
-    for kind in chosen.kinds:
-        reason = why_not(kind)
-        if reason is not None:
-            print(f"{kind}: SKIP: {reason}")
-            continue
-        started = time.monotonic()
+    problems, started = [], time.monotonic()
+    for kind in those_that_can(chosen.kinds, why_not):
         with tempfile.TemporaryDirectory(dir=_memory()) as folder:
             found = campaign(Path(folder), kind, -(-chosen.states // len(chosen.kinds)), chosen.seed)
-        print(f"{kind}: {found.states} states, {found.with_saves} of them after an acknowledgement,", end=" ")
-        print(f"{len(found.problems)} problems; {time.monotonic() - started:.0f} s, seed {chosen.seed}", flush=True)
-        for problem in found.problems[:20]:
-            print(f"  {problem}")
-        failed = failed or bool(found.problems)
-    raise SystemExit(failed)
+        print(f"{kind}: {found.states} states, {found.with_saves} of them after an acknowledgement", flush=True)
+        problems += [f"{kind}: {problem}" for problem in found.problems]
+    leave_with(problems, started, chosen.seed)
 
 
 def _memory() -> str | None:

@@ -26,6 +26,7 @@ from jaxckpt_train.store.memory import MemoryBackend
 from jaxckpt_train.store.verify import verify
 from tests.crash.explorer import small_sizes
 from tests.faults import damaged_background, damaged_owners
+from tests.faults.campaign_end import leave_with
 from tests.faults.damage_report import CLEAN, UNCHANGED, UNNOTICED, Found, Trial, tables
 from tests.faults.damages import KINDS, Files, Victim, chosen
 from tests.faults.layers import layer_of
@@ -167,13 +168,9 @@ def main() -> None:
     print(tables(found) + "\n\n" + damaged_owners.table(owners) + "\n")
     print(f"{background.trials} damaged runs verified in the background: {background.aside} steps set aside")
     problems = found.problems + owners.problems + background.problems
-    print(f"{len(problems)} problems; {time.monotonic() - started:.0f} s, seed {arguments.seed}")
     for kind, count in collections.Counter(problem.partition(" ")[0] for problem in problems).items():
         print(f"  {kind}: {count}")
-    for problem in problems[:20]:
-        print(f"  {problem}")
-    if problems:
-        raise SystemExit(1)
+    leave_with(problems, started, arguments.seed)
 
 
 if __name__ == "__main__":

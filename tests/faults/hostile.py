@@ -49,8 +49,10 @@ from jaxckpt_train.store.segment import is_head_of
 from jaxckpt_train.store.transaction import CommitRecord, open_committed
 from jaxckpt_train.store.verify import _chunks_by_segment, _tensors, verify
 from tests.crash.explorer import small_sizes
+from tests.faults.campaign_end import leave_with
 from tests.faults.corruption import NEW, RUN, Files, made, planted
 from tests.faults.mutations import changed, inflated
+from tests.faults.needs import leave_if
 
 STEP = f"{RUN}/{NEW}"
 A_STATE = {"params": {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3), "n": 3}, "step": np.int32(7), "none": None}
@@ -69,6 +71,7 @@ LONGEST_S = 1.0
 TRIES = 3
 MOST_TIMES, MOST_MORE_BYTES = 2, 8 << 20  # of memory: this many times the file, and some more
 MEASURED_EVERY, INFLATED_EVERY = 200, 1000
+FIRST_FILES = 200  # that atheris begins with, besides the sound one
 INFLATED_BYTES, HANDED_OUT_BYTES = 2_000_000, 100_000  # the first is more than a manifest's info may have
 
 
@@ -282,7 +285,7 @@ def with_atheris(executions: int, seed: int, name: str) -> None:
 
     sound, chance = targets.all[name][0], random.Random(0)
     with tempfile.TemporaryDirectory() as folder:  # what it begins with
-        for number, first in enumerate([sound, *(changed(sound, chance) for _ in range(200))]):
+        for number, first in enumerate([sound, *(changed(sound, chance) for _ in range(FIRST_FILES))]):
             (Path(folder) / str(number)).write_bytes(first)
         for each in gc.get_objects():
             if isinstance(each, types.FunctionType) and (each.__module__ or "").startswith("jaxckpt_train."):
@@ -294,14 +297,18 @@ def with_atheris(executions: int, seed: int, name: str) -> None:
 
 def guided(executions: int, seed: int, names: list[str]) -> list[str]:
     """As `campaign`, with atheris, in a process for each target; the problems."""
-    problems = []
+    problems, share = [], str(share_of_guided(executions, names))
     for name in names:
-        share = str(-(-executions // len(names)))
         command = [sys.executable, "-m", "tests.faults.hostile", "--atheris", "--targets", name, "--executions", share]
         done = subprocess.run([*command, "--seed", str(seed)], capture_output=True, text=True, check=False)
         if done.returncode != 0 or f"Done {share} runs" not in done.stderr:
             problems.append(f"{name}: ended with {done.returncode}: {done.stdout[-1000:]}{done.stderr[-3000:]}")
     return problems
+
+
+def share_of_guided(executions: int, names: list[str]) -> int:
+    """For each target: at least what it begins with, which always runs."""
+    return max(2 * FIRST_FILES, -(-executions // len(names)))
 
 
 def why_not_guided() -> str | None:
@@ -328,24 +335,18 @@ def main() -> None:
     print(
         f"{found.measured} measured took {found.most_more_bytes:,} bytes more than {MOST_TIMES} times the file at most"
     )
-    print(f"{len(found.problems)} problems; {time.monotonic() - started:.0f} s, seed {chosen.seed}")
-    for problem in found.problems:
-        print(f"  {problem}")
-    raise SystemExit(bool(found.problems))
+    leave_with(found.problems, started, chosen.seed)
 
 
 def _main_guided(executions: int, seed: int, names: list[str]) -> None:
-    reason, started = why_not_guided(), time.monotonic()
-    if reason is not None:
-        print(f"SKIP: {reason}")
-        return
+    started = time.monotonic()
+    leave_if(why_not_guided())
     if len(names) == 1:
         with_atheris(executions, seed, names[0])
         return
     problems = guided(executions, seed, names)
-    print(f"{executions} executions over {len(names)} targets, {len(problems)} problems;", end=" ")
-    print(f"{time.monotonic() - started:.0f} s, seed {seed}", *problems, sep="\n  ")
-    raise SystemExit(bool(problems))
+    print(f"{share_of_guided(executions, names) * len(names)} executions over {len(names)} targets")
+    leave_with(problems, started, seed)
 
 
 if __name__ == "__main__":

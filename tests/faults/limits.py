@@ -26,10 +26,11 @@ from pathlib import Path
 from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.preservation_policies import LatestN
+from tests.faults.campaign_end import leave_with, those_that_can
 from tests.faults.forking import LONGEST_S, Tell, forked
 from tests.faults.known_states import KEPT, SETTINGS, checkpointables_of, token_in
 from tests.faults.native_programs import by_kind, look_at_run, looked
-from tests.faults.needs import SKIPPED, why_no_mount
+from tests.faults.needs import why_no_mount
 
 KIB, MIB = 1 << 10, 1 << 20
 ROOMY = 64 * MIB
@@ -243,22 +244,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limits", nargs="+", choices=LIMITS, default=list(LIMITS))
     chosen, started = parser.parse_args(), time.monotonic()
-    reasons = {name: why_not(name) for name in chosen.limits}
-    names = [name for name in chosen.limits if reasons[name] is None]
-    for name in set(chosen.limits) - set(names):
-        print(f"{name}: SKIP: {reasons[name]}")
-    if not names:
-        raise SystemExit(SKIPPED)
+    names = those_that_can(chosen.limits, why_not)
     warnings.simplefilter("ignore")
     logging.getLogger("jaxckpt_train").disabled = True
     with tempfile.TemporaryDirectory() as folder:
         found = campaign(names, Path(folder))
     for name in names:
         print(f"{name}: {found.runs[name]} runs, in {found.failed[name]} of them the save was refused")
-    print(f"{len(found.problems)} problems; {time.monotonic() - started:.0f} s")
-    for problem in found.problems:
-        print(f"  {problem}")
-    raise SystemExit(bool(found.problems))
+    leave_with(found.problems, started)
 
 
 if __name__ == "__main__":

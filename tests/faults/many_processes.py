@@ -28,6 +28,7 @@ from jaxckpt_train.errors import DirectoryLockedError, StepNotFoundError
 from jaxckpt_train.steps.lock import OwnerLock
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.preservation_policies import LatestN
+from tests.faults.campaign_end import leave_with
 from tests.faults.forking import LONGEST_S, Tell, ended, started
 from tests.faults.known_states import KEPT, SETTINGS, checkpointables_of, token_in
 
@@ -178,10 +179,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = campaign(chosen.rounds, chosen.seed, Path(folder))
     print(f"{found.rounds} rounds of {PROCESSES} processes: {dict(found.deeds)}")
-    print(f"{len(found.problems)} problems; {time.monotonic() - started:.0f} s, seed {chosen.seed}")
-    for problem in found.problems[:20]:
-        print(f"  {problem}")
-    raise SystemExit(bool(found.problems))
+    leave_with(found.problems, started, chosen.seed)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults.campaign_end import leave_with
 from tests.faults.flaws import FLAWS
 from tests.faults.forking import Tell, forked
 from tests.faults.native_programs import PROGRAMS, Program, by_kind, looked
@@ -273,10 +274,7 @@ def main() -> None:
             found = campaign(chosen.faults, Path(name), chosen.every, chosen.programs)
             problems = found.problems
             print(json.dumps({"runs": found.runs, "calls": found.calls, "hit": found.hit, "failed": found.failed}))
-    print(f"{len(problems)} problems; {time.monotonic() - started:.0f} s")
-    for problem in problems[:30]:
-        print(f"  {problem}")
-    raise SystemExit(bool(problems))
+    leave_with(problems, started)
 
 
 def _with_flaws(faults: list[str], folder: Path, every: int) -> list[str]:

@@ -29,6 +29,7 @@ from jaxckpt_train.steps.lock import LOCK_NAME
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.preservation_policies import LatestN
 from jaxckpt_train.store.backend import HALF_MADE
+from tests.faults.campaign_end import leave_with
 from tests.faults.flaws import FLAWS
 from tests.faults.forking import LONGEST_S, Tell, Work, ended, started
 from tests.faults.known_states import KEPT, SETTINGS, checkpointables_of, token_in
@@ -130,10 +131,7 @@ def main() -> None:
             FLAWS[chosen.flaw](patch)
         found = campaign(chosen.kills, chosen.seed, Path(folder))
     print(f"{found.kills} kills, {found.acknowledged} acknowledged saves; killed while {dict(found.during)}")
-    print(f"{len(found.problems)} problems; {time.monotonic() - started:.0f} s, seed {chosen.seed}")
-    for problem in found.problems[:20]:
-        print(f"  {problem}")
-    raise SystemExit(bool(found.problems))
+    leave_with(found.problems, started, chosen.seed)
 
 
 if __name__ == "__main__":

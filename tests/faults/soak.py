@@ -25,6 +25,7 @@ from typing import Any
 from jaxckpt_train.steps.lock import LOCK_NAME, SILENCE_S
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.store.backend import HALF_MADE
+from tests.faults.campaign_end import leave_with
 from tests.faults.fuse_disk import ANSWER, WEDGED, FuseDisk, fuse_disk, why_not
 from tests.faults.needs import leave_if
 
@@ -200,7 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args()
+    chosen, started = parser.parse_args(), time.monotonic()
     leave_if(why_not())
     with tempfile.TemporaryDirectory() as folder:
         found = soak(60 * chosen.minutes, chosen.seed, 1.0, Path(folder))
@@ -208,10 +209,7 @@ def main() -> None:
         f"{len(found.rows)} rows; the first {found.rows[:1]}, the last {found.rows[-1:]}; faults {dict(found.faults)}"
     )
     print(f"the most names at once: { {kind: max(each[kind] for each in found.names) for kind in MOST} }")
-    print(f"{len(found.problems)} problems, seed {chosen.seed}")
-    for problem in found.problems:
-        print(f"  {problem}")
-    raise SystemExit(bool(found.problems))
+    leave_with(found.problems, started, chosen.seed)
 
 
 if __name__ == "__main__":
