@@ -45,6 +45,7 @@ class Facts:
         pins: steps that were pinned, and after how many operations that was acknowledged.
         durable: saves that are known to be on the disk, and after how many operations they were.
         contents: of acknowledged saves, digests of their directories.
+        restored: the save that whoever looks after a crash has restored.
     """
 
     keep: int | None = None
@@ -53,6 +54,7 @@ class Facts:
     pins: dict[int, int] = dataclasses.field(default_factory=dict)
     durable: dict[int, int] = dataclasses.field(default_factory=dict)
     contents: dict[int, bytes] = dataclasses.field(default_factory=dict, repr=False)
+    restored: int = 0
 
     def begin(self, step: int, at: int, goes_on_from: int = 0) -> Promise:
         """A save begins; its number is what its content is made of."""
@@ -88,8 +90,14 @@ class Facts:
         newest = list(dict.fromkeys(each.step for each in reversed(committed)))
         kept = newest if self.keep is None else newest[: self.keep]
         if self.rolled_back:
-            kept = []
+            return self._pinned_on_the_line_of(newest_token)
         return {step: last[step] for step in [*kept, *self.pins] if step in last}
+
+    def _pinned_on_the_line_of(self, token: int) -> dict[int, int]:
+        """A run that goes on from what was left behind leaves behind what had come instead, of the same step, too."""
+        line = {*self._line(token)}
+        oldest = {each.step: each.token for each in self.acknowledged() if each.token in line}
+        return {step: oldest.get(step, 0) for step in self.pins}
 
     def may_be_restored(self, token: int) -> bool:
         """Whether nothing newer is known to be on the disk.

@@ -60,6 +60,7 @@ def _seen(manager: StepManager, facts: Facts, reader: Callable[[], StepManager])
     except CorruptCheckpointError as error:
         last = f"save {acknowledged[-1]} was acknowledged, but: " if acknowledged else ""
         return [Problem("lost" if acknowledged else "damaged", f"{last}{error}")]
+    facts.restored = token
     if token not in known:
         return [Problem("wrong bytes", f"restored save {token}, which had not begun; {sorted(known)} had")]
     if acknowledged and token < acknowledged[-1]:
@@ -97,7 +98,7 @@ def left_of(names: Iterable[str]) -> list[Problem]:
 def _cleaned(manager: StepManager, facts: Facts, names: Callable[[], list[str]]) -> list[Problem]:
     """The next owner saves, and leaves nothing of what the dead ones left or what nobody keeps."""
     line = [entry.step for entry in newest_generations(manager._run._line())]
-    promise = facts.begin((manager.latest or 0) + 1, AFTERWARDS)
+    promise = facts.begin((manager.latest or 0) + 1, AFTERWARDS, facts.restored)
     manager.save(promise.step, state_of(promise.token))
     manager.wait(LONGEST_S)
     facts.acknowledge(promise, AFTERWARDS)

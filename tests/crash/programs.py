@@ -118,7 +118,7 @@ class RunLife:
         self._disk, self._settings = world.make_disk(machine), world.settings
         if world.settings.durability != "full" and chance.random() < FULLY:
             self._settings = dataclasses.replace(world.settings, durability="full")
-        self._tip = 0  # the save that the next one goes on from
+        self._tip = self._step = 0  # the save that the next one goes on from, and its step
         self._disk.budget = chance.randint(1, 120) if chance.random() < 0.4 else None
         self._disk.refuse_in = chance.randint(1, 120) if chance.random() < 0.3 else None
         self._manager = opened(self._disk, self._settings, facts.keep)
@@ -143,8 +143,9 @@ class RunLife:
         return len(self._machine.log)
 
     def _resume(self) -> None:
+        self._step = self._manager.latest or 0  # that of what cannot be restored, too
         with contextlib.suppress(StepNotFoundError), self._unless_damaged():
-            self._tip = token_of(self._manager.restore())
+            self._go_on_from()
             if not self._machine.log:  # what a machine finds that was just started is on its disk
                 self._facts.durable.setdefault(self._tip, 0)
 
@@ -157,18 +158,20 @@ class RunLife:
             if self._world.settings.durability == "full":
                 raise
 
+    def _go_on_from(self, step: int | None = None) -> None:
+        self._tip = token_of(self._manager.restore(step=step))
+        self._step = self._manager.restored_step or 0
+
     def _save(self) -> None:
-        latest = self._manager.latest
-        self._save_step((latest or 0) + 1)
+        self._save_step(self._step + 1)
 
     def _overwrite(self) -> None:
-        latest = self._manager.latest
-        if latest is not None:
-            self._save_step(latest, overwrite=True)
+        if self._step:
+            self._save_step(self._step, overwrite=True)
 
     def _save_step(self, step: int, **options: Any) -> None:
         promise = self._facts.begin(step, self._now(), self._tip)
-        self._tip = promise.token
+        self._tip, self._step = promise.token, step
         self._manager.save(step, state_of(promise.token), **options)
         self._manager.wait(LONGEST_S)
         self._facts.acknowledge(promise, self._now())
@@ -191,7 +194,7 @@ class RunLife:
         if steps and self._chance.random() < 0.3:
             self._facts.rolled_back = True
             with self._unless_damaged():
-                self._tip = token_of(self._manager.restore(step=self._chance.choice(steps)))
+                self._go_on_from(self._chance.choice(steps))
                 self._save()
 
 

@@ -117,3 +117,21 @@ def test_what_may_be_restored(restored: int, is_right: bool) -> None:
         Promise(6, 3, 0, 0, 2),
     ]
     assert Facts(promises=saves, durable={2: 0, 4: 0}).may_be_restored(restored) == is_right
+
+
+def test_what_must_be_there_of_a_pinned_step_is_what_the_line_has_of_it() -> None:
+    """Step 3 was saved by 3, and by 5 after a roll-back to 2; 6 goes on from 4, which 5 had left behind."""
+    saves = [
+        Promise(1, 1, 0, 0),
+        Promise(2, 2, 0, 0, 1),
+        Promise(3, 3, 0, 0, 2),
+        Promise(4, 4, 0, 0, 3),
+        Promise(5, 3, 0, 0, 2),
+        Promise(6, 5, 0, 0, 4),
+        Promise(7, 4, 0, 0, 2),
+    ]
+    gone_back = Facts(promises=saves, pins={3: 0}, rolled_back=True)
+    assert gone_back.must_be_there(5) == {3: 5}
+    assert gone_back.must_be_there(6) == {3: 3}
+    assert gone_back.must_be_there(7) == {3: 0}, "any save of it: the line has none"
+    assert Facts(promises=saves[:4], pins={3: 0}, keep=1).must_be_there(4) == {4: 4, 3: 3}
