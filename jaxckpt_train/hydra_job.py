@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxckpt_train.value_checks import path_text, refuse
+from jaxckpt_train.value_checks import path_text
 
 _ROOT = "checkpoint"
 _LONGEST_JOB_NAME = 100
@@ -23,11 +23,9 @@ def resolve_directory(directory: str | os.PathLike[str]) -> Path:
             original working directory, whatever `hydra.job.chdir` says, else in the working directory.
 
     Raises:
-        SettingsError: it is a URL.
+        SettingsError: it is no path, or a URL.
     """
     text = path_text(f"{_ROOT}.directory", directory)
-    if "://" in text:
-        refuse(f"{_ROOT}.directory", "a path of the file system: other stores cannot be written yet", text)
     return Path(_hydra_value("runtime", "cwd") or Path.cwd(), Path(text).expanduser()).absolute()
 
 

@@ -6,6 +6,7 @@ import difflib
 import math
 import numbers
 import os
+import re
 import signal
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 from jaxckpt_train.errors import SettingsError
 
 Check = Callable[[str, Any], Any]
+_URL = re.compile("[A-Za-z][A-Za-z0-9+.-]*:/")  # one slash is all that pathlib leaves of two
 
 
 def refuse(subject: str, expected: str, found: object) -> NoReturn:
@@ -44,6 +46,8 @@ def path_text(subject: str, value: Any) -> str:
         os.fsencode(found)
     except UnicodeEncodeError:
         refuse(subject, "a path of characters that a file system takes", value)
+    if _URL.match(found):
+        refuse(subject, "a path of the file system: other stores cannot be read or written yet", str(value))
     return found
 
 

@@ -62,7 +62,7 @@ def test_wrong_arguments_of_load(options: dict[str, Any], reason: str, checkpoin
         jct.load(checkpoint, **options)
 
 
-NO_PATHS = (None, 3, "", b"bytes", "a\0b", "\ud800")
+NO_PATHS = (None, 3, "", b"bytes", "a\0b", "\ud800", "gs://bucket/run", Path("s3://bucket/run"), "file:///run")
 
 
 @pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
