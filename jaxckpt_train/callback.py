@@ -102,7 +102,7 @@ class CheckpointCallback:
         )
         self._started = self._closed = self._resumed = False
         self._saved: int | None = None
-        self._loop = LoopState()
+        self._loop = LoopState(warns=enabled)
         self._departure = Departure(
             self._watch,
             grace_period_s,

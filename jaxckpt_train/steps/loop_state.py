@@ -27,6 +27,9 @@ def refuse_to_continue(directory: str, latest: int | None) -> None:
 class LoopState:
     """The updates of one loop.
 
+    Args:
+        warns: whether a loop is told when it leaves an update out.
+
     Attributes:
         completed: how many are complete; in `updates`, the one under way included.
         called: whether the loop has told of the update under way.
@@ -38,7 +41,8 @@ class LoopState:
         metrics: its metrics.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, warns: bool = True) -> None:
+        self._warns = warns
         self.completed = 0
         self.called = self.in_steps = self.broken = False
         self.num_steps: int | None = None
@@ -72,8 +76,19 @@ class LoopState:
                 self.completed += 1
                 yield self.completed - 1
                 self.broken = False
+                self._warn_unless_called()
         finally:
             self.in_steps = False
+
+    def _warn_unless_called(self) -> None:
+        """Once: a loop that tells of some updates only may never tell of one that is due, and nobody would know."""
+        if self._warns and not self.called:
+            self._warns = False
+            _log.warning(
+                "update %d ended and ckpt(...) was not called: call ckpt(state) in every update, it decides by itself "
+                "which to save; what it is not told of is never saved",
+                self.completed,
+            )
 
     def count(self, step: int | None) -> None:
         """An update is complete: in `updates` the one under way, else the next, or the one that the loop names.

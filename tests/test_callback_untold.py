@@ -1,0 +1,51 @@
+"""A loop that does not tell of all its updates is told so at once: what is not told of is never saved."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+import jaxckpt_train as jct
+from tests.steps.runs import state_of
+
+UNTOLD = "ended and ckpt(...) was not called"
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if UNTOLD in record.getMessage()]
+
+
+def test_an_update_that_was_left_out_is_told_once_and_while_the_loop_runs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As people do who decide themselves what to save: at 1, 11, 21, ..., of which none is due."""
+    with jct.CheckpointCallback(tmp_path / "run", save_interval_steps=10) as ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(25):
+            assert len(warnings(caplog)) == (step >= 2)
+            if step % 10 == 0:
+                ckpt(state_of(step + 1))
+    assert len(warnings(caplog)) == 1
+    assert warnings(caplog)[0].startswith("update 2 ended")
+
+
+def test_a_loop_that_never_tells_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with jct.CheckpointCallback(tmp_path / "run", save_interval_steps=2) as ckpt:
+        ckpt.resume(state_of(0))
+        assert list(ckpt.steps(1)) == [0]
+    assert len(warnings(caplog)) == 1
+
+
+def test_a_loop_that_tells_of_all_updates_or_is_disabled_hears_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with jct.CheckpointCallback(tmp_path / "run", save_interval_steps=2) as ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(5):
+            ckpt(state_of(step + 1))
+    with jct.CheckpointCallback(tmp_path / "other", enabled=False) as ckpt:
+        assert list(ckpt.steps(3)) == [0, 1, 2]
+    assert warnings(caplog) == []
