@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import types
 from typing import Any
+
+_LAST_WORD = f"{__name__}.last_word"  # among the modules
 
 
 class _LastFlush:
@@ -13,6 +16,7 @@ class _LastFlush:
 
     An exit function cannot set the exit code, and to end the process in one would leave out those that come after it;
     to call these from here would call again what is running already, and native libraries wait for themselves then.
+    Nothing has been freed by then: what is freed may ask a disk that does not answer.
     """
 
     def __init__(self, stream: Any, code: int) -> None:
@@ -23,15 +27,21 @@ class _LastFlush:
         return getattr(self._stream, name)
 
     def flush(self) -> None:
-        """As of the stream; by nobody's call but the interpreter's own, end the process."""
-        try:
-            sys._getframe(1)
-        except ValueError:  # there is no Python code left that could have called
-            for each in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):  # who reads it may be gone
-                    _flush(each)
-            os._exit(self._code)
+        """As of the stream; once all exit functions have run, end the process."""
+        if sys.is_finalizing():
+            _end_now(self._code)
         _flush(self)
+
+
+class _LastWord:
+    """Ends the process when it is freed as the modules are, if exit functions have put the streams back."""
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            _end_now(self._code)
 
 
 def _flush(stream: Any) -> None:
@@ -40,6 +50,25 @@ def _flush(stream: Any) -> None:
         inner.flush()
 
 
+def _end_now(code: int) -> None:
+    try:
+        for each in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # who reads it may be gone
+                _flush(each)
+    finally:  # whatever somebody's stream raises
+        os._exit(code)
+
+
 def end_with(code: int) -> None:
     """Have this process, which runs its exit functions, end with this code, whatever threads it still has."""
-    sys.stdout, sys.stderr = _LastFlush(sys.stdout, code), _LastFlush(sys.stderr, code)
+    # A module of its own that nobody else has is the first thing that frees: what others hold is freed late or never.
+    holder = types.ModuleType(_LAST_WORD)
+    vars(holder)["last_word"] = _LastWord(code)
+    sys.modules[_LAST_WORD] = holder
+    sys.stdout, sys.stderr = _ending(sys.stdout, code), _ending(sys.stderr, code)
+
+
+def _ending(stream: Any, code: int) -> Any:
+    if stream is None:  # what is printed goes nowhere, and stays so
+        return None
+    return _LastFlush(stream._stream if isinstance(stream, _LastFlush) else stream, code)
