@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import types
 from typing import Any
 
+INTERRUPTED = 128 + signal.SIGINT  # as shells have it
 _LAST_WORD = f"{__name__}.last_word"  # among the modules
 
 
@@ -66,6 +68,14 @@ def end_with(code: int) -> None:
     vars(holder)["last_word"] = _LastWord(code)
     sys.modules[_LAST_WORD] = holder
     sys.stdout, sys.stderr = _ending(sys.stdout, code), _ending(sys.stderr, code)
+
+
+def code_of(stop: BaseException) -> int:
+    """The exit code of a process that what a signal handler raised ends, and that leaves something undone: not 0."""
+    if isinstance(stop, KeyboardInterrupt):
+        return INTERRUPTED
+    code = stop.code if isinstance(stop, SystemExit) else None
+    return (code & 0xFF if isinstance(code, int) else 0) or 1
 
 
 def _ending(stream: Any, code: int) -> Any:
