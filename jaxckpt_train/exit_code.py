@@ -7,10 +7,14 @@ import os
 import signal
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 INTERRUPTED = 128 + signal.SIGINT  # as shells have it
 _LAST_WORD = f"{__name__}.last_word"  # among the modules
+_LAST_OF_ALL = -(1 << 30)  # less than any finalizer of `multiprocessing` has
+_code: int | None = None
+_child: int | None = None  # the process that is watched as a child
 
 
 class _LastFlush:
@@ -63,6 +67,8 @@ def _end_now(code: int) -> None:
 
 def end_with(code: int) -> None:
     """Have this process, which runs its exit functions, end with this code, whatever threads it still has."""
+    global _code
+    _code = code
     # A module of its own that nobody else has is the first thing that frees: what others hold is freed late or never.
     holder = types.ModuleType(_LAST_WORD)
     vars(holder)["last_word"] = _LastWord(code)
@@ -82,3 +88,30 @@ def _ending(stream: Any, code: int) -> Any:
     if stream is None:  # what is printed goes nowhere, and stays so
         return None
     return _LastFlush(stream._stream if isinstance(stream, _LastFlush) else stream, code)
+
+
+def call_at_end_of_child(call: Callable[[], None]) -> None:
+    """Have a child of `multiprocessing` call it at its end, and end with the code that it asks for.
+
+    Children by fork and by forkserver do not run what was registered with `atexit` before they were made, and nothing
+    of it before Python 3.13; then they end without Python's own end. In any other process this does nothing.
+    """
+    global _child
+    process = sys.modules.get("multiprocessing.process")
+    if process is None or _child == os.getpid() or process.parent_process() is None:
+        return
+    from multiprocessing import get_start_method, util
+
+    if get_start_method(allow_none=True) in ("fork", "forkserver"):
+        util.Finalize(None, _end_child, (call,), exitpriority=_LAST_OF_ALL)
+    _child = os.getpid()
+
+
+def _end_child(call: Callable[[], None]) -> None:
+    call()
+    if _code is None:
+        return
+    if sys.version_info >= (3, 13):  # all else has been done, and the code has been chosen
+        _end_now(_code)
+    elif isinstance(sys.exception(), SystemExit | None):  # else the child's own error is told, and the code is 1
+        raise SystemExit(_code)

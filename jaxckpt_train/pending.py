@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, free_frames
-from jaxckpt_train.exit_code import INTERRUPTED, code_of, end_with
+from jaxckpt_train.exit_code import INTERRUPTED, call_at_end_of_child, code_of, end_with
 from jaxckpt_train.store.latch import LOOK_S, Latch, Mailbox
 from jaxckpt_train.value_checks import time_limit
 
@@ -100,6 +100,7 @@ class PendingSave(Generic[T]):
         self._go = Mailbox[None]()
 
     def _start(self) -> None:
+        call_at_end_of_child(_drain_at_exit)
         thread = threading.Thread(target=self._run, name="jaxckpt-save", daemon=True)
         _under_way.add(self)
         _threads.add(thread)

@@ -1,10 +1,13 @@
-"""The end of a process with a save under way: interrupts meanwhile."""
+"""The end of a process with a save under way: interrupts meanwhile, and children of `multiprocessing`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+import jaxckpt_train as jct
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -98,3 +101,100 @@ def test_an_interrupt_that_c_code_holds_up_loses_no_save(run_python: Any) -> Non
     from_c = "\natexit.register(getattr(ctypes.PyDLL(None), 'raise'), signal.SIGINT)\natexit.register(at_end.set)"
     code, stdout, stderr = interrupted(run_python, saves + from_c)
     assert (code, stdout) == (0, "saved\nlast\n"), stderr
+
+
+CHILD = """
+import atexit, multiprocessing, sys, threading
+from multiprocessing import util
+from pathlib import Path
+
+def child(path, queue):
+    from jaxckpt_train.pending import start_save
+    at_end = threading.Event()
+    def work():
+        at_end.wait()
+        threading.Event().wait(0.3)  # as a disk would take
+        {work}
+        Path(path).touch()
+    start_save("x", work)
+    util.Finalize(None, print, ("finalizer",), exitpriority=-100)
+    atexit.register(at_end.set)
+    util.Finalize(None, at_end.set, exitpriority=0)
+    queue.put("all of it")
+    {ending}
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    queue = context.Queue()
+    process = context.Process(target=child, args=(sys.argv[2], queue))
+    process.start()
+    assert queue.get(timeout=60) == "all of it"
+    process.join(60)
+    print("exit code", process.exitcode)
+"""
+
+
+def in_child(run_python: Any, tmp_path: Path, how: str, ending: str = "pass", work: str = "pass") -> tuple[str, str]:
+    script = tmp_path / "script.py"
+    script.write_text(CHILD.format(work=work, ending=ending))
+    done = run_python(script, how, tmp_path / "saved", check=True)
+    return done.stdout, done.stderr
+
+
+METHODS = pytest.mark.parametrize("how", ["fork", "forkserver", "spawn"])
+
+
+@METHODS
+@pytest.mark.parametrize(("ending", "code"), [("pass", 0), ("sys.exit(7)", 7), ("raise ValueError('of the child')", 1)])
+def test_a_child_of_multiprocessing_ends_after_its_saves(
+    how: str, ending: str, code: int, tmp_path: Path, run_python: Any
+) -> None:
+    stdout, stderr = in_child(run_python, tmp_path, how, ending)
+    assert stdout == f"finalizer\nexit code {code}\n"
+    assert (tmp_path / "saved").exists()
+    assert ("ValueError: of the child" in stderr) == (code == 1)
+    assert "jaxckpt_train" not in stderr
+
+
+@METHODS
+@pytest.mark.parametrize("ending", ["pass", "sys.exit(0)", "raise ValueError('of the child')"])
+def test_a_child_of_multiprocessing_whose_save_failed_is_no_success(
+    how: str, ending: str, tmp_path: Path, run_python: Any
+) -> None:
+    stdout, stderr = in_child(run_python, tmp_path, how, ending, work="raise OSError('a disk')")
+    assert stdout == "finalizer\nexit code 1\n"
+    assert stderr.count("jaxckpt_train: saving x failed, and nobody asked for it:") == 1
+    assert stderr.count("OSError: a disk") == 1
+    assert stderr.count("ValueError: of the child") == ending.startswith("raise")
+
+
+SAVES_IN_CHILD = """
+import multiprocessing, sys
+def child(path):
+    import numpy as np
+    import jaxckpt_train as jct
+    jct.save_async(path, {"w": np.arange(1 << 20)})
+if __name__ == "__main__":
+    process = multiprocessing.get_context(sys.argv[1]).Process(target=child, args=(sys.argv[2],))
+    process.start()
+    process.join(60)
+    sys.exit(process.exitcode)
+"""
+
+
+@METHODS
+def test_what_a_child_of_multiprocessing_saves_last_is_there(how: str, tmp_path: Path, run_python: Any) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SAVES_IN_CHILD)
+    run_python(script, how, tmp_path / "c", check=True)
+    assert jct.verify(tmp_path / "c").ok
+
+
+def test_who_does_not_use_multiprocessing_does_not_import_it(run_python: Any) -> None:
+    script = """
+        import sys
+        from jaxckpt_train.pending import start_save
+        start_save("x", int).wait()
+        print([name for name in sys.modules if name.startswith("multiprocessing")])
+    """
+    assert run_python("if True:" + script, check=True).stdout == "[]\n"
