@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+import types
+from collections.abc import Callable
 from typing import Any
+
+INTERRUPTED = 128 + signal.SIGINT  # as shells have it
+_LAST_WORD = f"{__name__}.last_word"  # among the modules
+_LAST_OF_ALL = -(1 << 30)  # less than any finalizer of `multiprocessing` has
+_code: int | None = None
+_child: int | None = None  # the process that is watched as a child
 
 
 class _LastFlush:
@@ -13,6 +22,7 @@ class _LastFlush:
 
     An exit function cannot set the exit code, and to end the process in one would leave out those that come after it;
     to call these from here would call again what is running already, and native libraries wait for themselves then.
+    Nothing has been freed by then: what is freed may ask a disk that does not answer.
     """
 
     def __init__(self, stream: Any, code: int) -> None:
@@ -23,15 +33,21 @@ class _LastFlush:
         return getattr(self._stream, name)
 
     def flush(self) -> None:
-        """As of the stream; by nobody's call but the interpreter's own, end the process."""
-        try:
-            sys._getframe(1)
-        except ValueError:  # there is no Python code left that could have called
-            for each in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):  # who reads it may be gone
-                    _flush(each)
-            os._exit(self._code)
+        """As of the stream; once all exit functions have run, end the process."""
+        if sys.is_finalizing():
+            _end_now(self._code)
         _flush(self)
+
+
+class _LastWord:
+    """Ends the process when it is freed as the modules are, if exit functions have put the streams back."""
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            _end_now(self._code)
 
 
 def _flush(stream: Any) -> None:
@@ -40,6 +56,62 @@ def _flush(stream: Any) -> None:
         inner.flush()
 
 
+def _end_now(code: int) -> None:
+    try:
+        for each in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # who reads it may be gone
+                _flush(each)
+    finally:  # whatever somebody's stream raises
+        os._exit(code)
+
+
 def end_with(code: int) -> None:
     """Have this process, which runs its exit functions, end with this code, whatever threads it still has."""
-    sys.stdout, sys.stderr = _LastFlush(sys.stdout, code), _LastFlush(sys.stderr, code)
+    global _code
+    _code = code
+    # A module of its own that nobody else has is the first thing that frees: what others hold is freed late or never.
+    holder = types.ModuleType(_LAST_WORD)
+    vars(holder)["last_word"] = _LastWord(code)
+    sys.modules[_LAST_WORD] = holder
+    sys.stdout, sys.stderr = _ending(sys.stdout, code), _ending(sys.stderr, code)
+
+
+def code_of(stop: BaseException) -> int:
+    """The exit code of a process that what a signal handler raised ends, and that leaves something undone: not 0."""
+    if isinstance(stop, KeyboardInterrupt):
+        return INTERRUPTED
+    code = stop.code if isinstance(stop, SystemExit) else None
+    return (code & 0xFF if isinstance(code, int) else 0) or 1
+
+
+def _ending(stream: Any, code: int) -> Any:
+    if stream is None:  # what is printed goes nowhere, and stays so
+        return None
+    return _LastFlush(stream._stream if isinstance(stream, _LastFlush) else stream, code)
+
+
+def call_at_end_of_child(call: Callable[[], None]) -> None:
+    """Have a child of `multiprocessing` call it at its end, and end with the code that it asks for.
+
+    Children by fork and by forkserver do not run what was registered with `atexit` before they were made, and nothing
+    of it before Python 3.13; then they end without Python's own end. In any other process this does nothing.
+    """
+    global _child
+    process = sys.modules.get("multiprocessing.process")
+    if process is None or _child == os.getpid() or process.parent_process() is None:
+        return
+    from multiprocessing import get_start_method, util
+
+    if get_start_method(allow_none=True) in ("fork", "forkserver"):
+        util.Finalize(None, _end_child, (call,), exitpriority=_LAST_OF_ALL)
+    _child = os.getpid()
+
+
+def _end_child(call: Callable[[], None]) -> None:
+    call()
+    if _code is None:
+        return
+    if sys.version_info >= (3, 13):  # all else has been done, and the code has been chosen
+        _end_now(_code)
+    elif isinstance(sys.exception(), SystemExit | None):  # else the child's own error is told, and the code is 1
+        raise SystemExit(_code)

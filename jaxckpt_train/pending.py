@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, free_frames
-from jaxckpt_train.exit_code import end_with
+from jaxckpt_train.exit_code import INTERRUPTED, call_at_end_of_child, code_of, end_with
 from jaxckpt_train.store.latch import LOOK_S, Latch, Mailbox
 from jaxckpt_train.value_checks import time_limit
 
@@ -100,6 +100,7 @@ class PendingSave(Generic[T]):
         self._go = Mailbox[None]()
 
     def _start(self) -> None:
+        call_at_end_of_child(_drain_at_exit)
         thread = threading.Thread(target=self._run, name="jaxckpt-save", daemon=True)
         _under_way.add(self)
         _threads.add(thread)
@@ -324,21 +325,57 @@ def _forget_saves() -> None:
 
 def _drain_at_exit() -> None:
     """Finish what is under way when the script ends without having waited; a failure must not end as success."""
-    codes = set()
+    code: int | None = INTERRUPTED  # wherever an interrupt lands
+    try:
+        code = _wait_for_all()
+    except BaseException as stop:  # noqa: BLE001  # of a signal handler: somebody wants to leave now
+        code = code_of(stop)
+        _give_up_all(code, type(stop).__name__)
+    finally:
+        if code is not None:
+            end_with(code)
+
+
+def _wait_for_all() -> int | None:
+    codes: set[int] = set()
     for pending in list(_under_way):
         error = _last_outcome(pending)
         if error is not None:
             codes.add(1)
-            with contextlib.suppress(ValueError, OSError):  # of a stream that is closed
-                print(f"jaxckpt_train: saving {pending.subject} failed, and nobody asked for it:", file=sys.stderr)
-                traceback.print_exception(error)
+            _tell_failed(pending, error)
     for thread in list(_threads):
         if thread in _given_up:
             codes |= {_given_up[thread]} if thread.is_alive() else set()
-        elif thread.is_alive():  # else it has ended, or its start was interrupted
-            thread.join()  # one that still frees JAX arrays while the interpreter goes would abort the process
-    if codes:
-        end_with(max(codes))
+            continue
+        while thread.is_alive():  # else it has ended, or its start was interrupted
+            thread.join(SLICE_S)  # one that still frees JAX arrays while the interpreter goes would abort the process
+    return max(codes, default=None)
+
+
+def _give_up_all(code: int, reason: str) -> None:
+    for thread in list(_threads):  # also one that still frees, or deletes, after its save
+        _given_up[thread] = code
+    left = list(_under_way)
+    _under_way.clear()  # before any of it is told: nobody waits again if that is interrupted too
+    for pending in left:
+        if not pending.committed.done():
+            _tell(
+                f"saving {pending.subject} was given up at the end ({reason}); what is there of it is no checkpoint, "
+                "and goes when this is saved again"
+            )
+        elif (error := pending.committed.exception()) is not None:
+            _tell_failed(pending, error)
+
+
+def _tell_failed(pending: PendingSave[T], error: BaseException) -> None:
+    _tell(f"saving {pending.subject} failed, and nobody asked for it:", error)
+
+
+def _tell(message: str, error: BaseException | None = None) -> None:
+    with contextlib.suppress(ValueError, OSError):  # of a stream that is closed
+        print(f"jaxckpt_train: {message}", file=sys.stderr)
+        if error is not None:
+            traceback.print_exception(error)
 
 
 def _last_outcome(pending: PendingSave[T]) -> BaseException | None:
@@ -349,5 +386,7 @@ def _last_outcome(pending: PendingSave[T]) -> BaseException | None:
         return error
 
 
+# Twice: an interrupt that was held up by an exit function in C ends the next one before its first line.
+atexit.register(_drain_at_exit)
 atexit.register(_drain_at_exit)
 os.register_at_fork(after_in_child=_forget_saves)

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.timeout(120)
 SCRIPT = """
 import atexit, sys
 atexit.register(lambda: print("first", flush=True))
+{after_ours}
 from jaxckpt_train.pending import start_save
 {imports}
 atexit.register(lambda: (sys.stdout.flush(), sys.stderr.flush(), print("second", flush=True)))
@@ -24,8 +25,10 @@ start_save("x", {work})
 """
 
 
-def ended(work: str = "fail", imports: str = "", ending: str = "") -> subprocess.CompletedProcess[str]:
-    script = SCRIPT.format(work=work, imports=imports, ending=textwrap.dedent(ending))
+def ended(
+    work: str = "fail", imports: str = "", ending: str = "", after_ours: str = ""
+) -> subprocess.CompletedProcess[str]:
+    script = SCRIPT.format(work=work, imports=imports, ending=textwrap.dedent(ending), after_ours=after_ours)
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -52,6 +55,51 @@ def test_whatever_has_become_of_the_standard_streams(ending: str) -> None:
     assert ended(ending=ending).returncode == 1
 
 
+FAILS = """
+def fails():
+    raise ValueError("of an exit function")
+atexit.register(fails)
+"""
+
+
+@pytest.mark.parametrize("after_ours", [FAILS, "atexit.register(print, 'from C', flush=True)"])
+def test_exit_functions_that_flush_without_python_code_do_not_keep_the_others(after_ours: str) -> None:
+    done = ended(after_ours=after_ours)
+    assert done.returncode == 1
+    assert done.stdout.replace("from C\n", "") == "second\nfirst\n"
+    assert ("from C" in done.stdout) != ("ValueError: of an exit function" in done.stderr)
+
+
+TEE = """
+class Tee:
+    def __init__(self, stream):
+        self.stream, self.write, self.flush = stream, stream.write, lambda: None
+def {name}():
+    sys.stdout, sys.stderr = {stdout}, {stderr}
+atexit.register({name})
+"""
+PUT_BACK = TEE.format(name="put_back", stdout="sys.__stdout__", stderr="sys.__stderr__")
+REPLACED = TEE.format(name="replace", stdout="Tee(sys.__stdout__)", stderr="Tee(sys.__stderr__)")
+KEPT = "import os\natexit.register(lambda: os.register_at_fork(before=dict(sys.modules).clear))"
+
+
+@pytest.mark.parametrize("after_ours", [PUT_BACK, REPLACED, PUT_BACK + KEPT])
+def test_exit_functions_that_change_the_streams_do_not_change_the_code(after_ours: str) -> None:
+    done = ended(after_ours=f"atexit.register(lambda: print('third', end=''))\n{after_ours}")
+    assert (done.returncode, done.stdout) == (1, "second\nthirdfirst\n")
+
+
+def test_the_process_ends_before_anything_is_freed() -> None:
+    freed = """
+    class Held:
+        def __del__(self):
+            print("freed")
+    held = Held()
+    """
+    assert ended(ending=freed).stdout == "second\nfirst\n"
+    assert ended(ending=freed, work="lambda: None").stdout == "second\nfirst\nfreed\n"
+
+
 def test_what_others_print_at_the_end_is_there() -> None:
     done = ended(ending="print('unflushed', end='')")
     assert (done.returncode, done.stdout) == (1, "unflushedsecond\nfirst\n")
@@ -59,7 +107,7 @@ def test_what_others_print_at_the_end_is_there() -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")
 def test_who_reads_the_output_may_be_gone() -> None:
-    script = SCRIPT.format(work="fail", imports="", ending="print('never read')")
+    script = SCRIPT.format(work="fail", imports="", ending="print('never read')", after_ours="")
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-c", script], stdout=full, stderr=subprocess.DEVNULL, timeout=60, check=False

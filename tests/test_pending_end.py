@@ -1,0 +1,200 @@
+"""The end of a process with a save under way: interrupts meanwhile, and children of `multiprocessing`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxckpt_train as jct
+
+pytestmark = pytest.mark.timeout(180)
+
+# Exit functions run in the reverse order; those that are registered before the import come after the wait.
+INTERRUPTED = """
+import atexit, ctypes, os, signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # started in the background of a shell, it would be ignored
+atexit.register(lambda: print("last", flush=True))
+{after_ours}
+from jaxckpt_train import pending
+at_end, never = threading.Event(), threading.Event()
+
+def send():
+    at_end.wait()
+    while not pending._given_up:  # again, since one may come before the wait has begun
+        os.kill(os.getpid(), {signal})
+        never.wait(5)
+    never.wait()
+
+{save}
+"""
+STUCK = "pending.start_save('x', send, movement=pending.Movement(at_end.set))"  # which is asked once it is waited for
+FREEING = """
+save = pending.start_save('x', lambda: None)
+pending.call_after(save, send)
+save.committed.result()
+atexit.register(at_end.set)
+"""
+GIVEN_UP = "jaxckpt_train: saving x was given up at the end (KeyboardInterrupt)"
+
+
+def interrupted(
+    run_python: Any, save: str = STUCK, after_ours: str = "", number: str = "signal.SIGINT"
+) -> tuple[int, str, str]:
+    done = run_python(INTERRUPTED.format(save=save, after_ours=after_ours, signal=number), timeout_s=30)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_an_interrupt_of_the_wait_at_the_end_gives_up_the_save_and_says_so(run_python: Any) -> None:
+    code, stdout, stderr = interrupted(run_python)
+    assert (code, stdout) == (130, "last\n")
+    assert stderr.count(GIVEN_UP) == 1
+
+
+def test_an_interrupt_while_a_save_that_was_seen_is_still_freed_ends_the_process_too(run_python: Any) -> None:
+    code, stdout, stderr = interrupted(run_python, FREEING)
+    assert (code, stdout) == (130, "last\n")
+    assert "given up" not in stderr
+
+
+def test_an_interrupt_does_not_hide_the_failure_of_another_save(run_python: Any) -> None:
+    failing = "other = pending.start_save('other', lambda: 1 / 0)\nother._thread.join()\n"
+    code, _, stderr = interrupted(run_python, failing + STUCK)
+    assert code == 130
+    assert stderr.count("jaxckpt_train: saving other failed, and nobody asked for it:") == 1
+    assert stderr.count("ZeroDivisionError: division by zero") == 1
+    assert stderr.count(GIVEN_UP) == 1
+
+
+AGAIN = "os.kill(os.getpid(), signal.SIGINT)"
+AGAIN_LATER = f"atexit.register(lambda: ({AGAIN}, signal.pause()))"
+AGAIN_MEANWHILE = f"""
+class Interrupting:
+    def __init__(self, stream):
+        self.stream, self.flush = stream, stream.flush
+    def write(self, text):
+        self.stream.write(text)
+        if "given up" in text:
+            {AGAIN}
+sys.stderr = Interrupting(sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("after_ours", [AGAIN_LATER, AGAIN_MEANWHILE, AGAIN_LATER + AGAIN_MEANWHILE])
+def test_a_second_interrupt_does_no_harm(after_ours: str, run_python: Any) -> None:
+    code, stdout, stderr = interrupted(run_python, after_ours=after_ours)
+    assert (code, stdout) == (130, "last\n")
+    assert stderr.count(GIVEN_UP) == 1
+
+
+@pytest.mark.parametrize(("ending", "code"), [("sys.exit(143)", 143), ("sys.exit(0)", 1), ("1 / 0", 1)])
+def test_what_a_handler_raises_ends_the_wait_and_is_no_success(ending: str, code: int, run_python: Any) -> None:
+    handler = f"def leave(*_): {ending}\nsignal.signal(signal.SIGTERM, leave)"
+    done = interrupted(run_python, after_ours=handler, number="signal.SIGTERM")
+    assert done[:2] == (code, "last\n")
+    assert "saving x was given up at the end (" in done[2]
+
+
+def test_an_interrupt_that_c_code_holds_up_loses_no_save(run_python: Any) -> None:
+    saves = "save = pending.start_save('x', lambda: (at_end.wait(), never.wait(0.3), print('saved', flush=True)))"
+    from_c = "\natexit.register(getattr(ctypes.PyDLL(None), 'raise'), signal.SIGINT)\natexit.register(at_end.set)"
+    code, stdout, stderr = interrupted(run_python, saves + from_c)
+    assert (code, stdout) == (0, "saved\nlast\n"), stderr
+
+
+CHILD = """
+import atexit, multiprocessing, sys, threading
+from multiprocessing import util
+from pathlib import Path
+
+def child(path, queue):
+    from jaxckpt_train.pending import start_save
+    at_end = threading.Event()
+    def work():
+        at_end.wait()
+        threading.Event().wait(0.3)  # as a disk would take
+        {work}
+        Path(path).touch()
+    start_save("x", work)
+    util.Finalize(None, print, ("finalizer",), exitpriority=-100)
+    atexit.register(at_end.set)
+    util.Finalize(None, at_end.set, exitpriority=0)
+    queue.put("all of it")
+    {ending}
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    queue = context.Queue()
+    process = context.Process(target=child, args=(sys.argv[2], queue))
+    process.start()
+    assert queue.get(timeout=60) == "all of it"
+    process.join(60)
+    print("exit code", process.exitcode)
+"""
+
+
+def in_child(run_python: Any, tmp_path: Path, how: str, ending: str = "pass", work: str = "pass") -> tuple[str, str]:
+    script = tmp_path / "script.py"
+    script.write_text(CHILD.format(work=work, ending=ending))
+    done = run_python(script, how, tmp_path / "saved", check=True)
+    return done.stdout, done.stderr
+
+
+METHODS = pytest.mark.parametrize("how", ["fork", "forkserver", "spawn"])
+
+
+@METHODS
+@pytest.mark.parametrize(("ending", "code"), [("pass", 0), ("sys.exit(7)", 7), ("raise ValueError('of the child')", 1)])
+def test_a_child_of_multiprocessing_ends_after_its_saves(
+    how: str, ending: str, code: int, tmp_path: Path, run_python: Any
+) -> None:
+    stdout, stderr = in_child(run_python, tmp_path, how, ending)
+    assert stdout == f"finalizer\nexit code {code}\n"
+    assert (tmp_path / "saved").exists()
+    assert ("ValueError: of the child" in stderr) == (code == 1)
+    assert "jaxckpt_train" not in stderr
+
+
+@METHODS
+@pytest.mark.parametrize("ending", ["pass", "sys.exit(0)", "raise ValueError('of the child')"])
+def test_a_child_of_multiprocessing_whose_save_failed_is_no_success(
+    how: str, ending: str, tmp_path: Path, run_python: Any
+) -> None:
+    stdout, stderr = in_child(run_python, tmp_path, how, ending, work="raise OSError('a disk')")
+    assert stdout == "finalizer\nexit code 1\n"
+    assert stderr.count("jaxckpt_train: saving x failed, and nobody asked for it:") == 1
+    assert stderr.count("OSError: a disk") == 1
+    assert stderr.count("ValueError: of the child") == ending.startswith("raise")
+
+
+SAVES_IN_CHILD = """
+import multiprocessing, sys
+def child(path):
+    import numpy as np
+    import jaxckpt_train as jct
+    jct.save_async(path, {"w": np.arange(1 << 20)})
+if __name__ == "__main__":
+    process = multiprocessing.get_context(sys.argv[1]).Process(target=child, args=(sys.argv[2],))
+    process.start()
+    process.join(60)
+    sys.exit(process.exitcode)
+"""
+
+
+@METHODS
+def test_what_a_child_of_multiprocessing_saves_last_is_there(how: str, tmp_path: Path, run_python: Any) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SAVES_IN_CHILD)
+    run_python(script, how, tmp_path / "c", check=True)
+    assert jct.verify(tmp_path / "c").ok
+
+
+def test_who_does_not_use_multiprocessing_does_not_import_it(run_python: Any) -> None:
+    script = """
+        import sys
+        from jaxckpt_train.pending import start_save
+        start_save("x", int).wait()
+        print([name for name in sys.modules if name.startswith("multiprocessing")])
+    """
+    assert run_python("if True:" + script, check=True).stdout == "[]\n"
