@@ -40,6 +40,7 @@ from jaxckpt_train.steps.verdicts import Verdicts
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.late_sync import sync_directory
+from jaxckpt_train.store.per_process import free_in_child
 from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.store.transaction import Committed
 
@@ -67,6 +68,7 @@ class RunDirectory:
         # A manager that was dropped without close(), as in a notebook, must not lock its directory for ever.
         weakref.finalize(self, let_go, self._lock, self._deleter, self._scrubber).atexit = False
         self._guard, self._book = threading.RLock(), NoteBook(backend, directory, self._lock.check)
+        free_in_child(self)
         self._entries: list[Entry] = []
         self._infos: tuple[CheckpointInfo, ...] | None = None
         self._restored: Entry | None = None
