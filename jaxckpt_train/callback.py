@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
@@ -14,10 +13,11 @@ from jaxckpt_train.checkpointables.fingerprint import DATA_NAME, with_fingerprin
 from jaxckpt_train.checkpointables.grain_iterator import mark_absl_flags_parsed
 from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all
 from jaxckpt_train.config import DEFAULT_GRACE_S, callback_arguments, check_arguments
-from jaxckpt_train.errors import CheckpointError, SettingsError
+from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.multihost import current
 from jaxckpt_train.progress import progress_line, wants_progress
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings
+from jaxckpt_train.steps.besides import closing_besides
 from jaxckpt_train.steps.departure import NOTHING_NEW, Departure
 from jaxckpt_train.steps.history import savable_metrics
 from jaxckpt_train.steps.hooks import LoopHook
@@ -26,6 +26,7 @@ from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.policy_choice import choose_preservation_policy, choose_save_policy
 from jaxckpt_train.steps.policy_context import PreservationPolicy, SavePolicy
 from jaxckpt_train.steps.preemption import PreemptionWatch
+from jaxckpt_train.steps.restoring import size_if_readable
 from jaxckpt_train.steps.step_save import SaveResult
 
 _log = logging.getLogger("jaxckpt_train")
@@ -154,10 +155,10 @@ class CheckpointCallback:
 
     def _initialise(self, values: dict[str, Any]) -> dict[str, Any]:
         """A fresh start: take the state from elsewhere if that was asked for, and save step 0 if that was."""
-        self.manager.check_fresh()
+        heeded = self._departure.heeded(None)
+        self.manager.check_fresh(heeded)
         if self._init_from is not None:
-            path, heeded = hydra_job.resolve_directory(self._init_from), self._departure.heeded(None)
-            values["state"] = load(path, values["state"], progress=heeded)
+            values["state"] = load(hydra_job.resolve_directory(self._init_from), values["state"], progress=heeded)
             _log.info("initialised the state from %s", self._init_from)
         if self._save_initial:
             self._loop.told(values, None)
@@ -165,12 +166,10 @@ class CheckpointCallback:
         return values
 
     def _restore(self, values: dict[str, Any]) -> dict[str, Any]:
-        shown, total = wants_progress(self._progress), None
-        if shown:
-            with contextlib.suppress(CheckpointError):  # a damaged step: the restore finds out, and tells
-                total = self.manager.metadata().bytes
+        shown, heeded = wants_progress(self._progress), self._departure.heeded
+        total = size_if_readable(lambda: self.manager.metadata(progress=heeded(None))) if shown else None
         with with_fingerprint(self._fingerprint), progress_line("restoring", total, shown) as advance:
-            values = self.manager.restore(values, progress=self._departure.heeded(advance))
+            values = self.manager.restore(values, progress=heeded(advance))
         self._saved = self.manager.restored_step
         _log.info("resumed from step %s of %s", self._saved, self.manager.directory)
         return values
@@ -229,7 +228,8 @@ class CheckpointCallback:
         """A loop that forgets to resume must not continue somebody's run with a state from scratch."""
         if self.enabled and not self._resumed:
             refuse_to_continue(self.manager.directory, self.manager.latest)
-            self.manager.check_fresh()
+            with self._departure.leaving_a_load(self.manager):
+                self.manager.check_fresh(self._departure.heeded(None))
             self._resumed = True
 
     def _is_saved(self) -> bool:
@@ -319,8 +319,13 @@ class CheckpointCallback:
         return self.manager.latest if self.enabled else None
 
     def wait_until_finished(self) -> None:
-        """Wait until the save under way is committed."""
-        self.manager.wait()
+        """Wait until the save under way is committed.
+
+        Raises:
+            SystemExit, Preempted: asked to leave meanwhile, and it was not committed within the grace period.
+            The original error of the save, if it failed.
+        """
+        self._departure.wait(self.manager)
 
     def as_hook(self, get_state: Any) -> LoopHook:
         """A hook for loops that call `hook(step, t=None)` after each step, as clu's periodic actions are called.
@@ -366,18 +371,13 @@ class CheckpointCallback:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         leaving = None
-        try:
+        with closing_besides(error, self.manager.directory):
             try:
                 if error is None:
                     self._save_last()
                     leaving = self._leave_unless_finished()
             finally:
                 self.close()
-        except BaseException as failure:
-            if error is None:
-                raise
-            _log.exception("closing %s failed while another error was on its way", self.manager.directory)
-            error.add_note(f"besides, closing {self.manager.directory} failed: {failure}")
         if leaving is not None:
             raise leaving
 

@@ -16,9 +16,11 @@ from jaxckpt_train.steps.entry import Entry, entry_from_manifest
 from jaxckpt_train.steps.lineage import in_order
 from jaxckpt_train.steps.notes import Notes
 from jaxckpt_train.steps.step_names import parse_step_name
+from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, NOT_JSON, decode_info
 from jaxckpt_train.store.plain_files import read_whole
+from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.store.transaction import is_gone, read_committed
 
 _log = logging.getLogger("jaxckpt_train")
@@ -58,9 +60,12 @@ def scan_with_notes(
         names = now  # the owner deleted a step while it was looked at, and has saved another
 
 
-def refuse_uncommitted(backend: Backend, directory: str, *, damaged: bool) -> None:
-    """Raise CorruptCheckpointError if there are step directories, none of which can be restored."""
-    names = sorted(_step_names(backend, directory))
+def refuse_uncommitted(backend: Backend, directory: str, damaged: bool, progress: Progress | None = None) -> None:
+    """Raise CorruptCheckpointError if there are step directories, none of which can be restored.
+
+    `progress` is called with 0 while the disk is waited for.
+    """
+    names = sorted(answer_of(directory, lambda moved: _step_names(backend, directory), progress))
     if names:
         why = "damaged or not committed" if damaged else "not committed (copied in part, or links?)"
         raise CorruptCheckpointError(

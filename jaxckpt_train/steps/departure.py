@@ -71,27 +71,60 @@ class Departure:
             result = save(self.left_s())
             failure = manager.settle(self.left_s())
         except CheckpointTimeoutError as error:
-            self.is_late = True
-            manager.give_up(self._exit_code)
-            _log.error("asked to leave by %s, and given up: %s", self._watch.reason, error)
+            self._give_up(manager, error)
             return SaveResult(False, f"given up: {error}")
         if failure is not None:
             raise failure
         return result
 
-    def close(self, manager: StepManager) -> None:
-        """Close it: wait for the save under way, and in time if the job is asked to leave only now."""
-        failure = None
-        if self._grace_period_s is not None and not self.is_late:
-            try:
-                failure = manager.settle(until=self._watch.is_asked)
-            except CheckpointTimeoutError:
-                if not self._watch.reached():
-                    raise
-                self.finish(manager, lambda _: NOTHING_NEW)
-        manager.close(self.left_s())
+    def _give_up(self, manager: StepManager, error: CheckpointTimeoutError) -> None:
+        self.is_late = True
+        manager.give_up(self._exit_code)
+        _log.error("asked to leave by %s, and given up: %s", self._watch.reason, error)
+
+    def wait(self, manager: StepManager) -> None:
+        """Wait for the save under way; one that is not committed when the time is up is given up, and ends the run.
+
+        Raises:
+            SystemExit, Preempted: it was given up.
+            CheckpointTimeoutError: it does not get any further.
+            The original error of the save, if it failed.
+        """
+        try:
+            failure = manager.settle(until=self.is_time_up)
+        except CheckpointTimeoutError as error:
+            if not self.is_time_up():
+                raise
+            self._give_up(manager, error)
+            raise self._left(manager) from None
         if failure is not None:
             raise failure
+
+    def close(self, manager: StepManager) -> None:
+        """Close it: wait for the save and the deletions under way, and in time if the job is asked to leave only now.
+
+        Raises:
+            CheckpointTimeoutError: the save does not get any further.
+            The original error of a save that failed.
+        """
+        failure = None
+        try:
+            if not self.is_late:
+                failure = self._last_failure(manager)
+        finally:  # whatever ended the wait: who saves lets go then
+            manager.close(self.left_s(), self.is_time_up, waits=False)
+        if failure is not None:
+            raise failure
+
+    def _last_failure(self, manager: StepManager) -> BaseException | None:
+        until = self._watch.is_asked if self._grace_period_s is not None else lambda: False
+        try:
+            return manager.settle(until=until)
+        except CheckpointTimeoutError:
+            if self._grace_period_s is None or not self._watch.reached():
+                raise
+        self.finish(manager, lambda _: NOTHING_NEW)
+        return None
 
     def heeded(self, progress: Progress | None) -> Progress | None:
         """`progress` of a load within `leaving_a_load`, which it ends once the job is asked to leave."""
@@ -118,11 +151,15 @@ class Departure:
         except CheckpointTimeoutError:
             if self._grace_period_s is None or not (self._watch.is_asked() and self._watch.reached()):
                 raise
-            self.decide(manager)
-            self.close(manager)
-            error = self.error()
-            self._watch.stop(leaving=self.ends_process)
-            raise error from None
+            raise self._left(manager) from None
+
+    def _left(self, manager: StepManager) -> BaseException:
+        """Leave at once; what says so."""
+        self.decide(manager)
+        self.close(manager)
+        error = self.error()
+        self._watch.stop(leaving=self.ends_process)
+        return error
 
     def left_s(self) -> float | None:
         """Seconds in which all must be done, some of the grace period being left to end the process; None: no limit."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import logging
+from collections.abc import Callable
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.steps.lock import OwnerLock
@@ -20,6 +21,25 @@ def let_go(lock: OwnerLock, deleter: Deleter, scrubber: Scrubber) -> None:
         scrubber.end()
         lock.end()
         deleter.end(functools.partial(release, lock, scrubber))
+
+
+def finish(
+    lock: OwnerLock, deleter: Deleter, scrubber: Scrubber, timeout_s: float | None, until: Callable[[], bool]
+) -> None:
+    """Let go once the deletions are done, and wait for that; interrupted or late, without waiting any more.
+
+    A forked child has none of it: neither the thread that deletes nor the lock.
+    """
+    if lock.is_inherited:
+        return
+    scrubber.end()
+    is_done = False
+    try:
+        if not deleter.is_here:  # else called by garbage collection, in the middle of a deletion
+            is_done = deleter.close(functools.partial(release, lock, scrubber), timeout_s, until)
+    finally:
+        if not is_done:
+            let_go(lock, deleter, scrubber)
 
 
 def release(lock: OwnerLock, scrubber: Scrubber) -> None:

@@ -16,6 +16,7 @@ from jaxckpt_train.errors import CheckpointTimeoutError, SettingsError
 from jaxckpt_train.multihost import current
 from jaxckpt_train.pending import LAST_PATIENCE_S, call_after
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings, checked_settings
+from jaxckpt_train.steps.besides import closing_besides
 from jaxckpt_train.steps.history import History, metrics_to_json, plain_metrics
 from jaxckpt_train.steps.in_flight import Busy, InFlight, Stalled
 from jaxckpt_train.steps.policy_arguments import metric_mode, require_policy
@@ -57,6 +58,9 @@ class StepManager:
         clock: the time, with a time zone; for tests.
         backend: where the directory is.
 
+    Attributes:
+        history: of the run, `history.jsonl` in its directory.
+
     Raises:
         SettingsError: an argument is wrong.
     """
@@ -88,15 +92,11 @@ class StepManager:
         self._coordinator = current()
         rate = self.settings.scrub_bytes_per_s
         self._run = RunDirectory(self._backend, self.directory, preservation_policy, clock, rate)
+        self.history: History = self._run.history
         self.telling_later = self._in_flight.telling_later
         self._started = clock()
         self._closed = False
         self._turn = threading.RLock()
-
-    @property
-    def history(self) -> History:
-        """The history of the run, `history.jsonl` in its directory."""
-        return self._run.history
 
     @property
     def steps(self) -> list[int]:
@@ -122,9 +122,9 @@ class StepManager:
         """As `latest`."""
         return self.latest
 
-    def check_fresh(self) -> None:
-        """Raise CorruptCheckpointError if there are step directories, and none is committed: no silent fresh start."""
-        self._run.check_fresh()
+    def check_fresh(self, progress: Progress | None = None) -> None:
+        """Raise CorruptCheckpointError if there are step directories, none of them whole; `progress`: of waits."""
+        self._run.check_fresh(progress)
 
     def own(self) -> None:
         """Take the directory for this process and clean what dead owners left; the first save does so by itself.
@@ -309,13 +309,14 @@ class StepManager:
         """Write into the history that the run was asked to leave, and which step it saved."""
         self.history.add("preempted", self._clock(), step=step, reason=reason)
 
-    def metadata(self, step: int | None = None) -> CheckpointMetadata:
-        """What a step holds; None: the latest.
+    def metadata(self, step: int | None = None, *, progress: Progress | None = None) -> CheckpointMetadata:
+        """What a step holds; None: the latest. `progress` is called with 0 in waits; what it raises ends them.
 
         Raises:
             StepNotFoundError: there is no such step, or none at all.
         """
-        return self._run.with_entries(step, lambda listed: describe_listed(self._backend, self.directory, listed[0]))
+        describe = functools.partial(describe_listed, self._backend, self.directory, progress=progress)
+        return self._run.with_entries(step, describe, progress=progress)
 
     def path(self, step: int | None = None) -> str:
         """The directory of a step, for `jaxckpt_train.load`, `verify` and whoever copies it; None: of the latest.
@@ -359,11 +360,15 @@ class StepManager:
         """Do not wait for the save under way, also at the end of the process, which has this exit code then."""
         self._in_flight.give_up(exit_code)
 
-    def close(self, timeout_s: float | None = None) -> None:
+    def close(
+        self, timeout_s: float | None = None, until: Callable[[], bool] = lambda: False, *, waits: bool = True
+    ) -> None:
         """Wait for the save and the deletions under way, and let go of the directory.
 
         Args:
             timeout_s: seconds to wait for the deletions; later ones go on while the process lives. None: 10 minutes.
+            until: ends the wait for the deletions once it is true.
+            waits: False: the save is not waited for; the directory is let go of once it has ended.
 
         Raises:
             CheckpointTimeoutError: the save does not get any further.
@@ -375,10 +380,11 @@ class StepManager:
         try:
             with self._turn:  # a save that another thread is starting is waited for, too
                 self._closed = True
-            self.wait()
+            if waits:
+                self.wait()
         finally:  # who writes stays the owner: there is one after an interrupt
-            writes = self._in_flight.pending or self._in_flight.given_up
-            call_after(writes, functools.partial(self._run.close, longest_s))
+            close = functools.partial(self._run.close, longest_s, until)
+            call_after(self._in_flight.pending or self._in_flight.given_up, close)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -390,9 +396,5 @@ class StepManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        with closing_besides(error, self.directory):
             self.close()
-        except BaseException as failure:
-            if error is None:
-                raise
-            error.add_note(f"besides, closing {self.directory} failed: {failure}")

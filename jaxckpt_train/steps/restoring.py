@@ -7,7 +7,7 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +19,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.reader import Progress
-from jaxckpt_train.store.replaced import opened
-from jaxckpt_train.store.transaction import is_gone
+from jaxckpt_train.store.replaced import UNREADABLE, is_removed, opened
 from jaxckpt_train.store.verify import verify
 from jaxckpt_train.tree.flatten import PLACEHOLDER
 from jaxckpt_train.tree.restore import LoadOptions
@@ -97,19 +96,30 @@ class Restored:
         }
 
 
-def describe_listed(backend: Backend, directory: str, entry: Entry) -> CheckpointMetadata:
-    """What a listed step holds.
+def describe_listed(
+    backend: Backend, directory: str, listed: Sequence[Entry], progress: Progress | None
+) -> CheckpointMetadata:
+    """What the first of the listed steps holds.
 
     Raises:
         CorruptCheckpointError: its manifest is damaged.
         StepVanishedError: it is not there any more; look again.
     """
+    path = f"{directory}/{listed[0].name}"
     try:
-        return describe(opened(backend, f"{directory}/{entry.name}"))
+        return describe(opened(backend, path, progress))
     except (CorruptCheckpointError, NotACheckpointError) as error:
-        if not is_gone(backend, f"{directory}/{entry.name}"):
+        if not is_removed(backend, path, progress):
             raise
-        raise StepVanishedError(entry.name) from error
+        raise StepVanishedError(listed[0].name) from error
+
+
+def size_if_readable(describe: Callable[[], CheckpointMetadata]) -> int | None:
+    """How many bytes a step holds; None: it cannot be read, which the restore of it finds out, and tells."""
+    try:
+        return describe().bytes
+    except UNREADABLE:
+        return None
 
 
 def restore_newest(
@@ -149,7 +159,7 @@ def restore_newest(
         except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
             if isinstance(error, StorageError) and error.errno not in _DAMAGE:
                 raise
-            if is_gone(backend, f"{directory}/{entry.name}"):
+            if is_removed(backend, reading.path, progress):
                 raise StepVanishedError(entry.name) from error
             skipped.append(Skipped(entry, str(error), _is_proof(error)))
             last = error
@@ -216,7 +226,7 @@ class _Reading:
 
     def is_mended(self) -> bool:
         """Whether it was set aside and is whole again, also where nothing was asked for."""
-        return self.entry.damaged is not None and verify(self.backend, self.path, self.settings).ok
+        return self.entry.damaged is not None and verify(self.backend, self.path, self.settings, self.meter).ok
 
     def is_verified(self) -> bool:
         """Whether all bytes of all that it holds were read and compared."""

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from jaxckpt_train.errors import CheckpointError, StorageError
+from jaxckpt_train.pending import SLICE_S
 from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store.backend import Backend
-from jaxckpt_train.store.latch import LOOK_S, Latch
+from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.store.late_sync import make_durable, sync_directory
 from jaxckpt_train.store.left_overs import attempts
 
@@ -88,21 +89,26 @@ class Deleter:
         self._ensure_worker()
         return self._is_reached(done, timeout_s)
 
-    def _is_reached(self, done: Latch, timeout_s: float | None) -> bool:
+    def _is_reached(self, done: Latch, timeout_s: float | None, until: Callable[[], bool] = lambda: False) -> bool:
         """Wait for a job of one's own, or until none is left: an interrupt may have lost it to a caller that worked."""
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not done.wait(min(LOOK_S, max(0.0, end - time.monotonic()))):
+        while not done.wait(min(SLICE_S, max(0.0, end - time.monotonic()))):
             if not self._has_work():
                 return True
-            if time.monotonic() >= end:
+            if time.monotonic() >= end or until():
                 return False
         return True
 
-    def close(self, then: Callable[[], object] = lambda: None, timeout_s: float | None = None) -> bool:
+    def close(
+        self,
+        then: Callable[[], object] = lambda: None,
+        timeout_s: float | None = None,
+        until: Callable[[], bool] = lambda: False,
+    ) -> bool:
         """Finish what is under way, call `then` and end the thread. Not to be called on that thread itself.
 
         Returns:
-            False: that was not done within `timeout_s` seconds, and goes on.
+            False: that was not done within `timeout_s` seconds, or before `until` became true, and goes on.
         """
         done, last = Latch(), list[threading.Thread]()
 
@@ -116,7 +122,7 @@ class Deleter:
         self._jobs.put(reached)
         self._jobs.put(self._end_when_done)
         self._ensure_worker()  # also where nothing is left to delete: `then` may ask a disk that does not answer
-        if not self._is_reached(done, timeout_s):
+        if not self._is_reached(done, timeout_s, until):
             return False
         for worker in last:
             if worker.name == _THREAD:  # else it is a caller who had no thread for it

@@ -17,7 +17,7 @@ from jaxckpt_train.errors import CheckpointExistsError, StepNotFoundError, Stora
 from jaxckpt_train.steps.catalog import refuse_uncommitted, scan_with_notes, tell_of_uncommitted
 from jaxckpt_train.steps.entry import Entry, entry_from_manifest
 from jaxckpt_train.steps.history import History
-from jaxckpt_train.steps.letting_go import let_go, release
+from jaxckpt_train.steps.letting_go import finish, let_go
 from jaxckpt_train.steps.lineage import (
     RollBack,
     home_run,
@@ -40,6 +40,7 @@ from jaxckpt_train.steps.verdicts import Verdicts
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.late_sync import sync_directory
+from jaxckpt_train.store.per_process import free_in_child
 from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.store.transaction import Committed
 
@@ -67,6 +68,7 @@ class RunDirectory:
         # A manager that was dropped without close(), as in a notebook, must not lock its directory for ever.
         weakref.finalize(self, let_go, self._lock, self._deleter, self._scrubber).atexit = False
         self._guard, self._book = threading.RLock(), NoteBook(backend, directory, self._lock.check)
+        free_in_child(self)
         self._entries: list[Entry] = []
         self._infos: tuple[CheckpointInfo, ...] | None = None
         self._restored: Entry | None = None
@@ -128,18 +130,18 @@ class RunDirectory:
         self._forgotten = max(self._forgotten, last_sequence(self._entries, self._notes.roll_back))
         self._infos = None
 
-    def check_fresh(self) -> None:
+    def check_fresh(self, progress: Progress | None = None) -> None:
         """Raise CorruptCheckpointError if there are step directories, but none that is committed and whole."""
-        if not self.entries():
-            refuse_uncommitted(self._backend, self._directory, damaged=bool(self.damaged()))
+        if not self.entries(progress):
+            refuse_uncommitted(self._backend, self._directory, bool(self.damaged(progress)), progress)
 
-    def entries(self) -> list[Entry]:
+    def entries(self, progress: Progress | None = None) -> list[Entry]:
         """All committed generations of all steps that are neither damaged nor about to be deleted, as they were saved.
 
         What a roll-back has left behind comes before all others.
         """
         with self._guard:
-            self._look_again()
+            self._look_again(progress)
             return line_last(self._whole(), self._left)
 
     def _look_again(self, progress: Progress | None = None) -> None:
@@ -149,10 +151,10 @@ class RunDirectory:
     def _whole(self) -> list[Entry]:
         return [entry for entry in self._entries if entry.name not in self._deleting and entry.damaged is None]
 
-    def damaged(self) -> list[Entry]:
+    def damaged(self, progress: Progress | None = None) -> list[Entry]:
         """What was set aside since it is damaged, in the order of the saves."""
         with self._guard:
-            self._look_again()
+            self._look_again(progress)
             return self._damaged()
 
     def _damaged(self) -> list[Entry]:
@@ -377,24 +379,12 @@ class RunDirectory:
             self._entries = [noted(each, entry, note) for each in self._entries]
             self._infos = None
 
-    def close(self, timeout_s: float | None = None) -> None:
+    def close(self, timeout_s: float | None = None, until: Callable[[], bool] = lambda: False) -> None:
         """Finish deletions and let go of the directory; when interrupted or late, once the deletions are done.
 
         Args:
             timeout_s: seconds to wait for that; None: no limit.
-
-        A forked child has none of it: neither the thread that deletes nor the lock.
+            until: ends the wait once it is true.
         """
         self.is_owner = False
-        if self._lock.is_inherited:
-            return
-        self._scrubber.end()
-        if self._deleter.is_here:  # called by garbage collection, in the middle of a deletion
-            let_go(self._lock, self._deleter, self._scrubber)
-            return
-        is_done = False
-        try:
-            is_done = self._deleter.close(functools.partial(release, self._lock, self._scrubber), timeout_s)
-        finally:
-            if not is_done:
-                let_go(self._lock, self._deleter, self._scrubber)
+        finish(self._lock, self._deleter, self._scrubber, timeout_s, until)

@@ -1,11 +1,12 @@
-"""Things that a process makes once for each key and shares: pools, threads, what was measured."""
+"""What a forked child makes anew, having none of its parent's threads: what a process shares, and guards."""
 
 from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -32,3 +33,25 @@ class PerProcess(Generic[K, V]):
             if key not in self._made:
                 self._made[key] = self._make(key)
             return self._made[key]
+
+
+class Guarded(Protocol):
+    """What threads use one after the other, each as often within as it likes."""
+
+    _guard: Any
+
+
+_guarded: weakref.WeakSet[Guarded] = weakref.WeakSet()
+
+
+def free_in_child(guarded: Guarded) -> None:
+    """Have a forked child find it free, whoever had it in the parent: that thread is not there, and lets nobody in."""
+    _guarded.add(guarded)
+
+
+def _free() -> None:
+    for guarded in list(_guarded):
+        guarded._guard = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_free)

@@ -17,11 +17,13 @@ from jaxckpt_train.store.transaction import (
     MAX_COMMIT_BYTES,
     CommitRecord,
     Committed,
-    is_committed,
+    is_gone,
     open_committed,
 )
 
 T = TypeVar("T")
+UNREADABLE = (NotACheckpointError, CorruptCheckpointError, FormatVersionError, StorageError)
+"""What is raised for a checkpoint that cannot be opened; not for a disk that does not answer."""
 
 
 def refuse_another(files: Opener, committed: Committed, *, may_be_gone: bool) -> None:
@@ -77,8 +79,8 @@ def use_committed(
             seen = committed.manifest_sha256
             return use(committed)
         except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
-            now = manifest_digest(backend, directory)
-            if now is None and seen is not None and not is_committed(backend, directory):
+            now = manifest_digest(backend, directory, progress)
+            if now is None and seen is not None and is_removed(backend, directory, progress):
                 raise _removed(directory) from error
             if now is None or now == seen:
                 raise
@@ -92,9 +94,14 @@ def _removed(directory: str) -> NotACheckpointError:
     )
 
 
-def manifest_digest(backend: Backend, directory: str) -> str | None:
+def is_removed(backend: Backend, directory: str, progress: Callable[[int], object] | None = None) -> bool:
+    """As `is_gone`, on a disk that may not answer; raises as `opened` then."""
+    return answer_of(directory, lambda moved: is_gone(backend, directory), progress)
+
+
+def manifest_digest(backend: Backend, directory: str, progress: Callable[[int], object] | None = None) -> str | None:
     """SHA-256 of the manifest of the checkpoint that is there now; None: there is none that can be opened."""
     try:
-        return opened(backend, directory).manifest_sha256
-    except (NotACheckpointError, CorruptCheckpointError, FormatVersionError, StorageError):
+        return opened(backend, directory, progress).manifest_sha256
+    except UNREADABLE:
         return None

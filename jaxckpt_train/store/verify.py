@@ -54,10 +54,12 @@ class VerifyReport:
         return not self.problems
 
 
-def verify(backend: Backend, directory: str, settings: StoreSettings) -> VerifyReport:
+def verify(
+    backend: Backend, directory: str, settings: StoreSettings, progress: Callable[[int], object] | None = None
+) -> VerifyReport:
     """Check COMMIT, manifest, segment heads, every block of data and every plain file.
 
-    Damage is reported, not raised.
+    Damage is reported, not raised. `progress` is called with 0 at least once a second; what it raises ends this.
 
     Raises:
         NotACheckpointError: there is nothing to verify.
@@ -65,7 +67,7 @@ def verify(backend: Backend, directory: str, settings: StoreSettings) -> VerifyR
         CheckpointTimeoutError: the disk has given nothing for ten minutes.
     """
     try:
-        committed = answer_of(directory, lambda moved: open_committed(backend, directory))
+        committed = answer_of(directory, lambda moved: open_committed(backend, directory), progress)
     except CorruptCheckpointError as error:
         return VerifyReport(directory, 0, (str(error),))
     files, read = [file for part in committed.manifest.parts for file in part.files], _Meter()
@@ -77,9 +79,14 @@ def verify(backend: Backend, directory: str, settings: StoreSettings) -> VerifyR
         segment = committed.manifest.segments[subject]
         return segment.file, _all(_segment_problems(backend, committed, segment, chunks[subject], read))
 
+    def moved() -> int:
+        if progress is not None:
+            progress(0)
+        return read.bytes
+
     subjects = [*range(len(committed.manifest.segments)), *files]
     workers = shared_workers(settings.known_io_threads, "jaxckpt-read")
-    with contextlib.closing(workers.run_each(check, subjects, moved=lambda: read.bytes)) as checked:
+    with contextlib.closing(workers.run_each(check, subjects, moved=moved)) as checked:
         found = dict(checked)
     size = sum(segment.bytes for segment in committed.manifest.segments) + sum(file.bytes for file in files)
     return VerifyReport(committed.directory, size, tuple(problem for file in sorted(found) for problem in found[file]))

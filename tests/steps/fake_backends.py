@@ -18,7 +18,7 @@ class HoldingBackend(LocalBackend):
     """Lets one kind of operation on matching paths wait until `go` is set.
 
     Args:
-        operation: "rename", "remove" or "create".
+        operation: "rename", "remove", "create", "open" or "list".
         part: text in the path; an operation on another path does not wait.
     """
 
@@ -36,6 +36,14 @@ class HoldingBackend(LocalBackend):
     def create(self, path: str, *, direct: Any) -> Any:
         self._pass("create", path)
         return super().create(path, direct=direct)
+
+    def open(self, directory: str, name: str, *, direct: Any) -> Any:
+        self._pass("open", f"{directory}/{name}")
+        return super().open(directory, name, direct=direct)
+
+    def list(self, path: str) -> Any:
+        self._pass("list", path)
+        return super().list(path)
 
     def rename(self, source: str, target: str) -> None:
         self._pass("rename", target)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,6 +86,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.fixture(scope="module")
+def set_aside(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `run`, but its first step is set aside as damaged, and is whole."""
+    made = Path(shutil.copytree(run, tmp_path_factory.mktemp("set_aside") / "run"))
+    with jct.StepManager(made) as manager:
+        manager.own()
+        manager._run.set_aside(manager._run.entries()[0], "it was damaged once")
+    return made
+
+
 def restore(manager: jct.StepManager) -> Any:
     restored = manager.restore({"state": None, "more": None})
     return restored["state"]
@@ -131,11 +143,79 @@ def test_whichever_call_of_a_reader_gets_no_answer(run: Path, use: Callable[[jct
     gc.collect()
 
 
+def test_a_fresh_start_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = StoppingBackend()
+    manager = jct.StepManager(tmp_path, backend=disk)  # type: ignore[arg-type]
+    with monkeypatch.context() as patient:
+        patient.setattr("jaxckpt_train.store.answers.GIVE_UP_S", LONGEST_S)
+        manager.own()
+        manager.check_fresh()
+    disk.stop = disk.calls
+    try:
+        with pytest.raises(jct.CheckpointTimeoutError, match="has not answered"):
+            manager.check_fresh()
+    finally:
+        disk.go.set()
+        manager.close()
+
+
+def test_metadata_of_a_damaged_step_too(run: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(run, tmp_path / "run"))
+    (damaged / "step-0000000002" / "manifest.json").write_text("{")
+
+    def use(manager: jct.StepManager) -> None:
+        with pytest.raises(jct.CorruptCheckpointError):
+            manager.metadata(2)
+
+    ended = dict(stopped_at_each_call(damaged, use))
+    assert sum(text is None for text in ended.values()) <= 2, "closing a file is not waited for"
+
+
+class BreakingBackend(StoppingBackend):
+    """Fails to open files of these names, in this order, and answers no call after that."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self._names = list(names)
+
+    def open(self, directory: str, name: str, *, direct: Any) -> Any:
+        if self._names and name.endswith(self._names[0]):
+            self._names.pop(0)
+            self.stop = self.stop if self._names else self.calls
+            raise jct.StorageError(errno.EIO, "the connection broke", directory)
+        return self.__getattr__("open")(directory, name, direct=direct)
+
+
+def test_a_disk_that_fails_and_stops_then_is_told_too(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    restored = BreakingBackend("safetensors", "safetensors")  # it is read twice
+    loaded = BreakingBackend("safetensors", "COMMIT")
+    monkeypatch.setattr("jaxckpt_train.checkpoint._BACKEND", loaded)
+    try:
+        with pytest.raises(jct.CheckpointTimeoutError, match="has not answered"):
+            jct.StepManager(run, backend=restored).restore({"state": STATE})  # type: ignore[arg-type]
+        with pytest.raises(jct.CheckpointTimeoutError, match="has not answered"):
+            jct.load(run / "step-0000000002", STATE)
+    finally:
+        restored.go.set()
+        loaded.go.set()
+
+
 class LeaveError(Exception):
     """What a progress raises that was asked to leave."""
 
 
-def test_who_is_asked_to_leave_leaves_whichever_call_gets_no_answer(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+Progress = Callable[[int], None]
+WITH_PROGRESS: dict[str, Callable[[jct.StepManager, Progress], Any]] = {
+    "restore": lambda manager, progress: manager.restore({"state": None, "more": None}, progress=progress),
+    "restore what was set aside": lambda manager, progress: manager.restore({"more": None}, 1, progress=progress),
+    "metadata": lambda manager, progress: manager.metadata(progress=progress),
+}
+
+
+@pytest.mark.parametrize("use", WITH_PROGRESS.values(), ids=WITH_PROGRESS)
+def test_who_is_asked_to_leave_leaves_whichever_call_gets_no_answer(
+    set_aside: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[jct.StepManager, Progress], Any]
+) -> None:
     monkeypatch.setattr("jaxckpt_train.store.answers.GIVE_UP_S", LONGEST_S)
     monkeypatch.setattr("jaxckpt_train.store.workers.GIVE_UP_S", LONGEST_S)
     left = 0
@@ -148,7 +228,7 @@ def test_who_is_asked_to_leave_leaves_whichever_call_gets_no_answer(run: Path, m
                 raise LeaveError
 
         try:
-            jct.StepManager(run, backend=disk).restore({"state": None, "more": None}, progress=progress)  # type: ignore[arg-type]
+            use(jct.StepManager(set_aside, backend=disk), progress)  # type: ignore[arg-type]
         except LeaveError:
             left += 1
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.steps.step_save import utc_now
 from jaxckpt_train.store.local import LocalBackend
+from tests.faults.forking import Tell, forked
 from tests.steps.runs import made_run, save_steps, state_of, step_of, step_path, talking_to
 
 KILLED_WHILE_SAVING = """
@@ -187,3 +189,28 @@ def test_a_reader_sees_what_was_committed_since(tmp_path: Path) -> None:
         assert reader.is_committed(1)
         save_steps(owner, 2)
     assert (reader.is_committed(1), reader.is_committed(2)) == (False, True)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_child_reads_whatever_a_thread_of_its_parent_was_at(tmp_path: Path) -> None:
+    """As that of a save, which takes note of its commit."""
+    manager = jct.StepManager(made_run(tmp_path, 1, 2))
+    manager.own()
+    held, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with manager._run._guard:
+            held.set()
+            go.wait(60)
+
+    def look(tell: Tell) -> None:
+        tell("steps", [manager.steps, manager.latest])
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(60)
+    found = forked(look, longest_s=10)
+    go.set()
+    thread.join()
+    manager.close()
+    assert found == ([("steps", [[1, 2], 2])], 0)
