@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import msgspec
 import pytest
 
 from jaxckpt_train.errors import DirectoryLockedError
@@ -141,6 +143,21 @@ def test_half_of_a_file_is_told_to_be_missing_until_that_is_settled() -> None:
     assert (len(found.notes), found.number) == (2, 9)
     last += encode_note({"held": ["a"]}, 10, after_cut=False)
     assert NoteLines([(0, first), (10**9, last)], "notes").problem is None
+
+
+@pytest.mark.parametrize("line", [b"x\n", b"{\n", b'{"a":1}\n', b',"xxh3_64":"\n'])
+def test_many_lines_that_are_no_notes_are_not_decoded(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start reads all of them, and a refusal of the decoder takes seven times as long as the look at a line."""
+    decode, decoded = msgspec.json.decode, list[bytes]()
+
+    def noting(text: bytes, **more: Any) -> Any:
+        decoded.append(text)
+        return decode(text, **more)
+
+    monkeypatch.setattr(msgspec.json, "decode", noting)
+    found = read(added(b"", 1) + line * 1000)
+    assert "is damaged: expected a note" in str(found.problem)
+    assert ([note["step"] for note in found.notes], len(decoded)) == ([1], 1)
 
 
 def test_who_owns_the_run_no_more_adds_no_note() -> None:
