@@ -101,6 +101,11 @@ class OwnerLock:
         return dead
 
     @property
+    def may_be_held(self) -> bool:
+        """Whether there may be something to release."""
+        return self._tried
+
+    @property
     def is_inherited(self) -> bool:
         """Whether this is a forked child's copy of its parent's lock, and holds nothing."""
         return self._tried and self._record.process.pid != this_process().pid

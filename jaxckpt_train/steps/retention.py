@@ -19,6 +19,7 @@ from jaxckpt_train.store.left_overs import attempts
 
 _DELETING = ".deleting"
 _THREAD = "jaxckpt-retention"
+_MOMENT_S = 0.2
 _log = logging.getLogger("jaxckpt_train")
 
 
@@ -123,14 +124,20 @@ class Deleter:
                 worker.join()
         return True
 
-    def end(self, then: Callable[[], object]) -> None:
-        """As `close`, without waiting for it: `then` is called when all is finished, here or on the thread."""
-        if not self._has_work():
-            then()
+    def end(self, then: Callable[[], object] | None) -> None:
+        """As `close`, but whoever calls it may be the garbage collector in the midst of all: `then` has a thread.
+
+        It is waited for a moment only, and not at all if something is left to do before; None: nothing is to be called.
+        """
+        done, is_busy = Latch(), self._has_work()
+        if then is None and not is_busy:
             return
-        self._jobs.put(then)
-        self._jobs.put(self._end_when_done)
+        for job in (then, done.open, self._end_when_done):
+            if job is not None:
+                self._jobs.put(job)
         self._ensure_worker()
+        if not is_busy:
+            done.wait(_MOMENT_S)
 
     def _end_when_done(self) -> None:
         self._stays = False
