@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -12,8 +13,14 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.steps.retention import Deleter, half_deleted, hidden_name
+from jaxckpt_train.steps.retention import Deleter, half_deleted, hidden_name, shown_name
 from jaxckpt_train.store.local import LocalBackend
+from tests.crash.crash_disk import CrashDisk, Machine
+from tests.crash.explorer import SETTINGS, small_sizes
+from tests.crash.facts import state_of, token_of
+from tests.crash.image import Image, Rename
+from tests.crash.programs import opened, process
+from tests.crash.states import Order, crash_state
 from tests.steps.fake_backends import RefusingBackend
 from tests.steps.runs import made_run, save_steps, step_of, step_path
 
@@ -176,3 +183,36 @@ def test_what_is_hidden_and_no_step_is_somebody_elses(tmp_path: Path) -> None:
         manager.own()
     assert [name for name in sorted(os.listdir(run)) if "deleting" in name] == sorted(others)
     assert (run / ".my-results.deleting" / "precious").exists()
+
+
+class NeverSynced(CrashDisk):
+    """Syncs no file of step 3."""
+
+    def sync(self, path: str) -> None:
+        if f"{THREE}/" in path:
+            raise StorageError(errno.EIO, "refused", path)
+        super().sync(path)
+
+
+@pytest.mark.parametrize("order", ["ordered", "any"])
+def test_a_power_cut_leaves_what_replaced_the_steps_that_went(order: Order) -> None:
+    machine = Machine()
+    with small_sizes(), process(1):
+        settings = jct.StoreSettings(**{**SETTINGS, "durability": "none"})
+        manager = opened(NeverSynced(machine), settings, 1)
+        for step in (1, 2, 3, 4, 5):
+            manager.save(step, state_of(step))
+            manager.wait(60)
+            assert manager._run._deleter.wait(60)
+        assert manager.steps == [5]
+        manager.close()
+    least, looked = 0, set[int]()
+    for moment, operation in enumerate(machine.log, 1):
+        if isinstance(operation, Rename) and operation.new_name.endswith(".deleting"):
+            least = max(least, {ONE: 2, TWO: 4, THREE: 4, FOUR: 5}[shown_name(operation.new_name)])
+        looked.add(least)
+        for seed in range(6 if least else 0):
+            image = crash_state(Image(), machine.log, moment, order, random.Random(seed))
+            reader = opened(CrashDisk(Machine(image)), jct.StoreSettings(), None)
+            assert token_of(reader.restore()) >= least, (moment, seed)
+    assert looked == {0, 2, 4, 5}
