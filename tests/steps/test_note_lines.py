@@ -10,7 +10,7 @@ import pytest
 
 from jaxckpt_train.errors import DirectoryLockedError
 from jaxckpt_train.steps.lineage import RollBack
-from jaxckpt_train.steps.note_lines import NoteLines, count_of, encode_note
+from jaxckpt_train.steps.note_lines import NoteLines, count_of, encode_note, sealed
 from jaxckpt_train.steps.notes import NOTES_NAME, NoteBook
 from jaxckpt_train.store.memory import MemoryBackend
 
@@ -113,6 +113,13 @@ def test_json_that_nobody_sealed_is_no_note() -> None:
         assert "is damaged: expected a note" in str(read(data).problem)
         assert read(added(data, 2)).problem is None, "no number is missing"
         assert "is damaged" in str(read(data + encode_note({"step": 3}, 3, after_cut=False)).problem)
+
+
+@pytest.mark.parametrize("text", [b"}", b"x}", b'{"step":2,}', b'["step",2}', b'{"step":"\xff"}', b"[" * 5000 + b"}"])
+def test_what_is_sealed_and_no_json_is_no_note(text: bytes) -> None:
+    data = added(b"", 1) + b"\n" + sealed(text) + b"\n"
+    assert steps_of(data) == [1]
+    assert "is damaged: expected a note" in str(read(data + b"\n").problem)
 
 
 def test_a_note_that_tells_what_is_held_ends_the_doubt_about_those_before_it() -> None:
