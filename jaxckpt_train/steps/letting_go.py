@@ -16,11 +16,11 @@ _log = logging.getLogger("jaxckpt_train")
 
 
 def let_go(lock: OwnerLock, deleter: Deleter, scrubber: Scrubber) -> None:
-    """Let go once the deletions are done, without waiting for that."""
+    """Let go once the deletions are done, without waiting for that, or for a disk that does not answer."""
     if not lock.is_inherited:
         scrubber.end()
         lock.end()
-        deleter.end(functools.partial(release, lock, scrubber))
+        deleter.end(functools.partial(release, lock, scrubber) if lock.may_be_held else None)
 
 
 def finish(

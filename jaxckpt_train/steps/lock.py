@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import logging
 import math
 import os
@@ -86,10 +87,11 @@ class OwnerLock:
             The dead owner whose lock was taken over, if there was one.
 
         Raises:
-            DirectoryLockedError: a live process owns the directory.
+            DirectoryLockedError: a live process owns the directory, or took it over from this one.
         """
         with self._guard:
             if self._held:
+                self.check()  # whoever could not go on then comes again: another may have taken over meanwhile
                 return None
             if not self._tried:
                 self._record = _Record(this_process(), self._record.token)
@@ -99,6 +101,11 @@ class OwnerLock:
             self._keep_beating()
             self._held = True
         return dead
+
+    @property
+    def may_be_held(self) -> bool:
+        """Whether there may be something to release."""
+        return self._tried
 
     @property
     def is_inherited(self) -> bool:
@@ -178,11 +185,14 @@ class OwnerLock:
                 continue
             if self._was_ending(other):
                 continue
+            aside = self._name_of_dead(other)
+            if aside is None:
+                continue
             if other.token in _unreleased:
-                self._remove_dead(other)
+                self._remove_dead(other, aside)
                 continue
             self._refuse_if_alive(other)
-            if self._remove_dead(other):
+            if self._remove_dead(other, aside):
                 dead = other.process
                 _log.warning("%s: took over from %s, which is dead", self._directory, other)
         raise CheckpointError(f"{self.path}: other processes keep taking this lock; is the job started many times?")
@@ -246,13 +256,27 @@ class OwnerLock:
         except StorageError:
             return math.inf
 
-    def _remove_dead(self, other: _Record) -> bool:
+    def _name_of_dead(self, other: _Record) -> str | None:
+        """The path that its lock gets if it is dead; None: it was taken out of the way meanwhile.
+
+        A damaged lock may be like one of before, whose name is taken: it gets another one. That it is not that very
+        one, which somebody was quicker to take, the second look tells: it comes after the look at the names.
+        """
+        name = f"{LOCK_NAME}{_DEAD}{other.token}"
+        if other.process == _UNKNOWN:
+            taken = {entry.name for entry in self._backend.list(self._directory)}
+            others = (f"{name}-{number}" for number in itertools.count(1))
+            name = next(each for each in itertools.chain([name], others) if each not in taken)
+            if self._read() != other:
+                return None
+        return f"{self._directory}/{name}"
+
+    def _remove_dead(self, other: _Record, aside: str) -> bool:
         """Take a dead owner's lock out of the way; of several that try, one succeeds.
 
         The name it gets is that of the dead, and stays taken for a while: whoever comes late, with the dead owner
         still in mind, fails to rename and so cannot take away the lock of who was quicker.
         """
-        aside = f"{self.path}{_DEAD}{other.token}"
         try:
             self._backend.rename(self.path, aside)
         except StorageError:

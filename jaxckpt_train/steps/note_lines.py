@@ -112,17 +112,17 @@ def _number_of(note: Mapping[str, Any]) -> int | None:
 
 def _note_of(line: bytes) -> dict[str, Any] | None:
     """The note in a line, also if the line break before or after it was changed; None: there is none."""
-    if b"\0" in line:  # perhaps a very long one
+    if _SEAL not in line or b"\0" in line:  # perhaps a very long one, or one of very many
         return None
     for part in (slice(None), slice(-1), slice(1, None)):
         text = line[part]
         body, seal, end = text.rpartition(_SEAL)
+        if not (seal and end.endswith(_END) and end == _digest(body + b"}") + _END):
+            continue
         try:
-            note = msgspec.json.decode(body + b"}", type=dict[str, Any])
+            return msgspec.json.decode(body + b"}", type=dict[str, Any])
         except NOT_JSON:
             continue
-        if seal and end == _digest(body + b"}") + _END:
-            return note
     return None
 
 

@@ -64,11 +64,11 @@ class NoteBook:
             _log.warning("all steps that the next process finds are held, too: %s", error)
 
     def add(self, note: Mapping[str, Any]) -> None:
-        """Add one note; when this returns it is on the disk.
+        """Add one note; when this returns it is on the disk, and whoever owns the run next will read it.
 
         Raises:
             StorageError: the file system refused.
-            DirectoryLockedError: `check`, that the run is this process's own, raised it.
+            DirectoryLockedError: `check`, that the run is this process's own, raised it; the note may be there or not.
         """
         with self._guard:
             is_cut, self._is_cut = self._is_cut, None  # until it is known how this ends
@@ -78,6 +78,7 @@ class NoteBook:
             self._backend.append(self._path, encode_note(note, self.number + 1, after_cut=is_cut))
             self._backend.sync(self._path)
             sync_directory(self._backend, self._directory)  # it may be the first note
+            self._check()  # while that took its time, another may have taken over, and read the notes without this one
             self.number, self._is_cut = self.number + 1, False
 
     def note_roll_back(self, roll_back: RollBack, unsynced: str | None = None) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from jaxckpt_train.errors import CheckpointError, StorageError
 from jaxckpt_train.pending import SLICE_S
@@ -20,7 +21,21 @@ from jaxckpt_train.store.left_overs import attempts
 
 _DELETING = ".deleting"
 _THREAD = "jaxckpt-retention"
+_MOMENT_S = 0.2
 _log = logging.getLogger("jaxckpt_train")
+
+
+@dataclasses.dataclass
+class _Batch:
+    """Steps that were to be deleted together, and which others must be on the disk before they go."""
+
+    names: list[str]
+    instead: list[str]
+
+    def replace(self, lost: Collection[str], by: Sequence[str]) -> None:
+        """Wait for what has replaced those that are `lost`, rather than for them."""
+        if not set(lost).isdisjoint(self.instead):
+            self.instead = list(dict.fromkeys([*(name for name in self.instead if name not in lost), *by]))
 
 
 class Deleter:
@@ -43,8 +58,8 @@ class Deleter:
         self._backend, self._directory, self._deleted, self._check = backend, directory, deleted, check
         # A queue that garbage collection may put into at any moment: dropped managers say so by a finalizer.
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._retry: list[str] = []
-        self._retry_instead: list[str] = []
+        self._retry: dict[str, None] = {}  # in their order
+        self._waiting: list[_Batch] = []  # for the disk
         self._guard = threading.RLock()
         self._worker: threading.Thread | None = None
         self._stays = False
@@ -129,14 +144,20 @@ class Deleter:
                 worker.join()
         return True
 
-    def end(self, then: Callable[[], object]) -> None:
-        """As `close`, without waiting for it: `then` is called when all is finished, here or on the thread."""
-        if not self._has_work():
-            then()
+    def end(self, then: Callable[[], object] | None) -> None:
+        """As `close`, but whoever calls it may be the garbage collector in the midst of all: `then` has a thread.
+
+        It is waited for a moment only, and not at all if something is left to do before; None: nothing is to be called.
+        """
+        done, is_busy = Latch(), self._has_work()
+        if then is None and not is_busy:
             return
-        self._jobs.put(then)
-        self._jobs.put(self._end_when_done)
+        for job in (then, done.open, self._end_when_done):
+            if job is not None:
+                self._jobs.put(job)
         self._ensure_worker()
+        if not is_busy:
+            done.wait(_MOMENT_S)
 
     def _end_when_done(self) -> None:
         self._stays = False
@@ -165,18 +186,43 @@ class Deleter:
             return None
 
     def _delete(self, names: Sequence[str], instead: Sequence[str]) -> None:
-        names, self._retry = [*self._retry, *names], []
-        instead = [*self._retry_instead, *(name for name in instead if name not in self._retry_instead)]
-        if not self._is_allowed() or not all(map(self._make_durable, instead)):
-            self._retry, self._retry_instead = names, instead
+        self._add(_Batch(list(names), list(instead)))
+        if not self._is_allowed():
             return
-        self._retry_instead = []
-        hidden = [found for name in names if (found := self._hide(name)) is not None]
+        doomed = [*self._retry, *self._take_replaced()]
+        self._retry = {}
+        hidden = [found for name in doomed if (found := self._hide(name)) is not None]
         if hidden and not self._is_hiding_durable():
-            self._retry += hidden
+            self._retry.update(dict.fromkeys(hidden))
             return
         for name in hidden:
             self._remove(name)
+
+    def _add(self, batch: _Batch) -> None:
+        """What others wait for and is now to go itself, or is gone, has been replaced by what this batch waits for.
+
+        Each batch comes after a commit, whose step it waits for unless that is on the disk.
+        """
+        lost = {*batch.names, *self._lost()}
+        for other in self._waiting:
+            other.replace(lost, batch.instead)
+        self._waiting.append(batch)
+
+    def _lost(self) -> set[str]:
+        """What is waited for and is not there any more: somebody has removed it by hand."""
+        wanted = {name for batch in self._waiting for name in batch.instead}
+        there = self._names() if wanted else None
+        return set() if there is None else wanted - there
+
+    def _take_replaced(self) -> list[str]:
+        """The names of those that may go, as what replaces them is on the disk now."""
+        wanted = dict.fromkeys(name for batch in self._waiting for name in batch.instead)
+        durable = {name for name in wanted if self._make_durable(name)}
+        for batch in self._waiting:
+            batch.instead = [name for name in batch.instead if name not in durable]
+        found = [name for batch in self._waiting if not batch.instead for name in batch.names]
+        self._waiting = [batch for batch in self._waiting if batch.instead]
+        return found
 
     def _is_allowed(self) -> bool:
         try:
@@ -195,18 +241,26 @@ class Deleter:
         return True
 
     def _hide(self, name: str) -> str | None:
-        """Give a step the name under which it is deleted; None: that failed."""
+        """Give a step the name under which it is deleted; None: that failed, or nothing is left to delete."""
         hidden = hidden_name(name)
+        if name == hidden:
+            return hidden
         try:
-            if name != hidden:
-                self._backend.rename(f"{self._directory}/{name}", f"{self._directory}/{hidden}")
-                tell = self._deleted()
-                if tell is not None:
-                    tell(name)
+            self._backend.rename(f"{self._directory}/{name}", f"{self._directory}/{hidden}")
         except StorageError as error:
-            self._try_again(hidden if self._is_hidden(hidden) else name, error)
-            return None
-        return hidden
+            there = self._names()
+            if there is None or name in there:
+                self._try_again(name, error)
+                if there is not None and hidden in there:  # what is left of one that had this name stands in its way
+                    self._retry[hidden] = None
+                return None
+            if hidden not in there:
+                _log.info("%s is gone already", name)
+                hidden = ""
+        tell = self._deleted()
+        if tell is not None:
+            tell(name)
+        return hidden or None
 
     def _is_hiding_durable(self) -> bool:
         """Sync the new names: a power cut might else bring steps back under the old ones, without all their files."""
@@ -224,20 +278,25 @@ class Deleter:
             self._try_again(hidden, error)
 
     def _try_again(self, name: str, error: StorageError) -> None:
-        shown = name.removeprefix(".").removesuffix(_DELETING)
-        _log.warning("deleting %s failed and will be tried again: %s", shown, error)
-        self._retry.append(name)
+        _log.warning("deleting %s failed and will be tried again: %s", shown_name(name), error)
+        self._retry[name] = None
 
-    def _is_hidden(self, hidden: str) -> bool:
+    def _names(self) -> set[str] | None:
+        """What is in the run directory; None: the disk does not tell."""
         try:
-            return any(entry.name == hidden for entry in self._backend.list(self._directory))
+            return {entry.name for entry in self._backend.list(self._directory)}
         except StorageError:
-            return False
+            return None
 
 
 def hidden_name(name: str) -> str:
     """The name of a directory while it is being deleted."""
     return name if name.endswith(_DELETING) else f".{name}{_DELETING}"
+
+
+def shown_name(name: str) -> str:
+    """The name that a directory had before it was being deleted; of all others, that which they have."""
+    return name[1 : -len(_DELETING)] if name.startswith(".") and name.endswith(_DELETING) else name
 
 
 def remove_attempts(backend: Backend, directory: str) -> None:
@@ -252,7 +311,6 @@ def remove_attempts(backend: Backend, directory: str) -> None:
 
 
 def half_deleted(backend: Backend, directory: str) -> list[str]:
-    """The directories whose deletion was begun and not finished."""
-    return [
-        entry.name for entry in backend.list(directory) if entry.name.startswith(".") and entry.name.endswith(_DELETING)
-    ]
+    """The step directories whose deletion was begun and not finished."""
+    names = [entry.name for entry in backend.list(directory)]
+    return [name for name in names if shown_name(name) != name and parse_step_name(shown_name(name)) is not None]

@@ -32,7 +32,7 @@ from jaxckpt_train.steps.lock import OwnerLock, try_to_write
 from jaxckpt_train.steps.notes import NoteBook, noted
 from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy
 from jaxckpt_train.steps.restoring import Restored, StepVanishedError
-from jaxckpt_train.steps.retention import Deleter, half_deleted, remove_attempts
+from jaxckpt_train.steps.retention import Deleter, half_deleted, remove_attempts, shown_name
 from jaxckpt_train.steps.scrubber import Scrubber
 from jaxckpt_train.steps.step_names import check_step, free_step_name, parse_step_name
 from jaxckpt_train.steps.unkept import instead_of, unkept_names
@@ -245,9 +245,9 @@ class RunDirectory:
                 )
 
     def free_name(self, step: int) -> str:
-        """The directory name under which a step is to be saved: its next generation, whatever is there now."""
-        names = {item.name for item in self._backend.list(self._directory)} | self._deleting  # gone, and not told yet
-        return free_step_name(step, names)
+        """The directory name under which a step is to be saved: its next generation, whatever is there or is to go."""
+        names = {shown_name(item.name) for item in self._backend.list(self._directory)} | self._deleting
+        return free_step_name(step, names, [entry.name for entry in self._entries])
 
     def committed(self, committed: Committed, info: Mapping[str, Any]) -> None:
         """Take note of a commit."""

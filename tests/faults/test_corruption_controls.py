@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from jaxckpt_train.settings import DigestName, StoreSettings
@@ -120,7 +121,7 @@ def test_pins_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_damaged_notes_that_raise_what_json_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(note_lines, "NOT_JSON", ())
+    monkeypatch.setattr(note_lines, "_note_of", lambda line: msgspec.json.decode(line, type=dict[str, Any]))
     assert "raised DecodeError" in problems_of(damaged_owners.campaign, 60)
 
 

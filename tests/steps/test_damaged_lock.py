@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +16,7 @@ from jaxckpt_train.steps import lock as lock_module
 from jaxckpt_train.steps.lock import LOCK_NAME, SILENCE_S
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.machine import this_process
-from tests.steps.test_lock import Heartbeats, new_lock, silent_for
+from tests.steps.test_lock import Between, Heartbeats, new_lock, silent_for
 
 
 def lock_of(pid: int) -> bytes:
@@ -69,3 +72,64 @@ def test_who_lives_beats_on_when_its_lock_is_damaged_and_saves_no_more(
         owner.check()
     owner.release()
     assert (tmp_path / LOCK_NAME).exists()
+
+
+def damaged_again(directory: Path) -> None:
+    """By the same bytes, and silent."""
+    (directory / LOCK_NAME).write_bytes(b"")
+    silent_for(directory, SILENCE_S + 5)
+
+
+def test_a_lock_that_is_damaged_in_the_same_way_again_is_taken_over_too(tmp_path: Path) -> None:
+    for _ in range(3):
+        damaged_again(tmp_path)
+        lock = new_lock(tmp_path)
+        assert lock.acquire() is not None
+        lock.check()
+        lock.release()
+    damaged_again(tmp_path)
+    for path in tmp_path.iterdir():
+        silent_for(tmp_path, SILENCE_S + 5) if path.name == LOCK_NAME else os.utime(path, (1, 1))
+    lock = new_lock(tmp_path)
+    lock.acquire()
+    lock.clean()
+    lock.release()
+    assert len(os.listdir(tmp_path)) <= 1, "what is left of the dead is taken along"
+
+
+class BetweenNames(LocalBackend):
+    """Calls something right after its second listing, in which the name for a dead lock is chosen."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        self._then, self._listings = then, 0
+
+    def list(self, path: str) -> Any:
+        found = super().list(path)
+        self._listings += 1
+        if self._listings == 2:
+            self._then()
+        return found
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+@pytest.mark.parametrize("between", [BetweenNames, lambda quick: Between(quick, lambda: None)], ids=["names", "rename"])
+def test_whoever_is_late_does_not_unseat_who_took_over_from_a_damaged_lock(
+    tmp_path: Path, times: int, between: Callable[[Callable[[], object]], LocalBackend]
+) -> None:
+    for _ in range(times):
+        damaged_again(tmp_path)
+        lock = new_lock(tmp_path)
+        lock.acquire()
+        lock.release()
+    damaged_again(tmp_path)
+    quick, renamed = new_lock(tmp_path), list[str]()
+
+    def take() -> None:
+        quick.acquire()
+        renamed.append((tmp_path / LOCK_NAME).read_text())
+
+    with pytest.raises(DirectoryLockedError, match="this very process"):
+        new_lock(tmp_path, between(take)).acquire()
+    assert renamed == [(tmp_path / LOCK_NAME).read_text()]
+    quick.check()
+    quick.release()

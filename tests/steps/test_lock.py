@@ -245,6 +245,16 @@ def test_the_same_process_twice_is_refused_and_told_so(tmp_path: Path) -> None:
     new_lock(tmp_path).acquire()
 
 
+def test_who_holds_it_and_asks_again_is_refused_if_another_has_taken_it_over(tmp_path: Path) -> None:
+    lock = new_lock(tmp_path)
+    lock.acquire()
+    other = (tmp_path / LOCK_NAME).read_bytes().replace(lock._record.token.encode(), b"another")
+    (tmp_path / LOCK_NAME).write_bytes(other)
+    with pytest.raises(DirectoryLockedError, match="this job owned it, and its lock is held by process"):
+        lock.acquire()
+    assert (tmp_path / LOCK_NAME).read_bytes() == other
+
+
 def test_a_released_lock_leaves_nothing_behind(tmp_path: Path) -> None:
     lock = new_lock(tmp_path)
     lock.acquire()

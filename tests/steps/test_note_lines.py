@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import msgspec
 import pytest
 
 from jaxckpt_train.errors import DirectoryLockedError
 from jaxckpt_train.steps.lineage import RollBack
-from jaxckpt_train.steps.note_lines import NoteLines, count_of, encode_note
+from jaxckpt_train.steps.note_lines import NoteLines, count_of, encode_note, sealed
 from jaxckpt_train.steps.notes import NOTES_NAME, NoteBook
 from jaxckpt_train.store.memory import MemoryBackend
 
@@ -113,6 +115,13 @@ def test_json_that_nobody_sealed_is_no_note() -> None:
         assert "is damaged" in str(read(data + encode_note({"step": 3}, 3, after_cut=False)).problem)
 
 
+@pytest.mark.parametrize("text", [b"}", b"x}", b'{"step":2,}', b'["step",2}', b'{"step":"\xff"}', b"[" * 5000 + b"}"])
+def test_what_is_sealed_and_no_json_is_no_note(text: bytes) -> None:
+    data = added(b"", 1) + b"\n" + sealed(text) + b"\n"
+    assert steps_of(data) == [1]
+    assert "is damaged: expected a note" in str(read(data + b"\n").problem)
+
+
 def test_a_note_that_tells_what_is_held_ends_the_doubt_about_those_before_it() -> None:
     data = added(added(b"", 1), 2)[10:]
     assert read(data).problem is not None
@@ -141,6 +150,21 @@ def test_half_of_a_file_is_told_to_be_missing_until_that_is_settled() -> None:
     assert (len(found.notes), found.number) == (2, 9)
     last += encode_note({"held": ["a"]}, 10, after_cut=False)
     assert NoteLines([(0, first), (10**9, last)], "notes").problem is None
+
+
+@pytest.mark.parametrize("line", [b"x\n", b"{\n", b'{"a":1}\n', b',"xxh3_64":"\n'])
+def test_many_lines_that_are_no_notes_are_not_decoded(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start reads all of them, and a refusal of the decoder takes seven times as long as the look at a line."""
+    decode, decoded = msgspec.json.decode, list[bytes]()
+
+    def noting(text: bytes, **more: Any) -> Any:
+        decoded.append(text)
+        return decode(text, **more)
+
+    monkeypatch.setattr(msgspec.json, "decode", noting)
+    found = read(added(b"", 1) + line * 1000)
+    assert "is damaged: expected a note" in str(found.problem)
+    assert ([note["step"] for note in found.notes], len(decoded)) == ([1], 1)
 
 
 def test_who_owns_the_run_no_more_adds_no_note() -> None:

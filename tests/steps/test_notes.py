@@ -12,17 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from jaxckpt_train.errors import StorageError
+from jaxckpt_train.errors import DirectoryLockedError, StorageError
 from jaxckpt_train.steps.catalog import scan
+from jaxckpt_train.steps.lock import LOCK_NAME
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.note_lines import NoteLines
 from jaxckpt_train.steps.notes import NOTES_NAME, NoteBook, Notes
+from jaxckpt_train.steps.preservation_policies import LatestN
 from jaxckpt_train.store.local import LocalBackend
 from tests.crash.crash_disk import CrashDisk, Machine
 from tests.crash.image import Image
 from tests.crash.states import crash_state
 from tests.steps.fake_backends import RefusingBackend
-from tests.steps.runs import made_run, save_steps
+from tests.steps.runs import made_run, save_steps, step_path
 
 
 def pinned(directory: Path) -> tuple[set[int], str | None]:
@@ -262,3 +264,29 @@ def test_what_a_dead_owner_did_not_sync_is_on_the_disk_before_the_next_one_count
 
 def fail(code: int, path: str) -> None:
     raise StorageError(code, "refused", path)
+
+
+@pytest.mark.parametrize("what", ["pin", "metrics"])
+def test_a_note_that_came_when_another_had_taken_over_is_not_told_to_be_kept(tmp_path: Path, what: str) -> None:
+    """The disk does not answer this process for a minute, nor its heartbeat; then the note goes through."""
+    run = made_run(tmp_path, 1, 2)
+
+    class Away(LocalBackend):
+        def append(self, path: str, data: bytes) -> None:
+            if path.endswith(NOTES_NAME) and not taken_over:
+                (run / LOCK_NAME).rename(run / f"{LOCK_NAME}.dead-of-this-one")
+                other.own()
+                taken_over.append(run)
+            super().append(path, data)
+
+    taken_over = list[Path]()
+    other = StepManager(run, preservation_policy=LatestN(1))
+    first = StepManager(run, backend=Away())
+    with pytest.raises(DirectoryLockedError, match="its lock is held by"):
+        first.pin(1) if what == "pin" else first.attach_metrics(1, {"acc": 0.5})
+    assert taken_over
+    assert [(entry.pinned, entry.metrics) for entry in first._run.entries()] == [(False, None)] * 2
+    save_steps(other, 3)
+    other.close()
+    assert not step_path(run, 1).exists(), "it had not been pinned when the other one read the notes"
+    first.close()

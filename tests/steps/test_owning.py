@@ -266,6 +266,38 @@ def test_a_manager_that_is_dropped_leaves_no_thread(tmp_path: Path) -> None:
     assert not (tmp_path / ".owner").exists()
 
 
+class Refusing(LocalBackend):
+    """Refuses to list once the lock is there."""
+
+    refuses = True
+
+    def list(self, path: str) -> Any:
+        if self.refuses and lock_of(Path(path)) == "held":
+            raise StorageError(errno.EIO, "refused", path)
+        return super().list(path)
+
+
+def test_who_failed_to_go_on_after_taking_the_lock_looks_at_it_when_it_tries_again(tmp_path: Path) -> None:
+    backend = Refusing()
+    manager = jct.StepManager(tmp_path, backend=backend)
+    with pytest.raises(StorageError):
+        manager.own()
+    assert lock_of(tmp_path) == "held"
+    backend.refuses = False
+    record = (tmp_path / ".owner").read_bytes()
+    token = manager._run._lock._record.token.encode()
+    (tmp_path / ".owner").write_bytes(record.replace(token, b"another"))  # it was asleep, and is taken for dead
+    under_way = tmp_path / ".step-0000000007.tmp-deadbeef-deadbeef-1-1-0"
+    under_way.mkdir()
+    with pytest.raises(jct.DirectoryLockedError, match="this job owned it, and its lock is held by"):
+        manager.own()
+    assert under_way.exists(), "the other one's save"
+    (tmp_path / ".owner").write_bytes(record)
+    manager.own()
+    manager.close()
+    assert not under_way.exists()
+
+
 FORKED = """
 import os, sys, warnings
 warnings.simplefilter("ignore")

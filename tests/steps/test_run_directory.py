@@ -104,6 +104,22 @@ def test_a_step_is_saved_beside_a_broken_copy_of_the_same_name(tmp_path: Path) -
     assert names(tmp_path, "step-") == ["step-0000000005", "step-0000000005.g1"]
 
 
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_a_strangers_name_with_the_last_number_hides_no_save(tmp_path: Path, kind: str) -> None:
+    stranger = tmp_path / "step-0000000005.g999999"
+    if kind == "file":
+        stranger.write_bytes(b"")
+    else:
+        stranger.mkdir()
+    with jct.StepManager(tmp_path) as owner:
+        save_steps(owner, 5)
+    with jct.StepManager(tmp_path) as owner:
+        assert owner.steps == [5]
+        save_steps(owner, 5, overwrite=True)
+    assert jct.StepManager(tmp_path).steps == [5]
+    assert names(tmp_path, "step-") == ["step-0000000005.g1", "step-0000000005.g999999"]
+
+
 def test_names_of_new_saves(tmp_path: Path) -> None:
     run = opened(made_run(tmp_path, 1, 2))
     run.own()

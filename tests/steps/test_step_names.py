@@ -10,11 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.steps.step_names import MAX_STEP, check_step, parse_step_name, step_name
+from jaxckpt_train.errors import CheckpointExistsError, SettingsError
+from jaxckpt_train.steps.step_names import (
+    MAX_GENERATION,
+    MAX_STEP,
+    check_step,
+    free_step_name,
+    parse_step_name,
+    step_name,
+)
 
 
-@given(st.integers(0, MAX_STEP - 1), st.integers(0, 999_999))
+@given(st.integers(0, MAX_STEP - 1), st.integers(0, MAX_GENERATION))
 def test_a_name_tells_its_step_and_generation(step: int, generation: int) -> None:
     assert parse_step_name(step_name(step, generation)) == (step, generation)
 
@@ -30,7 +37,7 @@ def test_names_sort_as_steps_do_up_to_ten_digits() -> None:
     [
         "step-100", "step-00000000100", "step-0000000100.g0", "step-0000000100.g01", "step-0000000100.g", "step-",
         ".step-0000000100.tmp-1-0", ".step-0000000100.deleting", "step-0000000100 ", "step-0000000100\n", "100",
-        "step-0000000\uff1100", "Step-0000000100",
+        "step-0000000\uff1100", "Step-0000000100", "step-0000000100.g1000000", "step-0000000100.g" + "9" * 5000,
     ],
 )  # fmt: skip
 def test_anything_else_is_no_step(name: str) -> None:
@@ -58,3 +65,22 @@ def test_what_is_no_whole_number_is_refused(step: Any) -> None:
 def test_a_step_out_of_range_is_refused(step: int) -> None:
     with pytest.raises(SettingsError, match=f"expected 0 to 999999999999999, found {step}"):
         check_step(step)
+
+
+@given(st.sets(st.integers(0, 3) | st.integers(MAX_GENERATION - 3, MAX_GENERATION)), st.integers(-1, 3))
+def test_a_free_name_is_a_steps_and_comes_after_what_is_committed(taken: set[int], committed: int) -> None:
+    names = {step_name(5, generation) for generation in taken} | {step_name(5, committed)} - {step_name(5, -1)}
+    other = {step_name(6, MAX_GENERATION), "step-5", "step-0000000005.g9999999", ".owner"}
+    free = free_step_name(5, names | other, [step_name(5, committed)] if committed >= 0 else [])
+    assert free not in names
+    parsed = parse_step_name(free)
+    assert parsed is not None
+    assert parsed[0] == 5
+    assert parsed[1] > committed
+    assert parsed[1] == max([*taken, committed]) + 1 or MAX_GENERATION in taken
+
+
+def test_no_name_is_given_that_is_no_steps() -> None:
+    last = step_name(5, MAX_GENERATION)
+    with pytest.raises(CheckpointExistsError, match=f"step 5 cannot be saved again: {last} is there"):
+        free_step_name(5, [last], [last])
