@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import importlib.metadata
@@ -168,8 +169,9 @@ def save_checkpointables_async(
     replace = flag("overwrite", overwrite)
     answer_of(final, lambda moved: _refuse_existing(final, replace))
     parts = stage_all(checkpointables, times, chosen)
-    info = run_info(custom_metadata)
-    transaction, movement = Transaction(_BACKEND, final, chosen), movement_of(parts)
+    with undone_on_error(None, parts):
+        info, movement = run_info(custom_metadata), movement_of(parts)
+        transaction = answer_of(final, lambda moved: Transaction(_BACKEND, final, chosen), undo=_abort)
 
     def work() -> CheckpointMetadata:
         with undone_on_error(transaction, parts):
@@ -180,6 +182,12 @@ def save_checkpointables_async(
     pending = begin_save(final, work, transaction, parts, movement)
     wait_until_taken(parts, pending)
     return pending
+
+
+def _abort(transaction: Transaction) -> None:
+    """Remove an attempt that nobody waits for; what stays is removed once this process is gone."""
+    with contextlib.suppress(StorageError):
+        transaction.abort()
 
 
 def _refuse_existing(final: str, replace: bool) -> None:

@@ -83,6 +83,8 @@ def entry_from_manifest(name: str, step: int, generation: int, info: Mapping[str
 def _time(value: object) -> datetime.datetime:
     try:
         found = datetime.datetime.fromisoformat(str(value))
-    except ValueError:
+        found = found if found.tzinfo else found.replace(tzinfo=datetime.UTC)
+        found.astimezone(datetime.UTC)  # as policies see it; kept as it is written, by which notes name it
+    except (ValueError, OverflowError):
         return _LONG_AGO
-    return found if found.tzinfo else found.replace(tzinfo=datetime.UTC)
+    return found

@@ -18,14 +18,23 @@ from jaxckpt_train.store.workers import GIVE_UP_S, TELL_S
 
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
+MOST_LEFT = 128
 
 
 class Question(Generic[T]):
-    """What is asked of a disk. Whoever asks calls `moved` whenever it has answered in part."""
+    """What is asked of a disk. Whoever asks calls `moved` whenever it has answered in part.
 
-    def __init__(self, ask: Callable[[Callable[[], None]], T]) -> None:
-        self._ask = ask
+    Args:
+        ask: asks it.
+        undo: what is done about an answer that comes when nobody waits for it any more.
+    """
+
+    def __init__(
+        self, ask: Callable[[Callable[[], None]], T], undo: Callable[[T], object] = lambda answer: None
+    ) -> None:
+        self._ask, self._undo = ask, undo
         self._answer: list[T] = []
+        self._is_left = False
         self._error: BaseException | None = None
         self.parts = 0
         self.is_answered = Latch()
@@ -41,6 +50,20 @@ class Question(Generic[T]):
             self._error = error
         finally:
             del self._ask  # with all that it holds
+        if self._is_left:
+            self.undo()
+
+    def leave(self) -> bool:
+        """Say that nobody waits any more; whether there is an answer already, which is to be undone."""
+        self._is_left = True  # first: an answer that comes from now on is undone where it comes
+        self._error = None
+        return bool(self._answer)
+
+    def undo(self) -> None:
+        """Undo the answer, unless another thread does."""
+        self._error = None
+        with contextlib.suppress(IndexError):
+            self._undo(self._answer.pop())
 
     def take(self) -> T:
         """The answer; the error is raised, and not kept: its traceback holds what was being done."""
@@ -73,31 +96,65 @@ class _Thread:
             del question
 
 
-def _none_idle(_: None) -> deque[_Thread]:
-    return deque()
+class _Threads:
+    """Those of this process: which wait to be asked, and what was asked and is waited for by nobody but them."""
+
+    def __init__(self, _: None) -> None:
+        self.idle: deque[_Thread] = deque()
+        self._left: set[Question[Any]] = set()
+
+    def leave(self, question: Question[Any]) -> None:
+        self._left.add(question)
+
+    def left(self) -> int:
+        """How many of them wait for disks that have not answered yet."""
+        for question in list(self._left):
+            if question.is_answered.is_open():
+                self._left.discard(question)
+        return len(self._left)
 
 
-_idle_threads = PerProcess(_none_idle)
+_threads = PerProcess(_Threads)
 
 
 def answer_of(
-    subject: str, ask: Callable[[Callable[[], None]], T], progress: Callable[[int], object] | None = None
+    subject: str,
+    ask: Callable[[Callable[[], None]], T],
+    progress: Callable[[int], object] | None = None,
+    *,
+    undo: Callable[[T], object] = lambda answer: None,
 ) -> T:
     """What `ask` returns or raises, called on another thread; where the system has none, on this one.
+
+    A thread whose disk does not answer is left to itself. Once there are `MOST_LEFT` of these nothing more is asked.
 
     Args:
         subject: the file or directory that is asked for, for messages.
         ask: is given a function that it calls whenever the disk has answered in part.
         progress: called with 0 at least once a second; what it raises ends the wait, and so does an interrupt. What was
             asked goes on then, so it must change nothing that its asker uses.
+        undo: called with an answer that comes when nobody waits for it any more, on another thread. Without it `ask`
+            must make nothing that lasts.
 
     Raises:
-        CheckpointTimeoutError: the disk has not answered for ten minutes, in which this process was awake.
+        CheckpointTimeoutError: the disk has not answered for ten minutes, in which this process was awake; or so many
+            other questions have no answer yet that no more are asked.
     """
-    question = Question(ask)
+    if (left := _threads.get(None).left()) >= MOST_LEFT:
+        raise CheckpointTimeoutError(f"{subject}: not asked for, as disks have not answered {left} questions before")
+    question = Question(ask, undo)
     if not _is_put(question):
         question.ask()
         return question.take()
+    try:
+        _wait_for(question, subject, progress)
+    except BaseException:
+        _leave(question)
+        raise
+    return question.take()
+
+
+def _wait_for(question: Question[Any], subject: str, progress: Callable[[int], object] | None) -> None:
     parts, still_s, tell_s = 0, 0.0, TELL_S
     while not question.is_answered.wait(LOOK_S):
         still_s += LOOK_S
@@ -110,7 +167,13 @@ def answer_of(
         if still_s >= tell_s:
             _log.warning("%s: its disk has not answered for %.0f s", subject, still_s)
             tell_s += TELL_S
-    return question.take()
+
+
+def _leave(question: Question[T]) -> None:
+    """Do not wait for it any more; an answer that is there is undone, for which its disk is asked once more."""
+    _threads.get(None).leave(question)
+    if question.leave():
+        _have_done(question.undo)
 
 
 def have_closed(files: Collection[Source]) -> None:
@@ -118,20 +181,24 @@ def have_closed(files: Collection[Source]) -> None:
     if not files:
         return
 
-    def close(moved: Callable[[], None]) -> None:
+    def close() -> None:
         for file in files:
             with contextlib.suppress(StorageError, OSError):
                 file.close()
 
-    question = Question(close)
-    if _is_put(question):
-        question.is_answered.wait(LOOK_S)
-    else:
+    _have_done(close)
+
+
+def _have_done(call: Callable[[], None]) -> None:
+    question = Question(lambda moved: call())
+    if not _is_put(question):
         question.ask()
+    elif not question.is_answered.wait(LOOK_S):
+        _threads.get(None).leave(question)
 
 
 def _is_put(question: Question[Any]) -> bool:
-    idle = _idle_threads.get(None)
+    idle = _threads.get(None).idle
     try:
         thread = idle.pop()
     except IndexError:

@@ -20,11 +20,10 @@ UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One name in a directory: what it is ("other": a link, a pipe, a device), and a file's size."""
+    """One name in a directory, and what the directory says that it is ("other": a link, a pipe, a device)."""
 
     name: str
     kind: Literal["file", "directory", "other"]
-    bytes: int = 0
 
 
 class Sink(Protocol):

@@ -210,7 +210,7 @@ class LocalBackend:
                 return
             missing, target = list[str](), path
             while not is_directory(path):
-                if is_there(path):
+                if is_there(path) and not is_directory(path):  # else made between the two looks
                     raise OSError(errno.ENOTDIR, "not a directory")
                 missing.append(path)
                 path = os.path.dirname(path)

@@ -90,7 +90,7 @@ class MemoryBackend:
             self._need_directory(path, "list the directory")
             found = [(os.path.basename(p), node) for p, node in self._nodes.items() if os.path.dirname(p) == path != p]
         return sorted(
-            (Entry(n, "directory") if f is None else Entry(n, "file", len(f.data)) for n, f in found),
+            (Entry(n, "directory" if f is None else "file") for n, f in found),
             key=lambda entry: entry.name,
         )
 

@@ -26,6 +26,7 @@ from jaxckpt_train.store.per_process import PerProcess
 NICENESS = 10
 TELL_S, GIVE_UP_S = 60.0, 600.0
 MOMENT_S = 2.0  # for what is under way to end, after an interrupt
+MOST_LOST = 64
 _log = logging.getLogger("jaxckpt_train")
 
 T = TypeVar("T")
@@ -37,29 +38,43 @@ class Workers:
 
     Where the system has fewer threads to give they do all the work, without any the calling thread; the next call asks
     for the rest again.
+
+    A thread whose item `run_each` has left to itself, as its disk does not answer, is lost: another one takes its
+    place, so that work on other disks goes on, and it ends when its item does. As long as there are lost ones, a call
+    to `run_each` begins with a single item, and the others follow when that has ended: a disk that stays away takes one
+    more thread at each try. `MOST_LOST` of them are replaced, so there are never more threads than these and the fixed
+    number.
     """
 
     def __init__(self, count: int, name: str, *, polite: bool = False) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
         self._count, self._name, self._polite = count, name, polite
-        self._started, self._starting = 0, threading.Lock()
+        self._started, self._lost, self._starting = 0, 0, threading.Lock()
         self._start_missing()
 
     def _start_missing(self) -> bool:
-        """Start the threads that are not there yet; whether there is any."""
-        if self._started < self._count:
+        """Start the threads that are not there yet; whether there is any that is not lost."""
+        if self._started < self._count + self._lost:
             with self._starting, contextlib.suppress(RuntimeError):
-                while self._started < self._count:
+                while self._started < self._count + self._lost:
                     threading.Thread(target=self._work, name=f"{self._name}-{self._started}", daemon=True).start()
                     self._started += 1
-        return self._started > 0
+        return self._started > self._lost
+
+    def _replace(self, batch: _Batch[T]) -> None:
+        """Have other threads in place of those that still work on a batch which nobody waits for."""
+        with self._starting:
+            self._lost += batch.lose(MOST_LOST - self._lost)
+        self._start_missing()
 
     def _work(self) -> None:
         if self._polite and sys.platform == "linux":  # where a thread has a priority of its own
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        while True:
-            self._jobs.get()()
+        while not self._jobs.get()():
+            pass
+        with self._starting:
+            self._started, self._lost = self._started - 1, self._lost - 1
 
     def run_all(self, work: Callable[[T], None], items: Sequence[T]) -> None:
         """Run `work` on every item and wait; a single item runs on the calling thread, but not on the main one.
@@ -111,13 +126,13 @@ class Workers:
         results = Mailbox[list[R] | None]()
         batch = _Batch(lambda item: results.put([work(item)]), items, lambda: results.put(None))
         try:
-            for _ in range(len(items)):
-                self._jobs.put(batch.run_next)
+            self._put(batch, len(items))
             while (result := self._next(results, moved)) is not None:
                 yield result.pop()  # the consumer alone holds it, and may wait for what it frees by letting go
         except CheckpointTimeoutError as error:  # what the running ones use they hold until they end, if ever
             give_up()
             batch.give_up(error)
+            self._replace(batch)
             batch.take_error()
             raise
         except BaseException as error:  # an interrupt, or the consumer's: as in run_all()
@@ -127,9 +142,25 @@ class Workers:
             while not (batch.done.is_open() and results.empty()) and time.monotonic() < ends_s:
                 with contextlib.suppress(queue.Empty):  # results that nobody takes hold memory
                     results.get(LOOK_S)
+            self._replace(batch)
             batch.take_error()
             raise
         batch.raise_error()
+
+    def _put(self, batch: _Batch[T], count: int) -> None:
+        """Have so many items of a batch done; if threads are lost, the first before all others."""
+        if self._lost == 0:
+            for _ in range(count):
+                self._jobs.put(batch.run_next)
+            return
+
+        def run_first() -> bool:
+            is_lost = batch.run_next()
+            for _ in range(count - 1):
+                self._jobs.put(batch.run_next)
+            return is_lost
+
+        self._jobs.put(run_first)
 
     def _next(self, results: Mailbox[T], moved: Callable[[], object]) -> T:
         seen, still_s, tell_s = moved(), 0.0, TELL_S  # of seconds in which this process was awake
@@ -158,7 +189,7 @@ class _Batch(Generic[T]):
         self, work: Callable[[T], None], items: Sequence[T], at_end: Callable[[], None] = lambda: None
     ) -> None:
         self._work, self._items = work, deque(items)
-        self._left, self._at_end = len(items), at_end
+        self._left, self._at_end, self._lost = len(items), at_end, 0
         self.moved_at = time.monotonic()
         self._lock = threading.Lock()
         self.error: BaseException | None = None
@@ -170,12 +201,12 @@ class _Batch(Generic[T]):
         self.done.open()
         self._at_end()
 
-    def run_next(self) -> None:
-        """Work on one more item, if one is left."""
+    def run_next(self) -> bool:
+        """Work on one more item, if one is left; whether the thread that did was replaced meanwhile."""
         try:
             item = self._items.popleft()
         except IndexError:
-            return
+            return False
         try:
             if self.error is None:
                 self._work(item)
@@ -185,10 +216,18 @@ class _Batch(Generic[T]):
         finally:
             with self._lock:
                 self._left, self.moved_at = self._left - 1, time.monotonic()
-                last = self._left == 0
+                last, is_lost = self._left == 0, self._lost > 0
+                self._lost -= is_lost
             if last:
                 del self._work  # with all that it holds: whoever waits may be done before this thread is
                 self._end()
+        return is_lost
+
+    def lose(self, most: int) -> int:
+        """Take the threads that still work on it, once it was given up, for lost; how many of them, of `most`."""
+        with self._lock:
+            self._lost = min(most, self._left)
+        return self._lost
 
     def give_up(self, error: BaseException) -> None:
         """Begin nothing more; also count the items that no thread has been told of."""

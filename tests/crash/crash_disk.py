@@ -317,10 +317,10 @@ class CrashDisk:
 
 
 def _entry(image: Image, name: str, inode: int) -> Entry:
-    """What a listing says, which looks at the name and, of a file, asks for its size."""
+    """What a listing says, which looks at the name alone."""
     if inode in image.lost:
         return Entry(name, "directory" if image.lost[inode] else "other")
-    return Entry(name, "directory") if inode in image.folders else Entry(name, "file", len(image.files[inode]))
+    return Entry(name, "directory") if inode in image.folders else Entry(name, "file")
 
 
 def _any_order(name: str) -> int:

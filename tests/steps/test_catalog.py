@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxckpt_train.callback import CheckpointCallback
 from jaxckpt_train.steps.catalog import scan
 from jaxckpt_train.steps.lineage import newest_generations
 from jaxckpt_train.steps.manager import StepManager
@@ -21,6 +22,7 @@ from tests.steps.runs import (
     step_path,
     truncate_the_manifest,
 )
+from tests.store.checkpoints import rewrite
 
 
 def names(directory: Path) -> list[str]:
@@ -100,3 +102,25 @@ def test_notes_that_are_cut_or_odd_do_no_harm(tmp_path: Path) -> None:
     assert entry.metrics is not None
     assert list(entry.metrics) == ["loss"]
     assert math.isnan(entry.metrics["loss"])
+
+
+@pytest.mark.parametrize("created", ["0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-23:59", "9999-12-31", "today"])
+def test_a_time_at_the_edge_of_all_times_stops_no_training(tmp_path: Path, created: str) -> None:
+    run = made_run(tmp_path, 1, 2)
+    rewrite(step_path(run, 1), lambda manifest: manifest["info"].update(created=created))
+    with CheckpointCallback(run, save_interval_steps=1, keep_latest=5) as ckpt:
+        state = ckpt.resume(state_of(2))
+        for step in ckpt.steps(3):
+            ckpt(state_of(step))
+    assert state is not None
+    assert sorted(entry.step for entry in scan(LocalBackend(), str(run))) == [1, 2, 3]
+
+
+def test_a_time_is_kept_as_it_is_written_since_notes_name_it(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1)
+    rewrite(step_path(run, 1), lambda manifest: manifest["info"].update(created="2026-03-01T05:30:00+05:30"))
+    with StepManager(run) as manager:
+        manager.pin(1)
+    (entry,) = scan(LocalBackend(), str(run))
+    assert entry.pinned
+    assert '"saved":"2026-03-01T05:30:00+05:30"' in (run / "notes.jsonl").read_text()

@@ -243,36 +243,6 @@ def test_nobody_waits_for_a_pipe_in_place_of_a_file(tmp_path: Path, name: str) -
     assert StepManager(run).steps == [1, 2]
 
 
-def test_a_file_that_the_disk_tells_nothing_of_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = made_run(tmp_path, 1)
-    scandir = os.scandir
-
-    class Bad:
-        def __init__(self, item: os.DirEntry[str]) -> None:
-            self._item, self.name = item, item.name
-            self.is_dir, self.is_file = item.is_dir, item.is_file
-
-        def stat(self, **_: Any) -> os.stat_result:
-            if self.name == "history.jsonl":
-                raise OSError(errno.EUCLEAN, "structure needs cleaning")
-            return self._item.stat(follow_symlinks=False)
-
-    class Listing:
-        def __init__(self, path: str) -> None:
-            self._found = scandir(path)
-
-        def __enter__(self) -> Any:
-            return (Bad(item) for item in self._found)
-
-        def __exit__(self, *_: object) -> None:
-            self._found.close()
-
-    monkeypatch.setattr(os, "scandir", Listing)
-    assert StepManager(run).steps == [1]
-    kinds = {entry.name: entry.kind for entry in LocalBackend().list(str(run))}
-    assert (kinds["history.jsonl"], kinds["step-0000000001"]) == ("other", "directory")
-
-
 def test_a_wait_for_a_save_ends_when_it_gets_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxckpt_train.pending.LAST_PATIENCE_S", 0.2)
     go = threading.Event()

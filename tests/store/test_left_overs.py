@@ -41,3 +41,12 @@ def test_one_that_cannot_be_removed_is_told_and_the_others_go(refused: int) -> N
     backend.refused = ""
     remove_dead_attempts(backend, "/run/c")
     assert attempts[refused] not in {f"/run/{entry.name}" for entry in backend.list("/run")}
+
+
+@pytest.mark.parametrize("pid", ["99999999999999999999", str(1 << 31)])
+def test_a_name_with_a_number_that_no_process_has_is_left_alone(pid: str) -> None:
+    stranger = f"/run/.c.tmp-{re.sub(r'-[0-9]+-[0-9]+$', f'-{pid}-1', machine.process_tag())}-0"
+    backend = Refusing("")
+    backend.make_directory(stranger, parents=True, sync=False)
+    remove_dead_attempts(backend, "/run/c")
+    assert [entry.name for entry in backend.list("/run")] == [stranger.rpartition("/")[2]]

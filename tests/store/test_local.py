@@ -365,3 +365,18 @@ def test_a_system_without_direct_io_is_told_to_who_asks_for_nothing_else(
         LocalBackend().open(str(tmp_path), "a", direct=True)
     LocalBackend().create(str(tmp_path / "b"), direct="auto").finish(0, sync=False)
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+def test_a_parent_that_another_job_makes_at_the_same_moment_is_a_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look whether it is a directory, and that whether there is anything."""
+    is_there = local.is_there
+
+    def meanwhile(path: str) -> bool:
+        os.makedirs(path, exist_ok=True)
+        return is_there(path)
+
+    monkeypatch.setattr(local, "is_there", meanwhile)
+    LocalBackend().make_directory(str(tmp_path / "runs" / "a" / "b"), parents=True, sync=True)
+    assert (tmp_path / "runs" / "a" / "b").is_dir()
