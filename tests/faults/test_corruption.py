@@ -78,7 +78,9 @@ def test_the_command_prints_tables_and_a_verdict(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["corruption", "--trials", "40", "--seed", "4"])
-    corruption.main()
+    with pytest.raises(SystemExit) as left:
+        corruption.main()
+    assert not left.value.code
     printed = capsys.readouterr().out
     assert "\n0 problems; " in printed
     assert printed.count("\n| --- |") == 4
