@@ -28,6 +28,8 @@ class Entry:
         tells_lineage: whether its manifest could be read, and is of the run whose directory this is.
         is_certain: whether its manifest is what was committed; else what it says is not to be relied upon.
         is_held: whether that, or what was noted of it, is not known: retention neither counts nor deletes it.
+        is_unsynced: whether the disk has refused to keep its bytes. A later sync may succeed all the same, since a
+            system forgets what it could not write; so nothing that it replaces is deleted.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Entry:
     tells_lineage: bool = True
     is_certain: bool = True
     is_held: bool = False
+    is_unsynced: bool = False
     pinned: bool = False
     damaged: str | None = None
 

@@ -17,7 +17,7 @@ from jaxckpt_train.steps.lineage import RollBack
 from jaxckpt_train.steps.note_lines import NoteLines, encode_note
 from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store.backend import Backend
-from jaxckpt_train.store.late_sync import make_durable, sync_directory
+from jaxckpt_train.store.late_sync import sync_directory
 from jaxckpt_train.store.plain_files import read_ends
 
 NOTES_NAME = "notes.jsonl"
@@ -81,15 +81,9 @@ class NoteBook:
             self._check()  # while that took its time, another may have taken over, and read the notes without this one
             self.number, self._is_cut = self.number + 1, False
 
-    def note_roll_back(self, roll_back: RollBack, unsynced: str | None = None) -> None:
-        """Write down what was left behind; the manifest of the save says so, too, so a refusal is no failure of it.
-
-        `unsynced`: the directory of that save, if it is not durable. It is made so first: a power cut that takes it
-        must not leave a note that hides what was there before.
-        """
+    def note_roll_back(self, roll_back: RollBack) -> None:
+        """Write down what was left behind; the manifest of the save says so, too, so a refusal is no failure of it."""
         try:
-            if unsynced is not None:
-                make_durable(self._backend, unsynced)
             self.add({"sequence": roll_back.sequence, "left_behind": sorted(roll_back.names)})
         except (StorageError, DirectoryLockedError) as error:
             _log.warning("what a roll-back has left behind is told by one manifest only: %s", error)
@@ -124,6 +118,7 @@ class Notes:
         self._pinned: set[int] = set()
         self._damaged: dict[object, str | None] = {}
         self._held: set[str] = set()
+        self._unsynced: set[object] = set()
         self.roll_back = RollBack()
         self.lines, self.problem = _read(backend, directory)
         self.known = 0
@@ -151,6 +146,8 @@ class Notes:
         of = (name, saved) if isinstance(name, str) and isinstance(saved, str) else step
         if "damaged" in note and isinstance(name, str):
             self._damaged[of] = self._damaged[name] = note["damaged"] if isinstance(note["damaged"], str) else None
+        if note.get("unsynced") is True:
+            self._unsynced.add(of)
         if isinstance(note.get("metrics"), dict):
             self._metrics.setdefault(of, {}).update(metrics_from_json(note["metrics"]))
 
@@ -168,7 +165,8 @@ class Notes:
         # When a save was, only its manifest tells: one that cannot be read has what was said last of that name.
         is_pinned, damaged = entry.step in self._pinned, self._damaged.get(of if entry.tells_lineage else entry.name)
         is_held = not entry.is_certain or self.problem is not None or entry.name in self._held
-        return dataclasses.replace(entry, metrics=metrics or None, pinned=is_pinned, damaged=damaged, is_held=is_held)
+        entry = dataclasses.replace(entry, is_held=is_held, is_unsynced=of in self._unsynced)
+        return dataclasses.replace(entry, metrics=metrics or None, pinned=is_pinned, damaged=damaged)
 
 
 def noted(entry: Entry, subject: Entry, note: Mapping[str, Any]) -> Entry:
@@ -178,6 +176,8 @@ def noted(entry: Entry, subject: Entry, note: Mapping[str, Any]) -> Entry:
         return dataclasses.replace(entry, pinned=bool(note["pin"]), is_held=is_held)
     if "metrics" in note and entry.name == subject.name:
         return dataclasses.replace(entry, metrics={**(entry.metrics or {}), **metrics_from_json(note["metrics"])})
+    if "unsynced" in note and entry.name == subject.name:
+        return dataclasses.replace(entry, is_unsynced=True)
     if "damaged" in note and entry.name == subject.name:
         return dataclasses.replace(entry, damaged=note["damaged"])
     return entry

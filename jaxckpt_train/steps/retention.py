@@ -37,6 +37,11 @@ class _Batch:
         if not set(lost).isdisjoint(self.instead):
             self.instead = list(dict.fromkeys([*(name for name in self.instead if name not in lost), *by]))
 
+    def has_step_of(self, name: str) -> bool:
+        """Whether another generation of the same step is among them, which that one replaces."""
+        parsed = parse_step_name(name)
+        return parsed is not None and any((parse_step_name(each) or (None,))[0] == parsed[0] for each in self.names)
+
 
 class Deleter:
     """Deletes step directories one after the other. A failing deletion warns and is tried again with the next one.
@@ -46,6 +51,7 @@ class Deleter:
         directory: of the run.
         deleted: a weak reference to the function that is told the name of each step that is gone.
         check: raises if the directory is another process's by now.
+        refused: a weak reference to the function that is told the name of each step that the disk refuses to keep.
     """
 
     def __init__(
@@ -54,12 +60,15 @@ class Deleter:
         directory: str,
         deleted: Callable[[], Callable[[str], None] | None],
         check: Callable[[], None] = lambda: None,
+        refused: Callable[[], Callable[[str], None] | None] = lambda: None,
     ) -> None:
         self._backend, self._directory, self._deleted, self._check = backend, directory, deleted, check
+        self._refused = refused
         # A queue that garbage collection may put into at any moment: dropped managers say so by a finalizer.
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._retry: dict[str, None] = {}  # in their order
         self._waiting: list[_Batch] = []  # for the disk
+        self._unsynced: set[str] = set()
         self._guard = threading.RLock()
         self._worker: threading.Thread | None = None
         self._stays = False
@@ -201,11 +210,13 @@ class Deleter:
     def _add(self, batch: _Batch) -> None:
         """What others wait for and is now to go itself, or is gone, has been replaced by what this batch waits for.
 
-        Each batch comes after a commit, whose step it waits for unless that is on the disk.
+        So has what the disk refused to keep, but for what has replaced another generation of its own step. Each batch
+        comes after a commit, whose step it waits for unless that is on the disk.
         """
         lost = {*batch.names, *self._lost()}
         for other in self._waiting:
-            other.replace(lost, batch.instead)
+            refused = {name for name in self._unsynced if not other.has_step_of(name)}
+            other.replace(lost | refused, batch.instead)
         self._waiting.append(batch)
 
     def _lost(self) -> set[str]:
@@ -217,7 +228,7 @@ class Deleter:
     def _take_replaced(self) -> list[str]:
         """The names of those that may go, as what replaces them is on the disk now."""
         wanted = dict.fromkeys(name for batch in self._waiting for name in batch.instead)
-        durable = {name for name in wanted if self._make_durable(name)}
+        durable = {name for name in wanted if self.make_durable(name)}
         for batch in self._waiting:
             batch.instead = [name for name in batch.instead if name not in durable]
         found = [name for batch in self._waiting if not batch.instead for name in batch.names]
@@ -232,11 +243,21 @@ class Deleter:
             return False
         return True
 
-    def _make_durable(self, name: str) -> bool:
+    def make_durable(self, name: str) -> bool:
+        """Bring a step to the disk; False: it refuses, or has done so once.
+
+        The system may have forgotten then what it could not write, so that a second sync succeeds and proves nothing.
+        """
+        if name in self._unsynced:
+            return False
         try:
             make_durable(self._backend, f"{self._directory}/{name}")
         except StorageError as error:
-            _log.warning("%s could not be synced, so older steps stay for now: %s", name, error)
+            _log.warning("%s could not be synced, so what it replaces stays: %s", name, error)
+            self._unsynced.add(name)
+            tell = self._refused()
+            if tell is not None:
+                tell(name)
             return False
         return True
 
@@ -257,6 +278,7 @@ class Deleter:
             if hidden not in there:
                 _log.info("%s is gone already", name)
                 hidden = ""
+        self._unsynced.discard(name)
         tell = self._deleted()
         if tell is not None:
             tell(name)

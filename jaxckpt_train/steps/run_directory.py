@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jaxckpt_train.errors import CheckpointExistsError, StepNotFoundError, StorageError
+from jaxckpt_train.errors import CheckpointExistsError, DirectoryLockedError, StepNotFoundError, StorageError
 from jaxckpt_train.steps.catalog import refuse_uncommitted, scan_with_notes, tell_of_uncommitted
 from jaxckpt_train.steps.entry import Entry, entry_from_manifest
 from jaxckpt_train.steps.history import History
@@ -35,7 +35,7 @@ from jaxckpt_train.steps.restoring import Restored, StepVanishedError
 from jaxckpt_train.steps.retention import Deleter, half_deleted, remove_attempts, shown_name
 from jaxckpt_train.steps.scrubber import Scrubber
 from jaxckpt_train.steps.step_names import check_step, free_step_name, parse_step_name
-from jaxckpt_train.steps.unkept import instead_of, unkept_names
+from jaxckpt_train.steps.unkept import replaced, unkept_names
 from jaxckpt_train.steps.verdicts import Verdicts
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
@@ -63,7 +63,8 @@ class RunDirectory:
         self.history = History(backend, directory)
         self.is_owner = False
         self._lock = OwnerLock(backend, directory)
-        self._deleter = Deleter(backend, directory, weakref.WeakMethod(self._deleted), self._lock.check)
+        deleted, refused = weakref.WeakMethod(self._deleted), weakref.WeakMethod(self._note_unsynced)
+        self._deleter = Deleter(backend, directory, deleted, self._lock.check, refused)
         self._scrubber = Scrubber(backend, directory, scrub_bytes_per_s, weakref.ref(self))
         # A manager that was dropped without close(), as in a notebook, must not lock its directory for ever.
         weakref.finalize(self, let_go, self._lock, self._deleter, self._scrubber).atexit = False
@@ -261,25 +262,30 @@ class RunDirectory:
             self._infos = None
 
     def note_roll_back(self, unsynced: str | None = None) -> None:
-        """Write down what a roll-back has left behind: that must not rest on the one manifest which says so.
-
-        `unsynced`: the directory of the save after it, if that is not durable yet.
-        """
+        """Write down what a roll-back left behind, once `unsynced`, the save after it, is on the disk, too."""
         with self._guard:
             there = {entry.name for entry in self._entries}
             now = RollBack(max(entry.sequence for entry in self._entries), self._left & there)
             is_noted = now.names == self._notes.roll_back.names & there
-        if not is_noted:
+        if not is_noted and (unsynced is None or self._deleter.make_durable(unsynced)):
             self._notes.roll_back = now
-            self._book.note_roll_back(now, unsynced)
+            self._book.note_roll_back(now)
+
+    def _note_unsynced(self, name: str) -> None:
+        """Take note that the disk refuses to keep a step, for this process and for later ones."""
+        note = {"unsynced": True}
+        for entry in [each for each in self._entries if each.name == name]:
+            self._take_note(entry, note)
+            with contextlib.suppress(StorageError, DirectoryLockedError):
+                self.note(entry, note)
 
     def retain(self, *, is_durable: bool = True) -> None:
         """Hand what nobody keeps to the deleter. Called after a commit, which may not be durable yet."""
         with self._guard:
             line, context = self._line(), DecisionContext(self._clock())
-            doomed = unkept_names(self._entries, line, self._left, self._policy, context)
-            doomed -= {*self._deleting, *self._being_read}
-            instead = instead_of(doomed, self._whole(), line, is_durable=is_durable)
+            unkept = unkept_names(self._entries, line, self._left, self._policy, context)
+            free = unkept - {*self._deleting, *self._being_read}
+            doomed, instead = replaced(free, self._whole(), line, is_durable=is_durable)
             self._deleting |= doomed
             self._infos = None
         self._deleter.delete(sorted(doomed), instead=instead)
@@ -375,6 +381,9 @@ class RunDirectory:
         """Write a pin of a step, or metrics of one generation of it or that it is damaged, durably."""
         line = {"step": entry.step, "name": entry.name, "saved": entry.time.isoformat(), **note}
         self._book.add(line)
+        self._take_note(entry, note)
+
+    def _take_note(self, entry: Entry, note: Mapping[str, Any]) -> None:
         with self._guard:
             self._entries = [noted(each, entry, note) for each in self._entries]
             self._infos = None

@@ -152,7 +152,7 @@ class StepSave:
             raise
         self._run.committed(committed, self._info)
         is_durable = self._settings.durability == "full"
-        self._run.note_roll_back(None if is_durable else committed.directory)
+        self._run.note_roll_back(None if is_durable else committed.directory.rpartition("/")[2])
         spent_s = times.write_s + times.commit_s
         self._note(ok=True, bytes_per_s=round(times.bytes / spent_s) if spent_s > 0 else math.inf)
         try:

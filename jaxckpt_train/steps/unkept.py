@@ -43,16 +43,24 @@ def _steps_to_delete(newest: Sequence[Entry], policy: PreservationPolicy | None,
     return steps_to_delete([entry.info() for entry in newest], policy, context=context)
 
 
-def instead_of(doomed: Set[str], whole: Sequence[Entry], line: Sequence[Entry], *, is_durable: bool) -> list[str]:
-    """What must be on the disk before these names go: the newest step, and what has replaced what goes.
+def replaced(
+    unkept: Set[str], whole: Sequence[Entry], line: Sequence[Entry], *, is_durable: bool
+) -> tuple[set[str], list[str]]:
+    """Those of what nobody keeps that may go now, and what must be on the disk before: what replaces them, the newest.
+
+    None that is replaced by something which the disk has refused to keep.
 
     Args:
-        doomed: the names of what goes.
+        unkept: the names of what nobody keeps.
         whole: all generations of all steps that are whole.
         line: those that the run descends from, the newest last.
         is_durable: whether the newest is on the disk already.
     """
-    newest = [entry.name for entry in line if not entry.is_held][-1:]
-    steps = {entry.step for entry in whole if entry.name in doomed}
-    others = [entry.name for entry in whole if entry.step in steps and entry.name not in {*doomed, *newest}]
-    return [*others, *([] if is_durable else newest)]
+    newest = [entry for entry in line if not entry.is_held][-1:]
+    if not is_durable and any(entry.is_unsynced for entry in newest):
+        return set(), []
+    doubtful = {entry.step for entry in whole if entry.is_unsynced and entry.name not in unkept}
+    doomed = {*unkept} - {entry.name for entry in whole if entry.step in doubtful}
+    steps, names = {entry.step for entry in whole if entry.name in doomed}, [entry.name for entry in newest]
+    others = [entry.name for entry in whole if entry.step in steps and entry.name not in {*doomed, *names}]
+    return doomed, [*others, *([] if is_durable else names)]

@@ -205,7 +205,7 @@ def test_an_exchange_in_steps_that_are_not_synced_is_found_out() -> None:
 def test_older_steps_that_go_before_the_newest_is_synced_are_found_out(
     program: str, order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention.Deleter, "_make_durable", lambda *_: True)
+    monkeypatch.setattr(retention.Deleter, "make_durable", lambda *_: True)
     found_out("lost", program, order)
 
 

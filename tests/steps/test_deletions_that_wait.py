@@ -99,12 +99,12 @@ def test_what_was_removed_by_hand_is_waited_for_until_a_newer_one_is_on_the_disk
     assert names_in(run) == [FOUR]
 
 
-def test_a_kept_step_that_is_never_synced_keeps_only_what_it_has_replaced(tmp_path: Path) -> None:
+def test_a_kept_step_that_is_never_synced_keeps_nothing_once_a_later_one_is(tmp_path: Path) -> None:
     policy = jct.AnyPreservationPolicy([jct.LatestN(1), jct.EveryNSteps(3)])
     backend, settings = Unsynced(THREE), jct.StoreSettings(durability="none")
     with jct.StepManager(tmp_path, preservation_policy=policy, backend=backend, settings=settings) as manager:
         saved(manager, 1, 2, 3, 4, 5)
-        assert names_in(tmp_path) == [TWO, THREE, FIVE]
+        assert names_in(tmp_path) == [THREE, FIVE]
     with jct.StepManager(tmp_path, preservation_policy=policy) as manager:
         saved(manager, 7)
         assert manager.steps == [3, 7]
