@@ -34,8 +34,8 @@ from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.left_overs import remove_dead_attempts
 from jaxckpt_train.store.local import LocalBackend, file_exists, is_file
-from jaxckpt_train.store.manifest import MAX_INFO_BYTES
-from jaxckpt_train.store.replaced import manifest_digest, use_committed
+from jaxckpt_train.store.manifest import MAX_INFO_BYTES, RESERVED_NAMES
+from jaxckpt_train.store.replaced import UNREADABLE, is_removed, manifest_digest, opened, removed, use_committed
 from jaxckpt_train.store.transaction import Committed, Transaction, is_committed
 from jaxckpt_train.store.verify import VerifyReport
 from jaxckpt_train.store.verify import verify as verify_committed
@@ -198,6 +198,20 @@ def _refuse_existing(final: str, replace: bool) -> None:
         raise CheckpointExistsError(f"{final}: exists and is no checkpoint; it is not replaced. Choose another path")
     if not replace:
         raise CheckpointExistsError(f"{final}: exists; pass overwrite=True to replace it, or choose another path")
+    _refuse_to_remove_others(final)
+
+
+def _refuse_to_remove_others(final: str) -> None:
+    """What is in the directory of a checkpoint and none of its own would go with it, such as a whole run."""
+    with contextlib.suppress(*UNREADABLE):  # what is damaged, or being replaced, does not tell what is its own
+        parts = opened(_BACKEND, final).manifest.parts
+        own = {*RESERVED_NAMES, *(part.name for part in parts)}
+        others = [entry.name for entry in _BACKEND.list(final) if entry.name not in own]
+        if others:
+            raise CheckpointExistsError(
+                f"{final}: expected nothing but a checkpoint to replace, found also {', '.join(others[:5])}; move that "
+                "away, or choose another path"
+            )
 
 
 def _remove_leftovers(final: str) -> None:
@@ -294,13 +308,16 @@ def verify(path: PathLike, *, settings: StoreSettings | None = None) -> VerifyRe
     """Read and check every byte of a checkpoint. Damage is reported, not raised.
 
     Raises:
-        NotACheckpointError: nothing committed at `path`.
+        NotACheckpointError: nothing committed at `path`, or it was removed meanwhile, as retention does.
     """
     chosen = checked_settings("settings", settings)
     while True:
         before = manifest_digest(_BACKEND, absolute(path))
         report = verify_committed(_BACKEND, absolute(path), chosen)
-        if report.ok or manifest_digest(_BACKEND, absolute(path)) in (None, before):
+        now = None if report.ok else manifest_digest(_BACKEND, absolute(path))
+        if not report.ok and before is not None and now is None and is_removed(_BACKEND, absolute(path)):
+            raise removed(absolute(path))
+        if report.ok or now in (None, before):
             return report  # else another checkpoint took its place meanwhile
 
 

@@ -132,10 +132,10 @@ def test_wrong_kinds_are_not_guessed(checkpoint: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [2.0, "3", -1, True, None])
 def test_a_number_of_steps_is_whole(count: Any, tmp_path: Path) -> None:
-    ckpt = jct.CheckpointCallback(tmp_path / "run")
-    with pytest.raises(jct.SettingsError, match=r"^steps: num_steps: expected a whole number of at least 0, found"):
-        next(iter(ckpt.steps(count)))
-    assert list(ckpt.steps(0)) == []
+    with jct.CheckpointCallback(tmp_path / "run") as ckpt:
+        with pytest.raises(jct.SettingsError, match=r"^steps: num_steps: expected a whole number of at least 0, found"):
+            next(iter(ckpt.steps(count)))
+        assert list(ckpt.steps(0)) == []
 
 
 def test_a_short_job_is_told_how_long_its_grace_period_is(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jaxckpt_train.errors import CheckpointExistsError, DirectoryLockedError, StepNotFoundError, StorageError
+from jaxckpt_train.errors import DirectoryLockedError, StepNotFoundError, StorageError
 from jaxckpt_train.steps.catalog import refuse_uncommitted, scan_with_notes, tell_of_uncommitted
 from jaxckpt_train.steps.entry import Entry, entry_from_manifest
 from jaxckpt_train.steps.history import History
@@ -31,6 +31,7 @@ from jaxckpt_train.steps.lineage import (
 from jaxckpt_train.steps.lock import OwnerLock, try_to_write
 from jaxckpt_train.steps.notes import NoteBook, noted
 from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy
+from jaxckpt_train.steps.refusals import refuse_checkpoint, refuse_committed, refuse_to_begin_below, refuse_unseen
 from jaxckpt_train.steps.restoring import Restored, StepVanishedError
 from jaxckpt_train.steps.retention import Deleter, half_deleted, remove_attempts, shown_name
 from jaxckpt_train.steps.scrubber import Scrubber
@@ -70,12 +71,11 @@ class RunDirectory:
         weakref.finalize(self, let_go, self._lock, self._deleter, self._scrubber).atexit = False
         self._guard, self._book = threading.RLock(), NoteBook(backend, directory, self._lock.check)
         free_in_child(self)
-        self._entries: list[Entry] = []
+        self._entries, self._left = list[Entry](), frozenset[str]()
         self._infos: tuple[CheckpointInfo, ...] | None = None
         self._restored: Entry | None = None
-        self._left: frozenset[str] = frozenset()
-        self._id = uuid.uuid4().hex
-        self._being_read: list[str] = []
+        self._last_seen, self._has_saved = -1, False  # the highest sequence when that was restored
+        self._id, self._being_read = uuid.uuid4().hex, list[str]()
         self._verdicts, self._told_of = Verdicts(), set[str]()
         self._deleting: set[str] = set()
         self._forgotten = -1  # the highest sequence of what was deleted, which a power cut may bring back
@@ -105,6 +105,7 @@ class RunDirectory:
 
     def _own(self) -> None:
         with contextlib.suppress(StorageError):  # which is told below: asked first where nobody waits for ever
+            answer_of(self._directory, lambda moved: refuse_checkpoint(self._backend, self._directory))
             answer_of(self._directory, lambda moved: try_to_write(self._backend, self._directory))
         self._backend.make_directory(self._directory, parents=True, sync=True)
         dead = self._lock.acquire()
@@ -118,6 +119,7 @@ class RunDirectory:
             self._book.settle(self._notes, self._entries)
             self._id = home_run(self._entries) or self._id
             if self._restored is not None:
+                refuse_unseen(self._directory, self._restored, self._entries, self._last_seen)
                 self._left = left_behind_by(self._restored, self._entries)
         self._write_verdicts()
         self._deleter.delete(half_deleted(self._backend, self._directory))
@@ -236,14 +238,12 @@ class RunDirectory:
         """Refuse a step that is committed; one that was left behind, or set aside as damaged, may be saved again.
 
         Raises:
-            CheckpointExistsError: it is committed.
+            CheckpointExistsError, SettingsError: it is committed; later ones are, and this process goes on from none.
         """
         with self._guard:
-            known = [entry for entry in self._whole() if entry.step == step]
-            if any(entry.name not in self._left for entry in known):
-                raise CheckpointExistsError(
-                    f"{self._directory}: step {step} is committed already; pass overwrite=True to publish it anew"
-                )
+            refuse_committed(self._directory, step, self._whole(), self._left)
+            if self._restored is None and not self._has_saved:
+                refuse_to_begin_below(self._directory, step, self._line())
 
     def free_name(self, step: int) -> str:
         """The directory name under which a step is to be saved: its next generation, whatever is there or is to go."""
@@ -258,6 +258,7 @@ class RunDirectory:
         with self._guard:
             pinned = any(each.pinned for each in self._entries if each.step == step)
             self._entries.append(dataclasses.replace(entry, pinned=pinned))
+            self._has_saved = True
             self._left = frozenset(entry.left_behind) - {name}
             self._infos = None
 
@@ -320,7 +321,7 @@ class RunDirectory:
         if fell_back and entry.name in self._left:
             _log.warning("step %d was left behind by a roll-back; no step since is whole", entry.step)
         with self._guard:
-            self._restored = entry
+            self._restored, self._last_seen = entry, max(each.sequence for each in [entry, *self._entries])
             if self.is_owner:
                 self._left = left_behind_by(entry, self._entries)
             self._infos = None

@@ -59,7 +59,8 @@ def replaced(
     newest = [entry for entry in line if not entry.is_held][-1:]
     if not is_durable and any(entry.is_unsynced for entry in newest):
         return set(), []
-    doubtful = {entry.step for entry in whole if entry.is_unsynced and entry.name not in unkept}
+    kept = [entry for entry in whole if entry.name not in unkept and not entry.is_held]
+    doubtful = {entry.step for entry in kept if entry.is_unsynced}
     doomed = {*unkept} - {entry.name for entry in whole if entry.step in doubtful}
     steps, names = {entry.step for entry in whole if entry.name in doomed}, [entry.name for entry in newest]
     others = [entry.name for entry in whole if entry.step in steps and entry.name not in {*doomed, *names}]

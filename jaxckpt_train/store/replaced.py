@@ -42,7 +42,7 @@ def refuse_another(files: Opener, committed: Committed, *, may_be_gone: bool) ->
     if raw is None:
         if may_be_gone:
             return
-        raise _removed(committed.directory)
+        raise removed(committed.directory)
     with contextlib.suppress(*NOT_JSON):
         if msgspec.json.decode(raw, type=CommitRecord).manifest_sha256 == committed.manifest_sha256:
             return
@@ -81,13 +81,14 @@ def use_committed(
         except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
             now = manifest_digest(backend, directory, progress)
             if now is None and seen is not None and is_removed(backend, directory, progress):
-                raise _removed(directory) from error
+                raise removed(directory) from error
             if now is None or now == seen:
                 raise
             seen = now
 
 
-def _removed(directory: str) -> NotACheckpointError:
+def removed(directory: str) -> NotACheckpointError:
+    """The error of who reads what retention, or somebody, has removed."""
     return NotACheckpointError(
         f"{directory}: was removed while it was being read; a run keeps steps that it has pinned, or as many as its "
         "preservation policy says"

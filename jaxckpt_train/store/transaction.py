@@ -331,6 +331,8 @@ def read_committed(backend: Backend, directory: str) -> tuple[bytes | bytearray,
     manifest_file = f"{directory}/{MANIFEST_NAME}"
     data = read_or_none(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES, size=commit.manifest_bytes)
     if data is None:
+        if read_or_none(backend, directory, COMMIT_NAME, MAX_COMMIT_BYTES) is None:
+            return None  # all of it was removed meanwhile
         raise CorruptCheckpointError(f"{manifest_file}: missing, but COMMIT stands for it")
     if hashlib.sha256(data).hexdigest() != commit.manifest_sha256:
         raise CorruptCheckpointError(f"{manifest_file}: changed since it was committed (SHA-256 differs)")

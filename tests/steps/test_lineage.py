@@ -64,7 +64,7 @@ def test_the_branch_that_was_left_is_still_the_last_resort(tmp_path: Path, caplo
 
 
 def test_what_was_left_behind_may_be_saved_again_and_what_was_not_may_not(tmp_path: Path) -> None:
-    run = rolled_back(tmp_path, 21)
+    run = rolled_back(tmp_path, 3)
     with jct.StepManager(run) as manager:  # a process that never restored
         save_steps(manager, 4)
         with pytest.raises(jct.CheckpointExistsError, match="step 2 is committed already"):
