@@ -18,7 +18,7 @@ import msgspec
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, DirectoryLockedError, StorageError
 from jaxckpt_train.store.backend import HALF_MADE, Backend
 from jaxckpt_train.store.latch import Latch
-from jaxckpt_train.store.machine import ProcessIdentity, is_dead, this_process
+from jaxckpt_train.store.machine import MOST_PID, ProcessIdentity, is_dead, this_process
 from jaxckpt_train.store.manifest import NOT_JSON
 from jaxckpt_train.store.plain_files import read_whole
 
@@ -27,7 +27,6 @@ HEARTBEAT_S = 10.0
 SILENCE_S = 60.0
 LOOK_S = 0.5
 MAX_LOCK_BYTES = 1 << 16
-_MOST_PID = 1 << 31
 _DEAD = ".dead-"
 _TRIES = 10
 _ENDING_LOOK_S = 0.02
@@ -215,7 +214,7 @@ class OwnerLock:
         try:
             data = read_whole(self._backend, self._directory, name, limit=MAX_LOCK_BYTES).tobytes()
             found = msgspec.json.decode(data, type=_Record)
-            return found if 0 < found.process.pid < _MOST_PID else _Record(_UNKNOWN, f"damaged-{found.token[:32]}")
+            return found if 0 < found.process.pid < MOST_PID else _Record(_UNKNOWN, f"damaged-{found.token[:32]}")
         except StorageError as error:
             if isinstance(error.__cause__, FileNotFoundError) or error.errno == 2:
                 return None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-_MOST_PID = 1 << 31
+MOST_PID = 1 << 31  # no process has such a number
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
@@ -38,7 +38,7 @@ def this_process() -> ProcessIdentity:
 def is_dead(other: ProcessIdentity) -> bool | None:
     """Whether a process is surely gone (True) or surely alive (False); None if that cannot be told from here."""
     here = this_process()
-    if other.host != here.host or not 0 < other.pid < _MOST_PID:  # no process has such a number
+    if other.host != here.host or not 0 < other.pid < MOST_PID:
         return None
     if other.boot != here.boot:
         return None  # this machine before it was booted anew, or another one of the same name

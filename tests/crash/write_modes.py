@@ -142,6 +142,6 @@ def is_all_whole(world: World) -> bool:
 
 
 def _names_beside(image: Image) -> list[str]:
-    """All, or none where one cannot be removed: what comes after it is not tried then."""
+    """All but what the disk refuses to remove."""
     names = image.folders[image.find("/data") or 0]
-    return [] if any(inode in image.lost for inode in names.values()) else [*names]
+    return [name for name, inode in names.items() if inode not in image.lost]
