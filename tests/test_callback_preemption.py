@@ -14,7 +14,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train import hydra_job
-from jaxckpt_train.steps.signal_handlers import SignalHandler
+from tests.signal_handlers import WATCHED, handlers_put_back
 from tests.steps.runs import Counter, made_run, state_of, step_of
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
@@ -22,13 +22,8 @@ SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 
 @pytest.fixture(autouse=True)
 def _handlers_are_put_back() -> Iterator[None]:
-    before = {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
-    yield
-    found = {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
-    for name, handler in before.items():
-        signal.signal(getattr(signal, name), handler)
-    for name, handler in found.items():  # one that the process ends for may come again
-        assert handler == before[name] or (isinstance(handler, SignalHandler) and not handler.is_live())
+    with handlers_put_back(*WATCHED, may_end=True):
+        yield
 
 
 def callback(directory: Path, **options: Any) -> jct.CheckpointCallback:

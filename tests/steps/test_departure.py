@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.steps.signal_handlers import SignalHandler
+from tests.signal_handlers import WATCHED, handlers_put_back
 from tests.steps.fake_backends import HoldingBackend, RefusingBackend, callback_on
 from tests.steps.runs import Counter, state_of, step_of, talking_to
 
@@ -48,13 +48,8 @@ with ckpt:
 
 @pytest.fixture(autouse=True)
 def _handlers_are_put_back() -> Iterator[None]:
-    before = {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
-    yield
-    found = {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
-    for name, handler in before.items():
-        signal.signal(getattr(signal, name), handler)
-    for name, handler in found.items():  # one that the process ends for may come again
-        assert handler == before[name] or (isinstance(handler, SignalHandler) and not handler.is_live())
+    with handlers_put_back(*WATCHED, may_end=True):
+        yield
 
 
 def send(name: str = "SIGTERM") -> None:

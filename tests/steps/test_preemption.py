@@ -15,6 +15,7 @@ import pytest
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.multihost import SingleProcess
 from jaxckpt_train.steps.preemption import FileNotice, PreemptionWatch, SignalNotice, TimeNotice
+from tests.signal_handlers import WATCHED, handlers_put_back
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 
@@ -38,12 +39,8 @@ class Agreeing(SingleProcess):
 
 @pytest.fixture(autouse=True)
 def _handlers_are_put_back() -> Iterator[None]:
-    before = {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
-    yield
-    found = {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
-    for name, handler in before.items():
-        signal.signal(getattr(signal, name), handler)
-    assert found == before
+    with handlers_put_back(*WATCHED):
+        yield
 
 
 def send(name: str) -> None:

@@ -17,19 +17,15 @@ import pytest
 
 from jaxckpt_train.steps.preemption import SignalNotice
 from tests.conftest import REPO_ROOT
+from tests.signal_handlers import handlers_put_back
 
 TERM = signal.SIGTERM
 
 
 @pytest.fixture(autouse=True)
 def _handlers_are_put_back() -> Iterator[None]:
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGABRT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    found = {number: signal.getsignal(number) for number in numbers}
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    assert found == before
+    with handlers_put_back(signal.SIGTERM, signal.SIGUSR1, signal.SIGABRT):
+        yield
 
 
 @pytest.fixture

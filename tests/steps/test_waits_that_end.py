@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.steps.signal_handlers import SignalHandler
+from tests.signal_handlers import WATCHED, handlers_put_back
 from tests.steps.fake_backends import HoldingBackend, callback_on
 from tests.steps.runs import made_run, state_of
 
@@ -24,14 +24,8 @@ GRACE_S, LATEST_S = 3.0, 8.0
 
 @pytest.fixture(autouse=True)
 def _handlers_are_put_back() -> Iterator[None]:
-    names = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-    before = {name: signal.getsignal(name) for name in names}
-    yield
-    found = {name: signal.getsignal(name) for name in names}
-    for name, handler in before.items():
-        signal.signal(name, handler)
-    for name, handler in found.items():  # one that the process ends for may come again
-        assert handler == before[name] or (isinstance(handler, SignalHandler) and not handler.is_live())
+    with handlers_put_back(*WATCHED, may_end=True):
+        yield
 
 
 def sent_soon(number: int = signal.SIGTERM) -> None:
