@@ -30,6 +30,7 @@ from jaxckpt_train.store.manifest import (
     PartRecord,
     SegmentRecord,
     is_plain_name,
+    what_is_a_plain_name,
 )
 from jaxckpt_train.store.transaction import Committed, Transaction
 from jaxckpt_train.store.writer import Progress, write_arrays
@@ -98,9 +99,7 @@ def stage_all(checkpointables: Mapping[str, Any], times: SaveTimes, settings: St
     parts, ahead = [], Ahead(settings.staging_bytes)
     for name, value in checkpointables.items():
         if not isinstance(name, str) or not is_plain_name(name):
-            raise SettingsError(
-                f"checkpointable name {name!r}: expected letters, digits, '_', '-' and '.', not '.' or '-' first"
-            )
+            raise SettingsError(f"checkpointable name {name!r}: expected {what_is_a_plain_name()}")
         try:
             parts.append(_stage(name, value, times, settings, ahead))
         except UnsupportedLeafError as error:

@@ -109,12 +109,20 @@ def plain_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
             raise SettingsError(f"metrics: expected names as text, found {name!r}")
         try:
             name.encode()
-            plain[name] = float(np.asarray(value).item())
+            plain[name] = float(_single(value))
         except UnicodeEncodeError as error:
             raise SettingsError(f"metrics: expected names of valid Unicode, found {name!r}; rename it") from error
         except (TypeError, ValueError, OverflowError) as error:
             raise SettingsError(f"metric {name!r}: expected a single number, found {value!r}") from error
     return plain
+
+
+def _single(value: Any) -> Any:
+    """The one Python value of a metric; text is none, also if it spells a number."""
+    single = np.asarray(value).item()
+    if isinstance(single, str | bytes):
+        raise TypeError("text")
+    return single
 
 
 def savable_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:

@@ -160,6 +160,12 @@ def is_plain_name(name: str) -> bool:
     return _PLAIN_NAME.fullmatch(name) is not None and name not in RESERVED_NAMES
 
 
+def what_is_a_plain_name() -> str:
+    """What was expected of a name that is none, for a message."""
+    reserved = ", ".join(sorted(RESERVED_NAMES))
+    return f"letters, digits, '_', '-' and '.', not '.' or '-' first, at most 200 of them, none of {reserved}"
+
+
 def block_count(length: int, block_bytes: int) -> int:
     """How many digest blocks this many bytes have."""
     return -(-length // block_bytes)

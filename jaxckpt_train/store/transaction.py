@@ -48,13 +48,13 @@ from jaxckpt_train.store.manifest import (
     MAX_ARRAYS,
     MAX_MANIFEST_BYTES,
     NOT_JSON,
-    RESERVED_NAMES,
     FileRecord,
     Manifest,
     check_version,
     encode_manifest,
     is_plain_name,
     shown,
+    what_is_a_plain_name,
 )
 from jaxckpt_train.store.manifest_decoding import decode_manifest
 from jaxckpt_train.store.plain_files import file_record, read_or_none
@@ -164,8 +164,7 @@ class Transaction:
             path = f"{name}/{entry.name}"
             if not is_plain_name(entry.name):
                 raise UnsupportedLeafError(
-                    f"file {path!r}: its name cannot be stored; expected letters, digits, '_', '-' and '.', not '.' or "
-                    f"'-' first, at most 200 of them, none of {', '.join(sorted(RESERVED_NAMES))}"
+                    f"file {path!r}: its name cannot be stored; expected {what_is_a_plain_name()}"
                 )
             if entry.kind == "directory":
                 self._folders.append(f"{self.directory}/{path}")

@@ -97,7 +97,7 @@ def test_numbers_of_devices_and_numpy_become_floats() -> None:
     assert {type(value) for value in found.values()} == {float}
 
 
-@pytest.mark.parametrize("value", ["low", [1.0, 2.0], np.ones(2), None, {}])
+@pytest.mark.parametrize("value", ["low", "3.0", b"3.0", np.str_("3.0"), [1.0, 2.0], np.ones(2), None, {}])
 def test_a_metric_that_is_no_single_number_is_refused(value: object) -> None:
     with pytest.raises(SettingsError, match="metric 'loss': expected a single number, found"):
         plain_metrics({"loss": value})
