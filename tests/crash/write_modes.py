@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from jaxckpt_train import checkpoint
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
+from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.steps.lineage import newest_generations
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.step_names import parse_step_name
@@ -104,13 +105,23 @@ def _cleaned(manager: StepManager, disk: CrashDisk, facts: Facts, reader: Callab
 
 
 def _retained(line: list[int], manager: StepManager, facts: Facts, image: Image) -> list[Problem]:
-    """As of a run that is always synced, but for what cannot be known for certain, which stays, or is no step."""
+    """As of a run that is always synced, but for what cannot be known for certain, which stays, or is no step.
+
+    So does what is replaced by a generation whose sync the disk has refused once.
+    """
     run = manager._run
+    doubtful = [entry for entry in run._entries if entry.is_unsynced and entry.damaged is None]
     stays = {entry.name for entry in run._entries if entry.is_held or entry.damaged is not None} | run._left
+    stays |= {entry.name for entry in run._entries if any(_is_later(each, entry) for each in doubtful)}
     entries = [entry for entry in run._entries if entry.name in _step_names(image) and entry.name not in stays]
     pinned = {entry.step for entry in entries if entry.pinned}
     keep = len(line) if facts.keep is None else facts.keep
     return retained_of([entry.step for entry in entries], {*line[-keep:], *(pinned & {*line})})
+
+
+def _is_later(entry: Entry, other: Entry) -> bool:
+    """Whether it is a later generation of the same step."""
+    return entry.step == other.step and entry.sequence > other.sequence
 
 
 def found_in_weaker_single(disk: CrashDisk, world: World, facts: Facts) -> list[Problem]:
