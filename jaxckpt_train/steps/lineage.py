@@ -91,6 +91,6 @@ def newest_generations(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def names_after(step: int, line: Sequence[Entry]) -> set[str]:
-    """What came after a step of the line: to save that step anew is to roll back to before it."""
+    """What is above a step of the line, or came after it: to save that step anew is to roll back to before it."""
     same = [entry.order for entry in line if entry.step == step]
-    return {entry.name for entry in line if same and entry.order > max(same)}
+    return {entry.name for entry in line if entry.step > step or (same and entry.order > max(same))}

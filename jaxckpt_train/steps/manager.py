@@ -213,8 +213,7 @@ class StepManager:
             if why_not is not None:
                 return SaveResult(False, why_not)
             wait_s = time.perf_counter() - started
-            if not flag("StepManager.save: overwrite", overwrite):
-                self._run.refuse_committed(step)
+            self._run.refuse(step, overwrite=flag("StepManager.save: overwrite", overwrite))
             request = SaveRequest(step, decision.reason, metrics, custom_metadata, temporary, decide_s, wait_s)
             return self._begin(request, checkpointables, force, timeout_s)
 

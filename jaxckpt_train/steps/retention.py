@@ -9,7 +9,9 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 from jaxckpt_train.errors import CheckpointError, StorageError
 from jaxckpt_train.pending import SLICE_S
@@ -43,27 +45,37 @@ class _Batch:
         return parsed is not None and any((parse_step_name(each) or (None,))[0] == parsed[0] for each in self.names)
 
 
+class Told(Protocol):
+    """Who is told what becomes of steps, by the names of their directories."""
+
+    def about_to_go(self, names: Sequence[str]) -> list[str]:
+        """These have waited, perhaps long: which of them still may go."""
+
+    def deleted(self, name: str) -> None:
+        """It is not listed any more."""
+
+    def refused(self, name: str) -> None:
+        """The disk refuses to keep it."""
+
+
 class Deleter:
     """Deletes step directories one after the other. A failing deletion warns and is tried again with the next one.
 
     Args:
         backend: where.
         directory: of the run.
-        deleted: a weak reference to the function that is told the name of each step that is gone.
+        told: a weak reference to whoever is told what becomes of the steps.
         check: raises if the directory is another process's by now.
-        refused: a weak reference to the function that is told the name of each step that the disk refuses to keep.
     """
 
     def __init__(
         self,
         backend: Backend,
         directory: str,
-        deleted: Callable[[], Callable[[str], None] | None],
+        told: Callable[[], Told | None],
         check: Callable[[], None] = lambda: None,
-        refused: Callable[[], Callable[[str], None] | None] = lambda: None,
     ) -> None:
-        self._backend, self._directory, self._deleted, self._check = backend, directory, deleted, check
-        self._refused = refused
+        self._backend, self._directory, self._told, self._check = backend, directory, told, check
         # A queue that garbage collection may put into at any moment: dropped managers say so by a finalizer.
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._retry: dict[str, None] = {}  # in their order
@@ -198,14 +210,27 @@ class Deleter:
         self._add(_Batch(list(names), list(instead)))
         if not self._is_allowed():
             return
-        doomed = [*self._retry, *self._take_replaced()]
-        self._retry = {}
-        hidden = [found for name in doomed if (found := self._hide(name)) is not None]
+        self._retry = dict.fromkeys(self._that_may_go([*self._retry, *self._take_replaced()]))
+        hidden = self._hide_all()
         if hidden and not self._is_hiding_durable():
             self._retry.update(dict.fromkeys(hidden))
             return
         for name in hidden:
             self._remove(name)
+
+    def _that_may_go(self, names: list[str]) -> list[str]:
+        told = self._told()  # which is not held while they are deleted: perhaps it was dropped
+        return names if told is None else told.about_to_go(names)
+
+    def _hide_all(self) -> list[str]:
+        """Hide what is to go, as long as the directory is this process's: another may own it after a long wait."""
+        hidden, doomed = [], deque(self._retry)
+        self._retry = {}
+        while doomed and self._is_allowed():
+            found = self._hide(doomed.popleft())
+            hidden += [] if found is None else [found]
+        self._retry.update(dict.fromkeys(doomed))
+        return hidden
 
     def _add(self, batch: _Batch) -> None:
         """What others wait for and is now to go itself, or is gone, has been replaced by what this batch waits for.
@@ -215,7 +240,7 @@ class Deleter:
         """
         lost = {*batch.names, *self._lost()}
         for other in self._waiting:
-            refused = {name for name in self._unsynced if not other.has_step_of(name)}
+            refused = {name for name in tuple(self._unsynced) if not other.has_step_of(name)}
             other.replace(lost | refused, batch.instead)
         self._waiting.append(batch)
 
@@ -255,9 +280,9 @@ class Deleter:
         except StorageError as error:
             _log.warning("%s could not be synced, so what it replaces stays: %s", name, error)
             self._unsynced.add(name)
-            tell = self._refused()
-            if tell is not None:
-                tell(name)
+            told = self._told()
+            if told is not None:
+                told.refused(name)
             return False
         return True
 
@@ -279,9 +304,9 @@ class Deleter:
                 _log.info("%s is gone already", name)
                 hidden = ""
         self._unsynced.discard(name)
-        tell = self._deleted()
-        if tell is not None:
-            tell(name)
+        told = self._told()
+        if told is not None:
+            told.deleted(name)
         return hidden or None
 
     def _is_hiding_durable(self) -> bool:

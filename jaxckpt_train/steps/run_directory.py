@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from jaxckpt_train.errors import DirectoryLockedError, StepNotFoundError, StorageError
 from jaxckpt_train.steps.catalog import refuse_uncommitted, scan_with_notes, tell_of_uncommitted
+from jaxckpt_train.steps.doomed import Doomed
 from jaxckpt_train.steps.entry import Entry, entry_from_manifest
 from jaxckpt_train.steps.history import History
 from jaxckpt_train.steps.letting_go import finish, let_go
@@ -28,19 +29,19 @@ from jaxckpt_train.steps.lineage import (
     names_after,
     newest_generations,
 )
-from jaxckpt_train.steps.lock import OwnerLock, try_to_write
+from jaxckpt_train.steps.lock import OwnerLock
 from jaxckpt_train.steps.notes import NoteBook, noted
 from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy
-from jaxckpt_train.steps.refusals import refuse_checkpoint, refuse_committed, refuse_to_begin_below, refuse_unseen
+from jaxckpt_train.steps.refusals import Seen, refuse_again_or_below, refuse_unseen, seen_of
 from jaxckpt_train.steps.restoring import Restored, StepVanishedError
-from jaxckpt_train.steps.retention import Deleter, half_deleted, remove_attempts, shown_name
+from jaxckpt_train.steps.retention import Deleter, half_deleted, shown_name
 from jaxckpt_train.steps.scrubber import Scrubber
 from jaxckpt_train.steps.step_names import check_step, free_step_name, parse_step_name
+from jaxckpt_train.steps.taking import take
 from jaxckpt_train.steps.unkept import replaced, unkept_names
 from jaxckpt_train.steps.verdicts import Verdicts
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
-from jaxckpt_train.store.late_sync import sync_directory
 from jaxckpt_train.store.per_process import free_in_child
 from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.store.transaction import Committed
@@ -64,8 +65,7 @@ class RunDirectory:
         self.history = History(backend, directory)
         self.is_owner = False
         self._lock = OwnerLock(backend, directory)
-        deleted, refused = weakref.WeakMethod(self._deleted), weakref.WeakMethod(self._note_unsynced)
-        self._deleter = Deleter(backend, directory, deleted, self._lock.check, refused)
+        self._deleter = Deleter(backend, directory, weakref.ref(self), self._lock.check)
         self._scrubber = Scrubber(backend, directory, scrub_bytes_per_s, weakref.ref(self))
         # A manager that was dropped without close(), as in a notebook, must not lock its directory for ever.
         weakref.finalize(self, let_go, self._lock, self._deleter, self._scrubber).atexit = False
@@ -73,11 +73,11 @@ class RunDirectory:
         free_in_child(self)
         self._entries, self._left = list[Entry](), frozenset[str]()
         self._infos: tuple[CheckpointInfo, ...] | None = None
-        self._restored: Entry | None = None
-        self._last_seen, self._has_saved = -1, False  # the highest sequence when that was restored
+        self._restored: Entry | None = None  # what the next save goes on from, until it is committed
+        self._seen: Seen = {}  # when that was restored
         self._id, self._being_read = uuid.uuid4().hex, list[str]()
         self._verdicts, self._told_of = Verdicts(), set[str]()
-        self._deleting: set[str] = set()
+        self._doomed = Doomed()
         self._forgotten = -1  # the highest sequence of what was deleted, which a power cut may bring back
 
     def own(self) -> None:
@@ -104,22 +104,13 @@ class RunDirectory:
         self._lock.check()  # keeps no guard, which others need who want nothing of the disk
 
     def _own(self) -> None:
-        with contextlib.suppress(StorageError):  # which is told below: asked first where nobody waits for ever
-            answer_of(self._directory, lambda moved: refuse_checkpoint(self._backend, self._directory))
-            answer_of(self._directory, lambda moved: try_to_write(self._backend, self._directory))
-        self._backend.make_directory(self._directory, parents=True, sync=True)
-        dead = self._lock.acquire()
-        if dead is not None:
-            self.history.add("take_over", self._clock(), host=dead.host, pid=dead.pid)
-        self._lock.clean()
-        sync_directory(self._backend, self._directory)  # names that a dead owner gave may be known to memory only
-        remove_attempts(self._backend, self._directory)
+        tell = functools.partial(self.history.add, "take_over", self._clock())
+        take(self._backend, self._directory, self._lock, lambda dead: tell(host=dead.host, pid=dead.pid))
         with self._guard:
             self._look()
             self._book.settle(self._notes, self._entries)
             self._id = home_run(self._entries) or self._id
             if self._restored is not None:
-                refuse_unseen(self._directory, self._restored, self._entries, self._last_seen)
                 self._left = left_behind_by(self._restored, self._entries)
         self._write_verdicts()
         self._deleter.delete(half_deleted(self._backend, self._directory))
@@ -152,7 +143,7 @@ class RunDirectory:
             self._look(progress)
 
     def _whole(self) -> list[Entry]:
-        return [entry for entry in self._entries if entry.name not in self._deleting and entry.damaged is None]
+        return [entry for entry in self._entries if entry.name not in self._doomed and entry.damaged is None]
 
     def damaged(self, progress: Progress | None = None) -> list[Entry]:
         """What was set aside since it is damaged, in the order of the saves."""
@@ -181,11 +172,12 @@ class RunDirectory:
         wanted = None if step is None else check_step(step)
         with self._guard:
             self._look_again(progress)
-            entries = line_last(self._whole(), self._left)[::-1] + (self._damaged()[::-1] if damaged else [])
+            there = [each for each in self._entries if each.damaged is None and not self._doomed.is_going(each.name)]
+            entries = line_last(there, self._left)[::-1] + (self._damaged()[::-1] if damaged else [])
         found = [entry for entry in entries if wanted in (None, entry.step)]
         if not found:
-            there = ", ".join(str(each) for each in sorted({entry.step for entry in entries})) or "none"
-            which = "" if step is None else f" {step}; committed are {there}"
+            steps = ", ".join(str(each) for each in sorted({entry.step for entry in entries})) or "none"
+            which = "" if step is None else f" {step}; committed are {steps}"
             raise StepNotFoundError(f"{self._directory}: has no committed step{which}")
         return found
 
@@ -221,11 +213,12 @@ class RunDirectory:
             self._look_again()
             return any(entry.step == step for entry in self._line())
 
-    def _line(self) -> list[Entry]:
+    def _line(self, doomed: bool = False) -> list[Entry]:
         left = self._left
         if self._restored is not None and not self.is_owner:
             left = left_behind_by(self._restored, self._entries)
-        return [entry for entry in self._whole() if entry.name not in left]
+        entries = [each for each in self._entries if each.damaged is None] if doomed else self._whole()
+        return [entry for entry in entries if entry.name not in left]
 
     def lineage(self, step: int) -> dict[str, Any]:
         """What the manifest of the next save says of its place in the run."""
@@ -234,20 +227,21 @@ class RunDirectory:
             left = sorted(self._left | names_after(step, self._line()))
             return {"run": self._id, "sequence": sequence, "left_behind": left, "notes": self._book.number}
 
-    def refuse_committed(self, step: int) -> None:
+    def refuse(self, step: int, *, overwrite: bool = False) -> None:
         """Refuse a step that is committed; one that was left behind, or set aside as damaged, may be saved again.
 
         Raises:
-            CheckpointExistsError, SettingsError: it is committed; later ones are, and this process goes on from none.
+            CheckpointExistsError, SettingsError: it, or later ones are; or another has saved since this one restored.
         """
         with self._guard:
-            refuse_committed(self._directory, step, self._whole(), self._left)
-            if self._restored is None and not self._has_saved:
-                refuse_to_begin_below(self._directory, step, self._line())
+            if self._restored is not None:
+                refuse_unseen(self._directory, self._restored, self._entries, self._seen)
+            if not overwrite:
+                refuse_again_or_below(self._directory, step, self._line())
 
     def free_name(self, step: int) -> str:
         """The directory name under which a step is to be saved: its next generation, whatever is there or is to go."""
-        names = {shown_name(item.name) for item in self._backend.list(self._directory)} | self._deleting
+        names = {shown_name(item.name) for item in self._backend.list(self._directory)} | {*self._doomed}
         return free_step_name(step, names, [entry.name for entry in self._entries])
 
     def committed(self, committed: Committed, info: Mapping[str, Any]) -> None:
@@ -258,7 +252,7 @@ class RunDirectory:
         with self._guard:
             pinned = any(each.pinned for each in self._entries if each.step == step)
             self._entries.append(dataclasses.replace(entry, pinned=pinned))
-            self._has_saved = True
+            self._restored = None
             self._left = frozenset(entry.left_behind) - {name}
             self._infos = None
 
@@ -272,34 +266,43 @@ class RunDirectory:
             self._notes.roll_back = now
             self._book.note_roll_back(now)
 
-    def _note_unsynced(self, name: str) -> None:
+    def refused(self, name: str) -> None:
         """Take note that the disk refuses to keep a step, for this process and for later ones."""
-        note = {"unsynced": True}
         for entry in [each for each in self._entries if each.name == name]:
-            self._take_note(entry, note)
+            self._take_note(entry, {"unsynced": True})
             with contextlib.suppress(StorageError, DirectoryLockedError):
-                self.note(entry, note)
+                self.note(entry, {"unsynced": True})
 
     def retain(self, *, is_durable: bool = True) -> None:
         """Hand what nobody keeps to the deleter. Called after a commit, which may not be durable yet."""
         with self._guard:
-            line, context = self._line(), DecisionContext(self._clock())
-            unkept = unkept_names(self._entries, line, self._left, self._policy, context)
-            free = unkept - {*self._deleting, *self._being_read}
+            line = self._line()
+            free = {name for name in self._unkept(line) if name not in self._doomed}
             doomed, instead = replaced(free, self._whole(), line, is_durable=is_durable)
-            self._deleting |= doomed
+            self._doomed.add(doomed, wait=bool(instead))
             self._infos = None
         self._deleter.delete(sorted(doomed), instead=instead)
+
+    def _unkept(self, line: list[Entry]) -> set[str]:
+        context = DecisionContext(self._clock())
+        return unkept_names(self._entries, line, self._left, self._policy, context) - {*self._being_read}
+
+    def about_to_go(self, names: Sequence[str]) -> list[str]:
+        """Of what has waited to be deleted that which still may go: it may have been pinned, or restored."""
+        with self._guard:
+            self._infos, unkept = None, self._unkept(self._line(doomed=True))
+            return self._doomed.let_go(names, {each.name for each in self._entries if each.name not in unkept})
 
     def forget(self, name: str) -> None:
         """Take note that a step directory is gone."""
         with self._guard:
             self._forgotten = max(self._forgotten, *(each.sequence for each in self._entries if each.name == name), -1)
             self._entries = [entry for entry in self._entries if entry.name != name]
-            self._deleting.discard(name)
+            self._doomed.discard([name])
             self._infos = None  # and what was left behind stays so
 
-    def _deleted(self, name: str) -> None:
+    def deleted(self, name: str) -> None:
+        """Take note that it is not there under this name any more."""
         self.forget(name)
         self.history.add("delete", self._clock(), name=name)
 
@@ -321,9 +324,10 @@ class RunDirectory:
         if fell_back and entry.name in self._left:
             _log.warning("step %d was left behind by a roll-back; no step since is whole", entry.step)
         with self._guard:
-            self._restored, self._last_seen = entry, max(each.sequence for each in [entry, *self._entries])
+            self._restored, self._seen = entry, seen_of([entry, *self._entries])
             if self.is_owner:
                 self._left = left_behind_by(entry, self._entries)
+            self._doomed.discard([entry.name])
             self._infos = None
 
     def judge(self, restored: Restored) -> None:
@@ -346,24 +350,18 @@ class RunDirectory:
             self._write_verdicts()
 
     def _write_verdicts(self) -> None:
-        """A disk that refuses costs no training: the step will be skipped again."""
-        set_aside = list[Entry]()
-        while (verdict := self._verdicts.take()) is not None:
-            entry, damaged = verdict
-            try:
-                with self.reading([entry]):
-                    if entry.name in self._deleting or all(each.identity != entry.identity for each in self._entries):
-                        continue  # it is gone, or about to go, or was saved anew
-                    self.note(entry, {"damaged": damaged})
-            except StorageError as error:
-                _log.warning("step %d could not be set aside: %s", entry.step, error)
-                continue
-            if damaged is not None:
-                told = "stays for you to look at, or to remove, and is not listed any more"
-                _log.warning("step %d is set aside as damaged: %s %s", entry.step, entry.name, told)
-                self.history.add("set_aside", self._clock(), step=entry.step, name=entry.name, problem=damaged)
-                set_aside.append(entry)
-        self._scrubber.look_around(set_aside, self._verdicts.compared)
+        set_aside = self._verdicts.write(self._write_verdict)
+        self._scrubber.look_around([entry for entry, _ in set_aside], self._verdicts.compared)
+        for entry, problem in set_aside:
+            self.history.add("set_aside", self._clock(), step=entry.step, name=entry.name, problem=problem)
+
+    def _write_verdict(self, entry: Entry, damaged: str | None) -> bool:
+        """Write it down, unless the step is gone, or about to go, or was saved anew."""
+        with self.reading([entry]):
+            if self._doomed.is_going(entry.name) or all(each.identity != entry.identity for each in self._entries):
+                return False
+            self.note(entry, {"damaged": damaged})
+        return True
 
     def note_step(self, step: int, note: Mapping[str, Any]) -> None:
         """As `note`, of a step that retention leaves alone meanwhile.
@@ -377,6 +375,8 @@ class RunDirectory:
                 entry = self.candidates(step)[0]
                 held.enter_context(self.reading([entry]))
             self.note(entry, note)
+            if note.get("pin"):
+                self._doomed.discard([entry.name])
 
     def note(self, entry: Entry, note: Mapping[str, Any]) -> None:
         """Write a pin of a step, or metrics of one generation of it or that it is damaged, durably."""

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import threading
+from collections.abc import Callable
 
+from jaxckpt_train.errors import StorageError
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.steps.restoring import Restored
+
+_log = logging.getLogger("jaxckpt_train")
 
 
 class Verdicts:
@@ -40,14 +45,34 @@ class Verdicts:
         with self._guard:
             self._found[entry.identity] = (entry, problem)
 
-    def take(self) -> tuple[Entry, str | None] | None:
+    def write(self, write: Callable[[Entry, str | None], bool]) -> list[tuple[Entry, str]]:
+        """Have all of them written down; those that are set aside now, and why.
+
+        Args:
+            write: writes one, and says whether it did. A disk that refuses costs no training: it is found out again.
+        """
+        set_aside = []
+        for entry, problem in iter(self._take, None):
+            try:
+                is_written = write(entry, problem)
+            except StorageError as error:
+                _log.warning("step %d could not be set aside: %s", entry.step, error)
+                continue
+            if is_written and problem is not None:
+                told = "stays for you to look at, or to remove, and is not listed any more"
+                _log.warning("step %d is set aside as damaged: %s %s", entry.step, entry.name, told)
+                set_aside.append((entry, problem))
+        return set_aside
+
+    def _take(self) -> tuple[Entry, str | None] | None:
         """One verdict, what is wrong or None for nothing, which is no longer here then; None: there is none."""
         with self._guard:
             if not self._found:
                 return None
             entry, problem = self._found.pop(next(iter(self._found)))
-        if problem is None:
-            return entry, None
-        return entry, problem.encode("utf-8", "backslashreplace").decode(
-            "utf-8"
-        )  # it names a path, which may be no text
+        return entry, None if problem is None else _as_text(problem)
+
+
+def _as_text(problem: str) -> str:
+    """It names a path, which may be no text."""
+    return problem.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -47,7 +47,11 @@ def test_only_directories_with_a_commit_and_a_steps_name_are_steps(tmp_path: Pat
 
 
 def test_steps_come_in_the_order_in_which_they_were_saved(tmp_path: Path) -> None:
-    run = made_run(tmp_path, 5, 20, 3, 10)
+    with StepManager(tmp_path) as manager:
+        save_steps(manager, 5, 20)
+        save_steps(manager, 3, overwrite=True)
+        save_steps(manager, 10)
+    run = tmp_path
     assert [entry.step for entry in scan(LocalBackend(), str(run))] == [5, 20, 3, 10]
     assert [entry.sequence for entry in scan(LocalBackend(), str(run))] == [0, 1, 2, 3]
 

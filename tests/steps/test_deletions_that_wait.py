@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,22 @@ class Unsynced(LocalBackend):
         self.done.append(("rename", os.path.basename(source)))
 
 
+class Told:
+    """Writes down what is gone; all that waits may go."""
+
+    def __init__(self) -> None:
+        self.gone: list[str] = []
+
+    def about_to_go(self, names: Sequence[str]) -> list[str]:
+        return list(names)
+
+    def deleted(self, name: str) -> None:
+        self.gone.append(name)
+
+    def refused(self, name: str) -> None:
+        raise AssertionError(f"{name} was refused")
+
+
 def saved(manager: jct.StepManager, *steps: int) -> None:
     """Saved, and what that deletes is deleted, or refused."""
     for step in steps:
@@ -69,7 +86,7 @@ def test_a_step_that_is_never_synced_and_is_to_go_keeps_no_other(tmp_path: Path)
         backend.done.clear()
         saved(manager, 4)
         assert names_in(tmp_path) == [FOUR]
-        assert manager._run._deleting == set()
+        assert [*manager._run._doomed] == []
     first_gone = min(backend.done.index(("rename", name)) for name in (TWO, THREE))
     assert ("sync", FOUR) in backend.done[:first_gone]
 
@@ -117,7 +134,7 @@ def test_a_step_that_was_removed_by_hand_is_gone(tmp_path: Path, caplog: pytest.
         saved(manager, 1, 2)
         shutil.rmtree(step_path(tmp_path, 1))
         saved(manager, 3, 4)
-        assert (manager.steps, manager._run._deleting) == ([3, 4], set())
+        assert (manager.steps, [*manager._run._doomed]) == ([3, 4], [])
     assert caplog.text == ""
 
 
@@ -128,11 +145,11 @@ def test_a_step_that_the_disk_hides_and_says_it_did_not_goes(tmp_path: Path) -> 
             if source.endswith(ONE):
                 raise StorageError(errno.EIO, "too late", source)
 
-    run, told = directories(tmp_path, ONE), list[str]()
-    deleter = Deleter(Late(), str(run), lambda: told.append)
+    run, told = directories(tmp_path, ONE), Told()
+    deleter = Deleter(Late(), str(run), lambda: told)
     deleter.delete([ONE])
     deleter.close()
-    assert (names_in(run), told) == ([], [ONE])
+    assert (names_in(run), told.gone) == ([], [ONE])
 
 
 def test_a_step_of_the_same_name_as_what_was_not_removed_goes_too(tmp_path: Path) -> None:
@@ -158,20 +175,20 @@ def test_a_step_of_the_same_name_as_what_was_not_removed_goes_too(tmp_path: Path
 
 def test_a_name_under_which_it_is_deleted_that_is_taken_is_made_free_first(tmp_path: Path) -> None:
     run = directories(tmp_path, ONE, hidden_name(ONE), TWO, THREE)
-    backend, told = RefusingBackend("remove", hidden_name(ONE), errno.EBUSY, 1), list[str]()
-    deleter = Deleter(backend, str(run), lambda: told.append)
+    backend, told = RefusingBackend("remove", hidden_name(ONE), errno.EBUSY, 1), Told()
+    deleter = Deleter(backend, str(run), lambda: told)
     deleter.delete([ONE])
     assert deleter.wait(60)
-    assert (names_in(run), told) == ([hidden_name(ONE), ONE, TWO, THREE], [])
+    assert (names_in(run), told.gone) == ([hidden_name(ONE), ONE, TWO, THREE], [])
     for name in (TWO, THREE):  # the first of them removes what is in the way, but for one refusal
         deleter.delete([name])
         assert deleter.wait(60)
-        assert ONE in names_in(run) or ONE in told
+        assert ONE in names_in(run) or ONE in told.gone
     deleter.delete([FOUR])
     deleter.delete([FIVE])
     deleter.close()
     assert names_in(run) == []
-    assert told.count(ONE) == 1
+    assert told.gone.count(ONE) == 1
 
 
 def test_what_is_hidden_and_no_step_is_somebody_elses(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -13,7 +14,8 @@ import pytest
 
 import jaxckpt_train as jct
 from tests.file_content import content
-from tests.steps.runs import made_run, save_steps, state_of, step_path
+from tests.steps.fake_backends import RefusingBackend
+from tests.steps.runs import made_run, save_steps, state_of, step_of, step_path
 
 STATE = {"w": np.arange(1000.0)}
 
@@ -66,6 +68,70 @@ def test_steps_that_another_process_has_saved_since_the_restore_are_not_left_beh
         first.restore(step=10)  # now it is meant
         save_steps(first, 11)
         assert first.latest == 11
+
+
+def test_metrics_and_pins_are_taken_from_who_restored_and_saves_nothing(tmp_path: Path) -> None:
+    """An evaluation, that ends after the job that saved meanwhile."""
+    made_run(tmp_path, 3)
+    with jct.StepManager(tmp_path) as evaluation:
+        assert step_of(evaluation.restore(step=3)) == 3
+        with jct.StepManager(tmp_path) as job:
+            job.restore()
+            save_steps(job, 4, 5)
+        evaluation.attach_metrics(3, {"accuracy": 0.5})
+        evaluation.pin(3)
+        for options in ({}, {"overwrite": True}):
+            with pytest.raises(jct.CheckpointExistsError, match=r"restored step 3, another one has saved 4, 5;"):
+                evaluation.save(4, {"state": state_of(4)}, **options)
+    with jct.StepManager(tmp_path) as job:
+        assert (job.steps, job.best("accuracy", "max")) == ([3, 4, 5], 3)
+        assert [entry.pinned for entry in job._run.entries()] == [True, False, False]
+
+
+def test_a_step_that_could_not_be_read_at_the_restore_is_nobody_elses(tmp_path: Path) -> None:
+    made_run(tmp_path, 1, 2, 3)
+    backend = RefusingBackend("open", "step-0000000003", errno.EIO, 1000)
+    with jct.StepManager(tmp_path, backend=backend) as steps:
+        assert step_of(steps.restore()) == 2
+        backend.times = 0
+        save_steps(steps, 3)
+    assert step_of(jct.StepManager(tmp_path).restore()) == 3
+
+
+def test_a_step_below_what_the_run_goes_on_from_is_refused_unless_it_is_to_be_left_behind(tmp_path: Path) -> None:
+    """It would stand beside them: the next process goes on from it, and meets them again as committed."""
+    made_run(tmp_path, 8, 9, 10)
+    with jct.StepManager(tmp_path) as steps:
+        steps.restore()
+        for _ in range(2):
+            with pytest.raises(jct.SettingsError, match=r"expected a step above 10, .* found 5"):
+                steps.save(5, {"state": state_of(5)})
+            assert steps.steps == [8, 9, 10]
+        save_steps(steps, 5, overwrite=True)
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(2)) as steps:
+        assert step_of(steps.restore()) == 5
+        save_steps(steps, *range(6, 13))
+        assert steps._run._deleter.wait(60)
+        assert steps.steps == [11, 12]
+
+
+def test_a_closed_manager_knows_what_it_has_saved_since_its_restore(tmp_path: Path) -> None:
+    made_run(tmp_path, 1, 2, 3)
+    with jct.StepManager(tmp_path) as steps:
+        steps.restore(step=2)
+        save_steps(steps, 3, 4)
+    assert [steps.is_committed(step) for step in range(1, 6)] == [True, True, True, True, False]
+    assert steps.latest == 4
+
+
+def test_a_file_of_the_name_of_a_commit_record_makes_no_checkpoint_of_a_run(tmp_path: Path) -> None:
+    """Such as the number of a version, that a script has left there."""
+    made_run(tmp_path, 1)
+    (tmp_path / "COMMIT").write_text("5929cbd\n")
+    with jct.StepManager(tmp_path) as steps:
+        assert step_of(steps.restore()) == 1
+        save_steps(steps, 2)
+    assert (tmp_path / "COMMIT").read_text() == "5929cbd\n"
 
 
 def test_a_process_that_restored_nothing_does_not_begin_below_what_is_there(tmp_path: Path) -> None:

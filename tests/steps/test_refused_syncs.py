@@ -6,6 +6,7 @@ So nothing goes that such a step has replaced, in this process and in later ones
 from __future__ import annotations
 
 import errno
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.steps.preservation_policies import LatestN
 from jaxckpt_train.store.local import LocalBackend
-from tests.steps.runs import save_steps, state_of
+from tests.steps.runs import flip_a_payload_byte, save_steps, state_of, step_of, step_path
 
 PLAIN = jct.StoreSettings(durability="none")
 
@@ -33,6 +34,19 @@ class RefusesOnce(LocalBackend):
         if not self.refused and f"/{self.name}/" in path and path.endswith(".safetensors"):
             self.refused.append(path)
             raise StorageError(errno.EIO, "refused", path)
+        super().sync(path)
+
+
+class HeldSync(LocalBackend):
+    """The first sync of a data file of step 2 waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.held, self.go = threading.Event(), threading.Event()
+
+    def sync(self, path: str) -> None:
+        if "/step-0000000002/" in path:
+            self.held.set()
+            assert self.go.wait(60)
         super().sync(path)
 
 
@@ -104,3 +118,41 @@ def test_a_name_that_was_given_again_is_another_save(tmp_path: Path) -> None:
         overwrite(steps, 1)
         overwrite(steps, 1)
         assert [entry.is_unsynced for entry in steps._run.entries()] == [False] * len(steps._run.entries())
+
+
+@pytest.mark.parametrize("call", ["restore", "restore a step", "pin"])
+def test_a_step_that_waits_to_be_deleted_can_be_restored_and_pinned_and_is_kept_then(tmp_path: Path, call: str) -> None:
+    backend = RefusesOnce("step-0000000003")
+    with manager(tmp_path, backend, 1) as steps:
+        save_steps(steps, 1)
+        steps.pin(1)
+        save_steps(steps, 2, 3)
+        assert steps._run._deleter.wait(60)
+        assert (backend.refused != [], steps.steps, len(step_directories(tmp_path))) == (True, [1, 3], 3)
+        flip_a_payload_byte(step_path(tmp_path, 3))  # what such a disk may have done
+        if call == "pin":
+            steps.pin(2)
+        else:
+            assert step_of(steps.restore(step=None if call == "restore" else 2)) == 2, "1 is older"
+        assert steps.steps[:2] == [1, 2]
+        save_steps(steps, 4)
+        assert steps._run._deleter.wait(60)
+        assert steps.steps[-1] == 4
+        assert (2 in steps.steps) == (call == "pin"), "the policy keeps one, and what is pinned"
+        assert step_path(tmp_path, 2).exists() == (call == "pin")
+
+
+def test_nothing_goes_that_another_owner_has_when_a_sync_returns_late(tmp_path: Path) -> None:
+    """What replaces a step is brought to the disk before that goes, for which a disk may take minutes."""
+    backend = HeldSync()
+    with manager(tmp_path, backend, 1) as stale:
+        save_steps(stale, 1, 2)
+        assert backend.held.wait(60)
+        (tmp_path / ".owner").rename(tmp_path / ".owner.dead-x")  # as who takes over does after a minute's silence
+        with jct.StepManager(tmp_path) as owner:
+            assert step_of(owner.restore(step=1)) == 1
+            owner.pin(1)
+            backend.go.set()
+            assert stale._run._deleter.wait(60)
+            assert (owner.steps, step_directories(tmp_path)) == ([1, 2], ["step-0000000001", "step-0000000002"])
+            assert step_of(owner.restore(step=1)) == 1

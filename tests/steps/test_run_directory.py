@@ -126,9 +126,9 @@ def test_names_of_new_saves(tmp_path: Path) -> None:
     try:
         assert run.free_name(3) == "step-0000000003"
         assert run.free_name(2) == "step-0000000002.g1"
-        run.refuse_committed(3)
+        run.refuse(3)
         with pytest.raises(jct.CheckpointExistsError, match="step 2 is committed already"):
-            run.refuse_committed(2)
+            run.refuse(2)
         assert run.lineage(3)["sequence"] == 2
     finally:
         run.close()
