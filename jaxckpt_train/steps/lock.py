@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import hashlib
 import itertools
@@ -137,12 +138,24 @@ class OwnerLock:
         if other is not None and other.token == self._record.token:
             self._keep_beating()
             return
+        if other is None and self._is_directory_gone():
+            raise DirectoryLockedError(
+                f"{self._directory}: is not there any more; was it removed or moved under this job? Nothing more is "
+                "saved by it. Move it back, or start the job again where its steps are"
+            )
         found = "is gone" if other is None else f"is held by {other}"
         raise DirectoryLockedError(
             f"{self._directory}: this job owned it, and its lock {found}: it was taken for dead (was this machine "
             "asleep, or the storage away, for a minute?). Nothing more is saved by it, since another may have gone "
             "on from its last step; start it again to go on from what is there now"
         )
+
+    def _is_directory_gone(self) -> bool:
+        try:
+            self._backend.list(self._directory)
+        except StorageError as error:
+            return error.errno == errno.ENOENT
+        return False
 
     def refuse_child(self) -> None:
         """Raise DirectoryLockedError in a forked child, which has no lock: its parent goes on."""

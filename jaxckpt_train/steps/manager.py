@@ -265,7 +265,7 @@ class StepManager:
             MismatchError: a target does not fit; nothing was read.
         """
         self.wait()
-        more: dict[str, Any] = {"targets": targets, "settings": self.settings, "progress": progress}
+        more: dict[str, Any] = {"targets": targets, "settings": self.settings, "progress": progress, "asked": step}
         restore = functools.partial(restore_newest, self._backend, self.directory, **more)
         restored = self._run.with_entries(step, restore, damaged=True, progress=progress)
         self.restored_step = restored.entry.step

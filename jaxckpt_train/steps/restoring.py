@@ -129,6 +129,7 @@ def restore_newest(
     targets: Mapping[str, Any] | None,
     settings: StoreSettings,
     progress: Progress | None,
+    asked: int | None = None,
 ) -> Restored:
     """Restore the first of the candidates that is whole.
 
@@ -139,6 +140,7 @@ def restore_newest(
         targets: by name of the checkpointable, None without targets: all of them.
         settings: how to read.
         progress: called with numbers of bytes.
+        asked: the one step that was asked for, if it was.
 
     Raises:
         CorruptCheckpointError: none is whole.
@@ -153,6 +155,7 @@ def restore_newest(
         try:
             results = reading.twice()
             reading.tell_if_renamed()
+            reading.tell_what_is_left_out()
             taken_s = time.perf_counter() - started
             is_mended, is_verified = reading.is_mended(), bool(skipped) and reading.is_verified()
             return Restored(entry, results, skipped, meter.bytes, taken_s, is_mended, is_verified)
@@ -166,10 +169,12 @@ def restore_newest(
             free_frames(error)  # all that was loaded until then, whose memory the next step needs
             _log.warning("step %d cannot be restored and is skipped: %s", entry.step, error)
     listing = "\n".join(f"  step {each.entry.step}: {each.problem}" for each in skipped)
+    what = f"none of {len(skipped)} committed steps can" if asked is None else f"step {asked} cannot"
+    instead = "begin anew in another directory" if asked is None else "restore another step"
     raise CorruptCheckpointError(
-        f"{directory}: none of {len(skipped)} committed steps can be restored; no file was changed. Bring the damaged "
-        "files back from a copy (`jaxckpt_train.verify` tells which), load the parts that are whole by "
-        f"`jaxckpt_train.load_checkpointables`, or begin anew in another directory:\n{listing}"
+        f"{directory}: {what} be restored; no file was changed. Bring the damaged files back from a copy "
+        "(`jaxckpt_train.verify` tells which), load the parts that are whole by `jaxckpt_train.load_checkpointables`, "
+        f"or {instead}:\n{listing}"
     ) from last
 
 
@@ -223,6 +228,13 @@ class _Reading:
         """A directory may have been given another number; whoever did it knows what is trained anew, or not at all."""
         if self.saved_as not in (None, self.entry.step):
             _log.warning("step %d was saved as step %s: %s was renamed", self.entry.step, self.saved_as, self.path)
+
+    def tell_what_is_left_out(self) -> None:
+        """What is not asked for, such as a position in the data, does not go on, and is not saved any more."""
+        missing = set() if self.targets is None else self.parts - set(self.targets)
+        if missing:
+            names = ", ".join(map(repr, sorted(missing)))
+            _log.warning("step %d also has %s, not asked for: what is not restored begins anew", self.entry.step, names)
 
     def is_mended(self) -> bool:
         """Whether it was set aside and is whole again, also where nothing was asked for."""

@@ -7,6 +7,7 @@ arguments when built, reads no clock and does no I/O. Every `should_save` is tha
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Collection, Sequence
 from datetime import datetime
@@ -35,6 +36,10 @@ __all__ = [
     "PreemptionCheckpointingPolicy",
     "SpecificStepsPolicy",
 ]
+
+
+_TELL_AT = frozenset(10**power for power in range(1, 10))
+_log = logging.getLogger("jaxckpt_train")
 
 
 def _apart(one: datetime, other: datetime, seconds: float) -> bool:
@@ -217,6 +222,10 @@ class ImprovementPolicy:
         if metrics is None and context.read_metrics is not None:
             metrics = context.read_metrics()
         value = metric_value(metrics, self.metric)
+        if value is None and not previous_steps and step.step in _TELL_AT:
+            names = ", ".join(sorted(metrics or ())) or "none"
+            told = "ImprovementPolicy: nothing is saved yet, and step %d has no metric %r; the metrics that it has: %s"
+            _log.warning(told, step.step, self.metric, names)
         if value is None or math.isnan(value):
             return False
         earlier = (metric_value(info.metrics, self.metric) for info in previous_steps)

@@ -40,7 +40,8 @@ _ADVICE = {
     errno.EACCES: "this user may not do that there: choose another directory or change its permissions",
     errno.EPERM: "this user may not do that there: choose another directory or change its permissions",
     errno.EROFS: "the file system is read-only: choose another directory",
-    errno.ENOTDIR: "a file is where a directory should be: choose another path",
+    errno.ENOTDIR: "a file is where a directory should be: choose another path (or is it a link to nothing?)",
+    errno.ELOOP: "it is a symbolic link, none of which is followed to a file: put the file itself in its place",
     errno.EMFILE: "too many open files: raise `ulimit -n`",
     errno.EFBIG: "a file may not be that large: raise `ulimit -f`, or set a smaller `segment_bytes`",
     errno.ENAMETOOLONG: "choose a shorter path",
@@ -345,7 +346,7 @@ def _check_regular(descriptor: int) -> os.stat_result:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         code = errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL
-        raise OSError(code, "not a regular file")
+        raise OSError(code, "not a regular file; move it away, or bring the file back that was there")
     return found
 
 

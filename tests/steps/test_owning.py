@@ -105,6 +105,18 @@ class NoRoom(LocalBackend):
         raise StorageError(errno.ENOSPC, "cannot find the age of the file", path)
 
 
+def test_a_run_that_was_moved_under_its_job_is_told(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with jct.StepManager(run) as manager:
+        save_steps(manager, 1)
+        run.rename(tmp_path / "moved")
+        with pytest.raises(jct.DirectoryLockedError, match=r"is not there any more; was it removed or moved"):
+            save_steps(manager, 2)
+        (tmp_path / "moved").rename(run)
+        save_steps(manager, 3)
+    assert jct.StepManager(run).steps == [1, 3]
+
+
 def test_a_lock_of_the_dead_that_cannot_be_removed_stops_no_heartbeat(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -123,7 +123,7 @@ def test_a_step_by_its_number(tmp_path: Path) -> None:
 def test_a_damaged_step_that_was_asked_for_by_number_is_not_replaced_by_another(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2)
     flip_a_payload_byte(step_path(run, 2))
-    with pytest.raises(jct.CorruptCheckpointError, match="none of 1 committed steps"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"step 2 cannot be restored; .* or restore another step:"):
         jct.StepManager(run).restore(step=2)
 
 
@@ -149,6 +149,18 @@ def test_a_disk_that_may_not_be_read_is_not_taken_for_damage(tmp_path: Path) -> 
     with pytest.raises(jct.StorageError, match="refused to open") as caught:
         jct.StepManager(run, backend=backend).restore()
     assert caught.value.errno == errno.EACCES
+
+
+def test_what_a_step_has_and_nobody_asks_for_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Such as the position in the data: it begins anew, and the next steps have none."""
+    with jct.StepManager(tmp_path) as manager:
+        manager.save(1, {"state": state_of(1), "data": jct.JsonValue({"position": 7})})
+        manager.wait()
+        manager.restore({"state": None, "data": None})
+        manager.restore()
+        assert caplog.text == ""
+        manager.restore({"state": None})
+        assert "step 1 also has 'data', not asked for: what is not restored begins anew" in caplog.text
 
 
 def test_an_io_error_is_damage(tmp_path: Path) -> None:
