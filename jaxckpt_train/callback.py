@@ -35,9 +35,7 @@ _MISSING: Any = object()
 
 
 class CheckpointCallback:
-    """Checkpointing of one training loop.
-
-    The README shows it in a loop.
+    """Checkpointing of one training loop; the README shows it in one.
 
     Args: those of `CheckpointConfig`, which documents each.
 
@@ -207,6 +205,7 @@ class CheckpointCallback:
             The original error of an earlier save that failed in the background; the one that is due has begun by then.
         """
         if not self.enabled:
+            self._loop.count(step)
             return _DISABLED
         self._start()
         self._refuse_unless_resumed()
@@ -234,9 +233,8 @@ class CheckpointCallback:
 
     def _is_saved(self) -> bool:
         """Whether the last completed update is committed, or on its way: a save that failed counts for nothing."""
-        if self._saved != self._loop.step:
-            return False
-        return self.manager.is_saving_in_progress() or self.manager.is_committed(self._saved)
+        manager, step = self.manager, self._loop.step
+        return self._saved == step and (manager.is_saving_in_progress() or manager.is_committed(step))
 
     def poll(self) -> bool:
         """Notice a preemption inside an evaluation or warm-up; saves the last completed update if that is safe.
@@ -371,6 +369,7 @@ class CheckpointCallback:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         leaving = None
+        self._departure.ends_process |= isinstance(error, SystemExit)
         with closing_besides(error, self.manager.directory):
             try:
                 if error is None:

@@ -97,7 +97,7 @@ class CheckpointConfig:
         grace_period_s: seconds between a request to leave and the end of the process. A save that cannot be committed
             by shortly before is given up, and the process ends by itself. None: not known; a save is waited for.
             `max_run_time_s` is left so much earlier (None: 30 s).
-        exit_code: of a process that left on request.
+        exit_code: of a process that left on request; where it is 0 and a save was given up: 1.
         on_preemption: "exit": SystemExit(exit_code); "raise": Preempted; "auto": raise in a Hydra multirun, else exit.
         fingerprint: says what `data` is; its position is refused under another fingerprint, and so is that of any other
             Grain iterator. None: not compared.

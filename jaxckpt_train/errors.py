@@ -21,6 +21,7 @@ CheckpointError                       anything this package raises on purpose
 from __future__ import annotations
 
 import traceback
+from typing import Any
 
 
 class CheckpointError(Exception):
@@ -111,6 +112,10 @@ class Preempted(CheckpointError):
         super().__init__(message)
         self.step = step
         self.exit_code = exit_code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For a parent process, which may be handed it by a worker: made anew of the message alone, it would not be."""
+        return type(self), (str(self), self.step, self.exit_code), vars(self)
 
 
 def free_frames(error: BaseException | None) -> None:

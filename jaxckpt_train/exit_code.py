@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +35,7 @@ class _LastFlush:
 
     def flush(self) -> None:
         """As of the stream; once all exit functions have run, end the process."""
-        if sys.is_finalizing():
+        if sys.is_finalizing() or _is_last_flush_of_child():
             _end_now(self._code)
         _flush(self)
 
@@ -58,7 +59,7 @@ def _flush(stream: Any) -> None:
 
 def _end_now(code: int) -> None:
     try:
-        for each in (sys.stdout, sys.stderr):
+        for each in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
             with contextlib.suppress(OSError, ValueError):  # who reads it may be gone
                 _flush(each)
     finally:  # whatever somebody's stream raises
@@ -84,6 +85,13 @@ def code_of(stop: BaseException) -> int:
     return (code & 0xFF if isinstance(code, int) else 0) or 1
 
 
+def is_success(stop: BaseException) -> bool:
+    """Whether it ends a process, a generator or a task as if all were well."""
+    if isinstance(stop, SystemExit):
+        return stop.code is None or (isinstance(stop.code, int) and stop.code & 0xFF == 0)
+    return not isinstance(stop, Exception | KeyboardInterrupt)
+
+
 def _ending(stream: Any, code: int) -> Any:
     if stream is None:  # what is printed goes nowhere, and stays so
         return None
@@ -97,14 +105,37 @@ def call_at_end_of_child(call: Callable[[], None]) -> None:
     of it before Python 3.13; then they end without Python's own end. In any other process this does nothing.
     """
     global _child
-    process = sys.modules.get("multiprocessing.process")
-    if process is None or _child == os.getpid() or process.parent_process() is None:
+    if _child == os.getpid() or not _is_child():
         return
-    from multiprocessing import get_start_method, util
+    from multiprocessing import util
 
-    if get_start_method(allow_none=True) in ("fork", "forkserver"):
+    if _ends_without_python():
         util.Finalize(None, _end_child, (call,), exitpriority=_LAST_OF_ALL)
     _child = os.getpid()
+
+
+def is_child_over() -> bool:
+    """Whether this is a child of `multiprocessing` whose end has begun: what it is to call then is settled."""
+    util = sys.modules.get("multiprocessing.util")
+    return util is not None and _is_child() and bool(util.is_exiting())
+
+
+def _is_child() -> bool:
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and process.parent_process() is not None
+
+
+def _ends_without_python() -> bool:
+    """Whether a child by `multiprocessing` ends by `os._exit`."""
+    from multiprocessing import get_start_method
+
+    return get_start_method(allow_none=True) in ("fork", "forkserver")
+
+
+def _is_last_flush_of_child() -> bool:
+    """Before Python 3.13, such a child flushes the streams when its threads have ended, as its last act."""
+    is_main_over = threading.current_thread() is threading.main_thread() and not threading.main_thread().is_alive()
+    return sys.version_info < (3, 13) and is_main_over and is_child_over() and _ends_without_python()
 
 
 def _end_child(call: Callable[[], None]) -> None:
@@ -113,5 +144,6 @@ def _end_child(call: Callable[[], None]) -> None:
         return
     if sys.version_info >= (3, 13):  # all else has been done, and the code has been chosen
         _end_now(_code)
-    elif isinstance(sys.exception(), SystemExit | None):  # else the child's own error is told, and the code is 1
+    if isinstance(sys.exception(), SystemExit | None):
         raise SystemExit(_code)
+    end_with(1)  # the child's own error is told, and has this code

@@ -26,7 +26,7 @@ def resolve_directory(directory: str | os.PathLike[str]) -> Path:
         SettingsError: it is no path, or a URL.
     """
     text = path_text(f"{_ROOT}.directory", directory)
-    return Path(_hydra_value("runtime", "cwd") or Path.cwd(), Path(text).expanduser()).absolute()
+    return Path(os.path.abspath(os.path.join(_hydra_value("runtime", "cwd") or "", os.path.expanduser(text))))
 
 
 def run_directory(directory: str | os.PathLike[str]) -> Path:
@@ -61,9 +61,8 @@ def job_name() -> str:
     """In a Hydra multirun, a directory name made from the job's overrides; empty elsewhere."""
     if not is_multirun():
         return ""
-    ignored = {f"{_ROOT}.directory", *(_hydra_value("job", "config", "override_dirname", "exclude_keys") or ())}
     overrides = _hydra_value("overrides", "task") or ()
-    whole = ",".join(sorted(one for one in overrides if one.partition("=")[0].lstrip("+~") not in ignored))
+    whole = ",".join(sorted(one for one in overrides if one.partition("=")[0].lstrip("+~") != f"{_ROOT}.directory"))
     plain = re.sub(r"[^A-Za-z0-9._=,+-]", "_", whole)
     if plain == whole and len(plain) <= _LONGEST_JOB_NAME:
         return plain

@@ -1,32 +1,24 @@
-"""A save under way in the background: its futures, its errors, and what happens to it when the interpreter exits."""
+"""A save under way in the background: its futures, its errors, and who waits for it."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import os
 import queue
-import sys
 import threading
 import time
-import traceback
-import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
+from jaxckpt_train import unfinished
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, free_frames
-from jaxckpt_train.exit_code import INTERRUPTED, call_at_end_of_child, code_of, end_with
 from jaxckpt_train.store.latch import LOOK_S, Latch, Mailbox
 from jaxckpt_train.value_checks import time_limit
 
 T = TypeVar("T")
-# Of whatever result. Each change is one operation of the interpreter's own, so no lock could be left taken.
-_under_way: set[PendingSave] = set()  # type: ignore[type-arg]
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_given_up: dict[threading.Thread, int] = {}  # with the exit code of the process that does not wait for them
 # A disk that does not answer for so long is not waited for at the end of a script, or of a run.
 LAST_PATIENCE_S = 600.0
 SLICE_S = 0.1  # how soon a request to leave is seen by who waits
@@ -100,11 +92,8 @@ class PendingSave(Generic[T]):
         self._go = Mailbox[None]()
 
     def _start(self) -> None:
-        call_at_end_of_child(_drain_at_exit)
-        thread = threading.Thread(target=self._run, name="jaxckpt-save", daemon=True)
-        _under_way.add(self)
-        _threads.add(thread)
-        self._thread = thread
+        self._thread = thread = threading.Thread(target=self._run, name="jaxckpt-save", daemon=True)
+        unfinished.begin(self, thread)
         try:
             thread.start()
         except RuntimeError as error:
@@ -143,7 +132,7 @@ class PendingSave(Generic[T]):
             self.committed.set_exception(error)
         else:
             self.committed.set_result(result)
-            _under_way.discard(self)
+            unfinished.seen(self)
         finally:
             self._ended.open()
 
@@ -194,7 +183,7 @@ class PendingSave(Generic[T]):
                 parent of this process.
         """
         time_limit("timeout_s", timeout_s)
-        if os.getpid() != self._process and not self._ended.is_open():
+        if self.is_of_parent() and not self._ended.is_open():
             raise CheckpointTimeoutError(
                 f"saving {self.subject}: is done by process {self._process}, of which this one, {os.getpid()}, is a "
                 "fork; wait for it there"
@@ -204,6 +193,18 @@ class PendingSave(Generic[T]):
             raise CheckpointTimeoutError(f"saving {self.subject}: {why_not}; it goes on")
         self.mark_reported()
         return self.committed.exception()
+
+    def last_outcome(self) -> BaseException | None:
+        """As `outcome`, at the end of the process; a save that does not get any further is given up."""
+        try:
+            return self.outcome(patience_s=LAST_PATIENCE_S)
+        except CheckpointTimeoutError as error:
+            self.give_up(1)
+            return error
+
+    def is_of_parent(self) -> bool:
+        """Whether this process is a fork of the one that does it: who does it waits for it, and tells of it."""
+        return os.getpid() != self._process
 
     def wait_for(
         self,
@@ -235,17 +236,17 @@ class PendingSave(Generic[T]):
         return CheckpointTimeoutError(f"saving {self.subject}: {self._no_further()}; it goes on")
 
     def give_up(self, exit_code: int) -> None:
-        """See to it that the end of this process does not wait for it: it ends then with this exit code.
+        """See to it that the end of this process does not wait for it.
 
-        What was written of it until then is removed by the next owner of the directory.
+        Unless it has committed by then, or somebody has seen why not, the process ends with this exit code. What was
+        written of it is removed by the next owner of the directory.
         """
-        self.mark_reported()
         if self._thread is not None:
-            _given_up[self._thread] = exit_code
+            unfinished.give_up(self, self._thread, exit_code)
 
     def mark_reported(self) -> None:
         """Say that the user has seen the outcome, so that it need not be told again at exit."""
-        _under_way.discard(self)
+        unfinished.seen(self)
 
 
 def start_save(
@@ -256,7 +257,7 @@ def start_save(
     begun: Callable[[PendingSave[T] | None], None] = lambda pending: None,
     undo: Callable[[BaseException], None] = lambda error: None,
 ) -> PendingSave[T]:
-    """Start a save on a thread of its own.
+    """Start a save on a thread of its own. At the very end of a process, when nobody else would, it is waited for here.
 
     Args:
         subject: what is being saved, for messages.
@@ -278,6 +279,8 @@ def start_save(
             begun(None)
             undo(error)
         raise
+    if unfinished.is_over():
+        unfinished.finish()
     return pending
 
 
@@ -314,79 +317,3 @@ def call_after(pending: PendingSave[T] | None, call: Callable[[], None]) -> None
         call()
     else:
         pending.committed.add_done_callback(lambda _: call())
-
-
-def _forget_saves() -> None:
-    """A forked child does not wait for the saves of its parent."""
-    _under_way.clear()
-    _threads.clear()
-    _given_up.clear()
-
-
-def _drain_at_exit() -> None:
-    """Finish what is under way when the script ends without having waited; a failure must not end as success."""
-    code: int | None = INTERRUPTED  # wherever an interrupt lands
-    try:
-        code = _wait_for_all()
-    except BaseException as stop:  # noqa: BLE001  # of a signal handler: somebody wants to leave now
-        code = code_of(stop)
-        _give_up_all(code, type(stop).__name__)
-    finally:
-        if code is not None:
-            end_with(code)
-
-
-def _wait_for_all() -> int | None:
-    codes: set[int] = set()
-    for pending in list(_under_way):
-        error = _last_outcome(pending)
-        if error is not None:
-            codes.add(1)
-            _tell_failed(pending, error)
-    for thread in list(_threads):
-        if thread in _given_up:
-            codes |= {_given_up[thread]} if thread.is_alive() else set()
-            continue
-        while thread.is_alive():  # else it has ended, or its start was interrupted
-            thread.join(SLICE_S)  # one that still frees JAX arrays while the interpreter goes would abort the process
-    return max(codes, default=None)
-
-
-def _give_up_all(code: int, reason: str) -> None:
-    for thread in list(_threads):  # also one that still frees, or deletes, after its save
-        _given_up[thread] = code
-    left = list(_under_way)
-    _under_way.clear()  # before any of it is told: nobody waits again if that is interrupted too
-    for pending in left:
-        if not pending.committed.done():
-            _tell(
-                f"saving {pending.subject} was given up at the end ({reason}); what is there of it is no checkpoint, "
-                "and goes when this is saved again"
-            )
-        elif (error := pending.committed.exception()) is not None:
-            _tell_failed(pending, error)
-
-
-def _tell_failed(pending: PendingSave[T], error: BaseException) -> None:
-    _tell(f"saving {pending.subject} failed, and nobody asked for it:", error)
-
-
-def _tell(message: str, error: BaseException | None = None) -> None:
-    with contextlib.suppress(ValueError, OSError):  # of a stream that is closed
-        print(f"jaxckpt_train: {message}", file=sys.stderr)
-        if error is not None:
-            traceback.print_exception(error)
-
-
-def _last_outcome(pending: PendingSave[T]) -> BaseException | None:
-    try:
-        return pending.outcome(patience_s=LAST_PATIENCE_S)
-    except CheckpointTimeoutError as error:
-        pending.give_up(1)
-        return error
-
-
-# Twice: an interrupt that was held up by an exit function in C ends the next one before its first line.
-atexit.register(_drain_at_exit)
-atexit.register(_drain_at_exit)
-os.register_at_fork(after_in_child=_forget_saves)

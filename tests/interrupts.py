@@ -1,11 +1,14 @@
-"""Interrupts that come before a chosen line of chosen functions, so that a test can try each of them."""
+"""Interrupts that come at a chosen moment: before a line of chosen functions, or while a save is waited for."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from jaxckpt_train.pending import PendingSave
 
 
 @contextlib.contextmanager
@@ -36,3 +39,23 @@ def interrupt_at(number: int, *codes: Any) -> Iterator[list[int]]:
         yield seen
     finally:
         sys.settrace(before)
+
+
+def once_waiting(call: Callable[[], object]) -> threading.Thread:
+    """Have it called on another thread once the main thread waits for a save."""
+    main, pause = threading.main_thread().ident, threading.Event()
+
+    def is_waiting() -> bool:
+        frame = sys._current_frames().get(main or 0)
+        while frame is not None and frame.f_code is not PendingSave.wait_for.__code__:
+            frame = frame.f_back
+        return frame is not None
+
+    def work() -> None:
+        while not is_waiting():
+            pause.wait(0.01)
+        call()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread

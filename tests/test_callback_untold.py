@@ -49,3 +49,18 @@ def test_a_loop_that_tells_of_all_updates_or_is_disabled_hears_nothing(
     with jct.CheckpointCallback(tmp_path / "other", enabled=False) as ckpt:
         assert list(ckpt.steps(3)) == [0, 1, 2]
     assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_loop_of_ones_own_counts_its_updates_whether_enabled_or_not(tmp_path: Path, enabled: bool) -> None:
+    counts = []
+    with jct.CheckpointCallback(tmp_path, enabled=enabled) as ckpt:
+        ckpt.resume(state_of(0))
+        while ckpt.completed_steps < 3 and len(counts) < 10:
+            ckpt(state_of(1))
+            counts.append(ckpt.completed_steps)
+        ckpt(state_of(1), step=7)
+        assert (counts, ckpt.completed_steps) == ([1, 2, 3], 7)
+        with pytest.raises(jct.SettingsError, match=r"step=9\): expected 8"):
+            for _ in ckpt.steps(9):
+                ckpt(state_of(1), step=9)

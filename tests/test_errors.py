@@ -1,9 +1,11 @@
-"""Errors that are kept: what their frames hold is freed, whichever errors led to which."""
+"""Errors that are kept, or handed to another process: what they say stays, what their frames hold is freed."""
 
 from __future__ import annotations
 
 import errno
 import gc
+import inspect
+import pickle
 import weakref
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train import errors
 from jaxckpt_train.errors import free_frames
 from jaxckpt_train.store.memory import MemoryBackend
 
@@ -89,3 +92,23 @@ def test_a_save_that_fails_by_such_an_error_ends(tmp_path: Path) -> None:
         steps.save(1, {"state": {"w": np.ones(3)}})
         with pytest.raises(OSError, match="refused"):
             steps.wait(10)
+
+
+ARGUMENTS: dict[type[Exception], tuple[Any, ...]] = {
+    jct.Preempted: ("asked to leave", 3, 75),
+    jct.MismatchError: ("two differ", ("a: one", "b: two")),
+    jct.NonFiniteError: ("nan", ("state/w",)),
+    jct.StorageError: (errno.ENOSPC, "no space", "a/file"),
+}
+CLASSES = [each for _, each in inspect.getmembers(errors, inspect.isclass) if each.__module__ == errors.__name__]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_an_error_of_a_worker_is_the_same_in_its_parent(kind: type[Exception]) -> None:
+    error = kind(*ARGUMENTS.get(kind, ("what happened",)))
+    error.add_note("and a note")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind
+    assert (str(again), again.args, vars(again)) == (str(error), error.args, vars(error))
+    for name in ("step", "exit_code", "differences", "leaves", "errno", "filename", "__notes__"):
+        assert getattr(again, name, None) == getattr(error, name, None)

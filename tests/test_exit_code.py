@@ -105,6 +105,13 @@ def test_what_others_print_at_the_end_is_there() -> None:
     assert (done.returncode, done.stdout) == (1, "unflushedsecond\nfirst\n")
 
 
+def test_what_was_printed_before_the_streams_were_replaced_is_there(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    done = ended(after_ours=f"print('before', end='')\nsys.stdout = open({str(log)!r}, 'w')", ending="print('after')")
+    assert (done.returncode, done.stdout) == (1, "before")
+    assert log.read_text() == "after\nsecond\nfirst\n"
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")
 def test_who_reads_the_output_may_be_gone() -> None:
     script = SCRIPT.format(work="fail", imports="", ending="print('never read')", after_ours="")

@@ -169,6 +169,9 @@ def test_jobs_of_a_multirun_never_share_a_directory(app: App) -> None:
     names = [Path(job["resolved"]).name for job in odd]
     assert len(set(names)) == 2
     assert all(len(name) < 120 for name in names)
+    excluded = "hydra.job.config.override_dirname.exclude_keys=[lr]"  # from a text of Hydra's, not from the job
+    jobs = app.jobs("--multirun", "lr=0.1,0.2", "checkpoint.directory=/data/sweep", excluded)
+    assert [job["resolved"] for job in jobs] == ["/data/sweep/lr=0.1", "/data/sweep/lr=0.2"]
 
 
 def test_policies_are_nodes_with_a_target(app: App) -> None:
@@ -294,6 +297,12 @@ def test_without_hydra_a_relative_directory_starts_here(tmp_path: Path, monkeypa
     assert not is_multirun()
     with pytest.raises(SettingsError, match="gs://bucket/run"):
         resolve_directory("gs://bucket/run")
+    assert resolve_directory("~nobody-of-this-name/run") == tmp_path / "~nobody-of-this-name" / "run"
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert resolve_directory("/a/b") == Path("/a/b")
 
 
 def test_neither_hydra_nor_jax_is_imported_by_the_configuration(run_python: Any) -> None:

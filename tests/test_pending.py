@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train import pending as pending_module
+from jaxckpt_train import unfinished
 from jaxckpt_train.pending import PendingSave, start_save
 
 T = TypeVar("T")
 
 
-def under_way() -> set[PendingSave[Any]]:
-    return pending_module._under_way
+def under_way() -> set[unfinished.Save]:
+    return unfinished.under_way
 
 
 def started(work: Callable[[], T]) -> PendingSave[T]:
@@ -211,7 +211,7 @@ def test_a_failure_that_was_seen_is_not_told_again(seen: str, tmp_path: Path, ru
 
 
 INTERRUPTED = """
-from jaxckpt_train import pending
+from jaxckpt_train import unfinished
 release, caught = threading.Event(), threading.Event()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # started in the background of a shell, it would be ignored
 
@@ -226,7 +226,7 @@ try:
     jct.save_checkpointables_async(path, {"t": Slow({"a": 1}), "large": large}).wait()
 except KeyboardInterrupt:
     caught.set()
-    print("interrupted", len(pending._under_way), "under way")
+    print("interrupted", len(unfinished.under_way), "under way")
 atexit.register(release.set)  # runs before the save is waited for
 """
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train.steps.step_save import CALL_S
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -17,12 +18,12 @@ import atexit, ctypes, os, signal, sys, threading
 signal.signal(signal.SIGINT, signal.default_int_handler)  # started in the background of a shell, it would be ignored
 atexit.register(lambda: print("last", flush=True))
 {after_ours}
-from jaxckpt_train import pending
+from jaxckpt_train import pending, unfinished
 at_end, never = threading.Event(), threading.Event()
 
 def send():
     at_end.wait()
-    while not pending._given_up:  # again, since one may come before the wait has begun
+    while not unfinished.given_up:  # again, since one may come before the wait has begun
         os.kill(os.getpid(), {signal})
         never.wait(5)
     never.wait()
@@ -198,3 +199,106 @@ def test_who_does_not_use_multiprocessing_does_not_import_it(run_python: Any) ->
         print([name for name in sys.modules if name.startswith("multiprocessing")])
     """
     assert run_python("if True:" + script, check=True).stdout == "[]\n"
+
+
+IN_A_THREAD = """
+import multiprocessing, sys, threading
+from pathlib import Path
+
+def train(path):
+    threading.Event().wait(0.5)  # the function of the child returns, and its end begins
+    from jaxckpt_train.pending import start_save
+    def work():
+        threading.Event().wait(0.3)
+        {work}
+        Path(path).touch()
+    start_save("x", work)
+
+def child(path):
+    threading.Thread(target=train, args=(path,)).start()
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context(sys.argv[1]).Process(target=child, args=(sys.argv[2],))
+    process.start()
+    process.join(60)
+    print("exit code", process.exitcode)
+"""
+
+
+@METHODS
+@pytest.mark.parametrize(("work", "code"), [("pass", 0), ("raise OSError('a disk')", 1)])
+def test_what_a_thread_of_a_child_saves_last_is_waited_for(
+    how: str, work: str, code: int, tmp_path: Path, run_python: Any
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(IN_A_THREAD.format(work=work))
+    done = run_python(script, how, tmp_path / "saved", check=True)
+    assert done.stdout == f"exit code {code}\n"
+    assert (tmp_path / "saved").exists() == (code == 0)
+    assert done.stderr.count("OSError: a disk") == code
+
+
+AFTER_THE_WAIT = """
+import atexit, sys, threading
+import jaxckpt_train as jct
+
+def last():
+    import numpy as np
+    from jaxckpt_train.pending import start_save
+    {last}
+
+atexit.register(last)
+{first}
+"""
+SLOW = "start_save('x', lambda: (threading.Event().wait(0.3), print('saved', flush=True)))"
+FIRST = pytest.mark.parametrize("first", ["", "jct.save(sys.argv[1] + '/first', {'w': 1})"])
+
+
+@FIRST
+def test_what_an_exit_function_saves_after_the_wait_is_waited_for(first: str, tmp_path: Path, run_python: Any) -> None:
+    done = run_python(AFTER_THE_WAIT.format(last=SLOW, first=first), tmp_path, check=True)
+    assert (done.stdout, done.stderr) == ("saved\n", "")
+
+
+@FIRST
+def test_what_an_exit_function_could_not_save_is_no_success(first: str, tmp_path: Path, run_python: Any) -> None:
+    done = run_python(AFTER_THE_WAIT.format(last="start_save('x', lambda: 1 / 0)", first=first), tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("ZeroDivisionError: division by zero") == 1
+
+
+@FIRST
+def test_a_run_may_be_saved_in_an_exit_function(first: str, tmp_path: Path, run_python: Any) -> None:
+    saves = "manager = jct.StepManager(sys.argv[1] + '/run'); manager.save(1, {'state': np.ones(3)})"
+    timed = f"import time; begun = time.monotonic(); {saves}; print(time.monotonic() - begun)"
+    done = run_python(AFTER_THE_WAIT.format(last=timed, first=first), tmp_path, check=True)
+    assert float(done.stdout) < CALL_S
+    assert jct.StepManager(tmp_path / "run").steps == [1]
+
+
+GIVES_UP = """
+import threading
+from jaxckpt_train.pending import start_save
+go = threading.Event()
+save = start_save("x", lambda: (go.wait(), {work}))
+save.give_up(75)
+{then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("work", "then", "code", "told"),
+    [
+        ("1 / 0", "go.set(); save._thread.join()", 75, 1),
+        ("1 / 0", "go.set(); save.outcome()", 0, 0),
+        ("1 / 0", "", 75, 0),
+        ("1", "go.set(); save._thread.join()", 0, 0),
+        ("1", "", 75, 0),
+    ],
+)
+def test_a_save_that_was_given_up_is_no_success_unless_it_commits(
+    work: str, then: str, code: int, told: int, run_python: Any
+) -> None:
+    done = run_python(GIVES_UP.format(work=work, then=then))
+    assert done.returncode == code
+    assert done.stderr.count("saving x failed, and nobody asked for it") == told

@@ -13,6 +13,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train import pending as pending_module
+from jaxckpt_train import unfinished
 from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.pending import PendingSave, start_save
 from jaxckpt_train.steps import step_save
@@ -20,8 +21,8 @@ from jaxckpt_train.steps.step_save import StepSave
 from tests.interrupts import interrupt_at
 
 
-def under_way() -> set[PendingSave[Any]]:
-    return pending_module._under_way
+def under_way() -> set[unfinished.Save]:
+    return unfinished.under_way
 
 
 class Told:

@@ -62,14 +62,14 @@ class Departure:
         it was over before the loop could notice, all is waited for.
 
         Raises:
-            The original error of the last save, if it failed.
+            The original error of the last save, if it failed: of the one under way, if `save` begins none.
         """
         try:
-            failure = manager.settle(self.left_s())
-            if failure is not None:
-                _log.error("the save before failed", exc_info=failure)
+            before = manager.settle(self.left_s())
+            if before is not None:
+                _log.error("the save before failed", exc_info=before)
             result = save(self.left_s())
-            failure = manager.settle(self.left_s())
+            failure = manager.settle(self.left_s()) or (None if result.saved else before)
         except CheckpointTimeoutError as error:
             self._give_up(manager, error)
             return SaveResult(False, f"given up: {error}")
@@ -79,7 +79,7 @@ class Departure:
 
     def _give_up(self, manager: StepManager, error: CheckpointTimeoutError) -> None:
         self.is_late = True
-        manager.give_up(self._exit_code)
+        manager.give_up(self._exit_code or 1)
         _log.error("asked to leave by %s, and given up: %s", self._watch.reason, error)
 
     def wait(self, manager: StepManager) -> None:
@@ -108,6 +108,7 @@ class Departure:
             The original error of a save that failed.
         """
         failure = None
+        manager.leave_to_parent()
         try:
             if not self.is_late:
                 failure = self._last_failure(manager)
@@ -177,7 +178,8 @@ class Departure:
         """From now on the run is over; says so, with the step that is committed."""
         step, reason = manager.latest, self._watch.reason
         saved = "no step is saved" if step is None else f"step {step} is saved"
-        self.preempted = Preempted(f"asked to leave by {reason}; {saved}", step, self._exit_code)
+        code = self._exit_code or int(self.is_late)  # what was given up is no success
+        self.preempted = Preempted(f"asked to leave by {reason}; {saved}", step, code)
         _log.warning("%s", self.preempted)
         if not self.is_late:  # else its disk may not answer; nor may it now
             left_s = self.left_s()
@@ -189,4 +191,4 @@ class Departure:
         """What ends the process, or `Preempted`, which somebody is to catch."""
         assert self.preempted is not None
         self.ends_process = not self._raises()
-        return SystemExit(self._exit_code) if self.ends_process else self.preempted
+        return SystemExit(self.preempted.exit_code) if self.ends_process else self.preempted

@@ -179,6 +179,11 @@ class InFlight:
         self._told_of = self.pending
         return f"skipped: {stalled}"
 
+    def leave_to_parent(self) -> None:
+        """Do not wait for a save of which this process, a fork, has a copy only."""
+        if self.pending is not None and self.pending.is_of_parent():
+            self.pending, self.given_up = None, self.pending
+
     def give_up(self, exit_code: int) -> None:
         """Do not wait for it any more, also at the end of the process, which has this exit code then."""
         if self.pending is not None:

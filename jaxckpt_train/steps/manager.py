@@ -93,10 +93,9 @@ class StepManager:
         rate = self.settings.scrub_bytes_per_s
         self._run = RunDirectory(self._backend, self.directory, preservation_policy, clock, rate)
         self.history: History = self._run.history
-        self.telling_later = self._in_flight.telling_later
+        self.telling_later, self.leave_to_parent = self._in_flight.telling_later, self._in_flight.leave_to_parent
         self._started = clock()
-        self._closed = False
-        self._turn = threading.RLock()
+        self._closed, self._turn = False, threading.RLock()
 
     @property
     def steps(self) -> list[int]:
@@ -279,8 +278,8 @@ class StepManager:
         Raises:
             SettingsError: `mode` is neither "min" nor "max".
         """
-        checked = metric_mode("best: mode", mode)
-        ranked = rank_checkpoints([entry.info() for entry in self._run.newest()], metric, checked)
+        infos = [entry.info() for entry in self._run.newest()]
+        ranked = rank_checkpoints(infos, metric, metric_mode("best: mode", mode))
         return ranked[0].step if ranked else None
 
     def pin(self, step: int, pinned: bool = True) -> None:
@@ -379,6 +378,7 @@ class StepManager:
         try:
             with self._turn:  # a save that another thread is starting is waited for, too
                 self._closed = True
+            self.leave_to_parent()  # in a fork
             if waits:
                 self.wait()
         finally:  # who writes stays the owner: there is one after an interrupt

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxckpt_train import unfinished
 from jaxckpt_train.checkpoint import run_info
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
 from jaxckpt_train.checkpointables.fingerprint import current_fingerprint
@@ -120,6 +121,8 @@ class StepSave:
                 for `patience_s` seconds.
         """
         started = time.perf_counter()
+        if unfinished.is_over():  # the call waits for the save then, which must not wait for the call
+            self._call_ended.open()
         try:
             pending = begin_save(subject, self.run, None, self._parts, self._movement, begun)
             wait_until_taken(self._parts, pending, timeout_s, patience_s, until)
