@@ -24,4 +24,5 @@ def closing_besides(error: BaseException | None, subject: str) -> Iterator[None]
         if error is None or is_success(error) or not isinstance(failure, Exception):
             raise
         _log.exception("closing %s failed while another error was on its way", subject)
-        error.add_note(f"besides, closing {subject} failed: {failure}")
+        told = str(failure) or type(failure).__name__
+        error.add_note(f"besides, closing {subject} failed: {told}")
