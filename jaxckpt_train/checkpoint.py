@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import functools
 import importlib.metadata
+import itertools
 import logging
 import os
 from collections.abc import Mapping
@@ -34,8 +35,9 @@ from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.left_overs import remove_dead_attempts
 from jaxckpt_train.store.local import LocalBackend, file_exists, is_file
-from jaxckpt_train.store.manifest import MAX_INFO_BYTES, RESERVED_NAMES
-from jaxckpt_train.store.replaced import UNREADABLE, is_removed, manifest_digest, opened, removed, use_committed
+from jaxckpt_train.store.manifest import MAX_INFO_BYTES
+from jaxckpt_train.store.replaced import is_removed, manifest_digest, removed, use_committed
+from jaxckpt_train.store.strangers import MOST_TOLD, strangers
 from jaxckpt_train.store.transaction import Committed, Transaction, is_committed
 from jaxckpt_train.store.verify import VerifyReport
 from jaxckpt_train.store.verify import verify as verify_committed
@@ -198,20 +200,14 @@ def _refuse_existing(final: str, replace: bool) -> None:
         raise CheckpointExistsError(f"{final}: exists and is no checkpoint; it is not replaced. Choose another path")
     if not replace:
         raise CheckpointExistsError(f"{final}: exists; pass overwrite=True to replace it, or choose another path")
-    _refuse_to_remove_others(final)
-
-
-def _refuse_to_remove_others(final: str) -> None:
-    """What is in the directory of a checkpoint and none of its own would go with it, such as a whole run."""
-    with contextlib.suppress(*UNREADABLE):  # what is damaged, or being replaced, does not tell what is its own
-        parts = opened(_BACKEND, final).manifest.parts
-        own = {*RESERVED_NAMES, *(part.name for part in parts)}
-        others = [entry.name for entry in _BACKEND.list(final) if entry.name not in own]
-        if others:
-            raise CheckpointExistsError(
-                f"{final}: expected nothing but a checkpoint to replace, found also {', '.join(others[:5])}; move that "
-                "away, or choose another path"
-            )
+    for _ in range(LOOKS):
+        others = list(itertools.islice(strangers(_BACKEND, final, certain=False), MOST_TOLD))
+        if not others:
+            return
+    raise CheckpointExistsError(
+        f"{final}: expected nothing but a checkpoint to replace, found also {', '.join(others)}; move that away, or "
+        "choose another path"
+    )
 
 
 def _remove_leftovers(final: str) -> None:

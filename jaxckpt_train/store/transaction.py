@@ -58,6 +58,7 @@ from jaxckpt_train.store.manifest import (
 )
 from jaxckpt_train.store.manifest_decoding import decode_manifest
 from jaxckpt_train.store.plain_files import file_record, read_or_none
+from jaxckpt_train.store.strangers import remove_replaced
 from jaxckpt_train.store.workers import shared_workers
 
 _log = logging.getLogger("jaxckpt_train")
@@ -258,7 +259,7 @@ class Transaction:
     def _remove_replaced(self) -> None:
         """Remove the older of the two; the newer is committed by now, so a refusal is no failure of the save."""
         try:
-            self._backend.remove(self.directory)
+            remove_replaced(self._backend, self.directory, self.final)
         except StorageError as error:
             _log.warning("%s is saved, but what it replaced could not be removed: %s", self.final, error)
 
