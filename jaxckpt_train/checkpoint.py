@@ -28,7 +28,14 @@ from jaxckpt_train.checkpointables.saving import (
     wait_until_taken,
     write_parts,
 )
-from jaxckpt_train.errors import CheckpointExistsError, MismatchError, SettingsError, StorageError, UnsupportedLeafError
+from jaxckpt_train.errors import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    MismatchError,
+    SettingsError,
+    StorageError,
+    UnsupportedLeafError,
+)
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings, checked_settings
 from jaxckpt_train.store.answers import answer_of
@@ -36,11 +43,10 @@ from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.left_overs import remove_dead_attempts
 from jaxckpt_train.store.local import LocalBackend, file_exists, is_file
 from jaxckpt_train.store.manifest import MAX_INFO_BYTES
-from jaxckpt_train.store.replaced import is_removed, manifest_digest, removed, use_committed
+from jaxckpt_train.store.replaced import LOOKS, use_committed
 from jaxckpt_train.store.strangers import MOST_TOLD, strangers
 from jaxckpt_train.store.transaction import Committed, Transaction, is_committed
-from jaxckpt_train.store.verify import VerifyReport
-from jaxckpt_train.store.verify import verify as verify_committed
+from jaxckpt_train.store.verify import VerifyReport, verify_opened
 from jaxckpt_train.store.writer import Progress
 from jaxckpt_train.tree.patterns import Only
 from jaxckpt_train.tree.restore import LoadOptions
@@ -50,7 +56,6 @@ PathLike = str | os.PathLike[str]
 
 _log = logging.getLogger("jaxckpt_train")
 DEFAULT_NAME = "state"
-LOOKS = 10
 _BACKEND: Backend = LocalBackend()
 
 
@@ -306,15 +311,28 @@ def verify(path: PathLike, *, settings: StoreSettings | None = None) -> VerifyRe
     Raises:
         NotACheckpointError: nothing committed at `path`, or it was removed meanwhile, as retention does.
     """
-    chosen = checked_settings("settings", settings)
-    while True:
-        before = manifest_digest(_BACKEND, absolute(path))
-        report = verify_committed(_BACKEND, absolute(path), chosen)
-        now = None if report.ok else manifest_digest(_BACKEND, absolute(path))
-        if not report.ok and before is not None and now is None and is_removed(_BACKEND, absolute(path)):
-            raise removed(absolute(path))
-        if report.ok or now in (None, before):
-            return report  # else another checkpoint took its place meanwhile
+    chosen, there = checked_settings("settings", settings), absolute(path)
+
+    def verify_or_raise(committed: Committed) -> VerifyReport:
+        report = verify_opened(_BACKEND, committed, chosen)
+        if not report.ok:  # unless it was being replaced
+            raise _DamagedError(report)
+        return report
+
+    try:
+        return use_committed(_BACKEND, there, verify_or_raise)
+    except _DamagedError as error:
+        return error.report
+    except CorruptCheckpointError as error:  # its manifest is
+        return VerifyReport(there, 0, (str(error),))
+
+
+class _DamagedError(CorruptCheckpointError):
+    """What a verification found."""
+
+    def __init__(self, report: VerifyReport) -> None:
+        super().__init__(*report.problems)
+        self.report = report
 
 
 def _main_part(committed: Committed) -> str:
