@@ -49,7 +49,8 @@ class Workers:
     def __init__(self, count: int, name: str, *, polite: bool = False) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
         self._count, self._name, self._polite = count, name, polite
-        self._started, self._lost, self._starting = 0, 0, threading.Lock()
+        self._started, self._lost = 0, 0
+        self._starting = threading.RLock()  # a signal's handler may load while this thread starts others
         self._start_missing()
 
     def _start_missing(self) -> bool:
