@@ -63,9 +63,20 @@ def absolute(path: PathLike) -> str:
     """The absolute path, `~` expanded.
 
     Raises:
-        SettingsError: it is no path.
+        SettingsError: it is no path, or is relative to a home that nobody has, or to a removed working directory.
     """
-    return os.path.abspath(os.path.expanduser(path_text("path", path)))
+    expanded = os.path.expanduser(path_text("path", path))
+    if expanded.startswith("~"):
+        raise SettingsError(
+            f"path {expanded!r}: expected a user with a home directory after '~', found none; './~' begins other names"
+        )
+    try:
+        return os.path.abspath(expanded)
+    except OSError as error:
+        raise SettingsError(
+            f"path {expanded!r}: expected a working directory for a relative path, but it cannot be found ({error}); "
+            "was it removed? Pass an absolute path"
+        ) from error
 
 
 def run_info(custom_metadata: Any = None, **more: Any) -> dict[str, Any]:
