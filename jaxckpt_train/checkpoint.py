@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import functools
 import importlib.metadata
+import itertools
 import logging
 import os
 from collections.abc import Mapping
@@ -27,18 +28,25 @@ from jaxckpt_train.checkpointables.saving import (
     wait_until_taken,
     write_parts,
 )
-from jaxckpt_train.errors import CheckpointExistsError, MismatchError, SettingsError, StorageError, UnsupportedLeafError
+from jaxckpt_train.errors import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    MismatchError,
+    SettingsError,
+    StorageError,
+    UnsupportedLeafError,
+)
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings, checked_settings
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.left_overs import remove_dead_attempts
 from jaxckpt_train.store.local import LocalBackend, file_exists, is_file
-from jaxckpt_train.store.manifest import MAX_INFO_BYTES, RESERVED_NAMES
-from jaxckpt_train.store.replaced import UNREADABLE, is_removed, manifest_digest, opened, removed, use_committed
+from jaxckpt_train.store.manifest import MAX_INFO_BYTES
+from jaxckpt_train.store.replaced import LOOKS, use_committed
+from jaxckpt_train.store.strangers import MOST_TOLD, strangers
 from jaxckpt_train.store.transaction import Committed, Transaction, is_committed
-from jaxckpt_train.store.verify import VerifyReport
-from jaxckpt_train.store.verify import verify as verify_committed
+from jaxckpt_train.store.verify import VerifyReport, verify_opened
 from jaxckpt_train.store.writer import Progress
 from jaxckpt_train.tree.patterns import Only
 from jaxckpt_train.tree.restore import LoadOptions
@@ -48,7 +56,6 @@ PathLike = str | os.PathLike[str]
 
 _log = logging.getLogger("jaxckpt_train")
 DEFAULT_NAME = "state"
-LOOKS = 10
 _BACKEND: Backend = LocalBackend()
 
 
@@ -56,9 +63,20 @@ def absolute(path: PathLike) -> str:
     """The absolute path, `~` expanded.
 
     Raises:
-        SettingsError: it is no path.
+        SettingsError: it is no path, or is relative to a home that nobody has, or to a removed working directory.
     """
-    return os.path.abspath(os.path.expanduser(path_text("path", path)))
+    expanded = os.path.expanduser(path_text("path", path))
+    if expanded.startswith("~"):
+        raise SettingsError(
+            f"path {expanded!r}: expected a user with a home directory after '~', found none; './~' begins other names"
+        )
+    try:
+        return os.path.abspath(expanded)
+    except OSError as error:
+        raise SettingsError(
+            f"path {expanded!r}: expected a working directory for a relative path, but it cannot be found ({error}); "
+            "was it removed? Pass an absolute path"
+        ) from error
 
 
 def run_info(custom_metadata: Any = None, **more: Any) -> dict[str, Any]:
@@ -198,20 +216,14 @@ def _refuse_existing(final: str, replace: bool) -> None:
         raise CheckpointExistsError(f"{final}: exists and is no checkpoint; it is not replaced. Choose another path")
     if not replace:
         raise CheckpointExistsError(f"{final}: exists; pass overwrite=True to replace it, or choose another path")
-    _refuse_to_remove_others(final)
-
-
-def _refuse_to_remove_others(final: str) -> None:
-    """What is in the directory of a checkpoint and none of its own would go with it, such as a whole run."""
-    with contextlib.suppress(*UNREADABLE):  # what is damaged, or being replaced, does not tell what is its own
-        parts = opened(_BACKEND, final).manifest.parts
-        own = {*RESERVED_NAMES, *(part.name for part in parts)}
-        others = [entry.name for entry in _BACKEND.list(final) if entry.name not in own]
-        if others:
-            raise CheckpointExistsError(
-                f"{final}: expected nothing but a checkpoint to replace, found also {', '.join(others[:5])}; move that "
-                "away, or choose another path"
-            )
+    for _ in range(LOOKS):
+        others = list(itertools.islice(strangers(_BACKEND, final, certain=False), MOST_TOLD))
+        if not others:
+            return
+    raise CheckpointExistsError(
+        f"{final}: expected nothing but a checkpoint to replace, found also {', '.join(others)}; move that away, or "
+        "choose another path"
+    )
 
 
 def _remove_leftovers(final: str) -> None:
@@ -310,15 +322,28 @@ def verify(path: PathLike, *, settings: StoreSettings | None = None) -> VerifyRe
     Raises:
         NotACheckpointError: nothing committed at `path`, or it was removed meanwhile, as retention does.
     """
-    chosen = checked_settings("settings", settings)
-    while True:
-        before = manifest_digest(_BACKEND, absolute(path))
-        report = verify_committed(_BACKEND, absolute(path), chosen)
-        now = None if report.ok else manifest_digest(_BACKEND, absolute(path))
-        if not report.ok and before is not None and now is None and is_removed(_BACKEND, absolute(path)):
-            raise removed(absolute(path))
-        if report.ok or now in (None, before):
-            return report  # else another checkpoint took its place meanwhile
+    chosen, there = checked_settings("settings", settings), absolute(path)
+
+    def verify_or_raise(committed: Committed) -> VerifyReport:
+        report = verify_opened(_BACKEND, committed, chosen)
+        if not report.ok:  # unless it was being replaced
+            raise _DamagedError(report)
+        return report
+
+    try:
+        return use_committed(_BACKEND, there, verify_or_raise)
+    except _DamagedError as error:
+        return error.report
+    except CorruptCheckpointError as error:  # its manifest is
+        return VerifyReport(there, 0, (str(error),))
+
+
+class _DamagedError(CorruptCheckpointError):
+    """What a verification found."""
+
+    def __init__(self, report: VerifyReport) -> None:
+        super().__init__(*report.problems)
+        self.report = report
 
 
 def _main_part(committed: Committed) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.made_once import made_once
 from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.tree.leaf_records import KeyLeaf, LeafRecord, TreeRecord, decode_tree, python_value
@@ -81,7 +81,7 @@ class CheckpointMetadata:
     bytes: int
     _committed: Committed = dataclasses.field(repr=False, compare=False)
 
-    @functools.cached_property
+    @made_once
     def checkpointables(self) -> Mapping[str, CheckpointableMetadata]:
         """The checkpointables by name, decoded when first asked for."""
         return {part.name: _describe_part(part, self.path) for part in self._committed.manifest.parts}

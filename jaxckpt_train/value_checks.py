@@ -71,9 +71,11 @@ def seconds(subject: str, value: Any) -> float:
 
 
 def time_limit(subject: str, value: Any) -> float | None:
-    """Seconds to wait, at least 0; None: no limit."""
-    number = None if value is None else _real(value)
-    return number if number is None or 0 <= number < math.inf else refuse(subject, "seconds from 0 on, or None", value)
+    """Seconds to wait, at least 0; None: no limit, for which infinity stands as well."""
+    if value is None or _real(value) == math.inf:
+        return None
+    number = _real(value)
+    return number if number >= 0 else refuse(subject, "seconds from 0 on, or None", value)
 
 
 def _real(value: Any) -> float:

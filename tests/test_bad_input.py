@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,32 @@ def test_a_directory_of_something_else(read: Callable[[Path], Any], tmp_path: Pa
     with pytest.raises(jct.NotACheckpointError, match=r"not a checkpoint: expected COMMIT .*, found data, model.py"):
         read(tmp_path)
     assert content(tmp_path) == before
+
+
+NOT_ALLOWED = """
+import os, sys
+import jaxckpt_train as jct
+reads = (jct.load, jct.metadata, jct.verify)
+for read in reads:
+    read(sys.argv[1] + "/c")  # what is imported late is there from now on
+os.setuid(65534)
+for read in reads:
+    try:
+        read(sys.argv[1])
+    except jct.NotACheckpointError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make what others may not enter, and be somebody else")
+def test_a_directory_of_checkpoints_beside_one_that_may_not_be_entered(run_python: Any) -> None:
+    with tempfile.TemporaryDirectory() as made:
+        os.chmod(made, 0o755)
+        jct.save(f"{made}/c", {"w": 1})
+        os.mkdir(f"{made}/lost+found", 0o700)
+        done = run_python(NOT_ALLOWED, made, check=True)
+        said = f"{made}: not one checkpoint but a directory of 1; pass one of them, such as {made}/c"
+        assert done.stdout.splitlines() == [said] * 3
 
 
 @everyone

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxckpt_train as jct
 from jaxckpt_train import checkpoint
-from jaxckpt_train.store.verify import verify
+from jaxckpt_train.store.verify import verify_opened
 from tests.tree.same_trees import assert_same, raw
 
 FAST = jct.StoreSettings(durability="none")
@@ -308,16 +308,16 @@ def test_a_checkpoint_that_is_replaced_while_it_is_verified_is_verified_again(
     jct.save(tmp_path / "c", {"w": np.zeros(3000)})
     swaps = [1.0, 2.0]
 
-    def verify_late(backend: Any, path: str, settings: Any) -> Any:
+    def verify_late(backend: Any, committed: Any, settings: Any) -> Any:
         if swaps:  # as if it had read the one and then the other
             (tmp_path / "c" / "state" / "p00000-s000.safetensors").unlink()
-            report = verify(backend, path, settings)
+            report = verify_opened(backend, committed, settings)
             assert not report.ok
             jct.save(tmp_path / "c", {"w": np.full(3000, swaps.pop())}, overwrite=True)
             return report
-        return verify(backend, path, settings)
+        return verify_opened(backend, committed, settings)
 
-    monkeypatch.setattr("jaxckpt_train.checkpoint.verify_committed", verify_late)
+    monkeypatch.setattr("jaxckpt_train.checkpoint.verify_opened", verify_late)
     assert jct.verify(tmp_path / "c").ok
 
 

@@ -143,3 +143,24 @@ def test_a_short_job_is_told_how_long_its_grace_period_is(tmp_path: Path) -> Non
         jct.CheckpointCallback(tmp_path / "run", max_run_time_s=20)
     with pytest.raises(jct.SettingsError, match=r"more than checkpoint.grace_period_s \(25 seconds, which may be less"):
         jct.CheckpointCallback(tmp_path / "run", max_run_time_s=20, grace_period_s=25)
+
+
+def test_an_endless_limit_is_no_limit(tmp_path: Path) -> None:
+    assert jct.save_async(tmp_path / "c", STATE).wait(math.inf).bytes > 0
+    with jct.StepManager(tmp_path / "run") as steps:
+        steps.save(1, {"state": STATE}, timeout_s=np.inf)
+        steps.wait(math.inf)
+
+
+@pytest.mark.parametrize("use", [*READERS, lambda path: jct.save(path, STATE)])
+def test_a_path_that_begins_nowhere_is_told(
+    use: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(jct.SettingsError, match=r"path '~nobody123/run': expected a user with a home directory"):
+        use("~nobody123/run")
+    (tmp_path / "here").rmdir()
+    with pytest.raises(jct.SettingsError, match=r"path 'c': expected a working directory .* Pass an absolute path"):
+        use("c")
+    assert list(tmp_path.iterdir()) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +18,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.answers import answer_of, have_closed
 from jaxckpt_train.store.backend import Opener
 from jaxckpt_train.store.held_files import HeldFiles
+from jaxckpt_train.store.made_once import made_once
 from jaxckpt_train.store.manifest import NOT_JSON, FileRecord, PartRecord
 from jaxckpt_train.store.plain_files import read_recorded
 from jaxckpt_train.store.reader import Progress
@@ -56,7 +56,7 @@ class OpenPart:
         """Raise MismatchError where `tree` would; nothing is read."""
         self._restore.compare(like, self._options)
 
-    @functools.cached_property
+    @made_once
     def _restore(self) -> TreeRestore:
         return TreeRestore(self._files, self._committed, self._part, self._settings)
 

@@ -90,7 +90,10 @@ class _Thread:
     def _work(self) -> None:
         while True:
             question = self._questions.get()
-            question.ask()
+            try:
+                question.ask()
+            except BaseException:  # noqa: BLE001  # a thread's edge: it is of an `undo`, which nobody waits for
+                _log.exception("an answer of a disk that came too late could not be undone")
             self._idle.append(self)  # before it is told: who asks the next question need not start another thread
             question.is_answered.open()
             del question

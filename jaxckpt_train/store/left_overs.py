@@ -6,10 +6,12 @@ import os
 import re
 
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.backend import Backend, Entry
 from jaxckpt_train.store.late_sync import sync_directory
 from jaxckpt_train.store.local import side_name
 from jaxckpt_train.store.machine import is_dead_tag
+from jaxckpt_train.store.manifest import RESERVED_NAMES
+from jaxckpt_train.store.strangers import remove_replaced
 from jaxckpt_train.store.transaction import is_committed
 
 _ATTEMPT = re.compile(r"\.(?P<final>.+)\.tmp-(?P<tag>[0-9a-f]{8}-[0-9a-f]{8}-[0-9]+-[0-9]+)-[0-9]+")
@@ -25,7 +27,8 @@ def remove_dead_attempts(backend: Backend, final: str) -> None:
     """Remove what attempts at this one checkpoint left whose processes ran on this machine and are gone.
 
     An exchange cut between its renames is taken back, or its older checkpoint removed if the newer is in place. That it
-    is in place may be known to memory only: nothing is removed before the names are on the disk.
+    is in place may be known to memory only: nothing is removed before the names are on the disk. An older checkpoint
+    that holds anything else is kept, as `remove_replaced` does.
 
     Raises:
         StorageError: some of it could not be removed; the rest is.
@@ -38,20 +41,24 @@ def remove_dead_attempts(backend: Backend, final: str) -> None:
         is_dead = match is not None and match["final"] == name and is_dead_tag(match["tag"])
         is_aside = path == side_name(final)
         if is_dead or (is_aside and is_committed(backend, final)):
-            removed.append(path)
+            removed.append(entry)
         elif is_aside and is_committed(backend, path):
             backend.rename(path, final)
     if removed:
         sync_directory(backend, parent)
-    refused = [error for path in removed if (error := _refusal(backend, path))]
+    refused = [error for entry in removed if (error := _refusal(backend, parent, entry, final))]
     if refused:
         raise refused[0]
 
 
-def _refusal(backend: Backend, path: str) -> StorageError | None:
+def _refusal(backend: Backend, parent: str, entry: Entry, final: str) -> StorageError | None:
     """Remove it; why that was refused, if it was: the others go all the same."""
+    path = os.path.join(parent, entry.name)
     try:
-        backend.remove(path)
+        if entry.kind == "directory" and {inside.name for inside in backend.list(path)} >= RESERVED_NAMES:
+            remove_replaced(backend, path, final)  # it may be what was replaced
+        else:  # never finished, or removed in part: which was decided then
+            backend.remove(path)
     except StorageError as error:
         return error
     return None

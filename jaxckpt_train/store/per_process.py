@@ -25,13 +25,14 @@ class PerProcess(Generic[K, V]):
 
     def _forget(self) -> None:
         self._made: dict[K, V] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may ask while this thread makes one
 
     def get(self, key: K) -> V:
         """The thing for this key, the same one at every call."""
         with self._lock:
             if key not in self._made:
-                self._made[key] = self._make(key)
+                made = self._make(key)
+                self._made.setdefault(key, made)  # a handler's own stays
             return self._made[key]
 
 

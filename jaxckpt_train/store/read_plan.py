@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxckpt_train.store.boxes import Box, box_elements, element_span, intersect, is_contiguous_within, row_major_range
+from jaxckpt_train.store.made_once import made_once
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, Manifest
 from jaxckpt_train.store.segment import ALIGNMENT
 
@@ -66,7 +66,7 @@ class Run:
     reads: Sequence[ChunkRead]
     passing: bool
 
-    @functools.cached_property
+    @made_once
     def is_destination(self) -> bool:
         """Whether nearly all of the memory becomes the destination: little else of it is kept."""
         size, views = self.stop - self.start, self._whole.views
@@ -78,7 +78,7 @@ class Run:
         stays = self.passing or self.is_destination
         return self._whole.out_of_line + (0 if stays else self._whole.in_line)
 
-    @functools.cached_property
+    @made_once
     def _whole(self) -> _Whole:
         views = in_line = out_of_line = 0
         for read in self.reads:

@@ -22,6 +22,7 @@ from jaxckpt_train.store.transaction import (
 )
 
 T = TypeVar("T")
+LOOKS = 10
 UNREADABLE = (NotACheckpointError, CorruptCheckpointError, FormatVersionError, StorageError)
 """What is raised for a checkpoint that cannot be opened; not for a disk that does not answer."""
 
@@ -76,15 +77,22 @@ def use_committed(
     while True:
         try:
             committed = opened(backend, directory, progress)
-            seen = committed.manifest_sha256
+            seen = _which(committed)
             return use(committed)
         except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
-            now = manifest_digest(backend, directory, progress)
+            # Where names are not swapped at once, one look may fall between those of one replacement and of the next.
+            looks = 1 if isinstance(error, StorageError) else LOOKS
+            now = next(filter(None, (_there(backend, directory, progress) for _ in range(looks))), None)
             if now is None and seen is not None and is_removed(backend, directory, progress):
                 raise removed(directory) from error
             if now is None or now == seen:
                 raise
             seen = now
+
+
+def _which(committed: Committed) -> tuple[str, str]:
+    """What tells a checkpoint from another that replaces it, and where it lies from where it lies meanwhile."""
+    return committed.directory, committed.manifest_sha256
 
 
 def removed(directory: str) -> NotACheckpointError:
@@ -100,9 +108,9 @@ def is_removed(backend: Backend, directory: str, progress: Callable[[int], objec
     return answer_of(directory, lambda moved: is_gone(backend, directory), progress)
 
 
-def manifest_digest(backend: Backend, directory: str, progress: Callable[[int], object] | None = None) -> str | None:
-    """SHA-256 of the manifest of the checkpoint that is there now; None: there is none that can be opened."""
+def _there(backend: Backend, directory: str, progress: Callable[[int], object] | None = None) -> tuple[str, str] | None:
+    """Which checkpoint is there now; None: there is none that can be opened."""
     try:
-        return opened(backend, directory, progress).manifest_sha256
+        return _which(opened(backend, directory, progress))
     except UNREADABLE:
         return None

@@ -58,6 +58,7 @@ from jaxckpt_train.store.manifest import (
 )
 from jaxckpt_train.store.manifest_decoding import decode_manifest
 from jaxckpt_train.store.plain_files import file_record, read_or_none
+from jaxckpt_train.store.strangers import remove_replaced
 from jaxckpt_train.store.workers import shared_workers
 
 _log = logging.getLogger("jaxckpt_train")
@@ -258,7 +259,7 @@ class Transaction:
     def _remove_replaced(self) -> None:
         """Remove the older of the two; the newer is committed by now, so a refusal is no failure of the save."""
         try:
-            self._backend.remove(self.directory)
+            remove_replaced(self._backend, self.directory, self.final)
         except StorageError as error:
             _log.warning("%s is saved, but what it replaced could not be removed: %s", self.final, error)
 
@@ -366,7 +367,7 @@ def _why_not_committed(backend: Backend, directory: str) -> NotACheckpointError:
         return NotACheckpointError(f"{directory}: expected a checkpoint directory, found {found}")
     if MANIFEST_NAME in names or any(_holds_data(backend, f"{directory}/{name}") for name in names):
         return IncompleteCheckpointError(f"{directory}: has no {COMMIT_NAME}: never committed, or copied in part")
-    inside = [name for name in names if not name.startswith(".") and is_committed(backend, f"{directory}/{name}")]
+    inside = [name for name in names if not name.startswith(".") and _holds_commit(backend, f"{directory}/{name}")]
     if inside:
         return NotACheckpointError(
             f"{directory}: not one checkpoint but a directory of {len(inside)}; pass one of them, such as "
@@ -376,6 +377,14 @@ def _why_not_committed(backend: Backend, directory: str) -> NotACheckpointError:
     return NotACheckpointError(
         f"{directory}: not a checkpoint: expected {COMMIT_NAME} and {MANIFEST_NAME}, found {listing}"
     )
+
+
+def _holds_commit(backend: Backend, directory: str) -> bool:
+    """As `is_committed`, for a message: one that may not be looked into, as `lost+found`, counts as none."""
+    try:
+        return is_committed(backend, directory)
+    except StorageError:
+        return False
 
 
 def _holds_data(backend: Backend, folder: str) -> bool:

@@ -70,6 +70,13 @@ def verify(
         committed = answer_of(directory, lambda moved: open_committed(backend, directory), progress)
     except CorruptCheckpointError as error:
         return VerifyReport(directory, 0, (str(error),))
+    return verify_opened(backend, committed, settings, progress)
+
+
+def verify_opened(
+    backend: Backend, committed: Committed, settings: StoreSettings, progress: Callable[[int], object] | None = None
+) -> VerifyReport:
+    """As `verify`, of a checkpoint whose manifest was read already."""
     files, read = [file for part in committed.manifest.parts for file in part.files], _Meter()
     chunks = _chunks_by_segment(committed.manifest)
 

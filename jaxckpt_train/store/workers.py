@@ -49,7 +49,8 @@ class Workers:
     def __init__(self, count: int, name: str, *, polite: bool = False) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
         self._count, self._name, self._polite = count, name, polite
-        self._started, self._lost, self._starting = 0, 0, threading.Lock()
+        self._started, self._lost = 0, 0
+        self._starting = threading.RLock()  # a signal's handler may load while this thread starts others
         self._start_missing()
 
     def _start_missing(self) -> bool:
@@ -64,7 +65,8 @@ class Workers:
     def _replace(self, batch: _Batch[T]) -> None:
         """Have other threads in place of those that still work on a batch which nobody waits for."""
         with self._starting:
-            self._lost += batch.lose(MOST_LOST - self._lost)
+            lost = batch.lose(MOST_LOST - self._lost)
+            self._lost += lost  # as it is now: a signal's handler may have lost some as well
         self._start_missing()
 
     def _work(self) -> None:
@@ -138,11 +140,10 @@ class Workers:
         except BaseException as error:  # an interrupt, or the consumer's: as in run_all()
             give_up()
             batch.give_up(error)
-            ends_s = time.monotonic() + MOMENT_S  # a disk may not answer
-            while not (batch.done.is_open() and results.empty()) and time.monotonic() < ends_s:
-                with contextlib.suppress(queue.Empty):  # results that nobody takes hold memory
-                    results.get(LOOK_S)
-            self._replace(batch)
+            try:
+                _wait_a_moment(batch, results)
+            finally:  # also after another interrupt
+                self._replace(batch)
             batch.take_error()
             raise
         batch.raise_error()
@@ -252,6 +253,14 @@ class _Batch(Generic[T]):
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             self.error = self.error or error
+
+
+def _wait_a_moment(batch: _Batch[T], results: Mailbox[R]) -> None:
+    """Wait until it is done; not for long, as a disk may not answer."""
+    ends_s = time.monotonic() + MOMENT_S
+    while not (batch.done.is_open() and results.empty()) and time.monotonic() < ends_s:
+        with contextlib.suppress(queue.Empty):  # results that nobody takes hold memory
+            results.get(LOOK_S)
 
 
 def _start(key: tuple[int, str, bool]) -> Workers:

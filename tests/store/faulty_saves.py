@@ -113,8 +113,8 @@ def fail(root: str, replace: bool, deny_renameat2: bool) -> list[Any]:
             except StorageError as refusal:
                 error = [refusal.errno, str(refusal)]
             ends.append([mode, at, *error, content(path), sorted(os.listdir(root))])
-            shutil.rmtree(path, ignore_errors=True)
-            shutil.rmtree(f"{root}/.a.aside", ignore_errors=True)
+            for left in os.listdir(root):
+                shutil.rmtree(f"{root}/{left}")
     return ends
 
 

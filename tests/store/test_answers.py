@@ -92,3 +92,23 @@ def test_of_a_disk_that_stays_away_no_more_is_asked_after_a_while(disk: Disk, mo
     for question in questions:
         assert question.is_answered.wait(30)
     assert answer_of("c", disk.ask) == 4
+
+
+def test_one_that_cannot_be_undone_is_told_and_does_not_count_as_lost(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(answers, "GIVE_UP_S", 0.05)
+    monkeypatch.setattr(answers, "MOST_LEFT", 1)
+
+    def fail(answer: int) -> None:
+        disk.was_undone.set()
+        raise MemoryError("of an undo")
+
+    with pytest.raises(CheckpointTimeoutError, match="its disk has not answered"):
+        answer_of("a", disk.ask, undo=fail)
+    (question,) = answers._threads.get(None)._left
+    disk.answers.set()
+    assert disk.was_undone.wait(60)
+    assert question.is_answered.wait(60)
+    assert answer_of("b", lambda moved: 7) == 7
+    assert "of an undo" in caplog.text

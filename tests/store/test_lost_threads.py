@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -183,3 +184,24 @@ print("stuck", sum("read" in each.name for each in threading.enumerate()) > 0)
 def test_the_end_of_the_process_does_not_wait_for_them(run_python: Any, tmp_path: Path) -> None:
     done = run_python(AT_EXIT, tmp_path, check=True, timeout_s=ANSWER_S)
     assert done.stdout.split("\n")[:2] == ["given up", "stuck True"]
+
+
+def test_a_second_interrupt_while_the_first_is_obeyed_takes_no_threads_from_others(
+    disk: DeadDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "MOMENT_S", ANSWER_S)
+    pool = Workers(2, "test-twice")
+
+    def interrupt_soon() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(pool.run_each(disk, range(5), moved=interrupt_soon, give_up=interrupt_soon))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    with impatience(5.0):
+        assert sorted(pool.run_each(abs, range(50))) == list(range(50))
+    assert len(threads_of("test-twice")) == 4

@@ -1,0 +1,138 @@
+"""What lies in a checkpoint's directory and is no part of it, such as a run: it must not go with the checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import re
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from jaxckpt_train.errors import CorruptCheckpointError, StorageError
+from jaxckpt_train.store.backend import Backend, Entry
+from jaxckpt_train.store.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, NOT_JSON, RESERVED_NAMES, is_plain_name
+from jaxckpt_train.store.plain_files import read_or_none
+
+_log = logging.getLogger("jaxckpt_train")
+MOST_TOLD = 5
+_DATA_FILE = re.compile(r"p[0-9]{5}(-s[0-9]+\.safetensors|\.json)")
+
+
+class _File(msgspec.Struct, array_like=True):
+    file: str
+
+
+class _Part(msgspec.Struct):
+    name: str
+    files: tuple[_File, ...]
+
+
+class _Names(msgspec.Struct):
+    """All that a manifest names; the rest of it, nearly all, is passed over."""
+
+    segments: tuple[_File, ...]
+    parts: tuple[_Part, ...]
+
+
+def strangers(backend: Backend, directory: str, *, certain: bool) -> Iterator[str]:
+    """The files and directories in a checkpoint's directory that are no part of it. What is gone by now is none.
+
+    Args:
+        backend: where.
+        directory: of the checkpoint.
+        certain: whether the manifest is asked in any case. Otherwise it is only where not all files have the names that
+            ours have, or a directory is empty: it takes long to read. Where it cannot be used, every file without
+            such a name is a stranger if `certain`, and else what surely is none of ours: a hidden file, or a directory
+            with another in it.
+
+    Raises:
+        StorageError: the disk refuses to tell.
+    """
+    top = _listed(backend, directory)
+    folders = {entry.name: _listed(backend, f"{directory}/{entry.name}") for entry in top if entry.kind == "directory"}
+    beside = [entry.name for entry in top if entry.kind != "directory" and entry.name not in RESERVED_NAMES]
+    if not certain and not beside and all(inside and _is_data(inside) for inside in folders.values()):
+        return
+    yield from beside
+    names = _names(backend, directory)
+    if names is None:
+        looks_own = _is_data if certain else _is_plain
+        yield from (name for name, inside in folders.items() if not looks_own(inside))
+        return
+    parts = {part.name for part in names.parts}
+    yield from (name for name in folders if name not in parts)
+    files = {file.file for named in (names.segments, *(part.files for part in names.parts)) for file in named}
+    yield from _unnamed(backend, directory, [name for name in folders if name in parts], files)
+
+
+def _listed(backend: Backend, directory: str) -> list[Entry]:
+    try:
+        return backend.list(directory)
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        return []  # it is being replaced, or removed
+
+
+def _is_data(inside: Sequence[Entry]) -> bool:
+    """Whether a directory holds nothing but what only we make."""
+    return all(entry.kind == "file" and _DATA_FILE.fullmatch(entry.name) for entry in inside)
+
+
+def _is_plain(inside: Sequence[Entry]) -> bool:
+    return all(entry.kind == "file" and is_plain_name(entry.name) for entry in inside)
+
+
+def _names(backend: Backend, directory: str) -> _Names | None:
+    """None: there is no manifest, or none that can be used."""
+    try:
+        data = read_or_none(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)
+        return None if data is None else msgspec.json.decode(data, type=_Names)
+    except (CorruptCheckpointError, *NOT_JSON):
+        return None
+
+
+def _unnamed(backend: Backend, directory: str, folders: list[str], files: set[str]) -> Iterator[str]:
+    """The files below these folders, however deep, that are not among `files`."""
+    while folders:
+        folder = folders.pop()
+        for entry in _listed(backend, f"{directory}/{folder}"):
+            path = f"{folder}/{entry.name}"
+            if entry.kind == "directory":
+                folders.append(path)
+            elif path not in files:
+                yield path
+
+
+def remove_replaced(backend: Backend, directory: str, final: str) -> None:
+    """Remove the checkpoint that the one at `final` has replaced; with strangers in it all of it is kept.
+
+    It gets a name then that nobody cleans up, and a warning tells of it.
+
+    Raises:
+        StorageError: the file system refused; it is still there.
+    """
+    found = list(itertools.islice(strangers(backend, directory, certain=True), MOST_TOLD))
+    if not found:
+        backend.remove(directory)
+        return
+    _log.warning(
+        "%s: what it replaced held more than a checkpoint: %s; nothing of it was removed, all of it is in %s now: "
+        "move what you need to where it belongs, and remove the rest",
+        *(final, ", ".join(found), _set_aside(backend, directory, final)),
+    )
+
+
+def _set_aside(backend: Backend, directory: str, final: str) -> str:
+    for number in itertools.count(1):
+        kept = f"{final}.replaced-{number}"
+        try:
+            backend.rename(directory, kept)
+        except StorageError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+        else:
+            return kept
+    raise AssertionError("unreachable: the count has no end")

@@ -1,0 +1,198 @@
+"""What an overwrite must not take with it: all that lies in the directory of a checkpoint and is no part of it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import shutil
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.store import local, machine
+from jaxckpt_train.store.left_overs import remove_dead_attempts
+from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.strangers import strangers
+from jaxckpt_train.store.transaction import Transaction
+
+OLD, NEW, RUN = {"w": np.arange(4)}, {"w": np.arange(5)}, {"w": np.arange(3)}
+
+
+class OwnFiles:
+    """An object that writes files of its own, one of them in a folder; and an empty folder."""
+
+    async def save(self, directory: Any) -> Awaitable[None]:
+        async def write() -> None:
+            path = await directory.await_creation()
+            (path / "inner").mkdir()
+            (path / "empty").mkdir()
+            (path / "inner" / "own.bin").write_bytes(b"own")
+
+        return write()
+
+    async def load(self, directory: Path) -> Awaitable[None]:
+        raise NotImplementedError
+
+
+def begin_run(directory: Path) -> None:
+    with jct.StepManager(directory) as manager:
+        manager.save(1, {"state": RUN}, force=True)
+
+
+def content(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def damage(checkpoint: Path) -> None:
+    data = bytearray((checkpoint / "manifest.json").read_bytes())
+    data[data.index(b'"parts"') + 1] ^= 1
+    (checkpoint / "manifest.json").write_bytes(data)
+
+
+def make_newer(checkpoint: Path) -> None:
+    for name in ("COMMIT", "manifest.json"):
+        text = (checkpoint / name).read_text()
+        (checkpoint / name).write_text(
+            text.replace('"format_version":1', '"format_version":2').replace('"parts":', '"pieces":')
+        )
+
+
+def lose(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize("fault", [damage, make_newer, lose])
+def test_a_run_in_a_checkpoint_that_cannot_be_read_is_not_removed_with_it(
+    tmp_path: Path, fault: Callable[[Path], None]
+) -> None:
+    jct.save(tmp_path / "c", OLD)
+    begin_run(tmp_path / "c" / "run")
+    fault(tmp_path / "c")
+    before = content(tmp_path)
+    with pytest.raises(jct.CheckpointExistsError, match=r"found also run; move that away"):
+        jct.save(tmp_path / "c", NEW, overwrite=True)
+    assert content(tmp_path) == before
+    shutil.move(tmp_path / "c" / "run", tmp_path / "run")
+    jct.save(tmp_path / "c", NEW, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "run"]
+    assert np.array_equal(jct.load(tmp_path / "c")["w"], NEW["w"])
+
+
+def test_a_disk_that_refuses_to_tell_what_is_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jct.save(tmp_path / "c", OLD)
+    begin_run(tmp_path / "c" / "run")
+    before, real = content(tmp_path), LocalBackend.open
+
+    def refuse(self: LocalBackend, directory: str, name: str, *, direct: Any) -> Any:
+        if name == "manifest.json":
+            raise jct.StorageError(errno.EIO, "cannot open the file", f"{directory}/{name}")
+        return real(self, directory, name, direct=direct)
+
+    monkeypatch.setattr(LocalBackend, "open", refuse)
+    with pytest.raises(jct.StorageError, match="cannot open the file"):
+        jct.save(tmp_path / "c", NEW, overwrite=True)
+    assert content(tmp_path) == before
+
+
+@pytest.fixture
+def while_it_is_written(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Has something done once while the next save of this process writes."""
+
+    def arrange(do: Callable[[], None]) -> None:
+        real = Transaction._sync_all
+
+        def sync_all(self: Transaction) -> None:
+            monkeypatch.setattr(Transaction, "_sync_all", real)
+            do()
+            real(self)
+
+        monkeypatch.setattr(Transaction, "_sync_all", sync_all)
+
+    return arrange
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+@pytest.mark.parametrize("place", ["run", "state/run"])
+def test_a_run_begun_while_a_save_replaces_the_checkpoint_around_it_is_kept(
+    tmp_path: Path,
+    place: str,
+    swaps: bool,
+    while_it_is_written: Callable[[Callable[[], None]], None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not swaps:
+        monkeypatch.setattr(local, "exchange_names", lambda *_: False)
+    jct.save(tmp_path / "c", OLD)
+    (tmp_path / "c.replaced-1").mkdir()
+    while_it_is_written(lambda: begin_run(tmp_path / "c" / place))
+    with caplog.at_level(logging.WARNING, logger="jaxckpt_train"):
+        jct.save(tmp_path / "c", NEW, overwrite=True)
+    kept = tmp_path / "c.replaced-2"
+    assert re.search(rf"held more than a checkpoint: .*run.*all of it is in {re.escape(str(kept))} now", caplog.text)
+    for _ in range(2):  # no later save removes it
+        assert np.array_equal(jct.load(tmp_path / "c")["w"], NEW["w"])
+        assert np.array_equal(jct.load(kept)["w"], OLD["w"])
+        assert np.array_equal(jct.load(kept / place / "step-0000000001")["w"], RUN["w"])
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "c.replaced-1", "c.replaced-2"]
+        jct.save(tmp_path / "c", NEW, overwrite=True)
+
+
+def test_what_is_in_the_folder_of_a_part_is_not_removed_with_it(tmp_path: Path) -> None:
+    for _ in range(2):  # what is of the part, in folders too, goes with it
+        jct.save_checkpointables(tmp_path / "c", {"state": OLD, "own": OwnFiles()}, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    (tmp_path / "c" / "own" / "inner" / "notes.txt").write_text("mine")
+    before = content(tmp_path)
+    with pytest.raises(jct.CheckpointExistsError, match=r"found also own/inner/notes.txt; move that away"):
+        jct.save(tmp_path / "c", NEW, overwrite=True)
+    assert content(tmp_path) == before
+
+
+def test_files_of_an_object_in_a_damaged_checkpoint_stop_no_save_and_are_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    jct.save(tmp_path / "c", OLD)
+    (tmp_path / "c" / "configs").mkdir()
+    (tmp_path / "c" / "configs" / "a.yaml").write_text("mine")  # as an object might have written it
+    damage(tmp_path / "c")
+    jct.save(tmp_path / "c", NEW, overwrite=True)
+    assert (tmp_path / "c.replaced-1" / "configs" / "a.yaml").read_text() == "mine"
+    assert "configs" in caplog.text
+    assert np.array_equal(jct.load(tmp_path / "c")["w"], NEW["w"])
+
+
+@pytest.mark.parametrize("name", [".c.aside", ".c.tmp-{tag}-0"])
+def test_a_save_that_died_before_it_removed_what_it_replaced_leaves_the_run_in_it_to_be_kept(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tag = re.sub(r"-[0-9]+-[0-9]+$", "-1-1", machine.process_tag())  # process 1 lives, and began at another time
+    left = tmp_path / name.format(tag=tag)
+    jct.save(tmp_path / "c", NEW)
+    jct.save(left, OLD)
+    remove_dead_attempts(LocalBackend(), str(tmp_path / "c"))
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    jct.save(left, OLD)
+    begin_run(left / "run")
+    remove_dead_attempts(LocalBackend(), str(tmp_path / "c"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "c.replaced-1"]
+    assert np.array_equal(jct.load(tmp_path / "c.replaced-1" / "run" / "step-0000000001")["w"], RUN["w"])
+    assert "found" not in caplog.text
+    assert f"all of it is in {tmp_path / 'c.replaced-1'} now" in caplog.text
+
+
+def test_the_look_at_the_call_reads_no_manifest_of_a_checkpoint_of_arrays_and_values(tmp_path: Path) -> None:
+    class Unread(LocalBackend):
+        def open(self, directory: str, name: str, *, direct: Any) -> Any:
+            raise AssertionError(f"{directory}/{name} was opened")
+
+    jct.save_checkpointables(tmp_path / "c", {"state": OLD, "more": jct.JsonValue(3)})
+    assert list(strangers(Unread(), str(tmp_path / "c"), certain=False)) == []
+    assert list(strangers(LocalBackend(), str(tmp_path / "c"), certain=True)) == []
+    shutil.copytree(tmp_path / "c" / "state", tmp_path / "c" / "copy")  # only the manifest tells
+    assert list(strangers(LocalBackend(), str(tmp_path / "c"), certain=True)) == ["copy"]
