@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
+import operator
 import os
 import re
 import signal
@@ -71,11 +72,11 @@ def seconds(subject: str, value: Any) -> float:
 
 
 def time_limit(subject: str, value: Any) -> float | None:
-    """Seconds to wait, at least 0; None: no limit, for which infinity stands as well."""
-    if value is None or _real(value) == math.inf:
-        return None
-    number = _real(value)
-    return number if number >= 0 else refuse(subject, "seconds from 0 on, or None", value)
+    """Seconds to wait, 0 if they are over already; None: no limit, for which infinity stands as well."""
+    number = math.inf if value is None else _real(value)
+    if math.isnan(number):
+        refuse(subject, "seconds, or None", value)
+    return None if number == math.inf else max(0.0, number)
 
 
 def _real(value: Any) -> float:
@@ -84,12 +85,15 @@ def _real(value: Any) -> float:
 
 
 def whole(least: int, most: float = math.inf) -> Check:
-    """A check for a whole number in a range; numpy's are taken too."""
+    """A check for a whole number in a range; those of numpy and JAX are taken too."""
     wanted = f"a whole number of at least {least}" if most == math.inf else f"a whole number from {least} to {most}"
 
     def check(subject: str, value: Any) -> int:
-        fits = not isinstance(value, bool) and isinstance(value, numbers.Integral) and least <= int(value) <= most
-        return int(value) if fits else refuse(subject, wanted, value)
+        try:
+            number = operator.index(value)
+        except TypeError:
+            refuse(subject, wanted, value)
+        return number if not isinstance(value, bool) and least <= number <= most else refuse(subject, wanted, value)
 
     return check
 

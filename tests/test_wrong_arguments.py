@@ -13,6 +13,7 @@ import pytest
 
 import jaxckpt_train as jct
 from tests.file_content import content
+from tests.steps.fake_backends import HoldingBackend
 from tests.tree.same_trees import assert_same
 
 STATE = {"params": {"w": np.arange(5000.0), "b": np.ones(3)}, "step": 7}
@@ -121,13 +122,37 @@ def test_wrong_kinds_are_not_guessed(checkpoint: Path, tmp_path: Path) -> None:
             steps.pin(1, wrong)
         assert saved.pending is not None
         for wait in (saved.pending.wait, steps.wait):
-            with pytest.raises(jct.SettingsError, match=r"^timeout_s: expected seconds from 0 on, or None"):
+            with pytest.raises(jct.SettingsError, match=r"^timeout_s: expected seconds, or None"):
                 wait(wrong)
-        with pytest.raises(jct.SettingsError, match=r"^StepManager.save: timeout_s: expected seconds from 0 on"):
-            steps.save(2, {"state": STATE}, timeout_s=-1)
-        with pytest.raises(jct.SettingsError, match=r"^close: timeout_s: expected seconds from 0 on"):
+        with pytest.raises(jct.SettingsError, match=r"^StepManager.save: timeout_s: expected seconds"):
+            steps.save(2, {"state": STATE}, timeout_s=math.nan)
+        with pytest.raises(jct.SettingsError, match=r"^close: timeout_s: expected seconds"):
             steps.close(math.nan)
         assert steps.steps == [1]
+
+
+def test_a_time_limit_that_is_over_is_over_and_endless_is_endless(tmp_path: Path) -> None:
+    """As `deadline - now` gives it, a moment too late."""
+    backend = HoldingBackend("rename", "step-0000000001")
+    steps = jct.StepManager(tmp_path, backend=backend)
+    saved = steps.save(1, {"state": STATE})
+    assert saved.pending is not None
+    with pytest.raises(jct.CheckpointTimeoutError):
+        saved.pending.wait(-0.001)
+    with pytest.raises(jct.CheckpointTimeoutError):
+        steps.save(2, {"state": STATE}, force=True, timeout_s=-math.inf)
+    backend.go.set()
+    saved.pending.wait(math.inf)
+    steps.close(-1)
+    with jct.StepManager(tmp_path) as other:
+        other.own()
+        assert other.steps == [1]
+
+
+def test_whole_numbers_of_jax_are_whole(tmp_path: Path) -> None:
+    with jct.CheckpointCallback(tmp_path, save_interval_steps=jnp.int32(5)) as ckpt:
+        ckpt.resume(STATE)
+        assert [step for step in ckpt.steps(jnp.int32(2)) if ckpt(STATE) is not None] == [0, 1]
 
 
 @pytest.mark.parametrize("count", [2.0, "3", -1, True, None])

@@ -9,15 +9,15 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.value_checks import whole
 
 Mode = Literal["min", "max"]
 
 
 def whole_number(subject: str, value: object, least: int) -> int:
-    """`value` as an int of at least `least`; numpy integers are taken, bool and 500.0 are not."""
-    if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= least:
-        return int(value)
-    raise SettingsError(f"{subject}: expected a whole number of at least {least}, found {value!r}")
+    """`value` as an int of at least `least`; those of numpy and JAX are taken, bool and 500.0 are not."""
+    found: int = whole(least)(subject, value)
+    return found
 
 
 def positive_seconds(subject: str, value: object) -> float:
