@@ -140,6 +140,12 @@ def unexpected_line(name: str, saved: LeafRecord, array: ArrayRecord | None) -> 
     return f"leaf {name!r}: saved {describe_saved(saved, array)}, not in the target"
 
 
+_ADVICE = (
+    'If the model has changed, load what fits by `jaxckpt_train.load(path, like, missing="keep")`, which keeps leaves of '
+    "`like` that are not in the checkpoint (`only=` leaves others out; `rename=` and `cast=True` convert), and save that"
+)
+
+
 def raise_differences(subject: str, lines: Sequence[str]) -> None:
     """Raise one MismatchError for all differences, if there are any."""
     if not lines:
@@ -148,7 +154,7 @@ def raise_differences(subject: str, lines: Sequence[str]) -> None:
     more = f"\n  and {len(lines) - SHOWN_DIFFERENCES} more" if len(lines) > SHOWN_DIFFERENCES else ""
     raise MismatchError(
         f"{subject}: the checkpoint and the target differ in {len(lines)} "
-        f"{'leaf' if len(lines) == 1 else 'leaves'}; nothing was read:\n{shown}{more}",
+        f"{'leaf' if len(lines) == 1 else 'leaves'}; nothing was read:\n{shown}{more}\n{_ADVICE}",
         tuple(lines),
     )
 
