@@ -50,7 +50,7 @@ from jaxckpt_train.store.verify import VerifyReport, verify_opened
 from jaxckpt_train.store.writer import Progress
 from jaxckpt_train.tree.patterns import Only
 from jaxckpt_train.tree.restore import LoadOptions
-from jaxckpt_train.value_checks import flag, path_text
+from jaxckpt_train.value_checks import absolute_path, flag
 
 PathLike = str | os.PathLike[str]
 
@@ -65,18 +65,7 @@ def absolute(path: PathLike) -> str:
     Raises:
         SettingsError: it is no path, or is relative to a home that nobody has, or to a removed working directory.
     """
-    expanded = os.path.expanduser(path_text("path", path))
-    if expanded.startswith("~"):
-        raise SettingsError(
-            f"path {expanded!r}: expected a user with a home directory after '~', found none; './~' begins other names"
-        )
-    try:
-        return os.path.abspath(expanded)
-    except OSError as error:
-        raise SettingsError(
-            f"path {expanded!r}: expected a working directory for a relative path, but it cannot be found ({error}); "
-            "was it removed? Pass an absolute path"
-        ) from error
+    return absolute_path("path", path)
 
 
 def run_info(custom_metadata: Any = None, **more: Any) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class _LastWord:
 
 
 def _flush(stream: Any) -> None:
-    inner = stream._stream if isinstance(stream, _LastFlush) else stream
+    inner = _plain(stream)
     if inner is not None and not getattr(inner, "closed", False):
         inner.flush()
 
@@ -66,10 +66,17 @@ def _end_now(code: int) -> None:
         os._exit(code)
 
 
-def end_with(code: int) -> None:
-    """Have this process, which runs its exit functions, end with this code, whatever threads it still has."""
+def end_with(code: int | None) -> None:
+    """Have this process, which runs its exit functions, end with this code, whatever threads it still has.
+
+    None: with its own after all, as what another one was asked for is told otherwise.
+    """
     global _code
     _code = code
+    if code is None:
+        sys.modules.pop(_LAST_WORD, None)
+        sys.stdout, sys.stderr = _plain(sys.stdout), _plain(sys.stderr)
+        return
     # A module of its own that nobody else has is the first thing that frees: what others hold is freed late or never.
     holder = types.ModuleType(_LAST_WORD)
     vars(holder)["last_word"] = _LastWord(code)
@@ -92,10 +99,14 @@ def is_success(stop: BaseException) -> bool:
     return not isinstance(stop, Exception | KeyboardInterrupt)
 
 
+def _plain(stream: Any) -> Any:
+    return stream._stream if isinstance(stream, _LastFlush) else stream
+
+
 def _ending(stream: Any, code: int) -> Any:
     if stream is None:  # what is printed goes nowhere, and stays so
         return None
-    return _LastFlush(stream._stream if isinstance(stream, _LastFlush) else stream, code)
+    return _LastFlush(_plain(stream), code)
 
 
 def call_at_end_of_child(call: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxckpt_train.value_checks import path_text
+from jaxckpt_train.value_checks import absolute_path
 
 _ROOT = "checkpoint"
 _LONGEST_JOB_NAME = 100
@@ -25,8 +25,7 @@ def resolve_directory(directory: str | os.PathLike[str]) -> Path:
     Raises:
         SettingsError: it is no path, or a URL.
     """
-    text = path_text(f"{_ROOT}.directory", directory)
-    return Path(os.path.abspath(os.path.join(_hydra_value("runtime", "cwd") or "", os.path.expanduser(text))))
+    return Path(absolute_path(f"{_ROOT}.directory", directory, _hydra_value("runtime", "cwd") or ""))
 
 
 def run_directory(directory: str | os.PathLike[str]) -> Path:

@@ -202,6 +202,13 @@ class PendingSave(Generic[T]):
             self.give_up(1)
             return error
 
+    def wait_to_the_end(self) -> BaseException | None:
+        """As `last_outcome`; whether the outcome counts as seen is left to who called for the save."""
+        if self.wait_for(self._ended, None, LAST_PATIENCE_S) is not None:
+            self.give_up(1)
+            return self.no_further()
+        return Future.exception(self.committed)
+
     def is_of_parent(self) -> bool:
         """Whether this process is a fork of the one that does it: who does it waits for it, and tells of it."""
         return os.getpid() != self._process
@@ -279,8 +286,8 @@ def start_save(
             begun(None)
             undo(error)
         raise
-    if unfinished.is_over():
-        unfinished.finish()
+    if unfinished.waits_for_itself():
+        unfinished.finish_late(pending)
     return pending
 
 

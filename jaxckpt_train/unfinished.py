@@ -26,14 +26,19 @@ class Save(Protocol):
     committed: Future[Any]
 
     def last_outcome(self) -> BaseException | None:
-        """Wait for it as long as it gets any further; why it has not committed."""
+        """Wait for it as long as it gets any further; why it has not committed, which counts as seen then."""
+
+    def wait_to_the_end(self) -> BaseException | None:
+        """As `last_outcome`, but whether the outcome is seen is left to its caller."""
 
 
 # Each change is one operation of the interpreter's own, so no lock could be left taken.
 under_way: set[Save] = set()
 given_up: dict[threading.Thread, int] = {}  # with the exit code of the process that does not wait for them
 _given_up_saves: dict[Save, int] = {}  # the same, by those whose outcome nobody has seen
+_late: set[Save] = set()  # those that failed at the very end, and whose outcome nobody has seen
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_code: int | None = None  # of the process, as far as it is known
 # Whether exit functions may run that come after the wait: those registered before this was imported do, and all do if
 # one of them imports it, since Python calls none that is registered then. It counts the main thread as ended by then.
 _is_over = threading.current_thread() is threading.main_thread() and not threading.main_thread().is_alive()
@@ -50,6 +55,10 @@ def seen(save: Save) -> None:
     """It has committed, or somebody has seen why not: it need not be told at the end."""
     under_way.discard(save)
     _given_up_saves.pop(save, None)
+    if save in _late:
+        _late.discard(save)
+        if not _late:
+            end_with(_code)
 
 
 def give_up(save: Save, thread: threading.Thread, exit_code: int) -> None:
@@ -68,12 +77,30 @@ def _forget_saves() -> None:
     under_way.clear()
     given_up.clear()
     _given_up_saves.clear()
+    _late.clear()
     _threads.clear()
+
+
+def waits_for_itself() -> bool:
+    """Whether what this thread begins now has to be waited for by itself: nobody else does at the end of the process.
+
+    Those who wait at the end wait for what the thread of a save begins, before that save has ended.
+    """
+    return is_over() and threading.current_thread() not in _threads
+
+
+def finish_late(save: Save) -> None:
+    """Wait for one that begins when nobody else does any more. It may fail where its caller sees that, or does not."""
+    why_not = save.wait_to_the_end()
+    if why_not is not None:
+        _tell(f"saving {save.subject} failed:", why_not)
+        _late.add(save)
+        end_with(1)
 
 
 def finish() -> None:
     """Finish what is under way when the script ends without having waited; a failure must not end as success."""
-    global _is_over
+    global _is_over, _code
     _is_over = True
     code: int | None = INTERRUPTED  # wherever an interrupt lands
     try:
@@ -83,13 +110,16 @@ def finish() -> None:
         _give_up_all(code, type(stop).__name__)
     finally:
         if code is not None:
+            _code = code
             end_with(code)
 
 
 def _wait_for_all() -> int | None:
     codes: set[int] = set()
-    for save in list(under_way):
+    while under_way:  # what a save's own thread begins comes before that save has ended
+        save = next(iter(under_way))
         error = save.last_outcome()
+        under_way.discard(save)
         if error is not None:
             codes.add(1)
             _tell_failed(save, error)

@@ -52,6 +52,27 @@ def path_text(subject: str, value: Any) -> str:
     return found
 
 
+def absolute_path(subject: str, value: Any, base: str = "") -> str:
+    """The absolute path, `~` expanded; a relative one begins at `base`, or at the working directory.
+
+    Raises:
+        SettingsError: it is no path, or is relative to a home that nobody has, or to a removed working directory.
+    """
+    expanded = os.path.expanduser(path_text(subject, value))
+    if expanded.startswith("~"):
+        raise SettingsError(
+            f"{subject} {expanded!r}: expected a user with a home directory after '~', found none; of another name "
+            "that begins so pass the absolute path"
+        )
+    try:
+        return os.path.abspath(os.path.join(base, expanded))
+    except OSError as error:
+        raise SettingsError(
+            f"{subject} {expanded!r}: expected a working directory for a relative path, but it cannot be found "
+            f"({error}); was it removed? Pass an absolute path"
+        ) from error
+
+
 def named(subject: str, value: Any) -> Mapping[str, Any]:
     """A mapping; whoever takes it checks the names."""
     if not isinstance(value, Mapping):
@@ -81,7 +102,10 @@ def time_limit(subject: str, value: Any) -> float | None:
 
 def _real(value: Any) -> float:
     """A number as a float; nan for anything else."""
-    return float(value) if not isinstance(value, bool) and isinstance(value, numbers.Real) else math.nan
+    try:
+        return float(value) if not isinstance(value, bool) and isinstance(value, numbers.Real) else math.nan
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def whole(least: int, most: float = math.inf) -> Check:

@@ -24,13 +24,15 @@ def refuse_checkpoint(backend: Backend, directory: str) -> None:
         )
 
 
-def refuse_again_or_below(directory: str, step: int, line: Sequence[Entry]) -> None:
+def refuse_again_or_below(directory: str, step: int, line: Sequence[Entry], restored: Entry | None) -> None:
     """Refuse a step that the run has already, or that would stand beside later ones.
 
     Args:
         directory: of the run.
         step: that is to be saved.
         line: the steps that the run goes on from.
+        restored: the one that this process does, if it has saved none since. Older ones may have higher numbers, as
+            where somebody has renamed them: they are left behind then.
 
     Raises:
         CheckpointExistsError: it is committed.
@@ -41,7 +43,7 @@ def refuse_again_or_below(directory: str, step: int, line: Sequence[Entry]) -> N
         raise CheckpointExistsError(
             f"{directory}: step {step} is committed already; pass overwrite=True to publish it anew"
         )
-    latest = max(steps, default=step)
+    latest = max(steps, default=step) if restored is None else restored.step
     if latest > step:
         raise SettingsError(
             f"{directory}: expected a step above {latest}, which the run has already, found {step}: restore() first, "
@@ -55,6 +57,11 @@ def seen_of(entries: Sequence[Entry]) -> Seen:
     return {entry.name: entry.time if entry.is_certain else None for entry in entries}
 
 
+def unseen_steps(entries: Sequence[Entry], seen: Seen) -> list[int]:
+    """What others have saved since."""
+    return sorted({entry.step for entry in entries if not _is_seen(entry, seen)})
+
+
 def refuse_unseen(directory: str, restored: Entry, entries: Sequence[Entry], seen: Seen) -> None:
     """Raise CheckpointExistsError if others have saved since this process restored: it would leave that behind.
 
@@ -64,7 +71,7 @@ def refuse_unseen(directory: str, restored: Entry, entries: Sequence[Entry], see
         entries: all that there is now.
         seen: what there was at the restore.
     """
-    unseen = sorted({entry.step for entry in entries if not _is_seen(entry, seen)})
+    unseen = unseen_steps(entries, seen)
     if unseen:
         steps = ", ".join(map(str, unseen))
         raise CheckpointExistsError(

@@ -33,6 +33,7 @@ class _Batch:
 
     names: list[str]
     instead: list[str]
+    has_waited: bool = False
 
     def replace(self, lost: Collection[str], by: Sequence[str]) -> None:
         """Wait for what has replaced those that are `lost`, rather than for them."""
@@ -207,10 +208,10 @@ class Deleter:
             return None
 
     def _delete(self, names: Sequence[str], instead: Sequence[str]) -> None:
-        self._add(_Batch(list(names), list(instead)))
+        self._add(_Batch(list(names), list(instead), has_waited=bool(instead)))
         if not self._is_allowed():
             return
-        self._retry = dict.fromkeys(self._that_may_go([*self._retry, *self._take_replaced()]))
+        self._take_replaced()
         hidden = self._hide_all()
         if hidden and not self._is_hiding_durable():
             self._retry.update(dict.fromkeys(hidden))
@@ -218,9 +219,18 @@ class Deleter:
         for name in hidden:
             self._remove(name)
 
-    def _that_may_go(self, names: list[str]) -> list[str]:
-        told = self._told()  # which is not held while they are deleted: perhaps it was dropped
-        return names if told is None else told.about_to_go(names)
+    def _may_go(self, batch: _Batch) -> bool:
+        """Whether it may go now, without what somebody has pinned or restored while it waited.
+
+        Nobody knows of a run that was dropped: it is for the next owner to decide.
+        """
+        told = self._told()  # which is not held while they are deleted: perhaps it is about to be dropped
+        try:
+            batch.names = [] if told is None else told.about_to_go(batch.names)
+        except Exception as error:  # noqa: BLE001  # a thread's edge: of a policy, which every save asks as well
+            _log.warning("deleting old steps waits, since it cannot be told which are kept: %r", error)
+            return False
+        return True
 
     def _hide_all(self) -> list[str]:
         """Hide what is to go, as long as the directory is this process's: another may own it after a long wait."""
@@ -250,15 +260,16 @@ class Deleter:
         there = self._names() if wanted else None
         return set() if there is None else wanted - there
 
-    def _take_replaced(self) -> list[str]:
-        """The names of those that may go, as what replaces them is on the disk now."""
+    def _take_replaced(self) -> None:
+        """Let those go that may, as what replaces them is on the disk now."""
         wanted = dict.fromkeys(name for batch in self._waiting for name in batch.instead)
         durable = {name for name in wanted if self.make_durable(name)}
         for batch in self._waiting:
             batch.instead = [name for name in batch.instead if name not in durable]
-        found = [name for batch in self._waiting if not batch.instead for name in batch.names]
-        self._waiting = [batch for batch in self._waiting if batch.instead]
-        return found
+        for batch in [batch for batch in self._waiting if not batch.instead]:
+            if not batch.has_waited or self._may_go(batch):
+                self._waiting.remove(batch)
+                self._retry.update(dict.fromkeys(batch.names))
 
     def _is_allowed(self) -> bool:
         try:

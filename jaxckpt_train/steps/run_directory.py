@@ -32,7 +32,7 @@ from jaxckpt_train.steps.lineage import (
 from jaxckpt_train.steps.lock import OwnerLock
 from jaxckpt_train.steps.notes import NoteBook, noted
 from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy
-from jaxckpt_train.steps.refusals import Seen, refuse_again_or_below, refuse_unseen, seen_of
+from jaxckpt_train.steps.refusals import Seen, refuse_again_or_below, refuse_unseen, seen_of, unseen_steps
 from jaxckpt_train.steps.restoring import Restored, StepVanishedError
 from jaxckpt_train.steps.retention import Deleter, half_deleted, shown_name
 from jaxckpt_train.steps.scrubber import Scrubber
@@ -110,7 +110,7 @@ class RunDirectory:
             self._look()
             self._book.settle(self._notes, self._entries)
             self._id = home_run(self._entries) or self._id
-            if self._restored is not None:
+            if self._restored is not None and not unseen_steps(self._entries, self._seen):
                 self._left = left_behind_by(self._restored, self._entries)
         self._write_verdicts()
         self._deleter.delete(half_deleted(self._backend, self._directory))
@@ -211,7 +211,7 @@ class RunDirectory:
         """Whether the line that the run descends from has this step, now."""
         with self._guard:
             self._look_again()
-            return any(entry.step == step for entry in self._line())
+            return any(entry.step == step and entry.name not in self._left for entry in self._whole())
 
     def _line(self, doomed: bool = False) -> list[Entry]:
         left = self._left
@@ -237,7 +237,7 @@ class RunDirectory:
             if self._restored is not None:
                 refuse_unseen(self._directory, self._restored, self._entries, self._seen)
             if not overwrite:
-                refuse_again_or_below(self._directory, step, self._line())
+                refuse_again_or_below(self._directory, step, self._line(), self._restored)
 
     def free_name(self, step: int) -> str:
         """The directory name under which a step is to be saved: its next generation, whatever is there or is to go."""

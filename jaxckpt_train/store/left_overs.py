@@ -10,8 +10,7 @@ from jaxckpt_train.store.backend import Backend, Entry
 from jaxckpt_train.store.late_sync import sync_directory
 from jaxckpt_train.store.local import side_name
 from jaxckpt_train.store.machine import is_dead_tag
-from jaxckpt_train.store.manifest import RESERVED_NAMES
-from jaxckpt_train.store.strangers import remove_replaced
+from jaxckpt_train.store.strangers import remove_left_over
 from jaxckpt_train.store.transaction import is_committed
 
 _ATTEMPT = re.compile(r"\.(?P<final>.+)\.tmp-(?P<tag>[0-9a-f]{8}-[0-9a-f]{8}-[0-9]+-[0-9]+)-[0-9]+")
@@ -55,9 +54,9 @@ def _refusal(backend: Backend, parent: str, entry: Entry, final: str) -> Storage
     """Remove it; why that was refused, if it was: the others go all the same."""
     path = os.path.join(parent, entry.name)
     try:
-        if entry.kind == "directory" and {inside.name for inside in backend.list(path)} >= RESERVED_NAMES:
-            remove_replaced(backend, path, final)  # it may be what was replaced
-        else:  # never finished, or removed in part: which was decided then
+        if entry.kind == "directory":
+            remove_left_over(backend, path, final)
+        else:
             backend.remove(path)
     except StorageError as error:
         return error

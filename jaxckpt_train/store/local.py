@@ -266,10 +266,8 @@ class LocalBackend:
         with _storage(f"exchange with {second}", first):
             if not exchange_names(first, second):
                 aside = side_name(second)
-                if is_there(second) and is_there(aside):  # left by a crash before the last rename
-                    if sync:  # that `second` is the newer of the two may be known to memory only
-                        sync_directory(self, os.path.dirname(second))
-                    self.remove(aside)
+                if is_there(second) and is_there(aside):  # left by a crash, and not cleaned up: it may hold anything
+                    raise OSError(errno.EBUSY, f"{aside} is in the way, which is no part of this: move it away")
                 rename_all([(second, aside), (first, second), (aside, first)], self.sync if sync else None)
 
     def write_new(self, path: str, data: bytes) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,14 +12,14 @@ import msgspec
 from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError, NotACheckpointError, StorageError
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend, Opener
-from jaxckpt_train.store.manifest import COMMIT_NAME, NOT_JSON
+from jaxckpt_train.store.manifest import COMMIT_NAME, MAX_COMMIT_BYTES, NOT_JSON
 from jaxckpt_train.store.plain_files import read_or_none
 from jaxckpt_train.store.transaction import (
-    MAX_COMMIT_BYTES,
     CommitRecord,
     Committed,
     is_gone,
     open_committed,
+    which_committed,
 )
 
 T = TypeVar("T")
@@ -82,7 +83,7 @@ def use_committed(
         except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
             # Where names are not swapped at once, one look may fall between those of one replacement and of the next.
             looks = 1 if isinstance(error, StorageError) else LOOKS
-            now = next(filter(None, (_there(backend, directory, progress) for _ in range(looks))), None)
+            now = answer_of(directory, functools.partial(_there, backend, directory, looks), progress)
             if now is None and seen is not None and is_removed(backend, directory, progress):
                 raise removed(directory) from error
             if now is None or now == seen:
@@ -108,9 +109,11 @@ def is_removed(backend: Backend, directory: str, progress: Callable[[int], objec
     return answer_of(directory, lambda moved: is_gone(backend, directory), progress)
 
 
-def _there(backend: Backend, directory: str, progress: Callable[[int], object] | None = None) -> tuple[str, str] | None:
-    """Which checkpoint is there now; None: there is none that can be opened."""
-    try:
-        return _which(opened(backend, directory, progress))
-    except UNREADABLE:
-        return None
+def _there(backend: Backend, directory: str, looks: int, moved: Callable[[], None]) -> tuple[str, str] | None:
+    """Which checkpoint is there now, by the first of so many looks that finds one; None: none that can be opened."""
+    for _ in range(looks):
+        moved()
+        with contextlib.suppress(*UNREADABLE):
+            if (found := which_committed(backend, directory)) is not None:
+                return found
+    return None

@@ -5,19 +5,33 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import os
 import re
 from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backend import Backend, Entry
-from jaxckpt_train.store.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, NOT_JSON, RESERVED_NAMES, is_plain_name
+from jaxckpt_train.store.backend import MISSING, Backend, Entry
+from jaxckpt_train.store.late_sync import sync_directory
+from jaxckpt_train.store.manifest import (
+    COMMIT_NAME,
+    MANIFEST_NAME,
+    MAX_COMMIT_BYTES,
+    MAX_MANIFEST_BYTES,
+    NOT_JSON,
+    RESERVED_NAMES,
+    is_plain_name,
+)
 from jaxckpt_train.store.plain_files import read_or_none
 
 _log = logging.getLogger("jaxckpt_train")
 MOST_TOLD = 5
 _DATA_FILE = re.compile(r"p[0-9]{5}(-s[0-9]+\.safetensors|\.json)")
+
+
+class _Commit(msgspec.Struct):
+    manifest_bytes: int
 
 
 class _File(msgspec.Struct, array_like=True):
@@ -44,8 +58,8 @@ def strangers(backend: Backend, directory: str, *, certain: bool) -> Iterator[st
         directory: of the checkpoint.
         certain: whether the manifest is asked in any case. Otherwise it is only where not all files have the names that
             ours have, or a directory is empty: it takes long to read. Where it cannot be used, every file without
-            such a name is a stranger if `certain`, and else what surely is none of ours: a hidden file, or a directory
-            with another in it.
+            such a name is a stranger if `certain`, and else what surely is none of ours, as it holds something hidden
+            or a checkpoint of its own.
 
     Raises:
         StorageError: the disk refuses to tell.
@@ -58,8 +72,9 @@ def strangers(backend: Backend, directory: str, *, certain: bool) -> Iterator[st
     yield from beside
     names = _names(backend, directory)
     if names is None:
-        looks_own = _is_data if certain else _is_plain
-        yield from (name for name, inside in folders.items() if not looks_own(inside))
+        for name, inside in folders.items():
+            if not _is_data(inside) and (certain or not _may_be_own(backend, f"{directory}/{name}")):
+                yield name
         return
     parts = {part.name for part in names.parts}
     yield from (name for name in folders if name not in parts)
@@ -81,14 +96,20 @@ def _is_data(inside: Sequence[Entry]) -> bool:
     return all(entry.kind == "file" and _DATA_FILE.fullmatch(entry.name) for entry in inside)
 
 
-def _is_plain(inside: Sequence[Entry]) -> bool:
-    return all(entry.kind == "file" and is_plain_name(entry.name) for entry in inside)
+def _may_be_own(backend: Backend, folder: str) -> bool:
+    """Whether an object may have written all of it: no save takes what is hidden, and a checkpoint is another's."""
+    inside = _listed(backend, folder)
+    return all(is_plain_name(entry.name) for entry in inside) and all(
+        _may_be_own(backend, f"{folder}/{entry.name}") for entry in inside if entry.kind == "directory"
+    )
 
 
 def _names(backend: Backend, directory: str) -> _Names | None:
     """None: there is no manifest, or none that can be used."""
     try:
-        data = read_or_none(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)
+        commit = read_or_none(backend, directory, COMMIT_NAME, MAX_COMMIT_BYTES)
+        size = None if commit is None else msgspec.json.decode(commit, type=_Commit).manifest_bytes
+        data = read_or_none(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES, size=size)
         return None if data is None else msgspec.json.decode(data, type=_Names)
     except (CorruptCheckpointError, *NOT_JSON):
         return None
@@ -116,6 +137,7 @@ def remove_replaced(backend: Backend, directory: str, final: str) -> None:
     """
     found = list(itertools.islice(strangers(backend, directory, certain=True), MOST_TOLD))
     if not found:
+        backend.remove(f"{directory}/{COMMIT_NAME}")  # first: from now on it may go without another look
         backend.remove(directory)
         return
     _log.warning(
@@ -123,6 +145,38 @@ def remove_replaced(backend: Backend, directory: str, final: str) -> None:
         "move what you need to where it belongs, and remove the rest",
         *(final, ", ".join(found), _set_aside(backend, directory, final)),
     )
+
+
+def remove_left_over(backend: Backend, directory: str, final: str) -> None:
+    """Remove what a dead process left beside a checkpoint: an attempt, or what that had replaced and perhaps not seen.
+
+    An attempt has no COMMIT, or all that is in it was to be on the disk before it got its name: what is empty was not.
+
+    Raises:
+        StorageError: the file system refused; it is still there.
+    """
+    top = {entry.name: entry.kind for entry in _listed(backend, directory)}
+    sizes = [_size(backend, directory, name) for name in RESERVED_NAMES if name in top]
+    is_attempt = COMMIT_NAME not in top or 0 in sizes
+    if is_attempt and all(_is_folder(name, kind) or name in RESERVED_NAMES for name, kind in top.items()):
+        backend.remove(directory)
+    elif top:
+        remove_replaced(backend, directory, final)
+
+
+def _size(backend: Backend, directory: str, name: str) -> int | None:
+    try:
+        source = backend.open(directory, name, direct=False)
+    except StorageError as error:
+        if error.errno not in MISSING:
+            raise
+        return None
+    source.close()
+    return source.size
+
+
+def _is_folder(name: str, kind: str) -> bool:
+    return kind == "directory" and is_plain_name(name)
 
 
 def _set_aside(backend: Backend, directory: str, final: str) -> str:
@@ -134,5 +188,6 @@ def _set_aside(backend: Backend, directory: str, final: str) -> str:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
         else:
+            sync_directory(backend, os.path.dirname(final))  # a power cut would bring it back as what is cleaned up
             return kept
     raise AssertionError("unreachable: the count has no end")

@@ -28,8 +28,6 @@ from jaxckpt_train.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
     FormatVersionError,
-    IncompleteCheckpointError,
-    NotACheckpointError,
     StorageError,
     UnsupportedLeafError,
 )
@@ -46,6 +44,7 @@ from jaxckpt_train.store.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     MAX_ARRAYS,
+    MAX_COMMIT_BYTES,
     MAX_MANIFEST_BYTES,
     NOT_JSON,
     FileRecord,
@@ -59,10 +58,10 @@ from jaxckpt_train.store.manifest import (
 from jaxckpt_train.store.manifest_decoding import decode_manifest
 from jaxckpt_train.store.plain_files import file_record, read_or_none
 from jaxckpt_train.store.strangers import remove_replaced
+from jaxckpt_train.store.why_not import why_not_committed
 from jaxckpt_train.store.workers import shared_workers
 
 _log = logging.getLogger("jaxckpt_train")
-MAX_COMMIT_BYTES = 4096
 SYNCS_AT_ONCE = 4
 
 
@@ -308,9 +307,20 @@ def open_committed(backend: Backend, directory: str) -> Committed:
     directory = _recover(backend, directory)
     found = read_committed(backend, directory)
     if found is None:
-        raise _why_not_committed(backend, directory)
+        raise why_not_committed(backend, directory)
     data, sha256 = found
     return Committed(directory, decode_manifest(data, f"{directory}/{MANIFEST_NAME}"), sha256)
+
+
+def which_committed(backend: Backend, directory: str) -> tuple[str, str] | None:
+    """Where the checkpoint lies now, and the SHA-256 of its manifest; None: there is none. Cheaper than to open it.
+
+    Raises:
+        CorruptCheckpointError, FormatVersionError, StorageError: as `open_committed`.
+    """
+    directory = _recover(backend, directory)
+    found = read_committed(backend, directory)
+    return None if found is None else (directory, found[1])
 
 
 def read_committed(backend: Backend, directory: str) -> tuple[bytes | bytearray, str] | None:
@@ -357,39 +367,3 @@ def _recover(backend: Backend, directory: str) -> str:
     """The directory, or its side name if a crash fell between the two renames of an exchange."""
     aside = side_name(directory)
     return aside if not is_committed(backend, directory) and is_committed(backend, aside) else directory
-
-
-def _why_not_committed(backend: Backend, directory: str) -> NotACheckpointError:
-    try:
-        names = [entry.name for entry in backend.list(directory)]
-    except StorageError as error:
-        found = "a file" if error.errno == errno.ENOTDIR else "nothing"
-        return NotACheckpointError(f"{directory}: expected a checkpoint directory, found {found}")
-    if MANIFEST_NAME in names or any(_holds_data(backend, f"{directory}/{name}") for name in names):
-        return IncompleteCheckpointError(f"{directory}: has no {COMMIT_NAME}: never committed, or copied in part")
-    inside = [name for name in names if not name.startswith(".") and _holds_commit(backend, f"{directory}/{name}")]
-    if inside:
-        return NotACheckpointError(
-            f"{directory}: not one checkpoint but a directory of {len(inside)}; pass one of them, such as "
-            f"{directory}/{inside[-1]}"
-        )
-    listing = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "an empty directory"
-    return NotACheckpointError(
-        f"{directory}: not a checkpoint: expected {COMMIT_NAME} and {MANIFEST_NAME}, found {listing}"
-    )
-
-
-def _holds_commit(backend: Backend, directory: str) -> bool:
-    """As `is_committed`, for a message: one that may not be looked into, as `lost+found`, counts as none."""
-    try:
-        return is_committed(backend, directory)
-    except StorageError:
-        return False
-
-
-def _holds_data(backend: Backend, folder: str) -> bool:
-    """Whether this is the folder of a checkpointable with a file of process 0 in it."""
-    try:
-        return any(entry.kind == "file" and entry.name.startswith("p00000") for entry in backend.list(folder))
-    except StorageError:
-        return False

@@ -141,8 +141,8 @@ def unexpected_line(name: str, saved: LeafRecord, array: ArrayRecord | None) -> 
 
 
 _ADVICE = (
-    'If the model has changed, load what fits by `jaxckpt_train.load(path, like, missing="keep")`, which keeps leaves of '
-    "`like` that are not in the checkpoint (`only=` leaves others out; `rename=` and `cast=True` convert), and save that"
+    'If the model has changed, load what fits by `jaxckpt_train.load(path, like, missing="keep")`, which keeps leaves '
+    "of `like` that the checkpoint lacks (`only=` leaves others out; `rename=` and `cast=True` convert), and save that"
 )
 
 

@@ -253,9 +253,7 @@ class CrashDisk:
                 return
             is_left = self._at(action, aside).found is not None
         if is_left:
-            if sync:
-                self.sync(os.path.dirname(second))
-            self.remove(aside)
+            raise StorageError(errno.EBUSY, f"cannot {action}: {aside} is in the way", first)
         done = list[tuple[str, str]]()
         try:
             for source, target in [(second, aside), (first, second), (aside, first)]:

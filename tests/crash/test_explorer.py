@@ -13,7 +13,7 @@ import pytest
 
 from jaxckpt_train import checkpoint
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.steps import lock, notes, retention, run_directory, unkept
+from jaxckpt_train.steps import lock, notes, retention, taking, unkept
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.store import transaction
@@ -182,7 +182,7 @@ def test_locks_of_the_dead_that_nobody_removes_are_found_out(monkeypatch: pytest
 
 @pytest.mark.parametrize("program", ["run", "run-file"])
 def test_attempts_of_the_dead_that_nobody_removes_are_found_out(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_directory, "remove_attempts", lambda *_: None)
+    monkeypatch.setattr(taking, "remove_attempts", lambda *_: None)
     found_out("left over", program)
 
 

@@ -94,6 +94,7 @@ def test_a_retention_that_deletes_what_was_set_aside(monkeypatch: pytest.MonkeyP
         self._deleter.delete([entry.name for entry in self.damaged()])
 
     monkeypatch.setattr(RunDirectory, "retain", retain_less)
+    monkeypatch.setattr(RunDirectory, "about_to_go", lambda _, names: list(names))
     assert "a damaged step was changed or deleted" in problems_of(corruption.campaign, 40)
     assert "was deleted or changed" in problems_of(damaged_owners.campaign, 20)
 

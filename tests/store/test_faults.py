@@ -65,7 +65,7 @@ def test_a_refusal_at_any_call_of_an_overwriting_save_leaves_the_old_one(ends: A
             continue
         assert code == {"e": errno.EIO, "s": errno.ENOSPC}[mode], (at, message)
         assert (content, names) == ("old", ["a"]), (at, message)
-    assert sum(code == 0 for _, _, code, *_ in found) == 2, "one read, in two modes"
+    assert sum(code == 0 for _, _, code, *_ in found) == 4, "two reads, in two modes"
 
 
 def test_a_refusal_between_the_renames_of_an_exchange_loses_nothing(ends: Any) -> None:
