@@ -95,6 +95,7 @@ def finish_late(save: Save) -> None:
     if why_not is not None:
         _tell(f"saving {save.subject} failed:", why_not)
         _late.add(save)
+        under_way.discard(save)  # it is told
         end_with(1)
 
 

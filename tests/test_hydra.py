@@ -297,7 +297,8 @@ def test_without_hydra_a_relative_directory_starts_here(tmp_path: Path, monkeypa
     assert not is_multirun()
     with pytest.raises(SettingsError, match="gs://bucket/run"):
         resolve_directory("gs://bucket/run")
-    assert resolve_directory("~nobody-of-this-name/run") == tmp_path / "~nobody-of-this-name" / "run"
+    with pytest.raises(SettingsError, match=r"^checkpoint.directory '~nobody-of-this-name/run': expected a user with"):
+        resolve_directory("~nobody-of-this-name/run")
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)

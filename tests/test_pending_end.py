@@ -302,3 +302,47 @@ def test_a_save_that_was_given_up_is_no_success_unless_it_commits(
     done = run_python(GIVES_UP.format(work=work, then=then))
     assert done.returncode == code
     assert done.stderr.count("saving x failed, and nobody asked for it") == told
+
+
+CHAINED = """
+import sys, threading
+from pathlib import Path
+from jaxckpt_train import unfinished
+from jaxckpt_train.pending import start_save
+never = threading.Event()
+def work():
+    while not unfinished.is_over():  # the end of the process waits for this one
+        never.wait(0.01)
+def begin_another(_):
+    start_save("y", lambda: {work})
+start_save("x", work).committed.add_done_callback(begin_another)
+"""
+
+
+@pytest.mark.parametrize(("work", "code"), [("Path(sys.argv[1]).touch()", 0), ("1 / 0", 1)])
+def test_a_save_that_another_begins_while_the_process_ends_is_waited_for(
+    work: str, code: int, tmp_path: Path, run_python: Any
+) -> None:
+    done = run_python(CHAINED.format(work=work), tmp_path / "saved", timeout_s=60)
+    assert (done.returncode, (tmp_path / "saved").exists()) == (code, code == 0), done.stderr
+    assert done.stderr.count("ZeroDivisionError: ") == code
+
+
+CAUGHT_AT_EXIT = """
+import atexit, sys
+def last():
+    from jaxckpt_train.pending import start_save
+    pending = start_save("x", lambda: 1 / 0)
+    {see}
+    start_save("y", int).wait()
+    print("fallback saved")
+atexit.register(last)
+import jaxckpt_train.pending  # its exit function comes before that
+"""
+
+
+@pytest.mark.parametrize(("see", "code"), [("pending.committed.exception()", 0), ("pass", 1)])
+def test_a_failure_that_an_exit_function_has_seen_sets_no_exit_code(see: str, code: int, run_python: Any) -> None:
+    done = run_python(CAUGHT_AT_EXIT.format(see=see))
+    assert (done.returncode, done.stdout) == (code, "fallback saved\n"), done.stderr
+    assert done.stderr.count("ZeroDivisionError: ") == 1

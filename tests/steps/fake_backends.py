@@ -1,8 +1,9 @@
-"""Back ends for the tests of runs: the real disk, but one operation waits, is refused, or is written down."""
+"""Back ends for the tests of runs: the real disk, but one operation waits, is refused, or is written down; a run."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,22 @@ class RecordingBackend(LocalBackend):
     def remove(self, path: str) -> None:
         self._note("remove", path)
         super().remove(path)
+
+
+class Told:
+    """In place of a run, for who deletes. Writes down what is gone; all that waits may go."""
+
+    def __init__(self) -> None:
+        self.gone: list[str] = []
+
+    def about_to_go(self, names: Sequence[str]) -> list[str]:
+        return list(names)
+
+    def deleted(self, name: str) -> None:
+        self.gone.append(name)
+
+    def refused(self, name: str) -> None:
+        """It is told by the log, too."""
 
 
 def callback_on(backend: LocalBackend, directory: Path | str, **options: Any) -> jct.CheckpointCallback:

@@ -7,7 +7,6 @@ import logging
 import os
 import random
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from tests.crash.facts import state_of, token_of
 from tests.crash.image import Image, Rename
 from tests.crash.programs import opened, process
 from tests.crash.states import Order, crash_state
-from tests.steps.fake_backends import RefusingBackend
+from tests.steps.fake_backends import RefusingBackend, Told
 from tests.steps.runs import made_run, save_steps, step_of, step_path
 
 ONE, TWO, THREE, FOUR, FIVE = (f"step-000000000{step}" for step in range(1, 6))
@@ -43,22 +42,6 @@ class Unsynced(LocalBackend):
     def rename(self, source: str, target: str) -> None:
         super().rename(source, target)
         self.done.append(("rename", os.path.basename(source)))
-
-
-class Told:
-    """Writes down what is gone; all that waits may go."""
-
-    def __init__(self) -> None:
-        self.gone: list[str] = []
-
-    def about_to_go(self, names: Sequence[str]) -> list[str]:
-        return list(names)
-
-    def deleted(self, name: str) -> None:
-        self.gone.append(name)
-
-    def refused(self, name: str) -> None:
-        """It is told by the log, too."""
 
 
 def saved(manager: jct.StepManager, *steps: int) -> None:

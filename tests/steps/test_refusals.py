@@ -70,6 +70,40 @@ def test_steps_that_another_process_has_saved_since_the_restore_are_not_left_beh
         assert first.latest == 11
 
 
+def test_who_restores_again_goes_on_from_what_others_have_saved_since(tmp_path: Path) -> None:
+    """As the error says; also after a note, for which the run is owned."""
+    for is_noted in (False, True):
+        run = made_run(tmp_path / f"run{is_noted}", 5)
+        with jct.StepManager(run) as steps:
+            assert step_of(steps.restore()) == 5
+            with jct.StepManager(run) as job:
+                job.restore()
+                save_steps(job, 6, 7)
+            assert (steps.latest, steps.is_committed(7)) == (7, True)
+            if is_noted:
+                steps.attach_metrics(5, {"accuracy": 0.5})
+            else:
+                with pytest.raises(jct.CheckpointExistsError, match=r"another one has saved 6, 7; restore again"):
+                    steps.save(6, {"state": state_of(6)})
+            assert (steps.latest, steps.is_committed(7)) == (7, True)
+            assert step_of(steps.restore()) == 7
+            save_steps(steps, 8)
+        assert jct.StepManager(run).steps == [5, 6, 7, 8]
+
+
+def test_a_run_whose_steps_were_given_other_numbers_goes_on_from_what_was_saved_last(tmp_path: Path) -> None:
+    made_run(tmp_path, 5, 10)
+    step_path(tmp_path, 5).rename(step_path(tmp_path, 20))
+    with jct.StepManager(tmp_path) as steps:
+        assert step_of(steps.restore()) == 10
+        with pytest.raises(jct.SettingsError, match="expected a step above 10"):
+            steps.save(9, {"state": state_of(9)})
+        save_steps(steps, 11, 12, 20)
+        assert step_of(steps.restore(step=20)) == 20
+    with jct.StepManager(tmp_path) as steps:
+        assert step_of(steps.restore()) == 20
+
+
 def test_metrics_and_pins_are_taken_from_who_restored_and_saves_nothing(tmp_path: Path) -> None:
     """An evaluation, that ends after the job that saved meanwhile."""
     made_run(tmp_path, 3)

@@ -6,8 +6,10 @@ So nothing goes that such a step has replaced, in this process and in later ones
 from __future__ import annotations
 
 import errno
+import gc
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -156,3 +158,43 @@ def test_nothing_goes_that_another_owner_has_when_a_sync_returns_late(tmp_path: 
             assert stale._run._deleter.wait(60)
             assert (owner.steps, step_directories(tmp_path)) == ([1, 2], ["step-0000000001", "step-0000000002"])
             assert step_of(owner.restore(step=1)) == 1
+
+
+def test_a_step_that_was_pinned_while_it_waited_stays_though_its_manager_is_dropped(tmp_path: Path) -> None:
+    backend = HeldSync()
+    steps = manager(tmp_path, backend, 1)
+    save_steps(steps, 1, 2)
+    assert backend.held.wait(60)
+    steps.pin(1)
+    deleter = steps._run._deleter
+    del steps
+    gc.collect()
+    backend.go.set()
+    assert deleter.wait(60)
+    with jct.StepManager(tmp_path, preservation_policy=LatestN(1)) as other:
+        save_steps(other, 3)
+        assert other._run._deleter.wait(60)
+        assert (other.steps, step_of(other.restore(step=1))) == ([1, 3], 1)
+
+
+class FailsOnce(LatestN):
+    """A policy that asks somebody who does not answer, once, when it is asked by the thread that deletes."""
+
+    failed = False
+
+    def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
+        if threading.current_thread().name == "jaxckpt-retention" and not FailsOnce.failed:
+            FailsOnce.failed = True
+            raise OSError("the metrics server does not answer")
+        return super().should_preserve(checkpoints, context=context)
+
+
+def test_a_policy_that_fails_once_costs_no_deletion(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with jct.StepManager(tmp_path, preservation_policy=FailsOnce(1), settings=PLAIN) as steps:
+        save_steps(steps, 1, 2)
+        assert steps._run._deleter.wait(60)
+        assert step_directories(tmp_path) == ["step-0000000001", "step-0000000002"]
+        assert "deleting old steps waits, since it cannot be told which are kept: OSError('the metrics" in caplog.text
+        save_steps(steps, 3)
+        assert steps._run._deleter.wait(60)
+        assert step_directories(tmp_path) == ["step-0000000003"]

@@ -16,7 +16,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.steps.retention import Deleter, half_deleted, hidden_name
 from jaxckpt_train.store.local import LocalBackend
-from tests.steps.fake_backends import HoldingBackend, RecordingBackend, RefusingBackend
+from tests.steps.fake_backends import HoldingBackend, RecordingBackend, RefusingBackend, Told
 from tests.steps.runs import Clock, made_run, save_steps, state_of, step_of, step_path
 
 DELETING = ".deleting"
@@ -119,8 +119,8 @@ def test_what_waits_for_a_sync_waits_for_it_also_when_it_is_tried_again(tmp_path
     names = [f"step-000000000{name}" for name in ("1", "1.g1", "2", "3")]
     for name in names:
         (tmp_path / name).mkdir()
-    backend = Unsynced()
-    deleter = Deleter(backend, str(tmp_path), lambda: None)
+    backend, told = Unsynced(), Told()
+    deleter = Deleter(backend, str(tmp_path), lambda: told)
     (tmp_path / "step-0000000004").mkdir()
     for doomed, instead in (([names[0]], [names[1], names[3]]), (["step-0000000004"], [names[3]])):
         deleter.delete(doomed, instead=instead)

@@ -1,0 +1,338 @@
+"""What a save that died, or a disk that failed, leaves beside a checkpoint: nothing of another's is removed with it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import resource
+import signal
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.store import local, machine
+from jaxckpt_train.store.left_overs import remove_dead_attempts
+from jaxckpt_train.store.local import LocalBackend
+from tests.faults.forking import Tell, forked
+from tests.file_content import content
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:.*fork"),
+    pytest.mark.skipif(sys.platform != "linux", reason="asks /proc which processes are dead"),
+]
+OLD, NEW, NEXT, RUN = ({"w": np.arange(length)} for length in (4, 5, 6, 3))
+MEMORY_BYTES = 600 << 20
+GROWN_BYTES = 1 << 30
+
+
+class OwnFiles:
+    """An object that writes a file of its own into a folder of its own."""
+
+    async def save(self, directory: Any) -> Awaitable[None]:
+        async def write() -> None:
+            path = await directory.await_creation()
+            (path / "inner").mkdir()
+            (path / "inner" / "own.bin").write_bytes(b"own")
+
+        return write()
+
+    async def load(self, directory: Path) -> Awaitable[None]:
+        raise NotImplementedError
+
+
+def begin_run(directory: Path) -> None:
+    with jct.StepManager(directory) as manager:
+        manager.save(1, {"state": RUN}, force=True)
+
+
+def assert_holds(checkpoint: Path, tree: dict[str, np.ndarray]) -> None:
+    assert np.array_equal(jct.load(checkpoint)["w"], tree["w"])
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(work: Callable[[pytest.MonkeyPatch], None]) -> None:
+    """Do it in a process of its own, with what it replaces there; a kill has to end it."""
+    told, status = forked(lambda tell: work(pytest.MonkeyPatch()))
+    assert (told, status) == ([], -signal.SIGKILL)
+
+
+def killed_after_the_exchange(checkpoint: Path, before: Callable[[], None] = lambda: None) -> None:
+    """Overwrite it with NEW, in a process that does something right before the exchange, and ends right after it."""
+    real = LocalBackend.exchange
+
+    def exchange(self: LocalBackend, first: str, second: str, *, sync: bool) -> None:
+        before()
+        real(self, first, second, sync=sync)
+        die()
+
+    def work(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(LocalBackend, "exchange", exchange)
+        jct.save(checkpoint, NEW, overwrite=True)
+
+    killed(work)
+    assert_holds(checkpoint, NEW)
+
+
+def of_another_boot(attempt: Path) -> Path:
+    """Give an attempt the name that it would have, had the machine been booted anew since."""
+    return attempt.rename(attempt.with_name(re.sub(r"(\.tmp-[0-9a-f]{8})-[0-9a-f]{8}", r"\1-00000000", attempt.name)))
+
+
+def dead_attempt(checkpoint: Path) -> Path:
+    tag = re.sub(r"-[0-9]+-[0-9]+$", "-1-1", machine.process_tag())  # process 1 lives, and began at another time
+    return checkpoint.with_name(f".{checkpoint.name}.tmp-{tag}-0")
+
+
+def without_manifest(checkpoint: Path) -> None:
+    """A checkpoint that has lost its manifest, and a file that is no part of it, as far as anybody can tell."""
+    jct.save(checkpoint, OLD)
+    (checkpoint / "configs").mkdir()
+    (checkpoint / "configs" / "a.yaml").write_text("mine")
+    (checkpoint / "manifest.json").unlink()
+
+
+def damage(checkpoint: Path) -> None:
+    data = bytearray((checkpoint / "manifest.json").read_bytes())
+    data[data.index(b'"parts"') + 1] ^= 1
+    (checkpoint / "manifest.json").write_bytes(data)
+
+
+def test_a_kill_before_the_look_at_a_checkpoint_without_manifest_costs_nothing_that_was_in_it(tmp_path: Path) -> None:
+    without_manifest(tmp_path / "c")
+    before = content(tmp_path / "c")
+    killed_after_the_exchange(tmp_path / "c")
+    for _ in range(2):
+        jct.save(tmp_path / "c", NEXT, overwrite=True)
+        assert_holds(tmp_path / "c", NEXT)
+        assert content(tmp_path / "c.replaced-1") == before
+        assert names(tmp_path) == ["c", "c.replaced-1"]
+
+
+def test_a_kill_before_the_look_costs_no_run_that_took_the_name_meanwhile(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "c"
+
+    def take_the_name() -> None:
+        checkpoint.rename(tmp_path / "elsewhere")
+        begin_run(checkpoint)
+
+    jct.save(checkpoint, OLD)
+    killed_after_the_exchange(checkpoint, take_the_name)
+    for _ in range(2):
+        jct.save(checkpoint, NEXT, overwrite=True)
+        assert_holds(checkpoint, NEXT)
+        assert_holds(tmp_path / "c.replaced-1" / "step-0000000001", RUN)
+        assert names(tmp_path) == ["c", "c.replaced-1", "elsewhere"]
+
+
+def test_where_it_is_kept_is_on_the_disk_before_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+    sync, rename = LocalBackend.sync, LocalBackend.rename
+
+    def noted_sync(self: LocalBackend, path: str) -> None:
+        sync(self, path)
+        happened.append(f"synced {path}")
+
+    def noted_rename(self: LocalBackend, source: str, target: str) -> None:
+        rename(self, source, target)
+        happened.append(f"renamed to {target}")
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            happened.append(f"told {record.getMessage()}")
+
+    without_manifest(tmp_path / "c")
+    monkeypatch.setattr(LocalBackend, "sync", noted_sync)
+    monkeypatch.setattr(LocalBackend, "rename", noted_rename)
+    logger, told = logging.getLogger("jaxckpt_train"), Told(logging.WARNING)
+    logger.addHandler(told)
+    try:
+        jct.save(tmp_path / "c", NEW, overwrite=True)
+    finally:
+        logger.removeHandler(told)
+    kept = tmp_path / "c.replaced-1"
+    renamed = happened.index(f"renamed to {kept}")
+    assert happened[renamed + 1] == f"synced {tmp_path}"
+    assert happened[renamed + 2].endswith(
+        f"all of it is in {kept} now: move what you need to where it belongs, and remove the rest"
+    )
+
+
+def test_a_power_cut_that_takes_back_the_name_under_which_it_is_kept_costs_nothing(tmp_path: Path) -> None:
+    without_manifest(tmp_path / "c")
+    before = content(tmp_path / "c")
+    jct.save(tmp_path / "c", NEW, overwrite=True)
+    of_another_boot((tmp_path / "c.replaced-1").rename(dead_attempt(tmp_path / "c")))
+    jct.save(tmp_path / "c", NEXT, overwrite=True)
+    assert content(tmp_path / "c.replaced-1") == before
+    assert names(tmp_path) == ["c", "c.replaced-1"]
+
+
+@pytest.mark.parametrize("refused", ["manifest.json", "run"])
+def test_what_lies_aside_and_cannot_be_looked_at_makes_the_save_fail(
+    tmp_path: Path, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_open, real_list = LocalBackend.open, LocalBackend.list
+    checkpoint, aside = tmp_path / "c", tmp_path / ".c.aside"
+
+    def refuse(path: str) -> None:
+        if path == str(aside / refused):
+            raise jct.StorageError(errno.EIO, "refused", path)
+
+    def refusing_open(self: LocalBackend, directory: str, name: str, *, direct: Any) -> Any:
+        refuse(f"{directory}/{name}")
+        return real_open(self, directory, name, direct=direct)
+
+    def refusing_list(self: LocalBackend, path: str) -> Any:
+        refuse(path)
+        return real_list(self, path)
+
+    monkeypatch.setattr(local, "exchange_names", lambda *_: False)  # as on a system that cannot swap two names
+    jct.save(checkpoint, NEW)
+    jct.save(aside, OLD)
+    begin_run(aside / "run")
+    before = content(tmp_path)
+    with monkeypatch.context() as failing:
+        failing.setattr(LocalBackend, "open", refusing_open)
+        failing.setattr(LocalBackend, "list", refusing_list)
+        with pytest.raises(jct.StorageError, match=r"\.c\.aside is in the way.*move it away"):
+            jct.save(checkpoint, NEXT, overwrite=True)
+    assert content(tmp_path) == before
+    jct.save(checkpoint, NEXT, overwrite=True)  # the disk tells again
+    assert_holds(checkpoint, NEXT)
+    assert_holds(tmp_path / "c.replaced-1" / "run" / "step-0000000001", RUN)
+    assert names(tmp_path) == ["c", "c.replaced-1"]
+
+
+@pytest.mark.parametrize("where", [lambda checkpoint: checkpoint, dead_attempt], ids=["replaced", "left"])
+def test_a_manifest_that_has_grown_needs_no_memory(tmp_path: Path, where: Callable[[Path], Path]) -> None:
+    checkpoint = tmp_path / "c"
+    jct.save(checkpoint, OLD)
+    if (grown := where(checkpoint)) != checkpoint:
+        jct.save(grown, OLD)
+    os.truncate(grown / "manifest.json", GROWN_BYTES)  # with a hole: it takes no room on the disk
+
+    def save(tell: Tell) -> None:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES,) * 2)
+        with pytest.raises(MemoryError):
+            bytearray(GROWN_BYTES)
+        jct.save(checkpoint, NEW, overwrite=True)
+
+    assert forked(save) == ([], 0)
+    assert_holds(checkpoint, NEW)
+    assert names(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("empty", [["manifest.json"], ["COMMIT"], ["COMMIT", "manifest.json"]], ids="-".join)
+def test_an_attempt_whose_names_alone_had_reached_the_disk_is_removed(
+    tmp_path: Path, empty: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = {"state": NEW, "own": OwnFiles()}
+    sync = LocalBackend.sync
+
+    def sync_or_die(self: LocalBackend, path: str) -> None:
+        if list(tmp_path.glob(".c.tmp-*/COMMIT")):  # all of it is written, and not yet synced
+            die()
+        sync(self, path)
+
+    def work(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(LocalBackend, "sync", sync_or_die)
+        jct.save_checkpointables(tmp_path / "c", parts, overwrite=True)
+
+    jct.save(tmp_path / "c", OLD)
+    killed(work)
+    assert_holds(tmp_path / "c", OLD)
+    (left,) = tmp_path.glob(".c.tmp-*")
+    assert names(left) == ["COMMIT", "manifest.json", "own", "state"]
+    for name in empty:
+        os.truncate(left / name, 0)
+    of_another_boot(left)
+    jct.save_checkpointables(tmp_path / "c", parts, overwrite=True)
+    assert names(tmp_path) == ["c"]
+    assert caplog.messages == []
+
+
+def test_an_object_with_folders_of_its_own_in_a_damaged_checkpoint_stops_no_save_and_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = {"state": NEW, "own": OwnFiles()}
+    jct.save_checkpointables(tmp_path / "c", parts)
+    damage(tmp_path / "c")
+    before = content(tmp_path / "c")
+    for _ in range(2):
+        jct.save_checkpointables(tmp_path / "c", parts, overwrite=True)
+        assert content(tmp_path / "c.replaced-1") == before
+        assert names(tmp_path) == ["c", "c.replaced-1"]
+    (told,) = caplog.messages
+    assert "held more than a checkpoint: own;" in told
+    begin_run(tmp_path / "c" / "own" / "inner" / "run")
+    damage(tmp_path / "c")
+    with pytest.raises(jct.CheckpointExistsError, match=r"found also own; move that away"):
+        jct.save(tmp_path / "c", NEXT, overwrite=True)
+    assert_holds(tmp_path / "c" / "own" / "inner" / "run" / "step-0000000001", RUN)
+
+
+@pytest.mark.parametrize("read", [jct.load, jct.metadata, jct.verify])
+def test_each_folder_of_what_is_no_checkpoint_is_looked_at_once_or_twice(
+    tmp_path: Path, read: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: Counter[str] = Counter()
+    real_open, real_list = LocalBackend.open, LocalBackend.list
+
+    def counted_open(self: LocalBackend, directory: str, name: str, *, direct: Any) -> Any:
+        looks[directory] += 1
+        return real_open(self, directory, name, direct=direct)
+
+    def counted_list(self: LocalBackend, path: str) -> Any:
+        looks[path] += 1
+        return real_list(self, path)
+
+    folders = [tmp_path / f"experiment-{number}" for number in range(20)]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "notes.txt").write_text("mine")
+    monkeypatch.setattr(LocalBackend, "open", counted_open)
+    monkeypatch.setattr(LocalBackend, "list", counted_list)
+    with pytest.raises(jct.NotACheckpointError, match=r"found experiment-0, .*, \.\.\."):
+        read(tmp_path)
+    assert all(1 <= looks[str(folder)] <= 2 for folder in folders), looks
+
+
+def test_two_that_clean_up_after_the_same_dead_one_tell_of_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = tmp_path / "c"
+    left = dead_attempt(checkpoint)
+    real = LocalBackend.list
+
+    def list_after_the_other(self: LocalBackend, path: str) -> Any:
+        if path == str(left) and left.exists():
+            monkeypatch.setattr(LocalBackend, "list", real)
+            assert forked(lambda tell: remove_dead_attempts(LocalBackend(), str(checkpoint))) == ([], 0)
+            assert not left.exists()
+        return real(self, path)
+
+    jct.save(checkpoint, OLD)
+    (left / "state").mkdir(parents=True)
+    monkeypatch.setattr(LocalBackend, "list", list_after_the_other)
+    jct.save(checkpoint, NEW, overwrite=True)
+    assert LocalBackend.list is real, "the other was not there"
+    assert caplog.messages == []
+    assert names(tmp_path) == ["c"]
+    assert_holds(checkpoint, NEW)
