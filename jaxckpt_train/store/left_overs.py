@@ -9,7 +9,7 @@ from jaxckpt_train.errors import StorageError
 from jaxckpt_train.store.backend import Backend, Entry
 from jaxckpt_train.store.late_sync import sync_directory
 from jaxckpt_train.store.local import side_name
-from jaxckpt_train.store.machine import is_dead_tag
+from jaxckpt_train.store.machine import is_dead_tag, is_tag_of_another_boot
 from jaxckpt_train.store.strangers import remove_left_over
 from jaxckpt_train.store.transaction import is_committed
 
@@ -52,10 +52,11 @@ def remove_dead_attempts(backend: Backend, final: str) -> None:
 
 def _refusal(backend: Backend, parent: str, entry: Entry, final: str) -> StorageError | None:
     """Remove it; why that was refused, if it was: the others go all the same."""
-    path = os.path.join(parent, entry.name)
+    path, attempt = os.path.join(parent, entry.name), _ATTEMPT.fullmatch(entry.name)
     try:
         if entry.kind == "directory":
-            remove_left_over(backend, path, final)
+            may_be_torn = attempt is not None and is_tag_of_another_boot(attempt["tag"])
+            remove_left_over(backend, path, final, may_be_torn=may_be_torn)
         else:
             backend.remove(path)
     except StorageError as error:

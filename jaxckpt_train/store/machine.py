@@ -78,6 +78,11 @@ def is_dead_tag(tag: str) -> bool:
     return is_dead(ProcessIdentity(me.host, int(pid), "" if start == "0" else start, me.boot, me.namespace)) is True
 
 
+def is_tag_of_another_boot(tag: str) -> bool:
+    """Whether the process with this tag ran before this machine was started anew: the power may have gone since."""
+    return tag.split("-")[1] != _short(this_process().boot)
+
+
 def _short(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 

@@ -108,7 +108,9 @@ def _names(backend: Backend, directory: str) -> _Names | None:
     """None: there is no manifest, or none that can be used."""
     try:
         commit = read_or_none(backend, directory, COMMIT_NAME, MAX_COMMIT_BYTES)
-        size = None if commit is None else msgspec.json.decode(commit, type=_Commit).manifest_bytes
+        if commit is None:
+            return None
+        size = msgspec.json.decode(commit, type=_Commit).manifest_bytes
         data = read_or_none(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES, size=size)
         return None if data is None else msgspec.json.decode(data, type=_Names)
     except (CorruptCheckpointError, *NOT_JSON):
@@ -140,28 +142,49 @@ def remove_replaced(backend: Backend, directory: str, final: str) -> None:
         backend.remove(f"{directory}/{COMMIT_NAME}")  # first: from now on it may go without another look
         backend.remove(directory)
         return
+    kept, doubt = _set_aside(backend, directory, final), ""
+    try:
+        sync_directory(backend, os.path.dirname(final))  # a power cut would bring it back as what is cleaned up
+    except StorageError as error:
+        doubt = f" (for now: {error})"
     _log.warning(
-        "%s: what it replaced held more than a checkpoint: %s; nothing of it was removed, all of it is in %s now: "
+        "%s: what it replaced held more than a checkpoint: %s; nothing of it was removed, all of it is in %s now%s: "
         "move what you need to where it belongs, and remove the rest",
-        *(final, ", ".join(found), _set_aside(backend, directory, final)),
+        *(final, ", ".join(found), kept, doubt),
     )
 
 
-def remove_left_over(backend: Backend, directory: str, final: str) -> None:
+def remove_left_over(backend: Backend, directory: str, final: str, *, may_be_torn: bool) -> None:
     """Remove what a dead process left beside a checkpoint: an attempt, or what that had replaced and perhaps not seen.
 
-    An attempt has no COMMIT, or all that is in it was to be on the disk before it got its name: what is empty was not.
+    Args:
+        backend: where.
+        directory: what is left. An attempt has no COMMIT; or it was to be on the disk before it got its name, and is
+            empty in part.
+        final: the name of the checkpoint.
+        may_be_torn: whether that may be, as the power may have gone since it was written.
 
     Raises:
         StorageError: the file system refused; it is still there.
     """
     top = {entry.name: entry.kind for entry in _listed(backend, directory)}
-    sizes = [_size(backend, directory, name) for name in RESERVED_NAMES if name in top]
-    is_attempt = COMMIT_NAME not in top or 0 in sizes
-    if is_attempt and all(_is_folder(name, kind) or name in RESERVED_NAMES for name, kind in top.items()):
+    is_torn = may_be_torn and any(_size(backend, directory, name) == 0 for name in RESERVED_NAMES if name in top)
+    if (COMMIT_NAME not in top or is_torn) and all(
+        name in RESERVED_NAMES or _may_be_of_attempt(backend, f"{directory}/{name}", kind) for name, kind in top.items()
+    ):
         backend.remove(directory)
     elif top:
         remove_replaced(backend, directory, final)
+
+
+def _may_be_of_attempt(backend: Backend, path: str, kind: str) -> bool:
+    """Whether it is a folder with no checkpoint in it, however deep; an object may be writing anything else there."""
+    if kind != "directory" or not is_plain_name(os.path.basename(path)):
+        return False
+    inside = _listed(backend, path)
+    return all(entry.name not in RESERVED_NAMES for entry in inside) and all(
+        _may_be_of_attempt(backend, f"{path}/{entry.name}", entry.kind) for entry in inside if entry.kind == "directory"
+    )
 
 
 def _size(backend: Backend, directory: str, name: str) -> int | None:
@@ -175,10 +198,6 @@ def _size(backend: Backend, directory: str, name: str) -> int | None:
     return source.size
 
 
-def _is_folder(name: str, kind: str) -> bool:
-    return kind == "directory" and is_plain_name(name)
-
-
 def _set_aside(backend: Backend, directory: str, final: str) -> str:
     for number in itertools.count(1):
         kept = f"{final}.replaced-{number}"
@@ -188,6 +207,5 @@ def _set_aside(backend: Backend, directory: str, final: str) -> str:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
         else:
-            sync_directory(backend, os.path.dirname(final))  # a power cut would bring it back as what is cleaned up
             return kept
     raise AssertionError("unreachable: the count has no end")
