@@ -113,8 +113,13 @@ def damage(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_bytes(data)
 
 
-def test_a_kill_before_the_look_at_a_checkpoint_without_manifest_costs_nothing_that_was_in_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_a_kill_before_the_look_at_a_checkpoint_without_manifest_costs_nothing_that_was_in_it(
+    tmp_path: Path, is_empty: bool
+) -> None:
     without_manifest(tmp_path / "c")
+    if is_empty:
+        (tmp_path / "c" / "manifest.json").touch()
     before = content(tmp_path / "c")
     killed_after_the_exchange(tmp_path / "c")
     for _ in range(2):
@@ -124,12 +129,15 @@ def test_a_kill_before_the_look_at_a_checkpoint_without_manifest_costs_nothing_t
         assert names(tmp_path) == ["c", "c.replaced-1"]
 
 
-def test_a_kill_before_the_look_costs_no_run_that_took_the_name_meanwhile(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_run", [False, True])
+def test_a_kill_before_the_look_costs_no_steps_that_took_the_name_meanwhile(tmp_path: Path, is_run: bool) -> None:
     checkpoint = tmp_path / "c"
 
     def take_the_name() -> None:
         checkpoint.rename(tmp_path / "elsewhere")
         begin_run(checkpoint)
+        for path in [] if is_run else [*checkpoint.glob(".*"), *checkpoint.glob("*.jsonl")]:
+            path.unlink()
 
     jct.save(checkpoint, OLD)
     killed_after_the_exchange(checkpoint, take_the_name)
