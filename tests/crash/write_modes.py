@@ -95,6 +95,7 @@ def _cleaned(manager: StepManager, disk: CrashDisk, facts: Facts, reader: Callab
     manager.save(promise.step, state_of(promise.token))
     manager.wait(LONGEST_S)
     manager._run._deleter.wait(LONGEST_S)
+    manager._run._scrubber.join()  # it may be setting aside what was to go, which stays then
     image = disk.machine.live
     names = image.folders[image.find(RUN) or 0]
     problems = left_of(name for name in hidden(names) if names[name] not in image.lost)
