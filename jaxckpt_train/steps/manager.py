@@ -191,7 +191,8 @@ class StepManager:
             Whether it is being saved, and why or why not.
 
         Raises:
-            CheckpointExistsError: the step is committed already, and `overwrite` is false.
+            CheckpointExistsError: the step is committed, without `overwrite`; or another saved since this one restored.
+            SettingsError: it is below the step that the run goes on from, without `overwrite`.
             CheckpointTimeoutError: with `force` or `if_stalled="raise"`, instead of skipping the step: not in time, or
                 the disk does not answer.
             The original error of the save before, if that failed.
