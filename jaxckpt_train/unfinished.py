@@ -47,7 +47,8 @@ _is_over = threading.current_thread() is threading.main_thread() and not threadi
 def begin(save: Save, thread: threading.Thread) -> None:
     """Take note of a save before its thread starts."""
     call_at_end_of_child(finish)
-    under_way.add(save)
+    if not waits_for_itself():  # else a thread that saves again and again would hold up the end for ever
+        under_way.add(save)
     _threads.add(thread)
 
 
@@ -95,7 +96,6 @@ def finish_late(save: Save) -> None:
     if why_not is not None:
         _tell(f"saving {save.subject} failed:", why_not)
         _late.add(save)
-        under_way.discard(save)  # it is told
         end_with(1)
 
 
@@ -117,13 +117,12 @@ def finish() -> None:
 
 def _wait_for_all() -> int | None:
     codes: set[int] = set()
-    while under_way:  # what a save's own thread begins comes before that save has ended
-        save = next(iter(under_way))
-        error = save.last_outcome()
-        under_way.discard(save)
-        if error is not None:
-            codes.add(1)
-            _tell_failed(save, error)
+    while left := list(under_way):  # what a save's own thread begins comes before that save has ended
+        for save in left:
+            error = save.last_outcome()
+            if error is not None:
+                codes.add(1)
+                _tell_failed(save, error)
     codes |= _codes_of_given_up()
     for thread in list(_threads):
         if thread in given_up:

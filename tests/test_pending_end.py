@@ -328,6 +328,24 @@ def test_a_save_that_another_begins_while_the_process_ends_is_waited_for(
     assert done.stderr.count("ZeroDivisionError: ") == code
 
 
+SAVES_FOR_EVER = """
+import threading
+from jaxckpt_train.pending import start_save
+begun = threading.Event()
+def train():
+    while True:
+        start_save("x", int).wait()
+        begun.set()
+threading.Thread(target=train, daemon=True).start()
+begun.wait()
+"""
+
+
+def test_a_daemon_thread_that_saves_again_and_again_does_not_hold_up_the_end(run_python: Any) -> None:
+    done = run_python(SAVES_FOR_EVER, timeout_s=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 CAUGHT_AT_EXIT = """
 import atexit, sys
 def last():
