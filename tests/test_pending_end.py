@@ -331,17 +331,19 @@ def test_a_save_that_another_begins_while_the_process_ends_is_waited_for(
 SAVES_FOR_EVER = """
 import threading
 from jaxckpt_train.pending import start_save
-begun = threading.Event()
+never, begun = threading.Event(), threading.Barrier(5)
 def train():
+    begun.wait()
     while True:
-        start_save("x", int).wait()
-        begun.set()
-threading.Thread(target=train, daemon=True).start()
+        start_save("x", lambda: never.wait(0.2)).wait()
+for _ in range(4):  # one of them always does
+    threading.Thread(target=train, daemon=True).start()
 begun.wait()
+never.wait(0.1)
 """
 
 
-def test_a_daemon_thread_that_saves_again_and_again_does_not_hold_up_the_end(run_python: Any) -> None:
+def test_daemon_threads_that_save_again_and_again_do_not_hold_up_the_end(run_python: Any) -> None:
     done = run_python(SAVES_FOR_EVER, timeout_s=60)
     assert (done.returncode, done.stderr) == (0, "")
 
