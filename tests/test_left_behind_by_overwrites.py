@@ -10,7 +10,7 @@ import resource
 import signal
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,35 +23,16 @@ from jaxckpt_train.store.left_overs import remove_dead_attempts
 from jaxckpt_train.store.local import LocalBackend
 from tests.faults.forking import Tell, forked
 from tests.file_content import content
+from tests.overwritten import RUN, OwnFiles, begin_run, damage
 
 pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:.*fork"),
     pytest.mark.skipif(sys.platform != "linux", reason="asks /proc which processes are dead"),
 ]
-OLD, NEW, NEXT, RUN = ({"w": np.arange(length)} for length in (4, 5, 6, 3))
+OLD, NEW, NEXT = ({"w": np.arange(length)} for length in (4, 5, 6))
 MEMORY_BYTES = 600 << 20
 GROWN_BYTES = 1 << 30
-
-
-class OwnFiles:
-    """An object that writes a file of its own into a folder of its own."""
-
-    async def save(self, directory: Any) -> Awaitable[None]:
-        async def write() -> None:
-            path = await directory.await_creation()
-            (path / "inner").mkdir()
-            (path / "inner" / "own.bin").write_bytes(b"own")
-
-        return write()
-
-    async def load(self, directory: Path) -> Awaitable[None]:
-        raise NotImplementedError
-
-
-def begin_run(directory: Path) -> None:
-    with jct.StepManager(directory) as manager:
-        manager.save(1, {"state": RUN}, force=True)
 
 
 def assert_holds(checkpoint: Path, tree: dict[str, np.ndarray]) -> None:
@@ -105,12 +86,6 @@ def without_manifest(checkpoint: Path) -> None:
     (checkpoint / "configs").mkdir()
     (checkpoint / "configs" / "a.yaml").write_text("mine")
     (checkpoint / "manifest.json").unlink()
-
-
-def damage(checkpoint: Path) -> None:
-    data = bytearray((checkpoint / "manifest.json").read_bytes())
-    data[data.index(b'"parts"') + 1] ^= 1
-    (checkpoint / "manifest.json").write_bytes(data)
 
 
 @pytest.mark.parametrize("is_empty", [False, True])

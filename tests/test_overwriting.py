@@ -6,7 +6,7 @@ import errno
 import logging
 import re
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,39 +19,10 @@ from jaxckpt_train.store.left_overs import remove_dead_attempts
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.strangers import strangers
 from jaxckpt_train.store.transaction import Transaction
+from tests.file_content import content
+from tests.overwritten import RUN, OwnFiles, begin_run, damage
 
-OLD, NEW, RUN = {"w": np.arange(4)}, {"w": np.arange(5)}, {"w": np.arange(3)}
-
-
-class OwnFiles:
-    """An object that writes files of its own, one of them in a folder; and an empty folder."""
-
-    async def save(self, directory: Any) -> Awaitable[None]:
-        async def write() -> None:
-            path = await directory.await_creation()
-            (path / "inner").mkdir()
-            (path / "empty").mkdir()
-            (path / "inner" / "own.bin").write_bytes(b"own")
-
-        return write()
-
-    async def load(self, directory: Path) -> Awaitable[None]:
-        raise NotImplementedError
-
-
-def begin_run(directory: Path) -> None:
-    with jct.StepManager(directory) as manager:
-        manager.save(1, {"state": RUN}, force=True)
-
-
-def content(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
-
-
-def damage(checkpoint: Path) -> None:
-    data = bytearray((checkpoint / "manifest.json").read_bytes())
-    data[data.index(b'"parts"') + 1] ^= 1
-    (checkpoint / "manifest.json").write_bytes(data)
+OLD, NEW = {"w": np.arange(4)}, {"w": np.arange(5)}
 
 
 def make_newer(checkpoint: Path) -> None:

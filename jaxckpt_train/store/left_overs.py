@@ -33,29 +33,29 @@ def remove_dead_attempts(backend: Backend, final: str) -> None:
         StorageError: some of it could not be removed; the rest is.
     """
     parent, name = os.path.split(final)
-    removed = []
+    removed = list[tuple[Entry, bool]]()
     for entry in backend.list(parent):
         path = os.path.join(parent, entry.name)
         match = _ATTEMPT.fullmatch(entry.name)
-        is_dead = match is not None and match["final"] == name and is_dead_tag(match["tag"])
         is_aside = path == side_name(final)
-        if is_dead or (is_aside and is_committed(backend, final)):
-            removed.append(entry)
+        if match is not None and match["final"] == name and is_dead_tag(match["tag"]):
+            removed.append((entry, is_tag_of_another_boot(match["tag"])))
+        elif is_aside and is_committed(backend, final):
+            removed.append((entry, False))  # it was a checkpoint, and never an attempt
         elif is_aside and is_committed(backend, path):
             backend.rename(path, final)
     if removed:
         sync_directory(backend, parent)
-    refused = [error for entry in removed if (error := _refusal(backend, parent, entry, final))]
+    refused = [error for entry, may_be_torn in removed if (error := _refusal(backend, entry, final, may_be_torn))]
     if refused:
         raise refused[0]
 
 
-def _refusal(backend: Backend, parent: str, entry: Entry, final: str) -> StorageError | None:
+def _refusal(backend: Backend, entry: Entry, final: str, may_be_torn: bool) -> StorageError | None:
     """Remove it; why that was refused, if it was: the others go all the same."""
-    path, attempt = os.path.join(parent, entry.name), _ATTEMPT.fullmatch(entry.name)
+    path = os.path.join(os.path.dirname(final), entry.name)
     try:
         if entry.kind == "directory":
-            may_be_torn = attempt is not None and is_tag_of_another_boot(attempt["tag"])
             remove_left_over(backend, path, final, may_be_torn=may_be_torn)
         else:
             backend.remove(path)
