@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 _SLICE_S = 0.1  # how soon a signal is seen by who waits for a thread
+_LAST_LINES_S = 0.2  # for a thread that was given up, whose save has ended: it may have to ask a disk, or only to end
 
 
 class Save(Protocol):
@@ -126,6 +127,7 @@ def _wait_for_all() -> int | None:
     codes |= _codes_of_given_up()
     for thread in list(_threads):
         if thread in given_up:
+            thread.join(0 if codes else _LAST_LINES_S)
             codes |= {given_up[thread]} if thread.is_alive() else set()
             continue
         while thread.is_alive():  # else it has ended, or its start was interrupted

@@ -279,9 +279,12 @@ def test_a_run_may_be_saved_in_an_exit_function(first: str, tmp_path: Path, run_
 GIVES_UP = """
 import threading
 from jaxckpt_train.pending import start_save
-go = threading.Event()
+go, never = threading.Event(), threading.Event()
 save = start_save("x", lambda: (go.wait(), {work}))
 save.give_up(75)
+def ends_late(seconds=0.05):  # who waits knows before its thread has ended
+    is_open = save._ended.open
+    save._ended.open = lambda: (is_open(), never.wait(seconds))
 {then}
 """
 
@@ -291,8 +294,11 @@ save.give_up(75)
     [
         ("1 / 0", "go.set(); save._thread.join()", 75, 1),
         ("1 / 0", "go.set(); save.outcome()", 0, 0),
+        ("1 / 0", "ends_late(); go.set(); save.outcome()", 0, 0),
         ("1 / 0", "", 75, 0),
         ("1", "go.set(); save._thread.join()", 0, 0),
+        ("1", "ends_late(); go.set(); save.outcome()", 0, 0),
+        ("1", "ends_late(60); go.set(); save.outcome()", 75, 0),
         ("1", "", 75, 0),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from flax.training.train_state import TrainState
 
 import jaxckpt_train as jct
 from jaxckpt_train.settings import NonFinite
+from tests.in_time import in_time
 
 
 def train_state(seed: int) -> TrainState:
@@ -112,10 +112,8 @@ MALFORMED = {
 def test_a_malformed_file_raises_only_our_errors(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "file.msgpack"
     path.write_bytes(data)
-    started = time.process_time()
-    with pytest.raises(jct.CheckpointError, match=f"{path}: |leaf 'a/0/0"):
+    with in_time(), pytest.raises(jct.CheckpointError, match=f"{path}: |leaf 'a/0/0"):
         jct.load(path)
-    assert time.process_time() - started < 1
 
 
 def test_a_file_of_as_many_levels_as_a_checkpoint_has_is_loaded(tmp_path: Path) -> None:
