@@ -67,8 +67,18 @@ class _Outline(msgspec.Struct, forbid_unknown_fields=True):
     digest: str
     block_bytes: int
     segments: msgspec.Raw
-    parts: _Parts  # type: ignore[valid-type]
+    parts: msgspec.Raw
     info: msgspec.Raw
+
+
+_NOTHING = msgspec.Raw(b"")
+
+
+def _size(outline: _Outline) -> int:
+    """How many bytes it has in the form that is ours."""
+    rest = msgspec.structs.replace(outline, segments=_NOTHING, parts=_NOTHING, info=_NOTHING)
+    pieces = (outline.segments, outline.parts, outline.info)
+    return len(msgspec.json.encode(rest)) + sum(memoryview(piece).nbytes for piece in pieces)
 
 
 class _LargeArray(msgspec.Struct, gc=False, forbid_unknown_fields=True):
@@ -87,7 +97,7 @@ class _LargeChunk(msgspec.Struct, gc=False, array_like=True, forbid_unknown_fiel
     digests: str
 
 
-_outline = msgspec.json.Decoder(_Outline).decode
+_outline, _parts = msgspec.json.Decoder(_Outline).decode, msgspec.json.Decoder(_Parts).decode
 _segments, _segment = msgspec.json.Decoder(list[SegmentRecord]).decode, msgspec.json.Decoder(SegmentRecord).decode
 _files, _file = msgspec.json.Decoder(list[FileRecord]).decode, msgspec.json.Decoder(FileRecord).decode
 _arrays, _large_array = msgspec.json.Decoder(list[ArrayRecord]).decode, msgspec.json.Decoder(_LargeArray).decode
@@ -106,26 +116,32 @@ def decode_manifest(data: bytes | bytearray, subject: str) -> Manifest:
     check_version(data, subject)
     try:
         with paused_collection():  # millions of small lists would take seconds
-            manifest = _Decoding(_outline(data), subject).manifest(data)
+            manifest = _Decoding(_outline(data), len(data), subject).manifest(data)
     except NOT_JSON as error:
         raise CorruptCheckpointError(f"{subject}: not valid: {shown(error)}") from error
     if msgspec.json.encode(manifest) != data:
-        raise CorruptCheckpointError(f"{subject}: not in canonical form (a key twice, or edited by another program)")
+        raise _another_form(subject)
     _check_overlaps(manifest, subject)
     return manifest
+
+
+def _another_form(subject: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{subject}: not in canonical form (a key twice, or edited by another program)")
 
 
 class _Decoding:
     """One manifest that is being decoded; each record is checked when it is there."""
 
-    def __init__(self, outline: _Outline, subject: str) -> None:
+    def __init__(self, outline: _Outline, size: int, subject: str) -> None:
         self._outline, self._subject = outline, subject
         if outline.digest not in HEX_DIGITS:
             raise CorruptCheckpointError(f"{subject}: unknown digest {shown(outline.digest)}")
         self._width, self._block_bytes = HEX_DIGITS[outline.digest], outline.block_bytes
         if not MIN_BLOCK_BYTES <= self._block_bytes <= MAX_BLOCK_BYTES or self._block_bytes % MIN_BLOCK_BYTES:
             raise CorruptCheckpointError(f"{subject}: block_bytes is {shown(self._block_bytes)}")
-        found = msgspec.structs.astuple(outline.parts)
+        if _size(outline) != size:  # what stands a million times would be looked at as often
+            raise _another_form(subject)
+        found = msgspec.structs.astuple(_parts(outline.parts))
         self._parts: list[_PartOutline] = [part for part in found if part is not None]
         self._part_names = {part.name for part in self._parts}
         names = [part.name for part in self._parts]
