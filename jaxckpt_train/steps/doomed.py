@@ -40,5 +40,7 @@ class Doomed:
     def let_go(self, names: Sequence[str], kept: Collection[str]) -> list[str]:
         """These have waited: those of them that somebody has kept again do not go, the others do now."""
         self.discard(name for name in names if name in kept)
-        self._waiting.difference_update(names)
-        return [name for name in names if name not in kept]
+        going = [name for name in names if name not in kept]
+        self._names.update(going)  # somebody may have kept them for a while only
+        self._waiting.difference_update(going)
+        return going

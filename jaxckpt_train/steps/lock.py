@@ -21,6 +21,7 @@ from jaxckpt_train.store.backend import HALF_MADE, Backend
 from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.store.machine import MOST_PID, ProcessIdentity, is_dead, this_process
 from jaxckpt_train.store.manifest import NOT_JSON
+from jaxckpt_train.store.per_process import free_in_child
 from jaxckpt_train.store.plain_files import read_whole
 
 LOCK_NAME = ".owner"
@@ -77,7 +78,8 @@ class OwnerLock:
         self._stop = Latch()
         self._tried = self._held = False
         self._left: list[str] = []
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
+        free_in_child(self)
         self._beating: threading.Thread | None = None
 
     def acquire(self) -> ProcessIdentity | None:

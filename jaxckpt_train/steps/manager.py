@@ -36,6 +36,7 @@ from jaxckpt_train.steps.step_save import Clock, SaveRequest, SaveResult, StepSa
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.per_process import free_in_child
 from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.value_checks import flag, time_limit
 
@@ -86,7 +87,7 @@ class StepManager:
         self.settings = checked_settings("StepManager.settings", settings)
         self.reached_preemption = False
         self.restored_step: int | None = None
-        self._save_policy, self._clock = save_decision_policy, clock
+        self._save_policy, self._clock, self._started = save_decision_policy, clock, clock()
         self._in_flight = InFlight(if_busy, stall_timeout_s, if_stalled)
         self._backend = backend or LocalBackend()
         self._coordinator = current()
@@ -94,8 +95,8 @@ class StepManager:
         self._run = RunDirectory(self._backend, self.directory, preservation_policy, clock, rate)
         self.history: History = self._run.history
         self.telling_later, self.leave_to_parent = self._in_flight.telling_later, self._in_flight.leave_to_parent
-        self._started = clock()
-        self._closed, self._turn = False, threading.RLock()
+        self._closed, self._guard = False, threading.RLock()  # each save has its turn
+        free_in_child(self)
 
     @property
     def steps(self) -> list[int]:
@@ -198,7 +199,7 @@ class StepManager:
             The original error of the save before, if that failed.
         """
         step = check_step(step)
-        with self._turn:
+        with self._guard:
             self._check_open()
             self.check()
             started = time.perf_counter()
@@ -267,9 +268,8 @@ class StepManager:
         self.wait()
         more: dict[str, Any] = {"targets": targets, "settings": self.settings, "progress": progress, "asked": step}
         restore = functools.partial(restore_newest, self._backend, self.directory, **more)
-        restored = self._run.with_entries(step, restore, damaged=True, progress=progress)
+        restored = self._run.with_entries(step, restore, damaged=True, progress=progress, then=self._run.rolled_back)
         self.restored_step = restored.entry.step
-        self._run.rolled_back_to(restored.entry, fell_back=bool(restored.skipped))
         answer_of(self.directory, lambda moved: self._run.judge(restored), progress)
         return restored.results
 
@@ -377,7 +377,7 @@ class StepManager:
         if self._closed:
             return
         try:
-            with self._turn:  # a save that another thread is starting is waited for, too
+            with self._guard:  # a save that another thread is starting is waited for, too
                 self._closed = True
             self.leave_to_parent()  # in a fork
             if waits:

@@ -62,21 +62,22 @@ def unseen_steps(entries: Sequence[Entry], seen: Seen) -> list[int]:
     return sorted({entry.step for entry in entries if not _is_seen(entry, seen)})
 
 
-def refuse_unseen(directory: str, restored: Entry, entries: Sequence[Entry], seen: Seen) -> None:
+def refuse_unseen(directory: str, restored: Entry | None, entries: Sequence[Entry], seen: Seen) -> None:
     """Raise CheckpointExistsError if others have saved since this process restored: it would leave that behind.
 
     Args:
         directory: of the run.
-        restored: what this process goes on from.
+        restored: what this process goes on from; None: it begins from scratch.
         entries: all that there is now.
-        seen: what there was at the restore.
+        seen: what there was when it looked.
     """
     unseen = unseen_steps(entries, seen)
     if unseen:
         steps = ", ".join(map(str, unseen))
+        since = "found no step" if restored is None else f"restored step {restored.step}"
         raise CheckpointExistsError(
-            f"{directory}: since this process restored step {restored.step}, another one has saved {steps}; restore "
-            "again, to go on from there or, by restore(step=...), to leave that behind"
+            f"{directory}: since this process {since}, another one has saved {steps}; restore again, to go on from "
+            "there or, by restore(step=...), to leave that behind; or choose another directory"
         )
 
 

@@ -52,6 +52,9 @@ class Told(Protocol):
     def about_to_go(self, names: Sequence[str]) -> list[str]:
         """These have waited, perhaps long: which of them still may go."""
 
+    def held_up(self, names: Sequence[str]) -> None:
+        """These could not go when they should: they wait, and are asked for before the next try."""
+
     def deleted(self, name: str) -> None:
         """It is not listed any more."""
 
@@ -208,8 +211,11 @@ class Deleter:
             return None
 
     def _delete(self, names: Sequence[str], instead: Sequence[str]) -> None:
-        self._add(_Batch(list(names), list(instead), has_waited=bool(instead)))
+        batch = _Batch(list(names), list(instead), has_waited=bool(instead))
+        self._add(batch)
         if not self._is_allowed():
+            batch.has_waited = True
+            self._tell_held_up(batch.names)
             return
         self._take_replaced()
         hidden = self._hide_all()
@@ -239,7 +245,7 @@ class Deleter:
         while doomed and self._is_allowed():
             found = self._hide(doomed.popleft())
             hidden += [] if found is None else [found]
-        self._retry.update(dict.fromkeys(doomed))
+        self._wait_again([*doomed])
         return hidden
 
     def _add(self, batch: _Batch) -> None:
@@ -257,7 +263,7 @@ class Deleter:
     def _lost(self) -> set[str]:
         """What is waited for and is not there any more: somebody has removed it by hand."""
         wanted = {name for batch in self._waiting for name in batch.instead}
-        there = self._names() if wanted else None
+        there = names_in(self._backend, self._directory) if wanted else None
         return set() if there is None else wanted - there
 
     def _take_replaced(self) -> None:
@@ -305,9 +311,10 @@ class Deleter:
         try:
             self._backend.rename(f"{self._directory}/{name}", f"{self._directory}/{hidden}")
         except StorageError as error:
-            there = self._names()
+            there = names_in(self._backend, self._directory)
             if there is None or name in there:
-                self._try_again(name, error)
+                _tell_refused(name, error)
+                self._wait_again([name])
                 if there is not None and hidden in there:  # what is left of one that had this name stands in its way
                     self._retry[hidden] = None
                 return None
@@ -333,18 +340,33 @@ class Deleter:
         try:
             self._backend.remove(f"{self._directory}/{hidden}")
         except StorageError as error:
-            self._try_again(hidden, error)
+            _tell_refused(hidden, error)
+            self._wait_again([hidden])
 
-    def _try_again(self, name: str, error: StorageError) -> None:
-        _log.warning("deleting %s failed and will be tried again: %s", shown_name(name), error)
-        self._retry[name] = None
+    def _wait_again(self, names: Sequence[str]) -> None:
+        """Try these again with the next deletion; steps that are still listed are asked for before, and may be kept."""
+        listed = [name for name in names if name != hidden_name(name)]
+        self._retry.update((name, None) for name in names if name not in listed)
+        if listed:
+            self._waiting.append(_Batch(listed, [], has_waited=True))
+            self._tell_held_up(listed)
 
-    def _names(self) -> set[str] | None:
-        """What is in the run directory; None: the disk does not tell."""
-        try:
-            return {entry.name for entry in self._backend.list(self._directory)}
-        except StorageError:
-            return None
+    def _tell_held_up(self, names: Sequence[str]) -> None:
+        told = self._told()
+        if told is not None:
+            told.held_up([name for name in names if name != hidden_name(name)])
+
+
+def names_in(backend: Backend, directory: str) -> set[str] | None:
+    """What is in a run directory; None: the disk does not tell."""
+    try:
+        return {entry.name for entry in backend.list(directory)}
+    except StorageError:
+        return None
+
+
+def _tell_refused(name: str, error: StorageError) -> None:
+    _log.warning("deleting %s failed and will be tried again: %s", shown_name(name), error)
 
 
 def hidden_name(name: str) -> str:

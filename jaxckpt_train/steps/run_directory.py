@@ -8,7 +8,6 @@ import datetime
 import functools
 import logging
 import threading
-import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -21,8 +20,6 @@ from jaxckpt_train.steps.history import History
 from jaxckpt_train.steps.letting_go import finish, let_go
 from jaxckpt_train.steps.lineage import (
     RollBack,
-    home_run,
-    last_sequence,
     left_behind,
     left_behind_by,
     line_last,
@@ -30,11 +27,13 @@ from jaxckpt_train.steps.lineage import (
     newest_generations,
 )
 from jaxckpt_train.steps.lock import OwnerLock
+from jaxckpt_train.steps.next_save import NextSave
 from jaxckpt_train.steps.notes import NoteBook, noted
+from jaxckpt_train.steps.origin import Origin
 from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy
-from jaxckpt_train.steps.refusals import Seen, refuse_again_or_below, refuse_unseen, seen_of, unseen_steps
+from jaxckpt_train.steps.refusals import refuse_again_or_below
 from jaxckpt_train.steps.restoring import Restored, StepVanishedError
-from jaxckpt_train.steps.retention import Deleter, half_deleted, shown_name
+from jaxckpt_train.steps.retention import Deleter, half_deleted, names_in, shown_name
 from jaxckpt_train.steps.scrubber import Scrubber
 from jaxckpt_train.steps.step_names import check_step, free_step_name, parse_step_name
 from jaxckpt_train.steps.taking import take
@@ -73,12 +72,9 @@ class RunDirectory:
         free_in_child(self)
         self._entries, self._left = list[Entry](), frozenset[str]()
         self._infos: tuple[CheckpointInfo, ...] | None = None
-        self._restored: Entry | None = None  # what the next save goes on from, until it is committed
-        self._seen: Seen = {}  # when that was restored
-        self._id, self._being_read = uuid.uuid4().hex, list[str]()
+        self._origin, self._next_save, self._being_read = Origin(), NextSave(), list[str]()
         self._verdicts, self._told_of = Verdicts(), set[str]()
         self._doomed = Doomed()
-        self._forgotten = -1  # the highest sequence of what was deleted, which a power cut may bring back
 
     def own(self) -> None:
         """Become the owner: take the lock, clean up after dead owners, read what is there; or see that it still is.
@@ -109,9 +105,9 @@ class RunDirectory:
         with self._guard:
             self._look()
             self._book.settle(self._notes, self._entries)
-            self._id = home_run(self._entries) or self._id
-            if self._restored is not None and not unseen_steps(self._entries, self._seen):
-                self._left = left_behind_by(self._restored, self._entries)
+            self._next_save.goes_on(self._entries)
+            left = self._origin.left_behind(self._entries)
+            self._left = self._left if left is None else left
         self._write_verdicts()
         self._deleter.delete(half_deleted(self._backend, self._directory))
         self.is_owner = True  # last of all: what is interrupted before is done again
@@ -121,13 +117,14 @@ class RunDirectory:
         scan = functools.partial(scan_with_notes, self._backend, self._directory)
         self._entries, self._notes = answer_of(self._directory, scan, progress)
         self._left = left_behind(self._entries, self._notes.roll_back)
-        self._forgotten = max(self._forgotten, last_sequence(self._entries, self._notes.roll_back))
+        self._next_save.found(self._entries, self._notes.roll_back)
         self._infos = None
 
     def check_fresh(self, progress: Progress | None = None) -> None:
         """Raise CorruptCheckpointError if there are step directories, but none that is committed and whole."""
         if not self.entries(progress):
             refuse_uncommitted(self._backend, self._directory, bool(self.damaged(progress)), progress)
+            self._origin.nothing()
 
     def entries(self, progress: Progress | None = None) -> list[Entry]:
         """All committed generations of all steps that are neither damaged nor about to be deleted, as they were saved.
@@ -176,6 +173,8 @@ class RunDirectory:
             entries = line_last(there, self._left)[::-1] + (self._damaged()[::-1] if damaged else [])
         found = [entry for entry in entries if wanted in (None, entry.step)]
         if not found:
+            if wanted is None:
+                self._origin.nothing()
             steps = ", ".join(str(each) for each in sorted({entry.step for entry in entries})) or "none"
             which = "" if step is None else f" {step}; committed are {steps}"
             raise StepNotFoundError(f"{self._directory}: has no committed step{which}")
@@ -188,13 +187,17 @@ class RunDirectory:
         *,
         damaged: bool = False,
         progress: Progress | None = None,
+        then: Callable[[T, list[Entry]], object] = lambda result, there: None,
     ) -> T:
-        """Use the `candidates`, which retention leaves alone meanwhile."""
+        """Use the `candidates`, which retention leaves alone meanwhile; `then` gets the result, and what was there."""
         while True:
-            candidates = self.candidates(step, damaged=damaged, progress=progress)
+            with self._guard:
+                candidates, there = self.candidates(step, damaged=damaged, progress=progress), [*self._entries]
             try:
                 with self.reading(candidates):
-                    return use(candidates)
+                    result = use(candidates)
+                    then(result, there)
+                    return result
             except StepVanishedError as gone:  # the owner deleted it after it was listed: look again
                 self.forget(gone.name)
 
@@ -215,17 +218,16 @@ class RunDirectory:
 
     def _line(self, doomed: bool = False) -> list[Entry]:
         left = self._left
-        if self._restored is not None and not self.is_owner:
-            left = left_behind_by(self._restored, self._entries)
+        if self._origin.entry is not None and not self.is_owner:
+            left = left_behind_by(self._origin.entry, self._entries)
         entries = [each for each in self._entries if each.damaged is None] if doomed else self._whole()
         return [entry for entry in entries if entry.name not in left]
 
     def lineage(self, step: int) -> dict[str, Any]:
         """What the manifest of the next save says of its place in the run."""
         with self._guard:
-            sequence = max(self._forgotten, *(entry.sequence for entry in self._entries), -1) + 1
-            left = sorted(self._left | names_after(step, self._line()))
-            return {"run": self._id, "sequence": sequence, "left_behind": left, "notes": self._book.number}
+            left = self._left | names_after(step, self._line())
+            return self._next_save.place(self._entries, left, self._book.number)
 
     def refuse(self, step: int, *, overwrite: bool = False) -> None:
         """Refuse a step that is committed; one that was left behind, or set aside as damaged, may be saved again.
@@ -234,10 +236,9 @@ class RunDirectory:
             CheckpointExistsError, SettingsError: it, or later ones are; or another has saved since this one restored.
         """
         with self._guard:
-            if self._restored is not None:
-                refuse_unseen(self._directory, self._restored, self._entries, self._seen)
+            self._origin.refuse(self._directory, self._entries)
             if not overwrite:
-                refuse_again_or_below(self._directory, step, self._line(), self._restored)
+                refuse_again_or_below(self._directory, step, self._line(), self._origin.entry)
 
     def free_name(self, step: int) -> str:
         """The directory name under which a step is to be saved: its next generation, whatever is there or is to go."""
@@ -252,9 +253,15 @@ class RunDirectory:
         with self._guard:
             pinned = any(each.pinned for each in self._entries if each.step == step)
             self._entries.append(dataclasses.replace(entry, pinned=pinned))
-            self._restored = None
+            self._origin.saved()
             self._left = frozenset(entry.left_behind) - {name}
             self._infos = None
+
+    def failed(self, name: str, place: Mapping[str, Any]) -> None:
+        """Take note of a save that failed; the disk may have refused to take it back."""
+        there = names_in(self._backend, self._directory)
+        with self._guard:
+            self._next_save.failed(place["sequence"], name, {name} if there is None else there)
 
     def note_roll_back(self, unsynced: str | None = None) -> None:
         """Write down what a roll-back left behind, once `unsynced`, the save after it, is on the disk, too."""
@@ -293,10 +300,15 @@ class RunDirectory:
             self._infos, unkept = None, self._unkept(self._line(doomed=True))
             return self._doomed.let_go(names, {each.name for each in self._entries if each.name not in unkept})
 
+    def held_up(self, names: Sequence[str]) -> None:
+        """Take note that they could not go, and wait until they can."""
+        with self._guard:
+            self._doomed.add(names, wait=True)
+
     def forget(self, name: str) -> None:
         """Take note that a step directory is gone."""
         with self._guard:
-            self._forgotten = max(self._forgotten, *(each.sequence for each in self._entries if each.name == name), -1)
+            self._next_save.gone(each.sequence for each in self._entries if each.name == name)
             self._entries = [entry for entry in self._entries if entry.name != name]
             self._doomed.discard([name])
             self._infos = None  # and what was left behind stays so
@@ -319,23 +331,20 @@ class RunDirectory:
                 for name in names:
                     self._being_read.remove(name)
 
-    def rolled_back_to(self, entry: Entry, *, fell_back: bool = False) -> None:
-        """Take note of a restore: everything later, damaged or not, is left behind once this process saves."""
-        if fell_back and entry.name in self._left:
+    def rolled_back(self, restored: Restored, there: Sequence[Entry]) -> None:
+        """Take note of a restore from what was `there`: everything later is left behind once this process saves."""
+        entry = restored.entry
+        if restored.skipped and entry.name in self._left:
             _log.warning("step %d was left behind by a roll-back; no step since is whole", entry.step)
         with self._guard:
-            self._restored, self._seen = entry, seen_of([entry, *self._entries])
+            self._origin.restored(entry, there)
             if self.is_owner:
                 self._left = left_behind_by(entry, self._entries)
             self._doomed.discard([entry.name])
             self._infos = None
 
     def judge(self, restored: Restored) -> None:
-        """Set aside what a restore has proven to be damaged: the owner writes it down now, others once they own it.
-
-        A step that is set aside stays where it is and is kept for ever; it is not listed, and not restored while there
-        is another.
-        """
+        """Set aside what a restore has proven to be damaged: the owner writes it down now, others once they own it."""
         tell_of_uncommitted(self._backend, self._directory, self._told_of)
         self._verdicts.add(restored)
         if self.is_owner:
@@ -364,11 +373,7 @@ class RunDirectory:
         return True
 
     def note_step(self, step: int, note: Mapping[str, Any]) -> None:
-        """As `note`, of a step that retention leaves alone meanwhile.
-
-        Raises:
-            StepNotFoundError: there is no such step.
-        """
+        """As `note`, of a step that retention leaves alone meanwhile; StepNotFoundError: there is none."""
         self.check_owner()
         with contextlib.ExitStack() as held:
             with self._guard:
@@ -390,11 +395,6 @@ class RunDirectory:
             self._infos = None
 
     def close(self, timeout_s: float | None = None, until: Callable[[], bool] = lambda: False) -> None:
-        """Finish deletions and let go of the directory; when interrupted or late, once the deletions are done.
-
-        Args:
-            timeout_s: seconds to wait for that; None: no limit.
-            until: ends the wait once it is true.
-        """
+        """Finish deletions and let go of the directory; when interrupted or late, once the deletions are done."""
         self.is_owner = False
         finish(self._lock, self._deleter, self._scrubber, timeout_s, until)

@@ -151,6 +151,7 @@ class StepSave:
                 progress=self._movement,
             )
         except BaseException as error:
+            self._run.failed(self._record.get("name", ""), self._info)
             self._note(ok=False, error=str(error))
             raise
         self._run.committed(committed, self._info)

@@ -125,6 +125,9 @@ class Told:
     def about_to_go(self, names: Sequence[str]) -> list[str]:
         return list(names)
 
+    def held_up(self, names: Sequence[str]) -> None:
+        """They may go the next time, too."""
+
     def deleted(self, name: str) -> None:
         self.gone.append(name)
 

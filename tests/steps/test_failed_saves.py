@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train.errors import StorageError
+from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.quiet_gc import paused_collection
 from tests.conftest import RunPython
 from tests.steps.fake_backends import HoldingBackend, RefusingBackend
@@ -274,3 +276,55 @@ def test_metrics_whose_names_are_no_unicode_are_refused_by_the_call(tmp_path: Pa
         with pytest.raises(jct.SettingsError, match="expected names of valid Unicode"):
             manager.attach_metrics(1, {"loss \udcff": 1.0})
         assert manager.metadata(1).metrics == {"loss": 1.0}
+
+
+class TakesNothingBack(LocalBackend):
+    """While it is `ill`: the run directory is not synced, and no step gets another name."""
+
+    def __init__(self, run: Path) -> None:
+        self._run, self.ill = str(run), False
+
+    def sync(self, path: str) -> None:
+        if self.ill and path == self._run:
+            raise StorageError(errno.EIO, "refused", path)
+        super().sync(path)
+
+    def rename(self, source: str, target: str) -> None:
+        if self.ill and source.rpartition("/")[2].startswith("step-"):
+            raise StorageError(errno.EIO, "refused", source)
+        super().rename(source, target)
+
+
+@pytest.mark.parametrize("back_to", [None, 10])
+def test_nobody_goes_on_from_a_save_that_failed_and_could_not_be_taken_back(
+    tmp_path: Path, back_to: int | None
+) -> None:
+    backend = TakesNothingBack(tmp_path)
+    with jct.StepManager(tmp_path, backend=backend) as steps:
+        save_steps(steps, 10, 20)
+        backend.ill = True
+        with pytest.raises(StorageError) as failed:
+            save_steps(steps, 30)
+        assert any("could not be taken back" in note for note in failed.value.__notes__)
+        backend.ill = False
+        steps.restore(step=back_to)
+        save_steps(steps, 15 if back_to else 25)
+    with jct.StepManager(tmp_path) as later:
+        assert later.latest == step_of(later.restore()) == (15 if back_to else 25)
+        save_steps(later, 30)  # what is there of it is nobody's
+    with jct.StepManager(tmp_path) as last:
+        assert last.latest == step_of(last.restore()) == 30
+
+
+def test_a_number_whose_save_could_not_be_taken_back_is_saved_again(tmp_path: Path) -> None:
+    backend = TakesNothingBack(tmp_path)
+    with jct.StepManager(tmp_path, backend=backend) as steps:
+        save_steps(steps, 10)
+        backend.ill = True
+        with pytest.raises(StorageError):
+            steps.save(20, {"state": state_of(0)})
+            steps.wait()
+        backend.ill = False
+        save_steps(steps, 20)
+    with jct.StepManager(tmp_path) as later:
+        assert step_of(later.restore()) == 20

@@ -212,3 +212,58 @@ def test_what_is_removed_while_it_is_verified_or_loaded_is_not_called_damaged(
             hidden.rename(step)
         else:
             raise AssertionError("there are more opens than were tried")
+
+
+@pytest.mark.parametrize("look", [False, True])
+def test_what_another_saves_during_a_restore_is_not_left_behind_by_a_look_at_it(tmp_path: Path, look: bool) -> None:
+    owner, reader = jct.StepManager(tmp_path), jct.StepManager(tmp_path)
+    save_steps(owner, 10)
+    to_save = [20]
+
+    def meanwhile(done: int) -> None:
+        if not done:
+            return
+        while to_save:
+            save_steps(owner, to_save.pop())
+        if look:
+            assert reader.latest == 20
+
+    assert step_of(reader.restore(step=10, progress=meanwhile)) == 10
+    owner.close()
+    with pytest.raises(jct.CheckpointExistsError, match="restored step 10, another one has saved 20; restore again"):
+        reader.save(11, {"state": state_of(11)})
+    reader.close()
+    assert jct.StepManager(tmp_path).latest == 20
+
+
+@pytest.mark.parametrize("begin", ["restore", "metadata", "callback"])
+def test_who_began_from_scratch_does_not_go_over_what_another_has_saved_since(tmp_path: Path, begin: str) -> None:
+    first = jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1))
+    if begin == "callback":
+        first.check_fresh()
+    else:
+        with pytest.raises(jct.StepNotFoundError):
+            getattr(first, begin)()
+    made_run(tmp_path, 10, 20)
+    for overwrite in (False, True):
+        with pytest.raises(jct.CheckpointExistsError, match="found no step, another one has saved 10, 20; "):
+            first.save(30, {"state": state_of(30)}, overwrite=overwrite)
+    assert step_of(first.restore()) == 20
+    save_steps(first, 30)
+    first.close()
+    assert jct.StepManager(tmp_path).latest == 30
+
+
+def test_who_has_not_looked_goes_on_from_what_is_there(tmp_path: Path) -> None:
+    made_run(tmp_path, 10, 20)
+    with jct.StepManager(tmp_path) as steps:
+        save_steps(steps, 30)
+    assert jct.StepManager(tmp_path).steps == [10, 20, 30]
+
+
+def test_who_began_from_scratch_goes_on_from_its_own_saves(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path) as steps:
+        with pytest.raises(jct.StepNotFoundError):
+            steps.restore()
+        save_steps(steps, 10, 20)
+    assert jct.StepManager(tmp_path).steps == [10, 20]

@@ -230,3 +230,32 @@ def test_a_forked_child_reads_whatever_a_thread_of_its_parent_was_at(tmp_path: P
     thread.join()
     manager.close()
     assert found == ([("steps", [[1, 2], 2])], 0)
+
+
+@pytest.mark.parametrize("part", ["manager", "lock"])
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_child_is_told_whatever_a_thread_of_its_parent_was_at(tmp_path: Path, part: str) -> None:
+    """As one that begins a save, or takes the directory."""
+    manager = jct.StepManager(made_run(tmp_path, 1))
+    manager.own()
+    held, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with manager._guard if part == "manager" else manager._run._lock._guard:
+            held.set()
+            go.wait(60)
+
+    def use(tell: Tell) -> None:
+        with pytest.raises(jct.DirectoryLockedError, match="of which this is a forked child"):
+            manager.save(2, {"state": state_of(2)})
+        manager.close()
+        tell("closed", [])
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(60)
+    found = forked(use, longest_s=10)
+    go.set()
+    thread.join()
+    manager.close()
+    assert found == ([("closed", [])], 0)
