@@ -7,12 +7,18 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import jaxckpt_train as jct
 from jaxckpt_train.store.local import LocalBackend
-from tests.killed_saves import OF_KILLED_SAVES, names
+from tests.killed_saves import OF_KILLED_SAVES, assert_holds, dead_attempt, names
+from tests.overwritten import damage
 
 pytestmark = OF_KILLED_SAVES
+OLD, NEW = {"w": np.arange(4)}, {"w": np.arange(5)}
+DEPTHS = [700, 5000]  # the first is one that paths can name
+TOO_DEEP_FOR_A_PATH = 2500
 
 
 @pytest.fixture
@@ -58,3 +64,32 @@ def test_what_another_process_removes_meanwhile_is_no_reason_to_stop(
     monkeypatch.setattr(os, "unlink", unlink_after_the_other)
     LocalBackend().remove(str(place / "tree"))
     assert names(place) == []
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_one_beside_a_checkpoint_stops_no_save(place: Path, depth: int) -> None:
+    jct.save(place / "c", OLD)
+    make_deep(dead_attempt(place / "c"), depth)
+    for tree in (NEW, OLD):
+        jct.save(place / "c", tree, overwrite=True)
+        assert_holds(place / "c", tree)
+    left = {700: [], 5000: ["c.replaced-1"]}[depth]  # it goes, or is kept
+    assert names(place) == sorted(["c", *left])
+
+
+@pytest.mark.parametrize("depth", [700, TOO_DEEP_FOR_A_PATH])
+@pytest.mark.parametrize("is_damaged", [True, False])
+@pytest.mark.parametrize("folder", [".", "state"])
+def test_one_in_a_checkpoint_is_refused_or_kept(place: Path, folder: str, is_damaged: bool, depth: int) -> None:
+    jct.save(place / "c", OLD)
+    make_deep(place / "c" / folder, depth)
+    if is_damaged:
+        damage(place / "c")
+    if is_damaged and depth == 700:  # an object may have written it
+        jct.save(place / "c", NEW, overwrite=True)
+        assert_holds(place / "c", NEW)
+        assert (place / "c.replaced-1" / folder / "a").is_dir()
+    else:
+        with pytest.raises(jct.CheckpointExistsError, match=r"found also .*move that away"):
+            jct.save(place / "c", NEW, overwrite=True)
+        assert (place / "c" / folder / "a").is_dir()

@@ -10,10 +10,10 @@ from jaxckpt_train.store.backend import Backend, Entry
 from jaxckpt_train.store.late_sync import sync_directory
 from jaxckpt_train.store.local import side_name
 from jaxckpt_train.store.machine import is_dead_tag, is_tag_of_another_boot
-from jaxckpt_train.store.strangers import remove_left_over
+from jaxckpt_train.store.removal import remove_left_over, remove_replaced
 from jaxckpt_train.store.transaction import is_committed
 
-_ATTEMPT = re.compile(r"\.(?P<final>.+)\.tmp-(?P<tag>[0-9a-f]{8}-[0-9a-f]{8}-[0-9]+-[0-9]+)-[0-9]+")
+_ATTEMPT = re.compile(r"\.(?P<final>.+)\.tmp-(?P<tag>[0-9a-f]{8}-[0-9a-f]{8}-[0-9]+-[0-9]+)-[0-9]+", re.DOTALL)
 
 
 def attempts(backend: Backend, parent: str) -> list[tuple[str, str]]:
@@ -58,7 +58,7 @@ def _refusal(backend: Backend, entry: Entry, final: str, may_be_torn: bool) -> S
         if entry.kind == "directory":
             remove_left_over(backend, path, final, may_be_torn=may_be_torn)
         else:
-            backend.remove(path)
+            remove_replaced(backend, path, final)
     except StorageError as error:
         return error
     return None
