@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -67,13 +67,14 @@ def test_what_another_process_removes_meanwhile_is_no_reason_to_stop(
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_one_beside_a_checkpoint_stops_no_save(place: Path, depth: int) -> None:
+@pytest.mark.parametrize("where", [dead_attempt, lambda checkpoint: checkpoint.with_name(".c.aside")])
+def test_one_beside_a_checkpoint_stops_no_save(place: Path, where: Callable[[Path], Path], depth: int) -> None:
     jct.save(place / "c", OLD)
-    make_deep(dead_attempt(place / "c"), depth)
+    make_deep(where(place / "c"), depth)
     for tree in (NEW, OLD):
         jct.save(place / "c", tree, overwrite=True)
         assert_holds(place / "c", tree)
-    left = {700: [], 5000: ["c.replaced-1"]}[depth]  # it goes, or is kept
+    left = {700: [], 5000: ["c.replaced-1"]}[depth] if where is dead_attempt else [".c.aside"]  # it goes, or is kept
     assert names(place) == sorted(["c", *left])
 
 
