@@ -40,7 +40,7 @@ from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings, checked_settings
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
-from jaxckpt_train.store.left_overs import remove_dead_attempts
+from jaxckpt_train.store.left_overs import is_left_over_name, remove_dead_attempts
 from jaxckpt_train.store.local import LocalBackend, file_exists, is_file
 from jaxckpt_train.store.manifest import MAX_INFO_BYTES
 from jaxckpt_train.store.replaced import LOOKS, use_committed
@@ -122,7 +122,7 @@ def save(
     Raises:
         CheckpointExistsError: something is at `path` and `overwrite` is false.
         UnsupportedLeafError: a leaf cannot be stored.
-        SettingsError: `custom_metadata` is too large.
+        SettingsError: `custom_metadata` is too large, or `path` has a name that later saves clean up, `.NAME.aside`.
         StorageError: the file system refused. What was at `path` before is untouched; or, should the disk fail once
             more while it is put back, beside it where the error says.
         CheckpointTimeoutError: it has not answered for ten minutes.
@@ -174,6 +174,7 @@ def save_checkpointables_async(
     """As `save_async`, with several checkpointables by name."""
     final, chosen, times = absolute(path), checked_settings("settings", settings), SaveTimes()
     replace = flag("overwrite", overwrite)
+    _refuse_name(final)
     answer_of(final, lambda moved: _refuse_existing(final, replace))
     parts = stage_all(checkpointables, times, chosen)
     with undone_on_error(None, parts):
@@ -195,6 +196,14 @@ def _abort(transaction: Transaction) -> None:
     """Remove an attempt that nobody waits for; what stays is removed once this process is gone."""
     with contextlib.suppress(StorageError):
         transaction.abort()
+
+
+def _refuse_name(final: str) -> None:
+    if is_left_over_name(os.path.basename(final)):
+        raise SettingsError(
+            f"path: {final}: expected a name that no unfinished save may have: later saves clean up `.NAME.aside` and "
+            "`.NAME.tmp-...`; choose another one"
+        )
 
 
 def _refuse_existing(final: str, replace: bool) -> None:

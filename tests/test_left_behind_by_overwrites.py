@@ -5,10 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 import resource
-import signal
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,66 +15,28 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.store import local, machine
+from jaxckpt_train.store import local, local_names
 from jaxckpt_train.store.left_overs import remove_dead_attempts
 from jaxckpt_train.store.local import LocalBackend
 from tests.faults.forking import Tell, forked
 from tests.file_content import content
+from tests.killed_saves import (
+    OF_KILLED_SAVES,
+    assert_holds,
+    dead_attempt,
+    die,
+    killed,
+    killed_after_the_exchange,
+    names,
+    of_another_boot,
+    save_under,
+)
 from tests.overwritten import RUN, OwnFiles, begin_run, damage
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore:.*fork"),
-    pytest.mark.skipif(sys.platform != "linux", reason="asks /proc which processes are dead"),
-]
+pytestmark = OF_KILLED_SAVES
 OLD, NEW, NEXT = ({"w": np.arange(length)} for length in (4, 5, 6))
 MEMORY_BYTES = 600 << 20
 GROWN_BYTES = 1 << 30
-
-
-def assert_holds(checkpoint: Path, tree: dict[str, np.ndarray]) -> None:
-    assert np.array_equal(jct.load(checkpoint)["w"], tree["w"])
-
-
-def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def killed(work: Callable[[pytest.MonkeyPatch], None]) -> None:
-    """Do it in a process of its own, with what it replaces there; a kill has to end it."""
-    told, status = forked(lambda tell: work(pytest.MonkeyPatch()))
-    assert (told, status) == ([], -signal.SIGKILL)
-
-
-def killed_after_the_exchange(checkpoint: Path, before: Callable[[], None] = lambda: None) -> None:
-    """Overwrite it with NEW, in a process that does something right before the exchange, and ends right after it."""
-    real = LocalBackend.exchange
-
-    def exchange(self: LocalBackend, first: str, second: str, *, sync: bool) -> None:
-        before()
-        real(self, first, second, sync=sync)
-        die()
-
-    def work(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(LocalBackend, "exchange", exchange)
-        jct.save(checkpoint, NEW, overwrite=True)
-
-    killed(work)
-    assert_holds(checkpoint, NEW)
-
-
-def of_another_boot(attempt: Path) -> Path:
-    """Give an attempt the name that it would have, had the machine been booted anew since."""
-    return attempt.rename(attempt.with_name(re.sub(r"(\.tmp-[0-9a-f]{8})-[0-9a-f]{8}", r"\1-00000000", attempt.name)))
-
-
-def dead_attempt(checkpoint: Path) -> Path:
-    tag = re.sub(r"-[0-9]+-[0-9]+$", "-1-1", machine.process_tag())  # process 1 lives, and began at another time
-    return checkpoint.with_name(f".{checkpoint.name}.tmp-{tag}-0")
 
 
 def without_manifest(checkpoint: Path) -> None:
@@ -96,7 +55,7 @@ def test_a_kill_before_the_look_at_a_checkpoint_without_manifest_costs_nothing_t
     if is_empty:
         (tmp_path / "c" / "manifest.json").touch()
     before = content(tmp_path / "c")
-    killed_after_the_exchange(tmp_path / "c")
+    killed_after_the_exchange(tmp_path / "c", NEW)
     for _ in range(2):
         jct.save(tmp_path / "c", NEXT, overwrite=True)
         assert_holds(tmp_path / "c", NEXT)
@@ -115,7 +74,7 @@ def test_a_kill_before_the_look_costs_no_steps_that_took_the_name_meanwhile(tmp_
             path.unlink()
 
     jct.save(checkpoint, OLD)
-    killed_after_the_exchange(checkpoint, take_the_name)
+    killed_after_the_exchange(checkpoint, NEW, take_the_name)
     for _ in range(2):
         jct.save(checkpoint, NEXT, overwrite=True)
         assert_holds(checkpoint, NEXT)
@@ -187,7 +146,7 @@ def test_what_lies_aside_and_cannot_be_looked_at_makes_the_save_fail(
 
     monkeypatch.setattr(local, "exchange_names", lambda *_: False)  # as on a system that cannot swap two names
     jct.save(checkpoint, NEW)
-    jct.save(aside, OLD)
+    save_under(aside, {"state": OLD})
     begin_run(aside / "run")
     before = content(tmp_path)
     with monkeypatch.context() as failing:
@@ -207,7 +166,7 @@ def test_a_manifest_that_has_grown_needs_no_memory(tmp_path: Path, where: Callab
     checkpoint = tmp_path / "c"
     jct.save(checkpoint, OLD)
     if (grown := where(checkpoint)) != checkpoint:
-        jct.save(grown, OLD)
+        save_under(grown, {"state": OLD})
     os.truncate(grown / "manifest.json", GROWN_BYTES)  # with a hole: it takes no room on the disk
 
     def save(tell: Tell) -> None:
@@ -319,3 +278,110 @@ def test_two_that_clean_up_after_the_same_dead_one_tell_of_no_failure(
     assert caplog.messages == []
     assert names(tmp_path) == ["c"]
     assert_holds(checkpoint, NEW)
+
+
+def die_at(name: str, where: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Has this process die right after the first call of `os` of that name that ends with a path like this."""
+
+    def arrange(patch: pytest.MonkeyPatch) -> None:
+        real = getattr(os, name)
+
+        def call(path: str, *args: Any, **options: Any) -> Any:
+            result = real(path, *args, **options)
+            if path.endswith(where):
+                die()
+            return result
+
+        patch.setattr(os, name, call)
+
+    return arrange
+
+
+def refuse_to_sync_directories(patch: pytest.MonkeyPatch) -> None:
+    sync = LocalBackend.sync
+
+    def refuse(self: LocalBackend, path: str) -> None:
+        if ".tmp-" in path and os.path.isdir(path):
+            raise jct.StorageError(errno.EIO, "cannot sync", path)
+        sync(self, path)
+
+    patch.setattr(LocalBackend, "sync", refuse)
+
+
+@pytest.mark.parametrize("durability", ["full", "none"])
+@pytest.mark.parametrize("name", ["c", "two\nlines"])
+@pytest.mark.parametrize(
+    "faults",
+    [[die_at("open", "/COMMIT")], [refuse_to_sync_directories, die_at("unlink", "manifest.json")]],
+    ids=["before the first byte of COMMIT", "in the abort"],
+)
+def test_an_attempt_of_an_object_with_own_files_is_removed_whenever_it_was_killed(
+    tmp_path: Path, faults: list[Any], name: str, durability: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts, settings = {"state": OLD, "own": OwnFiles()}, jct.StoreSettings(durability=durability)
+    if refuse_to_sync_directories in faults:
+        settings = jct.StoreSettings()  # else none is synced
+
+    def work(patch: pytest.MonkeyPatch) -> None:
+        entries_of = local_names.entries_of  # in any order: here the manifest comes first
+        patch.setattr(
+            local_names,
+            "entries_of",
+            lambda path: sorted(entries_of(path), key=lambda each: each.name != "manifest.json"),
+        )
+        for arrange in faults:
+            arrange(patch)
+        jct.save_checkpointables(tmp_path / name, parts, overwrite=True, settings=settings)
+
+    jct.save_checkpointables(tmp_path / name, parts, settings=settings)
+    killed(work)
+    assert len(names(tmp_path)) == 2
+    jct.save_checkpointables(tmp_path / name, parts, overwrite=True, settings=settings)
+    assert names(tmp_path) == [name]
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("gone", [["COMMIT"], ["COMMIT", "manifest.json"]], ids="-".join)
+def test_half_of_what_another_process_is_removing_is_not_kept(
+    tmp_path: Path, gone: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint, looks = tmp_path / "c", list[str]()
+    left, real = dead_attempt(checkpoint), LocalBackend.list
+
+    def list_while_it_goes(self: LocalBackend, path: str) -> Any:
+        looks.append(path)
+        if looks.count(str(left)) == 2:  # the first was: is it an attempt?
+            for name in gone:
+                (left / name).unlink(missing_ok=True)
+        return real(self, path)
+
+    jct.save(checkpoint, OLD)
+    save_under(left, {"state": OLD, "own": OwnFiles()})
+    monkeypatch.setattr(LocalBackend, "list", list_while_it_goes)
+    jct.save(checkpoint, NEW, overwrite=True)
+    assert looks.count(str(left)) >= 2
+    assert "c.replaced-1" not in names(tmp_path)
+    jct.save(checkpoint, NEXT, overwrite=True)  # should the other one have died
+    assert names(tmp_path) == ["c"]
+    assert caplog.messages == []
+
+
+def test_two_that_keep_the_same_tell_of_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = tmp_path / "c"
+    left, real = dead_attempt(checkpoint), LocalBackend.rename
+
+    def rename_after_the_other(self: LocalBackend, source: str, target: str) -> None:
+        if source == str(left) and left.exists():
+            real(self, source, target)
+        real(self, source, target)
+
+    jct.save(checkpoint, OLD)
+    save_under(left, {"state": OLD})
+    (left / "notes.txt").write_text("mine")
+    monkeypatch.setattr(LocalBackend, "rename", rename_after_the_other)
+    jct.save(checkpoint, NEW, overwrite=True)
+    assert (tmp_path / "c.replaced-1" / "notes.txt").read_text() == "mine"
+    assert names(tmp_path) == ["c", "c.replaced-1"]
+    assert not any("could not be removed" in message for message in caplog.messages)

@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.store import local, machine
+from jaxckpt_train.store import local
 from jaxckpt_train.store.left_overs import remove_dead_attempts
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.strangers import strangers
 from jaxckpt_train.store.transaction import Transaction
 from tests.file_content import content
+from tests.killed_saves import OF_KILLED_SAVES, dead_attempt, killed_after_the_exchange, names, save_under
 from tests.overwritten import RUN, OwnFiles, begin_run, damage
 
+pytestmark = OF_KILLED_SAVES
 OLD, NEW = {"w": np.arange(4)}, {"w": np.arange(5)}
 
 
@@ -138,17 +140,16 @@ def test_files_of_an_object_in_a_damaged_checkpoint_stop_no_save_and_are_kept(
     assert np.array_equal(jct.load(tmp_path / "c")["w"], NEW["w"])
 
 
-@pytest.mark.parametrize("name", [".c.aside", ".c.tmp-{tag}-0"])
+@pytest.mark.parametrize("where", [dead_attempt, lambda checkpoint: checkpoint.with_name(".c.aside")])
 def test_a_save_that_died_before_it_removed_what_it_replaced_leaves_the_run_in_it_to_be_kept(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, where: Callable[[Path], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    tag = re.sub(r"-[0-9]+-[0-9]+$", "-1-1", machine.process_tag())  # process 1 lives, and began at another time
-    left = tmp_path / name.format(tag=tag)
+    left = where(tmp_path / "c")
     jct.save(tmp_path / "c", NEW)
-    jct.save(left, OLD)
+    save_under(left, {"state": OLD})
     remove_dead_attempts(LocalBackend(), str(tmp_path / "c"))
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
-    jct.save(left, OLD)
+    save_under(left, {"state": OLD})
     begin_run(left / "run")
     remove_dead_attempts(LocalBackend(), str(tmp_path / "c"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "c.replaced-1"]
@@ -167,3 +168,82 @@ def test_the_look_at_the_call_reads_no_manifest_of_a_checkpoint_of_arrays_and_va
     assert list(strangers(LocalBackend(), str(tmp_path / "c"), certain=True)) == []
     shutil.copytree(tmp_path / "c" / "state", tmp_path / "c" / "copy")  # only the manifest tells
     assert list(strangers(LocalBackend(), str(tmp_path / "c"), certain=True)) == ["copy"]
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+@pytest.mark.parametrize("durability", ["full", "file", "none"])
+@pytest.mark.parametrize("link", ["best", "best-of-all"])
+def test_of_a_link_that_is_replaced_the_link_goes_and_what_it_points_to_stays(
+    tmp_path: Path, link: str, durability: Any, swaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not swaps:
+        monkeypatch.setattr(local, "exchange_names", lambda *_: False)
+    begin_run(tmp_path / "run")
+    (tmp_path / "best").symlink_to("run/step-0000000001")
+    (tmp_path / "best-of-all").symlink_to("best")
+    before = content(tmp_path / "run")
+    jct.save(tmp_path / link, NEW, overwrite=True, settings=jct.StoreSettings(durability=durability))
+    assert not (tmp_path / link).is_symlink()
+    assert np.array_equal(jct.load(tmp_path / link)["w"], NEW["w"])
+    assert content(tmp_path / "run") == before
+    assert names(tmp_path) == ["best", "best-of-all", "run"]
+
+
+def test_nor_does_it_go_with_a_link_that_a_killed_save_has_replaced(tmp_path: Path) -> None:
+    begin_run(tmp_path / "run")
+    (tmp_path / "best").symlink_to("run/step-0000000001")
+    before = content(tmp_path / "run")
+    killed_after_the_exchange(tmp_path / "best", NEW)
+    jct.save(tmp_path / "best", OLD, overwrite=True)
+    assert content(tmp_path / "run") == before
+    assert names(tmp_path) == ["best", "run"]
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_file_that_took_the_name_while_the_save_was_writing_is_kept(
+    tmp_path: Path, is_killed: bool, while_it_is_written: Callable[[Callable[[], None]], None]
+) -> None:
+    def take_the_name() -> None:
+        (tmp_path / "c").rename(tmp_path / "elsewhere")
+        (tmp_path / "c").write_text("mine")
+
+    jct.save(tmp_path / "c", OLD)
+    if is_killed:
+        killed_after_the_exchange(tmp_path / "c", NEW, take_the_name)
+    else:
+        while_it_is_written(take_the_name)
+    jct.save(tmp_path / "c", NEW, overwrite=True)
+    assert (tmp_path / "c.replaced-1").read_text() == "mine"
+    assert names(tmp_path) == ["c", "c.replaced-1", "elsewhere"]
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"COMMIT": "4f2a91c", "manifest.json": '{"name": "web app"}'},
+        {"COMMIT": "", "manifest.json": "{}"},
+        {"COMMIT": "x"},
+    ],
+    ids=lambda files: "-".join(map(str, files.values())),
+)
+def test_what_another_program_calls_so_is_kept(tmp_path: Path, files: dict[str, str], is_killed: bool) -> None:
+    (tmp_path / "c" / "assets").mkdir(parents=True)
+    for name, text in files.items():
+        (tmp_path / "c" / name).write_text(text)
+    before = content(tmp_path / "c")
+    if is_killed:
+        killed_after_the_exchange(tmp_path / "c", OLD)
+    jct.save(tmp_path / "c", NEW, overwrite=True)
+    assert content(tmp_path / "c.replaced-1") == before
+    assert names(tmp_path) == ["c", "c.replaced-1"]
+    assert np.array_equal(jct.load(tmp_path / "c")["w"], NEW["w"])
+
+
+@pytest.mark.parametrize("left", [b"", bytes(99)], ids=["nothing", "zeros"])
+def test_what_a_power_cut_has_left_of_a_checkpoint_is_not_taken_for_that(tmp_path: Path, left: bytes) -> None:
+    jct.save(tmp_path / "c", OLD)
+    for name in ("COMMIT", "manifest.json"):
+        (tmp_path / "c" / name).write_bytes(left)
+    jct.save(tmp_path / "c", NEW, overwrite=True)
+    assert names(tmp_path) == ["c"]

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+from collections.abc import Callable
 
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.store.backend import Backend, Entry
 from jaxckpt_train.store.late_sync import sync_directory
 from jaxckpt_train.store.local import side_name
 from jaxckpt_train.store.machine import is_dead_tag, is_tag_of_another_boot
-from jaxckpt_train.store.strangers import remove_left_over
-from jaxckpt_train.store.transaction import is_committed
+from jaxckpt_train.store.removal import first_strangers, keep, remove_left_over, remove_replaced, renamed
+from jaxckpt_train.store.transaction import attempt_paths, is_committed
 
-_ATTEMPT = re.compile(r"\.(?P<final>.+)\.tmp-(?P<tag>[0-9a-f]{8}-[0-9a-f]{8}-[0-9]+-[0-9]+)-[0-9]+")
+_ATTEMPT = re.compile(r"\.(?P<final>.+)\.tmp-(?P<tag>[0-9a-f]{8}-[0-9a-f]{8}-[0-9]+-[0-9]+)-[0-9]+", re.DOTALL)
+_ASIDE = re.compile(r"\..+\.aside", re.DOTALL)
+
+
+def is_left_over_name(name: str) -> bool:
+    """Whether a save may make something of this name, and so later saves remove it."""
+    return any(pattern.fullmatch(name) for pattern in (_ATTEMPT, _ASIDE))
 
 
 def attempts(backend: Backend, parent: str) -> list[tuple[str, str]]:
@@ -27,38 +35,60 @@ def remove_dead_attempts(backend: Backend, final: str) -> None:
 
     An exchange cut between its renames is taken back, or its older checkpoint removed if the newer is in place. That it
     is in place may be known to memory only: nothing is removed before the names are on the disk. An older checkpoint
-    that holds anything else is kept, as `remove_replaced` does.
+    that holds anything else is kept, as `remove_replaced` does; what has the side name and is none stays as it is.
 
     Raises:
         StorageError: some of it could not be removed; the rest is.
     """
     parent, name = os.path.split(final)
-    removed = list[tuple[Entry, bool]]()
+    removals = list[Callable[[], None]]()
     for entry in backend.list(parent):
         path = os.path.join(parent, entry.name)
         match = _ATTEMPT.fullmatch(entry.name)
-        is_aside = path == side_name(final)
         if match is not None and match["final"] == name and is_dead_tag(match["tag"]):
-            removed.append((entry, is_tag_of_another_boot(match["tag"])))
-        elif is_aside and is_committed(backend, final):
-            removed.append((entry, False))  # it was a checkpoint, and never an attempt
-        elif is_aside and is_committed(backend, path):
-            backend.rename(path, final)
-    if removed:
+            may_be_torn = is_tag_of_another_boot(match["tag"])
+            removals.append(functools.partial(_remove_left, backend, entry, final, may_be_torn))
+        elif path == side_name(final) and entry.kind != "file":  # an exchange moves directories, and links to them
+            if is_committed(backend, final):
+                removals.append(functools.partial(_remove_aside, backend, entry, final))
+            elif is_committed(backend, path):
+                backend.rename(path, final)
+    if removals:
         sync_directory(backend, parent)
-    refused = [error for entry, may_be_torn in removed if (error := _refusal(backend, entry, final, may_be_torn))]
+    refused = [error for remove in removals if (error := _refusal(remove))]
     if refused:
         raise refused[0]
 
 
-def _refusal(backend: Backend, entry: Entry, final: str, may_be_torn: bool) -> StorageError | None:
+def _refusal(remove: Callable[[], None]) -> StorageError | None:
     """Remove it; why that was refused, if it was: the others go all the same."""
-    path = os.path.join(os.path.dirname(final), entry.name)
     try:
-        if entry.kind == "directory":
-            remove_left_over(backend, path, final, may_be_torn=may_be_torn)
-        else:
-            backend.remove(path)
+        remove()
     except StorageError as error:
         return error
     return None
+
+
+def _remove_left(backend: Backend, entry: Entry, final: str, may_be_torn: bool) -> None:
+    path = os.path.join(os.path.dirname(final), entry.name)
+    if entry.kind == "directory":
+        remove_left_over(backend, path, final, may_be_torn=may_be_torn)
+    else:
+        remove_replaced(backend, path, final)
+
+
+def _remove_aside(backend: Backend, entry: Entry, final: str) -> None:
+    """Remove the older checkpoint of an exchange that was cut, and nothing else that has its side name.
+
+    It gets the name of an attempt before it goes: half of it could not be told from nobody's under the side name.
+    """
+    aside = side_name(final)
+    found = first_strangers(backend, aside) if entry.kind == "directory" else []
+    is_checkpoint = is_committed(backend, aside)  # after the look, as another process may have moved it meanwhile
+    if found and is_checkpoint:
+        keep(backend, aside, final, found)
+    elif not found and (is_checkpoint or entry.kind == "directory"):
+        moved = renamed(backend, aside, attempt_paths(final))
+        if moved is not None:
+            sync_directory(backend, os.path.dirname(final))
+            remove_replaced(backend, moved, final)

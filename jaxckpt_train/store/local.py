@@ -7,7 +7,6 @@ import errno
 import fcntl
 import os
 import secrets
-import shutil
 import stat
 import threading
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from jaxckpt_train.store.backend import HALF_MADE, Entry
 from jaxckpt_train.store.interrupted import again
 from jaxckpt_train.store.late_sync import sync_directory
 from jaxckpt_train.store.local_names import (
+    close_read,
     entries_of,
     exchange_names,
     is_directory,
@@ -27,6 +27,7 @@ from jaxckpt_train.store.local_names import (
     marks_of_way,
     open_to_sync,
     parents_on_volume,
+    remove_tree,
     rename_all,
     rename_to_new,
 )
@@ -158,7 +159,7 @@ class _LocalSource:
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            _close_read(descriptor)
+            close_read(descriptor)
 
     __del__ = close  # an interrupt may lose a source on its way to who asked for it
 
@@ -196,7 +197,7 @@ class LocalBackend:
                 return _open_regular(last, here[-1], direct, path)
             finally:
                 while here:
-                    _close_read(here.pop())
+                    close_read(here.pop())
 
     def list(self, path: str) -> list[Entry]:
         """The entries of a directory, sorted by name."""
@@ -235,7 +236,7 @@ class LocalBackend:
         """Remove a file or a whole directory; nothing there is no error."""
         with _storage("remove", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if stat.S_ISDIR(again(os.lstat, path).st_mode):
-                again(shutil.rmtree, path)
+                remove_tree(path)
             else:
                 again(os.unlink, path)
 
@@ -251,7 +252,7 @@ class LocalBackend:
             try:
                 os.fsync(descriptor)
             finally:
-                _close_read(descriptor)
+                close_read(descriptor)
 
     def rename(self, source: str, target: str) -> None:
         """Move a file or directory to a name that must not exist.
@@ -309,7 +310,7 @@ class LocalBackend:
             try:
                 return os.fstat(descriptor).st_mtime - again(os.stat, path).st_mtime
             finally:
-                _close_read(descriptor)
+                close_read(descriptor)
                 again(os.unlink, probe)
 
 
@@ -321,11 +322,6 @@ def _forget_ways_below(missing: str) -> None:
 
 def _close_written(descriptor: int) -> None:
     with contextlib.suppress(InterruptedError):  # it is closed all the same: a second time could close another's
-        os.close(descriptor)
-
-
-def _close_read(descriptor: int) -> None:
-    with contextlib.suppress(OSError):  # nothing was written, so nothing can be lost
         os.close(descriptor)
 
 

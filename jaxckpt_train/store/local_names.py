@@ -1,11 +1,13 @@
-"""Names on the local file system, for `local.py`: renames over nothing, told once, and what tells names made anew."""
+"""Names on the local file system, for `local.py`: given to nothing else, removed, and what tells names made anew."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
 import os
+import secrets
 import stat
 from collections.abc import Callable, Iterator
 
@@ -14,6 +16,8 @@ from jaxckpt_train.store.interrupted import again
 
 _RENAME_NOREPLACE, _RENAME_EXCHANGE, _AT_FDCWD = 1, 2, -100
 _MAX_HANDLE_BYTES = 128
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_LEVELS = 50  # open at once while a tree is removed
 
 
 def is_there(path: str) -> bool:
@@ -33,7 +37,7 @@ def is_directory(path: str) -> bool:
         return False
 
 
-def entries_of(path: str) -> list[Entry]:
+def entries_of(path: str | int) -> list[Entry]:
     """What is in a directory, in no order.
 
     A file is not looked at: one that its disk tells nothing of is a file all the same, and hides no other.
@@ -46,6 +50,47 @@ def entries_of(path: str) -> list[Entry]:
             else:
                 entries.append(Entry(item.name, "file" if item.is_file(follow_symlinks=False) else "other"))
     return entries
+
+
+def remove_tree(path: str) -> None:
+    """Remove a directory with all it holds, however deep. What another process removes meanwhile is removed.
+
+    Each level is open while those below it go: what lies deeper than some levels moves up to the first one before.
+    """
+    top = os.open(path, _FOLDER)
+    try:
+        while _remove_inside(top, top, _LEVELS):
+            pass
+    finally:
+        close_read(top)
+    again(os.rmdir, path)
+
+
+def _remove_inside(folder: int, top: int, levels: int) -> bool:
+    """Remove what is in a directory; whether some of it is in the first one now."""
+    has_moved = False
+    for entry in entries_of(folder):
+        with contextlib.suppress(FileNotFoundError):
+            if entry.kind != "directory":
+                again(os.unlink, entry.name, dir_fd=folder)
+            elif not levels:
+                has_moved = True
+                # A plain name: should a crash leave it there, it is one that an object may have given.
+                again(os.rename, entry.name, f"deep-{secrets.token_hex(8)}", src_dir_fd=folder, dst_dir_fd=top)
+            else:
+                inner = os.open(entry.name, _FOLDER, dir_fd=folder)
+                try:
+                    has_moved |= _remove_inside(inner, top, levels - 1)
+                finally:
+                    close_read(inner)
+                again(os.rmdir, entry.name, dir_fd=folder)
+    return has_moved
+
+
+def close_read(descriptor: int) -> None:
+    """Close what was only read."""
+    with contextlib.suppress(OSError):  # nothing was written, so nothing can be lost
+        os.close(descriptor)
 
 
 def parents_on_volume(directory: str) -> Iterator[str]:

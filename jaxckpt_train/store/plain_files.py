@@ -123,6 +123,28 @@ def read_or_none(
     return data
 
 
+def read_head(files: Opener, directory: str, name: str, length: int) -> bytes:
+    """The first bytes of a file, as many as there are; none where there is no file.
+
+    Raises:
+        StorageError: the storage refused for a reason that is not the file's fault.
+    """
+    try:
+        source: Source = files.open(directory, name, direct=False)
+    except StorageError as error:
+        if error.errno not in MISSING:
+            raise
+        return b""
+    data = np.empty(min(source.size, length), np.uint8)
+    try:
+        source.read_into(0, data, len(data))
+    except CorruptCheckpointError:
+        return b""  # it became shorter meanwhile
+    finally:
+        source.close()
+    return data.tobytes()
+
+
 def open_recorded(
     files: Opener,
     directory: str,

@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
@@ -57,7 +57,7 @@ from jaxckpt_train.store.manifest import (
 )
 from jaxckpt_train.store.manifest_decoding import decode_manifest
 from jaxckpt_train.store.plain_files import file_record, read_or_none
-from jaxckpt_train.store.strangers import remove_replaced
+from jaxckpt_train.store.removal import remove_replaced
 from jaxckpt_train.store.why_not import why_not_committed
 from jaxckpt_train.store.workers import shared_workers
 
@@ -107,19 +107,16 @@ class Transaction:
         self._backend, self.final, self._settings = backend, final, settings
         self._sync = settings.durability != "none"
         self._sync_directories = settings.durability == "full"
-        parent, name = os.path.split(final)
-        self._parent = parent
-        backend.make_directory(parent, parents=True, sync=self._sync_directories)
-        self.directory = self._begin(name)
+        self._parent = os.path.dirname(final)
+        backend.make_directory(self._parent, parents=True, sync=self._sync_directories)
+        self.directory = self._begin()
         self._folders: list[str] = []
         self._files: list[str] = []  # whose data is not synced yet
         self._commit = b""
         self._is_publishing = False  # from then on it is not certain what lies in the attempt's directory
 
-    def _begin(self, name: str) -> str:
-        tag = process_tag()
-        for number in itertools.count():
-            directory = os.path.join(self._parent, f".{name}.tmp-{tag}-{number}")
+    def _begin(self) -> str:
+        for directory in attempt_paths(self.final):
             try:
                 self._backend.make_directory(directory, parents=False, sync=False)
             except StorageError as error:
@@ -273,7 +270,15 @@ class Transaction:
                 return
             if self._sync_directories:  # that it was taken back may be known to memory only
                 sync_directory(self._backend, self._parent)
+        if self._commit:
+            self._backend.remove(f"{self.directory}/{COMMIT_NAME}")  # first: half of it is an attempt's, to who comes
         self._backend.remove(self.directory)
+
+
+def attempt_paths(final: str) -> Iterator[str]:
+    """Where this process may write a checkpoint, or remove one: the first that is free is taken."""
+    (parent, name), tag = os.path.split(final), process_tag()
+    return (os.path.join(parent, f".{name}.tmp-{tag}-{number}") for number in itertools.count())
 
 
 def is_committed(backend: Backend, directory: str) -> bool:

@@ -29,7 +29,7 @@ def leaf_filter(only: Only) -> Callable[[str], bool]:
         raise SettingsError(
             f'only: expected a pattern such as "params/**", a list of them or a predicate, found {only!r}'
         )
-    compiled = [re.compile(_expression(pattern)) for pattern in patterns]
+    compiled = [re.compile(_expression(pattern), re.DOTALL) for pattern in patterns]
     return lambda name: any(expression.fullmatch(name) for expression in compiled)
 
 

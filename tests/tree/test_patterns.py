@@ -19,6 +19,7 @@ NAMES = [
     "step",
     "params.x",
     "params",
+    "two\nlines/kernel",
 ]
 
 
@@ -27,7 +28,7 @@ NAMES = [
     [
         ("params/**", {"params/dense/kernel", "params/dense/bias", "params/norm"}),
         ("params/*", {"params/norm"}),
-        ("**/kernel", {"params/dense/kernel", "opt/0/mu/dense/kernel"}),
+        ("**/kernel", {"params/dense/kernel", "opt/0/mu/dense/kernel", "two\nlines/kernel"}),
         ("*/*/kernel", {"params/dense/kernel"}),
         ("ste?", {"step"}),
         ("st?", set()),
