@@ -16,6 +16,7 @@ _LAST_WORD = f"{__name__}.last_word"  # among the modules
 _LAST_OF_ALL = -(1 << 30)  # less than any finalizer of `multiprocessing` has
 _code: int | None = None
 _child: int | None = None  # the process that is watched as a child
+_is_ended_by_os: bool = False  # whether that one ends by `os._exit`, and not by Python's own end
 
 
 class _LastFlush:
@@ -115,13 +116,13 @@ def call_at_end_of_child(call: Callable[[], None]) -> None:
     Children by fork and by forkserver do not run what was registered with `atexit` before they were made, and nothing
     of it before Python 3.13; then they end without Python's own end. In any other process this does nothing.
     """
-    global _child
+    global _child, _is_ended_by_os
     if _child == os.getpid() or not _is_child():
         return
     from multiprocessing import util
 
-    if _ends_without_python():
-        util.Finalize(None, _end_child, (call,), exitpriority=_LAST_OF_ALL)
+    util.Finalize(None, _end_child, (call,), exitpriority=_LAST_OF_ALL)  # a child by spawn is not harmed by it
+    _is_ended_by_os = _how_child_was_made() in ("fork", "forkserver")
     _child = os.getpid()
 
 
@@ -136,17 +137,17 @@ def _is_child() -> bool:
     return process is not None and process.parent_process() is not None
 
 
-def _ends_without_python() -> bool:
-    """Whether a child by `multiprocessing` ends by `os._exit`."""
-    from multiprocessing import get_start_method
+def _how_child_was_made() -> str | None:
+    """The start method of this child. That of its own children may have been set to another one since."""
+    from multiprocessing import current_process, get_start_method
 
-    return get_start_method(allow_none=True) in ("fork", "forkserver")
+    return getattr(current_process(), "_start_method", None) or get_start_method(allow_none=True)
 
 
 def _is_last_flush_of_child() -> bool:
     """Before Python 3.13, such a child flushes the streams when its threads have ended, as its last act."""
     is_main_over = threading.current_thread() is threading.main_thread() and not threading.main_thread().is_alive()
-    return sys.version_info < (3, 13) and is_main_over and is_child_over() and _ends_without_python()
+    return sys.version_info < (3, 13) and is_main_over and is_child_over() and _is_ended_by_os
 
 
 def _end_child(call: Callable[[], None]) -> None:
@@ -158,3 +159,12 @@ def _end_child(call: Callable[[], None]) -> None:
     if isinstance(sys.exception(), SystemExit | None):
         raise SystemExit(_code)
     end_with(1)  # the child's own error is told, and has this code
+
+
+def _forget_code() -> None:
+    """A forked child ends with its own code."""
+    if _code is not None:
+        end_with(None)
+
+
+os.register_at_fork(after_in_child=_forget_code)

@@ -15,6 +15,8 @@ from typing import Generic, TypeVar
 
 from jaxckpt_train import unfinished
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, free_frames
+from jaxckpt_train.exit_code import is_success
+from jaxckpt_train.outcome import Outcome
 from jaxckpt_train.store.latch import LOOK_S, Latch, Mailbox
 from jaxckpt_train.value_checks import time_limit
 
@@ -47,25 +49,6 @@ class Movement:
             self.waited_s += min(seconds, at_most)
 
 
-class _Outcome(Future[T]):
-    """A future that says when its error was seen, so that it need not be told again."""
-
-    def __init__(self, seen: Callable[[], None]) -> None:
-        super().__init__()
-        self._seen = seen
-
-    def result(self, timeout: float | None = None) -> T:
-        """As of any future."""
-        self.exception(timeout)
-        return super().result()
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """As of any future."""
-        error = super().exception(timeout)
-        self._seen()
-        return error
-
-
 class PendingSave(Generic[T]):
     """A save whose state is taken and whose bytes are on their way to the storage.
 
@@ -81,8 +64,8 @@ class PendingSave(Generic[T]):
         self.movement = movement or Movement()
         self.staged: Future[None] = Future()
         self.staged.set_result(None)
-        self.committed: Future[T] = _Outcome(self.mark_reported)
-        self.committed.set_running_or_notify_cancel()  # it cannot be cancelled
+        self._outcome = Outcome[T](self.mark_reported)
+        self.committed: Future[T] = self._outcome
         self._ended = Latch()
         self._is_done = False
         self._process = os.getpid()
@@ -127,9 +110,7 @@ class PendingSave(Generic[T]):
         try:
             result = self._work_once(work)
         except BaseException as error:  # noqa: BLE001  # a thread's edge: raised to the user by wait()
-            error.add_note(f"while saving {self.subject} in the background")
-            free_frames(error)  # of the whole state, as long as someone keeps the error
-            self.committed.set_exception(error)
+            self.committed.set_exception(self._as_told(error))
         else:
             self.committed.set_result(result)
             unfinished.seen(self)
@@ -142,6 +123,17 @@ class PendingSave(Generic[T]):
             return work.pop()()
         finally:
             self._is_done = True
+
+    def _as_told(self, error: BaseException) -> BaseException:
+        """What is raised to who waits: not what would end a process, or a task, as if all were well."""
+        free_frames(error)  # of the whole state, as long as someone keeps the error
+        if is_success(error):
+            failed = CheckpointError(f"saving {self.subject}: what it called in the background raised {error!r}")
+            failed.__cause__ = error
+            return failed
+        with contextlib.suppress(AttributeError, TypeError):  # of one that takes no note, as a frozen dataclass
+            error.add_note(f"while saving {self.subject} in the background")
+        return error
 
     def done(self) -> bool:
         """Whether it has committed or failed. Takes no lock, which an interrupt could leave taken."""
@@ -207,7 +199,7 @@ class PendingSave(Generic[T]):
         if self.wait_for(self._ended, None, LAST_PATIENCE_S) is not None:
             self.give_up(1)
             return self.no_further()
-        return Future.exception(self.committed)
+        return self._outcome.error()
 
     def is_of_parent(self) -> bool:
         """Whether this process is a fork of the one that does it: who does it waits for it, and tells of it."""

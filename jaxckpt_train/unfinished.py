@@ -37,8 +37,8 @@ class Save(Protocol):
 under_way: set[Save] = set()
 given_up: dict[threading.Thread, int] = {}  # with the exit code of the process that does not wait for them
 _given_up_saves: dict[Save, int] = {}  # the same, by those whose outcome nobody has seen
-_late: set[Save] = set()  # those that failed at the very end, and whose outcome nobody has seen
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_late: set[Save] = set()  # those that failed, or were left, at the very end, and whose outcome nobody has seen
+_threads: set[weakref.ref[threading.Thread]] = set()  # a WeakSet is no set of the interpreter's own
 _code: int | None = None  # of the process, as far as it is known
 # Whether exit functions may run that come after the wait: those registered before this was imported do, and all do if
 # one of them imports it, since Python calls none that is registered then. It counts the main thread as ended by then.
@@ -50,7 +50,7 @@ def begin(save: Save, thread: threading.Thread) -> None:
     call_at_end_of_child(finish)
     if not waits_for_itself():  # else a thread that saves again and again would hold up the end for ever
         under_way.add(save)
-    _threads.add(thread)
+    _threads.add(weakref.ref(thread, _threads.discard))
 
 
 def seen(save: Save) -> None:
@@ -75,7 +75,9 @@ def is_over() -> bool:
 
 
 def _forget_saves() -> None:
-    """A forked child does not wait for the saves of its parent."""
+    """A forked child does not wait for the saves of its parent, and does not end with their code."""
+    global _code
+    _code = None
     under_way.clear()
     given_up.clear()
     _given_up_saves.clear()
@@ -88,12 +90,18 @@ def waits_for_itself() -> bool:
 
     Those who wait at the end wait for what the thread of a save begins, before that save has ended.
     """
-    return is_over() and threading.current_thread() not in _threads
+    return is_over() and weakref.ref(threading.current_thread()) not in _threads
 
 
 def finish_late(save: Save) -> None:
     """Wait for one that begins when nobody else does any more. It may fail where its caller sees that, or does not."""
-    why_not = save.wait_to_the_end()
+    try:
+        why_not = save.wait_to_the_end()
+    except BaseException as stop:  # of a signal handler: somebody wants to leave now
+        end_with(code_of(stop))
+        _tell_left(save, type(stop).__name__)
+        _late.add(save)  # after it was told: it may commit all the same, or be waited for again
+        raise
     if why_not is not None:
         _tell(f"saving {save.subject} failed:", why_not)
         _late.add(save)
@@ -125,9 +133,10 @@ def _wait_for_all() -> int | None:
                 codes.add(1)
                 _tell_failed(save, error)
     codes |= _codes_of_given_up()
-    for thread in list(_threads):
+    for thread in _known_threads():
         if thread in given_up:
-            thread.join(0 if codes else _LAST_LINES_S)
+            if thread.is_alive():  # else it has ended, or was never started
+                thread.join(0 if codes else _LAST_LINES_S)
             codes |= {given_up[thread]} if thread.is_alive() else set()
             continue
         while thread.is_alive():  # else it has ended, or its start was interrupted
@@ -148,19 +157,28 @@ def _codes_of_given_up() -> set[int]:
 
 
 def _give_up_all(code: int, reason: str) -> None:
-    for thread in list(_threads):  # also one that still frees, or deletes, after its save
+    for thread in _known_threads():  # also one that still frees, or deletes, after its save
         given_up[thread] = code
     _given_up_saves.update(dict.fromkeys(list(_given_up_saves), code))
     left = list(under_way)
     under_way.clear()  # before any of it is told: nobody waits again if that is interrupted too
     for save in left:
-        if not save.committed.done():
-            _tell(
-                f"saving {save.subject} was given up at the end ({reason}); what is there of it is no checkpoint, "
-                "and goes when this is saved again"
-            )
-        elif (error := save.committed.exception()) is not None:
-            _tell_failed(save, error)
+        _tell_left(save, reason)
+
+
+def _known_threads() -> list[threading.Thread]:
+    return [thread for each in list(_threads) if (thread := each()) is not None]
+
+
+def _tell_left(save: Save, reason: str) -> None:
+    """Tell of one that is not waited for any more."""
+    if not save.committed.done():
+        _tell(
+            f"saving {save.subject} was given up at the end ({reason}); what is there of it is no checkpoint, "
+            "and goes when this is saved again"
+        )
+    elif (error := save.committed.exception()) is not None:
+        _tell_failed(save, error)
 
 
 def _tell_failed(save: Save, error: BaseException) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import signal
@@ -68,6 +69,25 @@ def test_wait_raises_the_original_error_and_says_what_was_being_saved(error: Bas
         assert caught.value is error
     assert error.__notes__ == ["while saving x in the background"]
     assert save not in under_way()
+
+
+@pytest.mark.parametrize("ending", [SystemExit(0), SystemExit(), SystemExit(256), GeneratorExit()])
+def test_what_would_end_its_caller_as_if_all_were_well_is_raised_as_an_error(ending: BaseException) -> None:
+    save = failing(ending)
+    with pytest.raises(jct.CheckpointError, match=r"saving x: what it called in the background raised") as caught:
+        save.wait(timeout_s=60)
+    assert caught.value.__cause__ is ending
+    assert save.committed.exception() is caught.value
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    code: int
+
+
+def test_an_error_that_takes_no_note_is_raised_all_the_same() -> None:
+    error = FrozenError(3)
+    assert failing(error).outcome(timeout_s=60) is error
 
 
 def test_an_error_that_nobody_asked_for_stays_noted_until_somebody_does() -> None:

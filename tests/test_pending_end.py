@@ -68,6 +68,24 @@ def test_an_interrupt_does_not_hide_the_failure_of_another_save(run_python: Any)
     assert stderr.count(GIVEN_UP) == 1
 
 
+REFUSED = """
+def refuse(thread):
+    raise RuntimeError("can't start new thread")
+start, threading.Thread.start = threading.Thread.start, refuse
+try:
+    pending.start_save("refused", int)
+except pending.CheckpointError as error:
+    kept = error  # and its thread, which was never started
+threading.Thread.start = start
+"""
+
+
+def test_an_interrupt_counts_as_one_also_where_the_system_has_refused_a_thread(run_python: Any) -> None:
+    code, stdout, stderr = interrupted(run_python, REFUSED + STUCK)
+    assert (code, stdout) == (130, "last\n")
+    assert stderr.count(GIVEN_UP) == 1
+
+
 AGAIN = "os.kill(os.getpid(), signal.SIGINT)"
 AGAIN_LATER = f"atexit.register(lambda: ({AGAIN}, signal.pause()))"
 AGAIN_MEANWHILE = f"""
