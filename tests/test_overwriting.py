@@ -240,7 +240,9 @@ def test_what_another_program_calls_so_is_kept(tmp_path: Path, files: dict[str, 
     assert np.array_equal(jct.load(tmp_path / "c")["w"], NEW["w"])
 
 
-@pytest.mark.parametrize("left", [b"", bytes(99)], ids=["nothing", "zeros"])
+@pytest.mark.parametrize(
+    "left", [b"", bytes(99), b'{"format":"jax' + bytes(99)], ids=["nothing", "zeros", "its first bytes"]
+)
 def test_what_a_power_cut_has_left_of_a_checkpoint_is_not_taken_for_that(tmp_path: Path, left: bytes) -> None:
     jct.save(tmp_path / "c", OLD)
     for name in ("COMMIT", "manifest.json"):

@@ -24,7 +24,7 @@ from jaxckpt_train.store.plain_files import read_head, read_or_none
 
 MOST_TOLD = 5
 _DATA_FILE = re.compile(r"p[0-9]{5}(-s[0-9]+\.safetensors|\.json)")
-_OURS = f'"{FORMAT}"'.encode()  # COMMIT and the manifest begin with it
+_OURS = f'{{"format":"{FORMAT}"'.encode()  # how COMMIT and the manifest begin
 _HEAD_BYTES = 4096
 _MOST_UNTOLD_BYTES = 64 << 20  # of a manifest, where COMMIT does not tell how many it has
 
@@ -153,10 +153,11 @@ def _manifest_bytes(backend: Backend, directory: str) -> int | None:
 def is_of_another_program(backend: Backend, directory: str) -> bool:
     """Whether COMMIT and `manifest.json`, or the one that is there, say something and not that they are of our format.
 
-    Nothing but zeros, as a power cut leaves them, say nothing.
+    A power cut may leave zeros of them, which say nothing, or zeros after the first bytes.
     """
     heads = [read_head(backend, directory, name, _HEAD_BYTES).strip(b"\0") for name in RESERVED_NAMES]
-    return any(heads) and not any(_OURS in head for head in heads)
+    said = [head.partition(b"\0")[0] for head in heads if head]
+    return bool(said) and not any(_OURS in text or _OURS.startswith(text) for text in said)
 
 
 def _unnamed(backend: Backend, directory: str, part: str, files: set[str]) -> Iterator[str]:
