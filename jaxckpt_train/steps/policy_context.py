@@ -113,7 +113,10 @@ class SavePolicy(Protocol):
 
 
 class PreservationPolicy(Protocol):
-    """Decides which checkpoints are kept. Any object with this method is one; Orbax's are."""
+    """Decides which checkpoints are kept. Any object with this method is one; Orbax's are.
+
+    It is asked on a thread of the manager's, while others that use the same manager wait: it must wait for none of them.
+    """
 
     def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> Sequence[bool]:
         """Which checkpoints to keep.
