@@ -115,7 +115,7 @@ class SavePolicy(Protocol):
 class PreservationPolicy(Protocol):
     """Decides which checkpoints are kept. Any object with this method is one; Orbax's are.
 
-    It is asked on a thread of the manager's, while others that use the same manager wait: it must wait for none of them.
+    It is asked on a thread of the manager, while others that use the same manager wait: it must not wait for them.
     """
 
     def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> Sequence[bool]:
