@@ -125,9 +125,9 @@ class PendingSave(Generic[T]):
             self._is_done = True
 
     def _as_told(self, error: BaseException) -> BaseException:
-        """What is raised to who waits: not what would end a process, or a task, as if all were well."""
+        """What is raised to who waits: not what would end a process, a task or a loop as if all were well."""
         free_frames(error)  # of the whole state, as long as someone keeps the error
-        if is_success(error):
+        if is_success(error) or isinstance(error, StopIteration | StopAsyncIteration):
             failed = CheckpointError(f"saving {self.subject}: what it called in the background raised {error!r}")
             failed.__cause__ = error
             return failed

@@ -6,12 +6,14 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.store.local import LocalBackend
+from tests.faults.forking import Tell, forked
 from tests.killed_saves import OF_KILLED_SAVES, assert_holds, dead_attempt, names
 from tests.overwritten import damage
 
@@ -94,3 +96,40 @@ def test_one_in_a_checkpoint_is_refused_or_kept(place: Path, folder: str, is_dam
         with pytest.raises(jct.CheckpointExistsError, match=r"found also .*move that away"):
             jct.save(place / "c", NEW, overwrite=True)
         assert (place / "c" / folder / "a").is_dir()
+
+
+def test_a_listing_that_a_signal_interrupts_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tree" / "a" / "b").mkdir(parents=True)
+    listed, interrupts = os.scandir, [4, 2]
+
+    def scandir(path: int) -> Any:
+        if interrupts and (number := interrupts.pop()) == 2:
+            raise InterruptedError(number, "Interrupted system call")
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    LocalBackend().remove(str(tmp_path / "tree"))
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("depth", range(48, 52))
+def test_an_empty_directory_that_may_not_be_written_to_is_removed_at_any_depth(tmp_path: Path, depth: int) -> None:
+    refused = tmp_path / "tree" / "/".join("d" * depth) / "refused"
+    refused.mkdir(parents=True)
+    refused.chmod(0o555)
+    tmp_path.chmod(0o777)
+
+    def remove(tell: Tell) -> None:
+        os.setgid(65534)
+        os.setuid(65534)
+        LocalBackend().remove(str(tmp_path / "tree"))
+        tell("left", names(tmp_path))
+
+    if os.getuid() == 0:
+        subprocess.run(["chown", "-R", "65534:65534", str(tmp_path / "tree")], check=True)
+        for parent in [*tmp_path.parents][:3]:
+            parent.chmod(0o755)
+        assert forked(remove) == ([("left", [])], 0)
+    else:
+        LocalBackend().remove(str(tmp_path / "tree"))
+        assert names(tmp_path) == []

@@ -71,7 +71,9 @@ def test_wait_raises_the_original_error_and_says_what_was_being_saved(error: Bas
     assert save not in under_way()
 
 
-@pytest.mark.parametrize("ending", [SystemExit(0), SystemExit(), SystemExit(256), GeneratorExit()])
+@pytest.mark.parametrize(
+    "ending", [SystemExit(0), SystemExit(), SystemExit(256), GeneratorExit(), StopIteration(3), StopAsyncIteration()]
+)
 def test_what_would_end_its_caller_as_if_all_were_well_is_raised_as_an_error(ending: BaseException) -> None:
     save = failing(ending)
     with pytest.raises(jct.CheckpointError, match=r"saving x: what it called in the background raised") as caught:

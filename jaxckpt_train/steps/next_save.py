@@ -8,7 +8,6 @@ from typing import Any
 
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.steps.lineage import RollBack, home_run, last_sequence
-from jaxckpt_train.steps.step_names import parse_step_name
 
 
 class NextSave:
@@ -31,11 +30,14 @@ class NextSave:
         """Take note of saves that were deleted, which a power cut may bring back."""
         self._highest = max(self._highest, *sequences, -1)
 
-    def failed(self, sequence: int, name: str, there: Collection[str]) -> None:
-        """Take note of a save that failed, and may lie there all the same: nobody is to go on from there."""
+    def failed(self, sequence: int, stays: str | None) -> None:
+        """Take note of a save that failed; `stays`: the name under which it lies there all the same, for nobody."""
         self._highest = max(self._highest, sequence)
-        if name in there and parse_step_name(name) is not None:
-            self._undone.add(name)
+        self._undone.update([] if stays is None else [stays])
+
+    def saved(self, name: str) -> None:
+        """Take note of a save that has a name which is not that of a failed one any more."""
+        self._undone.discard(name)
 
     def place(self, entries: Sequence[Entry], left_behind: Collection[str], notes: int) -> dict[str, Any]:
         """For its manifest.

@@ -33,7 +33,7 @@ from jaxckpt_train.steps.origin import Origin
 from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy
 from jaxckpt_train.steps.refusals import refuse_again_or_below
 from jaxckpt_train.steps.restoring import Restored, StepVanishedError
-from jaxckpt_train.steps.retention import Deleter, half_deleted, names_in, shown_name
+from jaxckpt_train.steps.retention import Deleter, half_deleted, shown_name
 from jaxckpt_train.steps.scrubber import Scrubber
 from jaxckpt_train.steps.step_names import check_step, free_step_name, parse_step_name
 from jaxckpt_train.steps.taking import take
@@ -73,8 +73,7 @@ class RunDirectory:
         self._entries, self._left = list[Entry](), frozenset[str]()
         self._infos: tuple[CheckpointInfo, ...] | None = None
         self._origin, self._next_save, self._being_read = Origin(), NextSave(), list[str]()
-        self._verdicts, self._told_of = Verdicts(), set[str]()
-        self._doomed = Doomed()
+        self._verdicts, self._told_of, self._doomed = Verdicts(), set[str](), Doomed()
 
     def own(self) -> None:
         """Become the owner: take the lock, clean up after dead owners, read what is there; or see that it still is.
@@ -173,7 +172,7 @@ class RunDirectory:
             entries = line_last(there, self._left)[::-1] + (self._damaged()[::-1] if damaged else [])
         found = [entry for entry in entries if wanted in (None, entry.step)]
         if not found:
-            if wanted is None:
+            if wanted is None and damaged:  # as who restores asks
                 self._origin.nothing()
             steps = ", ".join(str(each) for each in sorted({entry.step for entry in entries})) or "none"
             which = "" if step is None else f" {step}; committed are {steps}"
@@ -187,12 +186,13 @@ class RunDirectory:
         *,
         damaged: bool = False,
         progress: Progress | None = None,
-        then: Callable[[T, list[Entry]], object] = lambda result, there: None,
+        then: Callable[[T, list[Entry] | None], object] = lambda result, there: None,
     ) -> T:
         """Use the `candidates`, which retention leaves alone meanwhile; `then` gets the result, and what was there."""
         while True:
             with self._guard:
-                candidates, there = self.candidates(step, damaged=damaged, progress=progress), [*self._entries]
+                candidates = self.candidates(step, damaged=damaged, progress=progress)
+                there = None if self.is_owner else [*self._entries]  # nobody but the owner changes what is there
             try:
                 with self.reading(candidates):
                     result = use(candidates)
@@ -254,14 +254,14 @@ class RunDirectory:
             pinned = any(each.pinned for each in self._entries if each.step == step)
             self._entries.append(dataclasses.replace(entry, pinned=pinned))
             self._origin.saved()
+            self._next_save.saved(name)
             self._left = frozenset(entry.left_behind) - {name}
             self._infos = None
 
-    def failed(self, name: str, place: Mapping[str, Any]) -> None:
-        """Take note of a save that failed; the disk may have refused to take it back."""
-        there = names_in(self._backend, self._directory)
+    def failed(self, place: Mapping[str, Any], stays: str | None) -> None:
+        """Take note of a save that failed; `stays`: its name, if the disk has refused to take it back."""
         with self._guard:
-            self._next_save.failed(place["sequence"], name, {name} if there is None else there)
+            self._next_save.failed(place["sequence"], stays)
 
     def note_roll_back(self, unsynced: str | None = None) -> None:
         """Write down what a roll-back left behind, once `unsynced`, the save after it, is on the disk, too."""
@@ -303,7 +303,7 @@ class RunDirectory:
     def held_up(self, names: Sequence[str]) -> None:
         """Take note that they could not go, and wait until they can."""
         with self._guard:
-            self._doomed.add(names, wait=True)
+            self._doomed.add([name for name in names if name in self._doomed], wait=True)
 
     def forget(self, name: str) -> None:
         """Take note that a step directory is gone."""
@@ -331,13 +331,13 @@ class RunDirectory:
                 for name in names:
                     self._being_read.remove(name)
 
-    def rolled_back(self, restored: Restored, there: Sequence[Entry]) -> None:
+    def rolled_back(self, restored: Restored, there: Sequence[Entry] | None) -> None:
         """Take note of a restore from what was `there`: everything later is left behind once this process saves."""
         entry = restored.entry
         if restored.skipped and entry.name in self._left:
             _log.warning("step %d was left behind by a roll-back; no step since is whole", entry.step)
         with self._guard:
-            self._origin.restored(entry, there)
+            self._origin.restored(entry, self._entries if there is None else there)
             if self.is_owner:
                 self._left = left_behind_by(entry, self._entries)
             self._doomed.discard([entry.name])

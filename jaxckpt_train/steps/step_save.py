@@ -88,6 +88,7 @@ class StepSave:
         self._directory, self._step = directory, request.step
         self._times = SaveTimes()
         self._call_ended = Latch()
+        self._attempt: Transaction | None = None
         self._parts: list[StagedPart] = stage_all(checkpointables, self._times, settings)
         self._movement = movement_of(self._parts)
         self.metrics = plain_metrics(request.metrics)
@@ -151,7 +152,8 @@ class StepSave:
                 progress=self._movement,
             )
         except BaseException as error:
-            self._run.failed(self._record.get("name", ""), self._info)
+            stays = self._attempt is not None and self._attempt.stays
+            self._run.failed(self._info, self._record["name"] if stays else None)
             self._note(ok=False, error=str(error))
             raise
         self._run.committed(committed, self._info)
@@ -170,7 +172,9 @@ class StepSave:
     def _begun(self) -> Transaction:
         with undone_on_error(None, self._parts):
             self._record["name"] = name = self._run.free_name(self._step)
-            return Transaction(self._backend, f"{self._directory}/{name}", self._settings, self._run.check_owner)
+            path, check = f"{self._directory}/{name}", self._run.check_owner
+            self._attempt = Transaction(self._backend, path, self._settings, check)
+            return self._attempt
 
     def _note(self, **outcome: Any) -> None:
         self._call_ended.wait(CALL_S)  # else it is not known yet how long the call took

@@ -35,7 +35,7 @@ def remove_dead_attempts(backend: Backend, final: str) -> None:
 
     An exchange cut between its renames is taken back, or its older checkpoint removed if the newer is in place. That it
     is in place may be known to memory only: nothing is removed before the names are on the disk. An older checkpoint
-    that holds anything else is kept, as `remove_replaced` does; what has the side name and is none stays as it is.
+    that holds anything else is kept, as `remove_replaced` does; what is none stays, if anything else is in it.
 
     Raises:
         StorageError: some of it could not be removed; the rest is.

@@ -69,14 +69,12 @@ def remove_tree(path: str) -> None:
 def _remove_inside(folder: int, top: int, levels: int) -> bool:
     """Remove what is in a directory; whether some of it is in the first one now."""
     has_moved = False
-    for entry in entries_of(folder):
+    for entry in again(entries_of, folder):
         with contextlib.suppress(FileNotFoundError):
             if entry.kind != "directory":
                 again(os.unlink, entry.name, dir_fd=folder)
             elif not levels:
-                has_moved = True
-                # A plain name: should a crash leave it there, it is one that an object may have given.
-                again(os.rename, entry.name, f"deep-{secrets.token_hex(8)}", src_dir_fd=folder, dst_dir_fd=top)
+                has_moved |= _moved(entry.name, folder, top)
             else:
                 inner = os.open(entry.name, _FOLDER, dir_fd=folder)
                 try:
@@ -85,6 +83,17 @@ def _remove_inside(folder: int, top: int, levels: int) -> bool:
                     close_read(inner)
                 again(os.rmdir, entry.name, dir_fd=folder)
     return has_moved
+
+
+def _moved(name: str, folder: int, top: int) -> bool:
+    """Whether a directory is in the first one now; else it is empty, may not be written to, and is gone."""
+    try:
+        # A plain name: should a crash leave it there, it is one that an object may have given.
+        again(os.rename, name, f"deep-{secrets.token_hex(8)}", src_dir_fd=folder, dst_dir_fd=top)
+    except PermissionError:
+        again(os.rmdir, name, dir_fd=folder)
+        return False
+    return True
 
 
 def close_read(descriptor: int) -> None:

@@ -95,10 +95,17 @@ def remove_left_over(backend: Backend, directory: str, final: str, *, may_be_tor
         kind != "directory" if name in RESERVED_NAMES else _may_be_of_attempt(backend, f"{directory}/{name}", kind)
         for name, kind in top.items()
     )
-    if is_attempt and not is_of_another_program(backend, directory):
+    if is_attempt and not _is_surely_of_another(backend, directory):
         backend.remove(directory)
     elif top:
         _remove_or_keep(backend, directory, final, was_committed=COMMIT_NAME in top)
+
+
+def _is_surely_of_another(backend: Backend, directory: str) -> bool:
+    try:
+        return is_of_another_program(backend, directory)
+    except StorageError:  # of a disk that does not tell: its name is that of an attempt
+        return False
 
 
 def _may_be_of_attempt(backend: Backend, path: str, kind: str) -> bool:

@@ -114,6 +114,7 @@ class Transaction:
         self._files: list[str] = []  # whose data is not synced yet
         self._commit = b""
         self._is_publishing = False  # from then on it is not certain what lies in the attempt's directory
+        self.stays = False
 
     def _begin(self) -> str:
         for directory in attempt_paths(self.final):
@@ -244,6 +245,7 @@ class Transaction:
             else:
                 self._backend.rename(self.final, self.directory)
         except CheckpointError as second:
+            self.stays = True
             error.add_note(f"and the new checkpoint could not be taken back from {self.final}: {second}")
             if exchanged:
                 error.add_note(f"the one that it replaced is in {self.directory}; move it away, or it may be removed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -20,7 +21,7 @@ from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.quiet_gc import paused_collection
 from tests.conftest import RunPython
 from tests.steps.fake_backends import HoldingBackend, RefusingBackend
-from tests.steps.runs import made_run, save_steps, state_of, step_of
+from tests.steps.runs import flip_a_payload_byte, made_run, save_steps, state_of, step_of, step_path
 
 LOST = """
 import errno, sys
@@ -328,3 +329,34 @@ def test_a_number_whose_save_could_not_be_taken_back_is_saved_again(tmp_path: Pa
         save_steps(steps, 20)
     with jct.StepManager(tmp_path) as later:
         assert step_of(later.restore()) == 20
+
+
+def test_a_save_that_is_made_again_under_its_name_is_one_of_the_run(tmp_path: Path) -> None:
+    backend = TakesNothingBack(tmp_path)
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(2), backend=backend) as steps:
+        save_steps(steps, 10)
+        backend.ill = True
+        with pytest.raises(StorageError):
+            save_steps(steps, 20)
+        backend.ill = False
+        shutil.rmtree(step_path(tmp_path, 20))  # by hand
+        save_steps(steps, 20, 30)
+        assert (steps.is_committed(20), steps.steps) == (True, [20, 30])
+        flip_a_payload_byte(step_path(tmp_path, 30))
+        assert step_of(steps.restore()) == 20
+
+
+def test_what_somebody_else_has_put_in_the_place_of_a_save_is_not_taken_for_it(tmp_path: Path) -> None:
+    made_run(tmp_path / "run", 10)
+    made_run(tmp_path / "other", 20)
+    backend = HoldingBackend("rename", "/run/step-0000000020")
+    with jct.StepManager(tmp_path / "run", backend=backend) as steps:
+        steps.save(20, {"state": state_of(0)})
+        assert backend.reached.wait(60)
+        shutil.copytree(step_path(tmp_path / "other", 20), step_path(tmp_path / "run", 20))
+        backend.go.set()
+        with pytest.raises(jct.CheckpointExistsError):
+            steps.wait()
+        save_steps(steps, 30)
+    flip_a_payload_byte(step_path(tmp_path / "run", 30))
+    assert step_of(jct.StepManager(tmp_path / "run").restore()) == 20

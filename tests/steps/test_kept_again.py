@@ -132,3 +132,27 @@ def test_a_deletion_that_an_unreadable_lock_held_up_is_decided_anew(tmp_path: Pa
         steps.wait()
         assert steps._run._deleter.wait(60)
         assert steps.steps == steps_there(tmp_path) == [1, 3]
+
+
+def test_a_step_that_is_pinned_while_the_lock_is_read_stays_listed_if_it_cannot_be(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path, preservation_policy=LatestN(1), settings=PLAIN) as steps:
+        save_steps(steps, 1)
+        deleter, reached, go = steps._run._deleter, threading.Event(), threading.Event()
+        check = deleter._check
+
+        def refused() -> None:
+            reached.set()
+            assert go.wait(60)
+            raise StorageError(errno.EIO, "refused", str(tmp_path / ".owner"))
+
+        deleter._check = refused
+        save_steps(steps, 2)
+        assert reached.wait(60)
+        steps.pin(1)
+        go.set()
+        assert deleter.wait(60)
+        assert steps.is_committed(1)
+        deleter._check = check
+        save_steps(steps, 3)
+        assert deleter.wait(60)
+        assert steps.steps == steps_there(tmp_path) == [1, 3]

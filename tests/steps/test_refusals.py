@@ -236,7 +236,7 @@ def test_what_another_saves_during_a_restore_is_not_left_behind_by_a_look_at_it(
     assert jct.StepManager(tmp_path).latest == 20
 
 
-@pytest.mark.parametrize("begin", ["restore", "metadata", "callback"])
+@pytest.mark.parametrize("begin", ["restore", "callback"])
 def test_who_began_from_scratch_does_not_go_over_what_another_has_saved_since(tmp_path: Path, begin: str) -> None:
     first = jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1))
     if begin == "callback":
@@ -267,3 +267,30 @@ def test_who_began_from_scratch_goes_on_from_its_own_saves(tmp_path: Path) -> No
             steps.restore()
         save_steps(steps, 10, 20)
     assert jct.StepManager(tmp_path).steps == [10, 20]
+
+
+@pytest.mark.parametrize("look", ["metadata", "path"])
+def test_who_has_only_looked_for_a_step_goes_on_from_what_is_there(tmp_path: Path, look: str) -> None:
+    with jct.StepManager(tmp_path) as steps:
+        with pytest.raises(jct.StepNotFoundError):
+            getattr(steps, look)()
+        made_run(tmp_path, 10)
+        save_steps(steps, 20)
+    assert jct.StepManager(tmp_path).steps == [10, 20]
+
+
+def test_what_a_thread_of_the_same_process_saves_during_a_restore_is_its_own(tmp_path: Path) -> None:
+    to_save = [20]
+
+    def meanwhile(done: int) -> None:
+        while done and to_save:
+            thread = threading.Thread(target=save_steps, args=(steps, to_save.pop()))
+            thread.start()
+            thread.join()
+
+    with jct.StepManager(tmp_path) as steps:
+        save_steps(steps, 10)
+        assert step_of(steps.restore(progress=meanwhile)) == 10
+        assert not to_save
+        save_steps(steps, 30)
+    assert jct.StepManager(tmp_path).latest == 30

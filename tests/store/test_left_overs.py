@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+from typing import Any
 
 import pytest
 
@@ -50,3 +51,21 @@ def test_a_name_with_a_number_that_no_process_has_is_left_alone(pid: str) -> Non
     backend.make_directory(stranger, parents=True, sync=False)
     remove_dead_attempts(backend, "/run/c")
     assert [entry.name for entry in backend.list("/run")] == [stranger.rpartition("/")[2]]
+
+
+class Unreadable(MemoryBackend):
+    """Of no manifest, as on a bad disk, can anything be read."""
+
+    def open(self, directory: str, name: str, *, direct: Any) -> Any:
+        if name == "manifest.json":
+            raise StorageError(errno.EIO, "cannot be read", f"{directory}/{name}")
+        return super().open(directory, name, direct=direct)
+
+
+def test_an_attempt_whose_manifest_cannot_be_read_goes() -> None:
+    tag = re.sub(r"-[0-9]+-[0-9]+$", "-1-1", machine.process_tag())
+    backend, attempt = Unreadable(), f"/run/.c.tmp-{tag}-0"
+    backend.make_directory(attempt, parents=True, sync=False)
+    assert backend.write_new(f"{attempt}/manifest.json", b"{")
+    remove_dead_attempts(backend, "/run/c")
+    assert backend.list("/run") == []
