@@ -27,7 +27,7 @@ from tests.store.backend_contract import BackendContract
 
 pytestmark = pytest.mark.timeout(300)
 
-RIGHT, RIGHT_OF_MODES, ENOUGH = 1500, 600, 4000
+RIGHT, RIGHT_OF_MODES, ENOUGH = 900, 400, 4000
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from tests.crash.image import Image
 from tests.crash.programs import SINGLE, on, process
 from tests.crash.states import crash_state
 
-STATES = 6
+STATES = 4
 LONGEST = 60
 
 

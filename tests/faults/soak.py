@@ -41,7 +41,7 @@ KINDS: dict[str, Callable[[str], bool]] = {
 # What a refused removal leaves goes with the next owner; what is of locks and of looks at the clock after `SILENCE_S`.
 MOST = {"steps": KEPT + 4, "attempts": 6, "deletions": 6, "dead owners": 30, "half made": 120, "others": 6}
 # Four states: what pools hold changes by as much, also when nothing leaks; and they take minutes to fill.
-MEMORY, AT_FIRST, SETTLED_ROWS = 16 << 20, 48 << 20, 60
+MEMORY, AT_FIRST, SETTLED_S = 16 << 20, 48 << 20, 180
 TRAINING = """
 import json, os, sys, threading, time
 import jax, jax.numpy as jnp
@@ -122,7 +122,7 @@ def soak(seconds: float, seed: int, every_s: float, folder: Path, training: str 
         steps = [name for name in names if name.startswith("step-")]
         if len(steps) > KEPT:
             found.problems.append(f"{len(steps)} steps are there, and {KEPT} are kept: {steps[:10]}")
-    found.problems += growth(found.rows) + too_many(found.names) + standstill(found.rows)
+    found.problems += growth(found.rows, seconds) + too_many(found.names) + standstill(found.rows)
     return found
 
 
@@ -173,7 +173,7 @@ def _is_left(path: Path) -> bool:
     return ".tmp-" in path.name or ".deleting" in path.name
 
 
-def growth(rows: list[dict[str, Any]]) -> list[str]:
+def growth(rows: list[dict[str, Any]], seconds: float) -> list[str]:
     """What is more in the last third than in the second one, beyond what varies.
 
     Memory by its least, as a burst of failures holds some more states for a while; a leak raises that, too.
@@ -182,7 +182,7 @@ def growth(rows: list[dict[str, Any]]) -> list[str]:
     if not second or not last:
         return [f"only {len(rows)} rows were told"]
     problems = []
-    memory = MEMORY if len(rows) >= SETTLED_ROWS else AT_FIRST
+    memory = MEMORY if seconds >= SETTLED_S else AT_FIRST
     for name, slack, of in (("resident", memory, min), ("threads", 2, max), ("files", 4, max)):
         before, after = (of(row[name] for row in part) for part in (second, last))
         if after > before + slack:

@@ -15,7 +15,7 @@ from tests.faults.native_programs import PROGRAMS
 from tests.faults.needs import why_no_compiler
 
 pytestmark = pytest.mark.timeout(600)
-EVERY = "293"
+EVERY = "599"
 MEMORY = ["--folder", "/dev/shm"] if os.access("/dev/shm", os.W_OK) else []
 
 
@@ -39,6 +39,6 @@ def test_each_kind_of_fault_has_a_control() -> None:
 
 @pytest.mark.slow
 def test_writers_with_a_flaw_are_found_out(tmp_path: Path) -> None:
-    done = preloaded(tmp_path, "--controls", "--every", "9", *MEMORY)
+    done = preloaded(tmp_path, "--controls", "--every", "17", *MEMORY)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count(": found out") == len(CONTROLS)
