@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -207,27 +209,34 @@ def test_a_reader_sees_what_was_committed_since(tmp_path: Path) -> None:
     assert (reader.is_committed(1), reader.is_committed(2)) == (False, True)
 
 
+def forked_while_held(guard: Any, work: Callable[[Tell], None]) -> Any:
+    """What a child tells that is forked while another thread of its parent is within this guard."""
+    held, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with guard:
+            held.set()
+            go.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(60)
+    found = forked(work, longest_s=10)
+    go.set()
+    thread.join()
+    return found
+
+
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_forked_child_reads_whatever_a_thread_of_its_parent_was_at(tmp_path: Path) -> None:
     """As that of a save, which takes note of its commit."""
     manager = jct.StepManager(made_run(tmp_path, 1, 2))
     manager.own()
-    held, go = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with manager._run._guard:
-            held.set()
-            go.wait(60)
 
     def look(tell: Tell) -> None:
         tell("steps", [manager.steps, manager.latest])
 
-    thread = threading.Thread(target=hold)
-    thread.start()
-    assert held.wait(60)
-    found = forked(look, longest_s=10)
-    go.set()
-    thread.join()
+    found = forked_while_held(manager._run._guard, look)
     manager.close()
     assert found == ([("steps", [[1, 2], 2])], 0)
 
@@ -238,12 +247,6 @@ def test_a_forked_child_is_told_whatever_a_thread_of_its_parent_was_at(tmp_path:
     """As one that begins a save, or takes the directory."""
     manager = jct.StepManager(made_run(tmp_path, 1))
     manager.own()
-    held, go = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with manager._guard if part == "manager" else manager._run._lock._guard:
-            held.set()
-            go.wait(60)
 
     def use(tell: Tell) -> None:
         with pytest.raises(jct.DirectoryLockedError, match="of which this is a forked child"):
@@ -251,11 +254,6 @@ def test_a_forked_child_is_told_whatever_a_thread_of_its_parent_was_at(tmp_path:
         manager.close()
         tell("closed", [])
 
-    thread = threading.Thread(target=hold)
-    thread.start()
-    assert held.wait(60)
-    found = forked(use, longest_s=10)
-    go.set()
-    thread.join()
+    found = forked_while_held(manager._guard if part == "manager" else manager._run._lock._guard, use)
     manager.close()
     assert found == ([("closed", [])], 0)
