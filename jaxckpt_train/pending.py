@@ -128,10 +128,10 @@ class PendingSave(Generic[T]):
         """What is raised to who waits: not what would end a process, a task or a loop as if all were well."""
         free_frames(error)  # of the whole state, as long as someone keeps the error
         if is_success(error) or isinstance(error, StopIteration | StopAsyncIteration):
-            failed = CheckpointError(f"saving {self.subject}: what it called in the background raised {error!r}")
+            failed = CheckpointError(f"saving {self.subject}: what it called in the background raised {_shown(error)}")
             failed.__cause__ = error
             return failed
-        with contextlib.suppress(AttributeError, TypeError):  # of one that takes no note, as a frozen dataclass
+        with contextlib.suppress(Exception):  # of one that takes no note, as a frozen dataclass
             error.add_note(f"while saving {self.subject} in the background")
         return error
 
@@ -246,6 +246,14 @@ class PendingSave(Generic[T]):
     def mark_reported(self) -> None:
         """Say that the user has seen the outcome, so that it need not be told again at exit."""
         unfinished.seen(self)
+
+
+def _shown(error: BaseException) -> str:
+    """What it says; one that holds what cannot be shown, as a deleted array, at least what it is."""
+    try:
+        return repr(error)
+    except Exception:  # noqa: BLE001  # a thread's edge: nobody would be told of any of it
+        return type(error).__name__
 
 
 def start_save(

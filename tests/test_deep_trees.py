@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train.errors import StorageError
 from jaxckpt_train.store.local import LocalBackend
 from tests.faults.forking import Tell, forked
 from tests.killed_saves import OF_KILLED_SAVES, assert_holds, dead_attempt, names
@@ -112,24 +114,60 @@ def test_a_listing_that_a_signal_interrupts_is_made_again(tmp_path: Path, monkey
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("depth", range(48, 52))
-def test_an_empty_directory_that_may_not_be_written_to_is_removed_at_any_depth(tmp_path: Path, depth: int) -> None:
-    refused = tmp_path / "tree" / "/".join("d" * depth) / "refused"
-    refused.mkdir(parents=True)
-    refused.chmod(0o555)
+def test_what_is_deep_is_removed_though_its_move_is_told_as_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_deep(tmp_path / "tree", 120)
+    rename, moves = os.rename, list[str]()
+
+    def interrupted(source: str, target: str, **folders: int) -> None:
+        rename(source, target, **folders)
+        moves.append(target)
+        if len(moves) == 1:
+            raise InterruptedError(4, "Interrupted system call")
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    LocalBackend().remove(str(tmp_path / "tree"))
+    assert names(tmp_path) == []
+    assert len(moves) == 2
+
+
+def removed_by_nobody(tmp_path: Path) -> tuple[str | None, list[str]]:
+    """Have a user remove a tree who may not do all; the error's name, and what is left beside it."""
     tmp_path.chmod(0o777)
 
     def remove(tell: Tell) -> None:
-        os.setgid(65534)
-        os.setuid(65534)
-        LocalBackend().remove(str(tmp_path / "tree"))
+        if os.getuid() == 0:
+            os.setgid(65534)
+            os.setuid(65534)
+        try:
+            LocalBackend().remove(str(tmp_path / "tree"))
+        except StorageError as error:
+            tell("refused", errno.errorcode[error.errno or 0])
         tell("left", names(tmp_path))
 
     if os.getuid() == 0:
         subprocess.run(["chown", "-R", "65534:65534", str(tmp_path / "tree")], check=True)
         for parent in [*tmp_path.parents][:3]:
             parent.chmod(0o755)
-        assert forked(remove) == ([("left", [])], 0)
-    else:
-        LocalBackend().remove(str(tmp_path / "tree"))
-        assert names(tmp_path) == []
+    told, status = forked(remove)
+    assert status == 0
+    return dict(told).get("refused"), dict(told)["left"]
+
+
+@pytest.mark.parametrize("depth", range(48, 52))
+def test_an_empty_directory_that_may_not_be_written_to_is_removed_at_any_depth(tmp_path: Path, depth: int) -> None:
+    refused = tmp_path / "tree" / "/".join("d" * depth) / "refused"
+    refused.mkdir(parents=True)
+    refused.chmod(0o555)
+    assert removed_by_nobody(tmp_path) == (None, [])
+
+
+@pytest.mark.parametrize("depth", range(48, 52))
+def test_one_that_is_not_empty_is_refused_as_the_one_who_may_not_is(tmp_path: Path, depth: int) -> None:
+    refused = tmp_path / "tree" / "/".join("d" * depth) / "refused"
+    refused.mkdir(parents=True)
+    (refused / "file").touch()
+    refused.chmod(0o555)
+    assert removed_by_nobody(tmp_path) == ("EACCES", ["tree"])
+    subprocess.run(["chmod", "-R", "u+w", str(tmp_path / "tree")], check=True)

@@ -92,6 +92,30 @@ def test_an_error_that_takes_no_note_is_raised_all_the_same() -> None:
     assert failing(error).outcome(timeout_s=60) is error
 
 
+class UnshownError(StopIteration):
+    """As one that holds an array that was donated since; it takes no note either."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("Array has been deleted")
+
+    def add_note(self, note: str, /) -> None:
+        raise RuntimeError(note)
+
+
+class UnnotedError(Exception):
+    add_note = UnshownError.add_note  # type: ignore[assignment]
+
+
+def test_an_error_that_cannot_be_shown_is_told_all_the_same() -> None:
+    error = UnshownError()
+    told = failing(error).outcome(timeout_s=60)
+    assert str(told) == "saving x: what it called in the background raised UnshownError"
+    assert told is not None
+    assert told.__cause__ is error
+    unnoted = UnnotedError()
+    assert failing(unnoted).outcome(timeout_s=60) is unnoted
+
+
 def test_an_error_that_nobody_asked_for_stays_noted_until_somebody_does() -> None:
     error = ValueError("broken")
     save = failing(error)

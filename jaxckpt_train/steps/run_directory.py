@@ -190,11 +190,12 @@ class RunDirectory:
     ) -> T:
         """Use the `candidates`, which retention leaves alone meanwhile; `then` gets the result, and what was there."""
         while True:
-            with self._guard:
-                candidates = self.candidates(step, damaged=damaged, progress=progress)
-                there = None if self.is_owner else [*self._entries]  # nobody but the owner changes what is there
             try:
-                with self.reading(candidates):
+                with contextlib.ExitStack() as held:
+                    with self._guard:
+                        candidates = self.candidates(step, damaged=damaged, progress=progress)
+                        there = None if self.is_owner else [*self._entries]  # nobody but the owner changes it
+                        held.enter_context(self.reading(candidates))
                     result = use(candidates)
                     then(result, there)
                     return result
@@ -217,9 +218,8 @@ class RunDirectory:
             return any(entry.step == step and entry.name not in self._left for entry in self._whole())
 
     def _line(self, doomed: bool = False) -> list[Entry]:
-        left = self._left
-        if self._origin.entry is not None and not self.is_owner:
-            left = left_behind_by(self._origin.entry, self._entries)
+        origin = None if self.is_owner else self._origin.entry
+        left = self._left if origin is None else left_behind_by(origin, self._entries)
         entries = [each for each in self._entries if each.damaged is None] if doomed else self._whole()
         return [entry for entry in entries if entry.name not in left]
 

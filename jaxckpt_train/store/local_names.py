@@ -90,8 +90,13 @@ def _moved(name: str, folder: int, top: int) -> bool:
     try:
         # A plain name: should a crash leave it there, it is one that an object may have given.
         again(os.rename, name, f"deep-{secrets.token_hex(8)}", src_dir_fd=folder, dst_dir_fd=top)
-    except PermissionError:
-        again(os.rmdir, name, dir_fd=folder)
+    except FileNotFoundError:  # moved by a call that was told as interrupted, or removed by somebody else
+        return True
+    except PermissionError as refused:
+        try:
+            again(os.rmdir, name, dir_fd=folder)
+        except OSError:
+            raise refused from None
         return False
     return True
 

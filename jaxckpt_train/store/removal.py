@@ -95,16 +95,18 @@ def remove_left_over(backend: Backend, directory: str, final: str, *, may_be_tor
         kind != "directory" if name in RESERVED_NAMES else _may_be_of_attempt(backend, f"{directory}/{name}", kind)
         for name, kind in top.items()
     )
-    if is_attempt and not _is_surely_of_another(backend, directory):
+    if is_attempt and not _is_surely_of_another(backend, directory, COMMIT_NAME in top):
         backend.remove(directory)
     elif top:
         _remove_or_keep(backend, directory, final, was_committed=COMMIT_NAME in top)
 
 
-def _is_surely_of_another(backend: Backend, directory: str) -> bool:
+def _is_surely_of_another(backend: Backend, directory: str, has_commit: bool) -> bool:
     try:
         return is_of_another_program(backend, directory)
     except StorageError:  # of a disk that does not tell: its name is that of an attempt
+        if has_commit:  # or of what one has replaced
+            raise
         return False
 
 

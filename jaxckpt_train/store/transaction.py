@@ -92,6 +92,9 @@ class Transaction:
         settings: how durable.
         before_publishing: called when all is written, right before it gets its name; what it raises is raised.
 
+    Attributes:
+        stays: whether it may lie under its final name, whatever becomes of it; of use to who knows that it has failed.
+
     Raises:
         StorageError: the attempt's directory cannot be made.
     """
@@ -199,7 +202,7 @@ class Transaction:
         self.write_file(COMMIT_NAME, self._commit)
         self._sync_all()
         self._before_publishing()
-        self._is_publishing = True
+        self._is_publishing = self.stays = True  # until it is known that it does not
         self._publish(replace)
         return Committed(self.final, manifest, sha256)
 
@@ -229,6 +232,7 @@ class Transaction:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
             if not replace:
+                self.stays = False
                 raise CheckpointExistsError(f"{self.final}: exists; pass overwrite=True to replace it") from error
             self._backend.exchange(self.directory, self.final, sync=self._sync_directories)
             return True
@@ -245,7 +249,6 @@ class Transaction:
             else:
                 self._backend.rename(self.final, self.directory)
         except CheckpointError as second:
-            self.stays = True
             error.add_note(f"and the new checkpoint could not be taken back from {self.final}: {second}")
             if exchanged:
                 error.add_note(f"the one that it replaced is in {self.directory}; move it away, or it may be removed")
@@ -270,6 +273,7 @@ class Transaction:
         if self._is_publishing:
             if not self._is_own(self.directory):
                 return
+            self.stays = False
             if self._sync_directories:  # that it was taken back may be known to memory only
                 sync_directory(self._backend, self._parent)
         if self._commit:

@@ -346,6 +346,43 @@ def test_a_save_that_is_made_again_under_its_name_is_one_of_the_run(tmp_path: Pa
         assert step_of(steps.restore()) == 20
 
 
+class Misreports(LocalBackend):
+    """Tells of the rename of one step that it failed, and does it all the same, as disks beyond a network may."""
+
+    def __init__(self, *, is_ill_after: bool) -> None:
+        self.is_ill_after, self.is_ill = is_ill_after, False
+
+    def rename(self, source: str, target: str) -> None:
+        super().rename(source, target)
+        if target.endswith("/step-0000000030"):
+            self.is_ill = self.is_ill_after
+            raise StorageError(errno.EIO, "told as failed", source)
+
+    def open(self, directory: str, name: str, *, direct: Any) -> Any:
+        if self.is_ill:
+            raise StorageError(errno.EIO, "cannot be read", f"{directory}/{name}")
+        return super().open(directory, name, direct=direct)
+
+
+@pytest.mark.parametrize("is_ill_after", [False, True])
+def test_a_save_whose_name_is_there_though_the_disk_denies_it_is_not_gone_on_from(
+    tmp_path: Path, is_ill_after: bool
+) -> None:
+    backend = Misreports(is_ill_after=is_ill_after)
+    with jct.StepManager(tmp_path, backend=backend) as steps:
+        save_steps(steps, 10, 20)
+        with pytest.raises(StorageError, match="told as failed"):
+            save_steps(steps, 30)
+        backend.is_ill = False
+        assert step_of(steps.restore(step=10)) == 10
+        save_steps(steps, 15)
+    with jct.StepManager(tmp_path) as later:
+        assert not later.is_committed(30)
+    flip_a_payload_byte(step_path(tmp_path, 15))
+    with jct.StepManager(tmp_path) as later:
+        assert step_of(later.restore()) == 10
+
+
 def test_what_somebody_else_has_put_in_the_place_of_a_save_is_not_taken_for_it(tmp_path: Path) -> None:
     made_run(tmp_path / "run", 10)
     made_run(tmp_path / "other", 20)

@@ -97,6 +97,25 @@ def test_a_step_that_is_just_restored_is_what_the_run_goes_on_from(
         assert step_of(later.restore(step=1)) == 1
 
 
+def test_a_step_that_is_about_to_be_read_does_not_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, reading = Late(), RunDirectory.reading
+
+    def late(run: RunDirectory, entries: Any) -> Any:
+        deleter = threading.Thread(target=run._deleter.wait, args=(60,))
+        backend.go.set()
+        deleter.start()
+        deleter.join(0.3)  # it waits for who reads, or would be done by now
+        return reading(run, entries)
+
+    with waiting_for_the_third(tmp_path, backend, lambda _: None) as steps:
+        monkeypatch.setattr(RunDirectory, "reading", late)
+        assert step_of(steps.restore(step=1)) == 1
+        monkeypatch.undo()
+        assert steps._run._deleter.wait(60)
+        assert steps.is_committed(1)
+        assert 1 in steps_there(tmp_path)
+
+
 def test_a_step_that_the_disk_does_not_let_go_is_restored_if_it_is_the_last_that_is_whole(tmp_path: Path) -> None:
     backend = RefusingBackend("rename", "/step-0000000001", errno.EACCES, 1)
     with jct.StepManager(tmp_path, preservation_policy=LatestN(1), backend=backend) as steps:

@@ -13,6 +13,8 @@ from jaxckpt_train.store import machine
 from jaxckpt_train.store.left_overs import remove_dead_attempts
 from jaxckpt_train.store.memory import MemoryBackend
 
+BEFORE_A_POWER_CUT = re.sub(r"^([0-9a-f]+)-[0-9a-f]+-", r"\1-00000000-", machine.process_tag())
+
 
 class Refusing(MemoryBackend):
     """Does not remove one path."""
@@ -69,3 +71,27 @@ def test_an_attempt_whose_manifest_cannot_be_read_goes() -> None:
     assert backend.write_new(f"{attempt}/manifest.json", b"{")
     remove_dead_attempts(backend, "/run/c")
     assert backend.list("/run") == []
+
+
+class Unread(MemoryBackend):
+    """A manifest can be opened, and not be read."""
+
+    def open(self, directory: str, name: str, *, direct: Any) -> Any:
+        source = super().open(directory, name, direct=direct)
+        if name == "manifest.json" and ".tmp-" in directory:
+
+            def refuse(*_: object) -> None:
+                raise StorageError(errno.EIO, "cannot be read", f"{directory}/{name}")
+
+            source.read_into = refuse  # type: ignore[method-assign]
+        return source
+
+
+def test_what_another_program_s_marker_is_in_does_not_go_if_its_manifest_cannot_be_read() -> None:
+    backend, replaced = Unread(), f"/run/.c.tmp-{BEFORE_A_POWER_CUT}-0"
+    backend.make_directory(f"{replaced}/data", parents=True, sync=False)
+    for name, content in (("COMMIT", b""), ("manifest.json", b'{"of": "another"}'), ("data/weights", b"precious")):
+        assert backend.write_new(f"{replaced}/{name}", content)
+    with pytest.raises(StorageError, match="cannot be read"):
+        remove_dead_attempts(backend, "/run/c")
+    assert backend.list(f"{replaced}/data") != []
