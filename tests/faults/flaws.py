@@ -20,6 +20,7 @@ from jaxckpt_train.store.transaction import Transaction
 from tests.faults.known_states import KEPT
 
 PATIENCE_S = 0.25
+PIECE = 8192
 
 
 def _no_retries(patch: pytest.MonkeyPatch) -> None:
@@ -116,7 +117,7 @@ def _publishes_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def _publishes_first(patch: pytest.MonkeyPatch) -> None:
-    """The bytes of arrays come last, as if they were written to a place that has its name already."""
+    """The bytes of arrays come last, in many calls, as if they were written to a place that has its name already."""
     write, publish = local._LocalSink.write_at, Transaction._publish
     late: list[tuple[str, int, bytes]] = []
 
@@ -130,9 +131,10 @@ def _publishes_first(patch: pytest.MonkeyPatch) -> None:
         publish(self, replace)
         while late:
             path, offset, data = late.pop(0)
-            with open(path.replace(self.directory, self.final), "r+b") as file:
-                file.seek(offset)
-                file.write(data[: os.fstat(file.fileno()).st_size - offset])
+            for start in range(0, len(data), PIECE):
+                with open(path.replace(self.directory, self.final), "r+b") as file:
+                    file.seek(offset + start)
+                    file.write(data[start : start + PIECE][: max(0, os.fstat(file.fileno()).st_size - offset - start)])
 
     patch.setattr(local._LocalSink, "write_at", later)
     patch.setattr(Transaction, "_publish", publish_first)

@@ -78,25 +78,30 @@ FAULTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Control:
-    """A writer with a flaw, the program in which a kind of fault must bring it to light, and how that is told."""
+    """A writer with a flaw, the program in which a kind of fault must bring it to light, and how that is told.
+
+    Attributes:
+        stride: all calls are tried until it is found out, first each so manieth; the one that took fewest.
+    """
 
     fault: str
     flaw: str
     program: str
     symptom: str
+    stride: int = 41
 
 
 CONTROLS = (
     Control("EIO", "errors of syncs are ignored", "steps", "was not noticed"),
-    Control("ENOSPC", "errors of writes are ignored", "steps", "CorruptCheckpointError"),
-    Control("EDQUOT", "a quota that is used up is ignored", "replacement", "CorruptCheckpointError"),
+    Control("ENOSPC", "errors of writes are ignored", "steps", "CorruptCheckpointError", 29),
+    Control("EDQUOT", "a quota that is used up is ignored", "replacement", "CorruptCheckpointError", 17),
     Control("EINTR", "no second try after a signal", "replacement", "the run noticed"),
-    Control("short", "a short write is taken for a whole one", "steps", "CorruptCheckpointError"),
+    Control("short", "a short write is taken for a whole one", "steps", "CorruptCheckpointError", 29),
     Control("stuck", "gives up at once", "steps", "the run noticed"),
     Control("EIO for ever", "a save that failed is forgotten", "steps", "was acknowledged"),
     Control("ENOSPC for ever", "a save that failed is forgotten", "roll-back", "was acknowledged"),
     Control("SIGKILL before", "deletes first", "steps", "are gone"),
-    Control("SIGKILL half-way", "publishes late", "take-over", "was acknowledged"),
+    Control("SIGKILL half-way", "publishes late", "take-over", "was acknowledged", 17),
     Control("SIGKILL after", "publishes late", "roll-back", "was acknowledged"),
     Control("SIGKILL after", "pins in memory only", "notes", "are gone"),
 )
@@ -157,14 +162,14 @@ def campaign(names: list[str], folder: Path, every: int = 1, programs: list[str]
     return found
 
 
-def is_found_out(control: Control, folder: Path, every: int) -> bool:
+def is_found_out(control: Control, folder: Path) -> bool:
     """Whether a writer with a flaw is; the calls are tried until it is."""
     found = Found()
     with pytest.MonkeyPatch.context() as patch:
         stage = Stage(control.program, folder)
         FLAWS[control.flaw](patch)
-        for first in range(every):
-            for number in itertools.count(1 + first, every):
+        for first in range(control.stride):
+            for number in itertools.count(1 + first, control.stride):
                 if not _one(found, stage, control.fault, number):
                     break
                 if any(control.symptom in problem for problem in found.problems):
@@ -269,7 +274,7 @@ def main() -> None:
         warnings.simplefilter("ignore")
         logging.getLogger("jaxckpt_train").disabled = True
         if chosen.controls:
-            problems = _with_flaws(chosen.faults, Path(name), chosen.every)
+            problems = _with_flaws(chosen.faults, Path(name))
         else:
             found = campaign(chosen.faults, Path(name), chosen.every, chosen.programs)
             problems = found.problems
@@ -277,11 +282,11 @@ def main() -> None:
     leave_with(problems, started)
 
 
-def _with_flaws(faults: list[str], folder: Path, every: int) -> list[str]:
+def _with_flaws(faults: list[str], folder: Path) -> list[str]:
     problems = []
     for control in CONTROLS:
         if control.fault in faults:
-            is_found = is_found_out(control, folder, every)
+            is_found = is_found_out(control, folder)
             print(f"{control.fault}: {control.flaw}: {'found out' if is_found else 'not found out'}", flush=True)
             problems += [] if is_found else [f"{control.fault}: {control.flaw}: was not found out"]
     return problems

@@ -18,16 +18,16 @@ pytestmark = [
 
 
 def test_a_training_that_ends_at_a_boundary_goes_on_exactly(tmp_path: Path) -> None:
-    found = campaign(tmp_path, 4)
+    found = campaign(tmp_path, 3)
     assert found.problems == []
-    assert found.points >= 3
+    assert found.points >= 2
 
 
 @pytest.mark.slow
 def test_the_same_training_with_a_store_that_publishes_before_it_has_written_is_found_out(tmp_path: Path) -> None:
-    problems = campaign(tmp_path, 8, "publishes first", "before").problems
+    problems = campaign(tmp_path, 3, "publishes first", "before").problems
     assert any("LOST_WORK" in problem for problem in problems)
 
 
 def test_a_training_that_writes_over_its_only_file_is_found_out(tmp_path: Path) -> None:
-    assert campaign(tmp_path, 2, "by_hand", "torn").problems
+    assert campaign(tmp_path, 1, "by_hand", "torn").problems
