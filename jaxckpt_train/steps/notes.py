@@ -123,7 +123,7 @@ class Notes:
         self.lines, self.problem = _read(backend, directory)
         self.known = 0
         for note in self.lines.take_notes() if self.lines else ():
-            self._add(note)
+            self.add(note)
 
     def expect(self, known: int) -> None:
         """Take note that there were so many already when a step was saved."""
@@ -131,7 +131,8 @@ class Notes:
         if self.lines is not None:
             self.problem = self.problem or self.lines.missing_of(known)
 
-    def _add(self, note: Mapping[str, Any]) -> None:
+    def add(self, note: Mapping[str, Any]) -> None:
+        """Take note of one more."""
         self._add_of_run(note)
         step = note.get("step")
         if not isinstance(step, int):
@@ -158,12 +159,16 @@ class Notes:
         if isinstance(held, list):
             self._held |= {name for name in held if isinstance(name, str)}
 
+    def is_pinned(self, step: int) -> bool:
+        """Whether each save of this step is, also of one whose earlier saves are lost."""
+        return step in self._pinned
+
     def added_to(self, entry: Entry) -> Entry:
         """The entry with what was noted of it."""
         of = (entry.name, entry.time.isoformat())
         metrics = {**(entry.metrics or {}), **self._metrics.get(entry.step, {}), **self._metrics.get(of, {})}
         # When a save was, only its manifest tells: one that cannot be read has what was said last of that name.
-        is_pinned, damaged = entry.step in self._pinned, self._damaged.get(of if entry.tells_lineage else entry.name)
+        is_pinned, damaged = self.is_pinned(entry.step), self._damaged.get(of if entry.tells_lineage else entry.name)
         is_held = not entry.is_certain or self.problem is not None or entry.name in self._held
         entry = dataclasses.replace(entry, is_held=is_held, is_unsynced=of in self._unsynced)
         return dataclasses.replace(entry, metrics=metrics or None, pinned=is_pinned, damaged=damaged)

@@ -251,8 +251,7 @@ class RunDirectory:
         step, generation = parse_step_name(name) or (int(info["step"]), 0)
         entry = entry_from_manifest(name, step, generation, info)
         with self._guard:
-            pinned = any(each.pinned for each in self._entries if each.step == step)
-            self._entries.append(dataclasses.replace(entry, pinned=pinned))
+            self._entries.append(dataclasses.replace(entry, pinned=self._notes.is_pinned(step)))
             self._origin.saved()
             self._next_save.saved(name)
             self._left = frozenset(entry.left_behind) - {name}
@@ -387,6 +386,7 @@ class RunDirectory:
         """Write a pin of a step, or metrics of one generation of it or that it is damaged, durably."""
         line = {"step": entry.step, "name": entry.name, "saved": entry.time.isoformat(), **note}
         self._book.add(line)
+        self._notes.add(line)
         self._take_note(entry, note)
 
     def _take_note(self, entry: Entry, note: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ import errno
 import functools
 import os
 import random
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -290,3 +291,31 @@ def test_a_note_that_came_when_another_had_taken_over_is_not_told_to_be_kept(tmp
     other.close()
     assert not step_path(run, 1).exists(), "it had not been pinned when the other one read the notes"
     first.close()
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_a_step_that_is_saved_again_after_it_was_lost_is_pinned_as_it_was(tmp_path: Path, is_pinned: bool) -> None:
+    with StepManager(made_run(tmp_path, 1)) as steps:
+        steps.own()
+        steps.pin(1)
+        steps.pin(1, is_pinned)
+    for lost in step_path(tmp_path, 1).iterdir():  # all that a power cut leaves of it may be its name
+        shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
+    with StepManager(tmp_path, preservation_policy=LatestN(1)) as steps:
+        save_steps(steps, 1, 2)
+        assert steps._run._deleter.wait(60)
+        assert steps.steps == ([1, 2] if is_pinned else [2])
+    assert StepManager(tmp_path).steps == ([1, 2] if is_pinned else [2])
+
+
+def test_a_step_that_is_let_go_by_the_same_owner_is_not_pinned_when_it_is_saved_again(tmp_path: Path) -> None:
+    with StepManager(made_run(tmp_path, 1)) as steps:
+        steps.own()
+        steps.pin(1)
+    with StepManager(tmp_path, preservation_policy=LatestN(1)) as steps:
+        steps.own()
+        steps.pin(1, False)
+        save_steps(steps, 1, overwrite=True)
+        save_steps(steps, 2)
+        assert steps._run._deleter.wait(60)
+        assert steps.steps == [2]
