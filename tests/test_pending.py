@@ -93,17 +93,15 @@ def test_an_error_that_takes_no_note_is_raised_all_the_same() -> None:
 
 
 class UnshownError(StopIteration):
-    """As one that holds an array that was donated since; it takes no note either."""
+    """As one that holds an array that was donated since."""
 
     def __repr__(self) -> str:
         raise RuntimeError("Array has been deleted")
 
-    def add_note(self, note: str, /) -> None:
-        raise RuntimeError(note)
-
 
 class UnnotedError(Exception):
-    add_note = UnshownError.add_note  # type: ignore[assignment]
+    def add_note(self, note: str, /) -> None:
+        raise RuntimeError(note)
 
 
 def test_an_error_that_cannot_be_shown_is_told_all_the_same() -> None:
