@@ -50,7 +50,7 @@ class Machine:
         self.guard = threading.RLock()
         self.now_s = ANCIENT_S
         self.touched_s: dict[int, float] = {}
-        self._next = 1 + max([*self.live.folders, *self.live.files], default=0)
+        self._next = 1 + max([*self.live.folders, *self.live.files, *self.live.lost], default=0)
 
     def do(self, operation: Operation) -> None:
         """Change the files, and write it down."""

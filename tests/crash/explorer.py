@@ -31,7 +31,7 @@ from tests.crash.facts import Facts, WrongContentError
 from tests.crash.image import Image
 from tests.crash.oracles import found_in_run, found_single
 from tests.crash.problems import Kind, Problem
-from tests.crash.programs import RunLife, SingleLife, World, note_durable, process
+from tests.crash.programs import RunLife, SingleLife, World, note_durable, note_refused, process
 from tests.crash.states import Order, crash_state
 from tests.crash.write_modes import found_in_weaker_run, found_in_weaker_single
 
@@ -136,6 +136,7 @@ def _one_program(seed: int, program: str, world: World | None, found: Found, sta
         log = list(machine.log)
         if PROGRAMS[program].durability != "full":
             note_durable(facts, start, log, chosen.order)
+        note_refused(facts, machine, log)
         for _ in range(MOMENTS):
             moment = chance.randint(0, len(log))
             image = crash_state(start, log, moment, chosen.order, chance)

@@ -45,6 +45,7 @@ class Facts:
         pins: steps that were pinned, and after how many operations that was acknowledged.
         durable: saves that are known to be on the disk, and after how many operations they were.
         contents: of acknowledged saves, digests of their directories.
+        notes_refused: after how many operations the disk had refused to keep the notes; None: it never did.
         restored: the save that whoever looks after a crash has restored.
     """
 
@@ -55,6 +56,7 @@ class Facts:
     durable: dict[int, int] = dataclasses.field(default_factory=dict)
     contents: dict[int, bytes] = dataclasses.field(default_factory=dict, repr=False)
     restored: int = 0
+    notes_refused: int | None = None
 
     def begin(self, step: int, at: int, goes_on_from: int = 0) -> Promise:
         """A save begins; its number is what its content is made of."""
@@ -73,7 +75,8 @@ class Facts:
         promises = [each.until(moment) for each in self.promises if each.begun <= moment]
         pins = {step: 0 for step, at in self.pins.items() if at <= moment}
         durable = {token: 0 for token, at in self.durable.items() if at <= moment}
-        return Facts(self.keep, self.rolled_back, promises, pins, durable, self.contents)
+        refused = 0 if self.notes_refused is not None and self.notes_refused <= moment else None
+        return Facts(self.keep, self.rolled_back, promises, pins, durable, self.contents, notes_refused=refused)
 
     def acknowledged(self) -> list[Promise]:
         """Those that were acknowledged, oldest first."""

@@ -97,7 +97,9 @@ def left_of(names: Iterable[str]) -> list[Problem]:
 
 def _cleaned(manager: StepManager, facts: Facts, names: Callable[[], list[str]]) -> list[Problem]:
     """The next owner saves, and leaves nothing of what the dead ones left or what nobody keeps."""
-    line = [entry.step for entry in newest_generations(manager._run._line())]
+    doubted = _doubted(manager, facts)
+    known = [entry for entry in manager._run._line() if entry.name not in doubted]
+    line = [entry.step for entry in newest_generations(known)]
     promise = facts.begin((manager.latest or 0) + 1, AFTERWARDS, facts.restored)
     manager.save(promise.step, state_of(promise.token))
     manager.wait(LONGEST_S)
@@ -117,11 +119,19 @@ def _retained(line: list[int], manager: StepManager, facts: Facts, names: Callab
     Args:
         line: the steps that the run went on from, and the one that it saved, in that order.
     """
-    aside = {*manager._run._left, *(entry.name for entry in manager._run.damaged())}
+    aside = {*manager._run._left, *(entry.name for entry in manager._run.damaged()), *_doubted(manager, facts)}
     there = [parsed[0] for name in names() if (parsed := parse_step_name(name)) is not None and name not in aside]
     pinned = {entry.step for entry in manager._run.entries() if entry.pinned}
     keep = len(line) if facts.keep is None else facts.keep
     return retained_of(there, {*line[-keep:], *(pinned & {*line})})
+
+
+def _doubted(manager: StepManager, facts: Facts) -> set[str]:
+    """What may be pinned, for all that anybody knows: held, as a note that a later save knew of is not there.
+
+    Nothing is, unless the disk has once refused to keep the notes.
+    """
+    return set() if facts.notes_refused is None else {entry.name for entry in manager._run.entries() if entry.is_held}
 
 
 def retained_of(there: Sequence[int], expected: Collection[int]) -> list[Problem]:

@@ -15,6 +15,7 @@ from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, StepNo
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps import lock
 from jaxckpt_train.steps.manager import StepManager
+from jaxckpt_train.steps.notes import NOTES_NAME
 from jaxckpt_train.steps.preservation_policies import LatestN
 from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store import machine as machine_module
@@ -23,7 +24,7 @@ from jaxckpt_train.store.machine import ProcessIdentity
 from jaxckpt_train.store.transaction import is_committed
 from tests.crash.crash_disk import CrashDisk, Machine
 from tests.crash.facts import Facts, state_of, token_of
-from tests.crash.image import Image, Operation, Sync
+from tests.crash.image import FailedSync, Image, Operation, Sync
 from tests.crash.states import Order, durable_state
 
 RUN = "/data/run"
@@ -108,6 +109,14 @@ def note_durable(facts: Facts, start: Image, log: Sequence[Operation], order: Or
             token = token_of_content.get(digest_at(image, f"{RUN}/{name}"))
             if token is not None and parse_step_name(name) is not None:
                 facts.durable.setdefault(token, moment)
+
+
+def note_refused(facts: Facts, machine: Machine, log: Sequence[Operation]) -> None:
+    """Note from when on the disk had refused to keep the notes of the run: what it has lost may look synced since."""
+    notes = machine.live.find(f"{RUN}/{NOTES_NAME}")
+    refusals = (at for at, each in enumerate(log, 1) if isinstance(each, FailedSync) and each.inode == notes)
+    if facts.notes_refused is None:
+        facts.notes_refused = next(refusals, None)
 
 
 class RunLife:

@@ -121,8 +121,10 @@ def _retained(line: list[int], manager: StepManager, facts: Facts, image: Image)
 
 
 def _is_later(entry: Entry, other: Entry) -> bool:
-    """Whether it is a later generation of the same step."""
-    return entry.step == other.step and entry.sequence > other.sequence
+    """Whether it is a later generation of the same step; of one that cannot be read only its name tells."""
+    if entry.step != other.step:
+        return False
+    return (entry.sequence, entry.generation) > (other.sequence, other.generation)
 
 
 def found_in_weaker_single(disk: CrashDisk, world: World, facts: Facts) -> list[Problem]:

@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from jaxckpt_train.checkpointables.registry import handler_of
 from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.preservation_policies import LatestN
@@ -233,6 +234,7 @@ def why_not(name: str) -> str | None:
 
 def campaign(names: list[str], folder: Path) -> Found:
     """All trials of these limits."""
+    handler_of({})  # imports what a save would import late: not under a limit of memory
     found = Found()
     for name in names:
         LIMITS[name](found, folder)

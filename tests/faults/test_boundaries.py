@@ -18,9 +18,9 @@ pytestmark = [
 
 
 def test_a_training_that_ends_at_a_boundary_goes_on_exactly(tmp_path: Path) -> None:
-    found = campaign(tmp_path, 3)
+    found = campaign(tmp_path, 2)
     assert found.problems == []
-    assert found.points >= 2
+    assert found.points >= 1
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from tests.faults.sample_runs import DIGESTS
 
 pytestmark = pytest.mark.timeout(300)
 
-TRIALS = 600
+TRIALS = 480
 REACHED = {
     "COMMIT: missing",
     "COMMIT: size",
@@ -59,7 +59,7 @@ def test_whatever_is_damaged_nothing_wrong_is_loaded_and_the_step_before_is_rest
 
 
 def test_whatever_file_of_a_run_is_damaged_the_next_owner_goes_on_and_keeps_what_must_stay() -> None:
-    found = damaged_owners.campaign(180, seed=0)
+    found = damaged_owners.campaign(150, seed=0)
     assert found.problems == []
     sorts = {(sort, kind) for sort, kind, _ in found.trials}
     assert {sort for sort, _ in sorts} == {CLEAN, "notes", "history", "lock", "newest step", "older steps"}

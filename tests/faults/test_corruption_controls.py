@@ -38,7 +38,7 @@ def problems_of(campaign: Callable[..., Any], trials: int, **options: Any) -> st
 @pytest.mark.parametrize("digest", DIGESTS)
 def test_a_load_without_digests(digest: DigestName) -> None:
     settings = StoreSettings(verify_on_load=False, io_threads=1)
-    found = problems_of(corruption.campaign, 300, digests=(digest,), settings=settings)
+    found = problems_of(corruption.campaign, 100, digests=(digest,), settings=settings)
     assert "loaded in silence, and wrong" in found
 
 
@@ -51,14 +51,14 @@ def test_a_digest_that_errs_on_what_is_clean(monkeypatch: pytest.MonkeyPatch) ->
 
     for module in (reader, verify, plain_files):
         monkeypatch.setattr(module, "digest_function", erring)
-    found = corruption.campaign(200, seed=1)
+    found = corruption.campaign(120, seed=1)
     assert any(problem.startswith("clean") and "a false alarm: " in problem for problem in found.problems)
     assert any(problem.startswith("clean") and "a false alarm of verify: " in problem for problem in found.problems)
 
 
 def test_a_verification_that_reads_no_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "_head_problems", lambda *_: iter(()))
-    assert "verify finds nothing" in problems_of(corruption.campaign, 200)
+    assert "verify finds nothing" in problems_of(corruption.campaign, 100)
 
 
 def test_a_run_that_writes_no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ def _can() -> None:
 
 
 def test_it_commits_or_gives_up_before_its_time_is_over() -> None:
-    found = campaign(3, seed=1, graces_s=(2,))
+    found = campaign(2, seed=1, graces_s=(2,))
     assert found.problems == []
     assert found.given_up > 0
 

@@ -76,7 +76,7 @@ def test_limits_of_disks_without_the_right_to_mount() -> None:
 
 
 def test_other_limits_are_met_all_the_same() -> None:
-    code, said = campaign("limits", "--limits", "descriptors", "read-only", before=set_privileges(NO_RIGHTS))
+    code, said = campaign("limits", "--limits", "file size", "read-only", before=set_privileges(NO_RIGHTS))
     assert code == 0
     assert "read-only: SKIP: needs the right to mount" in said
     assert "0 problems" in said

@@ -29,14 +29,14 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_what_was_acknowledged_is_there_after_a_power_cut(disk: LoopDisk) -> None:
-    found = campaign(disk, trials=12, seed=0)
+    found = campaign(disk, trials=10, seed=0)
     assert found.problems == []
-    assert found.cuts == {"nothing flushed": 6, "journal flushed": 6}
+    assert found.cuts == {"nothing flushed": 5, "journal flushed": 5}
     assert found.acknowledged > 3
 
 
 def test_saves_that_do_not_sync_are_found_out_by_both_cuts(disk: LoopDisk) -> None:
-    problems = campaign(disk, trials=10, seed=1, settings=StoreSettings(durability="none")).problems
+    problems = campaign(disk, trials=8, seed=1, settings=StoreSettings(durability="none")).problems
     for cut in CUTS:
         assert any("was acknowledged" in problem and cut in problem for problem in problems), (cut, problems)
 
