@@ -59,10 +59,21 @@ class Shares:
                     mine.append(Share(number, part))
         return mine
 
-    def _parts(self, box: Box, holders: tuple[int, ...], item_bytes: int) -> Iterator[tuple[int, Box]]:
+    def of_whole(self, holders: tuple[int, ...], nbytes: int) -> bool:
+        """Whether this process writes what these all have, and what is not cut."""
+        loads = self._heap(holders)
+        load, holder = loads[0]
+        heapq.heapreplace(loads, (load + nbytes, holder))
+        return holder == self._process
+
+    def _heap(self, holders: tuple[int, ...]) -> list[tuple[int, int]]:
         loads = self._loads.get(holders)
         if loads is None:
             loads = self._loads[holders] = [(0, holder) for holder in holders]
+        return loads
+
+    def _parts(self, box: Box, holders: tuple[int, ...], item_bytes: int) -> Iterator[tuple[int, Box]]:
+        loads = self._heap(holders)
         wanted = min(len(holders), box_elements(box) * item_bytes // self._least_bytes)
         parts = sorted(cut(box, max(1, wanted)), key=box_elements, reverse=True)
         taken = [heapq.heappop(loads) for _ in parts]  # each process one of them
