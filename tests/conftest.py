@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,11 @@ from hypothesis import settings
 
 DEVICES = 8
 REPO_ROOT = Path(__file__).resolve().parent.parent
+
+# A shell starts its background jobs (`make test &` in a script) with interrupts ignored, and they hand that on to every
+# process they start. The tests that interrupt somebody are to pass there too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")

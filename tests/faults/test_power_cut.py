@@ -36,9 +36,14 @@ def test_what_was_acknowledged_is_there_after_a_power_cut(disk: LoopDisk) -> Non
 
 
 def test_saves_that_do_not_sync_are_found_out_by_both_cuts(disk: LoopDisk) -> None:
-    problems = campaign(disk, trials=8, seed=1, settings=StoreSettings(durability="none")).problems
-    for cut in CUTS:
-        assert any("was acknowledged" in problem and cut in problem for problem in problems), (cut, problems)
+    """A slow machine may have written by itself what a few cuts would have lost: then more cuts are made."""
+    missing, problems = set(CUTS), []
+    for seed in range(1, 9):
+        problems += campaign(disk, trials=8, seed=seed, settings=StoreSettings(durability="none")).problems
+        missing -= {cut for cut in CUTS if any("was acknowledged" in text and cut in text for text in problems)}
+        if not missing:
+            return
+    raise AssertionError(f"not found out by {missing}: {problems}")
 
 
 def test_a_cut_that_flushes_the_journal_leaves_names_without_data(disk: LoopDisk) -> None:
