@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
+
+import msgspec
 
 from jaxckpt_train.key_values import KeyValues
 from jaxckpt_train.meeting import Meeting
@@ -28,11 +31,19 @@ class Coordinator(Protocol):
     process: int
     processes: int
 
-    def within(self, name: str, after: Coordinator | None = None) -> Coordinator:
-        """A coordinator with an order of its own, for another thread; all processes give it the same new name.
+    def within(self, name: str, timeout_s: float | None = None) -> Coordinator:
+        """A coordinator with an order of its own, for another thread. All processes ask for the same ones, in one order.
 
-        `after`: an earlier one, which a process does not use any more that comes to an exchange of the new one.
+        Args:
+            name: what it is for.
+            timeout_s: seconds without a sign of life after which a process is not waited for; None: as this one.
         """
+
+    def end(self) -> None:
+        """This process does not use it any more."""
+
+    def is_over(self) -> bool:
+        """Whether what goes on now has failed in another process; known some seconds later."""
 
     def exchange(
         self,
@@ -77,9 +88,16 @@ class SingleProcess:
     process = 0
     processes = 1
 
-    def within(self, name: str, after: Coordinator | None = None) -> Coordinator:
+    def within(self, name: str, timeout_s: float | None = None) -> Coordinator:
         """Itself."""
         return self
+
+    def end(self) -> None:
+        """Nothing to let go of."""
+
+    def is_over(self) -> bool:
+        """There is no other."""
+        return False
 
     def exchange(
         self,
@@ -107,6 +125,7 @@ class ManyProcesses:
         process: number of this one.
         processes: how many there are.
         timeout_s: seconds without a sign of life after which a process is not waited for any more.
+        orders: of the coordinator that this one is within; None: it is the first.
         name: what all its keys begin with.
     """
 
@@ -116,19 +135,29 @@ class ManyProcesses:
         process: int,
         processes: int,
         timeout_s: float = BARRIER_TIMEOUT_S,
+        orders: _Orders | None = None,
         name: str = "jaxckpt",
     ) -> None:
         self.process, self.processes = process, processes
         self._values, self._timeout_s, self._name = values, timeout_s, name
+        self._orders = _Orders() if orders is None else orders
         self._met = 0  # how many times
-        self._finished: list[str] = []  # at process 0: whose keys are still there
+        self._left: list[str] = []  # at process 0: folders of meetings whose keys are still there
+        self._meeting: Meeting | None = None
 
-    def within(self, name: str, after: Coordinator | None = None) -> Coordinator:
+    def within(self, name: str, timeout_s: float | None = None) -> Coordinator:
         """One with an order of its own."""
-        inner = ManyProcesses(self._values, self.process, self.processes, self._timeout_s, f"{self._name}/{name}")
-        if isinstance(after, ManyProcesses):
-            inner._finished = [after._name]
-        return inner
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        own = self._orders.begin(f"{self._name}/{name}")
+        return ManyProcesses(self._values, self.process, self.processes, limit_s, self._orders, own)
+
+    def end(self) -> None:
+        """Its keys may go once no process uses it any more."""
+        self._orders.end(self._name)
+
+    def is_over(self) -> bool:
+        """As the protocol says."""
+        return self._meeting is not None and self._meeting.is_over
 
     def exchange(
         self,
@@ -138,36 +167,97 @@ class ManyProcesses:
         moved: Moved | None = None,
     ) -> bytes:
         """As the protocol says."""
-        meeting = self._meeting(doing, moved)
+        meeting = self._meet(doing, moved)
         if self.process:
-            return meeting.take_part(give)
+            return meeting.take_part(lambda: self._orders.encoded() + give())
 
         def act() -> bytes:
             mine = give()
-            others = meeting.collect()
-            for folder in self._finished:  # who is here has left these
+            uses, others = self._orders.decoded(meeting.collect())
+            for folder in [*self._left, *self._orders.ended_in_all(uses)]:  # who is here has left these
                 self._values.delete(folder)
-            self._finished = []
+            self._left = []
             return merge([mine, *others])
 
         return self._held(meeting, act)
 
     def broadcast(self, doing: str, say: Callable[[], bytes], moved: Moved | None = None) -> bytes:
         """As the protocol says."""
-        meeting = self._meeting(doing, moved)
+        meeting = self._meet(doing, moved)
         return meeting.hear() if self.process else self._held(meeting, say)
 
     def barrier(self, doing: str) -> None:
         """As the protocol says."""
         self.exchange(doing, lambda: b"")
 
-    def _meeting(self, doing: str, moved: Moved | None) -> Meeting:
+    def _meet(self, doing: str, moved: Moved | None) -> Meeting:
         self._met += 1
         folder = f"{self._name}/{self._met}"
-        return Meeting(self._values, folder, self.process, self.processes, doing, self._timeout_s, moved)
+        self._meeting = Meeting(self._values, folder, self.process, self.processes, doing, self._timeout_s, moved)
+        return self._meeting
 
     def _held(self, meeting: Meeting, act: Callable[[], bytes]) -> bytes:
         try:
             return meeting.preside(act)
         finally:
-            self._finished.append(meeting.folder)
+            self._left.append(meeting.folder)
+
+
+class _Uses(msgspec.Struct, array_like=True):
+    """Which coordinators a process uses.
+
+    Attributes:
+        begun: how many it has asked for so far.
+        open: those of them that it still uses, by their number.
+    """
+
+    begun: int
+    open: tuple[int, ...]
+
+
+class _Orders:
+    """The coordinators within one, in the order in which all processes ask for them."""
+
+    def __init__(self) -> None:
+        self._begun = 0
+        self._of_name: dict[str, int] = {}  # how many of each name
+        self._open: dict[str, int] = {}  # their numbers
+        self._there: dict[int, str] = {}  # at process 0: those whose keys may be there
+        self._lock = threading.Lock()
+
+    def begin(self, name: str) -> str:
+        """A name of its own for one more."""
+        with self._lock:
+            count = self._of_name[name] = self._of_name.get(name, 0) + 1
+            own, self._begun = f"{name}-{count}", self._begun + 1
+            self._open[own], self._there[self._begun] = self._begun, own
+        return own
+
+    def end(self, own: str) -> None:
+        """It is not used here any more."""
+        with self._lock:
+            self._open.pop(own, None)
+
+    def encoded(self) -> bytes:
+        """What process 0 is told of them, before any value."""
+        data = msgspec.msgpack.encode(self._uses())
+        return len(data).to_bytes(4, "big") + data
+
+    def _uses(self) -> _Uses:
+        with self._lock:
+            return _Uses(self._begun, tuple(self._open.values()))
+
+    def decoded(self, told: Sequence[bytes]) -> tuple[list[_Uses], list[bytes]]:
+        """What the others have told, and their values."""
+        ends = [4 + int.from_bytes(each[:4], "big") for each in told]
+        uses = [msgspec.msgpack.decode(each[4:end], type=_Uses) for each, end in zip(told, ends, strict=True)]
+        return uses, [each[end:] for each, end in zip(told, ends, strict=True)]
+
+    def ended_in_all(self, uses: Sequence[_Uses]) -> list[str]:
+        """The names of those that no process uses any more, each once."""
+        everywhere = [*uses, self._uses()]
+        begun = min(each.begun for each in everywhere)
+        used = {number for each in everywhere for number in each.open}
+        with self._lock:
+            ended = [number for number in self._there if number <= begun and number not in used]
+            return [self._there.pop(number) for number in ended]

@@ -13,6 +13,7 @@ from jaxckpt_train.key_values import KeyValues
 from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.told_errors import decode_error, encode_error
 
+LEAVING_S = 3.0
 SLICE_S = 1.0  # how soon an interrupt is seen, and a process that has been silent for too long
 TELL_S = 30.0
 MOST_SHOWN = 8
@@ -31,6 +32,10 @@ class Meeting:
         doing: what all do here, for messages.
         timeout_s: seconds without a sign of life after which a process is not waited for any more.
         moved: gives another value whenever this process has got further; None: it is quick.
+
+    Attributes:
+        folder: as given.
+        is_over: whether process 0 has told that it failed, while this one acts; known a while later.
     """
 
     def __init__(
@@ -43,7 +48,7 @@ class Meeting:
         timeout_s: float,
         moved: Callable[[], object] | None,
     ) -> None:
-        self.folder = folder
+        self.folder, self.is_over = folder, False
         self._values, self._process, self._processes = values, process, processes
         self._doing, self._timeout_s, self._moved = doing, timeout_s, moved
         self._period_s = min(10.0, timeout_s / 8)  # between two signs of life
@@ -57,6 +62,7 @@ class Meeting:
                 result = act()
             except BaseException as error:
                 self._tell("said", _FAILED + (self._told or encode_error(error, self._process)), besides=error)
+                self._let_others_leave()
                 raise
             self._tell("said", _DONE + result)
             self._values.delete(f"{self.folder}/from")
@@ -91,6 +97,8 @@ class Meeting:
                 value = give()
             except BaseException as error:
                 self._report(_FAILED + encode_error(error, self._process), besides=error)
+                if self.is_over and isinstance(error, CheckpointError):  # it has stopped since another one failed
+                    self.hear()
                 raise
         self._report(_DONE + value)
         return self.hear()
@@ -110,6 +118,15 @@ class Meeting:
         if said[:1] == _FAILED:
             raise decode_error(said[1:], self._doing)
         return said[1:]
+
+    def _let_others_leave(self) -> None:
+        """Wait a moment for those that still act: what they write is removed next."""
+        if self._moved is None:
+            return
+        end = time.monotonic() + LEAVING_S
+        with contextlib.suppress(CheckpointError):
+            while len(self._values.find(f"{self.folder}/from")) < self._processes - 1 and time.monotonic() < end:
+                self._values.get(f"{self.folder}/never", 0.1)
 
     def _look(self, silence: _Silence, came: Mapping[int, bytes]) -> None:
         """Tell of those that are waited for, or raise if one is silent for too long."""
@@ -172,6 +189,8 @@ class Meeting:
                 if (now := moved()) != before:
                     before = now
                     self._sign()
+                said = self._values.get(f"{self.folder}/said", 0.0) if self._process else None
+                self.is_over = self.is_over or (said is not None and said[:1] == _FAILED)
                 ended.wait(self._period_s)
         except CheckpointError as error:  # a thread's edge; who waits for this process finds out
             _log.warning("%s: the other processes could not be told that this one goes on: %s", self._doing, error)

@@ -7,10 +7,9 @@ from typing import Any
 
 import jax
 
-from jaxckpt_train.coordinator import BARRIER_TIMEOUT_S, Coordinator, ManyProcesses, SingleProcess
+from jaxckpt_train.coordinator import Coordinator, ManyProcesses, SingleProcess
 from jaxckpt_train.errors import CheckpointError
-
-_MOST_BYTES = 1 << 20  # of one value: larger ones are cut
+from jaxckpt_train.store.per_process import PerProcess
 
 
 class JaxKeyValues:
@@ -53,14 +52,17 @@ class JaxKeyValues:
             ) from error
 
 
-def current(timeout_s: float = BARRIER_TIMEOUT_S) -> Coordinator:
-    """The coordinator of this job.
-
-    Args:
-        timeout_s: seconds without a sign of life after which another process is not waited for any more.
-    """
+def current() -> Coordinator:
+    """The coordinator of this job; the same one at every call."""
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return SingleProcess()
     from jax._src.distributed import global_state
 
-    return ManyProcesses(JaxKeyValues(global_state.client), jax.process_index(), jax.process_count(), timeout_s)
+    return _of_client.get(global_state.client)
+
+
+def _made(client: Any) -> Coordinator:
+    return ManyProcesses(JaxKeyValues(client), jax.process_index(), jax.process_count())
+
+
+_of_client: PerProcess[Any, Coordinator] = PerProcess(_made)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from jaxckpt_train.errors import CheckpointError
-from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, FileRecord, PartRecord, SegmentRecord
+from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, PartRecord, SegmentRecord
 from jaxckpt_train.store.tiling import check_tiling
 
 
@@ -18,33 +18,45 @@ class PartIndex(msgspec.Struct, frozen=True, gc=False, array_like=True):
         segments: its segment files.
         arrays: the numbers of the arrays of which it has written something.
         chunks: of each of these what it has written; their segment numbers count from the first of `segments`.
-        files: its plain files.
+        value: plain data that each process has for itself, as JSON; process 0 writes it for all.
     """
 
     segments: tuple[SegmentRecord, ...]
     arrays: tuple[int, ...]
     chunks: tuple[tuple[ChunkRecord, ...], ...]
-    files: tuple[FileRecord, ...]
+    value: bytes | None = None
 
 
-def encode_index(parts: Sequence[PartIndex]) -> bytes:
+class ProcessIndex(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What a process has written of a checkpoint.
+
+    Attributes:
+        alike: a digest of what must be the same in all processes.
+        parts: one for each checkpointable.
+    """
+
+    alike: str
+    parts: tuple[PartIndex, ...]
+
+
+def encode_index(index: ProcessIndex) -> bytes:
     """The bytes that a process sends to process 0."""
-    return msgspec.msgpack.encode(parts)
+    return msgspec.msgpack.encode(index)
 
 
-def decode_index(data: bytes) -> list[PartIndex]:
+def decode_index(data: bytes) -> ProcessIndex:
     """What a process has sent."""
-    return msgspec.msgpack.decode(data, type=list[PartIndex])
+    return msgspec.msgpack.decode(data, type=ProcessIndex)
 
 
 def merge_indexes(
-    parts: Sequence[PartRecord], indexes: Sequence[Sequence[PartIndex]]
+    parts: Sequence[PartRecord], indexes: Sequence[ProcessIndex]
 ) -> tuple[list[SegmentRecord], list[PartRecord]]:
     """The segments and checkpointables of the whole checkpoint.
 
     Args:
         parts: the checkpointables as process 0 knows them, whose arrays have no chunks yet.
-        indexes: one of each process, in their order; of each, one for each of `parts`.
+        indexes: one of each process, in their order.
 
     Raises:
         CheckpointError: together they are not whole, which only a mistake of this package can make.
@@ -53,15 +65,13 @@ def merge_indexes(
     merged = []
     for number, part in enumerate(parts):
         chunks: list[list[ChunkRecord]] = [[] for _ in part.arrays]
-        files: list[FileRecord] = []
         for index in indexes:
-            own, first = index[number], len(segments)
+            own, first = index.parts[number], len(segments)
             segments.extend(own.segments)
-            files.extend(own.files)
             for array, written in zip(own.arrays, own.chunks, strict=True):
                 chunks[array].extend(_moved(chunk, first) for chunk in written)
         arrays = tuple(_whole(part, array, found) for array, found in zip(part.arrays, chunks, strict=True))
-        merged.append(msgspec.structs.replace(part, arrays=arrays, files=tuple(files)))
+        merged.append(msgspec.structs.replace(part, arrays=arrays))
     return segments, merged
 
 

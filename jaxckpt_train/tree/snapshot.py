@@ -49,7 +49,8 @@ class Snapshot:
         transfers: brings what is still on devices; None where all is on the host.
         held: finds out whether the loop donates what is held here; None where no views are.
         guard: tells which leaves hold nan or inf; None: nobody asked.
-        compared: in a job of many processes, what each of them has for itself and another one writes.
+        local: in a job of many processes, numbers of the arrays that each of them has for itself.
+        compared: those of them that another process writes, as this one has them.
         is_taken: open once the caller may do anything with what it saved.
     """
 
@@ -59,6 +60,7 @@ class Snapshot:
     is_taken: Latch
     held: HeldViews | None
     guard: ValueGuard | None
+    local: Sequence[int] = ()
     compared: Mapping[int, Sequence[ChunkSource]] = dataclasses.field(default_factory=dict)  # by number of the array
 
     def close(self) -> None:
@@ -130,8 +132,9 @@ def snapshot(
         is_taken.open()
     record = TreeRecord(flat.containers, records)
     compared = {number: taker.arrays[number].chunks for number in taker.compared}
-    arrays = [array._replace(chunks=()) if n in compared else array for n, array in enumerate(taker.arrays)]
-    return Snapshot(record, arrays if compared else taker.arrays, transfers, is_taken, held, guard, compared)
+    for number in compared:
+        taker.arrays[number] = taker.arrays[number]._replace(chunks=())
+    return Snapshot(record, taker.arrays, transfers, is_taken, held, guard, taker.local, compared)
 
 
 def _copy_views(taker: _Taker) -> None:
@@ -171,12 +174,14 @@ class _Taker:
     Attributes:
         arrays: what the store writes.
         elsewhere: numbers of those that still lack their chunks, and the JAX arrays, or their parts, that hold them.
-        compared: numbers of those that another process writes, which has them for itself too.
+        local: numbers of those that each process has for itself.
+        compared: those of them that another one writes.
     """
 
     def __init__(self, keeps_views: bool, shares: JobShares | None = None) -> None:
         self.arrays: list[ArraySource] = []
         self.elsewhere: list[tuple[int, jax.Array | Sequence[OwnPart]]] = []
+        self.local: list[int] = []
         self.compared: list[int] = []
         self._keeps_views, self._shares = keeps_views, shares
         self._forms: dict[jax.sharding.Sharding, _Form] = {}
@@ -271,6 +276,8 @@ class _Taker:
             parts = self._own_parts(self._shares, leaf, form)
             if form.on_host and self._keeps_views:
                 chunks = tuple(ChunkSource(part.box, np.asarray(part.held)[part.inner or ...]) for part in parts)
+            elif self.compared and self.compared[-1] == len(self.arrays):
+                chunks = tuple(ChunkSource(part.box, np.array(part.held, copy=True)) for part in parts)
             else:
                 self.elsewhere.append((len(self.arrays), parts))
         elif not (form.on_host and self._keeps_views):
@@ -291,7 +298,10 @@ class _Taker:
 
     def _sort(self, nbytes: int) -> None:
         """Find out who writes what each process has for itself; the others compare it with theirs."""
-        if self._shares is not None and not self._shares.writes(nbytes):
+        if self._shares is None:
+            return
+        self.local.append(len(self.arrays))
+        if not self._shares.writes(nbytes):
             self.compared.append(len(self.arrays))
 
 

@@ -13,10 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-from tests.conftest import REPO_ROOT
-
+REPO_ROOT = Path(__file__).resolve().parents[2]
 START_S, CALL_S = 120.0, 120.0
 
 
@@ -73,7 +73,7 @@ class Job:
 class _Worker:
     def __init__(self, address: str, number: int, processes: int, devices: int, more: dict[str, Any]) -> None:
         self._number = number
-        variables = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_NUM_CPU_DEVICES": str(devices)}
+        variables = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": ""}
         options = json.dumps({"coordinator_address": address, "num_processes": processes, "process_id": number, **more})
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.distributed.worker", options],
@@ -85,11 +85,13 @@ class _Worker:
             cwd=REPO_ROOT,
         )
         self._lines: list[str] = []
-        threading.Thread(target=self._drain, daemon=True).start()
+        self._drainer = threading.Thread(target=self._drain, daemon=True)
+        self._drainer.start()
 
     def _drain(self) -> None:
         assert self.process.stderr is not None
-        self._lines.extend(self.process.stderr)
+        with self.process.stderr as lines:
+            self._lines.extend(lines)
 
     def stderr(self) -> str:
         return "".join(self._lines)
@@ -121,6 +123,7 @@ class _Worker:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+        self._drainer.join()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):

@@ -19,7 +19,7 @@ LIMIT_S = 3.0
 
 
 def exchange_and_broadcast(name: str) -> list[str]:
-    found = current(LIMIT_S).within(name)
+    found = current().within(name, LIMIT_S)
     mine = f"p{found.process}"
     together = found.exchange("greeting", mine.encode, b",".join)
     told = found.broadcast("telling", lambda: b"from " + mine.encode())
@@ -33,7 +33,7 @@ def test_all_get_what_process_0_makes_of_the_values_of_all(job_of: JobOf) -> Non
 
 
 def fail_in(name: str, who: int, kind: str) -> list[Any]:
-    found = current(LIMIT_S).within(name)
+    found = current().within(name, LIMIT_S)
 
     def give() -> bytes:
         if found.process == who:
@@ -68,7 +68,7 @@ def test_an_error_of_the_users_own_code_is_told_by_its_name(job_of: JobOf) -> No
 
 
 def come_late(name: str, who: int, late_s: float) -> list[Any]:
-    found = current(LIMIT_S).within(name)
+    found = current().within(name, LIMIT_S)
     if found.process == who:
         time.sleep(late_s)
     started = time.monotonic()
@@ -94,7 +94,7 @@ def test_who_does_not_come_is_named_in_time(job_of: JobOf, who: int) -> None:
 
 def work_for(name: str, who: int, work_s: float, moves_s: float) -> list[Any]:
     """Processes that are waited for longer than the limit, while they get further."""
-    found = current(LIMIT_S).within(name)
+    found = current().within(name, LIMIT_S)
     end, moves = time.monotonic() + (work_s if found.process == who else 0.0), time.monotonic() + moves_s
 
     def give() -> bytes:
@@ -126,14 +126,16 @@ def test_who_gets_no_further_is_not(job_of: JobOf, who: int) -> None:
 
 
 def keys_left(name: str) -> int:
-    found = current(LIMIT_S)
+    found = current()
     assert isinstance(found, ManyProcesses)
-    inner = found.within(name)
-    for _ in range(50):
-        inner.barrier("counting")
-        inner.broadcast("telling", lambda: b"x")
-    last = found.within(f"{name}-2", after=inner)
-    last.barrier("one more")
+    for _ in range(5):
+        inner = found.within(name, LIMIT_S)
+        for _ in range(10):
+            inner.barrier("counting")
+            inner.broadcast("telling", lambda: b"x")
+        inner.end()
+    found.barrier("one more")
+    found.barrier("and another")
     return len(found._values.find("jaxckpt")) if found.process == 0 else 0
 
 
@@ -143,7 +145,7 @@ def test_keys_do_not_pile_up() -> None:
 
 
 def wait_in_exchange(name: str, who: int) -> list[Any]:
-    found = current(LIMIT_S).within(name)
+    found = current().within(name, LIMIT_S)
     if found.process == who:
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
