@@ -11,32 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jaxckpt_train as jct
+from tests.distributed.arrays import global_array, values_of
 from tests.distributed.conftest import JobOf
-
-Spec = list[Any]
-
-
-def global_array(shape: list[int], mesh_shape: list[int], spec: Spec, dtype: str = "float32") -> jax.Array:
-    """An array of 0, 1, 2, ... over all devices of the job."""
-    axes = ("x", "y")[: len(mesh_shape)]
-    mesh = Mesh(np.array(jax.devices()).reshape(mesh_shape), axes)
-    values = np.arange(np.prod(shape), dtype=dtype).reshape(shape)
-    sharding = NamedSharding(mesh, P(*[tuple(part) if isinstance(part, list) else part for part in spec]))
-    return jax.make_array_from_callback(tuple(shape), sharding, lambda index: values[index])
-
 
 def save_arrays(path: str, arrays: dict[str, list[Any]], snapshot: str = "auto") -> dict[str, Any]:
     tree = {name: global_array(*arguments) for name, arguments in arrays.items()}
     done = jct.save(path, tree, settings=jct.StoreSettings(snapshot=snapshot))  # type: ignore[arg-type]
     return {"bytes": done.bytes, "leaves": sorted(done.checkpointables["state"].leaves)}
-
-
-def values_of(shape: list[int], dtype: str = "float32") -> np.ndarray:
-    return np.arange(np.prod(shape), dtype=dtype).reshape(shape)
 
 
 def written_by(path: Path) -> Counter[int]:
