@@ -32,7 +32,7 @@ class Coordinator(Protocol):
     processes: int
 
     def within(self, name: str, timeout_s: float | None = None) -> Coordinator:
-        """A coordinator with an order of its own, for another thread. All processes ask for the same ones, in one order.
+        """A coordinator with an order of its own, for another thread. All processes ask for the same ones in turn.
 
         Args:
             name: what it is for.

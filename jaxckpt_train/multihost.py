@@ -1,4 +1,4 @@
-"""JAX's distributed runtime as a key-value store: the only place that touches jax.distributed, and names private to it."""
+"""JAX's distributed runtime as a key-value store: the only place that touches jax.distributed and its private names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxckpt_train.store.per_process import PerProcess
 
 
 class JaxKeyValues:
-    """The key-value store of JAX's coordination service, which process 0 runs. It is thread-safe, and uses no device."""
+    """The key-value store of JAX's coordination service, which process 0 runs: thread-safe, and uses no device."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -59,6 +59,22 @@ def current() -> Coordinator:
     from jax._src.distributed import global_state
 
     return _of_client.get(global_state.client)
+
+
+def one_process() -> Coordinator:
+    """The coordinator of a job of one process.
+
+    Raises:
+        CheckpointError: the job has several, which this version cannot let save the steps of a run together.
+    """
+    found = current()
+    if found.processes > 1:
+        raise CheckpointError(
+            f"this job has {found.processes} processes; in this version of jaxckpt_train the steps of a run are saved "
+            "by jobs of one process (with any number of devices). Single checkpoints are saved and loaded by all "
+            "processes together: jaxckpt_train.save, jaxckpt_train.load"
+        )
+    return found
 
 
 def _made(client: Any) -> Coordinator:

@@ -128,7 +128,9 @@ class JobSave:
     def _run(self) -> Committed:
         made: list[Transaction] = []
         sign = self.movement.sign
-        told = self.job.exchange(self._beginning, self.subject.encode, lambda subjects: self._begin(subjects, made), sign)
+        told = self.job.exchange(
+            self._beginning, self.subject.encode, lambda subjects: self._begin(subjects, made), sign
+        )
         begun = msgspec.msgpack.decode(told, type=_Begun)
         transaction = made[0] if made else None
         with undone_on_error(transaction, self.parts):

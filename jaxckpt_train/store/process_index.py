@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, PartRecord, SegmentRecord
 from jaxckpt_train.store.tiling import check_tiling
 

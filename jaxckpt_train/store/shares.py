@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -97,4 +98,4 @@ def cut(box: Box, parts: int) -> list[Box]:
     start, length = box[axis][0], lengths[axis]
     parts = max(1, min(parts, length))
     edges = [start + length * number // parts for number in range(parts + 1)]
-    return [(*box[:axis], (low, high), *box[axis + 1 :]) for low, high in zip(edges, edges[1:], strict=False)]
+    return [(*box[:axis], (low, high), *box[axis + 1 :]) for low, high in itertools.pairwise(edges)]

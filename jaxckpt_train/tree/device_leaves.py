@@ -83,7 +83,7 @@ def _order_now(transfers: Transfers, handles: Sequence[jax.Array]) -> list[np.nd
 
 
 def own_handle(data: jax.Array) -> jax.Array:
-    """A shard's data as an array object of ours: JAX keeps what was copied to the host with the object it was asked for."""
+    """A shard's data as an object of ours: JAX keeps what was copied to the host with the object it was asked for."""
     own: jax.Array = data.addressable_data(0)
     return own
 

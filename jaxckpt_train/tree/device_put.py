@@ -73,9 +73,7 @@ class DevicePuts:
         assert placement.sharding is not None
         return jax.make_array_from_single_device_arrays(placement.shape, placement.sharding, [], dtype=dtype)
 
-    def _put_alike(
-        self, shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, data: np.ndarray
-    ) -> jax.Array:
+    def _put_alike(self, shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, data: np.ndarray) -> jax.Array:
         """An array of this shape, with the same data on every device of its sharding that this process has."""
         key = shape, data.dtype, sharding
         kind = self._kinds.get(key)

@@ -58,7 +58,9 @@ def weak_or_put(want: Want, array: np.ndarray) -> jax.Array:
 def _put(value: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
     if sharding is not None and spans_processes(sharding):
         return _made_on_all(value, sharding)
-    placed: jax.Array = jax.device_put(jnp.asarray(value) if isinstance(value, (int, float, complex)) else value, sharding)
+    placed: jax.Array = jax.device_put(
+        jnp.asarray(value) if isinstance(value, (int, float, complex)) else value, sharding
+    )
     return placed
 
 

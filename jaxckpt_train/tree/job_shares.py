@@ -1,9 +1,9 @@
-"""What this process writes of the arrays of a job of many: which boxes of a leaf it holds, and which parts are its own."""
+"""What this process writes of the arrays of a job of many: which boxes of a leaf it holds, which parts are its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -52,7 +52,8 @@ class JobShares:
         found = self._layouts.get((sharding, shape))
         if found is None:
             holders: dict[Box, set[int]] = {}
-            for device, index in sharding.devices_indices_map(shape).items():
+            devices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
+            for device, index in devices.items():
                 box = full_box(shape) if index is None else box_from_index(index, shape)
                 holders.setdefault(box, set()).add(device.process_index)
             found = [HeldBox(box, tuple(sorted(numbers))) for box, numbers in holders.items()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
@@ -27,7 +27,11 @@ def take_own_parts(
     """
     parts = [part for several in leaves for part in several]
     handles = [own_handle(part.held) for part in parts]
-    if mode != "stream":
+    data: Iterable[np.ndarray | ArrayToCome]
+    if mode == "stream":
+        taken, transfers = take_handles(handles, mode, ahead, is_copied=False)
+        data = map(_inner, taken, parts)
+    else:
         whole = [handle for handle, part in zip(handles, parts, strict=True) if part.inner is None]
         copies = copies_if_wanted(whole, mode)
         kept = iter(copies or whole)
@@ -35,12 +39,9 @@ def take_own_parts(
             next(kept) if part.inner is None else _cut_out(handle, part.inner)
             for handle, part in zip(handles, parts, strict=True)
         ]
-        taken, transfers = take_handles(handles, mode, ahead, is_copied=copies is not None)
-    else:
-        taken, transfers = take_handles(handles, mode, ahead, is_copied=False)
-        taken = [_inner(data, part) for data, part in zip(taken, parts, strict=True)]
-    data = iter(taken)
-    return [tuple(ChunkSource(part.box, next(data)) for part in several) for several in leaves], transfers
+        data, transfers = take_handles(handles, mode, ahead, is_copied=copies is not None)
+    following = iter(data)
+    return [tuple(ChunkSource(part.box, next(following)) for part in several) for several in leaves], transfers
 
 
 def _inner(data: np.ndarray | ArrayToCome, part: OwnPart) -> np.ndarray | ArrayToCome:
@@ -66,7 +67,8 @@ def _cut_out(array: jax.Array, inner: tuple[slice, ...]) -> jax.Array:
     """A part of an array of one device, made on that device; compiled once for each shape."""
     sizes = tuple(part.stop - part.start for part in inner)
     starts = tuple(np.int64(part.start) if max(array.shape) >= 1 << 31 else np.int32(part.start) for part in inner)
-    return _sliced(array, starts, sizes)
+    cut: jax.Array = _sliced(array, starts, sizes)
+    return cut
 
 
 @functools.partial(jax.jit, static_argnums=2)

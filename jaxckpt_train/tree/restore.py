@@ -22,8 +22,8 @@ from jaxckpt_train.store.reader import Progress, iter_boxes
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.tree.conversion import converted
 from jaxckpt_train.tree.device_put import DevicePuts
-from jaxckpt_train.tree.host_values import spans_processes, value_of, weak_or_put
 from jaxckpt_train.tree.flatten import EMPTY, PLACEHOLDER, Flat, flatten, unflatten
+from jaxckpt_train.tree.host_values import spans_processes, value_of, weak_or_put
 from jaxckpt_train.tree.leaf_records import (
     STORED,
     ArrayLeaf,

@@ -167,4 +167,3 @@ def test_a_killed_process_is_named_in_time() -> None:
 
 def test_other_process_error_is_public() -> None:
     assert issubclass(OtherProcessError, CheckpointError)
-

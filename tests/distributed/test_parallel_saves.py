@@ -16,6 +16,7 @@ import jaxckpt_train as jct
 from tests.distributed.arrays import global_array, values_of
 from tests.distributed.conftest import JobOf
 
+
 def save_arrays(path: str, arrays: dict[str, list[Any]], snapshot: str = "auto") -> dict[str, Any]:
     tree = {name: global_array(*arguments) for name, arguments in arrays.items()}
     done = jct.save(path, tree, settings=jct.StoreSettings(snapshot=snapshot))  # type: ignore[arg-type]
@@ -128,7 +129,9 @@ def test_what_each_process_has_for_itself_is_saved_once(tmp_path: Path, job_of: 
         ("path", "all processes of a job save the same steps"),
     ],
 )
-def test_what_differs_is_refused_in_all_and_named(tmp_path: Path, job_of: JobOf, who: int, kind: str, text: str) -> None:
+def test_what_differs_is_refused_in_all_and_named(
+    tmp_path: Path, job_of: JobOf, who: int, kind: str, text: str
+) -> None:
     for number, answer in enumerate(job_of(4, 1).call(save_local, str(tmp_path / "c"), who, kind)):
         assert text in answer, (number, answer)
         if kind not in ("unsupported", "path"):
