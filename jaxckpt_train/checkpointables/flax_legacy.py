@@ -78,6 +78,12 @@ def _with_positions(node: Any, path: str, depth: int = 0) -> Any:
         return node
     if depth > MAX_DEPTH:
         raise CorruptCheckpointError(f"{path}: a Flax msgpack file of more than {MAX_DEPTH} levels, expected fewer")
+    try:
+        sorted(node)
+    except TypeError as error:  # JAX finds out too, but each time leaves one call less of those that a thread may nest
+        raise CorruptCheckpointError(
+            f"{path}: a Flax msgpack file with a map whose keys differ in kind: {error}"
+        ) from error
     children = {key: _with_positions(child, path, depth + 1) for key, child in node.items()}
     if children and set(children) == {str(number) for number in range(len(children))}:
         return [children[str(number)] for number in range(len(children))]
