@@ -19,7 +19,6 @@ class Staged:
     Attributes:
         tree: a pytree whose leaves are stored one by one. It is snapshotted right after `stage` returns.
         value: plain JSON data, stored in the file `<name>/p00000.json`.
-        is_per_process: whether the values may differ between the processes of a job; else that is an error.
         write_files: called once on the writer's thread with the existing, empty directory `<name>/` of the
             attempt; whatever plain files it leaves there are synced, digested and become part of the checkpoint.
     """
@@ -27,7 +26,6 @@ class Staged:
     tree: Any = NOTHING
     value: Json = None
     write_files: Callable[[Path], None] | None = None
-    is_per_process: bool = False
 
 
 class Saved(Protocol):

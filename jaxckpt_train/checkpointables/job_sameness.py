@@ -65,7 +65,7 @@ class Sameness:
     def _of_part(self, part: StagedPart, *, one_by_one: bool) -> Iterator[tuple[str, str]]:
         label = f"checkpointable {part.name!r}"
         yield f"{label}: its kind", part.kind
-        if part.value is not None and not part.is_per_process:
+        if part.value is not None:
             yield f"{label}: its value", self._digest(part.value)
         if part.snapshot is None:
             return
@@ -99,8 +99,7 @@ def refuse_differences(values: Sequence[bytes]) -> bytes:
     more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
     raise MismatchError(
         f"the processes of this job do not save the same: {shown}{more}. What every process has for itself must be "
-        "equal in all of them; make one array of it that spans the devices of all, or save each as a checkpointable "
-        "per process"
+        "equal in all of them; make one array of it that spans the devices of all"
     )
 
 

@@ -28,14 +28,13 @@ from jaxckpt_train.errors import CheckpointError, OtherProcessError, StorageErro
 from jaxckpt_train.pending import Movement
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
-from jaxckpt_train.store.manifest import BLOCK_BYTES, FORMAT, FORMAT_VERSION, FileRecord, Manifest, PartRecord
+from jaxckpt_train.store.manifest import BLOCK_BYTES, FORMAT, FORMAT_VERSION, Manifest, PartRecord
 from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, decode_index, encode_index, merge_indexes
 from jaxckpt_train.store.transaction import Committed, Transaction
 from jaxckpt_train.store.writer import WrittenArrays, write_arrays
 from jaxckpt_train.tree.job_shares import JobShares
 from jaxckpt_train.tree.leaf_records import encode_tree
 
-VALUES_FILE = "processes.json"  # a list of the values of all processes, where they differ
 _DIFFERS = b"differs"
 
 
@@ -215,7 +214,7 @@ class _Written:
                     "save; give its state as a pytree or as JsonValue"
                 )
             self.records.append(PartRecord(part.name, part.kind, (), (), msgspec.Raw(b"null")))
-            return PartIndex((), (), (), part.value if part.is_per_process else None)
+            return PartIndex((), (), ())
         written = self._write_arrays(part)
         self.sameness.add_local(part, written)
         arrays = tuple(msgspec.structs.replace(array, chunks=()) for array in written.arrays)
@@ -255,18 +254,10 @@ class _Written:
         started = time.perf_counter()
         for number, part in enumerate(save.parts):
             if part.value is not None:
-                file = self._write_value(transaction, part, [index.parts[number].value for index in indexes])
+                self._progress(0)
+                file = transaction.write_file(f"{part.name}/{VALUE_FILE}", part.value)
                 parts[number] = msgspec.structs.replace(parts[number], files=(file,))
         committed = transaction.commit(save.manifest(self._info, segments, parts), replace=save.replace)
         save.times.commit_s = time.perf_counter() - started
         self.committed = committed
         return msgspec.msgpack.encode(_Done(committed.manifest_sha256, committed.data_bytes))
-
-    def _write_value(self, transaction: Transaction, part: StagedPart, values: Sequence[bytes | None]) -> FileRecord:
-        """A value that all have; or those of all, where they differ and may."""
-        assert part.value is not None
-        self._progress(0)
-        if all(value == values[0] for value in values):
-            return transaction.write_file(f"{part.name}/{VALUE_FILE}", part.value)
-        each = [value for value in values if value is not None]
-        return transaction.write_file(f"{part.name}/{VALUES_FILE}", b"[" + b",\n".join(each) + b"]")

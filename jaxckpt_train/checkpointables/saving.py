@@ -71,7 +71,6 @@ class StagedPart:
     snapshot: Snapshot | None = None
     value: bytes | None = None
     own_files: OwnFiles | None = None
-    is_per_process: bool = False
 
 
 @dataclasses.dataclass
@@ -126,7 +125,7 @@ def _stage(
     if staged.write_files is not None:
         return StagedPart(name, handler.kind, own_files=OwnFiles(staged.write_files))
     if encoded is not None:
-        return StagedPart(name, handler.kind, value=encoded, is_per_process=staged.is_per_process)
+        return StagedPart(name, handler.kind, value=encoded)
     is_guarded = settings.nonfinite != "allow"
     taken = snapshot(staged.tree, settings.snapshot, ahead, is_guarded=is_guarded, shares=shares)
     times.snapshot_s += time.perf_counter() - now

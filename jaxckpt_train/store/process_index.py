@@ -17,13 +17,11 @@ class PartIndex(msgspec.Struct, frozen=True, gc=False, array_like=True):
         segments: its segment files.
         arrays: the numbers of the arrays of which it has written something.
         chunks: of each of these what it has written; their segment numbers count from the first of `segments`.
-        value: plain data that each process has for itself, as JSON; process 0 writes it for all.
     """
 
     segments: tuple[SegmentRecord, ...]
     arrays: tuple[int, ...]
     chunks: tuple[tuple[ChunkRecord, ...], ...]
-    value: bytes | None = None
 
 
 class ProcessIndex(msgspec.Struct, frozen=True, gc=False, array_like=True):
