@@ -17,8 +17,8 @@ _HOMES = {
     "errors": (
         "CheckpointError", "CheckpointExistsError", "CheckpointTimeoutError", "CorruptCheckpointError",
         "DirectoryLockedError", "FormatVersionError", "IncompleteCheckpointError", "IteratorStateError",
-        "MismatchError", "NonFiniteError", "NotACheckpointError", "Preempted", "SettingsError", "StepNotFoundError",
-        "StorageError", "UnsupportedLeafError",
+        "MismatchError", "NonFiniteError", "NotACheckpointError", "OtherProcessError", "Preempted", "SettingsError",
+        "StepNotFoundError", "StorageError", "UnsupportedLeafError",
     ),
     "checkpoint_metadata": ("CheckpointMetadata",),
     "pending": ("PendingSave",),

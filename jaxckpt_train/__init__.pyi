@@ -25,6 +25,7 @@ from jaxckpt_train.errors import IteratorStateError as IteratorStateError
 from jaxckpt_train.errors import MismatchError as MismatchError
 from jaxckpt_train.errors import NonFiniteError as NonFiniteError
 from jaxckpt_train.errors import NotACheckpointError as NotACheckpointError
+from jaxckpt_train.errors import OtherProcessError as OtherProcessError
 from jaxckpt_train.errors import Preempted as Preempted
 from jaxckpt_train.errors import SettingsError as SettingsError
 from jaxckpt_train.errors import StepNotFoundError as StepNotFoundError

@@ -14,7 +14,7 @@ from jaxckpt_train.checkpointables.grain_iterator import mark_absl_flags_parsed
 from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all
 from jaxckpt_train.config import DEFAULT_GRACE_S, callback_arguments, check_arguments
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.multihost import current
+from jaxckpt_train.multihost import one_process
 from jaxckpt_train.progress import progress_line, wants_progress
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings
 from jaxckpt_train.steps.besides import closing_besides
@@ -93,7 +93,7 @@ class CheckpointCallback:
             if_stalled=if_stalled,
         )
         self._watch = PreemptionWatch(
-            current(),
+            one_process(),
             signals=tuple(signals),
             notice_file=notice_file,
             max_run_time_s=max_run_time_s,

@@ -17,6 +17,7 @@ import msgspec
 
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
 from jaxckpt_train.checkpointables.flax_legacy import load_flax_file
+from jaxckpt_train.checkpointables.job_saving import JobSave
 from jaxckpt_train.checkpointables.loading import load_parts
 from jaxckpt_train.checkpointables.saving import (
     SaveTimes,
@@ -28,6 +29,7 @@ from jaxckpt_train.checkpointables.saving import (
     wait_until_taken,
     write_parts,
 )
+from jaxckpt_train.coordinator import Coordinator
 from jaxckpt_train.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -36,6 +38,7 @@ from jaxckpt_train.errors import (
     StorageError,
     UnsupportedLeafError,
 )
+from jaxckpt_train.multihost import current
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings, checked_settings
 from jaxckpt_train.store.answers import answer_of
@@ -174,6 +177,9 @@ def save_checkpointables_async(
     """As `save_async`, with several checkpointables by name."""
     final, chosen, times = absolute(path), checked_settings("settings", settings), SaveTimes()
     replace = flag("overwrite", overwrite)
+    job = current()
+    if job.processes > 1:
+        return _save_in_job(job, final, checkpointables, custom_metadata, chosen, replace)
     _refuse_name(final)
     answer_of(final, lambda moved: _refuse_existing(final, replace))
     parts = stage_all(checkpointables, times, chosen)
@@ -189,6 +195,34 @@ def save_checkpointables_async(
 
     pending = begin_save(final, work, transaction, parts, movement)
     wait_until_taken(parts, pending)
+    return pending
+
+
+def _save_in_job(
+    job: Coordinator,
+    final: str,
+    checkpointables: Mapping[str, Any],
+    custom_metadata: Any,
+    settings: StoreSettings,
+    replace: bool,
+) -> PendingSave[CheckpointMetadata]:
+    """The same, together with the other processes of the job."""
+
+    def begin() -> Transaction:
+        _refuse_name(final)
+        _refuse_existing(final, replace)
+        transaction = Transaction(_BACKEND, final, settings)
+        with undone_on_error(transaction, ()):
+            _remove_leftovers(final)
+        return transaction
+
+    info = dict[str, Any]()
+    save = JobSave(job.within("save", settings.barrier_timeout_s), final, begin, _BACKEND, info, settings, replace)
+    with save.told_on_error():
+        save.stage(checkpointables)
+        info.update(run_info(custom_metadata))
+    pending = begin_save(final, lambda: describe(save.run()), None, save.parts, save.movement)
+    wait_until_taken(save.parts, pending)
     return pending
 
 

@@ -99,8 +99,7 @@ def describe(committed: Committed) -> CheckpointMetadata:
         metrics=metrics_from_json(info.get("metrics")),
         custom_metadata=info.get("custom_metadata"),
         versions=info.get("versions") or {},
-        bytes=sum(segment.bytes for segment in manifest.segments)
-        + sum(f.bytes for p in manifest.parts for f in p.files),
+        bytes=committed.data_bytes,
         _committed=committed,
     )
 
@@ -117,7 +116,7 @@ def metrics_from_json(metrics: object) -> dict[str, float]:
 
 
 def _describe_part(part: PartRecord, directory: str) -> CheckpointableMetadata:
-    size = sum(chunk.length for array in part.arrays for chunk in array.chunks) + sum(file.bytes for file in part.files)
+    size = sum(map(_array_bytes, part.arrays)) + sum(file.bytes for file in part.files)
     if bytes(part.detail) == b"null":
         return CheckpointableMetadata(part.name, part.kind, {}, size, None)
     record: TreeRecord = decode_tree(part, directory)
@@ -131,10 +130,12 @@ def _describe_leaf(name: str, leaf: LeafRecord, array: ArrayRecord | None, direc
     description = describe_saved(leaf, array)
     if array is None:
         return LeafMetadata(description, value=python_value(name, leaf, directory))
-    dtype = DTYPES[array.dtype]
     shape = array.shape[:-1] if isinstance(leaf, KeyLeaf) else array.shape
-    size = math.prod(array.shape) * dtype.itemsize
-    return LeafMetadata(description, shape, dtype, size, array.sharding)
+    return LeafMetadata(description, shape, DTYPES[array.dtype], _array_bytes(array), array.sharding)
+
+
+def _array_bytes(array: ArrayRecord) -> int:
+    return math.prod(array.shape) * DTYPES[array.dtype].itemsize
 
 
 def _abstract(record: LeafRecord, leaf: LeafMetadata, array: ArrayRecord | None) -> Any:

@@ -15,6 +15,7 @@ CheckpointError                       anything this package raises on purpose
 ├── IteratorStateError                a data iterator's saved position does not fit this pipeline
 ├── SettingsError (also ValueError)   an argument, setting or policy is wrong
 ├── CheckpointTimeoutError (also TimeoutError)
+├── OtherProcessError                 another process of this job failed at what all of them do together
 └── Preempted                         the loop was asked to leave and its state is saved
 """
 
@@ -98,6 +99,10 @@ class SettingsError(CheckpointError, ValueError):
 
 class CheckpointTimeoutError(CheckpointError, TimeoutError):
     """A wait for a save or for another process ran out of time."""
+
+
+class OtherProcessError(CheckpointError):
+    """Another process of this job failed at what all do together, or they do not agree on what that is."""
 
 
 class Preempted(CheckpointError):

@@ -1,64 +1,84 @@
-"""The Coordinator: who am I, how many are we, barriers, agreement. The only place that touches jax.distributed."""
+"""JAX's distributed runtime as a key-value store: the only place that touches jax.distributed and its private names."""
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 
+from jaxckpt_train.coordinator import Coordinator, ManyProcesses, SingleProcess
 from jaxckpt_train.errors import CheckpointError
-
-T = TypeVar("T")
-
-
-class Coordinator(Protocol):
-    """What the processes of one job agree through. Every method is called by all of them, in the same order.
-
-    Attributes:
-        process: number of this process, from 0.
-        processes: how many there are.
-    """
-
-    process: int
-    processes: int
-
-    def barrier(self, phase: str) -> None:
-        """Wait until all processes are here; `phase` names the place for error messages."""
-
-    def agree(self, phase: str, flag: bool) -> bool:
-        """Whether any process says yes: all then do, at the same step."""
-
-    def broadcast(self, phase: str, value: T) -> T:
-        """The value of process 0."""
+from jaxckpt_train.store.per_process import PerProcess
 
 
-class SingleProcess:
-    """The coordinator of a job of one process: it always agrees with itself."""
+class JaxKeyValues:
+    """The key-value store of JAX's coordination service, which process 0 runs: thread-safe, and uses no device."""
 
-    process = 0
-    processes = 1
+    def __init__(self, client: Any) -> None:
+        self._client = client
 
-    def barrier(self, phase: str) -> None:
-        """Nobody to wait for."""
+    def set(self, key: str, value: bytes) -> None:
+        """Give a key its value."""
+        self._asked(self._client.key_value_set_bytes, key, value, True)
 
-    def agree(self, phase: str, flag: bool) -> bool:
-        """This process decides."""
-        return flag
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        """The value, as soon as there is one; None: there was none for so many seconds."""
+        found: bytes | None = self._asked(self._client.blocking_key_value_get_bytes, key, max(1, int(timeout_s * 1000)))
+        return found
 
-    def broadcast(self, phase: str, value: T) -> T:
-        """This process is process 0."""
-        return value
+    def find(self, folder: str) -> Mapping[str, bytes]:
+        """The values of all keys below a folder."""
+        found = self._asked(self._client.key_value_dir_get_bytes, f"{folder}/") or ()
+        return {key.rpartition(f"{folder}/")[2]: value for key, value in found}
+
+    def increment(self, key: str) -> int:
+        """Add one to a count."""
+        count: int = self._asked(self._client.key_value_increment, key, 1)
+        return count
+
+    def delete(self, folder: str) -> None:
+        """Forget all keys below a folder."""
+        self._asked(self._client.key_value_delete, f"{folder}/")
+
+    def _asked(self, call: Any, *arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except jax.errors.JaxRuntimeError as error:
+            if str(error).startswith(("DEADLINE_EXCEEDED", "NOT_FOUND")):
+                return None
+            raise CheckpointError(
+                f"JAX's coordination service, through which the processes of this job agree, refused: {error}"
+            ) from error
 
 
 def current() -> Coordinator:
-    """The coordinator of this job.
+    """The coordinator of this job; the same one at every call."""
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+        return SingleProcess()
+    from jax._src.distributed import global_state
+
+    return _of_client.get(global_state.client)
+
+
+def one_process() -> Coordinator:
+    """The coordinator of a job of one process.
 
     Raises:
-        CheckpointError: the job has several processes, which this version does not save together.
+        CheckpointError: the job has several, which this version cannot let save the steps of a run together.
     """
-    if jax.distributed.is_initialized() and jax.process_count() > 1:
+    found = current()
+    if found.processes > 1:
         raise CheckpointError(
-            f"this job has {jax.process_count()} processes; this version of jaxckpt_train saves jobs of one process "
-            "(with any number of devices)"
+            f"this job has {found.processes} processes; in this version of jaxckpt_train the steps of a run are saved "
+            "by jobs of one process (with any number of devices). Single checkpoints are saved and loaded by all "
+            "processes together: jaxckpt_train.save, jaxckpt_train.load"
         )
-    return SingleProcess()
+    return found
+
+
+def _made(client: Any) -> Coordinator:
+    return ManyProcesses(JaxKeyValues(client), jax.process_index(), jax.process_count())
+
+
+_of_client: PerProcess[Any, Coordinator] = PerProcess(_made)

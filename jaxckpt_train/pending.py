@@ -43,6 +43,10 @@ class Movement:
         """It got further."""
         self.waited_s, self.moved_at = 0.0, time.monotonic()
 
+    def sign(self) -> float:
+        """Another number whenever it has got further, or waits for something else than a disk."""
+        return time.monotonic() if self._is_excused() else self.moved_at
+
     def waited(self, seconds: float, at_most: float = LOOK_S) -> None:
         """Somebody has waited for so long; what is more than `at_most` was a stop."""
         if not self._is_excused():

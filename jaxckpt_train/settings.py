@@ -75,6 +75,8 @@ class StoreSettings:
             step after the other, to find damage while other steps are whole; what is found is set aside. 0: none, but
             the neighbours of a step that was set aside, those saved right before and after it, are still read once
             where the restore has not compared all of them, at most 64 MiB a second.
+        barrier_timeout_s: in a job of several processes, seconds after which another process is not waited for any
+            more that has not got any further, or is gone; the save or load fails in all of them then.
 
     Raises:
         SettingsError: a value is out of range or of the wrong type.
@@ -91,6 +93,7 @@ class StoreSettings:
     snapshot: SnapshotMode = "auto"
     nonfinite: NonFinite = "allow"
     scrub_bytes_per_s: int = 0
+    barrier_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -110,6 +113,9 @@ class StoreSettings:
                 raise SettingsError(
                     f"StoreSettings.{name}: expected a whole number{unit} {wanted}{more}, found {value!r}"
                 )
+        limit_s = self.barrier_timeout_s
+        if not isinstance(limit_s, (int, float)) or isinstance(limit_s, bool) or not 0 < limit_s < math.inf:
+            raise SettingsError(f"StoreSettings.barrier_timeout_s: expected seconds above 0, found {limit_s!r}")
         if not isinstance(self.verify_on_load, bool):
             raise SettingsError(f"StoreSettings.verify_on_load: expected true or false, found {self.verify_on_load!r}")
 

@@ -50,11 +50,13 @@ def test_one_process_agrees_with_itself() -> None:
     coordinator = current()
     assert isinstance(coordinator, SingleProcess)
     assert (coordinator.process, coordinator.processes) == (0, 1)
-    assert coordinator.agree("preemption", True)
-    assert not coordinator.agree("preemption", False)
-    value = object()
-    assert coordinator.broadcast("step", value) is value
+    assert coordinator.exchange("preemption", lambda: b"mine", b"".join) == b"mine"
+    assert coordinator.exchange("nothing", lambda: b"mine") == b""
+    assert coordinator.broadcast("step", lambda: b"7") == b"7"
+    assert coordinator.within("save") is coordinator
+    assert not coordinator.is_over()
     coordinator.barrier("commit")
+    coordinator.end()
 
 
 def test_jax_distributed_is_never_initialised(tmp_path: Path, run_python: RunPython) -> None:
@@ -74,5 +76,5 @@ def test_a_job_of_two_processes_is_refused_before_it_writes(tmp_path: Path, run_
         jobs = [pool.submit(run_python, TWO_PROCESSES, address, str(n), tmp_path / "run", check=True) for n in (0, 1)]
         outputs = [job.result().stdout for job in jobs]
     for output in outputs:
-        assert output.startswith("this job has 2 processes; this version of jaxckpt_train saves jobs of one process")
+        assert output.startswith("this job has 2 processes; in this version of jaxckpt_train the steps of a run are")
     assert not (tmp_path / "run").exists()

@@ -77,14 +77,14 @@ def while_it_is_written(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[C
     """Has something done once while the next save of this process writes."""
 
     def arrange(do: Callable[[], None]) -> None:
-        real = Transaction._sync_all
+        real = Transaction.sync
 
         def sync_all(self: Transaction) -> None:
-            monkeypatch.setattr(Transaction, "_sync_all", real)
+            monkeypatch.setattr(Transaction, "sync", real)
             do()
             real(self)
 
-        monkeypatch.setattr(Transaction, "_sync_all", sync_all)
+        monkeypatch.setattr(Transaction, "sync", sync_all)
 
     return arrange
 

@@ -34,6 +34,7 @@ from jaxckpt_train.store.manifest import (
 )
 from jaxckpt_train.store.transaction import Committed, Transaction
 from jaxckpt_train.store.writer import Progress, write_arrays
+from jaxckpt_train.tree.job_shares import JobShares
 from jaxckpt_train.tree.leaf_records import encode_tree
 from jaxckpt_train.tree.snapshot import Snapshot, snapshot
 from jaxckpt_train.tree.transfers import Ahead
@@ -86,8 +87,12 @@ class SaveTimes:
     bytes: int = 0
 
 
-def stage_all(checkpointables: Mapping[str, Any], times: SaveTimes, settings: StoreSettings) -> list[StagedPart]:
+def stage_all(
+    checkpointables: Mapping[str, Any], times: SaveTimes, settings: StoreSettings, shares: JobShares | None = None
+) -> list[StagedPart]:
     """Take all checkpointables as they are now; `wait_until_taken` says when all of it is safe.
+
+    `shares`: in a job of many processes, which parts of the arrays are this one's.
 
     Raises:
         SettingsError: no mapping, a name that cannot name a directory, or a digest whose package is not installed.
@@ -101,13 +106,15 @@ def stage_all(checkpointables: Mapping[str, Any], times: SaveTimes, settings: St
         if not isinstance(name, str) or not is_plain_name(name):
             raise SettingsError(f"checkpointable name {name!r}: expected {what_is_a_plain_name()}")
         try:
-            parts.append(_stage(name, value, times, settings, ahead))
+            parts.append(_stage(name, value, times, settings, ahead, shares))
         except UnsupportedLeafError as error:
             raise UnsupportedLeafError(f"checkpointable {name!r}: {error}") from error
     return parts
 
 
-def _stage(name: str, value: Any, times: SaveTimes, settings: StoreSettings, ahead: Ahead) -> StagedPart:
+def _stage(
+    name: str, value: Any, times: SaveTimes, settings: StoreSettings, ahead: Ahead, shares: JobShares | None
+) -> StagedPart:
     started = time.perf_counter()
     handler = handler_of(value)
     staged = handler.stage(value)
@@ -119,7 +126,8 @@ def _stage(name: str, value: Any, times: SaveTimes, settings: StoreSettings, ahe
         return StagedPart(name, handler.kind, own_files=OwnFiles(staged.write_files))
     if encoded is not None:
         return StagedPart(name, handler.kind, value=encoded)
-    taken = snapshot(staged.tree, settings.snapshot, ahead, is_guarded=settings.nonfinite != "allow")
+    is_guarded = settings.nonfinite != "allow"
+    taken = snapshot(staged.tree, settings.snapshot, ahead, is_guarded=is_guarded, shares=shares)
     times.snapshot_s += time.perf_counter() - now
     return StagedPart(name, handler.kind, snapshot=taken)
 
@@ -151,7 +159,7 @@ def _give_up(parts: Sequence[StagedPart]) -> bool:
     transfers = [part.snapshot.transfers for part in parts if part.snapshot is not None]
     is_given_up = any(each.give_up() for each in transfers if each is not None)
     if is_given_up:
-        _close(parts)
+        close_parts(parts)
     return is_given_up
 
 
@@ -186,7 +194,7 @@ def write_parts(
 ) -> Committed:
     """Write all parts of an attempt and commit it. On any error the attempt is removed and the error raised."""
     with undone_on_error(transaction, parts):
-        _look_at_values(transaction.final, parts, settings)
+        look_at_values(transaction.final, parts, settings)
         started = time.perf_counter()
         segments: list[SegmentRecord] = []
         records = [_write_part(transaction, backend, part, segments, settings, times, progress) for part in parts]
@@ -197,11 +205,11 @@ def write_parts(
         )
         committed = transaction.commit(manifest, replace=replace)
         times.commit_s = time.perf_counter() - started
-    _close(parts)
+    close_parts(parts)
     return committed
 
 
-def _look_at_values(subject: str, parts: Sequence[StagedPart], settings: StoreSettings) -> None:
+def look_at_values(subject: str, parts: Sequence[StagedPart], settings: StoreSettings) -> None:
     """Warn of nan and inf, or refuse to save them, before a byte is written."""
     guards = [(part.name, part.snapshot.guard) for part in parts if part.snapshot is not None]
     found = [(f"{name}/{leaf}", flaw) for name, guard in guards if guard is not None for leaf, flaw in guard.flaws()]
@@ -245,7 +253,7 @@ def undone_on_error(transaction: Transaction | None, parts: Sequence[StagedPart]
 
 def _undo(transaction: Transaction | None, parts: Sequence[StagedPart], error: BaseException) -> None:
     """A disk that refuses even to remove the attempt must not hide why the save failed."""
-    _close(parts)
+    close_parts(parts)
     if transaction is None:
         return
     try:
@@ -254,7 +262,8 @@ def _undo(transaction: Transaction | None, parts: Sequence[StagedPart], error: B
         error.add_note(f"and the attempt {transaction.directory} could not be removed: {second}")
 
 
-def _close(parts: Sequence[StagedPart]) -> None:
+def close_parts(parts: Sequence[StagedPart]) -> None:
+    """Let go of the state."""
     for part in parts:
         if part.snapshot is not None:
             part.snapshot.close()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from jaxckpt_train.checkpoint import PathLike, absolute
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
 from jaxckpt_train.errors import CheckpointTimeoutError, SettingsError
-from jaxckpt_train.multihost import current
+from jaxckpt_train.multihost import one_process
 from jaxckpt_train.pending import LAST_PATIENCE_S, call_after
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings, checked_settings
 from jaxckpt_train.steps.besides import closing_besides
@@ -90,7 +90,7 @@ class StepManager:
         self._save_policy, self._clock, self._started = save_decision_policy, clock, clock()
         self._in_flight = InFlight(if_busy, stall_timeout_s, if_stalled)
         self._backend = backend or LocalBackend()
-        self._coordinator = current()
+        one_process()
         rate = self.settings.scrub_bytes_per_s
         self._run = RunDirectory(self._backend, self.directory, preservation_policy, clock, rate)
         self.history: History = self._run.history

@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from jaxckpt_train.checkpoint import PathLike
+from jaxckpt_train.coordinator import Coordinator
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.multihost import Coordinator
 from jaxckpt_train.pending import call_within
 from jaxckpt_train.steps.signal_handlers import SignalHandler
 from jaxckpt_train.store.local import file_exists
@@ -185,7 +185,7 @@ class PreemptionWatch:
                 self.reason = notice()
                 if self.reason is not None:
                     break
-        agreed = self._coordinator.agree("preemption", self.reason is not None)
+        agreed = self._coordinator.exchange("preemption", self._said, b"".join) != b""
         if agreed and self.noticed_at is None:
             self.noticed_at = self._monotonic()
             received_at = math.inf if self._signals.received_at is None else self._signals.received_at
@@ -193,6 +193,9 @@ class PreemptionWatch:
             self.reason = self.reason or "another process was asked to leave"
             _log.warning("asked to leave: %s", self.reason)
         return agreed
+
+    def _said(self) -> bytes:
+        return b"" if self.reason is None else b"!"
 
     def is_asked(self) -> bool:
         """Whether a signal came, or the time is up, here; looks at no file, and asks no other process."""

@@ -21,7 +21,6 @@ import os
 from collections.abc import Callable, Iterator
 
 import msgspec
-import numpy as np
 
 from jaxckpt_train.errors import (
     CheckpointError,
@@ -32,13 +31,12 @@ from jaxckpt_train.errors import (
     UnsupportedLeafError,
 )
 from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.attempt import Attempt
 from jaxckpt_train.store.backend import MISSING, Backend
-from jaxckpt_train.store.digests import block_digests, digest_function
 from jaxckpt_train.store.late_sync import sync_directory
 from jaxckpt_train.store.local import side_name
 from jaxckpt_train.store.machine import process_tag
 from jaxckpt_train.store.manifest import (
-    BLOCK_BYTES,
     COMMIT_NAME,
     FORMAT,
     FORMAT_VERSION,
@@ -47,22 +45,17 @@ from jaxckpt_train.store.manifest import (
     MAX_COMMIT_BYTES,
     MAX_MANIFEST_BYTES,
     NOT_JSON,
-    FileRecord,
     Manifest,
     check_version,
     encode_manifest,
-    is_plain_name,
     shown,
-    what_is_a_plain_name,
 )
 from jaxckpt_train.store.manifest_decoding import decode_manifest
-from jaxckpt_train.store.plain_files import file_record, read_or_none
+from jaxckpt_train.store.plain_files import read_or_none
 from jaxckpt_train.store.removal import remove_replaced
 from jaxckpt_train.store.why_not import why_not_committed
-from jaxckpt_train.store.workers import shared_workers
 
 _log = logging.getLogger("jaxckpt_train")
-SYNCS_AT_ONCE = 4
 
 
 class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,14 +69,30 @@ class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclasses.dataclass(frozen=True)
 class Committed:
-    """A committed checkpoint: its directory and validated manifest, and the manifest's bytes as stored."""
+    """A committed checkpoint.
+
+    Attributes:
+        directory: where.
+        manifest: validated; of a process that did not commit it itself without segments and chunks.
+        manifest_sha256: of the manifest's bytes as stored.
+        told_bytes: what `manifest` does not say then.
+    """
 
     directory: str
     manifest: Manifest
     manifest_sha256: str
+    told_bytes: int | None = None
+
+    @property
+    def data_bytes(self) -> int:
+        """Size of all data."""
+        if self.told_bytes is not None:
+            return self.told_bytes
+        segments = sum(segment.bytes for segment in self.manifest.segments)
+        return segments + sum(file.bytes for part in self.manifest.parts for file in part.files)
 
 
-class Transaction:
+class Transaction(Attempt):
     """One attempt to write one checkpoint: begin, write files, commit or abort.
 
     Args:
@@ -107,75 +116,12 @@ class Transaction:
         before_publishing: Callable[[], None] = lambda: None,
     ) -> None:
         self._before_publishing = before_publishing
-        self._backend, self.final, self._settings = backend, final, settings
-        self._sync = settings.durability != "none"
-        self._sync_directories = settings.durability == "full"
-        self._parent = os.path.dirname(final)
-        backend.make_directory(self._parent, parents=True, sync=self._sync_directories)
-        self.directory = self._begin()
-        self._folders: list[str] = []
-        self._files: list[str] = []  # whose data is not synced yet
+        self.final, self._parent = final, os.path.dirname(final)
+        backend.make_directory(self._parent, parents=True, sync=settings.durability == "full")
+        super().__init__(backend, _begin(backend, final), settings)
         self._commit = b""
         self._is_publishing = False  # from then on it is not certain what lies in the attempt's directory
         self.stays = False
-
-    def _begin(self) -> str:
-        for directory in attempt_paths(self.final):
-            try:
-                self._backend.make_directory(directory, parents=False, sync=False)
-            except StorageError as error:
-                if error.errno != errno.EEXIST:
-                    raise
-            else:
-                return directory
-        raise AssertionError("unreachable: the count has no end")
-
-    def add_folder(self, name: str) -> str:
-        """Create the folder of one checkpointable; returns its path."""
-        path = f"{self.directory}/{name}"
-        self._backend.make_directory(path, parents=False, sync=False)
-        self._folders.append(path)
-        return path
-
-    def write_file(self, name: str, data: bytes) -> FileRecord:
-        """Write a small file, which the commit syncs, and return what the manifest says of it."""
-        path = f"{self.directory}/{name}"
-        sink = self._backend.create(path, direct=False)
-        try:
-            content = np.frombuffer(data, np.uint8)
-            if data:
-                sink.write_at(0, content)
-            sink.finish(len(data), sync=False)
-        finally:
-            sink.abandon()
-        self._files.append(path)
-        return FileRecord(name, len(data), block_digests(content, BLOCK_BYTES, digest_function(self._settings.digest)))
-
-    def adopt_folder(self, name: str, progress: Callable[[int], None]) -> tuple[FileRecord, ...]:
-        """Digest the files that someone else wrote into a folder of the attempt; the commit syncs them.
-
-        `progress` is told of each block.
-
-        Raises:
-            UnsupportedLeafError: a file or directory whose name a load would refuse.
-            CorruptCheckpointError: something there is neither a plain file nor a directory.
-        """
-        records: list[FileRecord] = []
-        for entry in self._backend.list(f"{self.directory}/{name}"):
-            path = f"{name}/{entry.name}"
-            if not is_plain_name(entry.name):
-                raise UnsupportedLeafError(
-                    f"file {path!r}: its name cannot be stored; expected {what_is_a_plain_name()}"
-                )
-            if entry.kind == "directory":
-                self._folders.append(f"{self.directory}/{path}")
-                records.extend(self.adopt_folder(path, progress))
-            elif entry.kind == "file":
-                self._files.append(f"{self.directory}/{path}")
-                records.append(file_record(self._backend, self.directory, path, self._settings.digest, progress))
-            else:
-                raise CorruptCheckpointError(f"{self.directory}/{path}: expected a plain file, found a link or device")
-        return tuple(records)
 
     def commit(self, manifest: Manifest, *, replace: bool = False) -> Committed:
         """Make the checkpoint exist under its final name.
@@ -200,18 +146,11 @@ class Transaction:
         sha256 = hashlib.sha256(data).hexdigest()
         self._commit = msgspec.json.encode(CommitRecord(FORMAT, FORMAT_VERSION, len(data), sha256))
         self.write_file(COMMIT_NAME, self._commit)
-        self._sync_all()
+        self.sync()
         self._before_publishing()
         self._is_publishing = self.stays = True  # until it is known that it does not
         self._publish(replace)
         return Committed(self.final, manifest, sha256)
-
-    def _sync_all(self) -> None:
-        """Sync all that is not synced yet, several at a time: a journal brings them to the disk together."""
-        paths = list(self._files) if self._sync else []
-        if self._sync_directories:
-            paths += [*reversed(self._folders), self.directory]
-        shared_workers(SYNCS_AT_ONCE, "jaxckpt-sync").run_all(self._backend.sync, paths)
 
     def _publish(self, replace: bool) -> None:
         exchanged = self._take_name(replace)
@@ -279,6 +218,18 @@ class Transaction:
         if self._commit:
             self._backend.remove(f"{self.directory}/{COMMIT_NAME}")  # first: half of it is an attempt's, to who comes
         self._backend.remove(self.directory)
+
+
+def _begin(backend: Backend, final: str) -> str:
+    for directory in attempt_paths(final):
+        try:
+            backend.make_directory(directory, parents=False, sync=False)
+        except StorageError as error:
+            if error.errno != errno.EEXIST:
+                raise
+        else:
+            return directory
+    raise AssertionError("unreachable: the count has no end")
 
 
 def attempt_paths(final: str) -> Iterator[str]:

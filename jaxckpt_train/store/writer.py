@@ -45,6 +45,7 @@ def write_arrays(
     *,
     first_segment: int,
     progress: Progress | None = None,
+    process: int = 0,
 ) -> WrittenArrays:
     """Write all arrays of one checkpointable below `directory/part/`.
 
@@ -56,6 +57,7 @@ def write_arrays(
         settings: how.
         first_segment: number of segments that the manifest has already.
         progress: called with the number of bytes, from several threads, as windows reach the disk.
+        process: number of the process that writes, which the names of its files tell.
 
     Raises:
         StorageError: the first refusal of the file system; nothing more is written after it.
@@ -63,7 +65,7 @@ def write_arrays(
     digest = digest_function(settings.digest)
     with paused_collection():
         layouts = list(plan_segments(arrays, settings.segment_bytes))
-    files = [f"{part}/p00000-s{number:03d}.safetensors" for number in range(len(layouts))]
+    files = [f"{part}/p{process:05d}-s{number:03d}.safetensors" for number in range(len(layouts))]
     writers = [
         SegmentWriter(
             layout,

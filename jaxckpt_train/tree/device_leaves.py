@@ -26,30 +26,43 @@ def take_from_devices(
     Returns:
         The chunks of each array, and what brings those that are still to come.
     """
-    copies = None
-    if mode == "device":
-        copies = copy_on_devices(leaves)
-    elif mode == "auto" and have_room(leaves):
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # no room after all
-            copies = copy_on_devices(leaves)
+    copies = copies_if_wanted(leaves, mode)
     shards = [distinct_shards(leaf) for leaf in copies or leaves]
-    handles: Sequence[jax.Array] = [_own_handle(shard) for several in shards for shard in several]
-    is_bounded = copies is not None or mode == "stream"
-    transfers = Transfers(ahead if is_bounded else Ahead(sys.maxsize))
-    turns = sorted(range(len(handles)), key=lambda number: alignment_class(handles[number].nbytes))
-    ordered = [handles[number] for number in turns]
-    if is_bounded:
-        arrived = [transfers.add(handle, is_ours=copies is not None) for handle in ordered]
-    else:
-        arrived = _order_now(transfers, ordered)
-    taken = dict(zip(turns, arrived, strict=True))
-    data = iter([taken[number] for number in range(len(handles))])
+    handles: Sequence[jax.Array] = [own_handle(shard.data) for several in shards for shard in several]
+    taken, transfers = take_handles(handles, mode, ahead, is_copied=copies is not None)
+    data = iter(taken)
     chunks = [
         tuple(ChunkSource(box_from_index(shard.index, leaf.shape), next(data)) for shard in several)
         for leaf, several in zip(leaves, shards, strict=True)
     ]
-    transfers.begin()
     return chunks, transfers
+
+
+def copies_if_wanted(leaves: Sequence[jax.Array], mode: SnapshotMode) -> list[jax.Array] | None:
+    """Copies on the devices, if that is the way; None: it is not."""
+    if mode == "device":
+        return copy_on_devices(leaves)
+    if mode == "auto" and have_room(leaves):
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # no room after all
+            return copy_on_devices(leaves)
+    return None
+
+
+def take_handles(
+    handles: Sequence[jax.Array], mode: SnapshotMode, ahead: Ahead, *, is_copied: bool
+) -> tuple[list[np.ndarray | ArrayToCome], Transfers]:
+    """The data of arrays of one device each, in their order, and what brings it."""
+    is_bounded = is_copied or mode == "stream"
+    transfers = Transfers(ahead if is_bounded else Ahead(sys.maxsize))
+    turns = sorted(range(len(handles)), key=lambda number: alignment_class(handles[number].nbytes))
+    ordered = [handles[number] for number in turns]
+    if is_bounded:
+        arrived = [transfers.add(handle, is_ours=is_copied) for handle in ordered]
+    else:
+        arrived = _order_now(transfers, ordered)
+    taken = dict(zip(turns, arrived, strict=True))
+    transfers.begin()
+    return [taken[number] for number in range(len(handles))], transfers
 
 
 def _order_now(transfers: Transfers, handles: Sequence[jax.Array]) -> list[np.ndarray | ArrayToCome]:
@@ -69,9 +82,9 @@ def _order_now(transfers: Transfers, handles: Sequence[jax.Array]) -> list[np.nd
     return data
 
 
-def _own_handle(shard: jax.Shard) -> jax.Array:
-    """The shard as an array object of ours: JAX keeps what was copied to the host with the object it was asked for."""
-    own: jax.Array = shard.data.addressable_data(0)
+def own_handle(data: jax.Array) -> jax.Array:
+    """A shard's data as an object of ours: JAX keeps what was copied to the host with the object it was asked for."""
+    own: jax.Array = data.addressable_data(0)
     return own
 
 

@@ -55,26 +55,41 @@ class DevicePuts:
         becomes the device's memory without a copy, so the caller must let go of it.
         """
         if len(placement.boxes) == 1:
-            return self._put_alike(placement.sharding, data)
+            return self._put_alike(placement.shape, placement.sharding, data)
         shards, left = self._begun.pop(number, ([], len(placement.boxes)))
         assert placement.sharding is not None
         memory = placement.sharding.memory_kind
         for device, wanted in placement.devices:
             if wanted == box:
-                shards.append(self._put_alike(jax.sharding.SingleDeviceSharding(device, memory_kind=memory), data))
+                alone = jax.sharding.SingleDeviceSharding(device, memory_kind=memory)
+                shards.append(self._put_alike(data.shape, alone, data))
         if left > 1:
             self._begun[number] = shards, left - 1
             return None
         return jax.make_array_from_single_device_arrays(placement.shape, placement.sharding, shards)
 
-    def _put_alike(self, sharding: jax.sharding.Sharding | None, data: np.ndarray) -> jax.Array:
-        """The same data on every device of the sharding."""
-        key = data.shape, data.dtype, sharding
+    def none_here(self, placement: Placement, dtype: np.dtype) -> jax.Array:
+        """An array of which no device of this process has any part."""
+        assert placement.sharding is not None
+        return jax.make_array_from_single_device_arrays(placement.shape, placement.sharding, [], dtype=dtype)
+
+    def _put_alike(self, shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, data: np.ndarray) -> jax.Array:
+        """An array of this shape, with the same data on every device of its sharding that this process has."""
+        key = shape, data.dtype, sharding
         kind = self._kinds.get(key)
         if kind is None or _fast_put is None:
-            array: jax.Array = jax.device_put(data, sharding)
+            array = _put_here(shape, sharding, data)
             if array.dtype == data.dtype:  # else JAX converts: 64-bit types while x64 is off
-                devices = list(array.sharding.addressable_devices_indices_map(data.shape))
+                devices = list(array.sharding.addressable_devices_indices_map(shape))
                 self._kinds[key] = _Kind(array.aval, array.sharding, devices)
             return array
         return _fast_put(kind.aval, kind.sharding, [data] * len(kind.devices), kind.devices, sharding is not None)
+
+
+def _put_here(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, data: np.ndarray) -> jax.Array:
+    if sharding is None or sharding.is_fully_addressable:
+        placed: jax.Array = jax.device_put(data, sharding)
+        return placed
+    devices = sharding.addressable_devices_indices_map(shape)
+    alone = [jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
+    return jax.make_array_from_single_device_arrays(shape, sharding, [jax.device_put(data, each) for each in alone])

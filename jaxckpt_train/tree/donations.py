@@ -36,10 +36,12 @@ class HeldViews:
         for number, array in enumerate(itertools.islice(arrays, _ARRAYS_LOOKED_AT)):
             if len(self._probes) == _PROBES:
                 break
+            if len(array.chunks) != 1:
+                continue
             chunk = array.chunks[0]
             leaf = flat.leaves[flat.names.index(array.name)] if 0 < chunk.data.nbytes <= _PROBE_BYTES else None
             is_here = isinstance(chunk.data, (np.ndarray, memoryview))
-            if isinstance(leaf, jax.Array) and len(array.chunks) == 1 and is_here:
+            if isinstance(leaf, jax.Array) and is_here:
                 arrays[number] = array._replace(chunks=(chunk._replace(data=np.array(chunk.data, copy=True)),))
                 self._probes.append(leaf)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jaxckpt_train.errors import CheckpointError, MismatchError
+from jaxckpt_train.errors import MismatchError
 from jaxckpt_train.store.boxes import Box, box_from_index, full_box
 
 
@@ -35,13 +35,7 @@ def device_placement(name: str, shape: tuple[int, ...], sharding: jax.sharding.S
 
     Raises:
         MismatchError: the sharding does not fit the shape.
-        CheckpointError: it spans devices of other processes.
     """
-    if not sharding.is_fully_addressable:
-        raise CheckpointError(
-            f"leaf {name!r}: its sharding spans devices of other processes, onto which this version cannot load; "
-            "load onto the devices of one process"
-        )
     try:
         sharding.check_compatible_aval(shape)  # type: ignore[attr-defined]
         indices = sharding.addressable_devices_indices_map(shape)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxckpt_train.errors import MismatchError, SettingsError
@@ -24,6 +23,7 @@ from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.tree.conversion import converted
 from jaxckpt_train.tree.device_put import DevicePuts
 from jaxckpt_train.tree.flatten import EMPTY, PLACEHOLDER, Flat, flatten, unflatten
+from jaxckpt_train.tree.host_values import spans_processes, value_of, weak_or_put
 from jaxckpt_train.tree.leaf_records import (
     STORED,
     ArrayLeaf,
@@ -265,7 +265,12 @@ class TreeRestore:
         ]
         leaves = [_leaves_host(job, placement, default) for _, job, placement in jobs]
         puts, budget = DevicePuts(), ReadBudget(self._settings.read_budget_bytes)
+        for number, job, placement in jobs:
+            if not placement.boxes and job.array is not None:  # all of it lies on devices of other processes
+                dtype = DTYPES[job.array.dtype] if job.want.dtype is None else job.want.dtype
+                values[number] = puts.none_here(placement, dtype)
         reading = iter_boxes(self._files, self._committed, requests, self._settings, progress, budget)
+        late = dict[int, tuple[_Job, np.ndarray]]()
         with contextlib.closing(reading) as boxes:
             for wanted, box, data in boxes:
                 number, job, placement = jobs[wanted]
@@ -276,9 +281,14 @@ class TreeRestore:
                 if job.want.form == "jax" and not job.is_weak_scalar:
                     array = puts.put(wanted, placement, box, data)
                     values[number] = PLACEHOLDER if array is None else array
+                elif spans_processes(job.want.sharding):
+                    late[number] = job, data
                 else:
-                    values[number] = _host_value(job, data)
+                    values[number] = value_of(job.name, job.want, data)
                 del data  # the next box may wait for its memory
+        for number in sorted(late):  # in the order that is the same in all processes
+            job, data = late.pop(number)
+            values[number] = value_of(job.name, job.want, data)
 
     def _inline(self, job: _Job) -> Any:
         if isinstance(job.record, EmptyLeaf):
@@ -293,7 +303,7 @@ class TreeRestore:
             return array[()]
         if job.want.form == "numpy":
             return array
-        return _weak_or_put(job.want, array)
+        return weak_or_put(job.want, array)
 
 
 def _placement(job: _Job, known: dict[object, Placement]) -> Placement:
@@ -320,43 +330,6 @@ def _leaves_host(job: _Job, placement: Placement, default: str) -> bool:
     if placement.devices:
         return all(device.platform != "cpu" for device, _ in placement.devices)
     return job.want.form == "jax" and default != "cpu"
-
-
-def _host_value(job: _Job, array: np.ndarray) -> Any:
-    """What `DevicePuts` does not make: host arrays, scalars, keys, and weakly typed 0-d arrays."""
-    match job.want.form:
-        case "numpy":
-            return array
-        case "scalar":
-            return array[()]
-        case "python":
-            value = array.item()
-            return value if job.want.python is None else job.want.python(value)
-        case "key":
-            key = _wrapped_key(job.name, array, job.want.impl)
-            return key if job.want.sharding is None else jax.device_put(key, job.want.sharding)
-        case _:
-            return _weak_or_put(job.want, array)
-
-
-def _wrapped_key(name: str, data: np.ndarray, impl: str | None) -> jax.Array:
-    try:
-        key: jax.Array = jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
-    except (TypeError, ValueError) as error:
-        raise MismatchError(
-            f"leaf {name!r}: saved as a key of implementation {impl!r}, of which this JAX makes none of "
-            f"{data.dtype}{list(data.shape)}: {error}"
-        ) from error
-    return key
-
-
-def _weak_or_put(want: Want, array: np.ndarray) -> jax.Array:
-    if want.weak:
-        value = jnp.asarray(array.item())
-        if value.dtype == want.dtype:
-            return value if want.sharding is None else jax.device_put(value, want.sharding)
-    placed: jax.Array = jax.device_put(array, want.sharding)
-    return placed
 
 
 def _shardings_by_name(shardings: Any) -> Callable[[str], jax.sharding.Sharding | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from jaxckpt_train.tree.device_leaves import distinct_shards, take_from_devices
 from jaxckpt_train.tree.donations import HeldViews, is_donated
 from jaxckpt_train.tree.flatten import EMPTY, flatten
 from jaxckpt_train.tree.host_copies import copy_all
+from jaxckpt_train.tree.job_shares import JobShares, OwnPart
 from jaxckpt_train.tree.leaf_records import (
     ArrayLeaf,
     EmptyLeaf,
@@ -33,6 +34,7 @@ from jaxckpt_train.tree.leaf_records import (
     is_key_array,
     record_value,
 )
+from jaxckpt_train.tree.own_parts import take_own_parts
 from jaxckpt_train.tree.transfers import Ahead, Transfers
 from jaxckpt_train.tree.value_guard import ValueGuard
 
@@ -47,6 +49,8 @@ class Snapshot:
         transfers: brings what is still on devices; None where all is on the host.
         held: finds out whether the loop donates what is held here; None where no views are.
         guard: tells which leaves hold nan or inf; None: nobody asked.
+        local: in a job of many processes, numbers of the arrays that each of them has for itself.
+        compared: those of them that another process writes, as this one has them.
         is_taken: open once the caller may do anything with what it saved.
     """
 
@@ -56,6 +60,8 @@ class Snapshot:
     is_taken: Latch
     held: HeldViews | None
     guard: ValueGuard | None
+    local: Sequence[int] = ()
+    compared: Mapping[int, Sequence[ChunkSource]] = dataclasses.field(default_factory=dict)  # by number of the array
 
     def close(self) -> None:
         """It is written, or never will be: let go of what is still on devices."""
@@ -66,7 +72,12 @@ class Snapshot:
 
 
 def snapshot(
-    tree: Any, mode: SnapshotMode = "auto", ahead: Ahead | None = None, *, is_guarded: bool = False
+    tree: Any,
+    mode: SnapshotMode = "auto",
+    ahead: Ahead | None = None,
+    *,
+    is_guarded: bool = False,
+    shares: JobShares | None = None,
 ) -> Snapshot:
     """Take a pytree as it is now, safe from later donation and in-place changes.
 
@@ -89,13 +100,14 @@ def snapshot(
         ahead: how much may be on its way from the devices to the writer at a time ("device" and "stream"), with
             all other trees of the same save; None: 64 MiB of this one.
         is_guarded: whether the result is to tell of nan and inf.
+        shares: in a job of many processes, what this one writes; None: all.
 
     Raises:
         UnsupportedLeafError: a leaf that cannot be stored, named by its path.
     """
     with paused_collection():
         flat = flatten(tree)
-        taker = _Taker(keeps_views=mode in ("auto", "host"))
+        taker = _Taker(keeps_views=mode in ("auto", "host"), shares=shares)
         records = taker.take_all(flat.names, flat.leaves)
     guard = ValueGuard(flat.names, flat.leaves) if is_guarded else None
     held = None
@@ -109,7 +121,8 @@ def snapshot(
     transfers = None
     if taker.elsewhere:
         numbers, elsewhere = zip(*taker.elsewhere, strict=True)
-        chunks, transfers = take_from_devices(elsewhere, mode, ahead or Ahead(64 * MIB))
+        take: Any = take_from_devices if shares is None else take_own_parts
+        chunks, transfers = take(elsewhere, mode, ahead or Ahead(64 * MIB))
         for number, found in zip(numbers, chunks, strict=True):
             taker.arrays[number] = taker.arrays[number]._replace(chunks=found)
     is_taken = Latch()
@@ -117,7 +130,11 @@ def snapshot(
         is_taken = transfers.done
     else:
         is_taken.open()
-    return Snapshot(TreeRecord(flat.containers, records), taker.arrays, transfers, is_taken, held, guard)
+    record = TreeRecord(flat.containers, records)
+    compared = {number: taker.arrays[number].chunks for number in taker.compared}
+    for number in compared:
+        taker.arrays[number] = taker.arrays[number]._replace(chunks=())
+    return Snapshot(record, taker.arrays, transfers, is_taken, held, guard, taker.local, compared)
 
 
 def _copy_views(taker: _Taker) -> None:
@@ -148,6 +165,7 @@ class _Form(NamedTuple):
     single: bool
     on_host: bool
     described: dict[str, Any] | None
+    local: bool
 
 
 class _Taker:
@@ -155,19 +173,23 @@ class _Taker:
 
     Attributes:
         arrays: what the store writes.
-        elsewhere: numbers of those that still lack their chunks, and the JAX arrays that hold them.
+        elsewhere: numbers of those that still lack their chunks, and the JAX arrays, or their parts, that hold them.
+        local: numbers of those that each process has for itself.
+        compared: those of them that another one writes.
     """
 
-    def __init__(self, keeps_views: bool) -> None:
+    def __init__(self, keeps_views: bool, shares: JobShares | None = None) -> None:
         self.arrays: list[ArraySource] = []
-        self.elsewhere: list[tuple[int, jax.Array]] = []
-        self._keeps_views = keeps_views
+        self.elsewhere: list[tuple[int, jax.Array | Sequence[OwnPart]]] = []
+        self.local: list[int] = []
+        self.compared: list[int] = []
+        self._keeps_views, self._shares = keeps_views, shares
         self._forms: dict[jax.sharding.Sharding, _Form] = {}
         self._plain: dict[Any, bool] = {}
 
     def take_all(self, names: Sequence[str], leaves: Sequence[Any]) -> dict[str, LeafRecord]:
         """Take every leaf; those that are plain arrays on the CPU device together."""
-        kinds = plain_kinds(leaves) if self._keeps_views else set()
+        kinds = plain_kinds(leaves) if self._keeps_views and self._shares is None else set()
         alike = [type(leaf) in kinds for leaf in leaves]
         together = (names, leaves) if all(alike) else (list(compress(names, alike)), list(compress(leaves, alike)))
         views = take_views(*together) if kinds else None
@@ -197,6 +219,7 @@ class _Taker:
         value = check_storable(name, leaf)
         native = value.dtype.newbyteorder("=")
         copy = np.array(value, dtype=native, order="C", copy=True)
+        self._sort(copy.nbytes)
         self.arrays.append(ArraySource(name, copy.shape, native, (ChunkSource(full_box(copy.shape), copy),)))
         return ArrayLeaf(host="scalar" if isinstance(value, np.generic) else "numpy", big_endian=value.dtype != native)
 
@@ -221,7 +244,7 @@ class _Taker:
         known = self._forms.get(sharding)
         if known is not None:
             return known
-        if not sharding.is_fully_addressable:
+        if not sharding.is_fully_addressable and self._shares is None:
             raise UnsupportedLeafError(
                 f"leaf {name!r}: spans devices of other processes, which this version cannot save; "
                 "gather it to the devices of one process first"
@@ -229,7 +252,8 @@ class _Taker:
         devices: Any = sharding.device_set
         single = len(devices) == 1
         on_host = all(device.platform == "cpu" for device in devices)
-        form = _Form(single, on_host, None if single else describe_sharding(sharding))
+        described = None if single else describe_sharding(sharding)
+        form = _Form(single, on_host, described, sharding.is_fully_addressable)
         self._forms[sharding] = form
         return form
 
@@ -247,15 +271,38 @@ class _Taker:
 
     def _add(self, name: str, leaf: jax.Array, form: _Form) -> None:
         shape = leaf.shape
-        if not (form.on_host and self._keeps_views):
+        chunks: tuple[ChunkSource, ...] = ()
+        if self._shares is not None:
+            parts = self._own_parts(self._shares, leaf, form)
+            if form.on_host and self._keeps_views:
+                chunks = tuple(ChunkSource(part.box, np.asarray(part.held)[part.inner or ...]) for part in parts)
+            elif self.compared and self.compared[-1] == len(self.arrays):
+                chunks = tuple(ChunkSource(part.box, np.array(part.held, copy=True)) for part in parts)
+            else:
+                self.elsewhere.append((len(self.arrays), parts))
+        elif not (form.on_host and self._keeps_views):
             self.elsewhere.append((len(self.arrays), leaf))
-            chunks: tuple[ChunkSource, ...] = ()
         elif form.single:
             chunks = (ChunkSource(full_box(shape), np.asarray(leaf)),)
         else:
             shards = distinct_shards(leaf)
             chunks = tuple(ChunkSource(box_from_index(shard.index, shape), np.asarray(shard.data)) for shard in shards)
         self.arrays.append(ArraySource(name, shape, leaf.dtype, chunks, form.described))
+
+    def _own_parts(self, shares: JobShares, leaf: jax.Array, form: _Form) -> Sequence[OwnPart]:
+        if not form.local:
+            return shares.of(leaf)
+        self._sort(leaf.nbytes)
+        shards = distinct_shards(leaf)
+        return [OwnPart(box_from_index(shard.index, leaf.shape), shard.data, None) for shard in shards]
+
+    def _sort(self, nbytes: int) -> None:
+        """Find out who writes what each process has for itself; the others compare it with theirs."""
+        if self._shares is None:
+            return
+        self.local.append(len(self.arrays))
+        if not self._shares.writes(nbytes):
+            self.compared.append(len(self.arrays))
 
 
 def describe_sharding(sharding: jax.sharding.Sharding) -> dict[str, Any] | None:

@@ -48,7 +48,11 @@ class ValueGuard:
                 self._asked.append(([(name, array.ndim) for name, array in some], asked))
 
     def _sort_in(self, name: str, leaf: jax.Array, groups: dict[Any, list[tuple[str, jax.Array]]]) -> None:
-        if is_on_host(leaf):  # offloaded: no device computes with it where it is
+        if not leaf.is_fully_addressable:  # each process looks at what it has, without the others
+            for shard in {str(shard.index): shard.data for shard in leaf.addressable_shards}.values():
+                if shard.size:
+                    self._sort_in(name, shard, groups)
+        elif is_on_host(leaf):  # offloaded: no device computes with it where it is
             self._found.append((name, leaf.ndim, _flaw_of(np.asarray(leaf))))
         else:
             groups[tuple(leaf.sharding.addressable_devices_indices_map(leaf.shape))].append((name, leaf))
@@ -64,11 +68,12 @@ class ValueGuard:
                     found += [(name, rank, int(flaw)) for (name, rank), flaw in zip(leaves, answers, strict=True)]
         finally:
             self.is_looking = False
-        return [
+        flaws = [
             (name, "nan" if flaw == NAN else "inf")
             for name, rank, flaw in found
             if flaw == NAN or (flaw == INF and rank > 0)
         ]
+        return list(dict.fromkeys(flaws))
 
 
 @jax.jit

@@ -33,8 +33,8 @@ class Time:
 class Agreeing(SingleProcess):
     """The coordinator of a job in which another process was asked to leave."""
 
-    def agree(self, phase: str, flag: bool) -> bool:
-        return True
+    def exchange(self, doing: str, *arguments: Any, **options: Any) -> bytes:
+        return b"!"
 
 
 @pytest.fixture(autouse=True)

@@ -84,5 +84,6 @@ def test_all_checkpointables_together_have_no_more_on_their_way(
 
 
 def test_the_count_would_see_what_is_not_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(saving, "_stage", lambda *given, inner=saving._stage: inner(*given[:-1], saving.Ahead(1 << 40)))
+    stage = saving._stage
+    monkeypatch.setattr(saving, "_stage", lambda *given: stage(*given[:-2], saving.Ahead(1 << 40), None))
     assert saved(monkeypatch, tmp_path / "c", "stream") > BOUND_BYTES

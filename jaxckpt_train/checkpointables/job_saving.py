@@ -1,0 +1,263 @@
+"""Saves checkpointables of a job of many processes: each writes its own share, process 0 commits for all."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from jaxckpt_train.checkpointables.job_sameness import Sameness, refuse_differences
+from jaxckpt_train.checkpointables.saving import (
+    VALUE_FILE,
+    SaveTimes,
+    StagedPart,
+    close_parts,
+    look_at_values,
+    movement_of,
+    stage_all,
+    undone_on_error,
+)
+from jaxckpt_train.coordinator import Coordinator
+from jaxckpt_train.errors import CheckpointError, OtherProcessError, StorageError, UnsupportedLeafError
+from jaxckpt_train.pending import Movement
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.manifest import BLOCK_BYTES, FORMAT, FORMAT_VERSION, Manifest, PartRecord
+from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, decode_index, encode_index, merge_indexes
+from jaxckpt_train.store.transaction import Committed, Transaction
+from jaxckpt_train.store.writer import WrittenArrays, write_arrays
+from jaxckpt_train.tree.job_shares import JobShares
+from jaxckpt_train.tree.leaf_records import encode_tree
+
+_DIFFERS = b"differs"
+
+
+class _Begun(msgspec.Struct):
+    """What process 0 tells of the attempt."""
+
+    directory: bytes
+    final: bytes
+    info: dict[str, Any]
+
+
+class _Done(msgspec.Struct):
+    """What process 0 tells of the checkpoint."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclasses.dataclass
+class JobSave:
+    """One save of a job, as one of its processes does it: `stage` on the thread of the loop, `run` on any.
+
+    Attributes:
+        job: used by nobody else; all processes come with the same save.
+        subject: what is saved, for messages, the same in all processes.
+        begin: makes the attempt, in process 0.
+        backend: where.
+        info: about the run; that of process 0 counts.
+        settings: how.
+        replace: whether what is there is replaced.
+        times: how long the phases took here.
+        parts: what this process has, once it is staged.
+        movement: told when this process gets further.
+    """
+
+    job: Coordinator
+    subject: str
+    begin: Callable[[], Transaction]
+    backend: Backend
+    info: Mapping[str, Any]
+    settings: StoreSettings
+    replace: bool
+    times: SaveTimes = dataclasses.field(default_factory=SaveTimes)
+    parts: Sequence[StagedPart] = ()
+    movement: Movement = dataclasses.field(default_factory=Movement)
+
+    def stage(self, checkpointables: Mapping[str, Any]) -> None:
+        """Take all checkpointables as they are now, as `stage_all` does."""
+        shares = JobShares(self.job.process, self.job.processes)
+        self.parts = stage_all(checkpointables, self.times, self.settings, shares)
+        self.movement = movement_of(self.parts)
+
+    def run(self) -> Committed:
+        """Write, and have it committed.
+
+        Raises:
+            What failed here, or the error of another process: nothing is committed then.
+            CheckpointTimeoutError: another process did not come, or got no further.
+        """
+        try:
+            return self._run()
+        finally:
+            close_parts(self.parts)
+            self.job.end()
+
+    @contextlib.contextmanager
+    def told_on_error(self) -> Iterator[None]:
+        """What fails within, before it runs, is told to the other processes."""
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        def give() -> bytes:
+            raise error
+
+        try:
+            with contextlib.suppress(type(error)):
+                self.job.exchange(self._beginning, give)
+        finally:
+            close_parts(self.parts)
+            self.job.end()
+
+    @property
+    def _beginning(self) -> str:
+        return f"beginning to save {self.subject}"
+
+    def _run(self) -> Committed:
+        made: list[Transaction] = []
+        sign = self.movement.sign
+        told = self.job.exchange(
+            self._beginning, self.subject.encode, lambda subjects: self._begin(subjects, made), sign
+        )
+        begun = msgspec.msgpack.decode(told, type=_Begun)
+        transaction = made[0] if made else None
+        with undone_on_error(transaction, self.parts):
+            written = _Written(self, begun, transaction)
+            done = self.job.exchange(f"saving {self.subject}", written.write, written.merge, sign)
+            if done == _DIFFERS:
+                doing = f"comparing what the processes save as {self.subject}"
+                self.job.exchange(doing, written.sameness.encoded, refuse_differences, sign)
+        if written.committed is not None:
+            return written.committed
+        result = msgspec.msgpack.decode(done, type=_Done)
+        manifest = self.manifest(begun.info, (), written.records)
+        return Committed(os.fsdecode(begun.final), manifest, result.sha256, result.bytes)
+
+    def _begin(self, subjects: Sequence[bytes], made: list[Transaction]) -> bytes:
+        """Make the attempt, if all save the same."""
+        for process, subject in enumerate(subjects):
+            if subject != subjects[0]:
+                raise OtherProcessError(
+                    f"process {process} saves {subject.decode()}, but process 0 saves {self.subject}; all processes "
+                    "of a job save the same steps, in the same order"
+                )
+        transaction = self.begin()
+        made.append(transaction)
+        with undone_on_error(transaction, self.parts):
+            for part in self.parts:
+                transaction.add_folder(part.name)
+            paths = os.fsencode(transaction.directory), os.fsencode(transaction.final)
+            return msgspec.msgpack.encode(_Begun(*paths, dict(self.info)))
+
+    def manifest(self, info: Mapping[str, Any], segments: Sequence[Any], parts: Sequence[PartRecord]) -> Manifest:
+        """What is said of the checkpoint."""
+        digest = self.settings.digest
+        return Manifest(FORMAT, FORMAT_VERSION, digest, BLOCK_BYTES, tuple(segments), tuple(parts), dict(info))
+
+
+class _Written:
+    """What a process writes of an attempt.
+
+    Attributes:
+        records: of all parts, without chunks.
+        sameness: what must be the same in all processes.
+        committed: in process 0, what came of it.
+    """
+
+    def __init__(self, save: JobSave, begun: _Begun, transaction: Transaction | None) -> None:
+        self._save, self._transaction = save, transaction
+        self._directory, self._info = os.fsdecode(begun.directory), begun.info
+        self.records: list[PartRecord] = []
+        self.sameness = Sameness(save.settings.digest)
+        self.committed: Committed | None = None
+
+    def write(self) -> bytes:
+        """Write the own share of all parts; the index of it."""
+        save = self._save
+        self._refuse_unseen()
+        look_at_values(save.subject, save.parts, save.settings)
+        started = time.perf_counter()
+        indexes = tuple(self._write_part(part) for part in save.parts)
+        save.times.write_s = time.perf_counter() - started
+        return encode_index(ProcessIndex(self.sameness.digest(), indexes))
+
+    def _refuse_unseen(self) -> None:
+        """Raise CheckpointError if this process does not see the directory that process 0 has made."""
+        try:
+            self._save.backend.list(self._directory)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            raise CheckpointError(
+                f"{self._directory}: process 0 has made this directory, but process {self._save.job.process} does not "
+                "see it: all processes of a job save to one directory, on storage that all of them share"
+            ) from error
+
+    def _write_part(self, part: StagedPart) -> PartIndex:
+        self.sameness.add_part(part)
+        self._progress(0)
+        if part.snapshot is None:
+            if part.value is None:
+                raise UnsupportedLeafError(
+                    f"checkpointable {part.name!r}: writes files of its own, which a job of several processes cannot "
+                    "save; give its state as a pytree or as JsonValue"
+                )
+            self.records.append(PartRecord(part.name, part.kind, (), (), msgspec.Raw(b"null")))
+            return PartIndex((), (), ())
+        written = self._write_arrays(part)
+        self.sameness.add_local(part, written)
+        arrays = tuple(msgspec.structs.replace(array, chunks=()) for array in written.arrays)
+        self.records.append(PartRecord(part.name, part.kind, arrays, (), encode_tree(part.snapshot.record)))
+        numbers = tuple(number for number, array in enumerate(written.arrays) if array.chunks)
+        return PartIndex(written.segments, numbers, tuple(written.arrays[number].chunks for number in numbers))
+
+    def _write_arrays(self, part: StagedPart) -> WrittenArrays:
+        assert part.snapshot is not None
+        save = self._save
+        written = write_arrays(
+            save.backend,
+            self._directory,
+            part.name,
+            part.snapshot.arrays,
+            save.settings,
+            first_segment=0,
+            progress=self._progress,
+            process=save.job.process,
+        )
+        save.times.bytes += written.data_bytes
+        return written
+
+    def _progress(self, done: int) -> None:
+        self._save.movement(done)
+        if self._save.job.is_over():
+            raise CheckpointError(f"saving {self._save.subject}: stopped, as another process failed")
+
+    def merge(self, values: Sequence[bytes]) -> bytes:
+        """In process 0: commit what all have written, unless they differ in what must be the same."""
+        save, transaction = self._save, self._transaction
+        assert transaction is not None
+        indexes = [decode_index(value) for value in values]
+        if any(index.alike != indexes[0].alike for index in indexes):
+            return _DIFFERS
+        segments, parts = merge_indexes(self.records, indexes)
+        started = time.perf_counter()
+        for number, part in enumerate(save.parts):
+            if part.value is not None:
+                self._progress(0)
+                file = transaction.write_file(f"{part.name}/{VALUE_FILE}", part.value)
+                parts[number] = msgspec.structs.replace(parts[number], files=(file,))
+        committed = transaction.commit(save.manifest(self._info, segments, parts), replace=save.replace)
+        save.times.commit_s = time.perf_counter() - started
+        self.committed = committed
+        return msgspec.msgpack.encode(_Done(committed.manifest_sha256, committed.data_bytes))

@@ -1,0 +1,263 @@
+"""The Coordinator: what the processes of one job do together, each of them at the same places, in the same order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from jaxckpt_train.key_values import KeyValues
+from jaxckpt_train.meeting import Meeting
+
+Moved = Callable[[], object]
+BARRIER_TIMEOUT_S = 300.0
+
+
+def always(values: Sequence[bytes]) -> bytes:
+    """For what nobody has anything to say of."""
+    return b""
+
+
+class Coordinator(Protocol):
+    """What the processes of one job agree through. Every method is called by all of them, in the same order.
+
+    Attributes:
+        process: number of this process, from 0.
+        processes: how many there are.
+    """
+
+    process: int
+    processes: int
+
+    def within(self, name: str, timeout_s: float | None = None) -> Coordinator:
+        """A coordinator with an order of its own, for another thread. All processes ask for the same ones in turn.
+
+        Args:
+            name: what it is for.
+            timeout_s: seconds without a sign of life after which a process is not waited for; None: as this one.
+        """
+
+    def end(self) -> None:
+        """This process does not use it any more."""
+
+    def is_over(self) -> bool:
+        """Whether what goes on now has failed in another process; known some seconds later."""
+
+    def exchange(
+        self,
+        doing: str,
+        give: Callable[[], bytes],
+        merge: Callable[[Sequence[bytes]], bytes] = always,
+        moved: Moved | None = None,
+    ) -> bytes:
+        """Have all processes give a value, and process 0 make one result of them, which all return.
+
+        Args:
+            doing: what all do here, for messages, such as "writing step 5".
+            give: what this process does, and has to say of it.
+            merge: called by process 0 with all values, in the order of the processes.
+            moved: gives another value whenever `give` or `merge` has got further; None: they are quick. A process is
+                not waited for any longer that is stopped, gone, or has not got any further for the time limit.
+
+        Raises:
+            What `give` or `merge` raised, in the process that called it.
+            The same error, told by whom, in the others; OtherProcessError if it is none of this package.
+            CheckpointTimeoutError: a process did not come, or got no further, in time; names it.
+        """
+
+    def broadcast(self, doing: str, say: Callable[[], bytes], moved: Moved | None = None) -> bytes:
+        """What process 0 says; it does not wait for the others.
+
+        Raises:
+            As `exchange`.
+        """
+
+    def barrier(self, doing: str) -> None:
+        """Wait until all processes are here.
+
+        Raises:
+            As `exchange`.
+        """
+
+
+class SingleProcess:
+    """The coordinator of a job of one process: it always agrees with itself."""
+
+    process = 0
+    processes = 1
+
+    def within(self, name: str, timeout_s: float | None = None) -> Coordinator:
+        """Itself."""
+        return self
+
+    def end(self) -> None:
+        """Nothing to let go of."""
+
+    def is_over(self) -> bool:
+        """There is no other."""
+        return False
+
+    def exchange(
+        self,
+        doing: str,
+        give: Callable[[], bytes],
+        merge: Callable[[Sequence[bytes]], bytes] = always,
+        moved: Moved | None = None,
+    ) -> bytes:
+        """What is made of its own value."""
+        return merge([give()])
+
+    def broadcast(self, doing: str, say: Callable[[], bytes], moved: Moved | None = None) -> bytes:
+        """What it says itself."""
+        return say()
+
+    def barrier(self, doing: str) -> None:
+        """Nobody to wait for."""
+
+
+class ManyProcesses:
+    """The coordinator of a job of several processes.
+
+    Args:
+        values: through which they talk.
+        process: number of this one.
+        processes: how many there are.
+        timeout_s: seconds without a sign of life after which a process is not waited for any more.
+        orders: of the coordinator that this one is within; None: it is the first.
+        name: what all its keys begin with.
+    """
+
+    def __init__(
+        self,
+        values: KeyValues,
+        process: int,
+        processes: int,
+        timeout_s: float = BARRIER_TIMEOUT_S,
+        orders: _Orders | None = None,
+        name: str = "jaxckpt",
+    ) -> None:
+        self.process, self.processes = process, processes
+        self._values, self._timeout_s, self._name = values, timeout_s, name
+        self._orders = _Orders() if orders is None else orders
+        self._met = 0  # how many times
+        self._left: list[str] = []  # at process 0: folders of meetings whose keys are still there
+        self._meeting: Meeting | None = None
+
+    def within(self, name: str, timeout_s: float | None = None) -> Coordinator:
+        """One with an order of its own."""
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        own = self._orders.begin(f"{self._name}/{name}")
+        return ManyProcesses(self._values, self.process, self.processes, limit_s, self._orders, own)
+
+    def end(self) -> None:
+        """Its keys may go once no process uses it any more."""
+        self._orders.end(self._name)
+
+    def is_over(self) -> bool:
+        """As the protocol says."""
+        return self._meeting is not None and self._meeting.is_over
+
+    def exchange(
+        self,
+        doing: str,
+        give: Callable[[], bytes],
+        merge: Callable[[Sequence[bytes]], bytes] = always,
+        moved: Moved | None = None,
+    ) -> bytes:
+        """As the protocol says."""
+        meeting = self._meet(doing, moved)
+        if self.process:
+            return meeting.take_part(lambda: self._orders.encoded() + give())
+
+        def act() -> bytes:
+            mine = give()
+            uses, others = self._orders.decoded(meeting.collect())
+            for folder in [*self._left, *self._orders.ended_in_all(uses)]:  # who is here has left these
+                self._values.delete(folder)
+            self._left = []
+            return merge([mine, *others])
+
+        return self._held(meeting, act)
+
+    def broadcast(self, doing: str, say: Callable[[], bytes], moved: Moved | None = None) -> bytes:
+        """As the protocol says."""
+        meeting = self._meet(doing, moved)
+        return meeting.hear() if self.process else self._held(meeting, say)
+
+    def barrier(self, doing: str) -> None:
+        """As the protocol says."""
+        self.exchange(doing, lambda: b"")
+
+    def _meet(self, doing: str, moved: Moved | None) -> Meeting:
+        self._met += 1
+        folder = f"{self._name}/{self._met}"
+        self._meeting = Meeting(self._values, folder, self.process, self.processes, doing, self._timeout_s, moved)
+        return self._meeting
+
+    def _held(self, meeting: Meeting, act: Callable[[], bytes]) -> bytes:
+        try:
+            return meeting.preside(act)
+        finally:
+            self._left.append(meeting.folder)
+
+
+class _Uses(msgspec.Struct, array_like=True):
+    """Which coordinators a process uses.
+
+    Attributes:
+        begun: how many it has asked for so far.
+        open: those of them that it still uses, by their number.
+    """
+
+    begun: int
+    open: tuple[int, ...]
+
+
+class _Orders:
+    """The coordinators within one, in the order in which all processes ask for them."""
+
+    def __init__(self) -> None:
+        self._begun = 0
+        self._of_name: dict[str, int] = {}  # how many of each name
+        self._open: dict[str, int] = {}  # their numbers
+        self._there: dict[int, str] = {}  # at process 0: those whose keys may be there
+        self._lock = threading.Lock()
+
+    def begin(self, name: str) -> str:
+        """A name of its own for one more."""
+        with self._lock:
+            count = self._of_name[name] = self._of_name.get(name, 0) + 1
+            own, self._begun = f"{name}-{count}", self._begun + 1
+            self._open[own], self._there[self._begun] = self._begun, own
+        return own
+
+    def end(self, own: str) -> None:
+        """It is not used here any more."""
+        with self._lock:
+            self._open.pop(own, None)
+
+    def encoded(self) -> bytes:
+        """What process 0 is told of them, before any value."""
+        data = msgspec.msgpack.encode(self._uses())
+        return len(data).to_bytes(4, "big") + data
+
+    def _uses(self) -> _Uses:
+        with self._lock:
+            return _Uses(self._begun, tuple(self._open.values()))
+
+    def decoded(self, told: Sequence[bytes]) -> tuple[list[_Uses], list[bytes]]:
+        """What the others have told, and their values."""
+        ends = [4 + int.from_bytes(each[:4], "big") for each in told]
+        uses = [msgspec.msgpack.decode(each[4:end], type=_Uses) for each, end in zip(told, ends, strict=True)]
+        return uses, [each[end:] for each, end in zip(told, ends, strict=True)]
+
+    def ended_in_all(self, uses: Sequence[_Uses]) -> list[str]:
+        """The names of those that no process uses any more, each once."""
+        everywhere = [*uses, self._uses()]
+        begun = min(each.begun for each in everywhere)
+        used = {number for each in everywhere for number in each.open}
+        with self._lock:
+            ended = [number for number in self._there if number <= begun and number not in used]
+            return [self._there.pop(number) for number in ended]

@@ -1,0 +1,253 @@
+"""A meeting: one thing that all processes do. Process 0 hears all others, and tells them what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError
+from jaxckpt_train.key_values import KeyValues
+from jaxckpt_train.store.latch import Latch
+from jaxckpt_train.told_errors import decode_error, encode_error
+
+LEAVING_S = 3.0
+SLICE_S = 1.0  # how soon an interrupt is seen, and a process that has been silent for too long
+TELL_S = 30.0
+MOST_SHOWN = 8
+_DONE, _FAILED = b"+", b"-"
+_log = logging.getLogger("jaxckpt_train")
+
+
+class Meeting:
+    """One meeting, as one of the processes sees it.
+
+    Args:
+        values: through which they talk.
+        folder: of the keys of this meeting.
+        process: number of this process.
+        processes: how many there are.
+        doing: what all do here, for messages.
+        timeout_s: seconds without a sign of life after which a process is not waited for any more.
+        moved: gives another value whenever this process has got further; None: it is quick.
+
+    Attributes:
+        folder: as given.
+        is_over: whether process 0 has told that it failed, while this one acts; known a while later.
+    """
+
+    def __init__(
+        self,
+        values: KeyValues,
+        folder: str,
+        process: int,
+        processes: int,
+        doing: str,
+        timeout_s: float,
+        moved: Callable[[], object] | None,
+    ) -> None:
+        self.folder, self.is_over = folder, False
+        self._values, self._process, self._processes = values, process, processes
+        self._doing, self._timeout_s, self._moved = doing, timeout_s, moved
+        self._period_s = min(10.0, timeout_s / 8)  # between two signs of life
+        self._signs = 0
+        self._told: bytes | None = None  # the error of another process that made this one fail
+
+    def preside(self, act: Callable[[], bytes]) -> bytes:
+        """What process 0 does: it acts, and tells the others what came of it."""
+        with self._living():
+            try:
+                result = act()
+            except BaseException as error:
+                self._tell("said", _FAILED + (self._told or encode_error(error, self._process)), besides=error)
+                self._let_others_leave()
+                raise
+            self._tell("said", _DONE + result)
+            self._values.delete(f"{self.folder}/from")
+            return result
+
+    def collect(self) -> list[bytes]:
+        """The values of the other processes, in their order; for process 0, within what it does.
+
+        Raises:
+            CheckpointError: one of them failed, or is not heard of any more.
+        """
+        others = range(1, self._processes)
+        silence = _Silence(others, self._timeout_s, self._period_s)
+        while self._values.get(f"{self.folder}/here", SLICE_S) is None:
+            if not silence.looks():
+                continue
+            self._sign()
+            came = _numbered(self._values.find(f"{self.folder}/from"))
+            silence.heard(_numbered(self._values.find(f"{self.folder}/alive")) | came)
+            self._look(silence, came)
+        found = _numbered(self._values.find(f"{self.folder}/from"))
+        for process in sorted(found):
+            if found[process][:1] == _FAILED:
+                self._told = found[process][1:]
+                raise decode_error(self._told, self._doing)
+        return [found[process][1:] for process in others]
+
+    def take_part(self, give: Callable[[], bytes]) -> bytes:
+        """What any other process does: it gives its value, and hears what came of all."""
+        with self._living():
+            try:
+                value = give()
+            except BaseException as error:
+                self._report(_FAILED + encode_error(error, self._process), besides=error)
+                if self.is_over and isinstance(error, CheckpointError):  # it has stopped since another one failed
+                    self.hear()
+                raise
+        self._report(_DONE + value)
+        return self.hear()
+
+    def hear(self) -> bytes:
+        """What process 0 says.
+
+        Raises:
+            CheckpointError: it failed, or another one did; or it is not heard of any more.
+        """
+        silence = _Silence((0,), self._timeout_s + 2 * self._period_s, self._period_s)  # it tells who else is
+        while (said := self._values.get(f"{self.folder}/said", SLICE_S)) is None:
+            if silence.looks():
+                sign = self._values.get(f"{self.folder}/alive/0", 0.0)
+                silence.heard({} if sign is None else {0: sign})
+                self._look(silence, {})
+        if said[:1] == _FAILED:
+            raise decode_error(said[1:], self._doing)
+        return said[1:]
+
+    def _let_others_leave(self) -> None:
+        """Wait a moment for those that still act: what they write is removed next."""
+        if self._moved is None:
+            return
+        end = time.monotonic() + LEAVING_S
+        with contextlib.suppress(CheckpointError):
+            while len(self._values.find(f"{self.folder}/from")) < self._processes - 1 and time.monotonic() < end:
+                self._values.get(f"{self.folder}/never", 0.1)
+
+    def _look(self, silence: _Silence, came: Mapping[int, bytes]) -> None:
+        """Tell of those that are waited for, or raise if one is silent for too long."""
+        lost = silence.lost(came)
+        if lost:
+            raise CheckpointTimeoutError(
+                f"{self._doing}: {self._named(lost, silence)} for {self._timeout_s:.3g} s, and "
+                f"{'is' if len(lost) == 1 else 'are'} not waited for any longer; look into the log there"
+            )
+        if silence.is_to_tell():
+            waited = [number for number in silence.numbers if number not in came]
+            _log.warning("%s: waiting for %s (%.0f s)", self._doing, _listed(waited, self._processes), silence.waited_s)
+
+    def _named(self, lost: Sequence[int], silence: _Silence) -> str:
+        came = any(number in silence.signs for number in lost)
+        return f"{_listed(lost, self._processes)} {'did not get any further' if came else 'did not come'}"
+
+    def _tell(self, name: str, value: bytes, besides: BaseException | None = None) -> None:
+        try:
+            self._values.set(f"{self.folder}/{name}", value)
+        except CheckpointError as second:
+            if besides is None:
+                raise
+            besides.add_note(f"and the other processes could not be told: {second}")
+
+    def _report(self, value: bytes, besides: BaseException | None = None) -> None:
+        """Give a value to process 0, and wake it if it is the last one, or an error."""
+        self._tell(f"from/{self._process}", value, besides)
+        try:
+            is_last = self._values.increment(f"{self.folder}/count") == self._processes - 1
+        except CheckpointError as second:
+            if besides is None:
+                raise
+            besides.add_note(f"and process 0 could not be woken: {second}")
+            return
+        if is_last or besides is not None:
+            self._tell("here", b"1", besides)
+
+    def _sign(self) -> None:
+        self._signs += 1
+        self._values.set(f"{self.folder}/alive/{self._process}", str(self._signs).encode())
+
+    @contextlib.contextmanager
+    def _living(self) -> Iterator[None]:
+        """Give signs of life meanwhile, as long as this process gets any further."""
+        if self._moved is None:
+            yield
+            return
+        ended = Latch()
+        threading.Thread(target=self._live, args=(self._moved, ended), name="jaxckpt-alive", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.open()
+
+    def _live(self, moved: Callable[[], object], ended: Latch) -> None:
+        before: object = self  # nothing that it may give
+        try:
+            while not ended.is_open():
+                if (now := moved()) != before:
+                    before = now
+                    self._sign()
+                said = self._values.get(f"{self.folder}/said", 0.0) if self._process else None
+                self.is_over = self.is_over or (said is not None and said[:1] == _FAILED)
+                ended.wait(self._period_s)
+        except CheckpointError as error:  # a thread's edge; who waits for this process finds out
+            _log.warning("%s: the other processes could not be told that this one goes on: %s", self._doing, error)
+
+
+class _Silence:
+    """How long processes have given no sign of life. Only time in which this one was awake counts.
+
+    Attributes:
+        numbers: of those that are waited for.
+        signs: the last one of each.
+        waited_s: for how long.
+    """
+
+    def __init__(self, numbers: Sequence[int], limit_s: float, period_s: float) -> None:
+        self.numbers, self.signs, self.waited_s = numbers, dict[int, bytes](), 0.0
+        self._limit_s, self._period_s = limit_s, period_s
+        self._heard_at = dict.fromkeys(numbers, 0.0)
+        self._at, self._next_look_s, self._next_tell_s = time.monotonic(), period_s, min(TELL_S, limit_s / 4)
+
+    def looks(self) -> bool:
+        """Count the time since it was asked last; whether it is time to look for signs."""
+        now = time.monotonic()
+        self.waited_s += min(now - self._at, 2 * SLICE_S)
+        self._at = now
+        if self.waited_s < self._next_look_s:
+            return False
+        self._next_look_s = self.waited_s + self._period_s
+        return True
+
+    def heard(self, signs: Mapping[int, bytes]) -> None:
+        """Take note of the signs that there are."""
+        for number, sign in signs.items():
+            if self.signs.get(number) != sign:
+                self.signs[number], self._heard_at[number] = sign, self.waited_s
+
+    def lost(self, came: Mapping[int, bytes]) -> list[int]:
+        """Those that are silent for too long, and have not come."""
+        return [
+            number
+            for number in self.numbers
+            if number not in came and self.waited_s - self._heard_at[number] >= self._limit_s
+        ]
+
+    def is_to_tell(self) -> bool:
+        """Whether it is time to say who is waited for."""
+        if self.waited_s < self._next_tell_s:
+            return False
+        self._next_tell_s = self.waited_s + TELL_S
+        return True
+
+
+def _numbered(found: Mapping[str, bytes]) -> dict[int, bytes]:
+    return {int(name): value for name, value in found.items()}
+
+
+def _listed(numbers: Sequence[int], processes: int) -> str:
+    shown = ", ".join(map(str, numbers[:MOST_SHOWN]))
+    more = f" and {len(numbers) - MOST_SHOWN} more" if len(numbers) > MOST_SHOWN else ""
+    return f"process{'' if len(numbers) == 1 else 'es'} {shown}{more} of {processes}"

@@ -1,0 +1,48 @@
+"""Arrays over all devices of a job, and what is in them: for the functions that its processes call."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Spec = list[Any]
+
+
+def values_of(shape: list[int], dtype: str = "float32") -> np.ndarray:
+    """0, 1, 2, ..."""
+    return np.arange(np.prod(shape, dtype=np.int64)).astype(dtype).reshape(shape)
+
+
+def sharding_of(mesh_shape: list[int], spec: Spec) -> NamedSharding:
+    """Over all devices of the job; the axes are "x", "y" and "z"."""
+    mesh = Mesh(np.array(jax.devices()).reshape(mesh_shape), ("x", "y", "z")[: len(mesh_shape)])
+    return NamedSharding(mesh, P(*[tuple(part) if isinstance(part, list) else part for part in spec]))
+
+
+def global_array(shape: list[int], mesh_shape: list[int], spec: Spec, dtype: str = "float32") -> jax.Array:
+    """`values_of`, in such a sharding."""
+    values = values_of(shape, dtype)
+    return jax.make_array_from_callback(tuple(shape), sharding_of(mesh_shape, spec), lambda index: values[index])
+
+
+def is_right(array: jax.Array, shape: list[int], dtype: str = "float32") -> bool:
+    """Whether each shard that this process has holds the bytes of `values_of`."""
+    values = values_of(shape, dtype)
+    return array.shape == tuple(shape) and all(
+        np.asarray(shard.data).tobytes() == values[shard.index].tobytes() and shard.data.dtype == values.dtype
+        for shard in array.addressable_shards
+    )
+
+
+def digest_of(tree: Any) -> str:
+    """Of all that this process has of a tree of JAX arrays."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            found.update(np.asarray(shard.data).tobytes())
+    return found.hexdigest()

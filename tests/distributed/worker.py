@@ -1,0 +1,40 @@
+"""One process of a job of the tests: joins it, then calls what it is told to, until its input ends."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import json
+import os
+import sys
+import traceback
+
+import jax
+
+
+def main() -> None:
+    """Answer each line of the input by one line."""
+    faulthandler.enable()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what anybody prints is no answer
+    options = json.loads(sys.argv[1])
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(**options)
+    for line in sys.stdin:
+        request = json.loads(line)
+        module, _, name = request["call"].partition(":")
+        try:
+            function = getattr(importlib.import_module(module), name)
+            answer = {"value": function(*request["arguments"])}
+        except BaseException as error:  # noqa: BLE001  # a process's edge: told to the test
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main()

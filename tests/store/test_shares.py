@@ -1,0 +1,89 @@
+"""Shares: the parts of all processes together are each box once, evenly by bytes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxckpt_train.errors import CheckpointError
+from jaxckpt_train.store.boxes import Box, box_elements
+from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, PartRecord
+from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, decode_index, encode_index, merge_indexes
+from jaxckpt_train.store.shares import LEAST_PART_BYTES, HeldBox, Shares, cut
+
+shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
+
+
+@given(shapes, st.integers(1, 9))
+def test_a_cut_box_is_all_of_it_once(shape: tuple[int, ...], parts: int) -> None:
+    box: Box = tuple((3, 3 + size) for size in shape)
+    found = cut(box, parts)
+    assert 1 <= len(found) <= parts
+    counts = np.zeros([size + 3 for size in shape], np.int8)
+    for part in found:
+        counts[tuple(slice(start, stop) for start, stop in part)] += 1
+    inside = tuple(slice(start, stop) for start, stop in box)
+    assert (counts[inside] == 1).all()
+    assert counts.sum() == math.prod(shape)
+
+
+@given(st.lists(shapes, min_size=1, max_size=6), st.integers(1, 5), st.integers(1, 64))
+def test_all_processes_together_write_every_element_once(
+    arrays: list[tuple[int, ...]], processes: int, least: int
+) -> None:
+    shares = [Shares(number, least) for number in range(processes)]
+    everyone = tuple(range(processes))
+    for shape in arrays:
+        box: Box = tuple((0, size) for size in shape)
+        half = processes // 2 or 1
+        layout = [HeldBox(box, everyone)] if len(shape) != 1 else [
+            HeldBox(((0, shape[0] // 2),), everyone[:half]),
+            HeldBox(((shape[0] // 2, shape[0]),), everyone[half:] or (0,)),
+        ]  # fmt: skip
+        counts = np.zeros(shape, np.int8)
+        for each in shares:
+            for share in each.of(layout, 4):
+                counts[tuple(slice(start, stop) for start, stop in share.box)] += 1
+        assert (counts == 1).all()
+
+
+@pytest.mark.parametrize("shape", [(1024, 1024, 64), (1021, 1031, 61), (3, 5_000_011), (4, 4, 2_000_003)])
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_replicas_share_a_large_array_evenly(shape: tuple[int, ...], processes: int) -> None:
+    layout = [HeldBox(tuple((0, size) for size in shape), tuple(range(processes)))]
+    written = [sum(box_elements(s.box) for s in Shares(n).of(layout, 4)) for n in range(processes)]
+    assert sum(written) == math.prod(shape)
+    assert max(written) <= 1.2 * math.prod(shape) / processes
+
+
+def test_many_small_arrays_are_shared_whole_and_evenly() -> None:
+    layout = [HeldBox(((0, 100),), (0, 1, 2, 3))]
+    shares = [Shares(number) for number in range(4)]
+    written = [0] * 4
+    for _ in range(1000):
+        found = [each.of(layout, 4) for each in shares]
+        assert sorted(len(each) for each in found) == [0, 0, 0, 1]
+        written = [total + len(each) for total, each in zip(written, found, strict=True)]
+    assert written == [250] * 4
+    assert [sum(each.of_whole((0, 1, 2, 3), 8) for each in shares) for _ in range(8)] == [1] * 8
+    assert LEAST_PART_BYTES > 400
+
+
+def test_indexes_that_do_not_make_a_whole_are_refused() -> None:
+    part = PartRecord("state", "pytree", (ArrayRecord("w", (4,), "float32", ()),), (), b"null")  # type: ignore[arg-type]
+
+    def index(*boxes: Box) -> ProcessIndex:
+        chunks = tuple(ChunkRecord(box, 0, 4096, 4 * box_elements(box), "") for box in boxes)
+        return decode_index(
+            encode_index(ProcessIndex("", (PartIndex((), (0,) if chunks else (), (chunks,) if chunks else ()),)))
+        )
+
+    (merged,) = merge_indexes([part], [index(((0, 2),)), index(((2, 4),))])[1]
+    assert [chunk.box for chunk in merged.arrays[0].chunks] == [((0, 2),), ((2, 4),)]
+    for wrong in ([index(((0, 2),)), index()], [index(((0, 2),)), index(((1, 4),))]):
+        with pytest.raises(CheckpointError):
+            merge_indexes([part], wrong)
