@@ -74,10 +74,12 @@ def _restore(backend: Backend, path: str) -> Any:
 
 def _with_positions(node: Any, path: str, depth: int = 0) -> Any:
     """Flax writes a list or tuple as a map of "0", "1", ...: its keys become the positions that they stand for."""
-    if not isinstance(node, dict):
+    if not isinstance(node, (dict, list)):
         return node
     if depth > MAX_DEPTH:
         raise CorruptCheckpointError(f"{path}: a Flax msgpack file of more than {MAX_DEPTH} levels, expected fewer")
+    if isinstance(node, list):
+        return [_with_positions(child, path, depth + 1) for child in node]
     try:
         sorted(node)
     except TypeError as error:  # JAX finds out too, but each time leaves one call less of those that a thread may nest

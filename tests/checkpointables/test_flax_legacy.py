@@ -125,7 +125,8 @@ def test_a_file_of_as_many_levels_as_a_checkpoint_has_is_loaded(tmp_path: Path) 
     assert loaded == 1
 
 
-def test_many_files_whose_keys_cannot_be_sorted_leave_the_thread_as_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tree", [{"params": {1: 2, "b": 3}}, {"params": [{1: 2, "b": 3}]}])
+def test_many_files_whose_keys_cannot_be_sorted_leave_the_thread_as_it_was(tmp_path: Path, tree: Any) -> None:
     """JAX's own comparison leaves a thread one nested call less each time that it fails: a thousand would end it."""
 
     def levels(depth: int = 0) -> int:
@@ -135,7 +136,7 @@ def test_many_files_whose_keys_cannot_be_sorted_leave_the_thread_as_it_was(tmp_p
             return depth
 
     file = tmp_path / "mixed.msgpack"
-    file.write_bytes(msgpack.packb({"params": {1: 2, "b": 3}}))
+    file.write_bytes(msgpack.packb(tree))
     before = levels()
     for _ in range(20):
         with pytest.raises(jct.CorruptCheckpointError, match="keys differ in kind"):
