@@ -24,6 +24,7 @@ from typing import Any
 
 from jaxckpt_train.steps.lock import LOCK_NAME, SILENCE_S
 from jaxckpt_train.steps.manager import StepManager
+from jaxckpt_train.steps.preservation_policies import LatestN
 from jaxckpt_train.store.backend import HALF_MADE
 from tests.faults.campaign_end import leave_with
 from tests.faults.fuse_disk import ANSWER, WEDGED, FuseDisk, fuse_disk, why_not
@@ -115,8 +116,8 @@ def soak(seconds: float, seed: int, every_s: float, folder: Path, training: str 
         if process.returncode != 0:
             errors = (folder / "warnings").read_text(encoding="utf-8")
             found.problems.append(f"the training ended with {process.returncode}: {errors[-1000:]}")
-        with StepManager(run) as manager:  # the next owner cleans
-            manager.own()
+        with StepManager(run, preservation_policy=LatestN(KEPT)) as manager:  # the next owner cleans
+            manager.save((manager.latest or 0) + 1, {"state": 0})  # and deletes what a refusal at the very end has left
         names = sorted(os.listdir(run))
         found.problems += [f"left over: {name}" for name in names if _is_left(run / name)]
         steps = [name for name in names if name.startswith("step-")]
