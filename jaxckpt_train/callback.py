@@ -11,13 +11,13 @@ from jaxckpt_train import hydra_job
 from jaxckpt_train.checkpoint import PathLike, load
 from jaxckpt_train.checkpointables.fingerprint import DATA_NAME, with_fingerprint
 from jaxckpt_train.checkpointables.grain_iterator import mark_absl_flags_parsed
-from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all
 from jaxckpt_train.config import DEFAULT_GRACE_S, callback_arguments, check_arguments
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.multihost import one_process
+from jaxckpt_train.multihost import current, preemption_service
 from jaxckpt_train.progress import progress_line, wants_progress
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings
 from jaxckpt_train.steps.besides import closing_besides
+from jaxckpt_train.steps.data_mismatch import OnMismatch, refuse_unsavable, restore_values
 from jaxckpt_train.steps.departure import NOTHING_NEW, Departure
 from jaxckpt_train.steps.history import savable_metrics
 from jaxckpt_train.steps.hooks import LoopHook
@@ -66,6 +66,7 @@ class CheckpointCallback:
         max_run_time_s: float | None = None,
         grace_period_s: float | None = None,
         exit_code: int = 75,
+        data_on_mismatch: OnMismatch = "error",
         on_preemption: Literal["exit", "raise", "auto"] = "auto",
         fingerprint: str | None = None,
         init_from: PathLike | None = None,
@@ -78,6 +79,7 @@ class CheckpointCallback:
         mark_absl_flags_parsed()  # now: `iter(dataset)` in the call of `resume` may need it already
         self._save_on_exit, self._save_initial = save_on_exit, save_initial
         self._fingerprint, self._progress, self._init_from = fingerprint, progress, init_from
+        self._data_on_mismatch = data_on_mismatch
         problem = hydra_job.hydra_directory_problem(directory) if enabled else None
         if problem is not None:
             _log.warning("%s", problem)
@@ -93,7 +95,8 @@ class CheckpointCallback:
             if_stalled=if_stalled,
         )
         self._watch = PreemptionWatch(
-            one_process(),
+            current(),
+            service=preemption_service() if enabled else None,
             signals=tuple(signals),
             notice_file=notice_file,
             max_run_time_s=max_run_time_s,
@@ -142,8 +145,7 @@ class CheckpointCallback:
         if self.enabled:
             self._start()
             self._resumed = True
-            if data is not None:
-                stage_all({DATA_NAME: data}, SaveTimes(), StoreSettings())  # one that cannot be saved is told now
+            self.manager.all_do("looking at the data", lambda: refuse_unsavable(data))
             there_is_one = self.manager.latest is not None or bool(self.manager.damaged)
             with self._departure.leaving_a_load(self.manager):
                 values = self._restore(values) if there_is_one else self._initialise(values)
@@ -167,7 +169,7 @@ class CheckpointCallback:
         shown, heeded = wants_progress(self._progress), self._departure.heeded
         total = size_if_readable(lambda: self.manager.metadata(progress=heeded(None))) if shown else None
         with with_fingerprint(self._fingerprint), progress_line("restoring", total, shown) as advance:
-            values = self.manager.restore(values, progress=heeded(advance))
+            values = restore_values(self.manager, values, self._data_on_mismatch, heeded(advance))
         self._saved = self.manager.restored_step
         _log.info("resumed from step %s of %s", self._saved, self.manager.directory)
         return values
@@ -233,8 +235,7 @@ class CheckpointCallback:
 
     def _is_saved(self) -> bool:
         """Whether the last completed update is committed, or on its way: a save that failed counts for nothing."""
-        manager, step = self.manager, self._loop.step
-        return self._saved == step and (manager.is_saving_in_progress() or manager.is_committed(step))
+        return self._saved == self._loop.step and self.manager.is_saved(self._loop.step)
 
     def poll(self) -> bool:
         """Notice a preemption inside an evaluation or warm-up; saves the last completed update if that is safe.
@@ -278,7 +279,7 @@ class CheckpointCallback:
 
     def _leave(self) -> SaveResult:
         """Save the last completed update, wait until it is durable, and end the loop."""
-        self.manager.reached_preemption = True
+        self.manager.leaves()
         with progress_line(f"saving step {self._loop.step}", None, wants_progress(self._progress)):
             result = self._departure.finish(self.manager, self._save_before_leaving)
         self._departure.decide(self.manager)

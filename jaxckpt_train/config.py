@@ -99,6 +99,9 @@ class CheckpointConfig:
             by shortly before is given up, and the process ends by itself. None: not known; a save is waited for.
             `max_run_time_s` is left so much earlier (None: 30 s).
         exit_code: of a process that left on request; where it is 0 and a save was given up: 1.
+        data_on_mismatch: the position of `data` does not fit its iterator, as in a job of another number of processes:
+            "error"; "restart": the data begins anew; "skip": so it does, and an element for each completed update is
+            taken from it and dropped.
         on_preemption: "exit": SystemExit(exit_code); "raise": Preempted; "auto": raise in a Hydra multirun, else exit.
         fingerprint: says what `data` is; its position is refused under another fingerprint, and so is that of any other
             Grain iterator. None: not compared.
@@ -132,6 +135,7 @@ class CheckpointConfig:
     max_run_time_s: float | None = None
     grace_period_s: float | None = None
     exit_code: int = 75
+    data_on_mismatch: str = "error"
     on_preemption: str = "auto"
     fingerprint: str | None = None
     init_from: str | None = None
@@ -181,6 +185,7 @@ _CHECKS: dict[str, Check] = {
     "max_run_time_s": optional(seconds),
     "grace_period_s": optional(seconds),
     "exit_code": whole(0, 255),
+    "data_on_mismatch": one_of("error", "restart", "skip"),
     "on_preemption": one_of("auto", "exit", "raise"),
     "fingerprint": optional(unicode_text),
     "init_from": optional(path_text),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+import re
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,20 +64,51 @@ def current() -> Coordinator:
     return _of_client.get(global_state.client)
 
 
-def one_process() -> Coordinator:
-    """The coordinator of a job of one process.
+class PreemptionService:
+    """JAX's own service, which hears of a SIGTERM to any process of a job and has all of them leave at one place.
 
-    Raises:
-        CheckpointError: the job has several, which this version cannot let save the steps of a run together.
+    It compares a number that every process gives at every place; here that counts the calls of the whole process, as a
+    number that leaps, like that of a step, may never be met.
     """
-    found = current()
-    if found.processes > 1:
-        raise CheckpointError(
-            f"this job has {found.processes} processes; in this version of jaxckpt_train the steps of a run are saved "
-            "by jobs of one process (with any number of devices). Single checkpoints are saved and loaded by all "
-            "processes together: jaxckpt_train.save, jaxckpt_train.load"
-        )
-    return found
+
+    def __init__(self, client: Any, manager: Any) -> None:
+        self._client, self._manager = client, manager
+        self._calls = 0
+
+    def is_reached(self) -> bool:
+        """Whether this call is the one at which all processes leave. All of them make the same calls, in one order."""
+        self._calls += 1
+        return bool(self._manager.reached_sync_point(self._calls))
+
+    def noticed_before_s(self) -> float:
+        """How many seconds ago the signal was noticed, by the clocks of two machines; 0 if that cannot be told."""
+        try:
+            told = self._client.key_value_try_get(_NOTICE_KEY)
+            noticed = datetime.datetime.fromisoformat(_to_microseconds(told))
+        except (jax.errors.JaxRuntimeError, ValueError):
+            return 0.0
+        return max(0.0, time.time() - noticed.timestamp())
+
+
+_NOTICE_KEY = "RECEIVED_PREEMPTION_NOTICE"
+
+
+def _to_microseconds(told: str) -> str:
+    """A time of the service as Python reads it, which takes six decimals at most."""
+    return re.sub(r"(\.\d{6})\d+", r"\1", told)
+
+
+def preemption_service() -> PreemptionService | None:
+    """The service of this job, the same one at every call; None: it has one process, or no such service."""
+    if current().processes == 1:
+        return None
+    from jax._src.distributed import global_state
+
+    return None if global_state.preemption_sync_manager is None else _service_of.get(global_state)
+
+
+def _service(state: Any) -> PreemptionService:
+    return PreemptionService(state.client, state.preemption_sync_manager)
 
 
 def _made(client: Any) -> Coordinator:
@@ -82,3 +116,4 @@ def _made(client: Any) -> Coordinator:
 
 
 _of_client: PerProcess[Any, Coordinator] = PerProcess(_made)
+_service_of: PerProcess[Any, PreemptionService] = PerProcess(_service)

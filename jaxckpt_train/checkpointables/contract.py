@@ -19,12 +19,16 @@ class Staged:
     Attributes:
         tree: a pytree whose leaves are stored one by one. It is snapshotted right after `stage` returns.
         value: plain JSON data, stored in the file `<name>/p00000.json`.
+        same: of a `value` that every process of a job has for itself: what is equal in all of them if one value is to
+            stand for all; else each has a file of its own, `<name>/pNNNNN.json`. NOTHING: all must have the same value.
         write_files: called once on the writer's thread with the existing, empty directory `<name>/` of the
-            attempt; whatever plain files it leaves there are synced, digested and become part of the checkpoint.
+            attempt; whatever plain files it leaves there are synced, digested and become part of the checkpoint. In a
+            job of several processes all call it with the same directory.
     """
 
     tree: Any = NOTHING
     value: Json = None
+    same: Json = NOTHING
     write_files: Callable[[Path], None] | None = None
 
 
@@ -33,6 +37,10 @@ class Saved(Protocol):
 
     name: str
     kind: str
+    values: int
+    """How many values there are: one that stands for all processes, or one of each of several."""
+    process: int
+    """Number of the process whose value `value` gives."""
 
     def tree(self, like: Any) -> Any:
         """The stored leaves in the structure of `like`; with None, nested dicts and lists of numpy arrays."""

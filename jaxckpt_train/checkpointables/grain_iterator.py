@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxckpt_train.checkpointables.contract import Json, Saved, Staged
 from jaxckpt_train.checkpointables.fingerprint import check_fingerprint, current_fingerprint
+from jaxckpt_train.checkpointables.grain_elastic import Counted, what_it_counts
 from jaxckpt_train.checkpointables.grain_pipeline import (
     DATA_LOADER,
     describe,
@@ -23,6 +24,7 @@ from jaxckpt_train.checkpointables.grain_pipeline import (
 )
 from jaxckpt_train.checkpointables.iterator_state import decode_state, encode_state
 from jaxckpt_train.errors import CorruptCheckpointError, IteratorStateError, SettingsError, UnsupportedLeafError
+from jaxckpt_train.multihost import current
 
 _log = logging.getLogger("jaxckpt_train")
 
@@ -49,8 +51,8 @@ class GrainHandler:
     """Iterators of Grain's `DataLoader` and of its `Dataset` pipelines.
 
     Args:
-        processes: how many processes take part in the training.
-        process: the index of this one.
+        processes: how many processes take part in the training; None: those of this job.
+        process: the index of this one; None: its number in this job.
         fingerprint: says what data this is. A restore is refused when both sides have one and they differ.
 
     Raises:
@@ -60,10 +62,12 @@ class GrainHandler:
     kind = "grain"
     early = True
 
-    def __init__(self, *, processes: int = 1, process: int = 0, fingerprint: str | None = None) -> None:
-        if not 0 <= process < processes:
+    def __init__(
+        self, *, processes: int | None = None, process: int | None = None, fingerprint: str | None = None
+    ) -> None:
+        if not 0 <= (process or 0) < (processes or 1):
             raise SettingsError(f"GrainHandler: expected 0 <= process < processes, found {process} and {processes}")
-        self._processes, self._process = processes, process
+        self._given = processes, process
         self.fingerprint = fingerprint
         self._warned: set[str] = set()
 
@@ -81,17 +85,17 @@ class GrainHandler:
         state = _take_state(value)
         if is_data_loader(value):
             self._warn_of_addresses(state)
-        return Staged(
-            value={
-                "grain_version": grain_version(),
-                "iterator": name_of(value),
-                "workers": worker_count(value),
-                "processes": self._processes,
-                "process": self._process,
-                "fingerprint": self._current_fingerprint(),
-                "state": state,
-            }
-        )
+        processes, process = self._who()
+        same = {
+            "grain_version": grain_version(),
+            "iterator": name_of(value),
+            "workers": worker_count(value),
+            "processes": processes,
+            "counts": list(what_it_counts(value)),
+            "fingerprint": self._current_fingerprint(),
+            "state": state,
+        }
+        return Staged(value={**same, "process": process}, same=same)
 
     def restore(self, target: Any, saved: Saved) -> Any:
         """Set `target` to the saved position, and let it start prefetching.
@@ -115,7 +119,7 @@ class GrainHandler:
                 data["grain_version"],
                 grain_version(),
             )
-        self._check_run(target, data, saved.name)
+        self._check_run(target, data, saved)
         before = _take_state(target)
         _check_structure(data, state, decode_state(before), saved.name)
         _set_state(target, state, before, saved.name)
@@ -124,27 +128,32 @@ class GrainHandler:
             start_prefetch()
         return target
 
+    def _who(self) -> tuple[int, int]:
+        """How many processes there are, and which of them this is."""
+        job, (processes, process) = current(), self._given
+        if processes is None and process is None:
+            return job.processes, job.process
+        return 1 if processes is None else processes, 0 if process is None else process
+
     def _current_fingerprint(self) -> str | None:
         now = current_fingerprint()
         return self.fingerprint if now is None else now
 
-    def _check_run(self, target: Any, data: Json, name: str) -> None:
+    def _check_run(self, target: Any, data: Json, saved: Saved) -> None:
         """Compare all but the state itself."""
+        name = saved.name
         if not self.handles(target) or (data["iterator"] == DATA_LOADER) != is_data_loader(target):
             raise IteratorStateError(
                 f"iterator {name!r}: saved from a {describe(data['iterator'])}, found a {describe(name_of(target))}; "
                 f"give an iterator of the same kind, {_START_ANEW}"
             )
         check_fingerprint(name, data["fingerprint"], self._current_fingerprint())
-        if data["processes"] != self._processes:
-            raise IteratorStateError(
-                f"iterator {name!r}: saved by {data['processes']} processes, found {self._processes}; a position in "
-                f"one share of the data says nothing about others: restart with {data['processes']}, {_START_ANEW}"
-            )
-        if data["process"] != self._process:
-            raise IteratorStateError(
-                f"iterator {name!r}: saved by process {data['process']}, found process {self._process}; each process "
-                "restores the position that it saved"
+        processes, process = self._who()
+        if data["processes"] != processes:
+            _check_processes(target, data, processes, saved)
+        elif saved.values > 1 and data["process"] != process:
+            raise CorruptCheckpointError(
+                f"iterator {name!r}: the file of process {process} says that it is of process {data['process']}"
             )
         saved_workers, workers = data["workers"], worker_count(target)
         if saved_workers is not None and workers is not None and saved_workers != workers:
@@ -165,6 +174,43 @@ class GrainHandler:
                     key.replace("_", " "),
                     text,
                 )
+
+
+def _check_processes(target: Any, data: Json, processes: int, saved: Saved) -> None:
+    """Refuse a position of another number of processes, unless it means the same to this one.
+
+    Raises:
+        IteratorStateError: it does not.
+    """
+    name, before, counts = saved.name, _counted(data), what_it_counts(target)
+    told = f"iterator {name!r}: saved by {data['processes']} processes, found {processes}"
+    same_number = f"restart with {data['processes']}, {_START_ANEW}"
+    if saved.values > 1:
+        raise IteratorStateError(
+            f"{told}; each was at a position of its own, in its own share of the data: {same_number}"
+        )
+    if before.unit == "share" or before.unit != counts.unit:
+        raise IteratorStateError(
+            f"{told}; its position counts elements of one share of the data, and says nothing about others: use "
+            f"grain.experimental.ElasticIterator, or dataset.shuffle()[i::n].batch(b // n).to_iter_dataset(), in this "
+            f"order; {same_number}"
+        )
+    if before.records != counts.records:
+        raise IteratorStateError(
+            f"{told}; its position counts batches, of {before.records} records in all processes together, and here of "
+            f"{counts.records}: set the batch size to {before.records} // {processes} in each, or {same_number}"
+        )
+    _log.info("%s: each goes on from the position that all had, in %s of the whole data", told, before.unit)
+
+
+def _counted(data: Json) -> Counted:
+    """What the saved position counts; older checkpoints do not tell."""
+    counts = data.get("counts")
+    try:
+        unit, records = counts
+    except (TypeError, ValueError):
+        return Counted("share")
+    return Counted(unit, records)
 
 
 def _take_state(iterator: Any) -> Json:

@@ -50,6 +50,10 @@ class Sameness:
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         return block_digests(flat, BLOCK_BYTES, self._digest)
 
+    def of_own_values(self, parts: Sequence[StagedPart]) -> dict[str, str]:
+        """What tells whether the values that each process has for itself are equal, by checkpointable."""
+        return {part.name: self._digest(part.same) for part in parts if part.same is not None}
+
     def digest(self) -> str:
         """One of all."""
         return self._digest(msgspec.msgpack.encode(self._all(one_by_one=False)))
@@ -65,7 +69,7 @@ class Sameness:
     def _of_part(self, part: StagedPart, *, one_by_one: bool) -> Iterator[tuple[str, str]]:
         label = f"checkpointable {part.name!r}"
         yield f"{label}: its kind", part.kind
-        if part.value is not None:
+        if part.value is not None and part.same is None:
             yield f"{label}: its value", self._digest(part.value)
         if part.snapshot is None:
             return

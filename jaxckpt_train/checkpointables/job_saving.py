@@ -8,13 +8,13 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from jaxckpt_train.checkpointables.job_sameness import Sameness, refuse_differences
 from jaxckpt_train.checkpointables.saving import (
-    VALUE_FILE,
     SaveTimes,
     StagedPart,
     close_parts,
@@ -22,13 +22,15 @@ from jaxckpt_train.checkpointables.saving import (
     movement_of,
     stage_all,
     undone_on_error,
+    value_file,
 )
 from jaxckpt_train.coordinator import Coordinator
-from jaxckpt_train.errors import CheckpointError, OtherProcessError, StorageError, UnsupportedLeafError
+from jaxckpt_train.errors import CheckpointError, OtherProcessError, StorageError
 from jaxckpt_train.pending import Movement
 from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.attempt import Attempt
 from jaxckpt_train.store.backend import Backend
-from jaxckpt_train.store.manifest import BLOCK_BYTES, FORMAT, FORMAT_VERSION, Manifest, PartRecord
+from jaxckpt_train.store.manifest import BLOCK_BYTES, FORMAT, FORMAT_VERSION, FileRecord, Manifest, PartRecord
 from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, decode_index, encode_index, merge_indexes
 from jaxckpt_train.store.transaction import Committed, Transaction
 from jaxckpt_train.store.writer import WrittenArrays, write_arrays
@@ -38,12 +40,20 @@ from jaxckpt_train.tree.leaf_records import encode_tree
 _DIFFERS = b"differs"
 
 
+class _Coming(msgspec.Struct):
+    """What a process tells of what it is about to save."""
+
+    subject: str
+    own_values: dict[str, str]
+
+
 class _Begun(msgspec.Struct):
-    """What process 0 tells of the attempt."""
+    """What process 0 tells of the attempt; `shared` are the checkpointables whose own values are equal in all."""
 
     directory: bytes
     final: bytes
     info: dict[str, Any]
+    shared: tuple[str, ...]
 
 
 class _Done(msgspec.Struct):
@@ -65,6 +75,8 @@ class JobSave:
         info: about the run; that of process 0 counts.
         settings: how.
         replace: whether what is there is replaced.
+        committed: called in process 0 once it is committed, before the others hear of it; what it raises is raised in
+            all, and the checkpoint stays.
         times: how long the phases took here.
         parts: what this process has, once it is staged.
         movement: told when this process gets further.
@@ -77,6 +89,7 @@ class JobSave:
     info: Mapping[str, Any]
     settings: StoreSettings
     replace: bool
+    committed: Callable[[Committed], object] = lambda committed: None
     times: SaveTimes = dataclasses.field(default_factory=SaveTimes)
     parts: Sequence[StagedPart] = ()
     movement: Movement = dataclasses.field(default_factory=Movement)
@@ -127,9 +140,7 @@ class JobSave:
     def _run(self) -> Committed:
         made: list[Transaction] = []
         sign = self.movement.sign
-        told = self.job.exchange(
-            self._beginning, self.subject.encode, lambda subjects: self._begin(subjects, made), sign
-        )
+        told = self.job.exchange(self._beginning, self._coming, lambda values: self._begin(values, made), sign)
         begun = msgspec.msgpack.decode(told, type=_Begun)
         transaction = made[0] if made else None
         with undone_on_error(transaction, self.parts):
@@ -144,21 +155,28 @@ class JobSave:
         manifest = self.manifest(begun.info, (), written.records)
         return Committed(os.fsdecode(begun.final), manifest, result.sha256, result.bytes)
 
-    def _begin(self, subjects: Sequence[bytes], made: list[Transaction]) -> bytes:
+    def _coming(self) -> bytes:
+        own_values = Sameness(self.settings.digest).of_own_values(self.parts)
+        return msgspec.msgpack.encode(_Coming(self.subject, own_values))
+
+    def _begin(self, values: Sequence[bytes], made: list[Transaction]) -> bytes:
         """Make the attempt, if all save the same."""
-        for process, subject in enumerate(subjects):
-            if subject != subjects[0]:
+        coming = [msgspec.msgpack.decode(value, type=_Coming) for value in values]
+        for process, each in enumerate(coming):
+            if each.subject != self.subject:
                 raise OtherProcessError(
-                    f"process {process} saves {subject.decode()}, but process 0 saves {self.subject}; all processes "
+                    f"process {process} saves {each.subject}, but process 0 saves {self.subject}; all processes "
                     "of a job save the same steps, in the same order"
                 )
+        own = coming[0].own_values
+        shared = tuple(name for name in own if all(each.own_values.get(name) == own[name] for each in coming))
         transaction = self.begin()
         made.append(transaction)
         with undone_on_error(transaction, self.parts):
             for part in self.parts:
                 transaction.add_folder(part.name)
             paths = os.fsencode(transaction.directory), os.fsencode(transaction.final)
-            return msgspec.msgpack.encode(_Begun(*paths, dict(self.info)))
+            return msgspec.msgpack.encode(_Begun(*paths, dict(self.info), shared))
 
     def manifest(self, info: Mapping[str, Any], segments: Sequence[Any], parts: Sequence[PartRecord]) -> Manifest:
         """What is said of the checkpoint."""
@@ -178,6 +196,7 @@ class _Written:
     def __init__(self, save: JobSave, begun: _Begun, transaction: Transaction | None) -> None:
         self._save, self._transaction = save, transaction
         self._directory, self._info = os.fsdecode(begun.directory), begun.info
+        self._shared = frozenset(begun.shared)
         self.records: list[PartRecord] = []
         self.sameness = Sameness(save.settings.digest)
         self.committed: Committed | None = None
@@ -208,19 +227,27 @@ class _Written:
         self.sameness.add_part(part)
         self._progress(0)
         if part.snapshot is None:
-            if part.value is None:
-                raise UnsupportedLeafError(
-                    f"checkpointable {part.name!r}: writes files of its own, which a job of several processes cannot "
-                    "save; give its state as a pytree or as JsonValue"
-                )
             self.records.append(PartRecord(part.name, part.kind, (), (), msgspec.Raw(b"null")))
-            return PartIndex((), (), ())
+            if part.own_files is not None:
+                part.own_files.write(Path(self._directory, part.name))
+            return PartIndex((), (), (), self._own_value(part))
         written = self._write_arrays(part)
         self.sameness.add_local(part, written)
         arrays = tuple(msgspec.structs.replace(array, chunks=()) for array in written.arrays)
         self.records.append(PartRecord(part.name, part.kind, arrays, (), encode_tree(part.snapshot.record)))
         numbers = tuple(number for number, array in enumerate(written.arrays) if array.chunks)
         return PartIndex(written.segments, numbers, tuple(written.arrays[number].chunks for number in numbers))
+
+    def _own_value(self, part: StagedPart) -> tuple[FileRecord, ...]:
+        """The file of a value that this process has for itself, and that not all have alike."""
+        if part.value is None or part.same is None or part.name in self._shared:
+            return ()
+        save = self._save
+        attempt = self._transaction or Attempt(save.backend, self._directory, save.settings)
+        record = attempt.write_file(value_file(part.name, save.job.process), part.value)
+        if attempt is not self._transaction:  # which syncs when it commits
+            attempt.sync()
+        return (record,)
 
     def _write_arrays(self, part: StagedPart) -> WrittenArrays:
         assert part.snapshot is not None
@@ -253,11 +280,15 @@ class _Written:
         segments, parts = merge_indexes(self.records, indexes)
         started = time.perf_counter()
         for number, part in enumerate(save.parts):
-            if part.value is not None:
-                self._progress(0)
-                file = transaction.write_file(f"{part.name}/{VALUE_FILE}", part.value)
+            self._progress(0)
+            if part.own_files is not None:
+                files = transaction.adopt_folder(part.name, self._progress)
+                parts[number] = msgspec.structs.replace(parts[number], files=files)
+            elif part.value is not None and (part.same is None or part.name in self._shared):
+                file = transaction.write_file(value_file(part.name), part.value)
                 parts[number] = msgspec.structs.replace(parts[number], files=(file,))
         committed = transaction.commit(save.manifest(self._info, segments, parts), replace=save.replace)
         save.times.commit_s = time.perf_counter() - started
         self.committed = committed
+        save.committed(committed)
         return msgspec.msgpack.encode(_Done(committed.manifest_sha256, committed.data_bytes))

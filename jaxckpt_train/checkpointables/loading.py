@@ -12,8 +12,9 @@ import numpy as np
 from jaxckpt_train.checkpointables.contract import Json
 from jaxckpt_train.checkpointables.fingerprint import DATA_NAME, check_fingerprint, current_fingerprint
 from jaxckpt_train.checkpointables.registry import handler_for_load
-from jaxckpt_train.checkpointables.saving import VALUE_FILE
+from jaxckpt_train.checkpointables.saving import value_file
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError
+from jaxckpt_train.multihost import current
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.answers import answer_of, have_closed
 from jaxckpt_train.store.backend import Opener
@@ -46,6 +47,10 @@ class OpenPart:
         self._files, self._committed, self._part = files, committed, part
         self._settings, self._options, self._progress = settings, options, progress
         self.name, self.kind = part.name, part.kind
+        self._files_by_name = {file.file: file for file in part.files}
+        self.values = sum(value_file(part.name, number) in self._files_by_name for number in range(len(part.files)))
+        process = current().process
+        self.process = process if process < self.values else 0
         self._gave_directory = False
 
     def tree(self, like: Any) -> Any:
@@ -62,8 +67,8 @@ class OpenPart:
 
     def value(self) -> Json:
         """The JSON data, its digest verified if that is asked for."""
-        name, manifest = f"{self.name}/{VALUE_FILE}", self._committed.manifest
-        record = next((file for file in self._part.files if file.file == name), None)
+        name, manifest = value_file(self.name, self.process), self._committed.manifest
+        record = self._files_by_name.get(name)
         if record is None:
             raise CorruptCheckpointError(f"{self._committed.directory}: the manifest does not name {name}")
         digest = manifest.digest if self._settings.verify_on_load else None

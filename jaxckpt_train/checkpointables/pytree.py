@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from typing import Any
 
 from jaxckpt_train.checkpointables.contract import Json, Saved, Staged
-from jaxckpt_train.errors import MismatchError
+from jaxckpt_train.checkpointables.per_process_value import own_value, stage_own
+from jaxckpt_train.errors import MismatchError, UnsupportedLeafError
+from jaxckpt_train.multihost import current
 
 
 class PytreeHandler:
@@ -64,7 +67,10 @@ class JsonHandler:
 
 
 class GetSetStateHandler:
-    """An object with `get_state()` and `set_state(state)`; the state is any pytree, restored without a target."""
+    """An object with `get_state()` and `set_state(state)`; the state is any pytree, restored without a target.
+
+    In a job of several processes each has its own, as of an iterator: plain data may differ, arrays on devices may not.
+    """
 
     kind = "get_set_state"
     early = True
@@ -75,11 +81,15 @@ class GetSetStateHandler:
 
     def stage(self, value: Any) -> Staged:
         """What `get_state` returns now."""
-        return Staged(tree=value.get_state())
+        state = value.get_state()
+        if current().processes > 1:
+            with contextlib.suppress(UnsupportedLeafError):
+                return stage_own(state)
+        return Staged(tree=state)
 
     def restore(self, target: Any, saved: Saved) -> Any:
         """The target after `set_state`; without a target the state itself."""
-        state = saved.tree(None)
+        state = own_value(saved, is_wanted=target is not None) if saved.values else saved.tree(None)
         if target is None:
             return state
         if not self.handles(target):

@@ -9,11 +9,18 @@ from typing import Any
 
 from jaxckpt_train.checkpointables.contract import Handler, Saved, Staged
 from jaxckpt_train.checkpointables.grain_iterator import GrainHandler
+from jaxckpt_train.checkpointables.per_process_value import PerProcessHandler
 from jaxckpt_train.checkpointables.pytree import GetSetStateHandler, JsonHandler, PytreeHandler
 from jaxckpt_train.checkpointables.stateful import StatefulHandler
 from jaxckpt_train.errors import MismatchError, SettingsError
 
-_OWN: tuple[Handler, ...] = (GrainHandler(), JsonHandler(), StatefulHandler(), GetSetStateHandler())
+_OWN: tuple[Handler, ...] = (
+    GrainHandler(),
+    JsonHandler(),
+    PerProcessHandler(),
+    StatefulHandler(),
+    GetSetStateHandler(),
+)
 _PYTREE = PytreeHandler()
 _registered: list[_Registered] = []
 _lock = threading.Lock()

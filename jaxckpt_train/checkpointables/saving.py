@@ -42,7 +42,6 @@ from jaxckpt_train.value_checks import named
 
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
-VALUE_FILE = "p00000.json"
 SHOWN_LEAVES = 5
 
 
@@ -64,12 +63,17 @@ class OwnFiles:
 
 @dataclasses.dataclass(frozen=True)
 class StagedPart:
-    """One checkpointable, safe from whatever its owner does next."""
+    """One checkpointable, safe from whatever its owner does next.
+
+    Attributes:
+        same: of a value that every process of a job has for itself: equal where one stands for all.
+    """
 
     name: str
     kind: str
     snapshot: Snapshot | None = None
     value: bytes | None = None
+    same: bytes | None = None
     own_files: OwnFiles | None = None
 
 
@@ -125,7 +129,8 @@ def _stage(
     if staged.write_files is not None:
         return StagedPart(name, handler.kind, own_files=OwnFiles(staged.write_files))
     if encoded is not None:
-        return StagedPart(name, handler.kind, value=encoded)
+        same = None if staged.same is NOTHING else encode_value(staged.same)
+        return StagedPart(name, handler.kind, value=encoded, same=same)
     is_guarded = settings.nonfinite != "allow"
     taken = snapshot(staged.tree, settings.snapshot, ahead, is_guarded=is_guarded, shares=shares)
     times.snapshot_s += time.perf_counter() - now
@@ -295,13 +300,18 @@ def _write_part(
         times.bytes += written.data_bytes
         return PartRecord(part.name, part.kind, written.arrays, files, encode_tree(part.snapshot.record))
     if part.value is not None:
-        files = (transaction.write_file(f"{part.name}/{VALUE_FILE}", part.value),)
+        files = (transaction.write_file(value_file(part.name), part.value),)
     elif part.own_files is not None:
         part.own_files.write(Path(folder))
         progress(0)
         files = transaction.adopt_folder(part.name, progress)
     times.bytes += sum(file.bytes for file in files)
     return PartRecord(part.name, part.kind, (), files, msgspec.Raw(b"null"))
+
+
+def value_file(name: str, process: int = 0) -> str:
+    """The file of a checkpointable that is a value, of one process; the first one's may stand for all."""
+    return f"{name}/p{process:05d}.json"
 
 
 def encode_value(value: Any) -> bytes:

@@ -16,6 +16,7 @@ from jaxckpt_train.steps.policy_context import CheckpointInfo
 
 _log = logging.getLogger("jaxckpt_train")
 
+ENDS_WITHIN_S = 60.0  # in a job, of process 0: by then all have heard how a save has ended
 Busy = Literal["wait", "skip"]
 Stalled = Literal["skip", "raise"]
 
@@ -68,6 +69,24 @@ class InFlight:
         pending = self.pending
         if pending is not None and pending.done():
             self._tell(self.settle())
+
+    def is_over(self) -> bool:
+        """Whether there is one, which has ended, and whose outcome was not told yet."""
+        return self.pending is not None and self.pending.done()
+
+    def tell_outcome(self, *, is_told: bool = False) -> None:
+        """In a job where it has ended, or is about to in this process, too: raise the error that it failed with.
+
+        `is_told`: that is raised already, or another one.
+        """
+        try:
+            error = self.settle(ENDS_WITHIN_S)
+        except CheckpointTimeoutError:
+            if not is_told:
+                raise
+            return
+        if not is_told:
+            self._tell(error)
 
     def _tell(self, error: BaseException | None) -> None:
         if error is not None and self._kept is None:

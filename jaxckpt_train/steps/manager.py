@@ -8,31 +8,28 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from jaxckpt_train.checkpoint import PathLike, absolute
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
 from jaxckpt_train.errors import CheckpointTimeoutError, SettingsError
-from jaxckpt_train.multihost import one_process
+from jaxckpt_train.multihost import current
 from jaxckpt_train.pending import LAST_PATIENCE_S, call_after
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings, checked_settings
 from jaxckpt_train.steps.besides import closing_besides
+from jaxckpt_train.steps.deciding import Decider
 from jaxckpt_train.steps.history import History, metrics_to_json, plain_metrics
 from jaxckpt_train.steps.in_flight import Busy, InFlight, Stalled
-from jaxckpt_train.steps.policy_arguments import metric_mode, require_policy
-from jaxckpt_train.steps.policy_context import (
-    CheckpointInfo,
-    Decision,
-    DecisionContext,
-    PreservationPolicy,
-    SavePolicy,
-    decide,
-)
-from jaxckpt_train.steps.ranking import rank_checkpoints
+from jaxckpt_train.steps.job_restoring import JobRestore
+from jaxckpt_train.steps.listing import StepListing
+from jaxckpt_train.steps.policy_arguments import require_policy
+from jaxckpt_train.steps.policy_context import CheckpointInfo, Decision, PreservationPolicy, SavePolicy
 from jaxckpt_train.steps.restoring import describe_listed, restore_newest
 from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.steps.step_names import check_step
 from jaxckpt_train.steps.step_save import Clock, SaveRequest, SaveResult, StepSave, utc_now
+from jaxckpt_train.steps.together import Together
+from jaxckpt_train.steps.turn import wait_for_turn
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.local import LocalBackend
@@ -43,7 +40,7 @@ from jaxckpt_train.value_checks import flag, time_limit
 _log = logging.getLogger("jaxckpt_train")
 
 
-class StepManager:
+class StepManager(StepListing):
     """A sequence of checkpoints in one directory. A step's label is the number of completed updates.
 
     Reading needs no lock. The first save takes the directory for this process: two jobs cannot save to one directory.
@@ -85,46 +82,24 @@ class StepManager:
             require_policy("StepManager.preservation_policy", preservation_policy, "should_preserve")
         self.directory = absolute(directory)
         self.settings = checked_settings("StepManager.settings", settings)
-        self.reached_preemption = False
         self.restored_step: int | None = None
-        self._save_policy, self._clock, self._started = save_decision_policy, clock, clock()
+        self._clock = clock
         self._in_flight = InFlight(if_busy, stall_timeout_s, if_stalled)
         self._backend = backend or LocalBackend()
-        one_process()
         rate = self.settings.scrub_bytes_per_s
         self._run = RunDirectory(self._backend, self.directory, preservation_policy, clock, rate)
+        job = current().within("run", self.settings.barrier_timeout_s)
+        self._together = Together(job, self._run, self._backend, self.directory)
+        super().__init__(self.directory, self._together.known)
+        self._decider = Decider(save_decision_policy, self._run, self._in_flight, self._together, clock)
         self.history: History = self._run.history
         self.telling_later, self.leave_to_parent = self._in_flight.telling_later, self._in_flight.leave_to_parent
         self._closed, self._guard = False, threading.RLock()  # each save has its turn
         free_in_child(self)
 
-    @property
-    def steps(self) -> list[int]:
-        """The committed steps, lowest first."""
-        return sorted(entry.step for entry in self._run.newest())
-
-    @property
-    def latest(self) -> int | None:
-        """The step that was committed last; after a roll-back, of the new branch. None: there is none."""
-        found = self._run.newest()
-        return found[-1].step if found else None
-
-    @property
-    def damaged(self) -> list[int]:
-        """The steps that were set aside as damaged and not saved anew, lowest first; `restore(step=...)` tries one."""
-        return sorted({entry.step for entry in self._run.damaged()} - set(self.steps))
-
-    def all_steps(self) -> list[int]:
-        """As `steps`."""
-        return self.steps
-
-    def latest_step(self) -> int | None:
-        """As `latest`."""
-        return self.latest
-
     def check_fresh(self, progress: Progress | None = None) -> None:
         """Raise CorruptCheckpointError if there are step directories, none of them whole; `progress`: of waits."""
-        self._run.check_fresh(progress)
+        self._together.led("looking for steps", lambda: self._run.check_fresh(progress), time.monotonic)
 
     def own(self) -> None:
         """Take the directory for this process and clean what dead owners left; the first save does so by itself.
@@ -134,29 +109,35 @@ class StepManager:
             CheckpointTimeoutError: its disk has not answered for ten minutes; as `restore`.
         """
         self._check_open()
-        self._run.own()
+        self._together.own()
+
+    def all_do(self, doing: str, act: Callable[[], object]) -> None:
+        """Do something in this process, and in a job in all of them: what it raises in one, it raises in all."""
+
+        def give() -> bytes:
+            act()
+            return b""
+
+        self._together.job.exchange(doing, give, moved=time.monotonic)
 
     def decide(self, step: int, metrics: Mapping[str, Any] | None = None) -> Decision:
-        """Whether the save policy asks for this step, and why. Reads no device unless the policy decides by metrics."""
-        if self._save_policy is None:
-            return Decision(True, "no save policy: every call saves")
-        now, previous = self._clock(), (*self._run.infos(), *self._in_flight.running_info())
-        context = DecisionContext(
-            now,
-            is_saving_in_progress=self.is_saving_in_progress(),
-            reached_preemption=self.reached_preemption,
-            read_metrics=None if metrics is None else functools.partial(plain_metrics, metrics),
-            run_started=self._started,
-        )
-        return decide(self._save_policy, CheckpointInfo(step, now), previous, context)
+        """Whether the save policy asks for this step, and why. Reads no device unless the policy decides by metrics.
+
+        In a job all processes ask about the same steps. A policy that goes by the time is asked about once a second.
+        """
+        return self._decider.decide(step, metrics)
 
     def should_save(self, step: int, metrics: Mapping[str, Any] | None = None) -> bool:
         """As `decide`, without the reason."""
         return self.decide(step, metrics).save
 
-    def is_committed(self, step: int) -> bool:
-        """Whether this step is committed, and was not left behind by a roll-back."""
-        return self._run.is_committed(step)
+    def is_saved(self, step: int) -> bool:
+        """Whether a step that this process has saved is committed, or on its way; in a job, as all processes see it."""
+        return bool(
+            self._together.led(
+                f"looking for step {step}", lambda: self.is_saving_in_progress() or self._run.is_committed(step)
+            )
+        )
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save is under way in the background."""
@@ -209,12 +190,19 @@ class StepManager:
             if not decision.save:
                 return SaveResult(False, decision.reason)
             started = time.perf_counter()
-            self._run.hold()
-            why_not = self._in_flight.wait_for_turn(step, force, time_limit("StepManager.save: timeout_s", timeout_s))
+            self._together.hold()
+            why_not = wait_for_turn(
+                self._together,
+                self._run,
+                self._in_flight,
+                step,
+                force=force,
+                timeout_s=time_limit("StepManager.save: timeout_s", timeout_s),
+                overwrite=flag("StepManager.save: overwrite", overwrite),
+            )
             if why_not is not None:
                 return SaveResult(False, why_not)
             wait_s = time.perf_counter() - started
-            self._run.refuse(step, overwrite=flag("StepManager.save: overwrite", overwrite))
             request = SaveRequest(step, decision.reason, metrics, custom_metadata, temporary, decide_s, wait_s)
             return self._begin(request, checkpointables, force, timeout_s)
 
@@ -227,6 +215,7 @@ class StepManager:
             backend=self._backend,
             directory=self.directory,
             run=self._run,
+            together=self._together,
             settings=self.settings,
             clock=self._clock,
         )
@@ -266,22 +255,19 @@ class StepManager:
             MismatchError: a target does not fit; nothing was read.
         """
         self.wait()
+        job = JobRestore(self._together, self._backend, targets, self.settings, progress)
+        if not self._together.leads:
+            results, self.restored_step = job.follow()
+            return results
         more: dict[str, Any] = {"targets": targets, "settings": self.settings, "progress": progress, "asked": step}
         restore = functools.partial(restore_newest, self._backend, self.directory, **more)
-        restored = self._run.with_entries(step, restore, damaged=True, progress=progress, then=self._run.rolled_back)
+        with job.led() as load:
+            use = functools.partial(restore, load=load)
+            restored = self._run.with_entries(step, use, damaged=True, progress=progress, then=self._run.rolled_back)
+            job.restored(restored.entry.step)
         self.restored_step = restored.entry.step
         answer_of(self.directory, lambda moved: self._run.judge(restored), progress)
         return restored.results
-
-    def best(self, metric: str, mode: Literal["min", "max"] = "min") -> int | None:
-        """The step with the best value of a metric; of equal ones the latest; nan is never best. None: no step has it.
-
-        Raises:
-            SettingsError: `mode` is neither "min" nor "max".
-        """
-        infos = [entry.info() for entry in self._run.newest()]
-        ranked = rank_checkpoints(infos, metric, metric_mode("best: mode", mode))
-        return ranked[0].step if ranked else None
 
     def pin(self, step: int, pinned: bool = True) -> None:
         """Keep a step whatever the preservation policy says; `pinned=False` lets it go again.
@@ -301,12 +287,17 @@ class StepManager:
 
     def _note(self, step: int, **note: Any) -> None:
         self._check_open()
-        self._run.hold()
-        answer_of(self.directory, lambda moved: self._run.note_step(check_step(step), note))
+        self._together.hold()
+
+        def write() -> None:
+            answer_of(self.directory, lambda moved: self._run.note_step(check_step(step), note))
+
+        self._together.led(f"noting of step {step}", write, time.monotonic)
 
     def note_preemption(self, step: int | None, reason: str) -> None:
         """Write into the history that the run was asked to leave, and which step it saved."""
-        self.history.add("preempted", self._clock(), step=step, reason=reason)
+        if self._together.leads:
+            self.history.add("preempted", self._clock(), step=step, reason=reason)
 
     def metadata(self, step: int | None = None, *, progress: Progress | None = None) -> CheckpointMetadata:
         """What a step holds; None: the latest. `progress` is called with 0 in waits; what it raises ends them.
@@ -315,19 +306,14 @@ class StepManager:
             StepNotFoundError: there is no such step, or none at all.
         """
         describe = functools.partial(describe_listed, self._backend, self.directory, progress=progress)
+        if not self._together.leads:
+            return describe(self._together.known.candidates(step))
         return self._run.with_entries(step, describe, progress=progress)
 
-    def path(self, step: int | None = None) -> str:
-        """The directory of a step, for `jaxckpt_train.load`, `verify` and whoever copies it; None: of the latest.
-
-        Raises:
-            StepNotFoundError: there is no such step, or none at all.
-        """
-        return f"{self.directory}/{self._run.candidates(step)[0].name}"
-
     def check(self) -> None:
-        """Raise the error of a save that failed in the background, once."""
-        self._in_flight.check()
+        """Raise the error of a save that failed in the background, once; in a job the next save does, in all."""
+        if self._together.is_alone:
+            self._in_flight.check()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the save under way is committed.
@@ -352,6 +338,10 @@ class StepManager:
     def leave_when(self, is_asked: Callable[[], bool], is_time_up: Callable[[], bool]) -> None:
         """Once asked, no save waits for its turn any more; one whose state is not taken when time is up is given up."""
         self._in_flight.is_asked_to_leave, self._in_flight.is_time_up = is_asked, is_time_up
+
+    def leaves(self) -> None:
+        """Tell the policies that the job was asked to leave."""
+        self._decider.reached_preemption = True
 
     wait_until_finished = wait
 

@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from jaxckpt_train.checkpoint import PathLike
 from jaxckpt_train.coordinator import Coordinator
 from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.multihost import PreemptionService
 from jaxckpt_train.pending import call_within
+from jaxckpt_train.steps.job_preemption import Agreement, Alone, ByExchange, ByService
 from jaxckpt_train.steps.signal_handlers import SignalHandler
 from jaxckpt_train.store.local import file_exists
 
@@ -144,19 +146,37 @@ class TimeNotice:
 
 
 class PreemptionWatch:
-    """All notices of one run. What one process notices, all processes act on at the same step, by the coordinator."""
+    """All notices of one run. What one process of a job notices, all of them act on at the same place.
+
+    Args:
+        job: the processes.
+        service: of JAX, which agrees for them, and watches for SIGTERM; None: there is none.
+        signals: names of the signals that are watched for.
+        notice_file: a file whose appearance asks the job to leave.
+        max_run_time_s: a limit of the run's time.
+        leave_early_s: so much before that.
+        monotonic: the time in seconds.
+    """
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        job: Coordinator,
         *,
+        service: PreemptionService | None = None,
         signals: Sequence[str] = (),
         notice_file: PathLike | None = None,
         max_run_time_s: float | None = None,
         leave_early_s: float = 0.0,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._coordinator, self._monotonic = coordinator, monotonic
+        self._monotonic = monotonic
+        self._agreement: Agreement = Alone()
+        self._is_shared = job.processes > 1
+        if self._is_shared and service is None:
+            self._agreement = ByExchange(job.within("preemption"), monotonic)
+        elif self._is_shared and service is not None:
+            self._agreement = ByService(service)
+            signals = [name for name in signals if name != "SIGTERM"]
         self._signals = SignalNotice(signals, monotonic)
         self._notices: list[Callable[[], str | None]] = [self._signals.notice]
         if notice_file is not None:
@@ -185,20 +205,22 @@ class PreemptionWatch:
                 self.reason = notice()
                 if self.reason is not None:
                     break
-        agreed = self._coordinator.exchange("preemption", self._said, b"".join) != b""
+        agreed = self._agreement.is_agreed(self.reason is not None)
         if agreed and self.noticed_at is None:
-            self.noticed_at = self._monotonic()
+            self.noticed_at = now = self._monotonic()
             received_at = math.inf if self._signals.received_at is None else self._signals.received_at
-            self._asked_at = min(self.noticed_at, received_at, self._time_is_up_at)
-            self.reason = self.reason or "another process was asked to leave"
+            self._asked_at = min(now - self._agreement.noticed_before_s(), received_at, self._time_is_up_at)
+            self.reason = self.reason or self._agreement.reason
             _log.warning("asked to leave: %s", self.reason)
         return agreed
 
-    def _said(self) -> bytes:
-        return b"" if self.reason is None else b"!"
-
     def is_asked(self) -> bool:
-        """Whether a signal came, or the time is up, here; looks at no file, and asks no other process."""
+        """Whether a signal came, or the time is up, here; looks at no file, and asks no other process.
+
+        In a job it is only known by what all have agreed on: what one does by itself would leave the others waiting.
+        """
+        if self._is_shared:
+            return self.noticed_at is not None
         return self._signals.received is not None or self._monotonic() >= self._time_is_up_at
 
     def left_of(self, grace_period_s: float) -> float | None:

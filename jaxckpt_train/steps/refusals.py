@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from jaxckpt_train.errors import CheckpointExistsError, SettingsError
+from jaxckpt_train.errors import CheckpointExistsError, SettingsError, StepNotFoundError
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.manifest import MANIFEST_NAME
@@ -84,3 +84,16 @@ def refuse_unseen(directory: str, restored: Entry | None, entries: Sequence[Entr
 def _is_seen(entry: Entry, seen: Seen) -> bool:
     """Whether it was there: its name, and where both times could be read, the same save, as names are given again."""
     return entry.name in seen and (not entry.is_certain or seen[entry.name] in (None, entry.time))
+
+
+def step_not_found(directory: str, step: int | None, there: Iterable[Entry]) -> StepNotFoundError:
+    """What to say where a run has no such step.
+
+    Args:
+        directory: of the run.
+        step: which was asked for; None: any.
+        there: what it has.
+    """
+    steps = ", ".join(str(each) for each in sorted({entry.step for entry in there})) or "none"
+    which = "" if step is None else f" {step}; committed are {steps}"
+    return StepNotFoundError(f"{directory}: has no committed step{which}")

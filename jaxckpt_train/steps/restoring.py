@@ -20,6 +20,7 @@ from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.store.replaced import UNREADABLE, is_removed, opened
+from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.store.verify import verify
 from jaxckpt_train.tree.flatten import PLACEHOLDER
 from jaxckpt_train.tree.restore import LoadOptions
@@ -130,6 +131,7 @@ def restore_newest(
     settings: StoreSettings,
     progress: Progress | None,
     asked: int | None = None,
+    load: Callable[[Committed], dict[str, Any]] | None = None,
 ) -> Restored:
     """Restore the first of the candidates that is whole.
 
@@ -141,6 +143,7 @@ def restore_newest(
         settings: how to read.
         progress: called with numbers of bytes.
         asked: the one step that was asked for, if it was.
+        load: loads a checkpoint, in a job with the other processes; None: this one alone.
 
     Raises:
         CorruptCheckpointError: none is whole.
@@ -151,7 +154,7 @@ def restore_newest(
     skipped: list[Skipped] = []
     last: Exception | None = None
     for entry in candidates:
-        reading = _Reading(backend, f"{directory}/{entry.name}", entry, targets, settings, meter)
+        reading = _Reading(backend, f"{directory}/{entry.name}", entry, targets, settings, meter, load)
         try:
             results = reading.twice()
             reading.tell_if_renamed()
@@ -193,6 +196,7 @@ class _Reading:
     targets: Mapping[str, Any] | None
     settings: StoreSettings
     meter: ByteMeter
+    load: Callable[[Committed], dict[str, Any]] | None = None
     manifests: set[str] = dataclasses.field(default_factory=set)
     saved_as: object = None
     parts: frozenset[str] = frozenset()
@@ -221,6 +225,8 @@ class _Reading:
         self.parts = frozenset(part.name for part in committed.manifest.parts)
         if len(self.manifests) > 1:
             raise StepVanishedError(self.entry.name)
+        if self.load is not None:
+            return self.load(committed)
         wanted = {part.name: None for part in committed.manifest.parts} if self.targets is None else self.targets
         return load_parts(self.backend, committed, wanted, self.settings, LoadOptions(), self.meter)
 

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jaxckpt_train.errors import DirectoryLockedError, StepNotFoundError, StorageError
+from jaxckpt_train.errors import DirectoryLockedError, StorageError
 from jaxckpt_train.steps.catalog import refuse_uncommitted, scan_with_notes, tell_of_uncommitted
 from jaxckpt_train.steps.doomed import Doomed
 from jaxckpt_train.steps.entry import Entry, entry_from_manifest
@@ -31,7 +31,7 @@ from jaxckpt_train.steps.next_save import NextSave
 from jaxckpt_train.steps.notes import NoteBook, noted
 from jaxckpt_train.steps.origin import Origin
 from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy
-from jaxckpt_train.steps.refusals import refuse_again_or_below
+from jaxckpt_train.steps.refusals import refuse_again_or_below, step_not_found
 from jaxckpt_train.steps.restoring import Restored, StepVanishedError
 from jaxckpt_train.steps.retention import Deleter, half_deleted, shown_name
 from jaxckpt_train.steps.scrubber import Scrubber
@@ -61,8 +61,7 @@ class RunDirectory:
         scrub_bytes_per_s: int = 0,
     ) -> None:
         self._backend, self._directory, self._policy, self._clock = backend, directory, policy, clock
-        self.history = History(backend, directory)
-        self.is_owner = False
+        self.history, self.is_owner = History(backend, directory), False
         self._lock = OwnerLock(backend, directory)
         self._deleter = Deleter(backend, directory, weakref.ref(self), self._lock.check)
         self._scrubber = Scrubber(backend, directory, scrub_bytes_per_s, weakref.ref(self))
@@ -145,10 +144,11 @@ class RunDirectory:
         """What was set aside since it is damaged, in the order of the saves."""
         with self._guard:
             self._look_again(progress)
-            return self._damaged()
+            return [entry for entry in self._entries if entry.damaged is not None]
 
-    def _damaged(self) -> list[Entry]:
-        return [entry for entry in self._entries if entry.damaged is not None]
+    def left(self) -> frozenset[str]:
+        """The names of what a roll-back has left behind, as of the last look."""
+        return self._left
 
     def newest(self) -> list[Entry]:
         """The last generation of each step, in the same order."""
@@ -169,14 +169,13 @@ class RunDirectory:
         with self._guard:
             self._look_again(progress)
             there = [each for each in self._entries if each.damaged is None and not self._doomed.is_going(each.name)]
-            entries = line_last(there, self._left)[::-1] + (self._damaged()[::-1] if damaged else [])
+            aside = [each for each in reversed(self._entries) if each.damaged is not None and damaged]
+            entries = line_last(there, self._left)[::-1] + aside
         found = [entry for entry in entries if wanted in (None, entry.step)]
         if not found:
             if wanted is None and damaged:  # as who restores asks
                 self._origin.nothing()
-            steps = ", ".join(str(each) for each in sorted({entry.step for entry in entries})) or "none"
-            which = "" if step is None else f" {step}; committed are {steps}"
-            raise StepNotFoundError(f"{self._directory}: has no committed step{which}")
+            raise step_not_found(self._directory, step, entries)
         return found
 
     def with_entries(
@@ -242,7 +241,7 @@ class RunDirectory:
 
     def free_name(self, step: int) -> str:
         """The directory name under which a step is to be saved: its next generation, whatever is there or is to go."""
-        names = {shown_name(item.name) for item in self._backend.list(self._directory)} | {*self._doomed}
+        names = {*self._doomed, *(shown_name(item.name) for item in self._backend.list(self._directory))}
         return free_step_name(step, names, [entry.name for entry in self._entries])
 
     def committed(self, committed: Committed, info: Mapping[str, Any]) -> None:

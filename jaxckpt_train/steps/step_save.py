@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxckpt_train import unfinished
 from jaxckpt_train.checkpoint import run_info
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
 from jaxckpt_train.checkpointables.fingerprint import current_fingerprint
+from jaxckpt_train.checkpointables.job_saving import JobSave
 from jaxckpt_train.checkpointables.saving import (
     SaveTimes,
     StagedPart,
@@ -25,11 +27,14 @@ from jaxckpt_train.checkpointables.saving import (
 )
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.steps.entry import entry_from_manifest
 from jaxckpt_train.steps.history import metrics_to_json, plain_metrics
 from jaxckpt_train.steps.run_directory import RunDirectory
+from jaxckpt_train.steps.step_names import parse_step_name
+from jaxckpt_train.steps.together import Together
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.latch import Latch
-from jaxckpt_train.store.transaction import Transaction
+from jaxckpt_train.store.transaction import Committed, Transaction
 
 Clock = Callable[[], datetime.datetime]
 CALL_S = 10.0
@@ -70,7 +75,10 @@ class SaveRequest:
 
 
 class StepSave:
-    """One save. Making it takes the state; `run` does the rest, on any thread."""
+    """One save. Making it takes the state; `run` does the rest, on any thread.
+
+    In a job all processes make the same one, and each writes its share; what is done with the directory process 0 does.
+    """
 
     def __init__(
         self,
@@ -80,30 +88,57 @@ class StepSave:
         backend: Backend,
         directory: str,
         run: RunDirectory,
+        together: Together,
         settings: StoreSettings,
         clock: Clock,
     ) -> None:
         started = time.perf_counter()
         self._backend, self._run, self._settings, self._clock = backend, run, settings, clock
-        self._directory, self._step = directory, request.step
+        self._directory, self._step, self._together = directory, request.step, together
         self._times = SaveTimes()
         self._call_ended = Latch()
         self._attempt: Transaction | None = None
-        self._parts: list[StagedPart] = stage_all(checkpointables, self._times, settings)
-        self._movement = movement_of(self._parts)
+        self._is_owner = self._is_committed = False
+        self._info: dict[str, Any] = {}
+        self._job_save = None if together.is_alone else self._in_job()
+        with contextlib.nullcontext() if self._job_save is None else self._job_save.told_on_error():
+            self._take(request, checkpointables)
+        self._record = {key: getattr(request, key) for key in ("step", "decide_s", "wait_s")}
+        self._record["reason"] = str(request.reason)  # a plain text, which it may only look like
+        self._record["blocked_s"] = request.decide_s + request.wait_s + time.perf_counter() - started
+
+    def _in_job(self) -> JobSave:
+        job = self._together.job.within("save", self._settings.barrier_timeout_s)
+        subject = f"step {self._step} to {self._directory}"
+        return JobSave(
+            job,
+            subject,
+            self._begun,
+            self._backend,
+            self._info,
+            self._settings,
+            replace=False,
+            committed=self._conclude,
+            times=self._times,
+        )
+
+    def _take(self, request: SaveRequest, checkpointables: Mapping[str, Any]) -> None:
+        if self._job_save is None:
+            self._parts: Sequence[StagedPart] = stage_all(checkpointables, self._times, self._settings)
+            self._movement = movement_of(self._parts)
+        else:
+            self._job_save.stage(checkpointables)
+            self._parts, self._movement = self._job_save.parts, self._job_save.movement
         self.metrics = plain_metrics(request.metrics)
-        self._info = run_info(
-            created=clock().isoformat(timespec="microseconds"),
+        self._info |= run_info(
+            created=self._clock().isoformat(timespec="microseconds"),
             step=request.step,
-            **run.lineage(request.step),
+            **(self._run.lineage(request.step) if self._together.leads else {}),
             metrics=metrics_to_json(self.metrics),
             custom_metadata=request.custom_metadata,
             temporary=request.temporary,
             fingerprint=current_fingerprint(),
         )
-        self._record = {key: getattr(request, key) for key in ("step", "decide_s", "wait_s")}
-        self._record["reason"] = str(request.reason)  # a plain text, which it may only look like
-        self._record["blocked_s"] = request.decide_s + request.wait_s + time.perf_counter() - started
 
     def start(
         self,
@@ -137,28 +172,70 @@ class StepSave:
 
         All that touches the disk is here, so that one that does not answer does not keep the loop.
         """
-        times = self._times
-        with undone_on_error(None, self._parts):
-            self._run.check_owner()  # else nothing is written, not even into the history
+        if not self._together.leads:
+            return self._follow()
+        if self._job_save is None:
+            with undone_on_error(None, self._parts):
+                self._check_owner()
         try:
-            committed = write_parts(
-                self._begun(),
-                self._backend,
-                self._parts,
-                self._info,
-                self._settings,
-                times,
-                replace=False,
-                progress=self._movement,
-            )
+            committed = self._write()
         except BaseException as error:
-            stays = self._attempt is not None and self._attempt.stays
-            self._run.failed(self._info, self._record["name"] if stays else None)
-            self._note(ok=False, error=str(error))
+            self._failed(error)
             raise
+        if self._job_save is None:
+            self._conclude(committed)
+        return describe(committed)
+
+    def _write(self) -> Committed:
+        if self._job_save is not None:
+            return self._job_save.run()
+        return write_parts(
+            self._begun(),
+            self._backend,
+            self._parts,
+            self._info,
+            self._settings,
+            self._times,
+            replace=False,
+            progress=self._movement,
+        )
+
+    def _follow(self) -> CheckpointMetadata:
+        """What a process does that does not lead: its share, and take note of what came of it."""
+        assert self._job_save is not None
+        committed = self._job_save.run()
+        name, info = committed.directory.rpartition("/")[2], committed.manifest.info
+        step, generation = parse_step_name(name) or (self._step, 0)
+        self._together.followed.committed(entry_from_manifest(name, step, generation, info))
+        return describe(committed)
+
+    def _check_owner(self) -> None:
+        self._run.check_owner()
+        self._is_owner = True  # else nothing is written, not even into the history
+
+    def _begun(self) -> Transaction:
+        with undone_on_error(None, self._parts):
+            if self._job_save is not None:
+                self._check_owner()
+            self._record["name"] = name = self._run.free_name(self._step)
+            path, check = f"{self._directory}/{name}", self._run.check_owner
+            self._attempt = Transaction(self._backend, path, self._settings, check)
+            return self._attempt
+
+    def _failed(self, error: BaseException) -> None:
+        if not self._is_owner or self._is_committed:
+            return
+        stays = self._attempt is not None and self._attempt.stays
+        self._run.failed(self._info, self._record["name"] if stays else None)
+        self._note(ok=False, error=str(error))
+
+    def _conclude(self, committed: Committed) -> None:
+        """It is committed: note that, and decide which steps to keep."""
+        times, self._is_committed = self._times, True
         self._run.committed(committed, self._info)
         is_durable = self._settings.durability == "full"
         self._run.note_roll_back(None if is_durable else committed.directory.rpartition("/")[2])
+        times.bytes = times.bytes if self._job_save is None else committed.data_bytes
         spent_s = times.write_s + times.commit_s
         self._note(ok=True, bytes_per_s=round(times.bytes / spent_s) if spent_s > 0 else math.inf)
         try:
@@ -167,14 +244,6 @@ class StepSave:
         except BaseException as error:
             error.add_note(f"step {self._record['step']} is committed; what failed is deciding which steps to keep")
             raise
-        return describe(committed)
-
-    def _begun(self) -> Transaction:
-        with undone_on_error(None, self._parts):
-            self._record["name"] = name = self._run.free_name(self._step)
-            path, check = f"{self._directory}/{name}", self._run.check_owner
-            self._attempt = Transaction(self._backend, path, self._settings, check)
-            return self._attempt
 
     def _note(self, **outcome: Any) -> None:
         self._call_ended.wait(CALL_S)  # else it is not known yet how long the call took

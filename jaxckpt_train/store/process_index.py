@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, PartRecord, SegmentRecord
+from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, FileRecord, PartRecord, SegmentRecord
 from jaxckpt_train.store.tiling import check_tiling
 
 
@@ -17,11 +17,13 @@ class PartIndex(msgspec.Struct, frozen=True, gc=False, array_like=True):
         segments: its segment files.
         arrays: the numbers of the arrays of which it has written something.
         chunks: of each of these what it has written; their segment numbers count from the first of `segments`.
+        files: its files that are no segments.
     """
 
     segments: tuple[SegmentRecord, ...]
     arrays: tuple[int, ...]
     chunks: tuple[tuple[ChunkRecord, ...], ...]
+    files: tuple[FileRecord, ...] = ()
 
 
 class ProcessIndex(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -68,7 +70,8 @@ def merge_indexes(
             for array, written in zip(own.arrays, own.chunks, strict=True):
                 chunks[array].extend(_moved(chunk, first) for chunk in written)
         arrays = tuple(_whole(part, array, found) for array, found in zip(part.arrays, chunks, strict=True))
-        merged.append(msgspec.structs.replace(part, arrays=arrays))
+        files = part.files + tuple(file for index in indexes for file in index.parts[number].files)
+        merged.append(msgspec.structs.replace(part, arrays=arrays, files=files))
     return segments, merged
 
 

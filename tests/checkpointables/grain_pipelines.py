@@ -26,6 +26,8 @@ class FakeSaved:
     content: Json
     name: str = "data"
     kind: str = "grain"
+    values: int = 1
+    process: int = 0
 
     def value(self) -> Json:
         return msgspec.json.decode(msgspec.json.encode(self.content))

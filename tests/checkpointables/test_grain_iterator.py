@@ -72,6 +72,7 @@ def test_the_value_names_what_a_restore_compares() -> None:
         "workers": 0,
         "processes": 4,
         "process": 2,
+        "counts": ["batches", 4],
         "fingerprint": "books v1",
         "state": {"next_index": 2},
     }

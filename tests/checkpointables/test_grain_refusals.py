@@ -126,11 +126,78 @@ def test_another_fingerprint_is_refused() -> None:
 
 def test_another_number_of_processes_is_refused_by_name() -> None:
     saved = saved_from(PIPELINES["map"](), GrainHandler(processes=4))
-    assert_refused(PIPELINES["map"](), saved, "saved by 4 processes, found 1; .* restart with 4, or leave it out")
-    other = GrainHandler(processes=4, process=3)
-    assert_refused(PIPELINES["map"](), saved, "saved by process 0, found process 3", other)
+    saved.values = 4
+    match = "saved by 4 processes, found 1; each was at a position of its own, .* restart with 4, or leave it out"
+    assert_refused(PIPELINES["map"](), saved, match)
     with pytest.raises(SettingsError, match="expected 0 <= process < processes, found 4 and 4"):
         GrainHandler(processes=4, process=4)
+
+
+def test_the_file_of_another_process_is_no_position_of_this_one() -> None:
+    saved = saved_from(PIPELINES["map"](), GrainHandler(processes=4))
+    saved.values = 4
+    with pytest.raises(CorruptCheckpointError, match="the file of process 3 says that it is of process 0"):
+        GrainHandler(processes=4, process=3).restore(PIPELINES["map"](), saved)
+
+
+def sharded(process: int, processes: int, batch: int, order: str = "batch last") -> Any:
+    """Of 96 records each process takes every so manieth."""
+    records = grain.MapDataset.source(SOURCE[:96])
+    if order == "shuffle last":
+        return iter(records[process::processes].shuffle(seed=1).batch(batch).to_iter_dataset())
+    mine = records.shuffle(seed=1)[process::processes]
+    if order == "batch of a stream":
+        return iter(mine.to_iter_dataset().batch(batch))
+    return iter(mine.map(lambda record: record + 1).batch(batch).to_iter_dataset().map(lambda batch: batch - 1))
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 8), (4, 1), (1, 4)])
+def test_a_position_that_counts_global_batches_is_one_of_any_number_of_processes(before: int, after: int) -> None:
+    straight = take(sharded(0, 1, 16), 6)
+    iterators = [sharded(process, before, 16 // before) for process in range(before)]
+    for iterator in iterators:
+        take(iterator, 3)
+    saved = [saved_from(iterator, GrainHandler(processes=before)) for iterator in iterators]
+    assert all(each.content == saved[0].content for each in saved)
+    seen = set()
+    for process in range(after):
+        fresh = sharded(process, after, 16 // after)
+        GrainHandler(processes=after, process=process).restore(fresh, saved[0])
+        seen |= {int(record) for batch in fresh for record in batch}
+    first = {int(value) for batch in straight[:3] for value in np.frombuffer(batch[2], np.int64)}
+    assert len(first) == 48
+    assert seen == set(range(96)) - first
+
+
+def test_elastic_iterators_go_on_with_any_number_of_processes() -> None:
+    def elastic(process: int, processes: int) -> Any:
+        records = grain.MapDataset.source(SOURCE[:96]).shuffle(seed=1)
+        options = grain.sharding.ShardOptions(process, processes)
+        return iter(grain.experimental.ElasticIterator(records, global_batch_size=16, shard_options=options))
+
+    iterator = elastic(1, 4)
+    take(iterator, 2)
+    saved, seen = saved_from(iterator, GrainHandler(processes=4, process=1)), []
+    for process in range(2):
+        fresh = elastic(process, 2)
+        GrainHandler(processes=2, process=process).restore(fresh, saved)
+        seen += [int(record) for batch in fresh for record in batch]
+    assert len(seen) == len(set(seen)) == 64
+
+
+@pytest.mark.parametrize(
+    ("order", "batch", "match"),
+    [
+        ("batch of a stream", 8, "its position counts elements of one share of the data"),
+        ("shuffle last", 8, "its position counts elements of one share of the data"),
+        ("batch last", 4, "of 16 records in all processes together, and here of 8: set the batch size to 16 // 2"),
+    ],
+)
+def test_a_position_in_a_share_is_refused_for_another_number_of_processes(order: str, batch: int, match: str) -> None:
+    saved = saved_from(sharded(0, 4, 4, order), GrainHandler(processes=4))
+    handler = GrainHandler(processes=2)
+    assert_refused(sharded(0, 2, batch, order), saved, f"saved by 4 processes, found 2; .*{match}", handler)
+    GrainHandler(processes=4).restore(sharded(0, 4, 4, order), saved)
 
 
 @pytest.fixture

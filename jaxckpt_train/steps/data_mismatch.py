@@ -1,0 +1,62 @@
+"""The data of a loop that cannot go on where it was, or cannot be saved: refused, or, by request, begun anew."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+from jaxckpt_train.checkpointables.fingerprint import DATA_NAME
+from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all
+from jaxckpt_train.errors import IteratorStateError
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.steps.manager import StepManager
+from jaxckpt_train.store.reader import Progress
+
+OnMismatch = Literal["error", "restart", "skip"]
+_log = logging.getLogger("jaxckpt_train")
+
+
+def refuse_unsavable(data: Any) -> None:
+    """Raise UnsupportedLeafError if the data (None: there is none) cannot be saved: now, and not at the first save."""
+    if data is not None:
+        stage_all({DATA_NAME: data}, SaveTimes(), StoreSettings())
+
+
+def restore_values(
+    manager: StepManager, values: dict[str, Any], on_mismatch: OnMismatch, progress: Progress | None
+) -> dict[str, Any]:
+    """Restore the newest step that is whole into what a loop works with.
+
+    Args:
+        manager: of the run.
+        values: the checkpointables by name.
+        on_mismatch: what is done if the position of `data` does not fit its iterator, such as that of a share of the
+            data in a job of another number of processes: "error"; "restart": the data begins anew, and the rest goes
+            on; "skip": so it does, and as many elements as updates were completed are taken from it and dropped.
+        progress: called with numbers of bytes.
+
+    Raises:
+        IteratorStateError: it does not fit, and "error" is asked for.
+        As `StepManager.restore`.
+    """
+    try:
+        return manager.restore(values, progress=progress)
+    except IteratorStateError as error:
+        if on_mismatch == "error" or DATA_NAME not in values:
+            raise
+        _log.warning("the data does not go on where it was, by request (%s): %s", on_mismatch, error)
+    rest = manager.restore({name: value for name, value in values.items() if name != DATA_NAME}, progress=progress)
+    if on_mismatch == "skip":
+        _skip(values[DATA_NAME], manager.restored_step or 0)
+    return {name: rest.get(name, value) for name, value in values.items()}
+
+
+def _skip(data: Any, count: int) -> None:
+    for number in range(count):
+        try:
+            next(data)
+        except StopIteration:
+            raise IteratorStateError(
+                f"data: expected {count} elements to skip, one for each completed update, found {number}; give an "
+                'iterator that repeats, or data_on_mismatch="restart"'
+            ) from None

@@ -1,0 +1,66 @@
+"""Asks the save policy of a run about a step, in a job as all its processes do."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from jaxckpt_train.steps.history import plain_metrics
+from jaxckpt_train.steps.in_flight import InFlight
+from jaxckpt_train.steps.job_decisions import JobDecisions
+from jaxckpt_train.steps.policy_context import CheckpointInfo, Decision, DecisionContext, SavePolicy, decide
+from jaxckpt_train.steps.run_directory import RunDirectory
+from jaxckpt_train.steps.step_save import Clock
+from jaxckpt_train.steps.together import Together
+
+NO_POLICY = Decision(True, "no save policy: every call saves")
+
+
+class Decider:
+    """What the policy of one run decides.
+
+    Args:
+        policy: None: every step is saved.
+        run: the directory.
+        in_flight: the save under way.
+        together: the processes of the job.
+        clock: the time, with a time zone.
+
+    Attributes:
+        reached_preemption: whether the job was asked to leave; the same in all processes.
+    """
+
+    def __init__(
+        self, policy: SavePolicy | None, run: RunDirectory, in_flight: InFlight, together: Together, clock: Clock
+    ) -> None:
+        self._policy, self._run, self._in_flight, self._clock = policy, run, in_flight, clock
+        self._job = None if policy is None or together.is_alone else JobDecisions(together.job, policy)
+        self._started = clock()
+        self.reached_preemption = False
+
+    def decide(self, step: int, metrics: Mapping[str, Any] | None = None) -> Decision:
+        """Whether to save a step, and why; `StepManager.decide` says more."""
+        policy = self._policy
+        if policy is None:
+            return NO_POLICY
+        now = self._clock()
+        context = DecisionContext(
+            now,
+            is_saving_in_progress=self._in_flight.is_running(),
+            reached_preemption=self.reached_preemption,
+            read_metrics=None if metrics is None else functools.partial(plain_metrics, metrics),
+            run_started=self._started,
+        )
+        info = CheckpointInfo(step, now)
+        if self._job is None:
+            return decide(policy, info, self._previous(), context)
+
+        def ask() -> tuple[Decision, bool]:
+            previous = self._previous()
+            return decide(policy, info, previous, context), bool(previous)
+
+        return self._job.decide(info, context, ask, self._in_flight.is_over, self._in_flight.tell_outcome)
+
+    def _previous(self) -> tuple[CheckpointInfo, ...]:
+        return (*self._run.infos(), *self._in_flight.running_info())

@@ -1,0 +1,137 @@
+"""Decisions to save in a job of many processes: all decide alike, and ask process 0 only where they have to."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from jaxckpt_train.coordinator import Coordinator
+from jaxckpt_train.steps.policy_context import (
+    NOT_DUE,
+    CheckpointInfo,
+    Decision,
+    DecisionContext,
+    SavePolicy,
+    policy_name,
+)
+from jaxckpt_train.steps.save_policies import (
+    AllSavePolicy,
+    AnySavePolicy,
+    ContinuousCheckpointingPolicy,
+    EverySecondsPolicy,
+    FixedIntervalPolicy,
+    ImprovementPolicy,
+    InitialSavePolicy,
+    PreemptionCheckpointingPolicy,
+    SpecificStepsPolicy,
+)
+from jaxckpt_train.steps.ticks import Ticks
+
+# They decide by the step, and by what all processes know.
+_BY_STEPS = (FixedIntervalPolicy, SpecificStepsPolicy, PreemptionCheckpointingPolicy)
+# They become due in the course of time, so some steps later is as good.
+_BY_TIME = (EverySecondsPolicy, ContinuousCheckpointingPolicy)
+
+
+class Outlook(enum.IntEnum):
+    """What every process of a job knows of a decision by itself."""
+
+    NO = 0
+    SOME_TIME = 1  # process 0 is asked at the next tick
+    NOW = 2  # process 0 must be asked about this very step
+    YES = 3
+
+
+class _Answer(msgspec.Struct, array_like=True):
+    save: bool
+    reason: str
+    has_steps: bool
+    is_over: bool  # whether the save before has ended, as all find out now
+    next: int
+
+
+class JobDecisions:
+    """What a policy decides in a job. All processes ask about the same steps, in the same order.
+
+    A policy by steps is decided by each process alone. One by time is asked in process 0, about once a second, which
+    tells the others; every other policy, such as a user's, at every step, since nobody knows what it goes by.
+
+    Args:
+        job: of the main threads.
+        policy: what decides.
+    """
+
+    def __init__(self, job: Coordinator, policy: SavePolicy) -> None:
+        self._job, self._policy = job, policy
+        self._ticks = Ticks(job.processes)
+        self._has_steps = False
+
+    def decide(
+        self,
+        step: CheckpointInfo,
+        context: DecisionContext,
+        ask: Callable[[], tuple[Decision, bool]],
+        is_over: Callable[[], bool],
+        settle: Callable[[], object],
+    ) -> Decision:
+        """Whether to save a step.
+
+        Args:
+            step: the step.
+            context: everything else.
+            ask: in process 0: what the policy decides, and whether there are steps already.
+            is_over: in process 0: whether the save before has ended.
+            settle: takes note of how it has ended; called in all processes at the same step.
+        """
+        found = outlook(self._policy, step, context, has_steps=self._has_steps)
+        if found is Outlook.YES:
+            return Decision(True, policy_name(self._policy))
+        if found is Outlook.NO or (found is Outlook.SOME_TIME and not self._ticks.is_due()):
+            return NOT_DUE
+
+        def say() -> bytes:
+            decision, has_steps = ask()
+            return msgspec.msgpack.encode(
+                _Answer(decision.save, decision.reason, has_steps, is_over(), self._ticks.next())
+            )
+
+        said = self._job.broadcast(f"deciding whether to save step {step.step}", say)
+        answer = msgspec.msgpack.decode(said, type=_Answer)
+        self._has_steps = self._has_steps or answer.has_steps or answer.save
+        if found is Outlook.SOME_TIME:
+            self._ticks.set_next(answer.next)
+        if answer.is_over:
+            settle()
+        return Decision(answer.save, answer.reason)
+
+
+def outlook(policy: SavePolicy, step: CheckpointInfo, context: DecisionContext, *, has_steps: bool) -> Outlook:
+    """What is known of the decision about a step, the same in all processes.
+
+    Args:
+        policy: what decides.
+        step: the step.
+        context: of which only what all processes have alike is looked at.
+        has_steps: whether it is known that the run has steps.
+    """
+    if isinstance(policy, _BY_STEPS):
+        return Outlook.YES if policy.should_save(step, (), context=context) else Outlook.NO
+    if isinstance(policy, _BY_TIME):
+        return Outlook.SOME_TIME
+    if isinstance(policy, ImprovementPolicy):
+        return Outlook.NO if context.read_metrics is None else Outlook.NOW
+    if isinstance(policy, InitialSavePolicy):
+        return Outlook.NO if has_steps else Outlook.NOW
+    if isinstance(policy, AnySavePolicy | AllSavePolicy):
+        found = [outlook(child, step, context, has_steps=has_steps) for child in policy.policies]
+        return max(found) if isinstance(policy, AnySavePolicy) else _of_all(found)
+    return Outlook.NOW
+
+
+def _of_all(found: Sequence[Outlook]) -> Outlook:
+    """Where some know it of this very step, the others are asked about this one, too."""
+    if Outlook.NO in found or len(set(found)) == 1:
+        return min(found)
+    return Outlook.NOW

@@ -1,0 +1,111 @@
+"""How the processes of a job leave at one place, though a request to leave reaches only some of them at first."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from jaxckpt_train.coordinator import Coordinator
+from jaxckpt_train.multihost import PreemptionService
+from jaxckpt_train.steps.ticks import Ticks
+
+NOTICED_WITHIN_S = 1.0
+"""The service looks for signals so often."""
+
+
+class Agreement(Protocol):
+    """What the processes of a job agree on at the calls that all of them make.
+
+    Attributes:
+        reason: why they leave, where this process has noticed nothing.
+    """
+
+    reason: str
+
+    def is_agreed(self, noticed: bool) -> bool:
+        """Whether all leave at this call; `noticed`: this process has noticed a request."""
+
+    def noticed_before_s(self) -> float:
+        """How many seconds before that the request may have come."""
+
+
+class Alone:
+    """There is no other process."""
+
+    reason = "itself"
+
+    def is_agreed(self, noticed: bool) -> bool:
+        """Whether it was noticed."""
+        return noticed
+
+    def noticed_before_s(self) -> float:
+        """Its own notices tell."""
+        return 0.0
+
+
+class ByService:
+    """By JAX's preemption service, which has a SIGTERM handler of its own, in C++, that no handler may replace.
+
+    What is noticed otherwise is told to it by that signal, which this process sends to itself.
+    """
+
+    reason = "SIGTERM to a process of this job"
+
+    def __init__(self, service: PreemptionService) -> None:
+        self._service = service
+        self._is_sent = self._is_reached = False
+
+    def is_agreed(self, noticed: bool) -> bool:
+        """As the service says, from the call on at which it does."""
+        if noticed and not self._is_sent:
+            self._is_sent = True
+            os.kill(os.getpid(), signal.SIGTERM)
+        self._is_reached = self._is_reached or self._service.is_reached()
+        return self._is_reached
+
+    def noticed_before_s(self) -> float:
+        """As the service tells, which looks for signals now and then."""
+        return self._service.noticed_before_s() + NOTICED_WITHIN_S
+
+
+class _Said(msgspec.Struct, array_like=True):
+    is_agreed: bool
+    next: int
+
+
+class ByExchange:
+    """By an exchange about once a second, where JAX's service is switched off.
+
+    Args:
+        job: of the main threads.
+        monotonic: the time in seconds.
+    """
+
+    reason = "another process of this job, which was asked to"
+
+    def __init__(self, job: Coordinator, monotonic: Callable[[], float]) -> None:
+        self._job, self._ticks = job, Ticks(job.processes, monotonic)
+        self._is_agreed = False
+
+    def is_agreed(self, noticed: bool) -> bool:
+        """Whether one has noticed, as of the last tick."""
+        if not self._is_agreed and self._ticks.is_due():
+            said = msgspec.msgpack.decode(
+                self._job.exchange(
+                    "looking whether to leave",
+                    lambda: b"!" if noticed else b"",
+                    lambda values: msgspec.msgpack.encode(_Said(any(values), self._ticks.next())),
+                ),
+                type=_Said,
+            )
+            self._ticks.set_next(said.next)
+            self._is_agreed = said.is_agreed
+        return self._is_agreed
+
+    def noticed_before_s(self) -> float:
+        """Its own notices tell; of others it is not known, and not long ago."""
+        return 0.0

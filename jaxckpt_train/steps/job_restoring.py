@@ -1,0 +1,147 @@
+"""A restore by all processes of a job: process 0 chooses the step, all load it, and one that fails is one for all."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from jaxckpt_train.checkpointables.loading import load_parts
+from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, free_frames
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.steps.restoring import ByteMeter
+from jaxckpt_train.steps.together import Together
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.manifest import MANIFEST_NAME, encode_manifest
+from jaxckpt_train.store.manifest_decoding import decode_manifest
+from jaxckpt_train.store.reader import Progress
+from jaxckpt_train.store.replaced import opened
+from jaxckpt_train.store.transaction import Committed
+from jaxckpt_train.tree.restore import LoadOptions
+
+# A larger manifest is read by each process itself: the storage gives it to many sooner than process 0 does.
+MOST_TOLD_BYTES = 4 << 20
+
+
+class _Chosen(msgspec.Struct, array_like=True):
+    """What process 0 tells: which checkpoint to load, or that all is restored, from which step."""
+
+    directory: str
+    sha256: str
+    manifest: bytes
+    step: int | None
+
+
+class JobRestore:
+    """One restore, as one of the processes does it.
+
+    Args:
+        together: the run.
+        backend: where.
+        targets: by name of the checkpointable, None without targets: all of them.
+        settings: how to read.
+        progress: called with numbers of bytes that this process reads.
+    """
+
+    def __init__(
+        self,
+        together: Together,
+        backend: Backend,
+        targets: Mapping[str, Any] | None,
+        settings: StoreSettings,
+        progress: Progress | None,
+    ) -> None:
+        self._together, self._backend = together, backend
+        self._targets, self._settings, self._meter = targets, settings, ByteMeter(progress)
+        self._is_told = False
+
+    @contextlib.contextmanager
+    def led(self) -> Iterator[Callable[[Committed], dict[str, Any]] | None]:
+        """In process 0: within, choose a checkpoint, load it by what this yields, and say that it is `restored`.
+
+        Yields:
+            What loads a checkpoint in all processes; None: there is only this one.
+
+        Raises:
+            What is raised within, which is told to the others.
+        """
+        if self._together.is_alone:
+            yield None
+            return
+        try:
+            yield self._tell_and_load
+        except BaseException as error:
+            if not self._is_told:
+                self._tell_failure(error)
+            raise
+
+    def restored(self, step: int) -> None:
+        """In process 0: tell that all have restored this step."""
+        if not self._together.is_alone:
+            self._is_told = True
+            self._together.led("restoring", lambda: _Chosen("", "", b"", step))
+
+    def _tell_failure(self, error: BaseException) -> None:
+        def say() -> Any:
+            raise error
+
+        with contextlib.suppress(type(error)):
+            self._together.led("restoring", say)
+
+    def _tell_and_load(self, committed: Committed) -> dict[str, Any]:
+        manifest = encode_manifest(committed.manifest)
+        told = manifest if len(manifest) <= MOST_TOLD_BYTES else b""
+        chosen = _Chosen(committed.directory, committed.manifest_sha256, told, None)
+        self._together.led(f"choosing {committed.directory} to restore", lambda: chosen)
+        return self._load(committed.directory, lambda: committed)
+
+    def follow(self) -> tuple[dict[str, Any], int]:
+        """In any other process: load what process 0 chooses, until one can be loaded by all.
+
+        Returns:
+            What was restored, by name, and from which step.
+
+        Raises:
+            What process 0 raised in the end.
+        """
+        results: dict[str, Any] = {}
+        while True:
+            chosen = msgspec.convert(self._together.led("restoring", _never), _Chosen)
+            if chosen.step is not None:
+                return results, chosen.step
+            results = {}
+            try:
+                results = self._load(chosen.directory, lambda chosen=chosen: self._opened(chosen))  # type: ignore[misc]
+            except CheckpointError as error:
+                free_frames(error)  # process 0 decides what it means, and what is tried next
+
+    def _opened(self, chosen: _Chosen) -> Committed:
+        if chosen.manifest:
+            manifest = decode_manifest(chosen.manifest, f"{chosen.directory}/{MANIFEST_NAME}")
+            return Committed(chosen.directory, manifest, chosen.sha256)
+        committed = opened(self._backend, chosen.directory, self._meter)
+        if committed.manifest_sha256 != chosen.sha256:
+            raise CorruptCheckpointError(f"{chosen.directory}: was replaced while it was being restored")
+        return committed
+
+    def _load(self, directory: str, open_it: Callable[[], Committed]) -> dict[str, Any]:
+        """Load it, and have all succeed, or fail."""
+        done: list[dict[str, Any]] = []
+
+        def give() -> bytes:
+            committed = open_it()
+            names = [part.name for part in committed.manifest.parts]
+            wanted = dict.fromkeys(names) if self._targets is None else self._targets
+            done.append(load_parts(self._backend, committed, wanted, self._settings, LoadOptions(), self._meter))
+            return b""
+
+        # A process that lives gives signs: each of its waits has a limit of its own.
+        self._together.job.exchange(f"restoring {directory}", give, moved=time.monotonic)
+        return done[0]
+
+
+def _never() -> Any:
+    raise AssertionError("only process 0 says")

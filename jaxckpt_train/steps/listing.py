@@ -1,0 +1,65 @@
+"""What a run directory says of its steps, without a word to other processes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jaxckpt_train.steps.followed_run import KnownRun
+from jaxckpt_train.steps.policy_arguments import metric_mode
+from jaxckpt_train.steps.ranking import rank_checkpoints
+
+
+class StepListing:
+    """The committed steps of a run; the part of `StepManager` that changes nothing.
+
+    In a job each process answers by what process 0 has told it last; before the directory is taken, by the disk.
+    """
+
+    def __init__(self, directory: str, known: KnownRun) -> None:
+        self.directory, self._known = directory, known
+
+    @property
+    def steps(self) -> list[int]:
+        """The committed steps, lowest first."""
+        return sorted(entry.step for entry in self._known.newest())
+
+    @property
+    def latest(self) -> int | None:
+        """The step that was committed last; after a roll-back, of the new branch. None: there is none."""
+        found = self._known.newest()
+        return found[-1].step if found else None
+
+    @property
+    def damaged(self) -> list[int]:
+        """The steps that were set aside as damaged and not saved anew, lowest first; `restore(step=...)` tries one."""
+        return sorted({entry.step for entry in self._known.damaged()} - set(self.steps))
+
+    def all_steps(self) -> list[int]:
+        """As `steps`."""
+        return self.steps
+
+    def latest_step(self) -> int | None:
+        """As `latest`."""
+        return self.latest
+
+    def is_committed(self, step: int) -> bool:
+        """Whether this step is committed, and was not left behind by a roll-back."""
+        return self._known.is_committed(step)
+
+    def best(self, metric: str, mode: Literal["min", "max"] = "min") -> int | None:
+        """The step with the best value of a metric; of equal ones the latest; nan is never best. None: no step has it.
+
+        Raises:
+            SettingsError: `mode` is neither "min" nor "max".
+        """
+        infos = [entry.info() for entry in self._known.newest()]
+        ranked = rank_checkpoints(infos, metric, metric_mode("best: mode", mode))
+        return ranked[0].step if ranked else None
+
+    def path(self, step: int | None = None) -> str:
+        """The directory of a step, for `jaxckpt_train.load`, `verify` and whoever copies it; None: of the latest.
+
+        Raises:
+            StepNotFoundError: there is no such step, or none at all.
+        """
+        return f"{self.directory}/{self._known.candidates(step)[0].name}"

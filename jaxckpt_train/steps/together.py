@@ -1,0 +1,145 @@
+"""What the processes of a job do together with one run directory: process 0 does it, and tells the others."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from jaxckpt_train.coordinator import Coordinator
+from jaxckpt_train.errors import OtherProcessError, StorageError
+from jaxckpt_train.steps.followed_run import FollowedRun, KnownRun, News, Newsroom
+from jaxckpt_train.steps.lock import LOCK_NAME, MAX_LOCK_BYTES
+from jaxckpt_train.steps.run_directory import RunDirectory
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.latch import Latch
+from jaxckpt_train.store.plain_files import read_or_none
+
+SEEN_WITHIN_S, LOOK_S = 10.0, 0.5  # a network file system shows what another machine has made some seconds later
+
+
+class _Led(msgspec.Struct, array_like=True):
+    result: Any
+    news: News
+
+
+class Together:
+    """One run of a job. All processes call the same, in the same order, each on the thread of its loop.
+
+    Args:
+        job: of the main threads; a job of one process agrees with itself.
+        run: the directory, as process 0 owns it, and the others read it.
+        backend, directory: where that is.
+
+    Attributes:
+        job: as given.
+        is_alone: whether there is no other process.
+        leads: whether this process does what is done with the directory.
+        followed: what a process knows that does not lead.
+        known: what may be asked of the run without a word to the others.
+    """
+
+    def __init__(self, job: Coordinator, run: RunDirectory, backend: Backend, directory: str) -> None:
+        self.job, self._run, self._backend, self._directory = job, run, backend, directory
+        self.leads, self.is_alone = job.process == 0, job.processes == 1
+        self._newsroom, self.followed = Newsroom(run), FollowedRun(run, directory)
+        self.known: KnownRun = run if self.leads else self.followed
+        self._is_taken = False
+
+    def led(self, doing: str, act: Callable[[], Any], moved: Callable[[], object] | None = None) -> Any:
+        """What `act` gives in process 0, in all of them.
+
+        Args:
+            doing: what, for messages.
+            act: called in process 0; gives plain data.
+            moved: gives another value whenever that gets further; None: it is quick.
+
+        Raises:
+            What `act` raised, in process 0; the same class of error in the others.
+        """
+        if self.is_alone:
+            return act()
+        done: list[Any] = []
+
+        def say() -> bytes:
+            done.append(act())
+            return msgspec.msgpack.encode(_Led(done[0], self._newsroom.news()))
+
+        said = self.job.broadcast(doing, say, moved)
+        if self.leads:
+            return done[0]
+        heard = msgspec.msgpack.decode(said, type=_Led)
+        self.followed.hear(heard.news)
+        return heard.result
+
+    def own(self) -> None:
+        """Have process 0 own the directory, once it is certain that all mean the same one, and see it.
+
+        Raises:
+            OtherProcessError: they do not.
+            What `RunDirectory.own` raises.
+        """
+        if self.is_alone:
+            self._run.own()
+            return
+        if self._is_taken:
+            self.led(f"taking {self._directory}", self._run.own, time.monotonic)
+            return
+        path = os.fsencode(self._directory)
+        self.job.exchange(f"taking {self._directory}", lambda: path, _refuse_other_paths)
+        lock = self.led(f"taking {self._directory}", self._take, time.monotonic)
+        self.job.exchange(f"looking at {self._directory}", lambda: self._look_for(lock), moved=time.monotonic)
+        self._is_taken = True
+
+    def hold(self) -> None:
+        """As `own`, but whoever has it already asks no disk, and no other process."""
+        if self.is_alone:
+            self._run.hold()
+        elif not self._is_taken:
+            self.own()
+        elif self.leads:
+            self._run.hold()
+
+    def _take(self) -> bytes:
+        self._run.own()
+        return self._lock_there() or b""
+
+    def _lock_there(self) -> bytes | None:
+        found = read_or_none(self._backend, self._directory, LOCK_NAME, MAX_LOCK_BYTES)
+        return None if found is None else bytes(found)
+
+    def _look_for(self, lock: bytes) -> bytes:
+        """Raise OtherProcessError if this process does not see the lock of process 0: it has another disk."""
+        waiting, until = Latch(), time.monotonic() + SEEN_WITHIN_S
+        while not self.leads and self._seen() != lock:
+            if time.monotonic() >= until:
+                raise OtherProcessError(
+                    f"{self._directory}: process 0 owns this directory, but process {self.job.process} does not see "
+                    f"its lock, {LOCK_NAME}: all processes of a job save to one directory, on storage that all of them "
+                    "share; choose one that is not local to each machine"
+                )
+            waiting.wait(LOOK_S)
+        return b""
+
+    def _seen(self) -> bytes | None:
+        try:
+            return self._lock_there()
+        except StorageError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+                return None
+            raise
+
+
+def _refuse_other_paths(paths: Sequence[bytes]) -> bytes:
+    for process, path in enumerate(paths):
+        if path != paths[0]:
+            raise OtherProcessError(
+                f"process {process} saves to {os.fsdecode(path)}, but process 0 to {os.fsdecode(paths[0])}: all "
+                "processes of a job are given the same directory; one with the time in its name is made in one of them "
+                "and told to the others"
+            )
+    return b""
