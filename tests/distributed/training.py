@@ -69,7 +69,7 @@ def train(directory: str, steps: int, options: dict[str, Any], events: dict[str,
     store = jct.StoreSettings(**options.pop("store", {}))
     try:
         with jct.CheckpointCallback(directory, on_preemption="raise", store=store, **options) as ckpt:
-            state, data = ckpt.resume(start(), iter(dataset()))
+            state, data = ckpt.resume(start(), iter(dataset(10_000)))
             started = ckpt.completed_steps
             for step in ckpt.steps(steps):
                 state, loss = train_step(state, global_batch(data))

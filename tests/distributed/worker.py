@@ -20,6 +20,7 @@ def main() -> None:
     os.dup2(2, 1)  # what anybody prints is no answer
     options = json.loads(sys.argv[1])
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", options.pop("preemption_service", True))
     jax.distributed.initialize(**options)
     for line in sys.stdin:
         request = json.loads(line)
