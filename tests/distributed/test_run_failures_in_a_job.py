@@ -68,7 +68,13 @@ def restore_and_go_on(directory: str) -> dict[str, Any]:
             right = is_state(restored["state"], step or 0)
             manager.save((step or 0) + 10, {"state": restored["state"]})
             manager.wait()
-            return {"step": step, "right": right, "steps": manager.steps, "damaged": manager.damaged, "told": heard.lines}
+            return {
+                "step": step,
+                "right": right,
+                "steps": manager.steps,
+                "damaged": manager.damaged,
+                "told": heard.lines,
+            }
     finally:
         logging.getLogger("jaxckpt_train").removeHandler(heard)
 
@@ -89,7 +95,9 @@ def test_a_step_that_is_damaged_for_one_is_skipped_by_all(tmp_path: Path, job_of
     for answer in answers:
         assert (answer["step"], answer["right"]) == (2, True)
         assert (answer["steps"], answer["damaged"]) == ([1, 2, 12], [3])
-    assert any("step 3 cannot be restored and is skipped" in line and segment.name in line for line in answers[0]["told"])
+    assert any(
+        "step 3 cannot be restored and is skipped" in line and segment.name in line for line in answers[0]["told"]
+    )
     assert [each["step"] for each in history(run, "set_aside")] == [3]
 
 
@@ -105,7 +113,11 @@ def restore_errors(directory: str, what: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("what", "expected"),
-    [("other shape", "MismatchError"), ("no such step", "StepNotFoundError"), ("all damaged", "CorruptCheckpointError")],
+    [
+        ("other shape", "MismatchError"),
+        ("no such step", "StepNotFoundError"),
+        ("all damaged", "CorruptCheckpointError"),
+    ],
 )
 def test_what_cannot_be_restored_is_the_same_error_in_all(
     tmp_path: Path, job_of: JobOf, what: str, expected: str
