@@ -4,6 +4,12 @@ By default it learns the source text of Python's standard library, on eight CPU 
 
     python examples/train_lm.py
     python examples/train_lm.py steps=20 checkpoint.directory=/data/lm 'files=[README.md]'
+
+The same by a job of four processes with two devices each, all started with their own number. Another number of processes
+goes on from where they are, as long as the global batch stays the same:
+
+    python examples/train_lm.py job.processes=4 job.process=0 job.coordinator=127.0.0.1:5123 devices=2 &
+    python examples/train_lm.py job.processes=4 job.process=1 job.coordinator=127.0.0.1:5123 devices=2 & ...
 """
 
 from __future__ import annotations
@@ -24,7 +30,13 @@ from omegaconf import DictConfig
 
 import jaxckpt_train as jct
 
-jax.config.update("jax_num_cpu_devices", 8)  # before JAX looks for devices; other platforms do not mind
+
+def begin(cfg: DictConfig) -> None:
+    """Say how many devices the CPU is to be, and join the other processes of the job if there are any."""
+    jax.config.update("jax_num_cpu_devices", cfg.devices)  # before JAX looks for devices; other platforms do not mind
+    if cfg.job.processes > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(cfg.job.coordinator, cfg.job.processes, cfg.job.process)
 
 
 def dense(n_in: int, n_out: int, split: tuple[str, str], rngs: nnx.Rngs) -> nnx.Linear:
@@ -109,17 +121,25 @@ def read_text(files: Sequence[str]) -> np.ndarray:
 
 
 def dataset(text: np.ndarray, cfg: DictConfig) -> grain.IterDataset:
-    """Endless batches int32 [batch, window + 1] of pieces of the text, shuffled within a window of 1000 pieces."""
-    pieces = grain.MapDataset.range((len(text) - 1) // cfg.window).repeat()
-    pieces = pieces.map(lambda piece: text[piece * cfg.window : (piece + 1) * cfg.window + 1])
-    pieces = pieces.to_iter_dataset(grain.ReadOptions(num_threads=1))
-    pieces = grain.experimental.WindowShuffleIterDataset(pieces, window_size=1000, seed=cfg.seed)
-    return pieces.batch(cfg.batch_size, drop_remainder=True)
+    """Endless int32 [batch / processes, window + 1]: this process's part of batches of pieces of the text, shuffled.
+
+    The position in it counts batches of all processes together: another number of processes can go on from there.
+    """
+    pieces = grain.MapDataset.range((len(text) - 1) // cfg.window).shuffle(seed=cfg.seed).repeat()
+    here = cfg.batch_size // jax.process_count()
+    mine = slice(jax.process_index() * here, (jax.process_index() + 1) * here)
+
+    def read(numbers: np.ndarray) -> np.ndarray:
+        return np.stack([text[piece * cfg.window : (piece + 1) * cfg.window + 1] for piece in numbers[mine]])
+
+    batches = pieces.batch(cfg.batch_size, drop_remainder=True).map(read)
+    return batches.to_iter_dataset(grain.ReadOptions(num_threads=1))
 
 
 @hydra.main(version_base=None, config_path="conf", config_name="train_lm")
 def main(cfg: DictConfig) -> None:
     """Train, or go on training."""
+    begin(cfg)
     text = read_text(cfg.files)
     data = iter(dataset(text, cfg))
     # A resume with other text is refused: the position in it would mean something else.
@@ -133,7 +153,7 @@ def main(cfg: DictConfig) -> None:
         (model, optimizer), data = ckpt.resume((model, optimizer), data)
         print(f"starting after {ckpt.completed_steps} of {cfg.steps} updates of {len(text):,} bytes of text")
         for step in ckpt.steps(cfg.steps):
-            batch = jax.device_put(next(data), NamedSharding(mesh, PartitionSpec("fsdp")))
+            batch = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("fsdp")), next(data))
             loss = train_step(model, optimizer, batch)
             # Here the loop waits for the device: the text of the loss needs its value.
             print(f"update {step + 1}: loss {float(loss):.4f} {float(loss).hex()}", flush=True)

@@ -31,7 +31,7 @@ class Job:
 
     def __init__(self, processes: int, devices: int = 1, **more: Any) -> None:
         self.processes = processes
-        address = _free_address()
+        address = free_address()
         self.workers = [_Worker(address, number, processes, devices, more) for number in range(processes)]
         self._pool = ThreadPoolExecutor(processes)
 
@@ -130,7 +130,7 @@ class _Worker:
                 pipe.close()
 
 
-def _free_address() -> str:
+def free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
