@@ -5,8 +5,8 @@ By default it learns the source text of Python's standard library, on eight CPU 
     python examples/train_lm.py
     python examples/train_lm.py steps=20 checkpoint.directory=/data/lm 'files=[README.md]'
 
-The same by a job of four processes with two devices each, all started with their own number. Another number of processes
-goes on from where they are, as long as the global batch stays the same:
+The same by a job of four processes with two devices each, all started with their own number. Another number of
+processes goes on from where they are, as long as the global batch stays the same:
 
     python examples/train_lm.py job.processes=4 job.process=0 job.coordinator=127.0.0.1:5123 devices=2 &
     python examples/train_lm.py job.processes=4 job.process=1 job.coordinator=127.0.0.1:5123 devices=2 & ...

@@ -81,6 +81,8 @@ class Meeting:
                 continue
             self._sign()
             came = _numbered(self._values.find(f"{self.folder}/from"))
+            if len(came) == len(others):
+                break  # one of them was lost right after it had given its value, and could not wake this process
             silence.heard(_numbered(self._values.find(f"{self.folder}/alive")) | came)
             self._look(silence, came)
         found = _numbered(self._values.find(f"{self.folder}/from"))

@@ -1,4 +1,4 @@
-"""The language model of the examples as a job: one process is asked to leave, all do, another number of them goes on."""
+"""The language model of the examples as a job: one process is asked to leave, all do, others go on from there."""
 
 from __future__ import annotations
 
