@@ -1,0 +1,178 @@
+"""Calls functions on the hosts of devices, many at a time, through JAX's Colocated Python, and hands back their answers.
+
+JAX itself sends the function: by its name, in a pickle that it makes and that only it reads. Nothing of a checkpoint
+and nothing of ours is in one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxckpt_train.errors import CheckpointTimeoutError, OtherProcessError, SettingsError
+from jaxckpt_train.store.latch import LOOK_S
+from jaxckpt_train.store.workers import shared_workers
+from jaxckpt_train.told_errors import decode_error
+from jaxckpt_train.tree.colocated_host import moved_here, read_here, write_here
+from jaxckpt_train.tree.colocated_messages import Answer, decode_answer
+
+MOST_AT_ONCE = 64
+ASKED_AT_ONCE = 8
+"""How many hosts are asked in a second whether they get any further."""
+
+_NOTHING = np.zeros(1, np.uint8)
+
+Kind = tuple[tuple[int, ...], str]
+"""Shape and dtype of an array."""
+
+
+class HostCall(NamedTuple):
+    """One call: on the host of a CPU device, with a plan, its arrays, and what comes back beside an answer.
+
+    `room` is how many bytes the answer has; `kinds` is None for a call that gives nothing but the answer.
+    """
+
+    device: jax.Device
+    plan: np.ndarray
+    arrays: Sequence[jax.Array]
+    room: int
+    kinds: tuple[Kind, ...] | None = None
+
+
+class HostResult(NamedTuple):
+    """What a call gave: its number, the answer, and arrays on its CPU device."""
+
+    number: int
+    answer: Answer
+    arrays: Sequence[jax.Array]
+
+
+def call_hosts(
+    calls: Sequence[HostCall], doing: str, looked: Callable[[bool], object]
+) -> Generator[HostResult]:
+    """Make all calls, of which each host works at its own, and hand out the results as they come.
+
+    Use `contextlib.closing` around the iterator. After the first error no further call is begun.
+
+    Args:
+        calls: at most one of each CPU device.
+        doing: for messages, as "saving c".
+        looked: told about once a second, on the calling thread, whether a host has got any further; what it raises
+            ends the waiting, but not what the hosts have begun.
+
+    Raises:
+        What a host met, of the same class where it is one of ours, named by the host.
+        OtherProcessError: JAX lost the host, or could not run anything there.
+        SettingsError: Colocated Python cannot be used here.
+        CheckpointTimeoutError: no host has got any further for ten minutes.
+    """
+    _refuse_without_pickler()
+    under_way: dict[int, jax.Device] = {}
+
+    def call(number: int) -> HostResult:
+        under_way[number] = calls[number].device
+        try:
+            return _called(number, calls[number], doing)
+        finally:
+            del under_way[number]
+
+    asking = _Asking(under_way)
+
+    def moved() -> int:
+        before = asking.moves
+        now = asking.ask()
+        looked(now != before)
+        return now
+
+    workers = shared_workers(min(len(calls), MOST_AT_ONCE), "jaxckpt-hosts")
+    try:
+        with contextlib.closing(workers.run_each(call, range(len(calls)), moved=moved)) as results:
+            yield from results
+    except CheckpointTimeoutError as error:
+        raise CheckpointTimeoutError(f"{doing}: {error}") from None
+
+
+class _Asking:
+    """Asks hosts whose calls are under way how far they have got.
+
+    Attributes:
+        moves: another number whenever one has got further.
+    """
+
+    def __init__(self, under_way: dict[int, jax.Device]) -> None:
+        self._under_way, self._seen = under_way, dict[jax.Device, bytes]()
+        self._turn, self.moves = 0, 0
+
+    def ask(self) -> int:
+        devices = list(self._under_way.values())
+        for place in range(min(len(devices), ASKED_AT_ONCE)):
+            device = devices[(self._turn + place) % len(devices)]
+            try:
+                found = np.asarray(_asking()(jax.device_put(_NOTHING, device))[0]).tobytes()
+            except jax.errors.JaxRuntimeError:
+                continue  # its own call tells of it
+            if self._seen.get(device) != found:
+                self._seen[device] = found
+                self.moves += 1
+        self._turn += ASKED_AT_ONCE
+        return self.moves
+
+
+def _called(number: int, call: HostCall, doing: str) -> HostResult:
+    plan = jax.device_put(call.plan, call.device)
+    try:
+        if call.kinds is None:
+            (answered,), arrays = _writing(call.room)(plan, *call.arrays), ()
+        else:
+            answered, *arrays = _reading(call.room, call.kinds)(plan)
+        answer = decode_answer(np.asarray(answered))  # waits until it is there
+    except (jax.errors.JaxRuntimeError, ImportError) as error:
+        raise OtherProcessError(
+            f"the host of {call.device}, {doing}: {error}; do all hosts live, and have JAX, cloudpickle and "
+            "jaxckpt_train in the releases of this process?"
+        ) from error
+    if answer.error is not None:
+        raise decode_error(answer.error, doing, f"host {answer.host} (of {call.device}, process {answer.pid})")
+    return HostResult(number, answer, arrays)
+
+
+@functools.lru_cache(64)
+def _writing(room: int) -> Callable[..., tuple[jax.Array, ...]]:
+    return _colocated(write_here, (((room,), "uint8"),))
+
+
+@functools.lru_cache(64)
+def _reading(room: int, kinds: tuple[Kind, ...]) -> Callable[..., tuple[jax.Array, ...]]:
+    return _colocated(functools.partial(read_here, shapes=kinds), (((room,), "uint8"), *kinds))
+
+
+@functools.cache
+def _asking() -> Callable[..., tuple[jax.Array, ...]]:
+    return _colocated(moved_here, (((8,), "uint8"),))
+
+
+def _colocated(function: Callable[..., Any], kinds: tuple[Kind, ...]) -> Callable[..., tuple[jax.Array, ...]]:
+    """A function that runs on the host of its first argument, and gives back arrays of these kinds there."""
+    from jax.experimental import colocated_python
+
+    def outputs(plan: jax.ShapeDtypeStruct, *others: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(jax.ShapeDtypeStruct(shape, dtype, sharding=plan.sharding) for shape, dtype in kinds)
+
+    calling: Any = colocated_python.colocated_python(function)
+    made: Callable[..., tuple[jax.Array, ...]] = calling.specialize(out_specs_fn=outputs)
+    return made
+
+
+def _refuse_without_pickler() -> None:
+    try:
+        import cloudpickle  # noqa: F401  # JAX sends functions with it
+    except ImportError as error:
+        raise SettingsError(
+            "StoreSettings.colocated: JAX's Colocated Python needs the package cloudpickle, here and on the hosts: pip "
+            "install cloudpickle; or bring all arrays through this process by StoreSettings(colocated=False)"
+        ) from error

@@ -1,0 +1,175 @@
+"""Has the hosts of a single-controller runtime read what their devices need, and makes arrays of it where it lies."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import msgspec
+import numpy as np
+
+from jaxckpt_train.errors import CheckpointError
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backend import Opener
+from jaxckpt_train.store.boxes import Box, box_elements, box_shape, intersect
+from jaxckpt_train.store.dtypes import DTYPES, dtype_name
+from jaxckpt_train.store.manifest import ArrayRecord
+from jaxckpt_train.store.reader import Progress
+from jaxckpt_train.store.replaced import refuse_another
+from jaxckpt_train.store.transaction import Committed
+from jaxckpt_train.tree.colocated_calls import HostCall, HostResult, Kind, call_hosts
+from jaxckpt_train.tree.colocated_devices import cpu_beside
+from jaxckpt_train.tree.colocated_host import UnseenError
+from jaxckpt_train.tree.colocated_messages import ReadArray, ReadPlan, error_room, plan_array, settings_there
+from jaxckpt_train.tree.placement import Placement
+
+
+class HostLeaf(NamedTuple):
+    """An array to load: its record, where it goes, and the dtype that it becomes."""
+
+    record: ArrayRecord
+    placement: Placement
+    dtype: np.dtype
+
+
+class _Read(NamedTuple):
+    """Box number `box` of leaf number `leaf`, read beside `device`."""
+
+    leaf: int
+    box: int
+    device: jax.Device
+
+
+class HostReads:
+    """Loads leaves: each box is read once, on the host of one device that needs it, and copied to the others.
+
+    Args:
+        files: where this process has opened the checkpoint.
+        committed: the opened checkpoint.
+        settings: how the hosts read.
+        leaves: what; all of their devices are of hosts of one single-controller runtime.
+    """
+
+    def __init__(
+        self, files: Opener, committed: Committed, settings: StoreSettings, leaves: Sequence[HostLeaf]
+    ) -> None:
+        self._files, self._committed, self._settings, self._leaves = files, committed, settings, leaves
+        self._shards: list[dict[jax.Device, jax.Array]] = [{} for _ in leaves]
+        self._reads: dict[jax.Device, list[_Read]] = {}
+        self._share_out()
+
+    def load(self, progress: Progress | None) -> list[jax.Array]:
+        """The arrays, in the order of the leaves, none of whose bytes came through this process.
+
+        Raises:
+            What a host met, of the same class, named by the host.
+            CheckpointError: a host does not see the checkpoint.
+        """
+        everywhere = list(self._reads.items())
+        calls = [self._call(device, reads) for device, reads in everywhere]
+
+        def looked(moved: bool) -> None:
+            if progress is not None:
+                progress(0)
+
+        doing = f"loading {self._committed.directory}"
+        try:
+            with contextlib.closing(call_hosts(calls, doing, looked)) as results:
+                for result in results:
+                    self._spread(everywhere[result.number][1], result)
+                    if progress is not None:
+                        progress(result.answer.done_bytes)
+        except UnseenError as error:
+            refuse_another(self._files, self._committed, may_be_gone=False)
+            raise CheckpointError(
+                f"{error}: this process sees the checkpoint there, but that host does not; a checkpoint is loaded from "
+                "storage that the controller and all hosts share"
+            ) from error
+        return [self._assembled(leaf, shards) for leaf, shards in zip(self._leaves, self._shards, strict=True)]
+
+    def _share_out(self) -> None:
+        """Which device each box is read beside: of those that need it the one with the fewest bytes so far."""
+        loads: dict[jax.Device, int] = {}
+        for number, leaf in enumerate(self._leaves):
+            holders: list[list[jax.Device]] = [[] for _ in leaf.placement.boxes]
+            for device, box in leaf.placement.devices:
+                holders[box].append(device)
+            for box, devices in enumerate(holders):
+                reader = min(devices, key=lambda device: loads.get(device, 0))
+                size = box_elements(leaf.placement.boxes[box]) * leaf.dtype.itemsize
+                loads[reader] = loads.get(reader, 0) + size
+                self._reads.setdefault(cpu_beside(reader), []).append(_Read(number, box, reader))
+
+    def _call(self, cpu: jax.Device, reads: list[_Read]) -> HostCall:
+        reads.sort()  # all boxes of one leaf together
+        by_leaf: dict[int, list[Box]] = {}
+        for read in reads:
+            by_leaf.setdefault(read.leaf, []).append(self._leaves[read.leaf].placement.boxes[read.box])
+        manifest = self._committed.manifest
+        plan = ReadPlan(
+            os.fsencode(self._committed.directory),
+            self._committed.manifest_sha256,
+            manifest.digest,
+            manifest.block_bytes,
+            settings_there(dataclasses.asdict(self._settings)),
+            manifest.segments,
+            tuple(self._wanted(self._leaves[number], boxes, cpu) for number, boxes in by_leaf.items()),
+            bool(jax.config.jax_enable_x64),  # type: ignore[attr-defined]
+        )
+        kinds = tuple(self._kind(self._leaves[number], box) for number, boxes in by_leaf.items() for box in boxes)
+        room = error_room()
+        return HostCall(cpu, plan_array(plan, room), (), room, kinds)
+
+    def _wanted(self, leaf: HostLeaf, boxes: Sequence[Box], cpu: jax.Device) -> ReadArray:
+        chunks = tuple(chunk for chunk in leaf.record.chunks if any(intersect(chunk.box, box) for box in boxes))
+        record = msgspec.structs.replace(leaf.record, chunks=chunks, sharding=None)
+        passes = any(device.platform != "cpu" for device, _ in leaf.placement.devices)
+        return ReadArray(record, tuple(boxes), dtype_name(leaf.dtype), passes)
+
+    def _kind(self, leaf: HostLeaf, box: Box) -> Kind:
+        return box_shape(box), dtype_name(np.dtype(jax.dtypes.canonicalize_dtype(leaf.dtype)))
+
+    def _spread(self, reads: Sequence[_Read], result: HostResult) -> None:
+        """Put what a host has read onto the device that it was read beside, and from there onto the others."""
+        owners = self._put(reads, result.arrays, [read.device for read in reads])
+        further = [
+            (read, data, device)
+            for read, data in zip(reads, owners, strict=True)
+            for device, box in self._leaves[read.leaf].placement.devices
+            if box == read.box and device != read.device
+        ]
+        if further:
+            others, data, devices = zip(*further, strict=True)
+            self._put(others, data, devices)
+
+    def _put(
+        self, reads: Sequence[_Read], data: Sequence[jax.Array], devices: Sequence[jax.Device]
+    ) -> Sequence[jax.Array]:
+        places = [
+            jax.sharding.SingleDeviceSharding(device, memory_kind=self._memory(read))
+            for read, device in zip(reads, devices, strict=True)
+        ]
+        put: list[jax.Array] = jax.device_put(list(data), places)
+        for read, device, shard in zip(reads, devices, put, strict=True):
+            self._shards[read.leaf][device] = shard
+        return put
+
+    def _memory(self, read: _Read) -> str | None:
+        sharding = self._leaves[read.leaf].placement.sharding
+        assert sharding is not None
+        return sharding.memory_kind
+
+    def _assembled(self, leaf: HostLeaf, shards: dict[jax.Device, jax.Array]) -> jax.Array:
+        sharding = leaf.placement.sharding
+        assert sharding is not None
+        in_order = [shards.pop(device) for device, _ in leaf.placement.devices]
+        return jax.make_array_from_single_device_arrays(leaf.placement.shape, sharding, in_order)
+
+
+def dtype_of(record: ArrayRecord, wanted: np.dtype | None) -> np.dtype:
+    """The dtype that a stored array becomes."""
+    return DTYPES[record.dtype] if wanted is None else wanted
