@@ -181,7 +181,9 @@ def movement_of(parts: Sequence[StagedPart]) -> Movement:
         fetching = any(here.fetching for each in transfers if (here := each()) is not None)
         looking = any(guard.is_looking for each in guards if (guard := each()) is not None)
         waiting = any(parts.is_waiting for each in on_hosts if (parts := each()) is not None)
-        return fetching or looking or waiting or any(owner.is_writing for each in owners if (owner := each()) is not None)
+        return (
+            fetching or looking or waiting or any(owner.is_writing for each in owners if (owner := each()) is not None)
+        )
 
     return Movement(is_excused)
 

@@ -1,4 +1,4 @@
-"""Calls functions on the hosts of devices, many at a time, through JAX's Colocated Python, and hands back their answers.
+"""Calls functions on the hosts of devices, many at a time, through JAX's Colocated Python; hands back their answers.
 
 JAX itself sends the function: by its name, in a pickle that it makes and that only it reads. Nothing of a checkpoint
 and nothing of ours is in one.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,16 +16,16 @@ import jax
 import numpy as np
 
 from jaxckpt_train.errors import CheckpointTimeoutError, OtherProcessError, SettingsError
-from jaxckpt_train.store.latch import LOOK_S
 from jaxckpt_train.store.workers import shared_workers
 from jaxckpt_train.told_errors import decode_error
 from jaxckpt_train.tree.colocated_host import moved_here, read_here, write_here
-from jaxckpt_train.tree.colocated_messages import Answer, decode_answer
+from jaxckpt_train.tree.colocated_messages import Answer, UnseenError, decode_answer
 
 MOST_AT_ONCE = 64
 ASKED_AT_ONCE = 8
 """How many hosts are asked in a second whether they get any further."""
 
+_spec: Any = jax.ShapeDtypeStruct
 _NOTHING = np.zeros(1, np.uint8)
 
 Kind = tuple[tuple[int, ...], str]
@@ -52,9 +53,7 @@ class HostResult(NamedTuple):
     arrays: Sequence[jax.Array]
 
 
-def call_hosts(
-    calls: Sequence[HostCall], doing: str, looked: Callable[[bool], object]
-) -> Generator[HostResult]:
+def call_hosts(calls: Sequence[HostCall], doing: str, looked: Callable[[bool], object]) -> Generator[HostResult]:
     """Make all calls, of which each host works at its own, and hand out the results as they come.
 
     Use `contextlib.closing` around the iterator. After the first error no further call is begun.
@@ -113,7 +112,7 @@ class _Asking:
         for place in range(min(len(devices), ASKED_AT_ONCE)):
             device = devices[(self._turn + place) % len(devices)]
             try:
-                found = np.asarray(_asking()(jax.device_put(_NOTHING, device))[0]).tobytes()
+                found = np.asarray(_asked()(jax.device_put(_NOTHING, device))[0]).tobytes()
             except jax.errors.JaxRuntimeError:
                 continue  # its own call tells of it
             if self._seen.get(device) != found:
@@ -127,7 +126,7 @@ def _called(number: int, call: HostCall, doing: str) -> HostResult:
     plan = jax.device_put(call.plan, call.device)
     try:
         if call.kinds is None:
-            (answered,), arrays = _writing(call.room)(plan, *call.arrays), ()
+            answered, *arrays = _writing(call.room)(plan, *call.arrays)
         else:
             answered, *arrays = _reading(call.room, call.kinds)(plan)
         answer = decode_answer(np.asarray(answered))  # waits until it is there
@@ -136,8 +135,11 @@ def _called(number: int, call: HostCall, doing: str) -> HostResult:
             f"the host of {call.device}, {doing}: {error}; do all hosts live, and have JAX, cloudpickle and "
             "jaxckpt_train in the releases of this process?"
         ) from error
+    who = f"host {answer.host} (of {call.device}, process {answer.pid})"
+    if answer.is_unseen:
+        raise UnseenError(f"{who}, {doing}")
     if answer.error is not None:
-        raise decode_error(answer.error, doing, f"host {answer.host} (of {call.device}, process {answer.pid})")
+        raise decode_error(answer.error, doing, who)
     return HostResult(number, answer, arrays)
 
 
@@ -152,7 +154,7 @@ def _reading(room: int, kinds: tuple[Kind, ...]) -> Callable[..., tuple[jax.Arra
 
 
 @functools.cache
-def _asking() -> Callable[..., tuple[jax.Array, ...]]:
+def _asked() -> Callable[..., tuple[jax.Array, ...]]:
     return _colocated(moved_here, (((8,), "uint8"),))
 
 
@@ -161,7 +163,7 @@ def _colocated(function: Callable[..., Any], kinds: tuple[Kind, ...]) -> Callabl
     from jax.experimental import colocated_python
 
     def outputs(plan: jax.ShapeDtypeStruct, *others: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return tuple(jax.ShapeDtypeStruct(shape, dtype, sharding=plan.sharding) for shape, dtype in kinds)
+        return tuple(_spec(shape, dtype, sharding=plan.sharding) for shape, dtype in kinds)
 
     calling: Any = colocated_python.colocated_python(function)
     made: Callable[..., tuple[jax.Array, ...]] = calling.specialize(out_specs_fn=outputs)
@@ -169,10 +171,8 @@ def _colocated(function: Callable[..., Any], kinds: tuple[Kind, ...]) -> Callabl
 
 
 def _refuse_without_pickler() -> None:
-    try:
-        import cloudpickle  # noqa: F401  # JAX sends functions with it
-    except ImportError as error:
+    if importlib.util.find_spec("cloudpickle") is None:  # JAX sends functions with it
         raise SettingsError(
             "StoreSettings.colocated: JAX's Colocated Python needs the package cloudpickle, here and on the hosts: pip "
             "install cloudpickle; or bring all arrays through this process by StoreSettings(colocated=False)"
-        ) from error
+        )

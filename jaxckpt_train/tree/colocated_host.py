@@ -35,6 +35,7 @@ from jaxckpt_train.told_errors import encode_error
 from jaxckpt_train.tree.colocated_messages import (
     Answer,
     ReadPlan,
+    UnseenError,
     WritePlan,
     answer_array,
     decode_plan,
@@ -58,10 +59,6 @@ class _Moved:
 
 
 _moved = _Moved()
-
-
-class UnseenError(CheckpointError):
-    """What the controller has opened is not there on this host."""
 
 
 def moved_here(there: jax.Array) -> tuple[jax.Array]:
@@ -94,6 +91,8 @@ def _answer(message: np.ndarray, work: Callable[[], tuple[int, PartIndex | None]
     try:
         done, index = work()
         return answer_array(Answer(here.host, here.pid, done, index), room)
+    except UnseenError:
+        return answer_array(Answer(here.host, here.pid, is_unseen=True), room)
     except Exception as error:  # noqa: BLE001  # a process's edge: told to the controller
         try:
             return answer_array(Answer(here.host, here.pid, error=encode_error(error, 0)), room)
@@ -135,9 +134,7 @@ def _read(message: np.ndarray, sharding: jax.sharding.Sharding, boxes: list[jax.
         raise UnseenError(directory)
     manifest = Manifest(FORMAT, FORMAT_VERSION, plan.digest, plan.block_bytes, plan.segments, (), {})
     committed = Committed(directory, manifest, plan.manifest_sha256)
-    wanted = [
-        Wanted(each.record, each.boxes, each.passes or each.dtype != each.record.dtype) for each in plan.arrays
-    ]
+    wanted = [Wanted(each.record, each.boxes, each.passes or each.dtype != each.record.dtype) for each in plan.arrays]
     firsts = [0, *itertools.accumulate(len(each.boxes) for each in plan.arrays)]
     found: list[Any] = [None] * firsts[-1]
     done = 0

@@ -68,14 +68,22 @@ class ReadPlan(msgspec.Struct, array_like=True, frozen=True):
     is_x64: bool
 
 
+class UnseenError(CheckpointError):
+    """What the controller has opened is not there on a host."""
+
+
 class Answer(msgspec.Struct, array_like=True, frozen=True):
-    """What a host has done, and how many bytes (`done_bytes`) that was; or the error that it met."""
+    """What a host has done, and how many bytes (`done_bytes`) that was; or the error that it met.
+
+    `is_unseen`: what it was to read is not there on this host.
+    """
 
     host: str
     pid: int
     done_bytes: int = 0
     index: PartIndex | None = None
     error: bytes | None = None
+    is_unseen: bool = False
 
 
 def plan_array(plan: WritePlan | ReadPlan, answer_bytes: int) -> np.ndarray:

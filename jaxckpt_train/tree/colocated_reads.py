@@ -23,8 +23,14 @@ from jaxckpt_train.store.replaced import refuse_another
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.tree.colocated_calls import HostCall, HostResult, Kind, call_hosts
 from jaxckpt_train.tree.colocated_devices import cpu_beside
-from jaxckpt_train.tree.colocated_host import UnseenError
-from jaxckpt_train.tree.colocated_messages import ReadArray, ReadPlan, error_room, plan_array, settings_there
+from jaxckpt_train.tree.colocated_messages import (
+    ReadArray,
+    ReadPlan,
+    UnseenError,
+    error_room,
+    plan_array,
+    settings_there,
+)
 from jaxckpt_train.tree.placement import Placement
 
 
@@ -125,7 +131,9 @@ class HostReads:
         return HostCall(cpu, plan_array(plan, room), (), room, kinds)
 
     def _wanted(self, leaf: HostLeaf, boxes: Sequence[Box], cpu: jax.Device) -> ReadArray:
-        chunks = tuple(chunk for chunk in leaf.record.chunks if any(intersect(chunk.box, box) for box in boxes))
+        chunks = tuple(
+            chunk for chunk in leaf.record.chunks if any(intersect(chunk.box, box) is not None for box in boxes)
+        )
         record = msgspec.structs.replace(leaf.record, chunks=chunks, sharding=None)
         passes = any(device.platform != "cpu" for device, _ in leaf.placement.devices)
         return ReadArray(record, tuple(boxes), dtype_name(leaf.dtype), passes)

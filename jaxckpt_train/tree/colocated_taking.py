@@ -1,4 +1,4 @@
-"""Takes arrays for the hosts that hold them: each gets copies of its share in its own memory, by devices' CPU devices."""
+"""Takes arrays for the hosts that hold them: each gets copies of its share in its own memory."""
 
 from __future__ import annotations
 
@@ -40,9 +40,15 @@ class HostParts:
         """Wait until all have arrived on their hosts."""
         self.is_waiting = True
         try:
-            jax.block_until_ready([part.data for parts in self.by_device.values() for part in parts])
+            for parts in self.by_device.values():
+                for part in parts:
+                    part.data.block_until_ready()
         finally:
             self.is_waiting = False
+
+    def close(self) -> None:
+        """Let go of them."""
+        self.by_device = {}
 
 
 class HostTaker:

@@ -297,7 +297,7 @@ class TreeRestore:
         self, jobs: Sequence[tuple[int, _Job, Placement]], values: list[Any], progress: Progress | None
     ) -> Sequence[tuple[int, _Job, Placement]]:
         """Have those read that go to devices of other hosts of this one controller; returns the rest."""
-        there, rest = [], []
+        there, rest = list[tuple[int, _Job, Placement]](), list[tuple[int, _Job, Placement]]()
         for each in jobs:
             is_there = each[2].sharding is not None and runs_on_hosts(each[2].sharding, self._settings.colocated)
             (there if is_there else rest).append(each)

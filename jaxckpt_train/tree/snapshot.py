@@ -72,6 +72,8 @@ class Snapshot:
             self.held.end()
         if self.transfers is not None:
             self.transfers.close()
+        if self.on_hosts is not None:
+            self.on_hosts.close()
 
 
 def snapshot(
@@ -187,9 +189,7 @@ class _Taker:
         compared: those of them that another one writes.
     """
 
-    def __init__(
-        self, keeps_views: bool, shares: JobShares | None = None, hosts: HostTaker | None = None
-    ) -> None:
+    def __init__(self, keeps_views: bool, shares: JobShares | None = None, hosts: HostTaker | None = None) -> None:
         self.arrays: list[ArraySource] = []
         self.elsewhere: list[tuple[int, jax.Array | Sequence[OwnPart]]] = []
         self.local: list[int] = []
@@ -200,7 +200,7 @@ class _Taker:
 
     def take_all(self, names: Sequence[str], leaves: Sequence[Any]) -> dict[str, LeafRecord]:
         """Take every leaf; those that are plain arrays on the CPU device together."""
-        kinds = plain_kinds(leaves) if self._keeps_views and self._shares is self._hosts is None else set()
+        kinds = plain_kinds(leaves) if self._keeps_views and self._shares is None and self._hosts is None else set()
         alike = [type(leaf) in kinds for leaf in leaves]
         together = (names, leaves) if all(alike) else (list(compress(names, alike)), list(compress(leaves, alike)))
         views = take_views(*together) if kinds else None
