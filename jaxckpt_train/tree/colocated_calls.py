@@ -76,7 +76,8 @@ def call_hosts(calls: Sequence[HostCall], doing: str, looked: Callable[[bool], o
     def call(number: int) -> HostResult:
         under_way[number] = calls[number].device
         try:
-            return _called(number, calls[number], doing)
+            with jax.enable_x64(True):  # which may be that of the calling thread alone
+                return _called(number, calls[number], doing)
         finally:
             del under_way[number]
 

@@ -139,7 +139,7 @@ def _read(message: np.ndarray, sharding: jax.sharding.Sharding, boxes: list[jax.
     found: list[Any] = [None] * firsts[-1]
     done = 0
     with (
-        jax.enable_x64(plan.is_x64),
+        jax.enable_x64(True),  # else the load was refused before
         contextlib.closing(iter_boxes(_BACKEND, committed, wanted, settings, _moved)) as reading,
     ):
         for number, box, data in reading:

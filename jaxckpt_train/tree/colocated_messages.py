@@ -56,7 +56,7 @@ class ReadArray(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ReadPlan(msgspec.Struct, array_like=True, frozen=True):
-    """What one host reads of a checkpoint. `is_x64`: whether JAX keeps 64-bit types."""
+    """What one host reads of a checkpoint."""
 
     directory: bytes
     manifest_sha256: str
@@ -65,7 +65,6 @@ class ReadPlan(msgspec.Struct, array_like=True, frozen=True):
     settings: dict[str, Any]
     segments: tuple[SegmentRecord, ...]
     arrays: tuple[ReadArray, ...]
-    is_x64: bool
 
 
 class UnseenError(CheckpointError):

@@ -124,7 +124,6 @@ class HostReads:
             settings_there(dataclasses.asdict(self._settings)),
             manifest.segments,
             tuple(self._wanted(self._leaves[number], boxes, cpu) for number, boxes in by_leaf.items()),
-            bool(jax.config.jax_enable_x64),  # type: ignore[attr-defined]
         )
         kinds = tuple(self._kind(self._leaves[number], box) for number, boxes in by_leaf.items() for box in boxes)
         room = error_room()
@@ -139,7 +138,7 @@ class HostReads:
         return ReadArray(record, tuple(boxes), dtype_name(leaf.dtype), passes)
 
     def _kind(self, leaf: HostLeaf, box: Box) -> Kind:
-        return box_shape(box), dtype_name(np.dtype(jax.dtypes.canonicalize_dtype(leaf.dtype)))
+        return box_shape(box), dtype_name(leaf.dtype)
 
     def _spread(self, reads: Sequence[_Read], result: HostResult) -> None:
         """Put what a host has read onto the device that it was read beside, and from there onto the others."""
