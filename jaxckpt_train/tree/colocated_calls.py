@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
@@ -59,7 +58,7 @@ def call_hosts(calls: Sequence[HostCall], doing: str, looked: Callable[[bool], o
     Use `contextlib.closing` around the iterator. After the first error no further call is begun.
 
     Args:
-        calls: at most one of each CPU device.
+        calls: begun in this order.
         doing: for messages, as "saving c".
         looked: told about once a second, on the calling thread, whether a host has got any further; what it raises
             ends the waiting, but not what the hosts have begun.
@@ -81,7 +80,7 @@ def call_hosts(calls: Sequence[HostCall], doing: str, looked: Callable[[bool], o
         finally:
             del under_way[number]
 
-    asking = _Asking(under_way)
+    asking = Asking(under_way)
 
     def moved() -> int:
         before = asking.moves
@@ -97,7 +96,7 @@ def call_hosts(calls: Sequence[HostCall], doing: str, looked: Callable[[bool], o
         raise CheckpointTimeoutError(f"{doing}: {error}") from None
 
 
-class _Asking:
+class Asking:
     """Asks hosts whose calls are under way how far they have got.
 
     Attributes:
@@ -172,8 +171,11 @@ def _colocated(function: Callable[..., Any], kinds: tuple[Kind, ...]) -> Callabl
 
 
 def _refuse_without_pickler() -> None:
-    if importlib.util.find_spec("cloudpickle") is None:  # JAX sends functions with it
+    try:
+        import cloudpickle  # type: ignore[import-untyped]  # noqa: F401  # JAX sends functions with it
+    except ImportError as error:
         raise SettingsError(
             "StoreSettings.colocated: JAX's Colocated Python needs the package cloudpickle, here and on the hosts: pip "
-            "install cloudpickle; or bring all arrays through this process by StoreSettings(colocated=False)"
-        )
+            'install "jaxckpt-train[colocated]"; or bring all arrays through this process by '
+            "StoreSettings(colocated=False)"
+        ) from error

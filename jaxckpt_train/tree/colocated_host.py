@@ -134,7 +134,7 @@ def _read(message: np.ndarray, sharding: jax.sharding.Sharding, boxes: list[jax.
         raise UnseenError(directory)
     manifest = Manifest(FORMAT, FORMAT_VERSION, plan.digest, plan.block_bytes, plan.segments, (), {})
     committed = Committed(directory, manifest, plan.manifest_sha256)
-    wanted = [Wanted(each.record, each.boxes, each.passes or each.dtype != each.record.dtype) for each in plan.arrays]
+    wanted = [Wanted(each.record, each.boxes, each.dtype != each.record.dtype) for each in plan.arrays]
     firsts = [0, *itertools.accumulate(len(each.boxes) for each in plan.arrays)]
     found: list[Any] = [None] * firsts[-1]
     done = 0

@@ -47,12 +47,11 @@ class WritePlan(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ReadArray(msgspec.Struct, array_like=True, frozen=True):
-    """Boxes of an array that one host reads, and the dtype that they are to have; `passes`: to an accelerator."""
+    """Boxes of an array that one host reads, and the dtype that they are to have."""
 
     record: ArrayRecord
     boxes: tuple[Box, ...]
     dtype: str
-    passes: bool
 
 
 class ReadPlan(msgspec.Struct, array_like=True, frozen=True):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -53,6 +55,8 @@ class _Read(NamedTuple):
 class HostReads:
     """Loads leaves: each box is read once, on the host of one device that needs it, and copied to the others.
 
+    A call to a host reads at most `read_budget_bytes` (or one box), which leave its memory before much more comes.
+
     Args:
         files: where this process has opened the checkpoint.
         committed: the opened checkpoint.
@@ -65,8 +69,6 @@ class HostReads:
     ) -> None:
         self._files, self._committed, self._settings, self._leaves = files, committed, settings, leaves
         self._shards: list[dict[jax.Device, jax.Array]] = [{} for _ in leaves]
-        self._reads: dict[jax.Device, list[_Read]] = {}
-        self._share_out()
 
     def load(self, progress: Progress | None) -> list[jax.Array]:
         """The arrays, in the order of the leaves, none of whose bytes came through this process.
@@ -75,20 +77,20 @@ class HostReads:
             What a host met, of the same class, named by the host.
             CheckpointError: a host does not see the checkpoint.
         """
-        everywhere = list(self._reads.items())
-        calls = [self._call(device, reads) for device, reads in everywhere]
+        batches = self._batches()
+        calls = [self._call(device, reads) for device, reads in batches]
 
         def looked(moved: bool) -> None:
             if progress is not None:
                 progress(0)
 
-        doing = f"loading {self._committed.directory}"
         try:
-            with contextlib.closing(call_hosts(calls, doing, looked)) as results:
+            with contextlib.closing(call_hosts(calls, f"loading {self._committed.directory}", looked)) as results:
                 for result in results:
-                    self._spread(everywhere[result.number][1], result)
+                    self._spread(batches[result.number][1], result)
                     if progress is not None:
                         progress(result.answer.done_bytes)
+                    del result  # the host may let go of what it has read
         except UnseenError as error:
             refuse_another(self._files, self._committed, may_be_gone=False)
             raise CheckpointError(
@@ -97,22 +99,38 @@ class HostReads:
             ) from error
         return [self._assembled(leaf, shards) for leaf, shards in zip(self._leaves, self._shards, strict=True)]
 
-    def _share_out(self) -> None:
-        """Which device each box is read beside: of those that need it the one with the fewest bytes so far."""
-        loads: dict[jax.Device, int] = {}
+    def _batches(self) -> list[tuple[jax.Device, list[_Read]]]:
+        """What each call reads, and of which CPU device it is: the first calls of all devices, then their second."""
+        batches: dict[jax.Device, list[list[_Read]]] = {}
+        sizes: dict[jax.Device, int] = {}
+        for read in self._shared_out():
+            cpu, size = cpu_beside(read.device), self._bytes(read)
+            if cpu not in batches or sizes[cpu] + size > self._settings.read_budget_bytes:
+                batches.setdefault(cpu, []).append([])
+                sizes[cpu] = 0
+            batches[cpu][-1].append(read)
+            sizes[cpu] += size
+        turns = itertools.zip_longest(*([(cpu, reads) for reads in several] for cpu, several in batches.items()))
+        return [call for turn in turns for call in turn if call is not None]
+
+    def _shared_out(self) -> Iterator[_Read]:
+        """Each box, and the device that it is read beside: of those that need it the one with the fewest bytes yet."""
+        loads: Counter[jax.Device] = Counter()
         for number, leaf in enumerate(self._leaves):
             holders: list[list[jax.Device]] = [[] for _ in leaf.placement.boxes]
             for device, box in leaf.placement.devices:
                 holders[box].append(device)
             for box, devices in enumerate(holders):
-                reader = min(devices, key=lambda device: loads.get(device, 0))
-                size = box_elements(leaf.placement.boxes[box]) * leaf.dtype.itemsize
-                loads[reader] = loads.get(reader, 0) + size
-                self._reads.setdefault(cpu_beside(reader), []).append(_Read(number, box, reader))
+                read = _Read(number, box, min(devices, key=loads.__getitem__))
+                loads[read.device] += self._bytes(read)
+                yield read
 
-    def _call(self, cpu: jax.Device, reads: list[_Read]) -> HostCall:
-        reads.sort()  # all boxes of one leaf together
-        by_leaf: dict[int, list[Box]] = {}
+    def _bytes(self, read: _Read) -> int:
+        leaf = self._leaves[read.leaf]
+        return box_elements(leaf.placement.boxes[read.box]) * leaf.dtype.itemsize
+
+    def _call(self, cpu: jax.Device, reads: Sequence[_Read]) -> HostCall:
+        by_leaf: dict[int, list[Box]] = {}  # in the order of the reads, which is that of the leaves
         for read in reads:
             by_leaf.setdefault(read.leaf, []).append(self._leaves[read.leaf].placement.boxes[read.box])
         manifest = self._committed.manifest
@@ -123,19 +141,18 @@ class HostReads:
             manifest.block_bytes,
             settings_there(dataclasses.asdict(self._settings)),
             manifest.segments,
-            tuple(self._wanted(self._leaves[number], boxes, cpu) for number, boxes in by_leaf.items()),
+            tuple(self._wanted(self._leaves[number], boxes) for number, boxes in by_leaf.items()),
         )
         kinds = tuple(self._kind(self._leaves[number], box) for number, boxes in by_leaf.items() for box in boxes)
         room = error_room()
         return HostCall(cpu, plan_array(plan, room), (), room, kinds)
 
-    def _wanted(self, leaf: HostLeaf, boxes: Sequence[Box], cpu: jax.Device) -> ReadArray:
+    def _wanted(self, leaf: HostLeaf, boxes: Sequence[Box]) -> ReadArray:
         chunks = tuple(
             chunk for chunk in leaf.record.chunks if any(intersect(chunk.box, box) is not None for box in boxes)
         )
         record = msgspec.structs.replace(leaf.record, chunks=chunks, sharding=None)
-        passes = any(device.platform != "cpu" for device, _ in leaf.placement.devices)
-        return ReadArray(record, tuple(boxes), dtype_name(leaf.dtype), passes)
+        return ReadArray(record, tuple(boxes), dtype_name(leaf.dtype))
 
     def _kind(self, leaf: HostLeaf, box: Box) -> Kind:
         return box_shape(box), dtype_name(leaf.dtype)

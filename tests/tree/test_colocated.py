@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import CheckpointError
@@ -32,16 +31,8 @@ from jaxckpt_train.tree.colocated_messages import (
 from jaxckpt_train.tree.colocated_reads import HostLeaf, HostReads
 from jaxckpt_train.tree.placement import device_placement
 from tests.conftest import RunPython
+from tests.tree.colocated_states import HOSTS, MIB, PLAIN, abstract, spread, written_by
 from tests.tree.same_trees import assert_same, raw
-
-HOSTS = jct.StoreSettings(colocated=True, durability="none")
-PLAIN = jct.StoreSettings(durability="none")
-MIB = 1 << 20
-
-
-def spread(value: Any, sizes: tuple[int, ...], *spec: Any) -> jax.Array:
-    mesh = jax.make_mesh(sizes, ("x", "y", "z")[: len(sizes)], axis_types=(AxisType.Auto,) * len(sizes))
-    return jax.device_put(value, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def numbers(*shape: int, dtype: Any = np.float32) -> np.ndarray:
@@ -66,28 +57,6 @@ def everything() -> dict[str, Any]:
         "numpy": numbers(5, dtype=">i4"),
         "python": [1, "two", None, 2.5, ()],
     }
-
-
-def written_by(path: Path) -> Counter[int]:
-    """Bytes of data by the number that files are named by."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    counts: Counter[int] = Counter()
-    for part in manifest["parts"]:
-        for array in part["arrays"]:
-            for _, segment, _, length, _ in array["chunks"]:
-                counts[int(manifest["segments"][segment][0].partition("/p")[2][:5])] += length
-    return counts
-
-
-def abstract(tree: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf: (
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type)
-            if isinstance(leaf, jax.Array) and leaf.committed and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            else leaf
-        ),
-        tree,
-    )
 
 
 @pytest.mark.parametrize("loading", [HOSTS, PLAIN], ids=["by hosts", "by this process"])
