@@ -108,6 +108,7 @@ class Asking:
         self._turn, self.moves = 0, 0
 
     def ask(self) -> int:
+        """Ask some of them; returns `moves`."""
         devices = list(self._under_way.values())
         for place in range(min(len(devices), ASKED_AT_ONCE)):
             device = devices[(self._turn + place) % len(devices)]
