@@ -53,12 +53,13 @@ def write_on_hosts(
         What a host met, of the same class, named by the host.
         CheckpointError: the controller's directory is not there on a host.
     """
-    parts.wait()
+    by_device = parts.by_device()
     progress(0)
     calls = [
         _call(directory, name, arrays, writer, held, settings, device)
-        for writer, (device, held) in enumerate(parts.by_device.items(), 1)
+        for writer, (device, held) in enumerate(by_device.items(), 1)
     ]
+    del by_device
     indexes: list[PartIndex] = [PartIndex((), (), ())] * len(calls)
     data_bytes = own.data_bytes
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,31 +23,42 @@ class HostPart(NamedTuple):
     data: jax.Array
 
 
-@dataclasses.dataclass
 class HostParts:
-    """What the hosts have of one tree: the parts that each is to write, by CPU device.
+    """What the hosts have of one tree.
+
+    Args:
+        whole: copies of arrays each of whose shards is a part, with their numbers in the tree.
+        apart: further parts, by the CPU device that holds them.
 
     Attributes:
-        by_device: the parts.
         is_waiting: whether somebody waits until they are there, which the devices may compute for long.
     """
 
-    by_device: Mapping[jax.Device, Sequence[HostPart]]
-    is_waiting: bool = False
+    def __init__(self, whole: Sequence[tuple[int, jax.Array]], apart: Sequence[tuple[jax.Device, HostPart]]) -> None:
+        self._whole, self._apart = whole, apart
+        self.is_waiting = False
 
-    def wait(self) -> None:
-        """Wait until all have arrived on their hosts."""
+    def by_device(self) -> dict[jax.Device, list[HostPart]]:
+        """The parts that each CPU device holds, by its number; waits until all are there."""
+        found: dict[jax.Device, list[HostPart]] = {}
+        for number, array in self._whole:
+            for shard in array.addressable_shards:
+                part = HostPart(number, box_from_index(shard.index, array.shape), shard.data)
+                found.setdefault(shard.device, []).append(part)
+        for device, part in self._apart:
+            found.setdefault(device, []).append(part)
         self.is_waiting = True
         try:
-            for parts in self.by_device.values():
+            for parts in found.values():
                 for part in parts:
                     part.data.block_until_ready()
         finally:
             self.is_waiting = False
+        return dict(sorted(found.items(), key=lambda item: item[0].id))
 
     def close(self) -> None:
         """Let go of them."""
-        self.by_device = {}
+        self._whole = self._apart = ()
 
 
 class HostTaker:
@@ -60,10 +70,12 @@ class HostTaker:
 
     def __init__(self, setting: Colocated) -> None:
         self._setting = setting
+        self._whole: list[tuple[int, jax.Array, jax.sharding.Sharding]] = []
         self._found: list[tuple[int, Box, jax.Array]] = []
         self._devices: list[jax.Device] = []
         self._shares = Shares(0)
         self._layouts: dict[tuple[jax.sharding.Sharding, tuple[int, ...]], Sequence[HeldBox]] = {}
+        self._beside: dict[jax.sharding.Sharding, jax.sharding.Sharding | None] = {}
 
     def takes(self, sharding: jax.sharding.Sharding) -> bool:
         """Whether arrays of this sharding are for it."""
@@ -75,26 +87,51 @@ class HostTaker:
         Parts are cut out on their device, so that no more than them travels.
         """
         layout = self._layout(leaf.sharding, leaf.shape)
-        here = {shard.device.id: shard.data for shard in leaf.addressable_shards}
-        devices = {shard.device.id: shard.device for shard in leaf.addressable_shards}
+        if all(len(held.holders) == 1 for held in layout):
+            beside = self._sharding_beside(leaf.sharding)
+            if beside is not None:
+                self._whole.append((number, leaf, beside))
+                return
+        here = {shard.device.id: shard for shard in leaf.addressable_shards}
         for holder, (held, box) in self._shares.of_all(layout, np.dtype(leaf.dtype).itemsize):
-            data, whole = here[holder], layout[held].box
+            data, whole = here[holder].data, layout[held].box
             self._found.append((number, box, data if box == whole else cut_out(data, slices_within(box, whole))))
-            self._devices.append(cpu_beside(devices[holder]))
+            self._devices.append(cpu_beside(here[holder].device))
 
     def taken(self) -> HostParts | None:
-        """Order the copies of all that was added; None: nothing was."""
-        if not self._found:
+        """Order the copies of all that was added; None: nothing was.
+
+        Whole arrays are copied as such: JAX takes as long for one as for one part.
+        """
+        if not (self._whole or self._found):
             return None
         places = {device: jax.sharding.SingleDeviceSharding(device) for device in set(self._devices)}
         copies = jax.device_put(
-            [data for *_, data in self._found], [places[device] for device in self._devices], may_alias=False
+            [leaf for _, leaf, _ in self._whole] + [data for *_, data in self._found],
+            [beside for *_, beside in self._whole] + [places[device] for device in self._devices],
+            may_alias=False,
         )
-        by_device: dict[jax.Device, list[HostPart]] = {}
-        for device, (number, box, _), copy in zip(self._devices, self._found, copies, strict=True):
-            by_device.setdefault(device, []).append(HostPart(number, box, copy))
+        whole = [(number, copy) for (number, *_), copy in zip(self._whole, copies, strict=False)]
+        apart = [
+            (device, HostPart(number, box, copy))
+            for device, (number, box, _), copy in zip(self._devices, self._found, copies[len(whole) :], strict=True)
+        ]
+        self._whole.clear()
         self._found.clear()
-        return HostParts(dict(sorted(by_device.items(), key=lambda item: item[0].id)))
+        return HostParts(whole, apart)
+
+    def _sharding_beside(self, sharding: jax.sharding.Sharding) -> jax.sharding.Sharding | None:
+        """The same over the CPU devices beside its devices; None: two of these share one, or it has no mesh."""
+        if sharding not in self._beside:
+            self._beside[sharding] = None
+            if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.Mesh):
+                mesh = sharding.mesh
+                beside = [cpu_beside(device) for device in mesh.devices.flat]
+                if len(set(beside)) == len(beside):
+                    devices = np.array(beside).reshape(mesh.devices.shape)
+                    there = jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+                    self._beside[sharding] = jax.sharding.NamedSharding(there, sharding.spec)
+        return self._beside[sharding]
 
     def _layout(self, sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Sequence[HeldBox]:
         found = self._layouts.get((sharding, shape))
