@@ -133,8 +133,9 @@ def _called(number: int, call: HostCall, doing: str) -> HostResult:
         answer = decode_answer(np.asarray(answered))  # waits until it is there
     except (jax.errors.JaxRuntimeError, ImportError) as error:
         raise OtherProcessError(
-            f"the host of {call.device}, {doing}: {error}; do all hosts live, and have JAX, cloudpickle and "
-            "jaxckpt_train in the releases of this process?"
+            f"the host of {call.device}, {doing}: {error}; see to it that all hosts live, run Colocated Python, and "
+            "have JAX, cloudpickle and jaxckpt_train in the releases of this process; StoreSettings(colocated=False) does "
+            "without them, and brings all arrays through this process"
         ) from error
     who = f"host {answer.host} (of {call.device}, process {answer.pid})"
     if answer.is_unseen:

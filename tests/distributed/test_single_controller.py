@@ -139,7 +139,9 @@ def test_a_host_that_dies_fails_the_save_and_is_named(tmp_path: Path, hosts: dic
             assert lost.is_called.wait(60)
             assert not pending.committed.done()
             lost.process.kill()
-            with pytest.raises(jct.OtherProcessError, match=r"the host of cpu:1, saving .*UNAVAILABLE.*all hosts live"):
+            with pytest.raises(
+                jct.OtherProcessError, match=r"the host of cpu:1, saving .*UNAVAILABLE.*see to it that all hosts live"
+            ):
                 pending.wait()
     finally:
         lost.end()

@@ -16,6 +16,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.transaction import open_committed
+from jaxckpt_train.tree import colocated_devices
 from jaxckpt_train.tree.colocated_devices import cpu_beside, is_single_controller
 from jaxckpt_train.tree.colocated_host import write_here
 from jaxckpt_train.tree.colocated_messages import (
@@ -287,6 +288,16 @@ def test_which_runtimes_have_their_devices_on_other_hosts() -> None:
         "pathways",
     ]
     assert [cpu_beside(device) for device in jax.devices("cpu")] == jax.devices("cpu")
+
+
+def test_on_such_a_runtime_the_hosts_do_it_without_being_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(colocated_devices, "is_single_controller", lambda kind: kind == "pjrt_ifrt")  # as here
+    tree = everything()
+    jct.save(tmp_path / "c", tree)
+    assert set(written_by(tmp_path / "c")) == set(range(9))
+    assert_same(jct.load(tmp_path / "c", like=abstract(tree)), tree)
+    jct.save(tmp_path / "d", tree, settings=jct.StoreSettings(colocated=False))
+    assert set(written_by(tmp_path / "d")) == {0}
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None, "True"])
