@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 
 from jaxckpt_train.errors import CheckpointTimeoutError, OtherProcessError, SettingsError
+from jaxckpt_train.store.latch import LOOK_S, Latch
 from jaxckpt_train.store.workers import shared_workers
 from jaxckpt_train.told_errors import decode_error
 from jaxckpt_train.tree.colocated_host import moved_here, read_here, write_here
@@ -80,24 +82,25 @@ def call_hosts(calls: Sequence[HostCall], doing: str, looked: Callable[[bool], o
         finally:
             del under_way[number]
 
-    asking = Asking(under_way)
+    asking, seen = Asking(under_way), [0]
 
     def moved() -> int:
-        before = asking.moves
-        now = asking.ask()
-        looked(now != before)
-        return now
+        before, seen[0] = seen[0], asking.moves
+        looked(seen[0] != before)
+        return seen[0]
 
     workers = shared_workers(min(len(calls), MOST_AT_ONCE), "jaxckpt-hosts")
     try:
-        with contextlib.closing(workers.run_each(call, range(len(calls)), moved=moved)) as results:
+        with asking, contextlib.closing(workers.run_each(call, range(len(calls)), moved=moved)) as results:
             yield from results
     except CheckpointTimeoutError as error:
         raise CheckpointTimeoutError(f"{doing}: {error}") from None
 
 
 class Asking:
-    """Asks hosts whose calls are under way how far they have got.
+    """Asks hosts whose calls are under way how far they have got: within, once a second, on a thread of its own.
+
+    A host that has stopped does not even answer to that; then `moves` stays as it is.
 
     Attributes:
         moves: another number whenever one has got further.
@@ -106,6 +109,21 @@ class Asking:
     def __init__(self, under_way: dict[int, jax.Device]) -> None:
         self._under_way, self._seen = under_way, dict[jax.Device, bytes]()
         self._turn, self.moves = 0, 0
+        self._is_over = Latch()
+
+    def __enter__(self) -> Asking:
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the system has no thread for it: who is slow is not told from who stopped
+            threading.Thread(target=self._run, name="jaxckpt-hosts-asked", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.open()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(LOOK_S):
+            self.ask()
 
     def ask(self) -> int:
         """Ask some of them; returns `moves`."""
@@ -134,8 +152,8 @@ def _called(number: int, call: HostCall, doing: str) -> HostResult:
     except (jax.errors.JaxRuntimeError, ImportError) as error:
         raise OtherProcessError(
             f"the host of {call.device}, {doing}: {error}; see to it that all hosts live, run Colocated Python, and "
-            "have JAX, cloudpickle and jaxckpt_train in the releases of this process; StoreSettings(colocated=False) does "
-            "without them, and brings all arrays through this process"
+            "have JAX, cloudpickle and jaxckpt_train in the releases of this process; StoreSettings(colocated=False) "
+            "does without them, and brings all arrays through this process"
         ) from error
     who = f"host {answer.host} (of {call.device}, process {answer.pid})"
     if answer.is_unseen:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train.store import workers
 from tests.distributed.arrays import global_array, values_of
 from tests.distributed.conftest import JobOf
 from tests.distributed.controller import HostProcess, controlled
@@ -146,6 +147,24 @@ def test_a_host_that_dies_fails_the_save_and_is_named(tmp_path: Path, hosts: dic
     finally:
         lost.end()
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_host_that_has_stopped_is_not_waited_for_for_ever(
+    tmp_path: Path, hosts: dict[jax.Device, HostProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = state()
+    jct.save(tmp_path / "c", tree, settings=PLAIN)
+    stopped = HostProcess(str(tmp_path / "socket"))
+    stopped.process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(workers, "GIVE_UP_S", 5.0)
+    try:
+        with (
+            controlled({**hosts, jax.devices()[3]: stopped}),
+            pytest.raises(jct.CheckpointTimeoutError, match=r"^loading .*/c: jaxckpt-hosts: nothing was done for 5 s"),
+        ):
+            jct.load(tmp_path / "c", like=abstract(tree), settings=HOSTS)
+    finally:
+        stopped.end()
 
 
 def test_hosts_tell_how_far_they_have_got(tmp_path: Path, hosts: dict[jax.Device, HostProcess]) -> None:
