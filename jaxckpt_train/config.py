@@ -53,6 +53,7 @@ class StoreConfig:
     nonfinite: str = "allow"
     scrub_bytes_per_s: int = 0
     barrier_timeout_s: float = 300.0
+    colocated: str | bool = "auto"
 
     def __post_init__(self) -> None:
         self.settings()

@@ -14,6 +14,7 @@ Durability = Literal["full", "file", "none"]
 DigestName = Literal["xxh3-128", "sha256", "blake3"]
 SnapshotMode = Literal["auto", "host", "device", "stream"]
 NonFinite = Literal["allow", "warn", "reject"]
+Colocated = bool | Literal["auto"]
 
 DEFAULT_IO_THREADS = 2
 STALL_TIMEOUT_S = 60.0  # of a step manager and whoever makes one
@@ -24,6 +25,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "direct_io": ("auto", True, False),
     "snapshot": ("auto", "host", "device", "stream"),
     "nonfinite": ("allow", "warn", "reject"),
+    "colocated": ("auto", True, False),
 }
 MOST_IO_THREADS = 64
 _MINIMUM = {
@@ -77,6 +79,9 @@ class StoreSettings:
             where the restore has not compared all of them, at most 64 MiB a second.
         barrier_timeout_s: in a job of several processes, seconds after which another process is not waited for any
             more that has not got any further, or is gone; the save or load fails in all of them then.
+        colocated: whether the hosts of the devices save and load the arrays there, through JAX's Colocated Python, and
+            not this process. "auto": where the runtime drives devices of many hosts from one process (Pathways);
+            True: always; False: never. Needs `cloudpickle`, and this package and the storage on all hosts.
 
     Raises:
         SettingsError: a value is out of range or of the wrong type.
@@ -94,6 +99,7 @@ class StoreSettings:
     nonfinite: NonFinite = "allow"
     scrub_bytes_per_s: int = 0
     barrier_timeout_s: float = 300.0
+    colocated: Colocated = "auto"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

@@ -35,10 +35,10 @@ def encode_error(error: BaseException, process: int) -> bytes:
     return msgspec.json.encode(told)
 
 
-def decode_error(data: bytes, doing: str) -> CheckpointError:
-    """The error that another process has told of, which it met while `doing` this."""
+def decode_error(data: bytes, doing: str, who: str | None = None) -> CheckpointError:
+    """The error that another process (`who`; None: it has told its number) met while `doing` this."""
     told = msgspec.json.decode(data, type=_Told)
-    where = f"process {told.process}, {doing}"
+    where = f"{who or f'process {told.process}'}, {doing}"
     if told.kind == StorageError.__name__ and told.errno is not None:
         return StorageError(told.errno, f"{where}: {told.text}", told.filename)
     kind = _TOLD.get(told.kind)

@@ -66,6 +66,7 @@ WITHOUT_JAX = (
 )
 ADAPTERS = {
     "blake3": {"store.digests"},
+    "cloudpickle": {"tree.colocated_calls"},
     "flax": {"checkpointables.nnx_objects", "checkpointables.flax_legacy"},
     "grain": {"checkpointables.grain_iterator"},
     "hydra": {"config_policies", "hydra_plugin"},

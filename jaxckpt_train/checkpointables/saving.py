@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from jaxckpt_train.checkpointables.colocated_saving import write_on_hosts
 from jaxckpt_train.checkpointables.contract import NOTHING
 from jaxckpt_train.checkpointables.registry import handler_of
 from jaxckpt_train.errors import CheckpointTimeoutError, NonFiniteError, SettingsError, UnsupportedLeafError
@@ -132,7 +133,9 @@ def _stage(
         same = None if staged.same is NOTHING else encode_value(staged.same)
         return StagedPart(name, handler.kind, value=encoded, same=same)
     is_guarded = settings.nonfinite != "allow"
-    taken = snapshot(staged.tree, settings.snapshot, ahead, is_guarded=is_guarded, shares=shares)
+    taken = snapshot(
+        staged.tree, settings.snapshot, ahead, is_guarded=is_guarded, shares=shares, colocated=settings.colocated
+    )
     times.snapshot_s += time.perf_counter() - now
     return StagedPart(name, handler.kind, snapshot=taken)
 
@@ -176,12 +179,16 @@ def movement_of(parts: Sequence[StagedPart]) -> Movement:
     snapshots = [part.snapshot for part in parts if part.snapshot is not None]
     transfers = [weakref.ref(each.transfers) for each in snapshots if each.transfers is not None]
     guards = [weakref.ref(each.guard) for each in snapshots if each.guard is not None]
+    on_hosts = [weakref.ref(each.on_hosts) for each in snapshots if each.on_hosts is not None]
     owners = [weakref.ref(part.own_files) for part in parts if part.own_files is not None]
 
     def is_excused() -> bool:
         fetching = any(here.fetching for each in transfers if (here := each()) is not None)
         looking = any(guard.is_looking for each in guards if (guard := each()) is not None)
-        return fetching or looking or any(owner.is_writing for each in owners if (owner := each()) is not None)
+        waiting = any(parts.is_waiting for each in on_hosts if (parts := each()) is not None)
+        return (
+            fetching or looking or waiting or any(owner.is_writing for each in owners if (owner := each()) is not None)
+        )
 
     return Movement(is_excused)
 
@@ -296,6 +303,11 @@ def _write_part(
             first_segment=len(segments),
             progress=progress,
         )
+        if part.snapshot.on_hosts is not None:
+            parts, arrays = part.snapshot.on_hosts, part.snapshot.arrays
+            written = write_on_hosts(
+                transaction.directory, part.name, arrays, parts, written, segments, settings, progress
+            )
         segments.extend(written.segments)
         times.bytes += written.data_bytes
         return PartRecord(part.name, part.kind, written.arrays, files, encode_tree(part.snapshot.record))

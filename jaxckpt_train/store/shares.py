@@ -60,6 +60,15 @@ class Shares:
                     mine.append(Share(number, part))
         return mine
 
+    def of_all(self, layout: Sequence[HeldBox], item_bytes: int) -> Iterator[tuple[int, Share]]:
+        """What each process writes of an array, for one process that plans for all; arguments as of `of`."""
+        for number, (box, holders) in enumerate(layout):
+            if len(holders) == 1:
+                yield holders[0], Share(number, box)
+                continue
+            for holder, part in self._parts(box, holders, item_bytes):
+                yield holder, Share(number, part)
+
     def of_whole(self, holders: tuple[int, ...], nbytes: int) -> bool:
         """Whether this process writes what these all have, and what is not cut."""
         loads = self._heap(holders)

@@ -36,7 +36,7 @@ def take_own_parts(
         copies = copies_if_wanted(whole, mode)
         kept = iter(copies or whole)
         handles = [
-            next(kept) if part.inner is None else _cut_out(handle, part.inner)
+            next(kept) if part.inner is None else cut_out(handle, part.inner)
             for handle, part in zip(handles, parts, strict=True)
         ]
         data, transfers = take_handles(handles, mode, ahead, is_copied=copies is not None)
@@ -63,7 +63,7 @@ class _PartToCome:
         return self._whole.fetch()[self._inner]
 
 
-def _cut_out(array: jax.Array, inner: tuple[slice, ...]) -> jax.Array:
+def cut_out(array: jax.Array, inner: tuple[slice, ...]) -> jax.Array:
     """A part of an array of one device, made on that device; compiled once for each shape."""
     sizes = tuple(part.stop - part.start for part in inner)
     starts = tuple(np.int64(part.start) if max(array.shape) >= 1 << 31 else np.int32(part.start) for part in inner)

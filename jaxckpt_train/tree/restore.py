@@ -20,6 +20,8 @@ from jaxckpt_train.store.read_budget import ReadBudget
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import Progress, iter_boxes
 from jaxckpt_train.store.transaction import Committed
+from jaxckpt_train.tree.colocated_devices import runs_on_hosts
+from jaxckpt_train.tree.colocated_reads import HostLeaf, HostReads, dtype_of
 from jaxckpt_train.tree.conversion import converted
 from jaxckpt_train.tree.device_put import DevicePuts
 from jaxckpt_train.tree.flatten import EMPTY, PLACEHOLDER, Flat, flatten, unflatten
@@ -254,6 +256,7 @@ class TreeRestore:
         self, jobs: Sequence[tuple[int, _Job, Placement]], values: list[Any], cast: bool, progress: Progress | None
     ) -> None:
         """Read what the jobs want and put each array where it goes while others are still on their way."""
+        jobs = self._read_on_hosts(jobs, values, progress)
         if not jobs:
             return
         unplaced = any(job.want.form == "jax" and not placement.devices for _, job, placement in jobs)
@@ -289,6 +292,23 @@ class TreeRestore:
         for number in sorted(late):  # in the order that is the same in all processes
             job, data = late.pop(number)
             values[number] = value_of(job.name, job.want, data)
+
+    def _read_on_hosts(
+        self, jobs: Sequence[tuple[int, _Job, Placement]], values: list[Any], progress: Progress | None
+    ) -> Sequence[tuple[int, _Job, Placement]]:
+        """Have those read that go to devices of other hosts of this one controller; returns the rest."""
+        there, rest = list[tuple[int, _Job, Placement]](), list[tuple[int, _Job, Placement]]()
+        for each in jobs:
+            is_there = each[2].sharding is not None and runs_on_hosts(each[2].sharding, self._settings.colocated)
+            (there if is_there else rest).append(each)
+        if there:
+            leaves = [
+                HostLeaf(job.array, place, dtype_of(job.array, job.want.dtype)) for _, job, place in there if job.array
+            ]
+            found = HostReads(self._files, self._committed, self._settings, leaves).load(progress)
+            for (number, *_), array in zip(there, found, strict=True):
+                values[number] = array
+        return rest
 
     def _inline(self, job: _Job) -> Any:
         if isinstance(job.record, EmptyLeaf):

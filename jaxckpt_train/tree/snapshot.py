@@ -12,12 +12,13 @@ import jax
 import numpy as np
 
 from jaxckpt_train.errors import UnsupportedLeafError
-from jaxckpt_train.settings import MIB, SnapshotMode
+from jaxckpt_train.settings import MIB, Colocated, SnapshotMode
 from jaxckpt_train.store.boxes import box_from_index, full_box
 from jaxckpt_train.store.dtypes import is_storable
 from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.store.layout import ArraySource, ChunkSource, OwnChunkSource
 from jaxckpt_train.store.quiet_gc import paused_collection
+from jaxckpt_train.tree.colocated_taking import HostParts, HostTaker, host_taker
 from jaxckpt_train.tree.cpu_views import plain_kinds, take_views
 from jaxckpt_train.tree.device_leaves import distinct_shards, take_from_devices
 from jaxckpt_train.tree.donations import HeldViews, is_donated
@@ -52,6 +53,7 @@ class Snapshot:
         local: in a job of many processes, numbers of the arrays that each of them has for itself.
         compared: those of them that another process writes, as this one has them.
         is_taken: open once the caller may do anything with what it saved.
+        on_hosts: what other hosts write of the arrays; None: nothing.
     """
 
     record: TreeRecord
@@ -62,6 +64,7 @@ class Snapshot:
     guard: ValueGuard | None
     local: Sequence[int] = ()
     compared: Mapping[int, Sequence[ChunkSource]] = dataclasses.field(default_factory=dict)  # by number of the array
+    on_hosts: HostParts | None = None
 
     def close(self) -> None:
         """It is written, or never will be: let go of what is still on devices."""
@@ -69,6 +72,8 @@ class Snapshot:
             self.held.end()
         if self.transfers is not None:
             self.transfers.close()
+        if self.on_hosts is not None:
+            self.on_hosts.close()
 
 
 def snapshot(
@@ -78,6 +83,7 @@ def snapshot(
     *,
     is_guarded: bool = False,
     shares: JobShares | None = None,
+    colocated: Colocated = False,
 ) -> Snapshot:
     """Take a pytree as it is now, safe from later donation and in-place changes.
 
@@ -101,14 +107,18 @@ def snapshot(
             all other trees of the same save; None: 64 MiB of this one.
         is_guarded: whether the result is to tell of nan and inf.
         shares: in a job of many processes, what this one writes; None: all.
+        colocated: whether other hosts write what lies there: copies are ordered to their memory, in every mode.
 
     Raises:
+        SettingsError: `colocated` cannot be used here.
         UnsupportedLeafError: a leaf that cannot be stored, named by its path.
     """
     with paused_collection():
         flat = flatten(tree)
-        taker = _Taker(keeps_views=mode in ("auto", "host"), shares=shares)
+        hosts = host_taker(flat.leaves, colocated)
+        taker = _Taker(keeps_views=mode in ("auto", "host"), shares=shares, hosts=hosts)
         records = taker.take_all(flat.names, flat.leaves)
+        on_hosts = None if hosts is None else hosts.taken()
     guard = ValueGuard(flat.names, flat.leaves) if is_guarded else None
     held = None
     if mode == "host":
@@ -116,7 +126,7 @@ def snapshot(
     elif mode == "auto" and is_donated(flat.structure):
         with contextlib.suppress(MemoryError, OSError):  # no memory for it: then it is held, as before
             _copy_views(taker)
-    elif mode == "auto" and flat.structure is not None and not taker.elsewhere:
+    elif mode == "auto" and flat.structure is not None and not (taker.elsewhere or on_hosts):
         held = HeldViews(flat, taker.arrays)
     transfers = None
     if taker.elsewhere:
@@ -134,7 +144,7 @@ def snapshot(
     compared = {number: taker.arrays[number].chunks for number in taker.compared}
     for number in compared:
         taker.arrays[number] = taker.arrays[number]._replace(chunks=())
-    return Snapshot(record, taker.arrays, transfers, is_taken, held, guard, taker.local, compared)
+    return Snapshot(record, taker.arrays, transfers, is_taken, held, guard, taker.local, compared, on_hosts)
 
 
 def _copy_views(taker: _Taker) -> None:
@@ -166,6 +176,7 @@ class _Form(NamedTuple):
     on_host: bool
     described: dict[str, Any] | None
     local: bool
+    is_of_hosts: bool
 
 
 class _Taker:
@@ -178,18 +189,18 @@ class _Taker:
         compared: those of them that another one writes.
     """
 
-    def __init__(self, keeps_views: bool, shares: JobShares | None = None) -> None:
+    def __init__(self, keeps_views: bool, shares: JobShares | None = None, hosts: HostTaker | None = None) -> None:
         self.arrays: list[ArraySource] = []
         self.elsewhere: list[tuple[int, jax.Array | Sequence[OwnPart]]] = []
         self.local: list[int] = []
         self.compared: list[int] = []
-        self._keeps_views, self._shares = keeps_views, shares
+        self._keeps_views, self._shares, self._hosts = keeps_views, shares, hosts
         self._forms: dict[jax.sharding.Sharding, _Form] = {}
         self._plain: dict[Any, bool] = {}
 
     def take_all(self, names: Sequence[str], leaves: Sequence[Any]) -> dict[str, LeafRecord]:
         """Take every leaf; those that are plain arrays on the CPU device together."""
-        kinds = plain_kinds(leaves) if self._keeps_views and self._shares is None else set()
+        kinds = plain_kinds(leaves) if self._keeps_views and self._shares is None and self._hosts is None else set()
         alike = [type(leaf) in kinds for leaf in leaves]
         together = (names, leaves) if all(alike) else (list(compress(names, alike)), list(compress(leaves, alike)))
         views = take_views(*together) if kinds else None
@@ -253,7 +264,8 @@ class _Taker:
         single = len(devices) == 1
         on_host = all(device.platform == "cpu" for device in devices)
         described = None if single else describe_sharding(sharding)
-        form = _Form(single, on_host, described, sharding.is_fully_addressable)
+        of_hosts = self._hosts is not None and self._hosts.takes(sharding)
+        form = _Form(single, on_host, described, sharding.is_fully_addressable, of_hosts)
         self._forms[sharding] = form
         return form
 
@@ -272,7 +284,9 @@ class _Taker:
     def _add(self, name: str, leaf: jax.Array, form: _Form) -> None:
         shape = leaf.shape
         chunks: tuple[ChunkSource, ...] = ()
-        if self._shares is not None:
+        if self._hosts is not None and form.is_of_hosts:
+            self._hosts.add(len(self.arrays), leaf)
+        elif self._shares is not None:
             parts = self._own_parts(self._shares, leaf, form)
             if form.on_host and self._keeps_views:
                 chunks = tuple(ChunkSource(part.box, np.asarray(part.held)[part.inner or ...]) for part in parts)

@@ -113,7 +113,7 @@ def test_a_full_memory_is_told_once_and_not_asked_again(
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX's arrays on the CPU are taken as those of other devices."""
     taker = snapshots._Taker
-    monkeypatch.setattr(snapshots, "_Taker", lambda keeps_views, shares: taker(keeps_views=False, shares=shares))
+    monkeypatch.setattr(snapshots, "_Taker", lambda keeps_views, **more: taker(keeps_views=False, **more))
 
 
 def no_room(*_: Any) -> None:
