@@ -69,8 +69,9 @@ def try_once(directory: Path, trial: Trial, chance: random.Random, allowance_s: 
         )
         answers = job.outcomes(act_and_be_stopped, *arguments, heard=others, timeout_s=LIMIT_S + 90)
         stopped_at = float(note.read_text()) if note.exists() else None
-    for number, answer in zip(others, answers, strict=True) if stopped_at is not None else ():
-        check(trial, number, answer, stopped_at, allowance_s)
+    for number, answer in zip(others, answers, strict=True):
+        if stopped_at is not None:
+            check(trial, number, answer, stopped_at, allowance_s)
     committed = max(jct.StepManager(directory).steps)
     assert committed in (step, step + 1), f"{trial}: step {step} was committed, and {committed} is the newest"
     report = jct.verify(jct.StepManager(directory).path(step))
