@@ -77,9 +77,8 @@ class CheckpointCallback:
         check_arguments({name: value for name, value in locals().items() if name != "self"})  # there are no others yet
         self.enabled = enabled
         mark_absl_flags_parsed()  # now: `iter(dataset)` in the call of `resume` may need it already
-        self._save_on_exit, self._save_initial = save_on_exit, save_initial
+        self._save_on_exit, self._save_initial, self._on_mismatch = save_on_exit, save_initial, data_on_mismatch
         self._fingerprint, self._progress, self._init_from = fingerprint, progress, init_from
-        self._data_on_mismatch = data_on_mismatch
         problem = hydra_job.hydra_directory_problem(directory) if enabled else None
         if problem is not None:
             _log.warning("%s", problem)
@@ -158,7 +157,8 @@ class CheckpointCallback:
         heeded = self._departure.heeded(None)
         self.manager.check_fresh(heeded)
         if self._init_from is not None:
-            values["state"] = load(hydra_job.resolve_directory(self._init_from), values["state"], progress=heeded)
+            path, like = hydra_job.resolve_directory(self._init_from), values["state"]
+            values["state"] = self.manager.all_do("loading", lambda: load(path, like, progress=heeded))
             _log.info("initialised the state from %s", self._init_from)
         if self._save_initial:
             self._loop.told(values, None)
@@ -169,7 +169,7 @@ class CheckpointCallback:
         shown, heeded = wants_progress(self._progress), self._departure.heeded
         total = size_if_readable(lambda: self.manager.metadata(progress=heeded(None))) if shown else None
         with with_fingerprint(self._fingerprint), progress_line("restoring", total, shown) as advance:
-            values = restore_values(self.manager, values, self._data_on_mismatch, heeded(advance))
+            values = restore_values(self.manager, values, self._on_mismatch, heeded(advance))
         self._saved = self.manager.restored_step
         _log.info("resumed from step %s of %s", self._saved, self.manager.directory)
         return values

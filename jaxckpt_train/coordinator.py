@@ -13,6 +13,7 @@ from jaxckpt_train.meeting import Meeting
 
 Moved = Callable[[], object]
 BARRIER_TIMEOUT_S = 300.0
+MOST_LEFT = 64  # meetings whose keys stay until all are known to have left them
 
 
 def always(values: Sequence[bytes]) -> bytes:
@@ -68,7 +69,7 @@ class Coordinator(Protocol):
         """
 
     def broadcast(self, doing: str, say: Callable[[], bytes], moved: Moved | None = None) -> bytes:
-        """What process 0 says; it does not wait for the others.
+        """What process 0 says; it does not wait for the others, but for once in a while.
 
         Raises:
             As `exchange`.
@@ -142,6 +143,7 @@ class ManyProcesses:
         self._values, self._timeout_s, self._name = values, timeout_s, name
         self._orders = _Orders() if orders is None else orders
         self._met = 0  # how many times
+        self._told = 0  # how many times since the last exchange
         self._left: list[str] = []  # at process 0: folders of meetings whose keys are still there
         self._meeting: Meeting | None = None
 
@@ -167,6 +169,7 @@ class ManyProcesses:
         moved: Moved | None = None,
     ) -> bytes:
         """As the protocol says."""
+        self._told = 0
         meeting = self._meet(doing, moved)
         if self.process:
             return meeting.take_part(lambda: self._orders.encoded() + give())
@@ -183,6 +186,9 @@ class ManyProcesses:
 
     def broadcast(self, doing: str, say: Callable[[], bytes], moved: Moved | None = None) -> bytes:
         """As the protocol says."""
+        self._told += 1
+        if self._told >= MOST_LEFT:  # else the keys of a job that only tells pile up
+            return self.exchange(doing, lambda: b"", lambda values: say(), moved)
         meeting = self._meet(doing, moved)
         return meeting.hear() if self.process else self._held(meeting, say)
 

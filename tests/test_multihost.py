@@ -1,4 +1,4 @@
-"""The coordinator of one process, and the refusal of jobs that this version cannot save."""
+"""The coordinator of one process, and that JAX's distributed runtime is left alone where nobody has begun it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,6 @@ from pathlib import Path
 from jaxckpt_train.multihost import SingleProcess, current
 from tests.conftest import RunPython
 
-TWO_PROCESSES = """
-import sys, threading
-import jax
-jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
-import jaxckpt_train as jct
-try:
-    jct.StepManager(sys.argv[3])
-except jct.CheckpointError as error:
-    print(error, flush=True)
-jax.distributed.shutdown()
-"""
 ONE_PROCESS = """
 import sys
 import jax, jax.numpy as jnp
@@ -66,15 +55,3 @@ def test_jax_distributed_is_never_initialised(tmp_path: Path, run_python: RunPyt
 def test_a_distributed_job_of_one_process_saves(tmp_path: Path, run_python: RunPython) -> None:
     done = run_python(ONE_PROCESS, free_address(), tmp_path / "run", check=True)
     assert done.stdout == "[0, 1, 2]\n"
-
-
-def test_a_job_of_two_processes_is_refused_before_it_writes(tmp_path: Path, run_python: RunPython) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    address = free_address()
-    with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(run_python, TWO_PROCESSES, address, str(n), tmp_path / "run", check=True) for n in (0, 1)]
-        outputs = [job.result().stdout for job in jobs]
-    for output in outputs:
-        assert output.startswith("this job has 2 processes; in this version of jaxckpt_train the steps of a run are")
-    assert not (tmp_path / "run").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -129,18 +128,14 @@ class JobRestore:
 
     def _load(self, directory: str, open_it: Callable[[], Committed]) -> dict[str, Any]:
         """Load it, and have all succeed, or fail."""
-        done: list[dict[str, Any]] = []
 
-        def give() -> bytes:
+        def load() -> dict[str, Any]:
             committed = open_it()
             names = [part.name for part in committed.manifest.parts]
             wanted = dict.fromkeys(names) if self._targets is None else self._targets
-            done.append(load_parts(self._backend, committed, wanted, self._settings, LoadOptions(), self._meter))
-            return b""
+            return load_parts(self._backend, committed, wanted, self._settings, LoadOptions(), self._meter)
 
-        # A process that lives gives signs: each of its waits has a limit of its own.
-        self._together.job.exchange(f"restoring {directory}", give, moved=time.monotonic)
-        return done[0]
+        return self._together.all_do(f"restoring {directory}", load)
 
 
 def _never() -> Any:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxckpt_train.checkpoint import PathLike, absolute
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
@@ -38,6 +38,7 @@ from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.value_checks import flag, time_limit
 
 _log = logging.getLogger("jaxckpt_train")
+T = TypeVar("T")
 
 
 class StepManager(StepListing):
@@ -111,14 +112,9 @@ class StepManager(StepListing):
         self._check_open()
         self._together.own()
 
-    def all_do(self, doing: str, act: Callable[[], object]) -> None:
+    def all_do(self, doing: str, act: Callable[[], T]) -> T:
         """Do something in this process, and in a job in all of them: what it raises in one, it raises in all."""
-
-        def give() -> bytes:
-            act()
-            return b""
-
-        self._together.job.exchange(doing, give, moved=time.monotonic)
+        return self._together.all_do(doing, act)
 
     def decide(self, step: int, metrics: Mapping[str, Any] | None = None) -> Decision:
         """Whether the save policy asks for this step, and why. Reads no device unless the policy decides by metrics.
@@ -373,6 +369,7 @@ class StepManager(StepListing):
             if waits:
                 self.wait()
         finally:  # who writes stays the owner: there is one after an interrupt
+            self._together.job.end()
             close = functools.partial(self._run.close, longest_s, until)
             call_after(self._in_flight.pending or self._in_flight.given_up, close)
 

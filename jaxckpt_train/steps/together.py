@@ -6,7 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.store.plain_files import read_or_none
 
+T = TypeVar("T")
 SEEN_WITHIN_S, LOOK_S = 10.0, 0.5  # a network file system shows what another machine has made some seconds later
 
 
@@ -75,6 +76,21 @@ class Together:
         heard = msgspec.msgpack.decode(said, type=_Led)
         self.followed.hear(heard.news)
         return heard.result
+
+    def all_do(self, doing: str, act: Callable[[], T]) -> T:
+        """Do something in every process.
+
+        Raises:
+            What `act` raised in one, in all of them; of several the first one's.
+        """
+        done: list[T] = []
+
+        def give() -> bytes:
+            done.append(act())
+            return b""
+
+        self.job.exchange(doing, give, moved=time.monotonic)
+        return done[0]
 
     def own(self) -> None:
         """Have process 0 own the directory, once it is certain that all mean the same one, and see it.

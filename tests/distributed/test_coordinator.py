@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train.coordinator import ManyProcesses
+from jaxckpt_train.coordinator import MOST_LEFT, ManyProcesses
 from jaxckpt_train.errors import CheckpointError, OtherProcessError, StorageError
 from jaxckpt_train.multihost import current
 from tests.distributed.conftest import JobOf
@@ -139,9 +139,24 @@ def keys_left(name: str) -> int:
     return len(found._values.find("jaxckpt")) if found.process == 0 else 0
 
 
+def keys_of_telling(name: str) -> list[int]:
+    """How many there are at most while process 0 tells one thing after the other; in the others, what they heard."""
+    found, most = current(), 0
+    assert isinstance(found, ManyProcesses)
+    inner = found.within(name, LIMIT_S)
+    heard = []
+    for number in range(300):
+        heard.append(int(inner.broadcast("telling", lambda number=number: b"%d" % number)))  # type: ignore[misc]
+        most = max(most, len(found._values.find(f"jaxckpt/{name}-1"))) if found.process == 0 else 0
+    assert heard == list(range(300))
+    return [most]
+
+
 def test_keys_do_not_pile_up() -> None:
     with running(2) as job:
         assert job.call(keys_left, "keys")[0] <= 10
+        most = job.call(keys_of_telling, "telling")[0][0]
+        assert 0 < most <= MOST_LEFT + 10  # some are of the exchange that clears them
 
 
 def wait_in_exchange(name: str, who: int) -> list[Any]:
