@@ -25,7 +25,7 @@ def check_tiling(boxes: Sequence[Box], shape: Sequence[int], subject: str) -> No
     full = full_box(shape)
     if len(boxes) == 1 and boxes[0] == full:
         return
-    corners = _corners(boxes, len(full))
+    corners = corners_of(boxes, len(full))
     if corners is None:
         for box in boxes:
             if not _is_inside(box, shape):
@@ -34,7 +34,7 @@ def check_tiling(boxes: Sequence[Box], shape: Sequence[int], subject: str) -> No
     check_corners(corners, shape, subject)
 
 
-def _corners(boxes: Sequence[Box], dimensions: int) -> np.ndarray | None:
+def corners_of(boxes: Sequence[Box], dimensions: int) -> np.ndarray | None:
     """As an array of shape (boxes, dimensions, 2); None: they cannot all be boxes of so many dimensions."""
     if not dimensions or {len(box) for box in boxes} != {dimensions}:
         return None
