@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import socket
@@ -11,12 +12,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.machine import ROOT
 from jaxckpt_train.coordinator import ManyProcesses
+from jaxckpt_train.given_values import GivenValues
 from jaxckpt_train.multihost import JaxKeyValues
 
 SIZES = (16, 512, 32 << 10, 512 << 10, 4 << 20)
@@ -35,14 +37,17 @@ def client_of(address: str, number: int) -> Any:
     return client
 
 
-def serve(clients: int) -> tuple[Any, str]:
-    """A service for so many clients, in this process, and its address."""
+@contextlib.contextmanager
+def serving(clients: int) -> Iterator[str]:
+    """A service for so many clients, in this process: its address. They must be gone when it ends."""
     from jax._src.lib import _jax
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    return _jax.get_distributed_runtime_service(address, clients, heartbeat_timeout=100), address
+    service = _jax.get_distributed_runtime_service(address, clients, heartbeat_timeout=100)
+    yield address
+    service.shutdown()
 
 
 def one_by_one(client: Any) -> dict[str, dict[str, float]]:
@@ -85,20 +90,52 @@ def _median(call: Callable[[int], object], calls: int) -> float:
 
 def together(clients: int) -> dict[str, float]:
     """Exchanges and barriers of so many clients, 16 in a process; calls a second that they get out of the service."""
-    service, address = serve(clients)
     starts = range(0, clients, CLIENTS_OF_A_PROCESS)
-    command = [sys.executable, "-m", "benchmarks.scale_latency", "--clients", str(clients), "--address", address]
-    others = [
-        subprocess.Popen([*command, "--first", str(first)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        for first in starts
-    ]
-    answers = [json.loads(each.communicate()[0].splitlines()[-1]) for each in others]
-    service.shutdown()
+    with serving(clients) as address:
+        command = [sys.executable, "-m", "benchmarks.scale_latency", "--clients", str(clients), "--address", address]
+        others = [
+            subprocess.Popen([*command, "--first", str(first)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+            for first in starts
+        ]
+        answers = [json.loads(each.communicate()[0].splitlines()[-1]) for each in others]
     return {
         "exchange_ms": max(each["exchange_ms"] for each in answers),
         "barrier_ms": max(each["barrier_ms"] for each in answers),
         "calls_per_s": sum(each["calls_per_s"] for each in answers),
     }
+
+
+def gathered(processes: int, size: int) -> dict[str, float]:
+    """Seconds in which process 0, which runs the service, hears values of that size; one client gives them all."""
+    with serving(2) as address:
+        command = [sys.executable, "-m", "benchmarks.scale_latency", "--address", address, "--clients", str(processes)]
+        other = subprocess.Popen([*command, "--give", str(size)], cwd=ROOT, stdout=subprocess.DEVNULL)
+        client, started = client_of(address, 0), time.process_time()
+        values = JaxKeyValues(client)
+        while values.get("gathered/given", 5.0) is None:
+            pass
+        given, wall = time.process_time(), time.perf_counter()
+        found = GivenValues(values, "gathered", processes)
+        total = sum(map(len, found.of(found.look())))
+        taken = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - started, "mib": total / (1 << 20)}
+        taken["cpu_while_given_s"] = given - started
+        values.set("gathered/end", b"")
+        client.shutdown()
+        other.wait()
+    return taken
+
+
+def give_all(address: str, processes: int, size: int) -> None:
+    """Give what all processes but the first give, of which 4 in 9 bytes are digests, which cannot be compressed."""
+    client = client_of(address, 1)
+    values = JaxKeyValues(client)
+    for process in range(1, processes):
+        digests = os.urandom(4 * size // 9)
+        GivenValues(values, "gathered", processes).give(process, digests + bytes(size - len(digests)))
+    values.set("gathered/given", b"")
+    while values.get("gathered/end", 5.0) is None:
+        pass
+    client.shutdown()
 
 
 def take_part(address: str, first: int, clients: int) -> dict[str, float]:
@@ -143,9 +180,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--address", required=True)
     parser.add_argument("--clients", type=int, required=True)
-    parser.add_argument("--first", type=int, required=True)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--give", type=int, default=None)
     options = parser.parse_args()
-    print(json.dumps(take_part(options.address, options.first, options.clients)))
+    if options.give is None:
+        print(json.dumps(take_part(options.address, options.first, options.clients)))
+    else:
+        give_all(options.address, options.clients, options.give)
     sys.stdout.flush()
     os._exit(0)  # the service's threads do not wait for the last client
 

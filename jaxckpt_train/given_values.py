@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from jaxckpt_train.key_values import KeyValues
 
@@ -45,15 +45,13 @@ class GivenValues:
                 self._read_pack(pack)
         return found
 
-    def of(self, found: Mapping[int, bytes | None]) -> list[bytes]:
-        """All values, in the order of the processes, all of whom a look has found."""
-        values = []
+    def of(self, found: Mapping[int, bytes | None]) -> Iterator[bytes]:
+        """All values, in the order of the processes, all of whom a look has found; each is held until it is taken."""
         for process in range(1, self._processes):
             value = found[process]
             if value is None and process not in self._read:
                 self._read_pack(process // PACK)
-            values.append(self._read.pop(process) if value is None else value)
-        return values
+            yield self._read.pop(process) if value is None else value
 
     def _read_pack(self, pack: int) -> None:
         folder = f"{self._folder}/large/{pack}"

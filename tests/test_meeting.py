@@ -80,7 +80,7 @@ def test_what_was_read_is_not_read_again_at_the_next_look() -> None:
         assert asked.operations == ({"find": 3, "delete": 2} if look == 0 else {"find": 1})
         assert asked.received_bytes < (processes * (size + 40) if look == 0 else processes * 10)
     given.give(PACK, b"late")
-    assert given.of(given.look()) == [b"late" if n == PACK else value_of(n, size) for n in range(1, processes)]
+    assert list(given.of(given.look())) == [b"late" if n == PACK else value_of(n, size) for n in range(1, processes)]
     assert not any("/large/" in key for key in values.stored())
     given.forget()
     assert values.stored() == {}
