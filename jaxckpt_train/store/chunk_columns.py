@@ -58,6 +58,11 @@ def to_columns(arrays: Sequence[int], chunks: Sequence[Sequence[ChunkRecord]]) -
     )
 
 
+def count_of(columns: ChunkColumns) -> int:
+    """How many chunks they are."""
+    return (len(columns.arrays) - 1) // columns.arrays[0]
+
+
 class ArrayChunks(NamedTuple):
     """The chunks of one array: corners of shape (chunks, dimensions, 2), and what is left of the records."""
 

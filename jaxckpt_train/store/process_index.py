@@ -8,12 +8,14 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from jaxckpt_train.errors import CheckpointError
+from jaxckpt_train.errors import CheckpointError, UnsupportedLeafError
 from jaxckpt_train.store.boxes import Box
-from jaxckpt_train.store.chunk_columns import ChunkColumns, MergedChunks, to_boxes, to_columns
-from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, PartRecord, SegmentRecord
+from jaxckpt_train.store.chunk_columns import ChunkColumns, MergedChunks, count_of, to_boxes, to_columns
+from jaxckpt_train.store.manifest import MAX_MANIFEST_BYTES, ArrayRecord, ChunkRecord, PartRecord, SegmentRecord
 from jaxckpt_train.store.quiet_gc import paused_collection
 from jaxckpt_train.store.tiling import check_corners
+
+_LEAST_CHUNK_BYTES = len('[[],0,0,1,""],')  # in a manifest, without its digests
 
 
 class PartIndex(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -77,8 +79,10 @@ def merge_indexes(
         indexes: one of each process, in their order.
 
     Raises:
+        UnsupportedLeafError: so many chunks that no manifest holds them.
         CheckpointError: together they are not whole, which only a mistake of this package can make.
     """
+    _refuse_too_many(indexes)
     segments: list[SegmentRecord] = []
     merged = []
     with paused_collection():
@@ -88,6 +92,18 @@ def merge_indexes(
             merged.append(_merge_part(part, told, list(firsts)[:-1]))
             segments.extend(segment for each in told for segment in each.segments)
     return segments, merged
+
+
+def _refuse_too_many(indexes: Sequence[ToldIndex]) -> None:
+    """Before process 0 takes the memory that they need: a training may run beside it."""
+    told = [part.chunks for index in indexes for part in index.parts]
+    chunks = sum(map(count_of, told))
+    least_bytes = chunks * _LEAST_CHUNK_BYTES + sum(2 * len(each.digests) for each in told)
+    if least_bytes > MAX_MANIFEST_BYTES:
+        raise UnsupportedLeafError(
+            f"{chunks:,} chunks of {len(indexes):,} processes: a manifest of more than {MAX_MANIFEST_BYTES:,} bytes; "
+            "stack arrays, or cut them over fewer processes"
+        )
 
 
 def _merge_part(part: PartRecord, told: Sequence[ToldPart], firsts: Sequence[int]) -> PartRecord:

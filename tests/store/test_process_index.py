@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError
+from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
+from jaxckpt_train.store import process_index
 from jaxckpt_train.store.boxes import Box, box_elements
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, PartRecord, SegmentRecord
 from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, decode_index, encode_index, merge_indexes
@@ -135,3 +136,18 @@ def test_chunks_of_arrays_that_are_not_there_are_refused(array: int, box: Box) -
     index = ProcessIndex("", (PartIndex((), (array,), ((chunk(box, 0),),)),))
     with pytest.raises(CheckpointError, match="state"):
         merge_indexes([part_of((4,))], [decode_index(encode_index(index))])
+
+
+def test_more_chunks_than_a_manifest_holds_are_refused_before_they_are_put_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    part, files = part_of((64, 2)), (SegmentRecord("state/x", 9, 8, "d"),)
+    rows = tuple(chunk(((n, n + 1), (0, 2)), 0) for n in range(64))
+    index = decode_index(encode_index(ProcessIndex("", (PartIndex(files, (0,), (rows,)),))))
+    size = len(msgspec.json.encode(merge_indexes([part], [index])[1][0].arrays[0].chunks))
+    monkeypatch.setattr(process_index, "MAX_MANIFEST_BYTES", size)
+    merge_indexes([part], [index])
+    monkeypatch.setattr(process_index, "MAX_MANIFEST_BYTES", size // 2)
+    monkeypatch.setattr(process_index, "MergedChunks", None)
+    with pytest.raises(UnsupportedLeafError, match="64 chunks of 1 processes: a manifest of more than"):
+        merge_indexes([part], [index])
