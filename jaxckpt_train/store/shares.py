@@ -5,9 +5,10 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-import operator
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
+
+import numpy as np
 
 from jaxckpt_train.store.boxes import Box, box_elements
 
@@ -32,13 +33,13 @@ class Several(tuple[int, ...]):
         return at < len(self) and self[at] == number
 
 
-def as_holders(numbers: Sequence[int]) -> Holders:
+def as_holders(numbers: Sequence[int] | np.ndarray) -> Holders:
     """Numbers of processes, lowest first, each once, in the form in which few bytes tell of many."""
-    if len(numbers) > 1:
-        evenly = range(numbers[0], numbers[-1] + 1, numbers[1] - numbers[0])
-        if len(evenly) == len(numbers) and all(map(operator.eq, evenly, numbers)):
-            return evenly
-    return Several(numbers)
+    found = np.asarray(numbers, np.int64)
+    steps = np.diff(found)
+    if len(steps) and (steps == steps[0]).all():
+        return range(int(found[0]), int(found[-1]) + 1, int(steps[0]))
+    return Several(found.tolist())
 
 
 class HeldBox(NamedTuple):

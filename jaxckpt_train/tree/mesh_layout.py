@@ -70,7 +70,8 @@ class MeshLayout:
         found = self._holders.get(fixed)
         if found is None:
             there = self._processes[tuple(slice(None) if at is None else at for at in fixed)]
-            found = self._holders[fixed] = as_holders(np.unique(there).tolist())
+            all_ = np.sort(there, axis=None, kind="stable")
+            found = self._holders[fixed] = as_holders(all_[np.append(True, np.diff(all_) > 0)])
         return found
 
 
