@@ -17,7 +17,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-quick lint types format bench bench-quick bench-torch kill-campaign crash-states block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes clean python-is-new-enough
+.PHONY: help venv demo test test-quick lint types format bench bench-quick bench-torch kill-campaign crash-states block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes scale clean python-is-new-enough
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
@@ -121,6 +121,9 @@ $(TORCH_STAMP): benchmarks/torch-requirements.txt | python-is-new-enough
 	$(PYTHON) -m venv --clear .venv-torch
 	.venv-torch/bin/python -m pip --disable-pip-version-check --quiet install -r $<
 	touch $@
+
+scale: $(STAMP)  ## jobs of up to 100,000 processes, planned and simulated, and JAX's key-value store (some ten minutes)
+	$(BIN)/python -m benchmarks.scale
 
 clean:  ## remove everything that was made
 	rm -rf $(VENV) .venv-torch build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

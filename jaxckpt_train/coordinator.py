@@ -253,11 +253,14 @@ class _Orders:
         with self._lock:
             return _Uses(self._begun, tuple(self._open.values()))
 
-    def decoded(self, told: Sequence[bytes]) -> tuple[list[_Uses], list[bytes]]:
-        """What the others have told, and their values."""
-        ends = [4 + int.from_bytes(each[:4], "big") for each in told]
-        uses = [msgspec.msgpack.decode(each[4:end], type=_Uses) for each, end in zip(told, ends, strict=True)]
-        return uses, [each[end:] for each, end in zip(told, ends, strict=True)]
+    def decoded(self, told: list[bytes]) -> tuple[list[_Uses], list[bytes]]:
+        """What the others have told, and their values, which take the places of what they have told."""
+        uses = []
+        for number, each in enumerate(told):
+            end = 4 + int.from_bytes(each[:4], "big")
+            uses.append(msgspec.msgpack.decode(each[4:end], type=_Uses))
+            told[number] = each[end:]
+        return uses, told
 
     def ended_in_all(self, uses: Sequence[_Uses]) -> list[str]:
         """The names of those that no process uses any more, each once."""

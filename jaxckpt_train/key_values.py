@@ -16,7 +16,7 @@ class KeyValues(Protocol):
         """Give a key its value, whether or not it has one."""
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
-        """The value, as soon as there is one; None: there was none for so many seconds."""
+        """The value, as soon as there is one; None: there was none for so many seconds. 0: whether there is one now."""
 
     def find(self, folder: str) -> Mapping[str, bytes]:
         """The values of all keys below `folder/`, by the rest of their names."""

@@ -9,12 +9,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError
+from jaxckpt_train.given_values import GivenValues, numbered
 from jaxckpt_train.key_values import KeyValues
 from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.told_errors import decode_error, encode_error
 
 LEAVING_S = 3.0
 SLICE_S = 1.0  # how soon an interrupt is seen, and a process that has been silent for too long
+PERIOD_S = 10.0  # between two signs of life
+ASKING_PER_S = 1000  # how often the key-value store is asked in vain in a second, by so many that they must take turns
 TELL_S = 30.0
 MOST_SHOWN = 8
 _DONE, _FAILED = b"+", b"-"
@@ -51,7 +54,10 @@ class Meeting:
         self.folder, self.is_over = folder, False
         self._values, self._process, self._processes = values, process, processes
         self._doing, self._timeout_s, self._moved = doing, timeout_s, moved
-        self._period_s = min(10.0, timeout_s / 8)  # between two signs of life
+        least_s, most_s = processes / ASKING_PER_S, timeout_s / 8
+        self._period_s = min(max(PERIOD_S, least_s), most_s)
+        self._slice_s = max(SLICE_S, min(least_s, most_s))  # that any other process waits at a time
+        self._given = GivenValues(values, folder, processes)
         self._signs = 0
         self._told: bytes | None = None  # the error of another process that made this one fail
 
@@ -65,7 +71,7 @@ class Meeting:
                 self._let_others_leave()
                 raise
             self._tell("said", _DONE + result)
-            self._values.delete(f"{self.folder}/from")
+            self._given.forget()
             return result
 
     def collect(self) -> list[bytes]:
@@ -74,23 +80,23 @@ class Meeting:
         Raises:
             CheckpointError: one of them failed, or is not heard of any more.
         """
-        others = range(1, self._processes)
-        silence = _Silence(others, self._timeout_s, self._period_s)
+        silence = _Silence(range(1, self._processes), self._timeout_s, self._period_s, SLICE_S)
         while self._values.get(f"{self.folder}/here", SLICE_S) is None:
             if not silence.looks():
                 continue
             self._sign()
-            came = _numbered(self._values.find(f"{self.folder}/from"))
-            if len(came) == len(others):
+            came = dict.fromkeys(self._given.look(), b"")
+            if len(came) == self._processes - 1:
                 break  # one of them was lost right after it had given its value, and could not wake this process
-            silence.heard(_numbered(self._values.find(f"{self.folder}/alive")) | came)
+            silence.heard(numbered(self._values.find(f"{self.folder}/alive")) | came)
             self._look(silence, came)
-        found = _numbered(self._values.find(f"{self.folder}/from"))
+        found = self._given.look()
         for process in sorted(found):
-            if found[process][:1] == _FAILED:
-                self._told = found[process][1:]
+            value = found[process]
+            if value is not None and value[:1] == _FAILED:
+                self._told = value[1:]
                 raise decode_error(self._told, self._doing)
-        return [found[process][1:] for process in others]
+        return [value[1:] for value in self._given.of(found)]
 
     def take_part(self, give: Callable[[], bytes]) -> bytes:
         """What any other process does: it gives its value, and hears what came of all."""
@@ -111,8 +117,9 @@ class Meeting:
         Raises:
             CheckpointError: it failed, or another one did; or it is not heard of any more.
         """
-        silence = _Silence((0,), self._timeout_s + 2 * self._period_s, self._period_s)  # it tells who else is
-        while (said := self._values.get(f"{self.folder}/said", SLICE_S)) is None:
+        limit_s = self._timeout_s + 2 * self._period_s  # it tells who else is silent
+        silence = _Silence((0,), limit_s, self._period_s, self._slice_s)
+        while (said := self._values.get(f"{self.folder}/said", self._slice_s)) is None:
             if silence.looks():
                 sign = self._values.get(f"{self.folder}/alive/0", 0.0)
                 silence.heard({} if sign is None else {0: sign})
@@ -125,10 +132,11 @@ class Meeting:
         """Wait a moment for those that still act: what they write is removed next."""
         if self._moved is None:
             return
-        end = time.monotonic() + LEAVING_S
+        end, wait_s = time.monotonic() + LEAVING_S, 0.1
         with contextlib.suppress(CheckpointError):
             while len(self._values.find(f"{self.folder}/from")) < self._processes - 1 and time.monotonic() < end:
-                self._values.get(f"{self.folder}/never", 0.1)
+                self._values.get(f"{self.folder}/never", wait_s)
+                wait_s = min(2 * wait_s, SLICE_S) if self._processes > ASKING_PER_S else wait_s
 
     def _look(self, silence: _Silence, came: Mapping[int, bytes]) -> None:
         """Tell of those that are waited for, or raise if one is silent for too long."""
@@ -150,13 +158,19 @@ class Meeting:
         try:
             self._values.set(f"{self.folder}/{name}", value)
         except CheckpointError as second:
-            if besides is None:
-                raise
-            besides.add_note(f"and the other processes could not be told: {second}")
+            self._untold(second, besides)
+
+    def _untold(self, second: CheckpointError, besides: BaseException | None) -> None:
+        if besides is None:
+            raise second
+        besides.add_note(f"and the other processes could not be told: {second}")
 
     def _report(self, value: bytes, besides: BaseException | None = None) -> None:
         """Give a value to process 0, and wake it if it is the last one, or an error."""
-        self._tell(f"from/{self._process}", value, besides)
+        try:
+            self._given.give(self._process, value, listed=besides is not None)
+        except CheckpointError as second:
+            self._untold(second, besides)
         try:
             is_last = self._values.increment(f"{self.folder}/count") == self._processes - 1
         except CheckpointError as second:
@@ -207,16 +221,16 @@ class _Silence:
         waited_s: for how long.
     """
 
-    def __init__(self, numbers: Sequence[int], limit_s: float, period_s: float) -> None:
+    def __init__(self, numbers: Sequence[int], limit_s: float, period_s: float, slice_s: float) -> None:
         self.numbers, self.signs, self.waited_s = numbers, dict[int, bytes](), 0.0
-        self._limit_s, self._period_s = limit_s, period_s
+        self._limit_s, self._period_s, self._slice_s = limit_s, period_s, slice_s
         self._heard_at = dict.fromkeys(numbers, 0.0)
         self._at, self._next_look_s, self._next_tell_s = time.monotonic(), period_s, min(TELL_S, limit_s / 4)
 
     def looks(self) -> bool:
         """Count the time since it was asked last; whether it is time to look for signs."""
         now = time.monotonic()
-        self.waited_s += min(now - self._at, 2 * SLICE_S)
+        self.waited_s += min(now - self._at, 2 * self._slice_s)
         self._at = now
         if self.waited_s < self._next_look_s:
             return False
@@ -243,10 +257,6 @@ class _Silence:
             return False
         self._next_tell_s = self.waited_s + TELL_S
         return True
-
-
-def _numbered(found: Mapping[str, bytes]) -> dict[int, bytes]:
-    return {int(name): value for name, value in found.items()}
 
 
 def _listed(numbers: Sequence[int], processes: int) -> str:

@@ -27,7 +27,11 @@ class JaxKeyValues:
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
         """The value, as soon as there is one; None: there was none for so many seconds."""
-        found: bytes | None = self._asked(self._client.blocking_key_value_get_bytes, key, max(1, int(timeout_s * 1000)))
+        found: bytes | None
+        if timeout_s <= 0:  # a wait of a moment ends without it, however long it has been there, where many are asking
+            found = self._asked(self._client.key_value_try_get_bytes, key)
+            return found
+        found = self._asked(self._client.blocking_key_value_get_bytes, key, max(1, int(timeout_s * 1000)))
         return found
 
     def find(self, folder: str) -> Mapping[str, bytes]:

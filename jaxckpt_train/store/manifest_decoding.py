@@ -9,6 +9,7 @@ import msgspec
 
 from jaxckpt_train.errors import CorruptCheckpointError
 from jaxckpt_train.store.boxes import Box, box_elements, full_box
+from jaxckpt_train.store.chunk_checks import MANY, SegmentRoom
 from jaxckpt_train.store.digests import HEX_DIGITS
 from jaxckpt_train.store.dtypes import DTYPES, dtype_named
 from jaxckpt_train.store.json_lists import elements, length
@@ -33,7 +34,7 @@ from jaxckpt_train.store.manifest import (
 from jaxckpt_train.store.quiet_gc import paused_collection
 from jaxckpt_train.store.segment import MAX_DIMENSIONS, MAX_HEADER_BYTES
 from jaxckpt_train.store.shardings import Shardings, decode_sharding
-from jaxckpt_train.store.tiling import check_tiling
+from jaxckpt_train.store.tiling import check_corners, check_tiling, corners_of
 
 _LIMIT = 1 << 62
 _BETWEEN_FILES, _BETWEEN_ARRAYS, _BETWEEN_CHUNKS = b'"],["', b'},{"name":"', b'"],[['
@@ -116,12 +117,13 @@ def decode_manifest(data: bytes | bytearray, subject: str) -> Manifest:
     check_version(data, subject)
     try:
         with paused_collection():  # millions of small lists would take seconds
-            manifest = _Decoding(_outline(data), len(data), subject).manifest(data)
+            decoding = _Decoding(_outline(data), len(data), subject)
+            manifest = decoding.manifest(data)
     except NOT_JSON as error:
         raise CorruptCheckpointError(f"{subject}: not valid: {shown(error)}") from error
     if msgspec.json.encode(manifest) != data:
         raise _another_form(subject)
-    _check_overlaps(manifest, subject)
+    decoding.check_overlaps(manifest)
     return manifest
 
 
@@ -149,6 +151,7 @@ class _Decoding:
             some = ", ".join(map(shown, names[:5]))
             raise CorruptCheckpointError(f"{subject}: checkpointable names are not plain or not unique: {some}")
         self._segments: tuple[SegmentRecord, ...] = ()
+        self._room_in_segments = SegmentRoom((), self._width, self._block_bytes)
         self._room = MAX_ARRAYS
 
     def manifest(self, data: bytes | bytearray) -> Manifest:
@@ -161,6 +164,7 @@ class _Decoding:
         if sum(length(part.arrays, _BETWEEN_ARRAYS) for part in self._parts) > MAX_ARRAYS:
             raise self._too_many_arrays()
         self._segments = tuple(self._all_segments(outline.segments))
+        self._room_in_segments = SegmentRoom(self._segments, self._width, self._block_bytes)
         parts = tuple([self._part(part) for part in self._parts])
         files = [segment.file for segment in self._segments]
         files += [file.file for part in parts for file in part.files]
@@ -168,6 +172,11 @@ class _Decoding:
             raise CorruptCheckpointError(f"{self._subject}: a file appears twice")
         content = (outline.format, outline.format_version, outline.digest, self._block_bytes)
         return Manifest(*content, self._segments, parts, info)
+
+    def check_overlaps(self, manifest: Manifest) -> None:
+        """Check that chunks fill the data section of every segment exactly: no byte twice, none unaccounted for."""
+        if not self._room_in_segments.surely_full([array for part in manifest.parts for array in part.arrays]):
+            _check_overlaps(manifest, self._subject)
 
     def _all_segments(self, raw: msgspec.Raw) -> Iterator[SegmentRecord]:
         for segment in elements(raw, _BETWEEN_FILES, _segments, _segment):
@@ -261,6 +270,8 @@ class _Decoding:
             if array.chunks:
                 raise CorruptCheckpointError(f"{part}: array {shown(array.name)}: chunks of an array without elements")
             return
+        if len(array.chunks) > MANY and self._surely_fine(array, known.itemsize, part):
+            return
         if len(array.chunks) != 1 or array.chunks[0].box != full_box(shape):
             check_tiling([chunk.box for chunk in array.chunks], shape, f"{part}: array {shown(array.name)}")
         for chunk in array.chunks:
@@ -268,6 +279,13 @@ class _Decoding:
             problem = self._chunk_problem(chunk, expected)
             if problem:
                 raise CorruptCheckpointError(f"{part}: array {shown(array.name)}: {problem}")
+
+    def _surely_fine(self, array: ArrayRecord, item_bytes: int, part: str) -> bool:
+        corners = corners_of([chunk.box for chunk in array.chunks], len(array.shape))
+        if corners is None:
+            return False
+        check_corners(corners, array.shape, f"{part}: array {shown(array.name)}")
+        return self._room_in_segments.surely_holds(array.chunks, corners, item_bytes)
 
     def _chunk_problem(self, chunk: ChunkRecord, expected_bytes: int) -> str | None:
         if chunk.length != expected_bytes:
@@ -288,7 +306,7 @@ def _impossible_shape(array: ArrayRecord, part: str) -> CorruptCheckpointError:
 
 
 def _check_overlaps(manifest: Manifest, subject: str) -> None:
-    """Chunks fill the data section of every segment exactly: no byte twice, none unaccounted for."""
+    """As `_Decoding.check_overlaps`, segment by segment."""
     spans: list[list[tuple[int, int]]] = [[] for _ in manifest.segments]
     for part in manifest.parts:
         for array in part.arrays:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -24,19 +25,60 @@ def check_tiling(boxes: Sequence[Box], shape: Sequence[int], subject: str) -> No
     full = full_box(shape)
     if len(boxes) == 1 and boxes[0] == full:
         return
-    for box in boxes:
-        inside = len(box) == len(full) and all(0 <= s < e <= n for (s, e), n in zip(box, shape, strict=True))
-        if not inside:
-            raise CorruptCheckpointError(f"{subject}: box {box} is empty or lies outside shape {tuple(shape)}")
-    corners = np.array(boxes, np.int64).reshape(len(boxes), len(shape), 2)
-    missed, holders = _few_wrong(corners, shape) if len(boxes) <= _FEW_BOXES else _many_wrong(corners, shape)
+    corners = corners_of(boxes, len(full))
+    if corners is None:
+        for box in boxes:
+            if not _is_inside(box, shape):
+                raise _outside(box, shape, subject)
+        corners = np.array(boxes, np.int64).reshape(len(boxes), len(full), 2)
+    check_corners(corners, shape, subject)
+
+
+def corners_of(boxes: Sequence[Box], dimensions: int) -> np.ndarray | None:
+    """As an array of shape (boxes, dimensions, 2); None: they cannot all be boxes of so many dimensions."""
+    if not dimensions or {len(box) for box in boxes} != {dimensions}:
+        return None
+    numbers = chain.from_iterable(chain.from_iterable(boxes))
+    try:
+        return np.fromiter(numbers, np.int64, 2 * dimensions * len(boxes)).reshape(len(boxes), dimensions, 2)
+    except OverflowError:
+        return None
+
+
+def check_corners(corners: np.ndarray, shape: Sequence[int], subject: str) -> None:
+    """As `check_tiling`, of boxes whose starts and stops are an array of shape (boxes, dimensions, 2).
+
+    Raises:
+        CorruptCheckpointError: as `check_tiling`.
+    """
+    starts, stops = corners[:, :, 0], corners[:, :, 1]
+    inside = ((starts >= 0) & (starts < stops) & (stops <= np.array(shape, np.int64))).all(axis=1)
+    if not inside.all():
+        raise _outside(_box(corners[inside.argmin()]), shape, subject)
+    if len(corners) <= _FEW_BOXES:
+        missed, holders = _few_wrong(corners, shape)
+    else:
+        missed, holders = _many_wrong(corners.copy(), shape)
     if len(holders) > 1:
-        raise CorruptCheckpointError(f"{subject}: boxes {boxes[holders[0]]} and {boxes[holders[1]]} overlap")
+        first, second = (_box(corners[number]) for number in holders[:2])
+        raise CorruptCheckpointError(f"{subject}: boxes {first} and {second} overlap")
     if missed is not None:
-        covered, wanted = sum(map(box_elements, boxes)), math.prod(shape)
+        covered, wanted = sum(box_elements(_box(box)) for box in corners), math.prod(shape)
         raise CorruptCheckpointError(
             f"{subject}: boxes cover {covered} of {wanted} elements of shape {tuple(shape)}{missed}"
         )
+
+
+def _is_inside(box: Box, shape: Sequence[int]) -> bool:
+    return len(box) == len(shape) and all(0 <= s < e <= n for (s, e), n in zip(box, shape, strict=True))
+
+
+def _outside(box: Box, shape: Sequence[int], subject: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{subject}: box {box} is empty or lies outside shape {tuple(shape)}")
+
+
+def _box(corners: np.ndarray) -> Box:
+    return tuple((start, stop) for start, stop in corners.tolist())
 
 
 def _few_wrong(corners: np.ndarray, shape: Sequence[int]) -> tuple[str | None, Sequence[int]]:

@@ -41,8 +41,9 @@ from jaxckpt_train.steps.history import HISTORY_NAME, History
 from jaxckpt_train.steps.lock import LOCK_NAME, OwnerLock
 from jaxckpt_train.steps.note_lines import sealed
 from jaxckpt_train.steps.notes import NOTES_NAME
+from jaxckpt_train.store.chunk_checks import MANY
 from jaxckpt_train.store.digests import block_digests, digest_function
-from jaxckpt_train.store.manifest import COMMIT_NAME, FORMAT, FORMAT_VERSION, MANIFEST_NAME
+from jaxckpt_train.store.manifest import COMMIT_NAME, FORMAT, FORMAT_VERSION, MANIFEST_NAME, encode_manifest
 from jaxckpt_train.store.manifest_decoding import decode_manifest
 from jaxckpt_train.store.memory import MemoryBackend
 from jaxckpt_train.store.plain_files import read_whole
@@ -54,6 +55,7 @@ from tests.faults.campaign_end import leave_with
 from tests.faults.corruption import NEW, RUN, Files, made, planted
 from tests.faults.mutations import changed, inflated
 from tests.faults.needs import leave_if
+from tests.store.checkpoints import commit
 
 STEP = f"{RUN}/{NEW}"
 A_STATE = {"params": {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3), "n": 3}, "step": np.int32(7), "none": None}
@@ -100,6 +102,14 @@ def a_lock() -> bytes:
         lock.release()
 
 
+def a_manifest_of_many_chunks() -> bytes:
+    """As a job of many processes writes it: chunks that are looked at together."""
+    backend, rows = MemoryBackend(), 2 * MANY
+    boxes = {"w": [((row, row + 1), (0, 2)) for row in range(rows)]}
+    arrays = {"w": np.arange(2.0 * rows).reshape(rows, 2), "b": np.zeros(3)}
+    return encode_manifest(commit(backend, "/many", arrays, SETTINGS, boxes=boxes).manifest)
+
+
 AllTargets = dict[str, tuple[bytes, Callable[[bytes], object]]]
 
 
@@ -121,6 +131,7 @@ class Targets:
             "segment header": (head, self.head),
             "segment": (head, self.segment),
             "manifest": (manifest, lambda data: decode_manifest(data, "x")),
+            "many chunks": (a_manifest_of_many_chunks(), lambda data: decode_manifest(data, "x")),
             "load": (manifest, self.load),
             "metadata": (manifest, self.metadata),
             "steps": (manifest, lambda data: scan(with_manifest(self.files, data), RUN)),

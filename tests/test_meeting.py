@@ -1,0 +1,149 @@
+"""Meetings of many: who gives what, in order, each large value read once, and what the key-value store is asked."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from benchmarks.counted_values import CountedValues, ValuesOfProcess
+from jaxckpt_train import meeting as meeting_module
+from jaxckpt_train.coordinator import ManyProcesses
+from jaxckpt_train.errors import CheckpointTimeoutError, StorageError
+from jaxckpt_train.given_values import PACK, SMALL_BYTES, GivenValues
+
+LIMIT_S = 60.0
+
+
+def in_all(processes: int, act: Callable[[ManyProcesses], object], limit_s: float = LIMIT_S) -> list[ValuesOfProcess]:
+    """What one job of threads has asked, each of which acts; raises what process 0 raised."""
+    values = CountedValues(waits=True)
+    views = [values.of(number) for number in range(processes)]
+    jobs = [ManyProcesses(view, number, processes, limit_s) for number, view in enumerate(views)]
+    with ThreadPoolExecutor(processes) as pool:
+        for done in [pool.submit(act, job) for job in jobs]:
+            done.result()
+    return views
+
+
+def value_of(process: int, size: int) -> bytes:
+    return process.to_bytes(4, "big") * (size // 4)
+
+
+@pytest.mark.parametrize("processes", [2, PACK, PACK + 1, 2 * PACK + 7])
+@pytest.mark.parametrize("size", [8, SMALL_BYTES - 64, 4 * SMALL_BYTES])
+def test_values_come_in_order_however_large(processes: int, size: int) -> None:
+    def size_of(process: int) -> int:
+        return size if process % 3 else 8
+
+    def act(job: ManyProcesses) -> None:
+        heard: list[bytes] = []
+        for turn in range(2):
+            mine = value_of(job.process + turn, size_of(job.process))
+            assert job.exchange("meeting", functools.partial(bytes, mine), collect_in(heard)) == b"!"
+        if job.process == 0:
+            assert heard == [value_of(n + turn, size_of(n)) for turn in range(2) for n in range(processes)]
+
+    views = in_all(processes, act)
+    sets = 0
+    for number, view in enumerate(views[1:], 1):
+        is_apart = size_of(number) > SMALL_BYTES
+        assert view.asked.operations["increment"] == 2
+        assert view.asked.operations.keys() == {"set", "get", "increment"}
+        sets += view.asked.operations["set"] - 2 - 2 * is_apart
+    assert sets == 2  # the last one wakes process 0
+
+
+def collect_in(heard: list[bytes]) -> Callable[[Sequence[bytes]], bytes]:
+    """Merges to `!`, and keeps what was merged."""
+
+    def merge(values: Sequence[bytes]) -> bytes:
+        heard.extend(values)
+        return b"!"
+
+    return merge
+
+
+def test_what_was_read_is_not_read_again_at_the_next_look() -> None:
+    values, processes, size = CountedValues(waits=True), 3 * PACK, 100 * SMALL_BYTES
+    mine = values.of(0)
+    given = GivenValues(mine, "x", processes)
+    for process in [n for n in range(1, processes) if n != PACK]:  # the second pack lacks one
+        GivenValues(values.of(process), "x", processes).give(process, value_of(process, size))
+    for look in range(5):
+        before = mine.asked.copy()
+        assert sorted(given.look()) == [n for n in range(1, processes) if n != PACK]
+        asked = mine.asked - before
+        assert asked.operations == ({"find": 3, "delete": 2} if look == 0 else {"find": 1})
+        assert asked.received_bytes < (processes * (size + 40) if look == 0 else processes * 10)
+    given.give(PACK, b"late")
+    assert list(given.of(given.look())) == [b"late" if n == PACK else value_of(n, size) for n in range(1, processes)]
+    assert not any("/large/" in key for key in values.stored())
+    given.forget()
+    assert values.stored() == {}
+    assert mine.asked.received_bytes < processes * (size + 200)
+
+
+def test_an_error_is_told_at_once_however_long_and_others_with_large_values_wait_for_nothing() -> None:
+    text = "x" * 10 * SMALL_BYTES
+    failed: list[str] = []
+
+    def act(job: ManyProcesses) -> None:
+        def give() -> bytes:
+            if job.process == 5:
+                raise StorageError(28, text, "/a")
+            return value_of(job.process, 4 * SMALL_BYTES)
+
+        with pytest.raises(StorageError) as caught:
+            job.exchange("writing", give)
+        failed.append(str(caught.value.strerror))
+
+    in_all(PACK + 3, act)
+    assert len(failed) == PACK + 3
+    assert all(text in each for each in failed)
+
+
+def test_who_is_missing_among_many_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_module, "SLICE_S", 0.05)
+    messages: list[str] = []
+
+    def act(job: ManyProcesses) -> None:
+        if job.process == PACK + 1:
+            return
+        with pytest.raises(CheckpointTimeoutError) as caught:
+            job.exchange("meeting", lambda: value_of(job.process, 4 * SMALL_BYTES))
+        messages.append(str(caught.value))
+
+    in_all(PACK + 4, act, limit_s=0.5)
+    assert len(messages) == PACK + 3
+    assert all(f"process {PACK + 1} of {PACK + 4} did not come" in message for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("processes", "slice_s", "period_s"), [(2, 1.0, 10.0), (1000, 1.0, 10.0), (8000, 8.0, 10.0), (100_000, 37.5, 37.5)]
+)
+def test_many_ask_less_often(processes: int, slice_s: float, period_s: float) -> None:
+    found = meeting_module.Meeting(CountedValues(waits=True).of(1), "x", 1, processes, "meeting", 300.0, None)
+    assert (found._slice_s, found._period_s) == (slice_s, period_s)
+
+
+def test_keys_of_past_meetings_go_with_the_next_exchange() -> None:
+    values, processes = CountedValues(waits=True), PACK + 2
+    barrier = threading.Barrier(processes)
+    left: list[set[str]] = []
+
+    def act(job: ManyProcesses) -> None:
+        for _ in range(3):
+            job.exchange("meeting", lambda: value_of(job.process, 4 * SMALL_BYTES))
+            barrier.wait()
+            if job.process == 0:
+                left.append({key.split("/")[1] for key in values.stored()})
+            barrier.wait()
+
+    jobs = [ManyProcesses(values.of(number), number, processes, LIMIT_S) for number in range(processes)]
+    with ThreadPoolExecutor(processes) as pool:
+        list(pool.map(act, jobs))
+    assert left == [{"1"}, {"2"}, {"3"}]
