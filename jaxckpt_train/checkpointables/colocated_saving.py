@@ -14,7 +14,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.dtypes import dtype_name
 from jaxckpt_train.store.layout import ArraySource
 from jaxckpt_train.store.manifest import PartRecord, SegmentRecord
-from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, merge_indexes
+from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, merge_indexes, told_index
 from jaxckpt_train.store.writer import Progress, WrittenArrays
 from jaxckpt_train.tree.colocated_calls import HostCall, call_hosts
 from jaxckpt_train.tree.colocated_messages import (
@@ -116,6 +116,6 @@ def _joined(
     written = tuple(number for number, array in enumerate(own.arrays) if array.chunks)
     mine = PartIndex(tuple(before), written, tuple(own.arrays[number].chunks for number in written))
     mine = msgspec.structs.replace(mine, segments=(*before, *own.segments))
-    everyone = [ProcessIndex("", (index,)) for index in (mine, *indexes)]
+    everyone = [told_index(ProcessIndex("", (index,))) for index in (mine, *indexes)]
     segments, (part,) = merge_indexes([PartRecord(name, "", bare, (), msgspec.Raw(b"null"))], everyone)
     return WrittenArrays(tuple(segments[len(before) :]), part.arrays, data_bytes)

@@ -68,10 +68,15 @@ class ToldIndex(msgspec.Struct, frozen=True, gc=False, array_like=True):
     parts: tuple[ToldPart, ...]
 
 
+def told_index(index: ProcessIndex) -> ToldIndex:
+    """An index as it is sent, and merged."""
+    parts = tuple(ToldPart(part.segments, to_columns(part.arrays, part.chunks), part.files) for part in index.parts)
+    return ToldIndex(index.alike, parts)
+
+
 def encode_index(index: ProcessIndex) -> bytes:
     """The bytes that a process sends to process 0."""
-    parts = tuple(ToldPart(part.segments, to_columns(part.arrays, part.chunks), part.files) for part in index.parts)
-    return msgspec.msgpack.encode(ToldIndex(index.alike, parts))
+    return msgspec.msgpack.encode(told_index(index))
 
 
 def decode_index(data: bytes) -> ToldIndex:
