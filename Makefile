@@ -17,7 +17,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-quick lint types format bench bench-quick bench-torch kill-campaign crash-states block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes clean python-is-new-enough
+.PHONY: help venv demo test test-quick test-distributed lint types format bench bench-quick bench-torch kill-campaign crash-states block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes clean python-is-new-enough
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
@@ -43,6 +43,9 @@ test: $(STAMP)  ## all tests
 
 test-quick: $(STAMP)  ## the tests without the slow ones
 	$(PYTEST) -m 'not slow'
+
+test-distributed: $(STAMP)  ## jobs of many real processes in full (some three minutes)
+	$(PYTEST) --full tests/distributed
 
 lint: $(STAMP)  ## style, imports and formatting
 	$(BIN)/ruff check .
