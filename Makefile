@@ -44,7 +44,7 @@ test: $(STAMP)  ## all tests
 test-quick: $(STAMP)  ## the tests without the slow ones
 	$(PYTEST) -m 'not slow'
 
-test-distributed: $(STAMP)  ## jobs of many real processes in full (some three minutes)
+test-distributed: $(STAMP)  ## jobs of many real processes in full (some two minutes)
 	$(PYTEST) --full tests/distributed
 
 lint: $(STAMP)  ## style, imports and formatting
