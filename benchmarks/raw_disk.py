@@ -54,17 +54,19 @@ class RawTurns:
     Memory on huge pages where there are any. `O_DIRECT` is used where the file system takes it, and the
     notes say whether it did. A write ends with `fdatasync`. Reads come twice: as `raw` into memory that is there
     already, and as `raw_fresh` into memory whose first touch is part of the time, as it is in a load into new arrays.
+    Beside jobs, all is done only in the last way.
     """
 
     packages = ("numpy",)
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
+        self._ways = WAYS if workload.processes == 1 else WAYS[-1:]
 
     def save(self, path: Path, seed: Sequence[int]) -> SaveSample:
         path.mkdir()
         source = huge_memory.gather(self._workload, seed)
-        writes = [_write(path / str(way), source, way, self._workload.is_quick) for way in WAYS]
+        writes = [_write(path / str(way), source, way, self._workload.is_quick) for way in self._ways]
         del source
         release_memory()
         best = min(writes, key=lambda one: one.wall_s)
@@ -96,7 +98,7 @@ class RawTurns:
         self, path: Path, want: np.ndarray, nbytes: int, target: str, row: str, allocate: Callable[[int], np.ndarray]
     ) -> LoadSample:
         reads, dropped = [], ""
-        for way in WAYS:
+        for way in self._ways:
             dropped = page_cache.drop(path)
             host_memory.make_present(nbytes, is_quick=self._workload.is_quick)
             reads.append(_read(path / str(way), want, nbytes, way, allocate))
