@@ -27,7 +27,7 @@ def save_of_job(samples: Sequence[SaveSample]) -> SaveSample:
         stored_bytes=first.stored_bytes,
         stored_files=first.stored_files,
         began_s=min(sample.began_s for sample in samples),
-        written_bytes=[nbytes for sample in samples for nbytes in sample.written_bytes],
+        written_bytes=tuple(nbytes for sample in samples for nbytes in sample.written_bytes),
         notes=_notes(samples),
     )
 

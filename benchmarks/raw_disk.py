@@ -54,7 +54,7 @@ class RawTurns:
     Memory on huge pages where there are any. `O_DIRECT` is used where the file system takes it, and the
     notes say whether it did. A write ends with `fdatasync`. Reads come twice: as `raw` into memory that is there
     already, and as `raw_fresh` into memory whose first touch is part of the time, as it is in a load into new arrays.
-    Beside jobs, all is done only in the last way.
+    Beside jobs, all is done only in the last way, and reads come once, as `raw`.
     """
 
     packages = ("numpy",)
@@ -88,7 +88,9 @@ class RawTurns:
         """The leaves of `target` are the first of the file, so they are read from its beginning."""
         want = huge_memory.gather(self._workload, seed, target)
         nbytes = sum(leaf.nbytes for leaf in self._workload.wanted(target))
-        ways = {NAME: huge_memory.touched, NAME_FRESH: huge_memory.fresh}
+        ways = {NAME: huge_memory.touched}
+        if self._workload.processes == 1:
+            ways[NAME_FRESH] = huge_memory.fresh
         return [self._read_all(path, want, nbytes, target, row, allocate) for row, allocate in ways.items()]
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.company import Company
-from benchmarks.job_workloads import FEW, MANY, REPLICATED_JOB, ROWS
+from benchmarks.job_workloads import FEW, MANY, MORE, REPLICATED_JOB, ROWS
 from benchmarks.memory_copy import NAME as MEMCPY
 from benchmarks.raw_disk import NAME as RAW
 from benchmarks.subject import Subject
@@ -28,7 +28,9 @@ VARIANT = dict.fromkeys(
     ("llama_stacked", "small_10k", "moe", "sharded", "resharding", "partial"),
     "a variant: measured on dense, llama and small",
 )
-VARIANT_IN_JOBS = dict.fromkeys((ROWS[FEW], ROWS[MANY], REPLICATED_JOB), "a variant: measured with 4 processes")
+DEFAULTS_IN_JOBS = dict.fromkeys((ROWS[MORE], ROWS[MANY]), "the default: measured with 2 processes")
+VARIANT_IN_JOBS = dict.fromkeys((ROWS[MORE], ROWS[MANY], REPLICATED_JOB), "a variant: measured with 2 processes")
+SEE_OTHERS = {REPLICATED_JOB: "a variant: measured with arrays cut into rows"}
 SAVES_ALIKE = dict.fromkeys((ROWS[FEW], ROWS[MANY]), "differs from ours where processes need the same bytes")
 ONE_REPLICA = dict.fromkeys(ROWS.values(), "needs replicas, of which one reads")
 READS_ALL = {"partial": "reads the whole file"}
@@ -74,9 +76,9 @@ ENTRIES = {
 }
 IN_JOBS = {
     RAW: ENTRIES[RAW],
-    "orbax_v0": ENTRIES["orbax_v0"],
+    "orbax_v0": Entry("subjects_orbax:OrbaxV0", cannot=DEFAULTS_IN_JOBS),
     "orbax_v0_no_ocdbt": Entry("subjects_orbax:OrbaxV0WithoutOcdbt", cannot=VARIANT_IN_JOBS, quick=False),
-    "orbax_v0_no_compression": Entry("subjects_orbax:OrbaxV0WithoutCompression", quick=False),
+    "orbax_v0_no_compression": Entry("subjects_orbax:OrbaxV0WithoutCompression", cannot=SEE_OTHERS),
     "orbax_v0_broadcast": Entry("subjects_orbax:OrbaxV0Broadcast", cannot=ONE_REPLICA),
     "orbax_v1": Entry("subjects_orbax:OrbaxV1", cannot=VARIANT_IN_JOBS),
     "ours_read_each": Entry("subject_ours:OursReadEach", cannot=SAVES_ALIKE, setting=("read_once", False)),

@@ -129,7 +129,9 @@ def _parse(arguments: Sequence[str], command: Command) -> argparse.Namespace:
     parser.add_argument("--fresh-loads", action="store_true", help="each load in a process of its own")
     parser.add_argument("--dir", type=Path, default=DEFAULT_DIRECTORY, help="a directory on the disk to measure")
     parser.add_argument("--json", type=Path, help="write the machine and all samples to this file")
-    parser.add_argument("--plots", type=Path, help="write a page, and plots if it has any, to this folder")
+    parser.add_argument(
+        "--plots", "--page", dest="plots", type=Path, help="write a page, and plots if it has any, to this folder"
+    )
     parser.add_argument("--seed", type=int, default=secrets.randbits(32), help="of the random bytes; else a new one")
     options = parser.parse_args(arguments)
     options.only = options.only or (list(command.quick_workloads) if options.quick else names)

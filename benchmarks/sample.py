@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 
 Notes = dict[str, float | str | bool]
 
@@ -73,7 +72,7 @@ class SaveSample:
     stored_bytes: int
     stored_files: int
     began_s: float = 0.0
-    written_bytes: Sequence[int] = ()
+    written_bytes: tuple[int, ...] = ()
     notes: Notes = dataclasses.field(default_factory=dict)
 
     @property
@@ -84,7 +83,8 @@ class SaveSample:
     @classmethod
     def from_json(cls, fields: dict[str, object]) -> SaveSample:
         """What `dataclasses.asdict` and JSON made of one."""
-        return cls(**{**fields, "resident": Resident(**fields["resident"])})
+        written = tuple(fields.get("written_bytes", ()))
+        return cls(**{**fields, "resident": Resident(**fields["resident"]), "written_bytes": written})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
