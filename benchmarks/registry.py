@@ -47,14 +47,14 @@ class Entry:
         torch: whether it runs in the environment that `make bench-torch` makes.
         cannot: workload -> why it is left out there.
         quick: whether it has a turn in a quick run.
-        setting: one of `StoreSettings` and its value, for a variant of ours.
+        setting: for a variant of ours, one of `StoreSettings`, and the values that do the same in these workloads.
     """
 
     made_by: str
     torch: bool = False
     cannot: dict[str, str] = dataclasses.field(default_factory=dict)
     quick: bool = True
-    setting: tuple[str, Any] | None = None
+    setting: tuple[Any, ...] = ()
 
 
 ENTRIES = {
@@ -82,7 +82,7 @@ IN_JOBS = {
     "orbax_v0_broadcast": Entry("subjects_orbax:OrbaxV0Broadcast", cannot=ONE_REPLICA),
     "orbax_v1": Entry("subjects_orbax:OrbaxV1", cannot=VARIANT_IN_JOBS),
     "ours_read_each": Entry("subject_ours:OursReadEach", cannot=SAVES_ALIKE, setting=("read_once", False)),
-    "ours_read_once": Entry("subject_ours:OursReadOnce", cannot=SAVES_ALIKE, setting=("read_once", True)),
+    "ours_read_once": Entry("subject_ours:OursReadOnce", cannot=SAVES_ALIKE, setting=("read_once", True, "auto")),
     OURS: ENTRIES[OURS],
 }
 """Those that have turns in jobs; a name that is in both is the same subject."""

@@ -58,11 +58,11 @@ class OursReadEach(Ours):
         super().__init__(read_once=False)
 
 
-def why_no_variant(setting: str, value: Any) -> str | None:
-    """Why a subject with this setting has no turn; None: it is another one than `ours`."""
+def why_no_variant(setting: str, *alike: Any) -> str | None:
+    """Why a subject with this setting has no turn, of whose values these do the same; None: it differs from `ours`."""
     import jaxckpt_train
 
     defaults = {field.name: field.default for field in dataclasses.fields(jaxckpt_train.StoreSettings)}
     if setting not in defaults:
         return f"this version has no setting {setting}"
-    return "is what ours does by default" if defaults[setting] is value else None
+    return "is what ours does by default" if defaults[setting] in alike else None

@@ -88,8 +88,8 @@ def _first(sample: Sample) -> Spread:
 
 
 def _place(row: str) -> int:
-    """The order of the rows: that of the registry."""
-    names = list(dict.fromkeys((*ENTRIES, *IN_JOBS)))
+    """The order of the rows: that of the registry, ours last."""
+    names = list(dict.fromkeys((*(name for name in ENTRIES if name != OURS), *IN_JOBS)))
     subject = RAW if row == RAW_FRESH else row
     return names.index(subject) if subject in names else len(names)
 

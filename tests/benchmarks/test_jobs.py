@@ -81,6 +81,7 @@ def test_a_variant_of_ours_has_a_turn_where_it_is_another_one() -> None:
     assert why_no_variant("no_such_setting", True) == "this version has no setting no_such_setting"
     assert why_no_variant("verify_on_load", True) == "is what ours does by default"
     assert why_no_variant("verify_on_load", False) is None
+    assert why_no_variant("direct_io", True, "auto") == "is what ours does by default"
     assert why_not("orbax_v0_broadcast", ROWS[MORE]) == "needs replicas, of which one reads"
     assert why_not("orbax_v0_broadcast", REPLICATED_JOB) is None
 
