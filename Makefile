@@ -17,7 +17,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-quick lint types format bench bench-quick bench-torch kill-campaign crash-states block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes scale clean python-is-new-enough
+.PHONY: help venv demo test test-quick test-distributed lint types format bench bench-jobs bench-quick bench-torch kill-campaign crash-states block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes scale clean python-is-new-enough
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
@@ -43,6 +43,10 @@ test: $(STAMP)  ## all tests
 
 test-quick: $(STAMP)  ## the tests without the slow ones
 	$(PYTEST) -m 'not slow'
+
+test-distributed: $(STAMP)  ## jobs of many real processes in full, and 80 stops of one of them (half an hour)
+	$(PYTEST) --full tests/distributed
+	$(BIN)/python -m tests.distributed.stops --trials 20
 
 lint: $(STAMP)  ## style, imports and formatting
 	$(BIN)/ruff check .
@@ -110,6 +114,9 @@ bench-write-modes: $(STAMP)  ## what each durability costs, on each file system 
 
 bench: $(STAMP)  ## compare with all peers on this machine (some two hours), and write docs/benchmarks/
 	$(BIN)/python -m benchmarks.run --json build/bench.json --plots docs/benchmarks
+
+bench-jobs: $(STAMP)  ## saves and loads by jobs of several processes (some twenty-five minutes; needs root)
+	$(BIN)/python -m benchmarks.jobs --json build/bench-jobs.json --page docs/benchmarks
 
 bench-quick: $(STAMP)  ## less of the same in a few minutes
 	$(BIN)/python -m benchmarks.run --quick --json build/bench-quick.json --plots build/bench-quick

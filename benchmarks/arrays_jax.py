@@ -25,8 +25,7 @@ class JaxArrays:
         state: State = {}
         for leaf, content in each_leaf(workload, seed):
             host = content.view(DTYPES[leaf.dtype]).reshape(leaf.shape)
-            # may_alias=False: the array's memory is that of JAX, as after a training step.
-            _put(state, leaf.path, jax.device_put(host, sharding_of(leaf, workload, SAVED), may_alias=False))
+            _put(state, leaf.path, _placed(host, sharding_of(leaf, workload, SAVED)))
         return jax.block_until_ready(state)
 
     def like(self, workload: Workload, target: str) -> State:
@@ -69,6 +68,15 @@ def sharding_of(leaf: Leaf, workload: Workload, target: str) -> Sharding:
     devices = np.array(jax.devices()[: mesh[0] * mesh[1]]).reshape(mesh)
     axes = () if target == REPLICATED else [axis and tuple(axis.split("+")) for axis in leaf.spec]
     return NamedSharding(Mesh(devices, ("x", "y")), PartitionSpec(*axes))
+
+
+def _placed(host: np.ndarray, sharding: Sharding) -> jax.Array:
+    """In memory that is JAX's own, as after a training step: hence may_alias=False."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(host, sharding, may_alias=False)
+    places = sharding.addressable_devices_indices_map(host.shape)
+    shards = [jax.device_put(host[index], device, may_alias=False) for device, index in places.items()]
+    return jax.make_array_from_single_device_arrays(host.shape, sharding, shards)
 
 
 def _put(state: State, path: Sequence[str], value: Any) -> None:

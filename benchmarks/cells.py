@@ -24,6 +24,17 @@ bytes read, by bytes asked for.
 """
 
 
+JOBS_TO_READ = """\
+Median, and min .. max of the counted rounds. All processes of a job begin at once; wall time is until the last of them
+is finished, CPU the processor time of all together. save, plain: until the subject said that it is finished. save,
+durable: until all files and directories are synced. x ours: their figure / ours of the same round; above 1 ours is
+better. of raw: the time of the raw limit, one file by direct calls of two threads of one process / their time. most by
+one: what the process that wrote most wrote, of what all did. read: what read calls gave to all processes together, by
+the bytes of the arrays: as they would come from storage for processes that share no page cache. from disk: what this
+one machine's disk gave of it: whoever reads through the page cache gets what another process has read from there.
+"""
+
+
 @dataclasses.dataclass(frozen=True)
 class TextTable:
     """A table whose cells are one or two lines."""
@@ -53,6 +64,13 @@ def ratio(spread: Spread) -> str:
 def share(spread: Spread) -> str:
     """A share of a limit."""
     return f"{spread.median:.2g}\n{spread.minimum:.2g} .. {spread.maximum:.2g}"
+
+
+def percent(spread: Spread) -> str:
+    """A hundredth, of what there is."""
+    low, high = (f"{100 * end:.0f} %" for end in (spread.minimum, spread.maximum))
+    middle = f"{100 * spread.median:.0f} %"
+    return middle if low == high else f"{middle}\n{low} .. {high}"
 
 
 def megabytes(spread: Spread) -> str:
@@ -94,17 +112,31 @@ LOAD_COLUMNS = (
 )
 
 
+JOB_SAVE_COLUMNS = (
+    *(column for column in SAVE_COLUMNS if column.figure not in ("extra_peak_bytes", "first_bytes")),
+    _Column("most by one", "largest_share", percent),
+)
+JOB_LOAD_COLUMNS = (
+    *(column for column in LOAD_COLUMNS if column.figure not in ("extra_peak_bytes", "first_bytes", "disk_bytes")),
+    _Column("read", "reads_by_asked", percent),
+    _Column("from disk", "disk_by_asked", percent),
+)
+
+
 def tables(record: WorkloadRecord, summary: Summary) -> list[TextTable]:
     """The saves, and the loads of every target."""
+    in_job = record.processes > 1
+    save_columns, load_columns = (JOB_SAVE_COLUMNS, JOB_LOAD_COLUMNS) if in_job else (SAVE_COLUMNS, LOAD_COLUMNS)
     size = f"{record.leaves:,} arrays, {record.nbytes / MB:,.1f} MB, {record.counted_rounds} rounds"
+    size += f", {record.processes} processes" if in_job else ""
     size += ", each load in a new process" if record.fresh_loads else ""
     size += ", quick" if record.quick else ""
-    made = [_table(f"{record.name}: save ({size})", SAVE_COLUMNS, summary.saves)]
+    made = [_table(f"{record.name}: save ({size})", save_columns, summary.saves)]
     for target, rows in summary.loads.items():
         onto = "" if target == WHOLE else f" of {target}" if target == "params" else f" onto {target}"
         asked = next(figures["asked_bytes"] for figures in rows.values())
         title = f"{record.name}: load{onto} ({asked.median / MB:,.1f} MB asked for)" if asked else record.name
-        made.append(_table(title, LOAD_COLUMNS, rows))
+        made.append(_table(title, load_columns, rows))
     return made
 
 
@@ -114,6 +146,12 @@ def absent(record: WorkloadRecord) -> list[str]:
     for subject, reason in record.left_out.items():
         by_reason.setdefault(reason, []).append(subject)
     return [f"left out: {', '.join(subjects)}: {reason}" for reason, subjects in by_reason.items()]
+
+
+def how_to_read(record: Record) -> str:
+    """What the columns are."""
+    kinds = {workload.processes > 1 for workload in record.workloads.values()}
+    return "\n".join([*([HOW_TO_READ] if kinds != {True} else []), *([JOBS_TO_READ] if True in kinds else [])])
 
 
 def machine_lines(record: Record) -> list[str]:

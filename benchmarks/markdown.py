@@ -10,31 +10,33 @@ from benchmarks.cells import TextTable
 from benchmarks.record import Record, WorkloadRecord
 from benchmarks.summary import summarise
 
-FILE_NAME = "results.md"
+RESULTS, JOBS = ("results.md", "Results"), ("jobs.md", "Jobs of many processes")
+"""Name and title of a page."""
 
 
-def write(record: Record, folder: Path, plots: Sequence[Path]) -> Path:
-    """Write `results.md` to `folder`, with the plots that lie in the same folder.
+def write(record: Record, folder: Path, plots: Sequence[Path] = (), page: tuple[str, str] = RESULTS) -> Path:
+    """Write a page to `folder`, with the plots that lie in the same folder.
 
     Returns:
         The file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / FILE_NAME
-    file.write_text("\n".join(_page(record, folder, plots)), encoding="utf-8")
+    name, title = page
+    file = folder / name
+    file.write_text("\n".join(_page(record, folder, plots, title)), encoding="utf-8")
     return file
 
 
-def _page(record: Record, folder: Path, plots: Sequence[Path]) -> list[str]:
+def _page(record: Record, folder: Path, plots: Sequence[Path], title: str) -> list[str]:
     commands = list(dict.fromkeys(workload.command for workload in record.workloads.values()))
     lines = [
-        "# Results",
+        f"# {title}",
         "",
         f"Written by `benchmarks.report`; {_explained(folder)} says what is measured.",
         "",
     ]
     lines += [f"- {line}" for line in cells.machine_lines(record)]
-    lines += ["", "```", *commands, "```", "", "```", cells.HOW_TO_READ.rstrip(), "```", ""]
+    lines += ["", "```", *commands, "```", "", "```", cells.how_to_read(record).rstrip(), "```", ""]
     for plot in plots:
         lines += [f"![{plot.stem}]({plot.name})", ""]
     for workload in record.workloads.values():

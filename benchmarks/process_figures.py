@@ -1,4 +1,4 @@
-"""What the kernel says of this process: resident memory, its peak, bytes read from the disk, and time the host took."""
+"""What the kernel says of this process: resident memory, its peak, bytes read and written, and time the host took."""
 
 from __future__ import annotations
 
@@ -34,6 +34,16 @@ class ResidentMeter:
 def disk_read_bytes() -> int:
     """Bytes that this process made the kernel fetch from disks since it began."""
     return _field_bytes(IO, "read_bytes")
+
+
+def asked_read_bytes() -> int:
+    """Bytes that read calls of this process gave it, from a disk or a page cache; a socket's `recv` is no read call."""
+    return _field_bytes(IO, "rchar")
+
+
+def disk_written_bytes() -> int:
+    """Bytes that this process made the kernel write to disks, or will have made it, since it began."""
+    return _field_bytes(IO, "write_bytes")
 
 
 def stolen_s() -> float:

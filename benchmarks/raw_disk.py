@@ -54,17 +54,19 @@ class RawTurns:
     Memory on huge pages where there are any. `O_DIRECT` is used where the file system takes it, and the
     notes say whether it did. A write ends with `fdatasync`. Reads come twice: as `raw` into memory that is there
     already, and as `raw_fresh` into memory whose first touch is part of the time, as it is in a load into new arrays.
+    Beside jobs, all is done only in the last way, and reads come once, as `raw`.
     """
 
     packages = ("numpy",)
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
+        self._ways = WAYS if workload.processes == 1 else WAYS[-1:]
 
     def save(self, path: Path, seed: Sequence[int]) -> SaveSample:
         path.mkdir()
         source = huge_memory.gather(self._workload, seed)
-        writes = [_write(path / str(way), source, way, self._workload.is_quick) for way in WAYS]
+        writes = [_write(path / str(way), source, way, self._workload.is_quick) for way in self._ways]
         del source
         release_memory()
         best = min(writes, key=lambda one: one.wall_s)
@@ -86,7 +88,9 @@ class RawTurns:
         """The leaves of `target` are the first of the file, so they are read from its beginning."""
         want = huge_memory.gather(self._workload, seed, target)
         nbytes = sum(leaf.nbytes for leaf in self._workload.wanted(target))
-        ways = {NAME: huge_memory.touched, NAME_FRESH: huge_memory.fresh}
+        ways = {NAME: huge_memory.touched}
+        if self._workload.processes == 1:
+            ways[NAME_FRESH] = huge_memory.fresh
         return [self._read_all(path, want, nbytes, target, row, allocate) for row, allocate in ways.items()]
 
     def close(self) -> None:
@@ -96,7 +100,7 @@ class RawTurns:
         self, path: Path, want: np.ndarray, nbytes: int, target: str, row: str, allocate: Callable[[int], np.ndarray]
     ) -> LoadSample:
         reads, dropped = [], ""
-        for way in WAYS:
+        for way in self._ways:
             dropped = page_cache.drop(path)
             host_memory.make_present(nbytes, is_quick=self._workload.is_quick)
             reads.append(_read(path / str(way), want, nbytes, way, allocate))

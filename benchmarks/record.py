@@ -43,6 +43,7 @@ class WorkloadRecord:
         load_average: of the machine over the minute before it began.
         commit: of the code, "-dirty" if there was more; None: not known.
         machine: on which it ran, if that is not the record's.
+        processes: of the jobs that saved and loaded it; 1: no jobs.
         versions: of what the subjects are made of.
         left_out: subject -> why it had no turn.
         failed: subject -> what went wrong.
@@ -65,6 +66,7 @@ class WorkloadRecord:
     turns: list[Turn]
     commit: str | None = None
     machine: Description | None = None
+    processes: int = 1
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> WorkloadRecord:
@@ -96,6 +98,11 @@ class Record:
             machine = workload.machine or self.machine
             found.setdefault(tuple(machine[field] for field in SAME_MACHINE), (machine, []))[1].append(workload.name)
         return list(found.values()) or [(self.machine, [])]
+
+    def of_jobs(self, jobs: bool) -> Record:
+        """Only the workloads of jobs, or only the others."""
+        chosen = {name: each for name, each in self.workloads.items() if (each.processes > 1) == jobs}
+        return Record(self.machine, chosen)
 
     def write(self, file: Path) -> None:
         """Write it as JSON."""

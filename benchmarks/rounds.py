@@ -6,15 +6,17 @@ import contextlib
 import dataclasses
 import shutil
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks import page_cache
+from benchmarks.job_process import WorkerJob
+from benchmarks.raw_disk import NAME as RAW
 from benchmarks.record import WARM_UP_ROUND, Turn
 from benchmarks.sample import LoadSample
-from benchmarks.worker_process import Worker, WorkerError, worker
+from benchmarks.worker_process import Worker, WorkerError
 from benchmarks.workloads import Workload
 
 Report = Callable[[str], None]
@@ -71,7 +73,7 @@ def run_rounds(workload: Workload, subjects: Sequence[str], directory: Path, pla
         plan.report(f"FAILED: {name}: {error}")
 
     with contextlib.ExitStack() as stack:
-        workers = {name: Worker(name, workload, directory / f"{_plain(name)}.log") for name in subjects}
+        workers = {name: start(name, workload, directory / f"{_plain(name)}.log") for name in subjects}
         for running in workers.values():
             stack.callback(running.stop)
         versions = _versions(workers, fail)
@@ -90,6 +92,22 @@ def run_rounds(workload: Workload, subjects: Sequence[str], directory: Path, pla
     return Outcome([turn for turn in turns if turn.subject not in failed], versions, failed)
 
 
+def start(name: str, workload: Workload, log: Path) -> Worker | WorkerJob:
+    """A worker, or where the workload wants a job, a job of workers; the disk has no use for several."""
+    return Worker(name, workload, log) if workload.processes == 1 or name == RAW else WorkerJob(name, workload, log)
+
+
+@contextlib.contextmanager
+def worker(name: str, workload: Workload, log: Path) -> Iterator[Worker | WorkerJob]:
+    """One that is ready, and stopped at the end."""
+    running = start(name, workload, log)
+    try:
+        running.ready()
+        yield running
+    finally:
+        running.stop()
+
+
 def turn_order(count: int, number: int, seed: int) -> list[int]:
     """Every round has an order of its own, by chance: none has a fixed place, or a fixed forerunner to suffer from."""
     return [int(index) for index in np.random.default_rng((seed, number)).permutation(count)]
@@ -98,7 +116,7 @@ def turn_order(count: int, number: int, seed: int) -> list[int]:
 def _take_turn(
     directory: Path,
     workload: Workload,
-    running: Worker,
+    running: Worker | WorkerJob,
     name: str,
     number: int,
     seed: tuple[int, ...],
@@ -121,7 +139,9 @@ def _take_turn(
         page_cache.settle()
 
 
-def _versions(workers: dict[str, Worker], fail: Callable[[str, WorkerError], None]) -> dict[str, str | None]:
+def _versions(
+    workers: Mapping[str, Worker | WorkerJob], fail: Callable[[str, WorkerError], None]
+) -> dict[str, str | None]:
     """Wait until all workers are ready."""
     versions: dict[str, str | None] = {}
     for name, running in workers.items():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import secrets
 import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -18,7 +19,7 @@ from rich.console import Console
 from benchmarks import table
 from benchmarks.machine import commit, describe
 from benchmarks.record import Record, WorkloadRecord
-from benchmarks.registry import ENTRIES, chosen_by_default, why_not
+from benchmarks.registry import ENTRIES, Entry, chosen_by_default, why_not
 from benchmarks.report import write_page
 from benchmarks.rounds import Plan, run_rounds
 from benchmarks.workloads import Workload, workloads
@@ -32,20 +33,43 @@ QUICK_WORKLOADS = ("dense", "small", "sharded", "partial")
 progress = Console(stderr=True, highlight=False)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """What a command line can measure.
+
+    Attributes:
+        module: that is run.
+        about: what it does.
+        workloads: all of them, for a quick run or not.
+        quick_workloads: those of a quick run that names none.
+        subjects: all of them.
+    """
+
+    module: str
+    about: str
+    workloads: Callable[[bool], Mapping[str, Workload]]
+    quick_workloads: Sequence[str]
+    subjects: Mapping[str, Entry]
+
+
+ALONE = Command("benchmarks.run", __doc__ or "", workloads, QUICK_WORKLOADS, ENTRIES)
+
+
+def main(arguments: Sequence[str] | None = None, command: Command = ALONE) -> None:
     """Run what the arguments ask for, print tables to stdout, and write the samples and a page if asked.
 
     Raises:
         SystemExit: with status 1 if a subject failed; what the others gave is shown and written all the same.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
-    options = _parse(given)
-    chosen = [workloads(options.quick)[name] for name in options.only]
+    options = _parse(given, command)
+    chosen = [command.workloads(options.quick)[name] for name in options.only]
+    said = f"python -m {command.module} {shlex.join(given)}".rstrip()
     record = Record({}, {})
     with _directory(options.dir, chosen) as directory:
         record.machine.update(describe(directory))
         for workload in chosen:
-            record.workloads[workload.name] = _measure(workload, options, directory, shlex.join(given))
+            record.workloads[workload.name] = _measure(workload, options, directory, said, command.subjects)
             if options.json:
                 record.write(options.json)
     table.show(table.stdout_console(), record)
@@ -55,8 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(1)
 
 
-def _measure(workload: Workload, options: argparse.Namespace, directory: Path, given: str) -> WorkloadRecord:
-    left_out = _left_out(options.subjects, workload.name)
+def _measure(
+    workload: Workload, options: argparse.Namespace, directory: Path, said: str, known: Collection[str]
+) -> WorkloadRecord:
+    left_out = _left_out(options.subjects, workload.name, known)
     for name, reason in left_out.items():
         _report(f"{workload.name}: left out {name}: {reason}")
     load_average = os.getloadavg()[0]
@@ -72,29 +98,30 @@ def _measure(workload: Workload, options: argparse.Namespace, directory: Path, g
         seed=options.seed,
         quick=options.quick,
         fresh_loads=options.fresh_loads,
-        command=f"python -m benchmarks.run {given}".rstrip(),
+        command=said,
         load_average=load_average,
         commit=commit(),
         versions=outcome.versions,
         left_out=left_out,
         failed=outcome.failed,
         turns=outcome.turns,
+        processes=workload.processes,
     )
 
 
-def _left_out(chosen: Sequence[str], workload: str) -> dict[str, str]:
+def _left_out(chosen: Sequence[str], workload: str, known: Collection[str] = ENTRIES) -> dict[str, str]:
     """Every subject that has no turn, and why; one that could have had it, but was not asked for, too."""
     found: dict[str, str] = {}
-    for name in dict.fromkeys((*ENTRIES, *chosen)):
+    for name in dict.fromkeys((*known, *chosen)):
         reason = why_not(name, workload) or ("" if name in chosen else NOT_ASKED_FOR)
         if reason:
             found[name] = reason
     return found
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
-    names, subjects = list(workloads(quick=False)), list(ENTRIES)
+def _parse(arguments: Sequence[str], command: Command) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m {command.module}", description=command.about)
+    names, subjects = list(command.workloads(False)), list(command.subjects)
     parser.add_argument("--quick", action="store_true", help="smaller and fewer of all: a look, not a result")
     parser.add_argument("--only", type=_names(names), help=f"workloads, of {','.join(names)}")
     parser.add_argument("--subjects", type=_names(subjects), help=f"subjects, of {','.join(subjects)}")
@@ -102,11 +129,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--fresh-loads", action="store_true", help="each load in a process of its own")
     parser.add_argument("--dir", type=Path, default=DEFAULT_DIRECTORY, help="a directory on the disk to measure")
     parser.add_argument("--json", type=Path, help="write the machine and all samples to this file")
-    parser.add_argument("--plots", type=Path, help="write plots and results.md to this folder")
+    parser.add_argument(
+        "--plots", "--page", dest="plots", type=Path, help="write a page, and plots if it has any, to this folder"
+    )
     parser.add_argument("--seed", type=int, default=secrets.randbits(32), help="of the random bytes; else a new one")
     options = parser.parse_args(arguments)
-    options.only = options.only or (list(QUICK_WORKLOADS) if options.quick else names)
-    options.subjects = options.subjects or chosen_by_default(options.quick)
+    options.only = options.only or (list(command.quick_workloads) if options.quick else names)
+    options.subjects = options.subjects or chosen_by_default(options.quick, command.subjects)
     if options.rounds is None:
         options.rounds = QUICK_ROUNDS if options.quick else ROUNDS
     if options.rounds < (1 if options.quick else FEWEST_ROUNDS):

@@ -57,6 +57,8 @@ class SaveSample:
         resident: memory until durable; the saved tree is in `before`.
         stored_bytes: size of the checkpoint's files.
         stored_files: how many they are.
+        began_s: when, by a clock that all processes of a machine share.
+        written_bytes: for each process of a job, what it made the kernel write; empty: not known.
         notes: what else belongs to the sample.
     """
 
@@ -69,6 +71,8 @@ class SaveSample:
     resident: Resident
     stored_bytes: int
     stored_files: int
+    began_s: float = 0.0
+    written_bytes: tuple[int, ...] = ()
     notes: Notes = dataclasses.field(default_factory=dict)
 
     @property
@@ -79,7 +83,8 @@ class SaveSample:
     @classmethod
     def from_json(cls, fields: dict[str, object]) -> SaveSample:
         """What `dataclasses.asdict` and JSON made of one."""
-        return cls(**{**fields, "resident": Resident(**fields["resident"])})
+        written = tuple(fields.get("written_bytes", ()))
+        return cls(**{**fields, "resident": Resident(**fields["resident"]), "written_bytes": written})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,6 +101,9 @@ class LoadSample:
         resident: memory over the load; what was loaded is in `final`.
         asked_bytes: bytes of the arrays that were asked for.
         disk_bytes: bytes that the process made the kernel fetch from the disk, until every page was touched.
+        read_bytes: bytes that its read calls gave it, whether they came from the disk or from the page cache, which on
+            machines of their own other processes would not have filled; None: not known.
+        began_s: when, by a clock that all processes of a machine share.
         notes: what else belongs to the sample.
     """
 
@@ -107,6 +115,8 @@ class LoadSample:
     resident: Resident
     asked_bytes: int
     disk_bytes: int
+    read_bytes: int | None = None
+    began_s: float = 0.0
     notes: Notes = dataclasses.field(default_factory=dict)
 
     @property

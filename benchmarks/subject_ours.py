@@ -1,7 +1,8 @@
-"""The subject `ours`: jaxckpt_train with its default settings (full durability, digests made and checked)."""
+"""The subjects `ours...`: jaxckpt_train with its defaults (full durability, digests made and checked), or not quite."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -41,3 +42,27 @@ class Ours:
 
     def close(self) -> None:
         """Nothing is kept between rounds that needs closing."""
+
+
+class OursReadOnce(Ours):
+    """`read_once=True`: in a job, each stored byte is read by one process, and sent to the others that need it."""
+
+    def __init__(self) -> None:
+        super().__init__(read_once=True)
+
+
+class OursReadEach(Ours):
+    """`read_once=False`: in a job, each process reads what it needs."""
+
+    def __init__(self) -> None:
+        super().__init__(read_once=False)
+
+
+def why_no_variant(setting: str, *alike: Any) -> str | None:
+    """Why a subject with this setting has no turn, of whose values these do the same; None: it differs from `ours`."""
+    import jaxckpt_train
+
+    defaults = {field.name: field.default for field in dataclasses.fields(jaxckpt_train.StoreSettings)}
+    if setting not in defaults:
+        return f"this version has no setting {setting}"
+    return "is what ours does by default" if defaults[setting] in alike else None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from benchmarks.raw_disk import NAME as RAW
 from benchmarks.raw_disk import NAME_FRESH as RAW_FRESH
 from benchmarks.record import WARM_UP_ROUND, Turn
-from benchmarks.registry import ENTRIES, OURS
+from benchmarks.registry import ENTRIES, IN_JOBS, OURS
 from benchmarks.sample import LoadSample, SaveSample
 from benchmarks.spread import Spread
 
@@ -88,8 +88,8 @@ def _first(sample: Sample) -> Spread:
 
 
 def _place(row: str) -> int:
-    """The order of the rows: that of the registry."""
-    names = list(ENTRIES)
+    """The order of the rows: that of the registry, ours last."""
+    names = list(dict.fromkeys((*(name for name in ENTRIES if name != OURS), *IN_JOBS)))
     subject = RAW if row == RAW_FRESH else row
     return names.index(subject) if subject in names else len(names)
 
@@ -100,6 +100,7 @@ def _save_figures(row: str, rows: Mapping[str, Rounds]) -> Figures:
     for name, (theirs, ours) in SAVE_RATIOS.items():
         figures[name] = None if row == OURS else _ratio(rows, (row, theirs), (OURS, ours))
     figures["share_of_raw"] = _ratio(rows, (RAW, "durable_s"), (row, "durable_s"))
+    figures["largest_share"] = _spread(rows[row], _largest_share)
     return figures
 
 
@@ -108,6 +109,8 @@ def _load_figures(row: str, rows: Mapping[str, Rounds]) -> Figures:
     figures |= {field: _spread(rows[row], _field(field)) for field in LOAD_MEASURES}
     for name, (theirs, ours) in LOAD_RATIOS.items():
         figures[name] = None if row == OURS else _ratio(rows, (row, theirs), (OURS, ours))
+    figures["reads_by_asked"] = _spread(rows[row], _reads_by_asked)
+    figures["disk_by_asked"] = _spread(rows[row], lambda sample: sample.disk_bytes / sample.asked_bytes)
     figures["share_of_raw"] = _ratio(rows, (RAW, "load_s"), (row, "load_s"))
     figures["share_of_raw_fresh"] = _ratio(rows, (RAW_FRESH, "load_s"), (row, "load_s"))
     return figures
@@ -115,6 +118,16 @@ def _load_figures(row: str, rows: Mapping[str, Rounds]) -> Figures:
 
 def _field(name: str) -> Callable[[Sample], float | None]:
     return lambda sample: getattr(sample, name)
+
+
+def _largest_share(save: SaveSample) -> float | None:
+    """What the process that wrote most has written of what all have; None where there are not several."""
+    several = len(save.written_bytes) > 1 and any(save.written_bytes)
+    return max(save.written_bytes) / sum(save.written_bytes) if several else None
+
+
+def _reads_by_asked(load: LoadSample) -> float | None:
+    return None if load.read_bytes is None else load.read_bytes / load.asked_bytes
 
 
 def _spread(rounds: Rounds, value: Callable[[Sample], float | None]) -> Spread | None:

@@ -25,7 +25,7 @@ def show(console: Console, record: Record) -> None:
         console.print(line, soft_wrap=True, markup=False)
     for workload in record.workloads.values():
         show_workload(console, workload)
-    console.print(cells.HOW_TO_READ, markup=False)
+    console.print(cells.how_to_read(record), markup=False)
 
 
 def show_workload(console: Console, workload: WorkloadRecord) -> None:

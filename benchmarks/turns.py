@@ -8,10 +8,19 @@ from typing import Protocol
 
 from benchmarks import host_memory, page_cache
 from benchmarks.arrays import arrays_for, check, touch
-from benchmarks.process_figures import ResidentMeter, disk_read_bytes, is_mapped, release_memory, stolen_s
+from benchmarks.company import Alone, Company
+from benchmarks.process_figures import (
+    ResidentMeter,
+    asked_read_bytes,
+    disk_read_bytes,
+    disk_written_bytes,
+    is_mapped,
+    release_memory,
+    stolen_s,
+)
 from benchmarks.sample import LoadSample, Moment, SaveSample
 from benchmarks.subject import Subject
-from benchmarks.workloads import Workload
+from benchmarks.workloads import SAVED, Workload
 
 
 class Turns(Protocol):
@@ -38,27 +47,29 @@ class Turns(Protocol):
 
 
 class CheckpointerTurns:
-    """The turns of a checkpoint library."""
+    """The turns of a checkpoint library, in a process alone or in each one of a job."""
 
-    def __init__(self, name: str, subject: Subject, workload: Workload) -> None:
+    def __init__(self, name: str, subject: Subject, workload: Workload, company: Company | None = None) -> None:
         self._name, self._subject, self._workload = name, subject, workload
+        self._company = company or Alone()
+        self._saves = 0
         self._arrays = arrays_for(subject.arrays)
         self.packages = subject.packages
 
     def save(self, path: Path, seed: Sequence[int]) -> SaveSample:
+        self._saves += 1
         state = self._arrays.make(self._workload, seed)
-        page_cache.settle()
-        host_memory.make_present(self._workload.nbytes, is_quick=self._workload.is_quick)
-        meter, stolen, start = ResidentMeter(), stolen_s(), Moment.now()
+        self._company.prepare(lambda: self._calm(SAVED))
+        meter, stolen, written, start = ResidentMeter(), stolen_s(), disk_written_bytes(), Moment.now()
         wait = self._subject.start_save(path, state)
         returned = Moment.now() if wait else None
         if wait:
             wait()
         finished = Moment.now()
-        if not self._subject.durable:
+        if not self._subject.durable and self._company.leads:
             page_cache.sync_tree(path)
         durable, stolen = Moment.now(), stolen_s() - stolen
-        resident = meter.read()
+        resident, written = meter.read(), disk_written_bytes() - written
         files = page_cache.files_below(path)
         del state, wait
         release_memory()
@@ -72,6 +83,8 @@ class CheckpointerTurns:
             resident=resident,
             stored_bytes=sum(file.stat().st_size for file in files),
             stored_files=len(files),
+            began_s=start.wall_s,
+            written_bytes=(written,),
             notes={"stolen_s": stolen},
         )
 
@@ -79,13 +92,12 @@ class CheckpointerTurns:
         leaves = self._workload.wanted(target)
         like = self._arrays.like(self._workload, target)
         mapped = is_mapped(path)
-        dropped = page_cache.drop(path)
-        host_memory.make_present(sum(leaf.nbytes for leaf in leaves), is_quick=self._workload.is_quick)
-        meter, read_before, stolen = ResidentMeter(), disk_read_bytes(), stolen_s()
+        dropped = self._company.prepare(lambda: self._drop(path, target))
+        meter, read_before, asked, stolen = ResidentMeter(), disk_read_bytes(), asked_read_bytes(), stolen_s()
         start = Moment.now()
         loaded = self._subject.load(path, like)
         self._arrays.wait(loaded)
-        ready, read_until_ready = Moment.now(), disk_read_bytes()
+        ready, read_until_ready, asked = Moment.now(), disk_read_bytes(), asked_read_bytes() - asked
         touch(self._arrays, loaded, leaves)
         touched, read_until_touched, stolen = Moment.now(), disk_read_bytes(), stolen_s() - stolen
         resident = meter.read()
@@ -103,9 +115,25 @@ class CheckpointerTurns:
             resident=resident,
             asked_bytes=sum(leaf.nbytes for leaf in leaves),
             disk_bytes=read_until_touched - read_before,
-            notes={"caches": dropped, "was_mapped": mapped, "stolen_s": stolen},
+            read_bytes=asked,
+            began_s=start.wall_s,
+            notes={"was_mapped": mapped, "stolen_s": stolen} | ({"caches": dropped} if dropped else {}),
         )
         return [sample]
 
     def close(self) -> None:
         self._subject.close()
+
+    def _calm(self, target: str) -> None:
+        page_cache.settle()
+        self._make_present(target)
+
+    def _drop(self, path: Path, target: str) -> page_cache.Dropped:
+        dropped = page_cache.drop(path)
+        self._make_present(target)
+        return dropped
+
+    def _make_present(self, target: str) -> None:
+        """Not all of it in the first turn of a process, whose times do not count."""
+        is_quick = self._workload.is_quick or self._saves == 1
+        host_memory.make_present(self._workload.held_bytes(target), is_quick=is_quick)

@@ -1,6 +1,7 @@
 """A worker: the process in which one subject has its turns, told by JSON lines what to do.
 
-`python -m benchmarks.worker --subject NAME`, then on its standard input one object a line: first
+`python -m benchmarks.worker --subject NAME` (and as one of a job: `--job` with JSON for `jax.distributed.initialize`),
+then on its standard input one object a line: first
 `{"workload": {...}}`, then `{"do": "save", "path": ..., "seed": [...]}` and `{"do": "load", "path": ..., "seed": [...],
 "target": ...}`. Each is answered by one line, `{"ok": ...}` or `{"error": ..., "traceback": ...}`. It leaves at the end
 of its input. What a library prints goes to standard error, never between the answers.
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.company import Alone, Job
 from benchmarks.machine import version
 from benchmarks.registry import make_turns
 from benchmarks.turns import Turns
@@ -31,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Answer requests until the input ends."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.worker", description="One subject, told what to do.")
     parser.add_argument("--subject", required=True, help="a name of the registry, or package.module:Class")
-    subject = parser.parse_args(arguments).subject
+    parser.add_argument("--job", type=json.loads, help="one of a job: JSON for jax.distributed.initialize")
+    options = parser.parse_args(arguments)
     turns: Turns | None = None
     answer: dict[str, Any]
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
@@ -39,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for request in map(json.loads, sys.stdin):
             try:
                 if turns is None:
-                    turns = make_turns(subject, Workload.from_json(request["workload"]))
+                    company = Job(options.job) if options.job else Alone()
+                    turns = make_turns(options.subject, Workload.from_json(request["workload"]), company)
                     answer = {"ok": _versions(turns)}
                 else:
                     answer = {"ok": _done(turns, request)}

@@ -10,11 +10,11 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.registry import ENTRIES, TORCH_PYTHON
+from benchmarks.registry import TORCH_PYTHON, entry_of
 from benchmarks.sample import LoadSample, SaveSample
 from benchmarks.workloads import Workload
 
@@ -30,13 +30,21 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """A started worker; `ready` has to be the first that is asked of it."""
+    """A started worker; `ready` has to be the first that is asked of it.
 
-    def __init__(self, subject: str, workload: Workload, log: Path) -> None:
+    Args:
+        subject: whose turns it takes.
+        workload: what with.
+        log: gets what it prints, after what is there.
+        member: as one of a job: what `jax.distributed.initialize` is told.
+    """
+
+    def __init__(self, subject: str, workload: Workload, log: Path, member: Mapping[str, Any] | None = None) -> None:
         self._log = log
+        as_member = ["--job", json.dumps(member)] if member else []
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
-                [str(interpreter(subject)), "-m", "benchmarks.worker", "--subject", subject],
+                [str(interpreter(subject)), "-m", "benchmarks.worker", "--subject", subject, *as_member],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -62,10 +70,18 @@ class Worker:
         samples = self._ask({"do": "load", "path": str(path), "seed": seed, "target": target})
         return [LoadSample.from_json(sample) for sample in samples]
 
-    def stop(self) -> None:
-        """End its input and wait for it; kill it if it does not leave."""
+    def end_input(self) -> None:
+        """Have it leave."""
         with contextlib.suppress(OSError):
             self._process.stdin.close()
+
+    def kill(self) -> None:
+        """Do not let it go on; `stop` is still to be called."""
+        self._process.kill()
+
+    def stop(self) -> None:
+        """End its input and wait for it; kill it if it does not leave."""
+        self.end_input()
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -113,23 +129,14 @@ class Worker:
         return self._log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL_CHARACTERS:].strip()
 
 
-@contextlib.contextmanager
-def worker(subject: str, workload: Workload, log: Path) -> Iterator[Worker]:
-    """A worker that is ready, and stopped at the end."""
-    running = Worker(subject, workload, log)
-    try:
-        running.ready()
-        yield running
-    finally:
-        running.stop()
-
-
 def interpreter(subject: str) -> Path:
     """The Python that a subject runs in."""
-    return TORCH_PYTHON if subject in ENTRIES and ENTRIES[subject].torch else Path(sys.executable)
+    entry = entry_of(subject)
+    return TORCH_PYTHON if entry and entry.torch else Path(sys.executable)
 
 
 def environment(workload: Workload) -> dict[str, str]:
     """The environment of a worker: JAX on the CPU, with as many devices as the workload wants."""
-    flags = f"--xla_force_host_platform_device_count={workload.devices}" if workload.mesh else ""
+    devices = workload.devices // workload.processes
+    flags = f"--xla_force_host_platform_device_count={devices}" if workload.mesh else ""
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ class Workload:
         targets: what is loaded after each save, one after the other: `WHOLE`, `PARAMS` (only the leaves below
             `params`), `REPLICATED`, or a mesh such as "8x1".
         is_quick: whether it is for a look only, and need not wait until the machine is calm.
+        processes: how many a job has that saves and loads it, each with as many of the devices; 1: no job.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Workload:
     mesh: tuple[int, int] | None = None
     targets: tuple[str, ...] = (WHOLE,)
     is_quick: bool = False
+    processes: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -43,8 +46,19 @@ class Workload:
 
     @property
     def devices(self) -> int:
-        """How many devices a worker has to have."""
+        """How many devices a worker has to have, or all workers of a job together."""
         return self.mesh[0] * self.mesh[1] if self.mesh else 1
+
+    def held_bytes(self, target: str) -> int:
+        """Bytes that a load onto `target` takes, or with `SAVED` the state; the replicas of one process may be one."""
+        return sum(leaf.nbytes * self._copies(leaf, target) for leaf in self.wanted(target))
+
+    def _copies(self, leaf: Leaf, target: str) -> int:
+        mesh = self.mesh_of(target)
+        if self.processes == 1 or mesh is None:
+            return 1
+        cut_over = {axis for part in leaf.spec if part for axis in part.split("+")} if target != REPLICATED else set()
+        return math.prod(size for axis, size in zip("xy", mesh, strict=True) if axis not in cut_over)
 
     def wanted(self, target: str) -> tuple[Leaf, ...]:
         """The leaves that a load onto `target` returns."""
@@ -66,10 +80,8 @@ class Workload:
             Leaf(tuple(leaf["path"]), tuple(leaf["shape"]), leaf["dtype"], tuple(leaf["spec"]))
             for leaf in fields["leaves"]
         )
-        mesh = fields["mesh"]
-        return cls(
-            fields["name"], leaves, (mesh[0], mesh[1]) if mesh else None, tuple(fields["targets"]), fields["is_quick"]
-        )
+        mesh = (fields["mesh"][0], fields["mesh"][1]) if fields["mesh"] else None
+        return cls(**{**fields, "leaves": leaves, "mesh": mesh, "targets": tuple(fields["targets"])})
 
 
 def workloads(quick: bool) -> dict[str, Workload]:

@@ -35,6 +35,11 @@ settings.register_profile("explore", deadline=None, max_examples=2000, print_blo
 settings.load_profile("repeatable")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--full`: for tests that can try more."""
+    parser.addoption("--full", action="store_true", help="as many trials of each kind as a campaign has, not a few")
+
+
 class RunPython(Protocol):
     """Runs Python in a process of its own, which sees this repository's package first."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
+from benchmarks.loopback import free_address
 from jaxckpt_train.multihost import SingleProcess, current
 from tests.conftest import RunPython
 
@@ -27,12 +27,6 @@ with jct.CheckpointCallback(sys.argv[1], save_interval_steps=1) as ckpt:
         ckpt(state)
 print(jax.distributed.is_initialized(), ckpt.latest_step())
 """
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def test_one_process_agrees_with_itself() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.leaf import Leaf
-from benchmarks.rounds import Outcome, Plan, run_rounds, turn_order
+from benchmarks.rounds import Outcome, Plan, run_rounds, turn_order, worker
 from benchmarks.sample import LoadSample
-from benchmarks.worker_process import Worker, WorkerError, worker
+from benchmarks.worker_process import Worker, WorkerError
 from benchmarks.workloads import Workload
 from tests.benchmarks.fake_subjects import DYING, FORGETFUL, HONEST, TINY, WRONG_BYTES
 

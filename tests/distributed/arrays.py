@@ -18,22 +18,31 @@ def values_of(shape: list[int], dtype: str = "float32") -> np.ndarray:
     return np.arange(np.prod(shape, dtype=np.int64)).astype(dtype).reshape(shape)
 
 
-def sharding_of(mesh_shape: list[int], spec: Spec) -> NamedSharding:
-    """Over all devices of the job; the axes are "x", "y" and "z"."""
-    mesh = Mesh(np.array(jax.devices()).reshape(mesh_shape), ("x", "y", "z")[: len(mesh_shape)])
+def sharding_of(mesh_shape: list[int], spec: Spec, devices: list[int] | None = None) -> NamedSharding:
+    """Over all devices of the job, or over those with these places among them; the axes are "x", "y" and "z"."""
+    chosen = jax.devices() if devices is None else [jax.devices()[place] for place in devices]
+    mesh = Mesh(np.array(chosen).reshape(mesh_shape), ("x", "y", "z")[: len(mesh_shape)])
     return NamedSharding(mesh, P(*[tuple(part) if isinstance(part, list) else part for part in spec]))
 
 
 def global_array(shape: list[int], mesh_shape: list[int], spec: Spec, dtype: str = "float32") -> jax.Array:
     """`values_of`, in such a sharding."""
-    values = values_of(shape, dtype)
-    return jax.make_array_from_callback(tuple(shape), sharding_of(mesh_shape, spec), lambda index: values[index])
+    return placed(values_of(shape, dtype), sharding_of(mesh_shape, spec))
+
+
+def placed(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Values that each process has, as one array of the job."""
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index], dtype=values.dtype)
 
 
 def is_right(array: jax.Array, shape: list[int], dtype: str = "float32") -> bool:
     """Whether each shard that this process has holds the bytes of `values_of`."""
-    values = values_of(shape, dtype)
-    return array.shape == tuple(shape) and all(
+    return holds(array, values_of(shape, dtype))
+
+
+def holds(array: jax.Array, values: np.ndarray) -> bool:
+    """Whether each shard that this process has holds the bytes of these values."""
+    return array.shape == values.shape and all(
         np.asarray(shard.data).tobytes() == values[shard.index].tobytes() and shard.data.dtype == values.dtype
         for shard in array.addressable_shards
     )

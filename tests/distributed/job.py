@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from benchmarks.loopback import free_address
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 START_S, CALL_S = 120.0, 120.0
@@ -136,12 +137,6 @@ class _Worker:
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 @contextlib.contextmanager

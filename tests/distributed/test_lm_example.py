@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import jaxckpt_train as jct
-from tests.distributed.job import free_address
+from benchmarks.loopback import free_address
 
 pytestmark = pytest.mark.slow
 

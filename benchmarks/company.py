@@ -1,0 +1,53 @@
+"""Company: the other processes that have a turn at the same time, with whom a process begins at the same moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Company(Protocol):
+    """The processes of a turn.
+
+    Attributes:
+        leads: whether this one does what is to be done once.
+    """
+
+    leads: bool
+
+    def prepare(self, work: Callable[[], T]) -> T | None:
+        """Have one process do what comes before the clock starts; all come back at once, the others with None."""
+
+
+class Alone:
+    """A process that has nobody to wait for."""
+
+    leads = True
+
+    def prepare(self, work: Callable[[], T]) -> T:
+        return work()
+
+
+class Job:
+    """The processes of a job of `jax.distributed`, whose CPU devices are joined by gloo.
+
+    Args:
+        member: what `jax.distributed.initialize` is told.
+    """
+
+    def __init__(self, member: Mapping[str, Any]) -> None:
+        import jax
+        from jax.experimental import multihost_utils
+
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(**member)
+        self.leads = jax.process_index() == 0
+        self._meet = multihost_utils.sync_global_devices
+
+    def prepare(self, work: Callable[[], T]) -> T | None:
+        self._meet("all are here")
+        done = work() if self.leads else None
+        self._meet("prepared")
+        return done
