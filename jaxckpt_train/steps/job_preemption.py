@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 from typing import Protocol
@@ -63,7 +62,7 @@ class ByService:
         """As the service says, from the call on at which it does."""
         if noticed and not self._is_sent:
             self._is_sent = True
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         self._is_reached = self._is_reached or self._service.is_reached()
         return self._is_reached
 
