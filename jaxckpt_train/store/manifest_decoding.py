@@ -245,10 +245,11 @@ class _Decoding:
                 raise CorruptCheckpointError(f"{subject}: a box of many dimensions")
             return ChunkRecord(_box(chunk.box), chunk.segment, chunk.offset, chunk.length, chunk.digests)
 
-        chunks = []
+        chunks, dimensions, width, block_bytes = [], len(shape), self._width, self._block_bytes
         for chunk in elements(found.chunks, _BETWEEN_CHUNKS, _chunks, large):
-            if len(chunk.box) != len(shape) or len(chunk.digests) != self._digits(chunk.length) or chunk.length < 1:
-                raise CorruptCheckpointError(f"{subject}: impossible chunk of {chunk.length} bytes, or box of it")
+            size = chunk.length  # in line: there may be millions
+            if len(chunk.box) != dimensions or size < 1 or len(chunk.digests) != width * -(-size // block_bytes):
+                raise CorruptCheckpointError(f"{subject}: impossible chunk of {size} bytes, or box of it")
             chunks.append(chunk)
         return ArrayRecord(found.name, shape, found.dtype, tuple(chunks), decode_sharding(found.sharding))
 
