@@ -113,4 +113,5 @@ def _told(digests: Sequence[str | None]) -> str:
     lacking = [number for number in others if digests[number] is None]
     named = ", ".join(map(str, others[:SHOWN])) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")
     who = f"process {named}" if len(others) == 1 else f"processes {named}"
-    return f"{who} {'has none' if lacking == others else 'has another'} than most"
+    have = "has" if len(others) == 1 else "have"
+    return f"{who} {have} none, unlike most" if lacking == others else f"{who} {have} another one than most"
