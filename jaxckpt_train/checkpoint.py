@@ -307,7 +307,7 @@ def load(
 
     def load_main(committed: Committed) -> Any:
         name = _main_part(committed)
-        return load_parts(_BACKEND, committed, {name: like}, chosen, options, progress)[name]
+        return load_parts(_BACKEND, committed, {name: like}, chosen, options, progress, current())[name]
 
     return use_committed(_BACKEND, there, load_main, progress)
 
@@ -334,7 +334,7 @@ def load_checkpointables(
 
     def load_named(committed: Committed) -> dict[str, Any]:
         wanted = {part.name: None for part in committed.manifest.parts} if targets is None else targets
-        return load_parts(_BACKEND, committed, wanted, chosen, LoadOptions(), progress)
+        return load_parts(_BACKEND, committed, wanted, chosen, LoadOptions(), progress, current())
 
     return use_committed(_BACKEND, absolute(path), load_named, progress)
 
