@@ -35,7 +35,8 @@ class Meeting:
 
     Attributes:
         folder: as given.
-        is_over: whether process 0 has told that it failed, while this one acts; known a while later.
+        is_over: whether it has failed in another process, or one that is waited for is lost, while this one acts;
+            known a while later.
     """
 
     def __init__(
@@ -54,12 +55,13 @@ class Meeting:
         self._period_s = min(10.0, timeout_s / 8)  # between two signs of life
         self._signs = 0
         self._told: bytes | None = None  # the error of another process that made this one fail
+        self._lost: CheckpointTimeoutError | None = None  # found while this process acts
 
     def preside(self, act: Callable[[], bytes]) -> bytes:
         """What process 0 does: it acts, and tells the others what came of it."""
         with self._living():
             try:
-                result = act()
+                result = self._acted(act)
             except BaseException as error:
                 self._tell("said", _FAILED + (self._told or encode_error(error, self._process)), besides=error)
                 self._let_others_leave()
@@ -68,6 +70,24 @@ class Meeting:
             self._values.delete(f"{self.folder}/from")
             return result
 
+    def _acted(self, act: Callable[[], bytes]) -> bytes:
+        """What comes of it. If it has stopped since another process failed or is lost, that is what is raised."""
+        try:
+            return act()
+        except CheckpointError:
+            if self.is_over:
+                self._raise_failure(_numbered(self._values.find(f"{self.folder}/from")))
+                if self._lost is not None:
+                    raise self._lost from None
+            raise
+
+    def _raise_failure(self, found: Mapping[int, bytes]) -> None:
+        """Raise what another process has told that failed."""
+        for process in sorted(found):
+            if found[process][:1] == _FAILED:
+                self._told = found[process][1:]
+                raise decode_error(self._told, self._doing)
+
     def collect(self) -> list[bytes]:
         """The values of the other processes, in their order; for process 0, within what it does.
 
@@ -75,7 +95,7 @@ class Meeting:
             CheckpointError: one of them failed, or is not heard of any more.
         """
         others = range(1, self._processes)
-        silence = _Silence(others, self._timeout_s, self._period_s)
+        silence = self._silence_of(others)
         while self._values.get(f"{self.folder}/here", SLICE_S) is None:
             if not silence.looks():
                 continue
@@ -84,10 +104,7 @@ class Meeting:
             silence.heard(_numbered(self._values.find(f"{self.folder}/alive")) | came)
             self._look(silence, came)
         found = _numbered(self._values.find(f"{self.folder}/from"))
-        for process in sorted(found):
-            if found[process][:1] == _FAILED:
-                self._told = found[process][1:]
-                raise decode_error(self._told, self._doing)
+        self._raise_failure(found)
         return [found[process][1:] for process in others]
 
     def take_part(self, give: Callable[[], bytes]) -> bytes:
@@ -98,6 +115,8 @@ class Meeting:
             except BaseException as error:
                 self._report(_FAILED + encode_error(error, self._process), besides=error)
                 if self.is_over and isinstance(error, CheckpointError):  # it has stopped since another one failed
+                    if self._lost is not None:
+                        raise self._lost from None
                     self.hear()
                 raise
         self._report(_DONE + value)
@@ -109,7 +128,7 @@ class Meeting:
         Raises:
             CheckpointError: it failed, or another one did; or it is not heard of any more.
         """
-        silence = _Silence((0,), self._timeout_s + 2 * self._period_s, self._period_s)  # it tells who else is
+        silence = self._silence_of((0,))
         while (said := self._values.get(f"{self.folder}/said", SLICE_S)) is None:
             if silence.looks():
                 sign = self._values.get(f"{self.folder}/alive/0", 0.0)
@@ -118,6 +137,10 @@ class Meeting:
         if said[:1] == _FAILED:
             raise decode_error(said[1:], self._doing)
         return said[1:]
+
+    def _silence_of(self, numbers: Sequence[int]) -> _Silence:
+        limit_s = self._timeout_s + (2 * self._period_s if self._process else 0.0)  # process 0 tells who else is silent
+        return _Silence(numbers, limit_s, self._period_s)
 
     def _let_others_leave(self) -> None:
         """Wait a moment for those that still act: what they write is removed next."""
@@ -130,15 +153,18 @@ class Meeting:
 
     def _look(self, silence: _Silence, came: Mapping[int, bytes]) -> None:
         """Tell of those that are waited for, or raise if one is silent for too long."""
+        self._refuse_lost(silence, came)
+        if silence.is_to_tell():
+            waited = [number for number in silence.numbers if number not in came]
+            _log.warning("%s: waiting for %s (%.0f s)", self._doing, _listed(waited, self._processes), silence.waited_s)
+
+    def _refuse_lost(self, silence: _Silence, came: Mapping[int, bytes]) -> None:
         lost = silence.lost(came)
         if lost:
             raise CheckpointTimeoutError(
                 f"{self._doing}: {self._named(lost, silence)} for {self._timeout_s:.3g} s, and "
                 f"{'is' if len(lost) == 1 else 'are'} not waited for any longer; look into the log there"
             )
-        if silence.is_to_tell():
-            waited = [number for number in silence.numbers if number not in came]
-            _log.warning("%s: waiting for %s (%.0f s)", self._doing, _listed(waited, self._processes), silence.waited_s)
 
     def _named(self, lost: Sequence[int], silence: _Silence) -> str:
         came = any(number in silence.signs for number in lost)
@@ -184,16 +210,33 @@ class Meeting:
 
     def _live(self, moved: Callable[[], object], ended: Latch) -> None:
         before: object = self  # nothing that it may give
+        silence = self._silence_of((0,) if self._process else range(1, self._processes))
         try:
             while not ended.is_open():
                 if (now := moved()) != before:
                     before = now
                     self._sign()
-                said = self._values.get(f"{self.folder}/said", 0.0) if self._process else None
-                self.is_over = self.is_over or (said is not None and said[:1] == _FAILED)
-                ended.wait(self._period_s)
+                self._watch(silence)
+                while not silence.looks() and not ended.wait(min(SLICE_S, self._period_s / 4)):
+                    pass
+        except CheckpointTimeoutError as error:
+            self._lost, self.is_over = error, True
         except CheckpointError as error:  # a thread's edge; who waits for this process finds out
             _log.warning("%s: the other processes could not be told that this one goes on: %s", self._doing, error)
+
+    def _watch(self, silence: _Silence) -> None:
+        """Look for the others while this process acts: it may wait for one of them by other means."""
+        if self._process:
+            said = self._values.get(f"{self.folder}/said", 0.0)
+            self.is_over = self.is_over or (said is not None and said[:1] == _FAILED)
+            sign = self._values.get(f"{self.folder}/alive/0", 0.0)
+            silence.heard({} if sign is None else {0: sign})
+            self._refuse_lost(silence, {})
+            return
+        came = _numbered(self._values.find(f"{self.folder}/from"))
+        self.is_over = self.is_over or any(value[:1] == _FAILED for value in came.values())
+        silence.heard(_numbered(self._values.find(f"{self.folder}/alive")) | came)
+        self._refuse_lost(silence, came)
 
 
 class _Silence:
