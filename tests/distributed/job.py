@@ -49,15 +49,23 @@ class Job:
         return [each["value"] for each in answers]
 
     def outcomes(
-        self, function: Callable[..., Any], *arguments: Any, timeout_s: float = CALL_S, of: Sequence[int] | None = None
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        timeout_s: float = CALL_S,
+        of: Sequence[int] | None = None,
+        heard: Sequence[int] | None = None,
     ) -> list[dict[str, Any]]:
-        """As `call`, but for each process `{"value": ...}` or `{"error": text}`; `of`: only these processes."""
-        chosen = self.workers if of is None else [self.workers[number] for number in of]
+        """As `call`, but for each process `{"value": ...}` or `{"error": text}`.
+
+        `of`: only these processes are called; `heard`: only these answers are waited for, the others never come.
+        """
+        chosen = range(self.processes) if of is None else of
         request = json.dumps({"call": f"{function.__module__}:{function.__qualname__}", "arguments": arguments})
-        for worker in chosen:
-            worker.send(request)
+        for number in chosen:
+            self.workers[number].send(request)
         end = time.monotonic() + timeout_s
-        return list(self._pool.map(lambda worker: worker.answer(end), chosen))
+        return list(self._pool.map(lambda number: self.workers[number].answer(end), heard or chosen))
 
     def end(self) -> None:
         """Kill all of it."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxckpt_train as jct
-from tests.distributed.arrays import sharding_of, values_of
+from tests.distributed.arrays import sharding_of
 
 Spec = list[Any]
 Arrays = dict[str, tuple[list[int], str]]
@@ -32,8 +35,9 @@ def patterned(shape: list[int], dtype: str) -> np.ndarray:
     raw = np.random.default_rng(size).integers(0, 256, size, np.uint8)
     if wanted == np.bool_:
         return (raw & 1).view(np.bool_).reshape(shape)
-    if "int4" in dtype or "int2" in dtype:
-        return (raw & 1).astype(wanted).reshape(shape)
+    if name_bits := re.fullmatch(r"u?int([124])|float([46])_.*", dtype):
+        raw &= (1 << int(name_bits[1] or name_bits[2])) - 1
+        raw = (raw & 1).astype(wanted).view(np.uint8) if name_bits[1] else raw  # of integers those that all have
     return raw.view(wanted).reshape(shape)
 
 
@@ -43,19 +47,39 @@ def save_alone(path: str, arrays: Arrays) -> None:
 
 
 def load_counted(
-    path: str, mesh: list[int], specs: dict[str, Spec], arrays: Arrays, read_once: Any, budget: int = 256 << 20
+    path: str,
+    mesh: list[int],
+    specs: dict[str, Spec],
+    arrays: Arrays,
+    read_once: Any,
+    budget: int = 256 << 20,
+    check: bool = True,
 ) -> dict[str, Any]:
     """Load with these shardings; the names of arrays that are not right, and the bytes that this process read."""
     count = Count()
-    places = {name: sharding_of(mesh, specs[name]) for name in arrays}
-    target = {
-        name: jax.ShapeDtypeStruct(tuple(shape), np.dtype(getattr(jnp, dtype, dtype)), sharding=places[name])
+    settings = jct.StoreSettings(read_once=read_once, read_budget_bytes=budget)
+    loaded = jct.load(path, target_of(arrays, specs, mesh), settings=settings, progress=count)
+    wrong = [name for name, each in arrays.items() if check and not holds(loaded[name], patterned(*each))]
+    return {"wrong": wrong, "bytes": count.bytes}
+
+
+def target_of(arrays: Arrays, specs: dict[str, Spec], mesh: list[int] | Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """What to load, onto all devices of the job or those of a mesh with the axes "x" and "y"."""
+    return {
+        name: jax.ShapeDtypeStruct(
+            tuple(shape),
+            np.dtype(getattr(jnp, dtype, dtype)),
+            sharding=NamedSharding(mesh, P(*[tuple(part) if isinstance(part, list) else part for part in specs[name]]))
+            if isinstance(mesh, Mesh)
+            else sharding_of(mesh, specs[name]),
+        )
         for name, (shape, dtype) in arrays.items()
     }
-    settings = jct.StoreSettings(read_once=read_once, read_budget_bytes=budget)
-    loaded = jct.load(path, target, settings=settings, progress=count)
-    wrong = [name for name, (shape, dtype) in arrays.items() if not holds(loaded[name], patterned(shape, dtype))]
-    return {"wrong": wrong, "bytes": count.bytes}
+
+
+def devices_in(order: list[int], mesh: list[int]) -> Mesh:
+    """A mesh of some devices of the job."""
+    return Mesh(np.array([jax.devices()[number] for number in order]).reshape(mesh), ("x", "y"))
 
 
 def holds(array: jax.Array, values: np.ndarray) -> bool:
