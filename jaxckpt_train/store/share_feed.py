@@ -13,6 +13,7 @@ from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.read_shares import Piece, Stream
 from jaxckpt_train.store.reader import Progress, iter_boxes
+from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.transaction import Committed
 
 
@@ -53,9 +54,9 @@ class ShareFeed:
         for at, data in held:
             self._give(at, data, target, start, stop)
         del held
-        chosen = self._unread_before(stop)
+        chosen = self._unread_before(stop)  # what lies between them is another process's to read, or no array
         wanted = [Wanted(_flat(self._arrays[each.wanted], each.chunk), [((each.start, each.stop),)]) for each in chosen]
-        reading = iter_boxes(self._files, self._committed, wanted, self._settings, self._progress)
+        reading = iter_boxes(self._files, self._committed, wanted, self._settings, self._progress, gap_bytes=ALIGNMENT)
         with contextlib.closing(reading) as boxes:
             for number, _, data in boxes:
                 self._give(chosen[number].at, data, target, start, stop)
