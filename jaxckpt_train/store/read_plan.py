@@ -120,8 +120,10 @@ def _is_aligned(chunk: ChunkRecord, use: Use) -> bool:
     return start % VIEW_ALIGNMENT == 0
 
 
-def plan_reads(manifest: Manifest, wanted: Sequence[Wanted], band_bytes: int, gap_bytes: int = GAP_BYTES) -> list[Run]:
-    """The runs that serve all wanted boxes, in file order; what lies between them is read along up to `gap_bytes` (None: `GAP_BYTES`).
+def plan_reads(
+    manifest: Manifest, wanted: Sequence[Wanted], band_bytes: int, gap_bytes: int | None = None
+) -> list[Run]:
+    """The runs that serve all wanted boxes, in file order, with up to `gap_bytes` between them (None: `GAP_BYTES`).
 
     Every byte is read once, except where more than `band_bytes` would have to be in memory at once, beside the
     destination or on their way to devices: a chunk of which several boxes pass is then read box by box, and neighbours
