@@ -297,7 +297,9 @@ def load(
         NotACheckpointError: nothing committed at `path`.
         MismatchError: before anything is read: all differences between the checkpoint and `like`.
         CorruptCheckpointError: bytes are not what was saved.
-        CheckpointTimeoutError: the disk has not answered for ten minutes.
+        CheckpointTimeoutError: the disk has not answered for ten minutes; or another process that takes part in the
+            load (see `StoreSettings.read_once`) did not come, or got no further.
+        OtherProcessError: another process loads something else, or failed.
     """
     options = LoadOptions(only=only, rename=rename, cast=cast, missing=missing, shardings=shardings)
     chosen = checked_settings("settings", settings)

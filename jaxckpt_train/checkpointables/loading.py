@@ -57,7 +57,7 @@ class OpenPart:
 
     def compare(self, like: Any) -> None:
         """Raise MismatchError where `tree` would; nothing is read."""
-        self._restore.compare(like, self._options)
+        self._restore.compare(like, self._options, self._loads)
 
     @made_once
     def _restore(self) -> TreeRestore:
@@ -127,7 +127,7 @@ def load_parts(
         CorruptCheckpointError: bytes are not what was saved.
         CheckpointTimeoutError, OtherProcessError: another process did not come, or got no further, or loads another.
     """
-    files, loads = HeldFiles(backend, committed, settings.direct_io), JobLoads(job, settings.barrier_timeout_s)
+    files, loads = HeldFiles(backend, committed, settings.direct_io), JobLoads(job, settings)
     try:
         return _load_parts(files, committed, named("targets", targets), settings, options, progress, loads)
     finally:

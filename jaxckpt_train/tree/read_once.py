@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
+import jax
+
 from jaxckpt_train.coordinator import Coordinator
+from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.store.read_repeats import RepeatedReads
 from jaxckpt_train.store.read_shares import stored_bytes
@@ -15,34 +18,43 @@ from jaxckpt_train.tree.placement import Placement
 from jaxckpt_train.tree.share_ways import Shared
 
 NOTICEABLE = 50
-"""What is read again is worth a transfer from a fiftieth of all on."""
+"""What would be read again is worth a transfer from a fiftieth of all on."""
 WORTH_BYTES = 64 << 20
-"""And from so many bytes on: less comes from any storage before the first transfer has begun."""
+"""And from so many bytes on: less comes from most storages before the first transfer has begun."""
 
 
 class JobLoads:
-    """The loads of one call, in a job: they have an order of their own, which begins with the first that needs one.
+    """The loads of one call, in a job, with an order of their own.
 
     Args:
-        job: None: there is no job, or it takes no part.
-        timeout_s: seconds after which a process is not waited for that gives no sign of life.
+        job: None: there is no job.
+        settings: whether its processes read together, and how long they wait for each other.
 
     Attributes:
         process: number of this one.
         processes: how many take part.
     """
 
-    def __init__(self, job: Coordinator | None, timeout_s: float) -> None:
-        self._job, self._timeout_s = job, timeout_s
+    def __init__(self, job: Coordinator | None, settings: StoreSettings) -> None:
+        self._job = None if job is None or job.processes == 1 or settings.read_once is False else job
+        self._settings = settings
         self._order: Coordinator | None = None
 
-        self.process, self.processes = (0, 1) if job is None else (job.process, job.processes)
+        self.process, self.processes = (0, 1) if self._job is None else (self._job.process, self._job.processes)
 
+    def expect(self, shardings: Iterable[jax.sharding.Sharding | None]) -> None:
+        """Have an order if arrays are wanted that span processes, before anything can fail here.
+
+        All processes count these orders; one that fails before it needs its own is in step with the others again at
+        the next load.
+        """
+        if self._job is not None and self._order is None and any(map(spans_processes, shardings)):
+            self._order = self._job.within("load", self._settings.barrier_timeout_s)
+
+    @property
     def order(self) -> Coordinator:
-        """Through which the loads of this call agree."""
-        assert self._job is not None
-        if self._order is None:
-            self._order = self._job.within("load", self._timeout_s)
+        """Through which the processes agree."""
+        assert self._order is not None
         return self._order
 
     def end(self) -> None:

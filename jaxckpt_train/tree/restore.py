@@ -109,22 +109,24 @@ class TreeRestore:
             CorruptCheckpointError: bytes are not what was saved.
             CheckpointTimeoutError, OtherProcessError: another process does not take part, or in something else.
         """
-        loads = loads or JobLoads(None, self._settings.barrier_timeout_s)
+        loads = loads or JobLoads(None, self._settings)
         if like is None:
             names = rename_map(list(self.record.leaves), options.rename or {})
             return self._load_all(names, leaf_filter(options.only), options, progress, loads)
         with paused_collection():
-            flat, names, jobs, places = self._plan(like, options)
+            flat, names, jobs, places = self._plan(like, options, loads)
         values = self._produce(jobs, places, progress, loads)
         loaded = dict(zip((names[job.name] for job in jobs), values, strict=True))
         return unflatten(like, [loaded.get(n, leaf) for n, leaf in zip(flat.names, flat.leaves, strict=True)])
 
-    def compare(self, like: Any, options: LoadOptions) -> None:
+    def compare(self, like: Any, options: LoadOptions, loads: JobLoads | None = None) -> None:
         """Raise MismatchError where `load` would; nothing is read."""
         if like is not None:
-            self._plan(like, options)
+            self._plan(like, options, loads or JobLoads(None, self._settings))
 
-    def _plan(self, like: Any, options: LoadOptions) -> tuple[Flat, dict[str, str], list[_Job], list[Placement | None]]:
+    def _plan(
+        self, like: Any, options: LoadOptions, loads: JobLoads
+    ) -> tuple[Flat, dict[str, str], list[_Job], list[Placement | None]]:
         """The target's leaves, the names that stored leaves have in it, the leaves to produce, and where each goes."""
         names = rename_map(list(self.record.leaves), options.rename or {})
         selected = leaf_filter(options.only)
@@ -135,6 +137,7 @@ class TreeRestore:
             for name, leaf in zip(flat.names, flat.leaves, strict=True)
             if selected(name)
         }
+        loads.expect(want.sharding for want in wants.values())
         saved_names = {new: old for old, new in names.items()}
         kept = self._compare(wants, saved_names, selected, options, dict(zip(flat.names, flat.leaves, strict=True)))
         jobs = [
@@ -219,6 +222,7 @@ class TreeRestore:
         if not chosen and options.only is not None:
             raise self._selects_none(options.only, names.values())
         jobs = [self._job(old, self._own_want(old, given(names[old]))) for old in chosen]
+        loads.expect(job.want.sharding for job in jobs)
         lines = [
             leaf_difference(names[job.name], job.record, job.array, job.want, cast=False) for job in jobs if job.array
         ]
@@ -307,7 +311,7 @@ class TreeRestore:
         if not shared:
             read_alone(progress)
             return
-        joint = JointRead(loads.order(), self._files, self._committed, self._subject, self._settings, progress)
+        joint = JointRead(loads.order, self._files, self._committed, self._subject, self._settings, progress)
         joint.run(shared, arrivals.take, read_alone)
 
     def _shared(self, destinations: Sequence[Destination], loads: JobLoads) -> list[Shared]:

@@ -13,6 +13,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.tree.job_transfer import JobTransfer, Moving
 from tests.distributed.arrays import global_array, sharding_of
 from tests.distributed.conftest import JobOf
 from tests.distributed.once import Arrays, Count, devices_in, holds, load_counted, patterned, save_alone, target_of
@@ -234,18 +235,27 @@ def test_everything_else_of_a_load_works_as_before(tmp_path: Path, job_of: JobOf
 
 
 def load_and_watch(path: str, arrays: Arrays, budget: int, times: int) -> list[dict[str, Any]]:
-    """How many programs each load compiles, and the most memory that it takes beyond what there was before."""
-    compiled: list[str] = []
+    """How many programs each load compiles and transfers it makes, and its memory beyond what there was before."""
+    compiled, moved = list[str](), list[int]()
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, took_s, **_: compiled.append(name) if name.endswith("backend_compile_duration") else None
     )
+    gather = JobTransfer.gather
+
+    def counted(transfer: JobTransfer, row: np.ndarray) -> Moving:
+        moved.append(row.nbytes)
+        return gather(transfer, row)
+
     answers = []
     for _ in range(times):
         compiled.clear()
+        moved.clear()
         Path("/proc/self/clear_refs").write_text("5")  # the most memory in use so far is that of now
         before = in_use("VmRSS")
-        answers.append(load_counted(path, [4], {name: [] for name in arrays}, arrays, True, budget, check=False))
-        answers[-1].update(compiled=len(compiled), more=in_use("VmHWM") - before)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(JobTransfer, "gather", counted)
+            answers.append(load_counted(path, [4], {name: [] for name in arrays}, arrays, True, budget, check=False))
+        answers[-1].update(compiled=len(compiled), moved=len(moved), more=in_use("VmHWM") - before)
     return answers
 
 
@@ -260,6 +270,7 @@ def test_many_small_arrays_go_together(tmp_path: Path, job_of: JobOf) -> None:
     for answers in job_of(4, 1).call(load_and_watch, str(tmp_path / "c"), small, 64 * MIB, 2):
         assert answers[0]["compiled"] <= 8
         assert answers[1]["compiled"] <= 1
+        assert answers[1]["moved"] == 1
         assert answers[1]["bytes"] <= 0.3 * size_of(small)
 
 
@@ -267,6 +278,7 @@ def test_a_load_keeps_to_its_budget(tmp_path: Path, job_of: JobOf) -> None:
     large: Arrays = {f"{number}": ([6, 1024, 1024], "float32") for number in range(4)}
     save_alone(str(tmp_path / "c"), large)
     for answers in job_of(4, 1).call(load_and_watch, str(tmp_path / "c"), large, 16 * MIB, 2):
+        assert 4 < answers[1]["moved"] < 40
         assert answers[1]["more"] <= size_of(large) + 16 * MIB + 16 * MIB
 
 
@@ -283,3 +295,7 @@ def test_auto_moves_what_is_worth_it(tmp_path: Path, job_of: JobOf) -> None:
     specs["large"] = ["x"]  # nothing is read twice but the small one
     answers = job.call(load_counted, str(tmp_path / "c"), [4], specs, arrays, "auto")
     assert sum(answer["bytes"] for answer in answers) == size_of(arrays) + 3 * 400
+    only: Arrays = {"only": ([1024, 1024], "float32")}
+    save_alone(str(tmp_path / "only"), only)  # all of it is read again, and is little
+    answers = job.call(load_counted, str(tmp_path / "only"), [4], {"only": []}, only, "auto")
+    assert sum(answer["bytes"] for answer in answers) == 4 * size_of(only)

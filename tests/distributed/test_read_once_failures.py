@@ -13,7 +13,8 @@ import jax
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.multihost import current
+from jaxckpt_train.store.reader import ReadBox
+from jaxckpt_train.tree.arrivals import Arrivals
 from tests.distributed.arrays import digest_of
 from tests.distributed.conftest import JobOf
 from tests.distributed.job import running
@@ -96,16 +97,34 @@ def load_unlike(path: str, other: str, who: int, kind: str) -> dict[str, Any]:
     """Process `who` does not load what the others do."""
     if jax.process_index() == who:
         match kind:
-            case "nothing":
-                current().within("load", LIMIT_S).end()
+            case "target":
+                specs: dict[str, list[Any]] = {name: [] for name in ARRAYS}
+                with pytest.raises(jct.MismatchError):
+                    jct.load(path, target_of({**ARRAYS, "a": ([3], "float32")}, specs, [4]))
                 return {"error": "CheckpointTimeoutError", "text": f"process {who} of 4"}
             case "checkpoint":
                 return load_together(other, [])
             case "sharding":
                 return load_together(path, ["x"])
-            case "memory":
+            case "refusal":
                 return loaded_or_error(path, [], refuse)
+            case "memory":
+                return load_without_memory(path)
     return load_together(path, [])
+
+
+def load_without_memory(path: str) -> dict[str, Any]:
+    """There is no memory for what comes from the others."""
+
+    def take(arrivals: Arrivals, read: ReadBox) -> None:
+        raise MemoryError("there is none")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Arrivals, "take", take)
+        try:
+            return loaded_or_error(path, [], None)
+        except MemoryError as error:
+            return {"error": "OtherProcessError", "text": f"MemoryError: {error}"}
 
 
 def refuse(done: int) -> None:
@@ -117,10 +136,11 @@ def refuse(done: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "error", "text"),
     [
-        ("nothing", "CheckpointTimeoutError", "process {who} of 4"),
+        ("target", "CheckpointTimeoutError", "process {who} of 4"),
         ("checkpoint", "OtherProcessError", "which is another checkpoint"),
         ("sharding", "OtherProcessError", "leaf 'a': process"),
-        ("memory", "SettingsError", "no more of it"),
+        ("refusal", "SettingsError", "no more of it"),
+        ("memory", "OtherProcessError", "MemoryError: there is none"),
     ],
 )
 def test_another_one_does_something_else(
