@@ -112,7 +112,7 @@ class JointRead:
             window = self._window(min(window // 2, window * self._budget_bytes // needed))
 
     def _window(self, size: int) -> int:
-        return max(LEAST_WINDOW_BYTES, size // LEAST_ROW_BYTES * LEAST_ROW_BYTES)
+        return max(LEAST_WINDOW_BYTES, -(-size // LEAST_ROW_BYTES) * LEAST_ROW_BYTES)
 
     def _feed(self, shared: Sequence[Shared], stream: Stream) -> ShareFeed:
         arrays = [each.array for each in shared]

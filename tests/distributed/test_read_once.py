@@ -265,7 +265,7 @@ def in_use(name: str) -> int:
 
 
 def test_many_small_arrays_go_together(tmp_path: Path, job_of: JobOf) -> None:
-    small: Arrays = {f"{number:04}": ([16, 30 + number % 5], "float32") for number in range(1000)}
+    small: Arrays = {f"{number:04}": ([17, 30 + number % 5], "float32") for number in range(1001)}
     save_alone(str(tmp_path / "c"), small)
     for answers in job_of(4, 1).call(load_and_watch, str(tmp_path / "c"), small, 64 * MIB, 2):
         assert answers[0]["compiled"] <= 8
