@@ -297,7 +297,9 @@ def load(
         NotACheckpointError: nothing committed at `path`.
         MismatchError: before anything is read: all differences between the checkpoint and `like`.
         CorruptCheckpointError: bytes are not what was saved.
-        CheckpointTimeoutError: the disk has not answered for ten minutes.
+        CheckpointTimeoutError: the disk has not answered for ten minutes; or another process that takes part in the
+            load (see `StoreSettings.read_once`) did not come, or got no further.
+        OtherProcessError: another process loads something else, or failed.
     """
     options = LoadOptions(only=only, rename=rename, cast=cast, missing=missing, shardings=shardings)
     chosen = checked_settings("settings", settings)
@@ -307,7 +309,7 @@ def load(
 
     def load_main(committed: Committed) -> Any:
         name = _main_part(committed)
-        return load_parts(_BACKEND, committed, {name: like}, chosen, options, progress)[name]
+        return load_parts(_BACKEND, committed, {name: like}, chosen, options, progress, current())[name]
 
     return use_committed(_BACKEND, there, load_main, progress)
 
@@ -334,7 +336,7 @@ def load_checkpointables(
 
     def load_named(committed: Committed) -> dict[str, Any]:
         wanted = {part.name: None for part in committed.manifest.parts} if targets is None else targets
-        return load_parts(_BACKEND, committed, wanted, chosen, LoadOptions(), progress)
+        return load_parts(_BACKEND, committed, wanted, chosen, LoadOptions(), progress, current())
 
     return use_committed(_BACKEND, absolute(path), load_named, progress)
 

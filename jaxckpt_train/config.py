@@ -52,6 +52,7 @@ class StoreConfig:
     snapshot: str = "auto"
     nonfinite: str = "allow"
     scrub_bytes_per_s: int = 0
+    read_once: str | bool = "auto"
     barrier_timeout_s: float = 300.0
     colocated: str | bool = "auto"
 

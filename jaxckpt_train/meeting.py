@@ -7,10 +7,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError
 from jaxckpt_train.given_values import GivenValues, numbered
 from jaxckpt_train.key_values import KeyValues
+from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.told_errors import decode_error, encode_error
 
@@ -22,6 +24,11 @@ TELL_S = 30.0
 MOST_SHOWN = 8
 _DONE, _FAILED = b"+", b"-"
 _log = logging.getLogger("jaxckpt_train")
+T = TypeVar("T")
+
+
+class LostProcessError(CheckpointTimeoutError):
+    """A process was not heard of for too long; told to others it is a CheckpointTimeoutError."""
 
 
 class Meeting:
@@ -38,7 +45,8 @@ class Meeting:
 
     Attributes:
         folder: as given.
-        is_over: whether process 0 has told that it failed, while this one acts; known a while later.
+        is_over: whether it has failed in another process, or one that is waited for is lost, while this one acts;
+            known a while later.
     """
 
     def __init__(
@@ -57,15 +65,17 @@ class Meeting:
         least_s, most_s = processes / ASKING_PER_S, timeout_s / 8
         self._period_s = min(max(PERIOD_S, least_s), most_s)
         self._slice_s = max(SLICE_S, min(least_s, most_s))  # that any other process waits at a time
+        self._limit_s = timeout_s + (2 * self._period_s if process else 0.0)  # process 0 tells who else is silent
         self._given = GivenValues(values, folder, processes)
         self._signs = 0
         self._told: bytes | None = None  # the error of another process that made this one fail
+        self._lost: CheckpointTimeoutError | None = None  # found while this process acts
 
     def preside(self, act: Callable[[], bytes]) -> bytes:
         """What process 0 does: it acts, and tells the others what came of it."""
         with self._living():
             try:
-                result = act()
+                result = self._acted(act)
             except BaseException as error:
                 self._tell("said", _FAILED + (self._told or encode_error(error, self._process)), besides=error)
                 self._let_others_leave()
@@ -74,13 +84,31 @@ class Meeting:
             self._given.forget()
             return result
 
+    def _acted(self, act: Callable[[], bytes]) -> bytes:
+        """What comes of it. If it has stopped since another process failed or is lost, that is what is raised."""
+        try:
+            return act()
+        except CheckpointError:
+            if self.is_over:
+                self._raise_failure(self._given.look())
+                if self._lost is not None:
+                    raise self._lost from None
+            raise
+
+    def _raise_failure(self, found: Mapping[int, bytes | None]) -> None:
+        """Raise what another process has told that failed."""
+        for _, value in sorted(found.items()):
+            if value is not None and value[:1] == _FAILED:
+                self._told = value[1:]
+                raise decode_error(self._told, self._doing)
+
     def collect(self) -> list[bytes]:
         """The values of the other processes, in their order; for process 0, within what it does.
 
         Raises:
             CheckpointError: one of them failed, or is not heard of any more.
         """
-        silence = _Silence(range(1, self._processes), self._timeout_s, self._period_s, SLICE_S)
+        silence = self._silence_of(range(1, self._processes))
         while self._values.get(f"{self.folder}/here", SLICE_S) is None:
             if not silence.looks():
                 continue
@@ -91,11 +119,7 @@ class Meeting:
             silence.heard(numbered(self._values.find(f"{self.folder}/alive")) | came)
             self._look(silence, came)
         found = self._given.look()
-        for process in sorted(found):
-            value = found[process]
-            if value is not None and value[:1] == _FAILED:
-                self._told = value[1:]
-                raise decode_error(self._told, self._doing)
+        self._raise_failure(found)
         return [value[1:] for value in self._given.of(found)]
 
     def take_part(self, give: Callable[[], bytes]) -> bytes:
@@ -106,6 +130,8 @@ class Meeting:
             except BaseException as error:
                 self._report(_FAILED + encode_error(error, self._process), besides=error)
                 if self.is_over and isinstance(error, CheckpointError):  # it has stopped since another one failed
+                    if self._lost is not None:
+                        raise self._lost from None
                     self.hear()
                 raise
         self._report(_DONE + value)
@@ -117,8 +143,7 @@ class Meeting:
         Raises:
             CheckpointError: it failed, or another one did; or it is not heard of any more.
         """
-        limit_s = self._timeout_s + 2 * self._period_s  # it tells who else is silent
-        silence = _Silence((0,), limit_s, self._period_s, self._slice_s)
+        silence = self._silence_of((0,))
         while (said := self._values.get(f"{self.folder}/said", self._slice_s)) is None:
             if silence.looks():
                 sign = self._values.get(f"{self.folder}/alive/0", 0.0)
@@ -127,6 +152,9 @@ class Meeting:
         if said[:1] == _FAILED:
             raise decode_error(said[1:], self._doing)
         return said[1:]
+
+    def _silence_of(self, numbers: Sequence[int]) -> _Silence:
+        return _Silence(numbers, self._limit_s, self._period_s, self._slice_s if self._process else SLICE_S)
 
     def _let_others_leave(self) -> None:
         """Wait a moment for those that still act: what they write is removed next."""
@@ -140,25 +168,40 @@ class Meeting:
 
     def _look(self, silence: _Silence, came: Mapping[int, bytes]) -> None:
         """Tell of those that are waited for, or raise if one is silent for too long."""
-        lost = silence.lost(came)
-        if lost:
-            raise CheckpointTimeoutError(
-                f"{self._doing}: {self._named(lost, silence)} for {self._timeout_s:.3g} s, and "
-                f"{'is' if len(lost) == 1 else 'are'} not waited for any longer; look into the log there"
-            )
+        self._refuse_lost(silence, came)
         if silence.is_to_tell():
             waited = [number for number in silence.numbers if number not in came]
             _log.warning("%s: waiting for %s (%.0f s)", self._doing, _listed(waited, self._processes), silence.waited_s)
 
-    def _named(self, lost: Sequence[int], silence: _Silence) -> str:
-        came = any(number in silence.signs for number in lost)
-        return f"{_listed(lost, self._processes)} {'did not get any further' if came else 'did not come'}"
+    def _refuse_lost(self, silence: _Silence, came: Mapping[int, bytes]) -> None:
+        lost = silence.lost(came)
+        if lost:
+            raise self._lost_error(lost, came=any(number in silence.signs for number in lost))
+
+    def _lost_error(self, lost: Sequence[int], *, came: bool) -> LostProcessError:
+        what = "did not get any further" if came else "did not come"
+        return LostProcessError(
+            f"{self._doing}: {_listed(lost, self._processes)} {what} for {self._timeout_s:.3g} s, and "
+            f"{'is' if len(lost) == 1 else 'are'} not waited for any longer; look into the log there"
+        )
 
     def _tell(self, name: str, value: bytes, besides: BaseException | None = None) -> None:
         try:
-            self._values.set(f"{self.folder}/{name}", value)
+            self._ask(lambda: self._values.set(f"{self.folder}/{name}", value))
         except CheckpointError as second:
             self._untold(second, besides)
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        """Ask the store for what it answers at once; it does not if process 0, which runs it, is stopped."""
+        if self._process == 0:
+            return call()
+        end = time.monotonic() + self._limit_s
+
+        def look(_: int) -> None:
+            if time.monotonic() >= end:
+                raise self._lost_error((0,), came=True)
+
+        return answer_of(self._doing, lambda moved: call(), look)
 
     def _untold(self, second: CheckpointError, besides: BaseException | None) -> None:
         if besides is None:
@@ -168,17 +211,17 @@ class Meeting:
     def _report(self, value: bytes, besides: BaseException | None = None) -> None:
         """Give a value to process 0, and wake it if it is the last one, or an error."""
         try:
-            self._given.give(self._process, value, listed=besides is not None)
+            self._ask(lambda: self._given.give(self._process, value, listed=besides is not None))
         except CheckpointError as second:
             self._untold(second, besides)
         try:
-            is_last = self._values.increment(f"{self.folder}/count") == self._processes - 1
+            count = self._ask(lambda: self._values.increment(f"{self.folder}/count"))
         except CheckpointError as second:
             if besides is None:
                 raise
             besides.add_note(f"and process 0 could not be woken: {second}")
             return
-        if is_last or besides is not None:
+        if count == self._processes - 1 or besides is not None:
             self._tell("here", b"1", besides)
 
     def _sign(self) -> None:
@@ -200,16 +243,34 @@ class Meeting:
 
     def _live(self, moved: Callable[[], object], ended: Latch) -> None:
         before: object = self  # nothing that it may give
+        silence = self._silence_of((0,) if self._process else range(1, self._processes))
         try:
             while not ended.is_open():
                 if (now := moved()) != before:
                     before = now
                     self._sign()
-                said = self._values.get(f"{self.folder}/said", 0.0) if self._process else None
-                self.is_over = self.is_over or (said is not None and said[:1] == _FAILED)
-                ended.wait(self._period_s)
+                self._watch(silence)
+                while not silence.looks() and not ended.wait(min(SLICE_S, self._period_s / 4)):
+                    pass
+        except CheckpointTimeoutError as error:
+            self._lost, self.is_over = error, True
         except CheckpointError as error:  # a thread's edge; who waits for this process finds out
             _log.warning("%s: the other processes could not be told that this one goes on: %s", self._doing, error)
+
+    def _watch(self, silence: _Silence) -> None:
+        """Look for the others while this process acts: it may wait for one of them by other means."""
+        if self._process:
+            said = self._values.get(f"{self.folder}/said", 0.0)
+            self.is_over = self.is_over or (said is not None and said[:1] == _FAILED)
+            sign = self._values.get(f"{self.folder}/alive/0", 0.0)
+            silence.heard({} if sign is None else {0: sign})
+            self._refuse_lost(silence, {})
+            return
+        found = self._given.look()
+        self.is_over = self.is_over or any(value is not None and value[:1] == _FAILED for value in found.values())
+        came = dict.fromkeys(found, b"")
+        silence.heard(numbered(self._values.find(f"{self.folder}/alive")) | came)
+        self._refuse_lost(silence, came)
 
 
 class _Silence:

@@ -26,6 +26,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "snapshot": ("auto", "host", "device", "stream"),
     "nonfinite": ("allow", "warn", "reject"),
     "colocated": ("auto", True, False),
+    "read_once": ("auto", True, False),
 }
 MOST_IO_THREADS = 64
 _MINIMUM = {
@@ -77,6 +78,11 @@ class StoreSettings:
             step after the other, to find damage while other steps are whole; what is found is set aside. 0: none, but
             the neighbours of a step that was set aside, those saved right before and after it, are still read once
             where the restore has not compared all of them, at most 64 MiB a second.
+        read_once: in a job of several processes, how a load onto arrays that span them reads what several of them need.
+            True: each reads a share of its own, and the shares go from process to process over the devices, at most
+            `read_budget_bytes` at a time; all processes load the same together. False: each reads all that it needs
+            itself, and none waits for another. "auto": as True where the job would else read noticeably more than the
+            checkpoint has (a fiftieth of it, and 64 MiB).
         barrier_timeout_s: in a job of several processes, seconds after which another process is not waited for any
             more that has not got any further, or is gone; the save or load fails in all of them then.
         colocated: whether the hosts of the devices save and load the arrays there, through JAX's Colocated Python, and
@@ -98,6 +104,7 @@ class StoreSettings:
     snapshot: SnapshotMode = "auto"
     nonfinite: NonFinite = "allow"
     scrub_bytes_per_s: int = 0
+    read_once: bool | Literal["auto"] = "auto"
     barrier_timeout_s: float = 300.0
     colocated: Colocated = "auto"
 

@@ -13,6 +13,7 @@ from jaxckpt_train.checkpointables.contract import Json
 from jaxckpt_train.checkpointables.fingerprint import DATA_NAME, check_fingerprint, current_fingerprint
 from jaxckpt_train.checkpointables.registry import handler_for_load
 from jaxckpt_train.checkpointables.saving import value_file
+from jaxckpt_train.coordinator import Coordinator
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError
 from jaxckpt_train.multihost import current
 from jaxckpt_train.settings import StoreSettings
@@ -26,6 +27,7 @@ from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.store.replaced import refuse_another
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.store.verify import file_problems
+from jaxckpt_train.tree.read_once import JobLoads
 from jaxckpt_train.tree.restore import LoadOptions, TreeRestore
 from jaxckpt_train.value_checks import named
 
@@ -43,8 +45,9 @@ class OpenPart:
         settings: StoreSettings,
         options: LoadOptions,
         progress: Progress | None,
+        loads: JobLoads,
     ) -> None:
-        self._files, self._committed, self._part = files, committed, part
+        self._files, self._committed, self._part, self._loads = files, committed, part, loads
         self._settings, self._options, self._progress = settings, options, progress
         self.name, self.kind = part.name, part.kind
         self._files_by_name = {file.file: file for file in part.files}
@@ -55,11 +58,11 @@ class OpenPart:
 
     def tree(self, like: Any) -> Any:
         """The stored leaves in the structure of `like`; with None, nested dicts and lists of numpy arrays."""
-        return self._restore.load(like, self._options, self._progress)
+        return self._restore.load(like, self._options, self._progress, self._loads)
 
     def compare(self, like: Any) -> None:
         """Raise MismatchError where `tree` would; nothing is read."""
-        self._restore.compare(like, self._options)
+        self._restore.compare(like, self._options, self._loads)
 
     @made_once
     def _restore(self) -> TreeRestore:
@@ -117,18 +120,23 @@ def load_parts(
     settings: StoreSettings,
     options: LoadOptions,
     progress: Progress | None = None,
+    job: Coordinator | None = None,
 ) -> dict[str, Any]:
     """Restore the named checkpointables into their targets; a target of None means without one.
+
+    With a `job` all of its processes do so together, as `StoreSettings.read_once` says; again after a failure, too.
 
     Raises:
         MismatchError: the checkpoint has no such checkpointable, or it does not fit its target.
         IteratorStateError: the position of an iterator was saved with another fingerprint than holds now.
         CorruptCheckpointError: bytes are not what was saved.
+        CheckpointTimeoutError, OtherProcessError: another process did not come, or got no further, or loads another.
     """
-    files = HeldFiles(backend, committed, settings.direct_io)
+    files, loads = HeldFiles(backend, committed, settings.direct_io), JobLoads(job, settings)
     try:
-        return _load_parts(files, committed, named("targets", targets), settings, options, progress)
+        return _load_parts(files, committed, named("targets", targets), settings, options, progress, loads)
     finally:
+        loads.end()
         have_closed(files.end())
 
 
@@ -139,6 +147,7 @@ def _load_parts(
     settings: StoreSettings,
     options: LoadOptions,
     progress: Progress | None,
+    loads: JobLoads,
 ) -> dict[str, Any]:
     jobs = []
     for name, target in targets.items():
@@ -149,7 +158,7 @@ def _load_parts(
                 f"{committed.directory}: has no checkpointable {name!r}; it has {there or 'none'}. Ask for those only, "
                 f"and begin {name!r} anew"
             )
-        opened = OpenPart(files, committed, part, settings, options, progress)
+        opened = OpenPart(files, committed, part, settings, options, progress, loads)
         if name == DATA_NAME:
             check_fingerprint(name, committed.manifest.info.get("fingerprint"), current_fingerprint())
         jobs.append((handler_for_load(target, part.kind, name), target, opened))

@@ -10,6 +10,7 @@ import msgspec
 
 from jaxckpt_train.checkpointables.loading import load_parts
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, free_frames
+from jaxckpt_train.meeting import LostProcessError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.restoring import ByteMeter
 from jaxckpt_train.steps.together import Together
@@ -114,6 +115,8 @@ class JobRestore:
             results = {}
             try:
                 results = self._load(chosen.directory, lambda chosen=chosen: self._opened(chosen))  # type: ignore[misc]
+            except LostProcessError:
+                raise  # of process 0, which says nothing more
             except CheckpointError as error:
                 free_frames(error)  # process 0 decides what it means, and what is tried next
 
@@ -133,7 +136,8 @@ class JobRestore:
             committed = open_it()
             names = [part.name for part in committed.manifest.parts]
             wanted = dict.fromkeys(names) if self._targets is None else self._targets
-            return load_parts(self._backend, committed, wanted, self._settings, LoadOptions(), self._meter)
+            job = self._together.job
+            return load_parts(self._backend, committed, wanted, self._settings, LoadOptions(), self._meter, job)
 
         return self._together.all_do(f"restoring {directory}", load)
 

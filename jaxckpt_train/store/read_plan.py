@@ -120,8 +120,10 @@ def _is_aligned(chunk: ChunkRecord, use: Use) -> bool:
     return start % VIEW_ALIGNMENT == 0
 
 
-def plan_reads(manifest: Manifest, wanted: Sequence[Wanted], band_bytes: int) -> list[Run]:
-    """The runs that serve all wanted boxes, in file order.
+def plan_reads(
+    manifest: Manifest, wanted: Sequence[Wanted], band_bytes: int, gap_bytes: int | None = None
+) -> list[Run]:
+    """The runs that serve all wanted boxes, in file order, with up to `gap_bytes` between them (None: `GAP_BYTES`).
 
     Every byte is read once, except where more than `band_bytes` would have to be in memory at once, beside the
     destination or on their way to devices: a chunk of which several boxes pass is then read box by box, and neighbours
@@ -139,7 +141,9 @@ def plan_reads(manifest: Manifest, wanted: Sequence[Wanted], band_bytes: int) ->
             if uses:
                 reads.extend(_chunk_reads(manifest, chunk, uses, band_bytes, want.passing))
     reads.sort(key=lambda read: (read.chunk.segment, read.start))
-    return list(_coalesce(reads, wanted, min(COALESCE_BYTES, band_bytes)))
+    return list(
+        _coalesce(reads, wanted, min(COALESCE_BYTES, band_bytes), GAP_BYTES if gap_bytes is None else gap_bytes)
+    )
 
 
 def _uses(number: int, boxes: Sequence[Box], chunk: ChunkRecord) -> Iterator[Use]:
@@ -201,7 +205,7 @@ def _chunk_read(manifest: Manifest, chunk: ChunkRecord, item: int, uses: Sequenc
     )
 
 
-def _coalesce(reads: Sequence[ChunkRead], wanted: Sequence[Wanted], most_bytes: int) -> Iterator[Run]:
+def _coalesce(reads: Sequence[ChunkRead], wanted: Sequence[Wanted], most_bytes: int, gap_bytes: int) -> Iterator[Run]:
     group: list[ChunkRead] = []
     passing = False
     stays: bool | None = None  # whether what is large in the group can be handed out where it lies
@@ -212,7 +216,7 @@ def _coalesce(reads: Sequence[ChunkRead], wanted: Sequence[Wanted], most_bytes: 
         if group:
             last = group[-1]
             joined = read.stop - group[0].start
-            near = 0 <= read.start - last.stop <= GAP_BYTES
+            near = 0 <= read.start - last.stop <= gap_bytes
             alike = read.chunk.segment == last.chunk.segment and passes == passing and stays in (None, read_stays)
             if not alike or joined > most_bytes or not near:
                 yield _run(group, passing)

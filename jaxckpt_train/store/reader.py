@@ -235,6 +235,7 @@ def iter_boxes(
     settings: StoreSettings,
     progress: Progress | None = None,
     budget: ReadBudget | None = None,
+    gap_bytes: int | None = None,
 ) -> Generator[ReadBox]:
     """Read boxes of arrays of one committed checkpoint, and hand out each box as soon as it is complete.
 
@@ -248,6 +249,7 @@ def iter_boxes(
         progress: called with numbers of bytes read, from several threads, and with 0 by who waits for them, at least
             once a second; what it raises ends the load.
         budget: what the reading memory is counted in; None: one of its own, of the settings' size.
+        gap_bytes: how much that is not wanted is read along rather than to read twice; None: as `plan_reads` has it.
 
     Yields:
         Every wanted box, in any order, as a writable, 64-byte aligned, row-major numpy array.
@@ -258,7 +260,7 @@ def iter_boxes(
         CheckpointTimeoutError: it has not answered for ten minutes.
     """
     threads = READS_PER_THREAD * settings.known_io_threads
-    runs = plan_reads(committed.manifest, wanted, max(1, settings.read_budget_bytes // (2 * threads)))
+    runs = plan_reads(committed.manifest, wanted, max(1, settings.read_budget_bytes // (2 * threads)), gap_bytes)
     sources = Sources(files, committed, settings, [run.segment for run in runs])
     budget = budget or ReadBudget(settings.read_budget_bytes)
     reading = _Reading(sources, committed, wanted, settings, progress, budget)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
-import numpy as np
 
 from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.settings import StoreSettings
@@ -18,14 +17,15 @@ from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
 from jaxckpt_train.store.quiet_gc import paused_collection
 from jaxckpt_train.store.read_budget import ReadBudget
 from jaxckpt_train.store.read_plan import Wanted
-from jaxckpt_train.store.reader import Progress, iter_boxes
+from jaxckpt_train.store.reader import Progress, ReadBox, iter_boxes
 from jaxckpt_train.store.transaction import Committed
+from jaxckpt_train.tree.arrivals import Arrivals, Destination
 from jaxckpt_train.tree.colocated_devices import runs_on_hosts
 from jaxckpt_train.tree.colocated_reads import HostLeaf, HostReads, dtype_of
-from jaxckpt_train.tree.conversion import converted
-from jaxckpt_train.tree.device_put import DevicePuts
 from jaxckpt_train.tree.flatten import EMPTY, PLACEHOLDER, Flat, flatten, unflatten
-from jaxckpt_train.tree.host_values import spans_processes, value_of, weak_or_put
+from jaxckpt_train.tree.given_shardings import shardings_by_name
+from jaxckpt_train.tree.host_values import weak_or_put
+from jaxckpt_train.tree.joint_read import JointRead
 from jaxckpt_train.tree.leaf_records import (
     STORED,
     ArrayLeaf,
@@ -48,7 +48,9 @@ from jaxckpt_train.tree.mismatch import (
 from jaxckpt_train.tree.paths import ROOT
 from jaxckpt_train.tree.patterns import Only, leaf_filter, suggestion
 from jaxckpt_train.tree.placement import Placement, default_platform, device_placement, host_placement
+from jaxckpt_train.tree.read_once import JobLoads, read_together
 from jaxckpt_train.tree.rebuild import rebuild
+from jaxckpt_train.tree.share_ways import Shared
 from jaxckpt_train.tree.target import Want, concrete_sharding, wanted
 from jaxckpt_train.value_checks import flag
 
@@ -94,38 +96,51 @@ class TreeRestore:
         self.record: TreeRecord = decode_tree(part, committed.directory)
         self._arrays = {array.name: array for array in part.arrays}
 
-    def load(self, like: Any, options: LoadOptions, progress: Progress | None = None) -> Any:
+    def load(
+        self, like: Any, options: LoadOptions, progress: Progress | None = None, loads: JobLoads | None = None
+    ) -> Any:
         """The stored leaves in the structure of `like`, or rebuilt without a target.
+
+        Args:
+            like: the target, or None.
+            options: how.
+            progress: told of the bytes that this process reads.
+            loads: those of the job that all of its processes take part in; None: this one reads for itself.
 
         Raises:
             MismatchError: before anything is read: every difference between the checkpoint and `like`.
             CorruptCheckpointError: bytes are not what was saved.
+            CheckpointTimeoutError, OtherProcessError: another process does not take part, or in something else.
         """
+        loads = loads or JobLoads(None, self._settings)
         if like is None:
             names = rename_map(list(self.record.leaves), options.rename or {})
-            return self._load_all(names, leaf_filter(options.only), options, progress)
+            return self._load_all(names, leaf_filter(options.only), options, progress, loads)
         with paused_collection():
-            flat, names, jobs, places = self._plan(like, options)
-        values = self._produce(jobs, places, options.cast, progress)
+            flat, names, jobs, places = self._plan(like, options, loads)
+        values = self._produce(jobs, places, progress, loads)
         loaded = dict(zip((names[job.name] for job in jobs), values, strict=True))
         return unflatten(like, [loaded.get(n, leaf) for n, leaf in zip(flat.names, flat.leaves, strict=True)])
 
-    def compare(self, like: Any, options: LoadOptions) -> None:
+    def compare(self, like: Any, options: LoadOptions, loads: JobLoads | None = None) -> None:
         """Raise MismatchError where `load` would; nothing is read."""
         if like is not None:
-            self._plan(like, options)
+            self._plan(like, options, loads or JobLoads(None, self._settings))
 
-    def _plan(self, like: Any, options: LoadOptions) -> tuple[Flat, dict[str, str], list[_Job], list[Placement | None]]:
+    def _plan(
+        self, like: Any, options: LoadOptions, loads: JobLoads
+    ) -> tuple[Flat, dict[str, str], list[_Job], list[Placement | None]]:
         """The target's leaves, the names that stored leaves have in it, the leaves to produce, and where each goes."""
         names = rename_map(list(self.record.leaves), options.rename or {})
         selected = leaf_filter(options.only)
         flat = flatten(like)
-        given = _shardings_by_name(options.shardings)
+        given = shardings_by_name(options.shardings)
         wants = {
             name: wanted(name, leaf, given(name))
             for name, leaf in zip(flat.names, flat.leaves, strict=True)
             if selected(name)
         }
+        loads.expect(want.sharding for want in wants.values())
         saved_names = {new: old for old, new in names.items()}
         kept = self._compare(wants, saved_names, selected, options, dict(zip(flat.names, flat.leaves, strict=True)))
         jobs = [
@@ -198,18 +213,24 @@ class TreeRestore:
         return MismatchError(f"{self._subject}: only={only!r} selects none of {len(names)} leaves{hint}: {listed}")
 
     def _load_all(
-        self, names: Mapping[str, str], selected: Callable[[str], bool], options: LoadOptions, progress: Progress | None
+        self,
+        names: Mapping[str, str],
+        selected: Callable[[str], bool],
+        options: LoadOptions,
+        progress: Progress | None,
+        loads: JobLoads,
     ) -> Any:
-        given = _shardings_by_name(options.shardings)
+        given = shardings_by_name(options.shardings)
         chosen = [old for old, new in names.items() if selected(new)]
         if not chosen and options.only is not None:
             raise self._selects_none(options.only, names.values())
         jobs = [self._job(old, self._own_want(old, given(names[old]))) for old in chosen]
+        loads.expect(job.want.sharding for job in jobs)
         lines = [
             leaf_difference(names[job.name], job.record, job.array, job.want, cast=False) for job in jobs if job.array
         ]
         raise_differences(self._subject, [line for line in lines if line is not None])
-        produced = self._produce(jobs, self._places(jobs), False, progress)
+        produced = self._produce(jobs, self._places(jobs), progress, loads)
         values = dict(zip((names[job.name] for job in jobs), produced, strict=True))
         if options.rename:
             record = TreeRecord({}, {names[old]: leaf for old, leaf in self.record.leaves.items()})
@@ -239,7 +260,7 @@ class TreeRestore:
         return _Job(name, self.record.leaves[name], self._arrays.get(name), want)
 
     def _produce(
-        self, jobs: Sequence[_Job], places: Sequence[Placement | None], cast: bool, progress: Progress | None
+        self, jobs: Sequence[_Job], places: Sequence[Placement | None], progress: Progress | None, loads: JobLoads
     ) -> list[Any]:
         """The values of all jobs, in order; inline ones first, so that they fail before a bulk read."""
         values: list[Any] = [PLACEHOLDER] * len(jobs)
@@ -249,11 +270,15 @@ class TreeRestore:
                 stored.append((number, job, place))
             else:
                 values[number] = self._inline(job)
-        self._read(stored, values, cast, progress)
+        self._read(stored, values, progress, loads)
         return values
 
     def _read(
-        self, jobs: Sequence[tuple[int, _Job, Placement]], values: list[Any], cast: bool, progress: Progress | None
+        self,
+        jobs: Sequence[tuple[int, _Job, Placement]],
+        values: list[Any],
+        progress: Progress | None,
+        loads: JobLoads,
     ) -> None:
         """Read what the jobs want and put each array where it goes while others are still on their way."""
         jobs = self._read_on_hosts(jobs, values, progress)
@@ -266,32 +291,38 @@ class TreeRestore:
             for _, job, placement in jobs
             if job.array is not None
         ]
-        leaves = [_leaves_host(job, placement, default) for _, job, placement in jobs]
-        puts, budget = DevicePuts(), ReadBudget(self._settings.read_budget_bytes)
-        for number, job, placement in jobs:
-            if not placement.boxes and job.array is not None:  # all of it lies on devices of other processes
-                dtype = DTYPES[job.array.dtype] if job.want.dtype is None else job.want.dtype
-                values[number] = puts.none_here(placement, dtype)
-        reading = iter_boxes(self._files, self._committed, requests, self._settings, progress, budget)
-        late = dict[int, tuple[_Job, np.ndarray]]()
-        with contextlib.closing(reading) as boxes:
-            for wanted, box, data in boxes:
-                number, job, placement = jobs[wanted]
-                if job.want.dtype is not None and job.want.dtype != data.dtype:
-                    data = converted(job.name, data, job.want.dtype)
-                    if leaves[wanted]:
-                        budget.charge(data)  # until the device has it
-                if job.want.form == "jax" and not job.is_weak_scalar:
-                    array = puts.put(wanted, placement, box, data)
-                    values[number] = PLACEHOLDER if array is None else array
-                elif spans_processes(job.want.sharding):
-                    late[number] = job, data
-                else:
-                    values[number] = value_of(job.name, job.want, data)
-                del data  # the next box may wait for its memory
-        for number in sorted(late):  # in the order that is the same in all processes
-            job, data = late.pop(number)
-            values[number] = value_of(job.name, job.want, data)
+        destinations = [
+            Destination(
+                number, job.name, job.want, placement, DTYPES[job.array.dtype], _leaves_host(job, placement, default)
+            )
+            for number, job, placement in jobs
+            if job.array is not None
+        ]
+        budget = ReadBudget(self._settings.read_budget_bytes)
+        arrivals = Arrivals(destinations, values, budget)
+        shared = self._shared(destinations, loads)
+
+        def read_alone(progress: Progress | None) -> None:
+            numbers = sorted(set(range(len(requests))) - {each.number for each in shared})
+            own = [requests[number] for number in numbers]
+            reading = iter_boxes(self._files, self._committed, own, self._settings, progress, budget)
+            with contextlib.closing(reading) as boxes:
+                for wanted, box, data in boxes:
+                    arrivals.take(ReadBox(numbers[wanted], box, data))
+                    del data  # the next box may wait for its memory
+            arrivals.finish()
+
+        if not shared:
+            read_alone(progress)
+            return
+        joint = JointRead(loads.order, self._files, self._committed, self._subject, self._settings, progress)
+        joint.run(shared, arrivals.take, read_alone)
+
+    def _shared(self, destinations: Sequence[Destination], loads: JobLoads) -> list[Shared]:
+        """The arrays that the processes of the job read once together."""
+        places = [(self._arrays[each.name], each.placement) for each in destinations]
+        block_bytes = self._committed.manifest.block_bytes
+        return read_together(places, self._settings.read_once, loads, block_bytes)
 
     def _read_on_hosts(
         self, jobs: Sequence[tuple[int, _Job, Placement]], values: list[Any], progress: Progress | None
@@ -350,27 +381,3 @@ def _leaves_host(job: _Job, placement: Placement, default: str) -> bool:
     if placement.devices:
         return all(device.platform != "cpu" for device, _ in placement.devices)
     return job.want.form == "jax" and default != "cpu"
-
-
-def _shardings_by_name(shardings: Any) -> Callable[[str], jax.sharding.Sharding | None]:
-    """From one sharding, or a tree of shardings that may end above the leaves, to a function of the leaf path."""
-    if shardings is None or isinstance(shardings, jax.sharding.Sharding):
-        return lambda name: shardings
-    flat = flatten(shardings)
-    for name, leaf in zip(flat.names, flat.leaves, strict=True):
-        if not isinstance(leaf, jax.sharding.Sharding) and leaf is not None and leaf is not EMPTY:
-            raise SettingsError(
-                f"shardings: leaf {name!r}: expected a jax.sharding.Sharding or None, found {leaf!r}; "
-                "of a mesh and a PartitionSpec make jax.sharding.NamedSharding(mesh, spec)"
-            )
-    known = dict(zip(flat.names, flat.leaves, strict=True))
-
-    def find(name: str) -> jax.sharding.Sharding | None:
-        while True:
-            if name in known:
-                return known[name] if isinstance(known[name], jax.sharding.Sharding) else None
-            if "/" not in name:
-                return None
-            name = name.rpartition("/")[0]
-
-    return find

@@ -1,0 +1,98 @@
+"""Which arrays of a load the processes of a job read once together, and through which coordinator they agree on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import jax
+
+from jaxckpt_train.coordinator import Coordinator
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.manifest import ArrayRecord
+from jaxckpt_train.store.read_repeats import RepeatedReads
+from jaxckpt_train.store.read_shares import stored_bytes
+from jaxckpt_train.tree.host_values import spans_processes
+from jaxckpt_train.tree.job_needs import JobNeeds
+from jaxckpt_train.tree.placement import Placement
+from jaxckpt_train.tree.share_ways import Shared
+
+NOTICEABLE = 50
+"""What would be read again is worth a transfer from a fiftieth of all on."""
+WORTH_BYTES = 64 << 20
+"""And from so many bytes on: less comes from most storages before the first transfer has begun."""
+
+
+class JobLoads:
+    """The loads of one call, in a job, with an order of their own.
+
+    Args:
+        job: None: there is no job.
+        settings: whether its processes read together, and how long they wait for each other.
+
+    Attributes:
+        process: number of this one.
+        processes: how many take part.
+    """
+
+    def __init__(self, job: Coordinator | None, settings: StoreSettings) -> None:
+        self._job = None if job is None or job.processes == 1 or settings.read_once is False else job
+        self._settings = settings
+        self._order: Coordinator | None = None
+
+        self.process, self.processes = (0, 1) if self._job is None else (self._job.process, self._job.processes)
+
+    def expect(self, shardings: Iterable[jax.sharding.Sharding | None]) -> None:
+        """Have an order if arrays are wanted that span processes, before anything can fail here.
+
+        All processes count these orders; one that fails before it needs its own is in step with the others again at
+        the next load.
+        """
+        if self._job is not None and self._order is None and any(map(spans_processes, shardings)):
+            self._order = self._job.within("load", self._settings.barrier_timeout_s)
+
+    @property
+    def order(self) -> Coordinator:
+        """Through which the processes agree."""
+        assert self._order is not None
+        return self._order
+
+    def end(self) -> None:
+        """There are no more of them."""
+        if self._order is not None:
+            self._order.end()
+
+
+def read_together(
+    arrays: Sequence[tuple[ArrayRecord, Placement]],
+    read_once: bool | Literal["auto"],
+    loads: JobLoads,
+    block_bytes: int,
+) -> list[Shared]:
+    """Those of which the processes would otherwise read bytes that another one reads, too.
+
+    It follows from the checkpoint and the shardings alone, so that all processes come to the same result.
+
+    Args:
+        arrays: of the load, each with the place where it goes.
+        read_once: False: none; "auto": none unless it is worth it.
+        loads: of the job.
+        block_bytes: of the checkpoint.
+    """
+    if read_once is False or loads.processes == 1:
+        return []
+    needs, reads = JobNeeds(loads.processes), RepeatedReads(block_bytes)
+    found, stored, repeated = list[Shared](), 0, 0
+    for number, (array, place) in enumerate(arrays):
+        if not spans_processes(place.sharding) or not array.chunks:
+            continue
+        assert place.sharding is not None
+        size = stored_bytes(array)
+        of_each = needs.of(array.shape, place.sharding)
+        again = reads.job_bytes(array, of_each) - size
+        stored, repeated = stored + size, repeated + max(0, again)
+        if again * NOTICEABLE > size or (read_once is True and again > 0):
+            numbers = [place.boxes.index(box) for box in of_each[loads.process]]
+            found.append(Shared(number, array, of_each, numbers))
+    is_worth_it = repeated >= WORTH_BYTES and repeated * NOTICEABLE >= stored
+    return found if is_worth_it or read_once is True else []

@@ -1,0 +1,155 @@
+"""Loads that the processes of a job do together, when one of them fails, is stopped, or does something else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.store.reader import ReadBox
+from jaxckpt_train.tree.arrivals import Arrivals
+from tests.distributed.arrays import digest_of
+from tests.distributed.conftest import JobOf
+from tests.distributed.job import running
+from tests.distributed.once import Arrays, save_alone, target_of
+
+LIMIT_S = 3.0
+ARRAYS: Arrays = {"a": ([3072, 1024], "float32"), "b": ([2048, 3072], "float32"), "c": ([700], "float32")}
+
+
+def load_together(path: str, spec: list[Any]) -> dict[str, Any]:
+    """Load replicated or cut arrays."""
+    return loaded_or_error(path, spec, None)
+
+
+def loaded_or_error(path: str, spec: list[Any], progress: Any) -> dict[str, Any]:
+    specs = {name: spec if len(shape) > 1 else [] for name, (shape, _) in ARRAYS.items()}
+    settings = jct.StoreSettings(read_once=True, barrier_timeout_s=LIMIT_S)
+    try:
+        loaded = jct.load(path, target_of(ARRAYS, specs, [4]), settings=settings, progress=progress)
+    except jct.CheckpointError as error:
+        return {"error": type(error).__name__, "text": str(error), "at": time.monotonic()}
+    return {"digest": digest_of(loaded)}
+
+
+def load_until(path: str, spec: list[Any], who: int, when: str, number: int) -> dict[str, Any]:
+    """Process `who` sends itself a signal while it reads, or while it waits for what others have read."""
+
+    def progress(done: int) -> None:
+        if jax.process_index() == who and when == ("reading" if done else "moving" if is_waiting() else ""):
+            Path(path, "at").write_text(str(time.monotonic()))
+            os.kill(os.getpid(), number)
+
+    return loaded_or_error(path, spec, progress)
+
+
+def is_waiting() -> bool:
+    return any(frame.name == "_wait_for" and "joint_read" in frame.filename for frame in traceback.extract_stack())
+
+
+@pytest.mark.parametrize(
+    ("spec", "when", "number"),
+    [
+        ([], "reading", signal.SIGSTOP),
+        ([None, "x"], "moving", signal.SIGSTOP),
+        ([], "moving", signal.SIGKILL),
+        pytest.param([], "moving", signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param([], "reading", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param([None, "x"], "moving", signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_is_gone_is_named_in_time(tmp_path: Path, spec: list[Any], when: str, number: int) -> None:
+    save_alone(str(tmp_path / "c"), ARRAYS)
+    with running(4) as job:
+        others = [0, 1, 3]
+        for answer in job.outcomes(load_until, str(tmp_path / "c"), spec, 2, when, int(number), heard=others):
+            assert answer["value"]["error"] == "CheckpointTimeoutError", answer
+            assert "process 2 of 4" in answer["value"]["text"]
+            assert answer["value"]["at"] < float((tmp_path / "c/at").read_text()) + LIMIT_S + 5.0
+
+
+@pytest.mark.parametrize("spec", [[], [None, "x"]])
+@pytest.mark.parametrize("place", [0.02, 0.6])
+def test_damage_in_one_share_is_told_to_all(tmp_path: Path, job_of: JobOf, spec: list[Any], place: float) -> None:
+    save_alone(str(tmp_path / "good"), ARRAYS)
+    save_alone(str(tmp_path / "bad"), ARRAYS)
+    (segment,) = (tmp_path / "bad").rglob("*.safetensors")
+    data = bytearray(segment.read_bytes())
+    data[int(place * len(data))] ^= 1
+    segment.write_bytes(data)
+    job = job_of(4, 1)
+    good = job.call(load_together, str(tmp_path / "good"), spec)
+    answers = job.call(load_together, str(tmp_path / "bad"), spec)
+    assert [answer.get("error") for answer in answers] == ["CorruptCheckpointError"] * 4
+    assert all("are not what was saved" in answer["text"] for answer in answers)
+    assert sum("process " in answer["text"] for answer in answers) == 3  # one has found it, the others were told
+    assert job.call(load_together, str(tmp_path / "good"), spec) == good
+
+
+def load_unlike(path: str, other: str, who: int, kind: str) -> dict[str, Any]:
+    """Process `who` does not load what the others do."""
+    if jax.process_index() == who:
+        match kind:
+            case "target":
+                specs: dict[str, list[Any]] = {name: [] for name in ARRAYS}
+                with pytest.raises(jct.MismatchError):
+                    jct.load(path, target_of({**ARRAYS, "a": ([3], "float32")}, specs, [4]))
+                return {"error": "CheckpointTimeoutError", "text": f"process {who} of 4"}
+            case "checkpoint":
+                return load_together(other, [])
+            case "sharding":
+                return load_together(path, ["x"])
+            case "refusal":
+                return loaded_or_error(path, [], refuse)
+            case "memory":
+                return load_without_memory(path)
+    return load_together(path, [])
+
+
+def load_without_memory(path: str) -> dict[str, Any]:
+    """There is no memory for what comes from the others."""
+
+    def take(arrivals: Arrivals, read: ReadBox) -> None:
+        raise MemoryError("there is none")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Arrivals, "take", take)
+        try:
+            return loaded_or_error(path, [], None)
+        except MemoryError as error:
+            return {"error": "OtherProcessError", "text": f"MemoryError: {error}"}
+
+
+def refuse(done: int) -> None:
+    if done:
+        raise jct.SettingsError("no more of it")
+
+
+@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("target", "CheckpointTimeoutError", "process {who} of 4"),
+        ("checkpoint", "OtherProcessError", "which is another checkpoint"),
+        ("sharding", "OtherProcessError", "leaf 'a': process"),
+        ("refusal", "SettingsError", "no more of it"),
+        ("memory", "OtherProcessError", "MemoryError: there is none"),
+    ],
+)
+def test_another_one_does_something_else(
+    tmp_path: Path, job_of: JobOf, who: int, kind: str, error: str, text: str
+) -> None:
+    save_alone(str(tmp_path / "c"), ARRAYS)
+    save_alone(str(tmp_path / "other"), ARRAYS)
+    job = job_of(4, 1)
+    for answer in job.call(load_unlike, str(tmp_path / "c"), str(tmp_path / "other"), who, kind):
+        assert answer.get("error") == error, answer
+        assert text.format(who=who) in answer["text"]
+    assert all("digest" in answer for answer in job.call(load_together, str(tmp_path / "c"), []))
