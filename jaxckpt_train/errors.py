@@ -98,7 +98,13 @@ class SettingsError(CheckpointError, ValueError):
 
 
 class CheckpointTimeoutError(CheckpointError, TimeoutError):
-    """A wait for a save or for another process ran out of time."""
+    """A wait for a save or for another process ran out of time.
+
+    Attributes:
+        lost: numbers of the processes of this job of which this one has heard nothing; empty if another one says so.
+    """
+
+    lost: tuple[int, ...] = ()
 
 
 class OtherProcessError(CheckpointError):

@@ -27,10 +27,6 @@ _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
 
 
-class LostProcessError(CheckpointTimeoutError):
-    """A process was not heard of for too long; told to others it is a CheckpointTimeoutError."""
-
-
 class Meeting:
     """One meeting, as one of the processes sees it.
 
@@ -178,12 +174,14 @@ class Meeting:
         if lost:
             raise self._lost_error(lost, came=any(number in silence.signs for number in lost))
 
-    def _lost_error(self, lost: Sequence[int], *, came: bool) -> LostProcessError:
+    def _lost_error(self, lost: Sequence[int], *, came: bool) -> CheckpointTimeoutError:
         what = "did not get any further" if came else "did not come"
-        return LostProcessError(
+        error = CheckpointTimeoutError(
             f"{self._doing}: {_listed(lost, self._processes)} {what} for {self._timeout_s:.3g} s, and "
             f"{'is' if len(lost) == 1 else 'are'} not waited for any longer; look into the log there"
         )
+        error.lost = tuple(lost)
+        return error
 
     def _tell(self, name: str, value: bytes, besides: BaseException | None = None) -> None:
         try:

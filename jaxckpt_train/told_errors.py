@@ -28,9 +28,7 @@ class _Told(msgspec.Struct):
 def encode_error(error: BaseException, process: int) -> bytes:
     """What is told of an error that this process met."""
     more = {name: tuple(map(str, getattr(error, name))) for name in _ATTRIBUTES if hasattr(error, name)}
-    known = {*_TOLD, StorageError.__name__}
-    kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__name__ in known]
-    told = _Told(process, kinds[0] if kinds else type(error).__name__, _text(error), more=more)
+    told = _Told(process, type(error).__name__, _text(error), more=more)
     if isinstance(error, StorageError):
         told.errno, told.text = error.errno, str(error.strerror)
         told.filename = None if error.filename is None else str(error.filename)

@@ -10,7 +10,6 @@ import msgspec
 
 from jaxckpt_train.checkpointables.loading import load_parts
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, free_frames
-from jaxckpt_train.meeting import LostProcessError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.restoring import ByteMeter
 from jaxckpt_train.steps.together import Together
@@ -115,9 +114,9 @@ class JobRestore:
             results = {}
             try:
                 results = self._load(chosen.directory, lambda chosen=chosen: self._opened(chosen))  # type: ignore[misc]
-            except LostProcessError:
-                raise  # of process 0, which says nothing more
             except CheckpointError as error:
+                if 0 in getattr(error, "lost", ()):
+                    raise  # process 0 says nothing more
                 free_frames(error)  # process 0 decides what it means, and what is tried next
 
     def _opened(self, chosen: _Chosen) -> Committed:
