@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -78,7 +79,7 @@ class JointRead:
             for chosen, prepare in ((to_all, self._gathering), (to_some, self._exchange)):
                 if chosen:
                     self._move(chosen, *prepare(chosen), take)
-            self._together(f"loading {self._subject}", lambda: rest(self._progress))
+            self._together(f"loading {self._subject}", functools.partial(rest, self._progress))
 
     def _goes_to_all(self, each: Shared) -> bool:
         needed = LEAST_NEED_BYTES * self._job.processes
@@ -101,9 +102,8 @@ class JointRead:
         )
         window = self._window(min(max(stream.end for stream in streams), self._budget_bytes // 6))
         while True:
-            mine = longest_rows(shared, streams, process, window)
-            give = lambda mine=mine: np.array(mine, np.int64).tobytes()  # noqa: E731
-            told = self._together(f"planning {self._subject}", give, _longest)
+            mine = np.array(longest_rows(shared, streams, process, window), np.int64)
+            told = self._together(f"planning {self._subject}", mine.tobytes, _longest)
             rows = np.frombuffer(told, np.int64).tolist()
             needed = 4 * processes * max(rows) + 3 * window
             if needed <= self._budget_bytes or window == LEAST_WINDOW_BYTES:
@@ -145,19 +145,20 @@ class JointRead:
 
     def _read(self, way: Way, feed: ShareFeed, number: int, flying: Moving | None) -> np.ndarray | None:
         """The next window of this process, once all have theirs, and the transfer of the last one is over."""
-        window = None
-        if number < way.windows:
-            start, stop = way.window(number)
-            window = aligned_buffer(stop - start)
-
-        def act() -> None:
-            if window is not None:
-                feed.fill(window, start, stop)
-            if flying is not None:
-                self._wait_for(flying)
-
-        self._together(f"loading {self._subject}", act)
+        start, stop = way.window(number) if number < way.windows else (0, 0)
+        window = aligned_buffer(stop - start) if stop else None
+        self._together(
+            f"loading {self._subject}", functools.partial(self._fill_and_wait, feed, window, start, stop, flying)
+        )
         return window
+
+    def _fill_and_wait(
+        self, feed: ShareFeed, window: np.ndarray | None, start: int, stop: int, flying: Moving | None
+    ) -> None:
+        if window is not None:
+            feed.fill(window, start, stop)
+        if flying is not None:
+            self._wait_for(flying)
 
     def _wait_for(self, moving: Moving) -> None:
         """Wait until a transfer is over, giving signs of life: another process may be the one that is stopped.
@@ -191,7 +192,7 @@ class JointRead:
     ) -> bytes:
         """Do something in all processes; what fails in one of them fails in all."""
         self._is_told = True
-        result = self._job.exchange(doing, lambda: act() or b"", merge, lambda: (self._bytes, self._signs))
+        result = self._job.exchange(doing, _Once(act), merge, lambda: (self._bytes, self._signs))
         self._is_told = False
         return result
 
@@ -206,11 +207,26 @@ class JointRead:
             raise
 
     def _tell(self, error: BaseException) -> None:
-        def give() -> bytes:
-            raise error
-
         with contextlib.suppress(type(error)):
-            self._job.exchange(f"loading {self._subject}", give)
+            self._job.exchange(f"loading {self._subject}", _Once(functools.partial(_raise, error)))
+
+
+class _Once:
+    """What this process does of an exchange.
+
+    Functions that other functions refer to stay with the frames of an error, also when those are cleared, and so would
+    all that is loaded; of this nothing stays but its shell.
+    """
+
+    def __init__(self, act: Callable[[], bytes | None]) -> None:
+        self._acts = [act]
+
+    def __call__(self) -> bytes:
+        return self._acts.pop()() or b""
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _longest(values: Sequence[bytes]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -302,21 +303,31 @@ class TreeRestore:
         arrivals = Arrivals(destinations, values, budget)
         shared = self._shared(destinations, loads)
 
-        def read_alone(progress: Progress | None) -> None:
-            numbers = sorted(set(range(len(requests))) - {each.number for each in shared})
-            own = [requests[number] for number in numbers]
-            reading = iter_boxes(self._files, self._committed, own, self._settings, progress, budget)
-            with contextlib.closing(reading) as boxes:
-                for wanted, box, data in boxes:
-                    arrivals.take(ReadBox(numbers[wanted], box, data))
-                    del data  # the next box may wait for its memory
-            arrivals.finish()
-
+        left = sorted(set(range(len(requests))) - {each.number for each in shared})
+        # No function that refers to these: it would stay with the frames of an error, and all that is loaded with it.
+        read_alone = functools.partial(self._read_alone, requests, left, arrivals, budget)
         if not shared:
             read_alone(progress)
             return
         joint = JointRead(loads.order, self._files, self._committed, self._subject, self._settings, progress)
         joint.run(shared, arrivals.take, read_alone)
+
+    def _read_alone(
+        self,
+        requests: Sequence[Wanted],
+        numbers: Sequence[int],
+        arrivals: Arrivals,
+        budget: ReadBudget,
+        progress: Progress | None,
+    ) -> None:
+        """Read what this process needs of the arrays with these numbers."""
+        chosen = [requests[number] for number in numbers]
+        reading = iter_boxes(self._files, self._committed, chosen, self._settings, progress, budget)
+        with contextlib.closing(reading) as boxes:
+            for wanted, box, data in boxes:
+                arrivals.take(ReadBox(numbers[wanted], box, data))
+                del data  # the next box may wait for its memory
+        arrivals.finish()
 
     def _shared(self, destinations: Sequence[Destination], loads: JobLoads) -> list[Shared]:
         """The arrays that the processes of the job read once together."""

@@ -17,7 +17,7 @@ import jaxckpt_train as jct
 from jaxckpt_train import checkpoint
 from jaxckpt_train.store import read_budget
 from jaxckpt_train.store.local import LocalBackend
-from jaxckpt_train.tree import restore
+from jaxckpt_train.tree import arrivals, restore
 from jaxckpt_train.tree.device_put import DevicePuts
 from tests.store.watched_reads import Watch
 
@@ -81,7 +81,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[collections.deque[n
 
     monkeypatch.setattr(read_budget, "gc", SimpleNamespace(collect=let_go))
     monkeypatch.setattr(read_budget, "STALL_S", 0.001)
-    monkeypatch.setattr(restore, "DevicePuts", SlowDevice)
+    monkeypatch.setattr(arrivals, "DevicePuts", SlowDevice)
     monkeypatch.setattr(restore, "_leaves_host", lambda job, placement, default: True)
     yield held
     held.clear()
@@ -127,7 +127,7 @@ def test_arrays_are_put_while_others_are_being_read(path: Path, monkeypatch: pyt
             return super().put(*given)
 
     monkeypatch.setattr(checkpoint, "_BACKEND", backend)
-    monkeypatch.setattr(restore, "DevicePuts", Telling)
+    monkeypatch.setattr(arrivals, "DevicePuts", Telling)
     with jax.enable_x64(True):
         like = {f"x{n:02d}": jax.ShapeDtypeStruct((LEAF_BYTES // 8,), np.float64) for n in range(LEAVES)}
         assert_loaded(jct.load(path, like, settings=BUDGET), np.float64)
