@@ -18,6 +18,7 @@ from jaxckpt_train.told_errors import decode_error, encode_error
 
 LEAVING_S = 3.0
 SLICE_S = 1.0  # how soon an interrupt is seen, and a process that has been silent for too long
+LOOK_S = 0.5  # that a look may take: one without a limit does not return while process 0, which answers, is stopped
 PERIOD_S = 10.0  # between two signs of life
 ASKING_PER_S = 1000  # how often the key-value store is asked in vain in a second, by so many that they must take turns
 TELL_S = 30.0
@@ -142,7 +143,7 @@ class Meeting:
         silence = self._silence_of((0,))
         while (said := self._values.get(f"{self.folder}/said", self._slice_s)) is None:
             if silence.looks():
-                sign = self._values.get(f"{self.folder}/alive/0", 0.0)
+                sign = self._values.get(f"{self.folder}/alive/0", LOOK_S)
                 silence.heard({} if sign is None else {0: sign})
                 self._look(silence, {})
         if said[:1] == _FAILED:
@@ -258,9 +259,9 @@ class Meeting:
     def _watch(self, silence: _Silence) -> None:
         """Look for the others while this process acts: it may wait for one of them by other means."""
         if self._process:
-            said = self._values.get(f"{self.folder}/said", 0.0)
+            said = self._values.get(f"{self.folder}/said", LOOK_S)
             self.is_over = self.is_over or (said is not None and said[:1] == _FAILED)
-            sign = self._values.get(f"{self.folder}/alive/0", 0.0)
+            sign = self._values.get(f"{self.folder}/alive/0", LOOK_S)
             silence.heard({} if sign is None else {0: sign})
             self._refuse_lost(silence, {})
             return
