@@ -35,6 +35,11 @@ def this_process() -> ProcessIdentity:
     return ProcessIdentity(socket.gethostname(), os.getpid(), _start_of(os.getpid()), boot, namespace)
 
 
+def machine_id() -> str:
+    """The same for all processes of this machine, in whatever containers; empty where the system does not tell."""
+    return this_process().boot
+
+
 def is_dead(other: ProcessIdentity) -> bool | None:
     """Whether a process is surely gone (True) or surely alive (False); None if that cannot be told from here."""
     here = this_process()

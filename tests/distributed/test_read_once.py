@@ -13,6 +13,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.tree import read_once
 from jaxckpt_train.tree.job_transfer import JobTransfer, Moving
 from tests.distributed.arrays import global_array, sharding_of
 from tests.distributed.conftest import JobOf
@@ -282,6 +283,16 @@ def test_a_load_keeps_to_its_budget(tmp_path: Path, job_of: JobOf) -> None:
         assert answers[1]["more"] <= size_of(large) + 16 * MIB + 16 * MIB
 
 
+def load_counted_apart(*arguments: Any) -> dict[str, Any]:
+    """As `load_counted`, in processes that take themselves to be on machines of their own."""
+    here = read_once.machine_id
+    read_once.machine_id = lambda: f"machine {jax.process_index()}"
+    try:
+        return load_counted(*arguments)
+    finally:
+        read_once.machine_id = here
+
+
 def test_auto_moves_what_is_worth_it(tmp_path: Path, job_of: JobOf) -> None:
     arrays: Arrays = {
         "large": ([32, 1024, 1024], "uint8"),
@@ -291,11 +302,18 @@ def test_auto_moves_what_is_worth_it(tmp_path: Path, job_of: JobOf) -> None:
     save_alone(str(tmp_path / "c"), arrays)
     specs: dict[str, list[Any]] = {"large": [], "small": [], "cut": ["x"]}
     job = job_of(4, 1)
-    check(job.call(load_counted, str(tmp_path / "c"), [4], specs, arrays, "auto"), size_of(arrays))
+    check(job.call(load_counted_apart, str(tmp_path / "c"), [4], specs, arrays, "auto"), size_of(arrays))
     specs["large"] = ["x"]  # nothing is read twice but the small one
-    answers = job.call(load_counted, str(tmp_path / "c"), [4], specs, arrays, "auto")
+    answers = job.call(load_counted_apart, str(tmp_path / "c"), [4], specs, arrays, "auto")
     assert sum(answer["bytes"] for answer in answers) == size_of(arrays) + 3 * 400
     only: Arrays = {"only": ([1024, 1024], "float32")}
     save_alone(str(tmp_path / "only"), only)  # all of it is read again, and is little
-    answers = job.call(load_counted, str(tmp_path / "only"), [4], {"only": []}, only, "auto")
+    answers = job.call(load_counted_apart, str(tmp_path / "only"), [4], {"only": []}, only, "auto")
     assert sum(answer["bytes"] for answer in answers) == 4 * size_of(only)
+
+
+def test_auto_reads_for_each_on_the_cpu_of_one_machine(tmp_path: Path, job_of: JobOf) -> None:
+    arrays: Arrays = {"large": ([32, 1024, 1024], "uint8")}
+    save_alone(str(tmp_path / "c"), arrays)
+    answers = job_of(4, 1).call(load_counted, str(tmp_path / "c"), [4], {"large": []}, arrays, "auto")
+    assert [(answer["wrong"], answer["bytes"]) for answer in answers] == [([], size_of(arrays))] * 4
