@@ -23,6 +23,7 @@ from jaxckpt_train.checkpointables.grain_pipeline import (
     worker_count,
 )
 from jaxckpt_train.checkpointables.iterator_state import decode_state, encode_state
+from jaxckpt_train.checkpointables.per_process_value import refuse_missing
 from jaxckpt_train.errors import CorruptCheckpointError, IteratorStateError, SettingsError, UnsupportedLeafError
 from jaxckpt_train.multihost import current
 
@@ -149,6 +150,7 @@ class GrainHandler:
             )
         check_fingerprint(name, data["fingerprint"], self._current_fingerprint())
         processes, process = self._who()
+        refuse_missing(saved, data["processes"])
         if data["processes"] != processes:
             _check_processes(target, data, processes, saved)
         elif saved.values > 1 and data["process"] != process:

@@ -59,6 +59,14 @@ def stage_own(value: Any) -> Staged:
     return Staged(value=same, same=same["state"])
 
 
+def refuse_missing(saved: Saved, processes: object) -> None:
+    """Raise CorruptCheckpointError if there are neither one value for all nor one of each of so many processes."""
+    if saved.values > 1 and saved.values != processes:
+        raise CorruptCheckpointError(
+            f"{saved.name!r}: expected a value of each of {processes} processes, or one for all, found {saved.values}"
+        )
+
+
 def own_value(saved: Saved, *, is_wanted: bool = True) -> Any:
     """What `stage_own` took in this process; without `is_wanted`, of any process where there is none of this one.
 
@@ -69,6 +77,7 @@ def own_value(saved: Saved, *, is_wanted: bool = True) -> Any:
     data: Json = saved.value()
     if not isinstance(data, dict) or "state" not in data:
         raise CorruptCheckpointError(f"{saved.name!r}: expected a dict with processes, state; found {data!s:.200}")
+    refuse_missing(saved, data.get("processes"))
     if is_wanted and saved.values > 1 and saved.values != current().processes:
         raise MismatchError(
             f"{saved.name!r}: each of {saved.values} processes saved a value of its own, found {current().processes} "

@@ -376,6 +376,12 @@ class StepManager(StepListing):
     def _check_open(self) -> None:
         if self._closed:
             raise SettingsError(f"{self.directory}: this StepManager is closed; make a new one")
+        made_in, now = self._together.job.processes, current().processes
+        if made_in != now:
+            raise SettingsError(
+                f"{self.directory}: made in a job of {made_in} processes, found {now}: call jax.distributed.initialize "
+                "before the manager, or the callback, is made"
+            )
 
     def __enter__(self) -> StepManager:
         return self

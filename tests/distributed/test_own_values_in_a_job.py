@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
 from pathlib import Path
@@ -175,3 +177,20 @@ def test_data_that_cannot_go_on_begins_anew_by_request(tmp_path: Path, job_of: J
     assert job_of(2, 1).call(go_on, restarting, "restart") == anew
     beyond = job_of(2, 1).call(go_on, str(tmp_path / "other"), "error")
     assert job_of(2, 1).call(go_on, skipping, "skip") == beyond
+
+
+@pytest.mark.parametrize("name", ["data", "random"])
+def test_a_value_that_is_missing_is_found_out(tmp_path: Path, job_of: JobOf, name: str) -> None:
+    run = tmp_path / "run"
+    job_of(4, 1).call(save_own, str(run))
+    step = run / "step-0000000001"
+    manifest = json.loads((step / "manifest.json").read_text())
+    part = next(part for part in manifest["parts"] if part["name"] == name)
+    part["files"] = part["files"][:2]
+    data = json.dumps(manifest, separators=(",", ":")).encode()
+    (step / "manifest.json").write_bytes(data)
+    commit = json.loads((step / "COMMIT").read_text())
+    commit |= {"manifest_bytes": len(data), "manifest_sha256": hashlib.sha256(data).hexdigest()}
+    (step / "COMMIT").write_text(json.dumps(commit))
+    for outcome in job_of(2, 1).outcomes(restore_own, str(run), [name]):
+        assert "expected a value of each of 4 processes, or one for all, found 2" in outcome["error"], outcome
