@@ -82,7 +82,8 @@ class StoreSettings:
             True: each reads a share of its own, and the shares go from process to process over the devices, at most
             `read_budget_bytes` at a time; all processes load the same together. False: each reads all that it needs
             itself, and none waits for another. "auto": as True where the job would else read noticeably more than the
-            checkpoint has (a fiftieth of it, and 64 MiB), unless all processes run on the CPU of one machine.
+            checkpoint has (a fiftieth of it, and 64 MiB), unless all run on one machine: there each reads through
+            the page cache, which has what another one has read.
         barrier_timeout_s: in a job of several processes, seconds after which another process is not waited for any
             more that has not got any further, or is gone; the save or load fails in all of them then.
         colocated: whether the hosts of the devices save and load the arrays there, through JAX's Colocated Python, and

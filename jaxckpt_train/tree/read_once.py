@@ -52,10 +52,8 @@ class JobLoads:
         if self._job is not None and self._order is None and any(map(spans_processes, shardings)):
             self._order = self._job.within("load", self._settings.barrier_timeout_s)
 
-    def are_on_one_cpu(self) -> bool:
-        """Whether all processes run on one machine, and their devices are its CPU."""
-        if jax.default_backend() != "cpu":
-            return False
+    def are_on_one_machine(self) -> bool:
+        """Whether all processes run on one machine."""
 
         def compare(machines: Sequence[bytes]) -> bytes:
             return b"!" if machines[0] and len(set(machines)) == 1 else b""
@@ -80,21 +78,24 @@ def read_together(
     read_once: bool | Literal["auto"],
     loads: JobLoads,
     block_bytes: int,
-) -> list[Shared]:
+) -> tuple[list[Shared], list[int]]:
     """Those of which the processes would otherwise read bytes that another one reads, too.
 
     It follows from the checkpoint and the shardings, so that all processes come to the same result. Only where "auto"
-    finds it worth it they ask each other whether they all run on the CPU of one machine: what its disk gives, or keeps
-    in memory, comes to each of them sooner than from another one.
+    finds it worth it they ask each other whether they all run on one machine: what one of them has read there is in
+    memory, and comes to the others sooner than over any network.
 
     Args:
         arrays: of the load, each with the place where it goes.
         read_once: False: none; "auto": none unless it is worth it.
         loads: of the job.
         block_bytes: of the checkpoint.
+
+    Returns:
+        These; and the numbers of those that each reads for itself, but through the page cache of their machine.
     """
     if read_once is False or loads.processes == 1:
-        return []
+        return [], []
     needs, reads = JobNeeds(loads.processes), RepeatedReads(block_bytes)
     found, stored, repeated = list[Shared](), 0, 0
     for number, (array, place) in enumerate(arrays):
@@ -109,6 +110,8 @@ def read_together(
             numbers = [place.boxes.index(box) for box in of_each[loads.process]]
             found.append(Shared(number, array, of_each, numbers))
     if read_once is True:
-        return found
+        return found, []
     is_worth_it = repeated >= WORTH_BYTES and repeated * NOTICEABLE >= stored
-    return found if is_worth_it and not loads.are_on_one_cpu() else []
+    if not is_worth_it:
+        return [], []
+    return ([], [each.number for each in found]) if loads.are_on_one_machine() else (found, [])

@@ -301,11 +301,10 @@ class TreeRestore:
         ]
         budget = ReadBudget(self._settings.read_budget_bytes)
         arrivals = Arrivals(destinations, values, budget)
-        shared = self._shared(destinations, loads)
-
-        left = sorted(set(range(len(requests))) - {each.number for each in shared})
+        shared, cached = self._shared(destinations, loads)
+        left = sorted(set(range(len(requests))) - {each.number for each in shared} - {*cached})
         # No function that refers to these: it would stay with the frames of an error, and all that is loaded with it.
-        read_alone = functools.partial(self._read_alone, requests, left, arrivals, budget)
+        read_alone = functools.partial(self._read_alone, requests, cached, left, arrivals, budget)
         if not shared:
             read_alone(progress)
             return
@@ -315,22 +314,26 @@ class TreeRestore:
     def _read_alone(
         self,
         requests: Sequence[Wanted],
-        numbers: Sequence[int],
+        cached: Sequence[int],
+        left: Sequence[int],
         arrivals: Arrivals,
         budget: ReadBudget,
         progress: Progress | None,
     ) -> None:
-        """Read what this process needs of the arrays with these numbers."""
-        chosen = [requests[number] for number in numbers]
-        reading = iter_boxes(self._files, self._committed, chosen, self._settings, progress, budget)
-        with contextlib.closing(reading) as boxes:
-            for wanted, box, data in boxes:
-                arrivals.take(ReadBox(numbers[wanted], box, data))
-                del data  # the next box may wait for its memory
+        """Read what this process needs of the arrays with these numbers, some through the page cache if that may be."""
+        direct = False if self._settings.direct_io == "auto" else self._settings.direct_io
+        through_cache = dataclasses.replace(self._settings, direct_io=direct)
+        for numbers, settings in ((cached, through_cache), (left, self._settings)):
+            chosen = [requests[number] for number in numbers]
+            reading = iter_boxes(self._files, self._committed, chosen, settings, progress, budget)
+            with contextlib.closing(reading) as boxes:
+                for wanted, box, data in boxes:
+                    arrivals.take(ReadBox(numbers[wanted], box, data))
+                    del data  # the next box may wait for its memory
         arrivals.finish()
 
-    def _shared(self, destinations: Sequence[Destination], loads: JobLoads) -> list[Shared]:
-        """The arrays that the processes of the job read once together."""
+    def _shared(self, destinations: Sequence[Destination], loads: JobLoads) -> tuple[list[Shared], list[int]]:
+        """The arrays that the processes of the job read once together, or through one page cache."""
         places = [(self._arrays[each.name], each.placement) for each in destinations]
         block_bytes = self._committed.manifest.block_bytes
         return read_together(places, self._settings.read_once, loads, block_bytes)

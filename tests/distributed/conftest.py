@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.distributed.job import Job
 
 JobOf = Callable[[int, int], Job]
+MOST_JOBS = 4  # that wait at a time
 
 
 class Trials(Protocol):
@@ -25,17 +27,28 @@ def trials(request: pytest.FixtureRequest) -> Trials:
     return lambda short, full: full if request.config.getoption("full") else short
 
 
+_jobs: dict[tuple[int, int], Job] = {}  # the one that was asked for last is last
+
+
 @pytest.fixture(scope="session")
-def job_of() -> Iterator[JobOf]:
+def job_of() -> JobOf:
     """`job_of(processes, devices)`: a job that waits for calls; another one if a test has ended it."""
-    jobs: dict[tuple[int, int], Job] = {}
 
     def job(processes: int, devices: int = 1) -> Job:
-        found = jobs.get((processes, devices))
+        found = _jobs.pop((processes, devices), None)
         if found is None or not found.is_alive():
-            found = jobs[processes, devices] = Job(processes, devices)
+            found = Job(processes, devices)
+        _jobs[processes, devices] = found
+        for size in list(_jobs)[:-MOST_JOBS]:
+            _jobs.pop(size).end()
         return found
 
-    yield job
-    for each in jobs.values():
-        each.end()
+    return job
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the jobs before tests of something else, beside which they would take memory and time."""
+    here = Path(__file__).parent
+    if nextitem is None or here not in nextitem.path.parents:
+        while _jobs:
+            _jobs.popitem()[1].end()

@@ -312,7 +312,7 @@ def test_auto_moves_what_is_worth_it(tmp_path: Path, job_of: JobOf) -> None:
     assert sum(answer["bytes"] for answer in answers) == 4 * size_of(only)
 
 
-def test_auto_reads_for_each_on_the_cpu_of_one_machine(tmp_path: Path, job_of: JobOf) -> None:
+def test_auto_reads_through_the_page_cache_of_one_machine(tmp_path: Path, job_of: JobOf) -> None:
     arrays: Arrays = {"large": ([32, 1024, 1024], "uint8")}
     save_alone(str(tmp_path / "c"), arrays)
     answers = job_of(4, 1).call(load_counted, str(tmp_path / "c"), [4], {"large": []}, arrays, "auto")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from jaxckpt_train.errors import SettingsError
@@ -33,8 +34,10 @@ class Time:
 class Agreeing(SingleProcess):
     """The coordinator of a job in which another process was asked to leave."""
 
+    processes = 2
+
     def exchange(self, doing: str, *arguments: Any, **options: Any) -> bytes:
-        return b"!"
+        return msgspec.msgpack.encode([True, 1])
 
 
 @pytest.fixture(autouse=True)
@@ -174,7 +177,7 @@ def test_the_first_reason_stays_the_reason(tmp_path: Path) -> None:
 def test_what_another_process_noticed_counts_here_too() -> None:
     watch = PreemptionWatch(Agreeing())
     assert watch.reached()
-    assert watch.reason == "another process was asked to leave"
+    assert watch.reason == "another process of this job, which was asked to"
 
 
 def test_before_the_start_no_handler_is_installed() -> None:
