@@ -21,6 +21,10 @@ def always(values: Sequence[bytes]) -> bytes:
     return b""
 
 
+def nothing() -> None:
+    """For what nobody wants to be told."""
+
+
 class Coordinator(Protocol):
     """What the processes of one job agree through. Every method is called by all of them, in the same order.
 
@@ -52,6 +56,7 @@ class Coordinator(Protocol):
         give: Callable[[], bytes],
         merge: Callable[[Sequence[bytes]], bytes] = always,
         moved: Moved | None = None,
+        heard: Callable[[], object] = nothing,
     ) -> bytes:
         """Have all processes give a value, and process 0 make one result of them, which all return.
 
@@ -61,6 +66,7 @@ class Coordinator(Protocol):
             merge: called by process 0 with all values, in the order of the processes.
             moved: gives another value whenever `give` or `merge` has got further; None: they are quick. A process is
                 not waited for any longer that is stopped, gone, or has not got any further for the time limit.
+            heard: called whenever another process that is waited for has got further.
 
         Raises:
             What `give` or `merge` raised, in the process that called it.
@@ -106,6 +112,7 @@ class SingleProcess:
         give: Callable[[], bytes],
         merge: Callable[[Sequence[bytes]], bytes] = always,
         moved: Moved | None = None,
+        heard: Callable[[], object] = nothing,
     ) -> bytes:
         """What is made of its own value."""
         return merge([give()])
@@ -141,7 +148,7 @@ class ManyProcesses:
     ) -> None:
         self.process, self.processes = process, processes
         self._values, self._timeout_s, self._name = values, timeout_s, name
-        self._orders = _Orders() if orders is None else orders
+        self._orders = _Orders(keeps=process == 0) if orders is None else orders
         self._met = 0  # how many times
         self._told = 0  # how many times since the last exchange
         self._left: list[str] = []  # at process 0: folders of meetings whose keys are still there
@@ -167,10 +174,11 @@ class ManyProcesses:
         give: Callable[[], bytes],
         merge: Callable[[Sequence[bytes]], bytes] = always,
         moved: Moved | None = None,
+        heard: Callable[[], object] = nothing,
     ) -> bytes:
         """As the protocol says."""
         self._told = 0
-        meeting = self._meet(doing, moved)
+        meeting = self._meet(doing, moved, heard)
         if self.process:
             return meeting.take_part(lambda: self._orders.encoded() + give())
 
@@ -196,10 +204,11 @@ class ManyProcesses:
         """As the protocol says."""
         self.exchange(doing, lambda: b"")
 
-    def _meet(self, doing: str, moved: Moved | None) -> Meeting:
+    def _meet(self, doing: str, moved: Moved | None, heard: Callable[[], object] = nothing) -> Meeting:
         self._met += 1
         folder = f"{self._name}/{self._met}"
-        self._meeting = Meeting(self._values, folder, self.process, self.processes, doing, self._timeout_s, moved)
+        limit_s = self._timeout_s
+        self._meeting = Meeting(self._values, folder, self.process, self.processes, doing, limit_s, moved, heard)
         return self._meeting
 
     def _held(self, meeting: Meeting, act: Callable[[], bytes]) -> bytes:
@@ -224,7 +233,8 @@ class _Uses(msgspec.Struct, array_like=True):
 class _Orders:
     """The coordinators within one, in the order in which all processes ask for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool) -> None:
+        self._keeps = keeps  # whether this is process 0, which removes their keys
         self._begun = 0
         self._of_name: dict[str, int] = {}  # how many of each name
         self._open: dict[str, int] = {}  # their numbers
@@ -236,7 +246,9 @@ class _Orders:
         with self._lock:
             count = self._of_name[name] = self._of_name.get(name, 0) + 1
             own, self._begun = f"{name}-{count}", self._begun + 1
-            self._open[own], self._there[self._begun] = self._begun, own
+            self._open[own] = self._begun
+            if self._keeps:
+                self._there[self._begun] = own
         return own
 
     def end(self, own: str) -> None:

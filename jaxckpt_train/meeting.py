@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError
+from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, OtherProcessError
 from jaxckpt_train.given_values import GivenValues, numbered
 from jaxckpt_train.key_values import KeyValues
 from jaxckpt_train.store.answers import answer_of
@@ -23,7 +24,9 @@ PERIOD_S = 10.0  # between two signs of life
 ASKING_PER_S = 1000  # how often the key-value store is asked in vain in a second, by so many that they must take turns
 TELL_S = 30.0
 MOST_SHOWN = 8
+MOST_LABEL_BYTES = 200
 _DONE, _FAILED = b"+", b"-"
+_NUMBERS = re.compile(r"\d+")
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
 
@@ -39,6 +42,7 @@ class Meeting:
         doing: what all do here, for messages.
         timeout_s: seconds without a sign of life after which a process is not waited for any more.
         moved: gives another value whenever this process has got further; None: it is quick.
+        heard: called whenever another one that is waited for has.
 
     Attributes:
         folder: as given.
@@ -55,15 +59,18 @@ class Meeting:
         doing: str,
         timeout_s: float,
         moved: Callable[[], object] | None,
+        heard: Callable[[], object] = lambda: None,
     ) -> None:
         self.folder, self.is_over = folder, False
         self._values, self._process, self._processes = values, process, processes
-        self._doing, self._timeout_s, self._moved = doing, timeout_s, moved
+        self._doing, self._timeout_s, self._moved, self._heard = doing, timeout_s, moved, heard
         least_s, most_s = processes / ASKING_PER_S, timeout_s / 8
         self._period_s = min(max(PERIOD_S, least_s), most_s)
         self._slice_s = max(SLICE_S, min(least_s, most_s))  # that any other process waits at a time
         self._limit_s = timeout_s + (2 * self._period_s if process else 0.0)  # process 0 tells who else is silent
         self._given = GivenValues(values, folder, processes)
+        label = _NUMBERS.sub("", doing).encode(errors="replace")[:MOST_LABEL_BYTES]
+        self._label = len(label).to_bytes(2, "big") + label
         self._signs = 0
         self._told: bytes | None = None  # the error of another process that made this one fail
         self._lost: CheckpointTimeoutError | None = None  # found while this process acts
@@ -77,7 +84,7 @@ class Meeting:
                 self._tell("said", _FAILED + (self._told or encode_error(error, self._process)), besides=error)
                 self._let_others_leave()
                 raise
-            self._tell("said", _DONE + result)
+            self._tell("said", _DONE + self._label + result)
             self._given.forget()
             return result
 
@@ -113,11 +120,12 @@ class Meeting:
             came = dict.fromkeys(self._given.look(), b"")
             if len(came) == self._processes - 1:
                 break  # one of them was lost right after it had given its value, and could not wake this process
-            silence.heard(numbered(self._values.find(f"{self.folder}/alive")) | came)
+            if silence.heard(numbered(self._values.find(f"{self.folder}/alive")) | came):
+                self._heard()
             self._look(silence, came)
         found = self._given.look()
         self._raise_failure(found)
-        return [value[1:] for value in self._given.of(found)]
+        return [self._unlabelled(value[1:], process) for process, value in enumerate(self._given.of(found), 1)]
 
     def take_part(self, give: Callable[[], bytes]) -> bytes:
         """What any other process does: it gives its value, and hears what came of all."""
@@ -131,7 +139,7 @@ class Meeting:
                         raise self._lost from None
                     self.hear()
                 raise
-        self._report(_DONE + value)
+        self._report(_DONE + self._label + value)
         return self.hear()
 
     def hear(self) -> bytes:
@@ -144,11 +152,23 @@ class Meeting:
         while (said := self._values.get(f"{self.folder}/said", self._slice_s)) is None:
             if silence.looks():
                 sign = self._values.get(f"{self.folder}/alive/0", LOOK_S)
-                silence.heard({} if sign is None else {0: sign})
+                if silence.heard({} if sign is None else {0: sign}):
+                    self._heard()
                 self._look(silence, {})
         if said[:1] == _FAILED:
             raise decode_error(said[1:], self._doing)
-        return said[1:]
+        return self._unlabelled(said[1:], 0)
+
+    def _unlabelled(self, value: bytes, process: int) -> bytes:
+        """What another process says, if it does the same as this one; numbers in that may be others."""
+        size = int.from_bytes(value[:2], "big") + 2
+        doing = value[2:size].decode(errors="replace")
+        if doing != self._label[2:].decode(errors="replace"):
+            raise OtherProcessError(
+                f"process {process} is at {doing!r}, but process {self._process} is at {self._doing!r}: all processes "
+                "of a job do the same, in the same order, each from one thread"
+            )
+        return value[size:]
 
     def _silence_of(self, numbers: Sequence[int]) -> _Silence:
         return _Silence(numbers, self._limit_s, self._period_s, self._slice_s if self._process else SLICE_S)
@@ -297,11 +317,12 @@ class _Silence:
         self._next_look_s = self.waited_s + self._period_s
         return True
 
-    def heard(self, signs: Mapping[int, bytes]) -> None:
-        """Take note of the signs that there are."""
-        for number, sign in signs.items():
-            if self.signs.get(number) != sign:
-                self.signs[number], self._heard_at[number] = sign, self.waited_s
+    def heard(self, signs: Mapping[int, bytes]) -> bool:
+        """Take note of the signs that there are; whether there is a new one."""
+        new = [number for number, sign in signs.items() if self.signs.get(number) != sign]
+        for number in new:
+            self.signs[number], self._heard_at[number] = signs[number], self.waited_s
+        return bool(new)
 
     def lost(self, came: Mapping[int, bytes]) -> list[int]:
         """Those that are silent for too long, and have not come."""

@@ -77,12 +77,13 @@ class PreemptionService:
 
     def __init__(self, client: Any, manager: Any) -> None:
         self._client, self._manager = client, manager
-        self._calls = 0
+        self._calls, self._is_reached = 0, False
 
     def is_reached(self) -> bool:
-        """Whether this call is the one at which all processes leave. All of them make the same calls, in one order."""
+        """Whether all processes leave, from one call on. All of them make the same calls, in one order."""
         self._calls += 1
-        return bool(self._manager.reached_sync_point(self._calls))
+        self._is_reached = self._is_reached or bool(self._manager.reached_sync_point(self._calls))
+        return self._is_reached
 
     def noticed_before_s(self) -> float:
         """How many seconds ago the signal was noticed, by the clocks of two machines; 0 if that cannot be told."""

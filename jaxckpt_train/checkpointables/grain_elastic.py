@@ -12,12 +12,8 @@ from typing import Any, NamedTuple
 _ONE_TO_ONE = frozenset(
     {
         "_MapDatasetIterator",
-        "_RandomMapDatasetIterator",
-        "_MapWithIndexDatasetIterator",
         "ThreadPrefetchDatasetIterator",
         "MapMapDataset",
-        "RandomMapMapDataset",
-        "MapWithIndexMapDataset",
     }
 )
 _FROM_MAP, _ELASTIC = "PrefetchDatasetIterator", "_ElasticMapDatasetIterator"
@@ -65,12 +61,23 @@ def _of_map(dataset: Any) -> Counted:
         name = type(node).__name__
         if name == _SLICE:
             step = _whole(node, "_step")
-            return SHARE if is_global or not (batch and step) else Counted("batches", batch * step)
+            if is_global or not batch or not _is_every_so_manieth(node, step):
+                return SHARE
+            if step > 1:
+                return Counted("batches", batch * step)
         if name == _BATCH and not is_global:
             batch = (batch or 1) * _whole(node, "_batch_size")
         elif name not in _ONE_TO_ONE:
             is_global = True  # of a shuffle of a share: seen by the slice that comes before it
+        if len(getattr(node, "_parents", ())) > 1:
+            return SHARE  # a mix or a zip may be one of shares
     return Counted("batches", batch) if batch else SHARE
+
+
+def _is_every_so_manieth(node: Any, step: int) -> bool:
+    """Whether a slice is `[i::n]` with an i below n; parts that lie side by side begin elsewhere for another n."""
+    start, stop, length = (getattr(node, name, None) for name in ("_start", "_stop", "_parent_length"))
+    return type(start) is int and 0 <= start < step and stop is not None and stop == length
 
 
 def _whole(node: Any, name: str) -> int:

@@ -61,6 +61,7 @@ class _Done(msgspec.Struct):
 
     sha256: str
     bytes: int
+    more: Any
 
 
 @dataclasses.dataclass
@@ -76,7 +77,8 @@ class JobSave:
         settings: how.
         replace: whether what is there is replaced.
         committed: called in process 0 once it is committed, before the others hear of it; what it raises is raised in
-            all, and the checkpoint stays.
+            all, and the checkpoint stays. What it gives, plain data, is told to them.
+        told: that.
         times: how long the phases took here.
         parts: what this process has, once it is staged.
         movement: told when this process gets further.
@@ -89,7 +91,8 @@ class JobSave:
     info: Mapping[str, Any]
     settings: StoreSettings
     replace: bool
-    committed: Callable[[Committed], object] = lambda committed: None
+    committed: Callable[[Committed], Any] = lambda committed: None
+    told: Any = None
     times: SaveTimes = dataclasses.field(default_factory=SaveTimes)
     parts: Sequence[StagedPart] = ()
     movement: Movement = dataclasses.field(default_factory=Movement)
@@ -145,15 +148,20 @@ class JobSave:
         transaction = made[0] if made else None
         with undone_on_error(transaction, self.parts):
             written = _Written(self, begun, transaction)
-            done = self.job.exchange(f"saving {self.subject}", written.write, written.merge, sign)
+            # While this process waits for one that gets further, so does this save.
+            done = self.job.exchange(f"saving {self.subject}", written.write, written.merge, sign, self._others_moved)
             if done == _DIFFERS:
                 doing = f"comparing what the processes save as {self.subject}"
                 self.job.exchange(doing, written.sameness.encoded, refuse_differences, sign)
         if written.committed is not None:
             return written.committed
         result = msgspec.msgpack.decode(done, type=_Done)
+        self.told = result.more
         manifest = self.manifest(begun.info, (), written.records)
         return Committed(os.fsdecode(begun.final), manifest, result.sha256, result.bytes)
+
+    def _others_moved(self) -> None:
+        self.movement(0)
 
     def _coming(self) -> bytes:
         own_values = Sameness(self.settings.digest).of_own_values(self.parts)
@@ -290,5 +298,5 @@ class _Written:
         committed = transaction.commit(save.manifest(self._info, segments, parts), replace=save.replace)
         save.times.commit_s = time.perf_counter() - started
         self.committed = committed
-        save.committed(committed)
-        return msgspec.msgpack.encode(_Done(committed.manifest_sha256, committed.data_bytes))
+        save.told = save.committed(committed)
+        return msgspec.msgpack.encode(_Done(committed.manifest_sha256, committed.data_bytes, save.told))

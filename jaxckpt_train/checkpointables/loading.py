@@ -140,6 +140,28 @@ def load_parts(
         have_closed(files.end())
 
 
+def compare_parts(backend: Opener, committed: Committed, targets: Mapping[str, Any], settings: StoreSettings) -> None:
+    """Raise MismatchError where `load_parts` would before it reads; nothing is read, and no target is changed."""
+    loads = JobLoads(None, settings)
+    for name, target in targets.items():
+        part = _part_of(committed, name)
+        handler = handler_for_load(target, part.kind, name)
+        compare = getattr(handler, "compare", None)
+        if compare is not None:
+            compare(target, OpenPart(backend, committed, part, settings, LoadOptions(), None, loads))
+
+
+def _part_of(committed: Committed, name: str) -> PartRecord:
+    part = committed.manifest.part(name)
+    if part is None:
+        there = ", ".join(repr(part.name) for part in committed.manifest.parts)
+        raise MismatchError(
+            f"{committed.directory}: has no checkpointable {name!r}; it has {there or 'none'}. Ask for those only, "
+            f"and begin {name!r} anew"
+        )
+    return part
+
+
 def _load_parts(
     files: HeldFiles,
     committed: Committed,
@@ -151,20 +173,14 @@ def _load_parts(
 ) -> dict[str, Any]:
     jobs = []
     for name, target in targets.items():
-        part = committed.manifest.part(name)
-        if part is None:
-            there = ", ".join(repr(part.name) for part in committed.manifest.parts)
-            raise MismatchError(
-                f"{committed.directory}: has no checkpointable {name!r}; it has {there or 'none'}. Ask for those only, "
-                f"and begin {name!r} anew"
-            )
+        part = _part_of(committed, name)
         opened = OpenPart(files, committed, part, settings, options, progress, loads)
         if name == DATA_NAME:
             check_fingerprint(name, committed.manifest.info.get("fingerprint"), current_fingerprint())
         jobs.append((handler_for_load(target, part.kind, name), target, opened))
     jobs.sort(key=lambda job: not job[0].early)
     if len(jobs) > 1:  # retention may remove the checkpoint while the first of them is read
-        parts = [part for *_, opened in jobs if (part := committed.manifest.part(opened.name)) is not None]
+        parts = [_part_of(committed, opened.name) for *_, opened in jobs]
         answer_of(committed.directory, lambda moved: files.hold(parts, moved), progress)
     if len(jobs) > 1:  # else nothing changes before the one is compared
         for handler, target, opened in jobs:

@@ -36,6 +36,10 @@ class PerProcessHandler:
         """Whether it is marked so."""
         return isinstance(value, PerProcess)
 
+    def is_current(self, value: PerProcess) -> bool:
+        """Whether it stays the current one, as what changes in place does: it does not."""
+        return False
+
     def stage(self, value: PerProcess) -> Staged:
         """The data as it is now.
 

@@ -87,10 +87,8 @@ def handler_of(value: object) -> Handler:
 def keeps_itself_current(value: object) -> bool:
     """Whether a value given once stays the current one: objects that change in place do, pytrees of arrays do not."""
     handler = handler_of(value)
-    if handler.kind != _PYTREE.kind:
-        return True
     is_current = getattr(handler, "is_current", None)
-    return bool(is_current is not None and is_current(value))
+    return handler.kind != _PYTREE.kind if is_current is None else bool(is_current(value))
 
 
 def handler_for_load(target: object, kind: str, name: str) -> Handler:

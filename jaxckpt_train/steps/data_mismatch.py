@@ -39,15 +39,21 @@ def restore_values(
         IteratorStateError: it does not fit, and "error" is asked for.
         As `StepManager.restore`.
     """
+    data: Any = values.get(DATA_NAME)
+    is_watched = on_mismatch != "error" and hasattr(data, "get_state") and hasattr(data, "set_state")
+    before = data.get_state() if is_watched else None  # in a job it may be set in those processes that do not refuse
     try:
         return manager.restore(values, progress=progress)
     except IteratorStateError as error:
         if on_mismatch == "error" or DATA_NAME not in values:
             raise
         _log.warning("the data does not go on where it was, by request (%s): %s", on_mismatch, error)
+    if is_watched:
+        manager.all_do("setting the data back", lambda: data.set_state(before))
     rest = manager.restore({name: value for name, value in values.items() if name != DATA_NAME}, progress=progress)
     if on_mismatch == "skip":
-        _skip(values[DATA_NAME], manager.restored_step or 0)
+        count = manager.restored_step or 0
+        manager.all_do(f"skipping {count} elements of the data", lambda: _skip(data, count))
     return {name: rest.get(name, value) for name, value in values.items()}
 
 

@@ -35,9 +35,10 @@ class Decider:
         self, policy: SavePolicy | None, run: RunDirectory, in_flight: InFlight, together: Together, clock: Clock
     ) -> None:
         self._policy, self._run, self._in_flight, self._clock = policy, run, in_flight, clock
-        self._job = None if policy is None or together.is_alone else JobDecisions(together.job, policy)
+        self._job = None if policy is None or together.is_alone else JobDecisions(together, policy)
         self._started = clock()
         self.reached_preemption = False
+        self._asked: tuple[int, Decision] | None = None  # in a job, what was decided and not begun yet
 
     def decide(self, step: int, metrics: Mapping[str, Any] | None = None) -> Decision:
         """Whether to save a step, and why; `StepManager.decide` says more."""
@@ -60,7 +61,15 @@ class Decider:
             previous = self._previous()
             return decide(policy, info, previous, context), bool(previous)
 
-        return self._job.decide(info, context, ask, self._in_flight.is_over, self._in_flight.tell_outcome)
+        if self._asked is None or self._asked[0] != step:  # else who has asked `should_save` saves now
+            found = self._job.decide(info, context, ask, self._in_flight.is_over, self._in_flight.tell_outcome)
+            self._asked = (step, found) if found.save else None
+            return found
+        return self._asked[1]
+
+    def begun(self) -> None:
+        """A save has begun: what was decided before it is done."""
+        self._asked = None
 
     def _previous(self) -> tuple[CheckpointInfo, ...]:
         return (*self._run.infos(), *self._in_flight.running_info())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -82,10 +83,11 @@ class FollowedRun:
             self._entries = known | {entry.name: entry for entry in news.entries}
             self._left = frozenset(news.left)
 
-    def committed(self, entry: Entry) -> None:
-        """Take note of a save that was committed, of which no news have come yet."""
+    def committed(self, entry: Entry, gone: Sequence[str]) -> None:
+        """Take note of a save that was committed, of which no news have come yet, and of what nobody keeps since."""
         with self._guard:
-            self._entries = {**(self._entries or {}), entry.name: entry}
+            there = {name: each for name, each in (self._entries or {}).items() if name not in gone}
+            self._entries = there | {entry.name: entry}
             self._left = frozenset(entry.left_behind) - {entry.name}
 
     def _known(self) -> list[Entry] | None:

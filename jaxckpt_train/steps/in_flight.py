@@ -81,10 +81,8 @@ class InFlight:
         """
         try:
             error = self.settle(ENDS_WITHIN_S)
-        except CheckpointTimeoutError:
-            if not is_told:
-                raise
-            return
+        except CheckpointTimeoutError as late:
+            error, self.pending = late, None
         if not is_told:
             self._tell(error)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from jaxckpt_train.coordinator import Coordinator
 from jaxckpt_train.steps.policy_context import (
     NOT_DUE,
     CheckpointInfo,
@@ -22,17 +21,17 @@ from jaxckpt_train.steps.save_policies import (
     ContinuousCheckpointingPolicy,
     EverySecondsPolicy,
     FixedIntervalPolicy,
-    ImprovementPolicy,
     InitialSavePolicy,
     PreemptionCheckpointingPolicy,
     SpecificStepsPolicy,
 )
 from jaxckpt_train.steps.ticks import Ticks
+from jaxckpt_train.steps.together import Together
 
-# They decide by the step, and by what all processes know.
-_BY_STEPS = (FixedIntervalPolicy, SpecificStepsPolicy, PreemptionCheckpointingPolicy)
+# They decide by the step, and by what all processes know. What is made of them may decide otherwise.
+_BY_STEPS: frozenset[type] = frozenset({FixedIntervalPolicy, SpecificStepsPolicy, PreemptionCheckpointingPolicy})
 # They become due in the course of time, so some steps later is as good.
-_BY_TIME = (EverySecondsPolicy, ContinuousCheckpointingPolicy)
+_BY_TIME: frozenset[type] = frozenset({EverySecondsPolicy, ContinuousCheckpointingPolicy})
 
 
 class Outlook(enum.IntEnum):
@@ -59,13 +58,13 @@ class JobDecisions:
     tells the others; every other policy, such as a user's, at every step, since nobody knows what it goes by.
 
     Args:
-        job: of the main threads.
+        together: the processes.
         policy: what decides.
     """
 
-    def __init__(self, job: Coordinator, policy: SavePolicy) -> None:
-        self._job, self._policy = job, policy
-        self._ticks = Ticks(job.processes)
+    def __init__(self, together: Together, policy: SavePolicy) -> None:
+        self._together, self._policy = together, policy
+        self._ticks = Ticks(together.processes)
         self._has_steps = False
 
     def decide(
@@ -87,17 +86,16 @@ class JobDecisions:
         """
         found = outlook(self._policy, step, context, has_steps=self._has_steps)
         if found is Outlook.YES:
-            return Decision(True, policy_name(self._policy))
+            return Decision(True, " and ".join(map(policy_name, _known_deciding(self._policy, step, context))))
         if found is Outlook.NO or (found is Outlook.SOME_TIME and not self._ticks.is_due()):
             return NOT_DUE
 
         def say() -> bytes:
             decision, has_steps = ask()
-            return msgspec.msgpack.encode(
-                _Answer(decision.save, decision.reason, has_steps, is_over(), self._ticks.next())
-            )
+            following = self._ticks.next() if found is Outlook.SOME_TIME else 0
+            return msgspec.msgpack.encode(_Answer(decision.save, decision.reason, has_steps, is_over(), following))
 
-        said = self._job.broadcast(f"deciding whether to save step {step.step}", say)
+        said = self._together.job.broadcast(f"deciding whether to save step {step.step}", say)
         answer = msgspec.msgpack.decode(said, type=_Answer)
         self._has_steps = self._has_steps or answer.has_steps or answer.save
         if found is Outlook.SOME_TIME:
@@ -116,18 +114,26 @@ def outlook(policy: SavePolicy, step: CheckpointInfo, context: DecisionContext, 
         context: of which only what all processes have alike is looked at.
         has_steps: whether it is known that the run has steps.
     """
-    if isinstance(policy, _BY_STEPS):
+    kind = type(policy)
+    if kind in _BY_STEPS:
         return Outlook.YES if policy.should_save(step, (), context=context) else Outlook.NO
-    if isinstance(policy, _BY_TIME):
+    if kind in _BY_TIME:
         return Outlook.SOME_TIME
-    if isinstance(policy, ImprovementPolicy):
-        return Outlook.NO if context.read_metrics is None else Outlook.NOW
-    if isinstance(policy, InitialSavePolicy):
+    if kind is InitialSavePolicy:
         return Outlook.NO if has_steps else Outlook.NOW
-    if isinstance(policy, AnySavePolicy | AllSavePolicy):
+    if isinstance(policy, AnySavePolicy | AllSavePolicy) and kind in (AnySavePolicy, AllSavePolicy):
         found = [outlook(child, step, context, has_steps=has_steps) for child in policy.policies]
-        return max(found) if isinstance(policy, AnySavePolicy) else _of_all(found)
+        return max(found) if kind is AnySavePolicy else _of_all(found)
     return Outlook.NOW
+
+
+def _known_deciding(policy: SavePolicy, step: CheckpointInfo, context: DecisionContext) -> list[SavePolicy]:
+    """Of a policy whose outlook is YES: what in it asks for the save by itself."""
+    if not isinstance(policy, AnySavePolicy | AllSavePolicy):
+        return [policy]
+    sure = [each for each in policy.policies if outlook(each, step, context, has_steps=True) is Outlook.YES]
+    chosen = sure[:1] if isinstance(policy, AnySavePolicy) else sure
+    return [inner for each in chosen for inner in _known_deciding(each, step, context)]
 
 
 def _of_all(found: Sequence[Outlook]) -> Outlook:

@@ -56,15 +56,14 @@ class ByService:
 
     def __init__(self, service: PreemptionService) -> None:
         self._service = service
-        self._is_sent = self._is_reached = False
+        self._is_sent = False
 
     def is_agreed(self, noticed: bool) -> bool:
         """As the service says, from the call on at which it does."""
         if noticed and not self._is_sent:
             self._is_sent = True
             signal.raise_signal(signal.SIGTERM)
-        self._is_reached = self._is_reached or self._service.is_reached()
-        return self._is_reached
+        return self._service.is_reached()
 
     def noticed_before_s(self) -> float:
         """As the service tells, which looks for signals now and then."""
@@ -80,21 +79,23 @@ class ByExchange:
     """By an exchange about once a second, where JAX's service is switched off.
 
     Args:
-        job: of the main threads.
+        everyone: the processes.
         monotonic: the time in seconds.
     """
 
     reason = "another process of this job, which was asked to"
 
-    def __init__(self, job: Coordinator, monotonic: Callable[[], float]) -> None:
-        self._job, self._ticks = job, Ticks(job.processes, monotonic)
+    def __init__(self, everyone: Coordinator, monotonic: Callable[[], float]) -> None:
+        self._everyone, self._ticks = everyone, Ticks(everyone.processes, monotonic)
+        self._order: Coordinator | None = None  # begun by the first look, which all make
         self._is_agreed = False
 
     def is_agreed(self, noticed: bool) -> bool:
         """Whether one has noticed, as of the last tick."""
         if not self._is_agreed and self._ticks.is_due():
+            self._order = self._order or self._everyone.within("preemption")
             said = msgspec.msgpack.decode(
-                self._job.exchange(
+                self._order.exchange(
                     "looking whether to leave",
                     lambda: b"!" if noticed else b"",
                     lambda values: msgspec.msgpack.encode(_Said(any(values), self._ticks.next())),

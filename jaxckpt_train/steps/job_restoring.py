@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from jaxckpt_train.checkpointables.loading import load_parts
+from jaxckpt_train.checkpointables.loading import compare_parts, load_parts
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, free_frames
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.restoring import ByteMeter
@@ -94,7 +94,7 @@ class JobRestore:
         manifest = encode_manifest(committed.manifest)
         told = manifest if len(manifest) <= MOST_TOLD_BYTES else b""
         chosen = _Chosen(committed.directory, committed.manifest_sha256, told, None)
-        self._together.led(f"choosing {committed.directory} to restore", lambda: chosen)
+        self._together.led("restoring", lambda: chosen)
         return self._load(committed.directory, lambda: committed)
 
     def follow(self) -> tuple[dict[str, Any], int]:
@@ -107,8 +107,14 @@ class JobRestore:
             What process 0 raised in the end.
         """
         results: dict[str, Any] = {}
+        own: BaseException | None = None
         while True:
-            chosen = msgspec.convert(self._together.led("restoring", _never), _Chosen)
+            try:
+                chosen = msgspec.convert(self._together.led("restoring", _never), _Chosen)
+            except CheckpointError as told:
+                if own is None:
+                    raise
+                raise own from told  # what a checkpointable's own code has raised here
             if chosen.step is not None:
                 return results, chosen.step
             results = {}
@@ -118,6 +124,8 @@ class JobRestore:
                 if 0 in getattr(error, "lost", ()):
                     raise  # process 0 says nothing more
                 free_frames(error)  # process 0 decides what it means, and what is tried next
+            except BaseException as error:  # noqa: BLE001  # raised once process 0 has said what comes of it
+                own = error
 
     def _opened(self, chosen: _Chosen) -> Committed:
         if chosen.manifest:
@@ -131,10 +139,17 @@ class JobRestore:
     def _load(self, directory: str, open_it: Callable[[], Committed]) -> dict[str, Any]:
         """Load it, and have all succeed, or fail."""
 
-        def load() -> dict[str, Any]:
+        def look() -> tuple[Committed, Mapping[str, Any]]:
             committed = open_it()
             names = [part.name for part in committed.manifest.parts]
             wanted = dict.fromkeys(names) if self._targets is None else self._targets
+            compare_parts(self._backend, committed, wanted, self._settings)
+            return committed, wanted
+
+        # First: what does not fit in one process is told at once, and not found missing by those that read together.
+        committed, wanted = self._together.all_do(f"comparing with {directory}", look)
+
+        def load() -> dict[str, Any]:
             job = self._together.job
             return load_parts(self._backend, committed, wanted, self._settings, LoadOptions(), self._meter, job)
 

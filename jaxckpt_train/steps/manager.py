@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -24,7 +25,8 @@ from jaxckpt_train.steps.job_restoring import JobRestore
 from jaxckpt_train.steps.listing import StepListing
 from jaxckpt_train.steps.policy_arguments import require_policy
 from jaxckpt_train.steps.policy_context import CheckpointInfo, Decision, PreservationPolicy, SavePolicy
-from jaxckpt_train.steps.restoring import describe_listed, restore_newest
+from jaxckpt_train.steps.refusals import step_not_found
+from jaxckpt_train.steps.restoring import StepVanishedError, describe_listed, restore_newest
 from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.steps.step_names import check_step
 from jaxckpt_train.steps.step_save import Clock, SaveRequest, SaveResult, StepSave, utc_now
@@ -87,10 +89,9 @@ class StepManager(StepListing):
         self._clock = clock
         self._in_flight = InFlight(if_busy, stall_timeout_s, if_stalled)
         self._backend = backend or LocalBackend()
-        rate = self.settings.scrub_bytes_per_s
+        limit_s, rate = self.settings.barrier_timeout_s, self.settings.scrub_bytes_per_s
         self._run = RunDirectory(self._backend, self.directory, preservation_policy, clock, rate)
-        job = current().within("run", self.settings.barrier_timeout_s)
-        self._together = Together(job, self._run, self._backend, self.directory)
+        self._together = Together(current(), limit_s, self._run, self._backend, self.directory)
         super().__init__(self.directory, self._together.known)
         self._decider = Decider(save_decision_policy, self._run, self._in_flight, self._together, clock)
         self.history: History = self._run.history
@@ -117,9 +118,9 @@ class StepManager(StepListing):
         return self._together.all_do(doing, act)
 
     def decide(self, step: int, metrics: Mapping[str, Any] | None = None) -> Decision:
-        """Whether the save policy asks for this step, and why. Reads no device unless the policy decides by metrics.
+        """Whether the save policy asks for this step, and why; docs/jobs.md says how often it is asked in a job.
 
-        In a job all processes ask about the same steps. A policy that goes by the time is asked about once a second.
+        Reads no device unless the policy decides by metrics.
         """
         return self._decider.decide(step, metrics)
 
@@ -176,7 +177,9 @@ class StepManager(StepListing):
             The original error of the save before, if that failed.
         """
         step = check_step(step)
-        with self._guard:
+        # In a job a process first takes part, and then raises what the save before has failed with.
+        later = contextlib.nullcontext() if self._together.is_alone else self.telling_later()
+        with self._guard, later:
             self._check_open()
             self.check()
             started = time.perf_counter()
@@ -217,6 +220,7 @@ class StepManager(StepListing):
         )
         now, metrics = self._clock(), save.metrics or None
         self._in_flight.info = CheckpointInfo(request.step, now, metrics, temporary=request.temporary)
+        self._decider.begun()
         _log.info("step %d: saving (%s)", request.step, request.reason)
         subject, patience_s = f"step {request.step} to {self.directory}", self._in_flight.patience_s(force)
         try:
@@ -260,9 +264,9 @@ class StepManager(StepListing):
         with job.led() as load:
             use = functools.partial(restore, load=load)
             restored = self._run.with_entries(step, use, damaged=True, progress=progress, then=self._run.rolled_back)
+            self.restored_step = restored.entry.step
+            answer_of(self.directory, lambda moved: self._run.judge(restored), progress)
             job.restored(restored.entry.step)
-        self.restored_step = restored.entry.step
-        answer_of(self.directory, lambda moved: self._run.judge(restored), progress)
         return restored.results
 
     def pin(self, step: int, pinned: bool = True) -> None:
@@ -271,7 +275,7 @@ class StepManager(StepListing):
         Raises:
             StepNotFoundError: there is no such step.
         """
-        self._note(step, pin=flag("pin: pinned", pinned))
+        self._note(step, lambda: {"pin": flag("pin: pinned", pinned)})
 
     def attach_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add metrics to a committed step, such as those of an evaluation that ended later.
@@ -279,14 +283,15 @@ class StepManager(StepListing):
         Raises:
             StepNotFoundError: there is no such step.
         """
-        self._note(step, metrics=metrics_to_json(plain_metrics(metrics)))
+        self._note(step, lambda: {"metrics": metrics_to_json(plain_metrics(metrics))})
 
-    def _note(self, step: int, **note: Any) -> None:
+    def _note(self, step: int, note: Callable[[], Mapping[str, Any]]) -> None:
         self._check_open()
         self._together.hold()
 
         def write() -> None:
-            answer_of(self.directory, lambda moved: self._run.note_step(check_step(step), note))
+            found = check_step(step), note()
+            answer_of(self.directory, lambda moved: self._run.note_step(*found))
 
         self._together.led(f"noting of step {step}", write, time.monotonic)
 
@@ -303,7 +308,10 @@ class StepManager(StepListing):
         """
         describe = functools.partial(describe_listed, self._backend, self.directory, progress=progress)
         if not self._together.leads:
-            return describe(self._together.known.candidates(step))
+            try:
+                return describe(self._together.known.candidates(step))
+            except StepVanishedError as gone:
+                raise step_not_found(self.directory, step, self._together.known.newest()) from gone
         return self._run.with_entries(step, describe, progress=progress)
 
     def check(self) -> None:
@@ -369,14 +377,14 @@ class StepManager(StepListing):
             if waits:
                 self.wait()
         finally:  # who writes stays the owner: there is one after an interrupt
-            self._together.job.end()
+            self._together.end()
             close = functools.partial(self._run.close, longest_s, until)
             call_after(self._in_flight.pending or self._in_flight.given_up, close)
 
     def _check_open(self) -> None:
         if self._closed:
             raise SettingsError(f"{self.directory}: this StepManager is closed; make a new one")
-        made_in, now = self._together.job.processes, current().processes
+        made_in, now = self._together.processes, current().processes
         if made_in != now:
             raise SettingsError(
                 f"{self.directory}: made in a job of {made_in} processes, found {now}: call jax.distributed.initialize "

@@ -173,7 +173,7 @@ class PreemptionWatch:
         self._agreement: Agreement = Alone()
         self._is_shared = job.processes > 1
         if self._is_shared and service is None:
-            self._agreement = ByExchange(job.within("preemption"), monotonic)
+            self._agreement = ByExchange(job, monotonic)
         elif self._is_shared and service is not None:
             self._agreement = ByService(service)
             signals = [name for name in signals if name != "SIGTERM"]

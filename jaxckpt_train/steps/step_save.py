@@ -206,7 +206,7 @@ class StepSave:
         committed = self._job_save.run()
         name, info = committed.directory.rpartition("/")[2], committed.manifest.info
         step, generation = parse_step_name(name) or (self._step, 0)
-        self._together.followed.committed(entry_from_manifest(name, step, generation, info))
+        self._together.followed.committed(entry_from_manifest(name, step, generation, info), self._job_save.told)
         return describe(committed)
 
     def _check_owner(self) -> None:
@@ -229,8 +229,8 @@ class StepSave:
         self._run.failed(self._info, self._record["name"] if stays else None)
         self._note(ok=False, error=str(error))
 
-    def _conclude(self, committed: Committed) -> None:
-        """It is committed: note that, and decide which steps to keep."""
+    def _conclude(self, committed: Committed) -> list[str]:
+        """It is committed: note that, and decide which steps to keep; the names of those that are listed no more."""
         times, self._is_committed = self._times, True
         self._run.committed(committed, self._info)
         is_durable = self._settings.durability == "full"
@@ -240,7 +240,9 @@ class StepSave:
         self._note(ok=True, bytes_per_s=round(times.bytes / spent_s) if spent_s > 0 else math.inf)
         try:
             self._run.check_owner()  # another may have taken the run over, and list what this one would delete
+            before = {entry.name for entry in self._run.entries()}
             self._run.retain(is_durable=is_durable)
+            return sorted(before - {entry.name for entry in self._run.entries()})
         except BaseException as error:
             error.add_note(f"step {self._record['step']} is committed; what failed is deciding which steps to keep")
             raise

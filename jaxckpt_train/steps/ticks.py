@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 LEAST_S, PER_PROCESS_S = 1.0, 1e-3  # process 0 answers each of the others at each tick
-MOST_CALLS = 1 << 20
+MOST_CALLS, PER_CALLS = 32, 10  # so many, or one for ten processes: a loop may become much slower from call to call
 
 
 class Ticks:
@@ -19,6 +19,7 @@ class Ticks:
 
     def __init__(self, processes: int, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._period_s = LEAST_S + PER_PROCESS_S * processes
+        self._most = max(MOST_CALLS, processes // PER_CALLS)
         self._monotonic = monotonic
         self._every, self._left = 1, 1
         self._at = monotonic()
@@ -33,7 +34,7 @@ class Ticks:
         now = self._monotonic()
         per_call_s = max((now - self._at) / self._every, 1e-9)
         self._at = now
-        return max(1, min(int(self._period_s / per_call_s), 2 * self._every, MOST_CALLS))
+        return max(1, min(int(self._period_s / per_call_s), 2 * self._every, self._most))
 
     def set_next(self, calls: int) -> None:
         """Take note of what process 0 has said."""

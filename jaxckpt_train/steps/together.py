@@ -25,31 +25,51 @@ SEEN_WITHIN_S, LOOK_S = 10.0, 0.5  # a network file system shows what another ma
 
 class _Led(msgspec.Struct, array_like=True):
     result: Any
-    news: News
+    news: News | None
 
 
 class Together:
     """One run of a job. All processes call the same, in the same order, each on the thread of its loop.
 
     Args:
-        job: of the main threads; a job of one process agrees with itself.
+        everyone: the processes; one alone agrees with itself.
+        timeout_s: seconds without a sign of life after which a process is not waited for any more.
         run: the directory, as process 0 owns it, and the others read it.
         backend, directory: where that is.
 
     Attributes:
-        job: as given.
         is_alone: whether there is no other process.
         leads: whether this process does what is done with the directory.
         followed: what a process knows that does not lead.
         known: what may be asked of the run without a word to the others.
     """
 
-    def __init__(self, job: Coordinator, run: RunDirectory, backend: Backend, directory: str) -> None:
-        self.job, self._run, self._backend, self._directory = job, run, backend, directory
-        self.leads, self.is_alone = job.process == 0, job.processes == 1
+    def __init__(
+        self, everyone: Coordinator, timeout_s: float, run: RunDirectory, backend: Backend, directory: str
+    ) -> None:
+        self._everyone, self._timeout_s, self._order = everyone, timeout_s, list[Coordinator]()
+        self._run, self._backend, self._directory = run, backend, directory
+        self.leads, self.is_alone = everyone.process == 0, everyone.processes == 1
         self._newsroom, self.followed = Newsroom(run), FollowedRun(run, directory)
         self.known: KnownRun = run if self.leads else self.followed
         self._is_taken = False
+
+    @property
+    def job(self) -> Coordinator:
+        """The order of what all do here; begun by the first of it, as one process may make what the others do not."""
+        if not self._order:
+            self._order.append(self._everyone.within("run", self._timeout_s))
+        return self._order[0]
+
+    @property
+    def processes(self) -> int:
+        """How many there are."""
+        return self._everyone.processes
+
+    def end(self) -> None:
+        """Nothing more is done together."""
+        for order in self._order:
+            order.end()
 
     def led(self, doing: str, act: Callable[[], Any], moved: Callable[[], object] | None = None) -> Any:
         """What `act` gives in process 0, in all of them.
@@ -68,13 +88,15 @@ class Together:
 
         def say() -> bytes:
             done.append(act())
-            return msgspec.msgpack.encode(_Led(done[0], self._newsroom.news()))
+            news = self._newsroom.news() if self._run.is_owner else None  # else each looks at the disk
+            return msgspec.msgpack.encode(_Led(done[0], news))
 
         said = self.job.broadcast(doing, say, moved)
         if self.leads:
             return done[0]
         heard = msgspec.msgpack.decode(said, type=_Led)
-        self.followed.hear(heard.news)
+        if heard.news is not None:
+            self.followed.hear(heard.news)
         return heard.result
 
     def all_do(self, doing: str, act: Callable[[], T]) -> T:
@@ -134,9 +156,9 @@ class Together:
         while not self.leads and self._seen() != lock:
             if time.monotonic() >= until:
                 raise OtherProcessError(
-                    f"{self._directory}: process 0 owns this directory, but process {self.job.process} does not see "
-                    f"its lock, {LOCK_NAME}: all processes of a job save to one directory, on storage that all of them "
-                    "share; choose one that is not local to each machine"
+                    f"{self._directory}: process 0 owns this directory, but process {self._everyone.process} does not "
+                    f"see its lock, {LOCK_NAME}: all processes of a job save to one directory, on storage that all of "
+                    "them share; choose one that is not local to each machine"
                 )
             waiting.wait(LOOK_S)
         return b""

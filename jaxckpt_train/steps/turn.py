@@ -33,11 +33,11 @@ def wait_for_turn(
         return why_not
 
     try:
-        found: str | None = together.led(f"waiting to save step {step}", take_turn, time.monotonic)
+        found: str | None = together.led("waiting to save", take_turn, time.monotonic)
     except CheckpointError as error:
         if not together.leads and not isinstance(error, CheckpointTimeoutError):
             in_flight.tell_outcome(is_told=True)
         raise
     if not together.leads and found is None:
-        in_flight.tell_outcome()
+        in_flight.tell_outcome()  # within `telling_later`: this process takes part first, or all would miss each other
     return found
