@@ -86,9 +86,8 @@ class StepManager(StepListing):
         self.directory = absolute(directory)
         self.settings = checked_settings("StepManager.settings", settings)
         self.restored_step: int | None = None
-        self._clock = clock
+        self._clock, self._backend = clock, backend or LocalBackend()
         self._in_flight = InFlight(if_busy, stall_timeout_s, if_stalled)
-        self._backend = backend or LocalBackend()
         limit_s, rate = self.settings.barrier_timeout_s, self.settings.scrub_bytes_per_s
         self._run = RunDirectory(self._backend, self.directory, preservation_policy, clock, rate)
         self._together = Together(current(), limit_s, self._run, self._backend, self.directory)
