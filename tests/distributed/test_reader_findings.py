@@ -1,0 +1,496 @@
+"""Runs in jobs, looked at by a reader who tries to break them: what all processes must do, and see, alike."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.multihost import current
+from jaxckpt_train.store.local import LocalBackend
+from tests.distributed.arrays import global_array
+from tests.distributed.conftest import JobOf
+from tests.distributed.job import running
+
+QUICK = jct.StoreSettings(barrier_timeout_s=5.0)
+SAVED, RESTORED = "'saved'", "'restored'"
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"w": global_array([64, 16], [2], ["x"]) + step}
+
+
+def is_first() -> bool:
+    return jax.process_index() == 0
+
+
+def outcome(call: Any) -> str:
+    try:
+        return repr(call())
+    except BaseException as error:  # noqa: BLE001  # told to the test
+        return f"{type(error).__name__}: {error}"
+
+
+def save(manager: jct.StepManager, step: int, **more: Any) -> str:
+    def begin() -> str:
+        result = manager.save(step, {"state": state_of(step)}, **more)
+        return "saved" if result.saved else result.reason
+
+    return outcome(begin)
+
+
+def save_steps(directory: str, steps: list[int]) -> None:
+    with jct.StepManager(directory) as manager:
+        for step in steps:
+            manager.save(step, {"state": state_of(step)})
+
+
+def look_in_one_process(directory: str) -> str:
+    save_steps(directory, [1])
+    if is_first():
+        assert jct.StepManager(directory).latest == 1
+    manager = jct.StepManager(directory, settings=QUICK)
+    return outcome(lambda: manager.restore({"state": state_of(0)}) and "restored")
+
+
+def test_a_manager_that_one_process_makes_to_look_around_keeps_nobody_waiting(tmp_path: Path) -> None:
+    with running(2) as job:
+        assert job.call(look_in_one_process, str(tmp_path / "run")) == [RESTORED] * 2
+
+
+def ask_then_save(directory: str) -> int:
+    saved = 0
+    with jct.StepManager(directory, save_decision_policy=jct.EverySecondsPolicy(1)) as manager:
+        for step in range(1, 800):
+            if manager.should_save(step):
+                saved += manager.save(step, {"state": state_of(step)}).saved
+            time.sleep(0.01)  # what a step of the training takes
+    return saved
+
+
+def test_what_should_be_saved_is_saved_when_it_is_asked_for_then(tmp_path: Path) -> None:
+    with running(2) as job:
+        answers = job.call(ask_then_save, str(tmp_path / "run"))
+    assert answers[0] == answers[1] >= 2
+
+
+def fall_back(directory: str) -> list[Any]:
+    with jct.StepManager(directory) as manager:
+        manager.own()
+        manager.restore({"state": state_of(0)})
+        return [manager.restored_step, manager.latest, manager.steps, manager.damaged]
+
+
+def test_after_a_restore_that_fell_back_all_see_the_same_steps(tmp_path: Path, job_of: JobOf) -> None:
+    run = tmp_path / "run"
+    job_of(2, 1).call(save_steps, str(run), [1, 2, 3])
+    os.truncate(next((run / "step-0000000003" / "state").glob("p00001-*.safetensors")), 100)
+    assert job_of(2, 1).call(fall_back, str(run)) == [[2, 2, [1, 2], [3]]] * 2
+
+
+def keep_one(directory: str) -> list[Any]:
+    with jct.StepManager(directory, preservation_policy=jct.LatestN(1)) as manager:
+        for step in (1, 2):
+            manager.save(step, {"state": state_of(step)})
+            manager.wait()
+        return [manager.steps, outcome(lambda: manager.metadata(1).step)[:18], outcome(lambda: manager.path(1))[:18]]
+
+
+def test_after_a_save_all_see_the_same_steps(tmp_path: Path, job_of: JobOf) -> None:
+    answers = job_of(2, 1).call(keep_one, str(tmp_path / "run"))
+    assert answers == [[[2], "StepNotFoundError:", "StepNotFoundError:"]] * 2
+
+
+def follow_a_run(directory: str, place: str) -> list[Any]:
+    """In a job that only reads, as one that evaluates what another job saves."""
+    manager = jct.StepManager(directory)
+    manager.restore({"w": None})
+    first, end = manager.latest, time.monotonic() + 15
+    Path(place, str(jax.process_index())).touch()
+    while manager.latest == first and time.monotonic() < end:
+        time.sleep(0.05)
+    return [first, manager.latest]
+
+
+def test_a_job_that_only_reads_sees_what_another_saves_after_its_first_restore(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def save_another(manager: jct.StepManager) -> None:
+        while len(list(tmp_path.glob("[01]"))) < 2:
+            time.sleep(0.05)
+        manager.save(2, {"w": np.arange(5)})
+        manager.wait()
+
+    with jct.StepManager(run) as manager, running(2) as job:
+        manager.save(1, {"w": np.arange(5)})
+        manager.wait()
+        thread = threading.Thread(target=save_another, args=(manager,))
+        thread.start()
+        assert job.call(follow_a_run, str(run), str(tmp_path)) == [[1, 2], [1, 2]]
+        thread.join()
+
+
+def fail_in_one_then_go_on(directory: str, who: int) -> list[str]:
+    manager = jct.StepManager(directory, settings=QUICK)
+    metrics: Any = {"loss": object() if jax.process_index() == who else 1.0}
+    found = [save(manager, 1, metrics=metrics)]
+    found += [save(manager, step) for step in (2, 3, 4)]
+    return [*found, outcome(manager.close)]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_what_one_cannot_take_is_told_to_all_and_later_steps_are_saved(tmp_path: Path, who: int) -> None:
+    with running(2) as job:
+        answers = job.call(fail_in_one_then_go_on, str(tmp_path / "run"), who)
+    assert [answer[2:] for answer in answers] == [[SAVED, SAVED, "None"]] * 2
+
+
+class FullDisk(LocalBackend):
+    is_full = True
+
+    def create(self, path: str, *, direct: Any) -> Any:
+        if self.is_full and path.endswith(".safetensors"):
+            raise jct.StorageError(28, "full", path)
+        return super().create(path, direct=direct)
+
+
+def wait_in_one_then_go_on(directory: str) -> list[str]:
+    """`wait` may be called by any process alone."""
+    backend = FullDisk()
+    manager = jct.StepManager(directory, settings=QUICK, backend=backend)
+    found = [save(manager, 1)]
+    if is_first():
+        assert outcome(manager.wait).startswith("StorageError")
+    backend.is_full = False
+    found += [save(manager, step) for step in (2, 3, 4)]
+    return [*found, outcome(manager.close)]
+
+
+def test_an_error_that_one_has_waited_for_leaves_all_in_step(tmp_path: Path) -> None:
+    with running(2) as job:
+        answers = job.call(wait_in_one_then_go_on, str(tmp_path / "run"))
+    assert [answer[2:] for answer in answers] == [[SAVED, SAVED, "None"]] * 2
+
+
+class Picky:
+    """Its own code fails in process 1."""
+
+    def __init__(self) -> None:
+        self.state = 0
+
+    def get_state(self) -> int:
+        return self.state
+
+    def set_state(self, state: int) -> None:
+        if not is_first() and state == 2:
+            raise ValueError("no")
+        self.state = state
+
+
+def restore_picky(directory: str) -> list[str]:
+    picky = Picky()
+    with jct.StepManager(directory) as manager:
+        for step in (1, 2):
+            picky.state = step
+            manager.save(step, {"state": state_of(step), "picky": picky})
+    manager = jct.StepManager(directory, settings=QUICK)
+    target = {"state": state_of(0), "picky": Picky()}
+    outcome(lambda: manager.restore(target))
+    return [outcome(lambda: manager.restore(target, step=1) and "restored"), save(manager, 2), outcome(manager.close)]
+
+
+def test_an_error_of_ones_own_code_in_a_restore_leaves_all_in_step(tmp_path: Path) -> None:
+    with running(2) as job:
+        assert job.call(restore_picky, str(tmp_path / "run")) == [[RESTORED, SAVED, "None"]] * 2
+
+
+def metrics_of_one(directory: str) -> list[str]:
+    manager = jct.StepManager(directory, settings=QUICK, save_decision_policy=jct.ImprovementPolicy("loss", "min"))
+    manager.own()
+    found = [save(manager, step, metrics={"loss": 10.0 - step} if is_first() else None) for step in (1, 2, 3)]
+    return [*found, outcome(manager.close)]
+
+
+def test_metrics_that_process_0_alone_has_are_enough(tmp_path: Path) -> None:
+    with running(2) as job:
+        assert job.call(metrics_of_one, str(tmp_path / "run")) == [[SAVED, SAVED, SAVED, "None"]] * 2
+
+
+class SinceTheLast(jct.FixedIntervalPolicy):
+    """A policy of one's own that is made of one of these."""
+
+    def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
+        return not previous_steps or step.step - previous_steps[-1].step >= self.interval
+
+
+def save_by_subclass(directory: str) -> list[int]:
+    with jct.StepManager(directory, save_decision_policy=SinceTheLast(4)) as manager:
+        return [step for step in range(1, 13) if manager.save(step, {"state": state_of(step)}).saved]
+
+
+def test_a_policy_that_is_made_of_another_is_asked_as_one_of_ones_own(tmp_path: Path, job_of: JobOf) -> None:
+    assert job_of(2, 1).call(save_by_subclass, str(tmp_path / "run")) == [[1, 5, 9]] * 2
+
+
+def reasons(directory: str) -> list[str]:
+    policy = jct.AnySavePolicy([jct.FixedIntervalPolicy(3), jct.SpecificStepsPolicy([2])])
+    with jct.StepManager(directory, save_decision_policy=policy) as manager:
+        return [manager.decide(step).reason for step in (1, 2, 3)]
+
+
+def test_the_reason_of_a_save_names_the_policy_that_asked_for_it(tmp_path: Path, job_of: JobOf) -> None:
+    assert job_of(2, 1).call(reasons, str(tmp_path / "run")) == [reasons(str(tmp_path / "alone"))] * 2
+
+
+def spread() -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((64, 16), np.float32, sharding=global_array([64, 16], [2], []).sharding)
+
+
+def load_after_a_failure(path: str) -> str:
+    settings, like = jct.StoreSettings(barrier_timeout_s=5.0, read_once=True), {"w": spread()}
+    if not is_first():
+        assert outcome(lambda: jct.load(f"{path}-none", like, settings=settings)).startswith("NotACheckpoint")
+    else:
+        outcome(lambda: jct.load(path, like, settings=settings))
+    return outcome(lambda: jct.load(path, like, settings=settings) and "loaded")
+
+
+def test_a_load_goes_well_after_one_that_failed_in_one(tmp_path: Path) -> None:
+    with running(2) as job:
+        job.call(save_steps, str(tmp_path / "run"), [1])
+        answers = job.call(load_after_a_failure, str(tmp_path / "run" / "step-0000000001"))
+    assert answers == ["'loaded'"] * 2
+
+
+def restore_with_another_target(directory: str) -> list[Any]:
+    manager = jct.StepManager(directory, settings=jct.StoreSettings(barrier_timeout_s=16.0, read_once=True))
+    target: Any = {"w": spread()}
+    wrong, began = target if is_first() else jct.JsonValue(None), time.monotonic()
+    found = outcome(lambda: manager.restore({"state": wrong}))[:13]
+    is_soon = time.monotonic() - began < 10
+    return [found, is_soon, outcome(lambda: manager.restore({"state": target}) and "restored")]
+
+
+def test_another_target_in_one_is_told_at_once_and_the_next_restore_goes_well(tmp_path: Path) -> None:
+    with running(2) as job:
+        job.call(save_steps, str(tmp_path / "run"), [1])
+        answers = job.call(restore_with_another_target, str(tmp_path / "run"))
+    assert answers == [["MismatchError", True, RESTORED]] * 2
+
+
+class Numbers:
+    """Data whose position process 1, or nobody, takes; it ends earlier in process 1."""
+
+    def __init__(self, who_takes: str = "nobody") -> None:
+        self.who_takes, self.at = who_takes, 0
+
+    def __iter__(self) -> Numbers:
+        return self
+
+    def __next__(self) -> int:
+        if self.at >= (10 if is_first() else 3):
+            raise StopIteration
+        self.at += 1
+        return self.at
+
+    def get_state(self) -> int:
+        return self.at
+
+    def set_state(self, state: int) -> None:
+        if self.who_takes == "nobody" or not is_first():
+            raise jct.IteratorStateError("another pipeline")
+        self.at = state
+
+
+def save_numbers(directory: str) -> None:
+    data = Numbers()
+    next(data)
+    with jct.StepManager(directory) as manager:
+        manager.save(5, {"state": state_of(1), "data": data})
+
+
+def resume_numbers(directory: str, on_mismatch: Any, who_takes: str) -> str:
+    data = Numbers(who_takes)
+
+    def resume() -> int:
+        with jct.CheckpointCallback(directory, data_on_mismatch=on_mismatch, save_on_exit=False) as ckpt:
+            ckpt.resume(state_of(0), data)
+        return data.at
+
+    return outcome(resume)[:18]
+
+
+@pytest.mark.parametrize(
+    ("on_mismatch", "who_takes", "expected"), [("skip", "nobody", "IteratorStateError"), ("restart", "process 0", "0")]
+)
+def test_data_that_does_not_go_on_in_one_is_treated_alike_in_all(
+    tmp_path: Path, on_mismatch: str, who_takes: str, expected: str
+) -> None:
+    with running(2) as job:
+        job.call(save_numbers, str(tmp_path / "run"))
+        assert job.call(resume_numbers, str(tmp_path / "run"), on_mismatch, who_takes) == [expected] * 2
+
+
+class Slower(LocalBackend):
+    """A disk that takes longer in process 1, but gets on all the time."""
+
+    def create(self, path: str, *, direct: Any) -> Any:
+        if not is_first() and path.endswith(".safetensors"):
+            time.sleep(0.3)
+        return super().create(path, direct=direct)
+
+
+def save_where_one_is_slower(directory: str) -> list[str]:
+    settings = jct.StoreSettings(segment_bytes=1 << 20, io_threads=1)
+    manager = jct.StepManager(directory, backend=Slower(), stall_timeout_s=2.0, settings=settings)
+    state = {str(number): global_array([512, 1024], [2], ["x"]) for number in range(20)}
+    found = [outcome(lambda step=step: manager.save(step, {"state": state}).saved) for step in (1, 2)]  # type: ignore[misc]
+    return [*found, outcome(manager.close)]
+
+
+def test_a_save_that_is_slower_in_another_process_is_not_stalled(tmp_path: Path) -> None:
+    with running(2) as job:
+        assert job.call(save_where_one_is_slower, str(tmp_path / "run")) == [["True", "True", "None"]] * 2
+
+
+def two_callbacks(first: str, second: str) -> list[int]:
+    callbacks = {
+        number: jct.CheckpointCallback(directory, on_preemption="raise", save_interval_steps=100_000)
+        for number, directory in enumerate((first, second))
+    }
+    states = [callbacks[number].resume(state_of(number)) for number in (0, 1)]
+    left = []
+    for step in range(3000):
+        for number, callback in list(callbacks.items()):
+            try:
+                callback(states[number])
+            except jct.Preempted:
+                left.append(number)
+                del callbacks[number]
+        if not callbacks:
+            break
+        if step == 50 and not is_first():
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.001)
+    return sorted(left)
+
+
+def test_two_callbacks_of_a_loop_are_both_asked_to_leave(tmp_path: Path) -> None:
+    with running(2) as job:
+        assert job.call(two_callbacks, str(tmp_path / "one"), str(tmp_path / "two")) == [[0, 1]] * 2
+
+
+def model_of(add: float) -> Any:
+    from flax import nnx
+
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    model.kernel.set_value(global_array([64, 16], [2], ["x"]) + add)
+    return model
+
+
+def save_model(directory: str) -> None:
+    with jct.StepManager(directory) as manager:
+        manager.save(1, {"model": model_of(1)})
+
+
+def restore_model(directory: str) -> list[Any]:
+    """How it ends, and what all processes together have then, as differences to what each had before."""
+    model, before = model_of(0), model_of(0)
+    found = outcome(lambda: jct.StepManager(directory).restore({"model": model}))
+    after, was = (each.kernel.get_value().addressable_shards[0].data for each in (model, before))
+    return [found[:22], float(np.max(np.asarray(after) - np.asarray(was)))]
+
+
+def test_a_restore_that_fails_leaves_the_same_model_in_all(tmp_path: Path, job_of: JobOf) -> None:
+    job_of(2, 1).call(save_model, str(tmp_path / "run"))
+    segment = next((tmp_path / "run" / "step-0000000001" / "model").glob("p00001-*.safetensors"))
+    content = bytearray(segment.read_bytes())
+    content[-10] ^= 1
+    segment.write_bytes(content)
+    answers = job_of(2, 1).call(restore_model, str(tmp_path / "run"))
+    assert answers == [["CorruptCheckpointError", 0.0]] * 2
+
+
+def part_of(n: int, i: int) -> Any:
+    """Each process has records that lie side by side."""
+    import grain
+
+    records = grain.MapDataset.range(96)[i * 96 // n : (i + 1) * 96 // n]
+    return iter(records.batch(4).to_iter_dataset(grain.ReadOptions(num_threads=0)))
+
+
+def save_part(directory: str) -> list[int]:
+    data = part_of(jax.process_count(), jax.process_index())
+    seen = [int(record) for _ in range(3) for record in next(data)]
+    with jct.StepManager(directory) as manager:
+        manager.save(3, {"state": state_of(1), "data": data})
+    return seen
+
+
+def test_parts_side_by_side_are_refused_in_another_number_of_processes(tmp_path: Path, job_of: JobOf) -> None:
+    seen = job_of(2, 1).call(save_part, str(tmp_path / "run"))
+    assert seen == [list(range(12)), list(range(48, 60))]
+    data = part_of(1, 0)
+    with pytest.raises(jct.IteratorStateError):
+        jct.load_checkpointables(tmp_path / "run" / "step-0000000003", {"data": data})
+
+
+def test_a_value_of_each_process_that_the_loop_does_not_give_again_is_asked_for(tmp_path: Path) -> None:
+    """As of any other value that does not change in place: else its first one is saved again and again."""
+    generator = np.random.default_rng(1)
+    with jct.CheckpointCallback(tmp_path / "run", save_interval_steps=1, save_on_exit=False) as ckpt:
+        state, _ = ckpt.resume({"w": np.zeros(3)}, rng=jct.PerProcess(generator.bit_generator.state))
+        generator.random(5)
+        with pytest.raises(jct.SettingsError, match="expected rng"):
+            ckpt(state)
+
+
+def note_in_one(directory: str) -> list[str]:
+    manager = jct.StepManager(directory, settings=QUICK)
+    found = [save(manager, 1)]
+    manager.wait()
+    if is_first():
+        manager.attach_metrics(1, {"eval": 0.5})
+    return [*found, save(manager, 2), outcome(lambda: manager.is_saved(2)), outcome(lambda: manager.restore(step=9))]
+
+
+def test_a_call_that_one_alone_makes_is_told_and_does_not_answer_another_question(tmp_path: Path) -> None:
+    with running(2) as job:
+        answers = job.call(note_in_one, str(tmp_path / "run"))
+    assert answers[0][2] == answers[1][2] or "OtherProcessError" in str(answers)
+    assert "ValidationError" not in str(answers)
+
+
+def attach_what_each_has(directory: str) -> list[str]:
+    manager = jct.StepManager(directory, settings=QUICK)
+    found = [save(manager, 1)]
+    manager.wait()
+    metrics: Any = {"eval": 1.0 if is_first() else None}
+    found += [outcome(lambda: manager.attach_metrics(1, metrics))[:13], save(manager, 2)]
+    return [*found, outcome(manager.close)]
+
+
+def test_metrics_that_one_cannot_attach_are_told_to_all(tmp_path: Path) -> None:
+    with running(2) as job:
+        answers = job.call(attach_what_each_has, str(tmp_path / "run"))
+    assert answers == [[SAVED, "SettingsError", SAVED, "None"]] * 2
+
+
+def kept_of_orders(directory: str) -> int:
+    save_steps(directory, list(range(1, 40)))
+    save_steps(f"{directory}-2", [1])
+    coordinator: Any = current()
+    return len(coordinator._orders._there)
+
+
+def test_no_process_keeps_anything_of_saves_that_are_over(tmp_path: Path) -> None:
+    with running(2) as job:
+        assert max(job.call(kept_of_orders, str(tmp_path / "run"))) < 10
