@@ -26,7 +26,7 @@ TELL_S = 30.0
 MOST_SHOWN = 8
 MOST_LABEL_BYTES = 200
 _DONE, _FAILED = b"+", b"-"
-_NUMBERS = re.compile(r"\d+")
+_PARTICULAR = re.compile(r"\S*/\S*|\d+")  # paths and numbers: where they differ, who compares them says it better
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ class Meeting:
         self._slice_s = max(SLICE_S, min(least_s, most_s))  # that any other process waits at a time
         self._limit_s = timeout_s + (2 * self._period_s if process else 0.0)  # process 0 tells who else is silent
         self._given = GivenValues(values, folder, processes)
-        label = _NUMBERS.sub("", doing).encode(errors="replace")[:MOST_LABEL_BYTES]
+        label = _PARTICULAR.sub("", doing).encode(errors="replace")[:MOST_LABEL_BYTES]
         self._label = len(label).to_bytes(2, "big") + label
         self._signs = 0
         self._told: bytes | None = None  # the error of another process that made this one fail

@@ -121,10 +121,12 @@ def load_parts(
     options: LoadOptions,
     progress: Progress | None = None,
     job: Coordinator | None = None,
+    order: Coordinator | None = None,
 ) -> dict[str, Any]:
     """Restore the named checkpointables into their targets; a target of None means without one.
 
     With a `job` all of its processes do so together, as `StoreSettings.read_once` says; again after a failure, too.
+    An `order` of theirs that is given is ended here.
 
     Raises:
         MismatchError: the checkpoint has no such checkpointable, or it does not fit its target.
@@ -132,7 +134,7 @@ def load_parts(
         CorruptCheckpointError: bytes are not what was saved.
         CheckpointTimeoutError, OtherProcessError: another process did not come, or got no further, or loads another.
     """
-    files, loads = HeldFiles(backend, committed, settings.direct_io), JobLoads(job, settings)
+    files, loads = HeldFiles(backend, committed, settings.direct_io), JobLoads(job, settings, order)
     try:
         return _load_parts(files, committed, named("targets", targets), settings, options, progress, loads)
     finally:

@@ -49,12 +49,22 @@ def restore_values(
             raise
         _log.warning("the data does not go on where it was, by request (%s): %s", on_mismatch, error)
     if is_watched:
-        manager.all_do("setting the data back", lambda: data.set_state(before))
+        manager.all_do("setting the data back", lambda: _set_back(data, before))
     rest = manager.restore({name: value for name, value in values.items() if name != DATA_NAME}, progress=progress)
     if on_mismatch == "skip":
         count = manager.restored_step or 0
         manager.all_do(f"skipping {count} elements of the data", lambda: _skip(data, count))
     return {name: rest.get(name, value) for name, value in values.items()}
+
+
+def _set_back(data: Any, before: Any) -> None:
+    """One that has refused the saved position is where it was."""
+    try:
+        is_there = bool(data.get_state() == before)
+    except ValueError:  # arrays in it
+        is_there = False
+    if not is_there:
+        data.set_state(before)
 
 
 def _skip(data: Any, count: int) -> None:

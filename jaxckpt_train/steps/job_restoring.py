@@ -149,9 +149,11 @@ class JobRestore:
         # First: what does not fit in one process is told at once, and not found missing by those that read together.
         committed, wanted = self._together.all_do(f"comparing with {directory}", look)
 
+        job = self._together.job
+        order = job.within("load", self._settings.barrier_timeout_s)  # now, while nothing can fail in one alone
+
         def load() -> dict[str, Any]:
-            job = self._together.job
-            return load_parts(self._backend, committed, wanted, self._settings, LoadOptions(), self._meter, job)
+            return load_parts(self._backend, committed, wanted, self._settings, LoadOptions(), self._meter, job, order)
 
         return self._together.all_do(f"restoring {directory}", load)
 

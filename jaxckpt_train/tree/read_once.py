@@ -30,17 +30,16 @@ class JobLoads:
     Args:
         job: None: there is no job.
         settings: whether its processes read together, and how long they wait for each other.
+        order: which they have already; None: begun where it is needed.
 
     Attributes:
         process: number of this one.
         processes: how many take part.
     """
 
-    def __init__(self, job: Coordinator | None, settings: StoreSettings) -> None:
+    def __init__(self, job: Coordinator | None, settings: StoreSettings, order: Coordinator | None = None) -> None:
         self._job = None if job is None or job.processes == 1 or settings.read_once is False else job
-        self._settings = settings
-        self._order: Coordinator | None = None
-
+        self._settings, self._order = settings, order
         self.process, self.processes = (0, 1) if self._job is None else (self._job.process, self._job.processes)
 
     def expect(self, shardings: Iterable[jax.sharding.Sharding | None]) -> None:
