@@ -48,6 +48,15 @@ def holds(array: jax.Array, values: np.ndarray) -> bool:
     )
 
 
+def are_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether what this process has of two states is the same, byte for byte."""
+    return one.keys() == other.keys() and all(
+        np.asarray(mine.data).tobytes() == np.asarray(its.data).tobytes()
+        for name in one
+        for mine, its in zip(one[name].addressable_shards, other[name].addressable_shards, strict=True)
+    )
+
+
 def digest_of(tree: Any) -> str:
     """Of all that this process has of a tree of JAX arrays."""
     found = hashlib.sha256()

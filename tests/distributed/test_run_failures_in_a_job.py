@@ -16,7 +16,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.store.local import LocalBackend
-from tests.distributed.arrays import global_array
+from tests.distributed.arrays import are_equal, global_array
 from tests.distributed.conftest import JobOf
 from tests.distributed.job import running
 from tests.distributed.training import history
@@ -34,12 +34,7 @@ def outcome(call: Any) -> str:
 
 
 def is_state(state: dict[str, Any], step: int) -> bool:
-    wanted = state_of(step)
-    return all(
-        np.asarray(mine.data).tobytes() == np.asarray(other.data).tobytes()
-        for name in wanted
-        for mine, other in zip(state[name].addressable_shards, wanted[name].addressable_shards, strict=True)
-    )
+    return are_equal(state, state_of(step))
 
 
 class Heard(logging.Handler):

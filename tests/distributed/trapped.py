@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 import jaxckpt_train as jct
 from jaxckpt_train.multihost import JaxKeyValues
 from jaxckpt_train.store.local import LocalBackend
-from tests.distributed.arrays import global_array
+from tests.distributed.arrays import are_equal, global_array
 
 LIMIT_S = 6.0
 
@@ -69,12 +68,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def is_state(state: dict[str, Any], step: int) -> bool:
-    wanted = state_of(step)
-    return all(
-        np.asarray(mine.data).tobytes() == np.asarray(other.data).tobytes()
-        for name in wanted
-        for mine, other in zip(state[name].addressable_shards, wanted[name].addressable_shards, strict=True)
-    )
+    return are_equal(state, state_of(step))
 
 
 _manager: list[jct.StepManager] = []
