@@ -324,6 +324,8 @@ class TreeRestore:
         direct = False if self._settings.direct_io == "auto" else self._settings.direct_io
         through_cache = dataclasses.replace(self._settings, direct_io=direct)
         for numbers, settings in ((cached, through_cache), (left, self._settings)):
+            if not numbers:
+                continue
             chosen = [requests[number] for number in numbers]
             reading = iter_boxes(self._files, self._committed, chosen, settings, progress, budget)
             with contextlib.closing(reading) as boxes:
