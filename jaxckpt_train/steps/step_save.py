@@ -240,12 +240,16 @@ class StepSave:
         self._note(ok=True, bytes_per_s=round(times.bytes / spent_s) if spent_s > 0 else math.inf)
         try:
             self._run.check_owner()  # another may have taken the run over, and list what this one would delete
-            before = {entry.name for entry in self._run.entries()}
+            before = self._listed()
             self._run.retain(is_durable=is_durable)
-            return sorted(before - {entry.name for entry in self._run.entries()})
+            return sorted(before - self._listed())
         except BaseException as error:
             error.add_note(f"step {self._record['step']} is committed; what failed is deciding which steps to keep")
             raise
+
+    def _listed(self) -> set[str]:
+        """The names of what is listed, for the other processes; nobody is told where there is none."""
+        return set() if self._together.is_alone else {entry.name for entry in self._run.entries()}
 
     def _note(self, **outcome: Any) -> None:
         self._call_ended.wait(CALL_S)  # else it is not known yet how long the call took
