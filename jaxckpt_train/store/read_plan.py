@@ -16,6 +16,8 @@ GAP_BYTES = 64 << 10
 """Unwanted bytes that are read along rather than to read twice: less than a disk gives in the time of a request."""
 APART_BYTES = 1 << 20
 """Not read together with another so large one, if one of them can stay where it was read and the other cannot."""
+PARTS_BYTES = 4 << 20
+"""What is only copied from is read so much at a time, into memory that is used again while it is warm; or by blocks."""
 VIEW_ALIGNMENT = 64
 """JAX takes host memory on the CPU as it is, without a copy, where it lies at a multiple of this many bytes."""
 
@@ -79,6 +81,11 @@ class Run:
         return self._whole.out_of_line + (0 if stays else self._whole.in_line)
 
     @made_once
+    def is_parts(self) -> bool:
+        """Whether all of it is copied, so that none of the memory is kept."""
+        return all(map(_is_parts, self.reads))
+
+    @made_once
     def _whole(self) -> _Whole:
         views = in_line = out_of_line = 0
         for read in self.reads:
@@ -99,6 +106,10 @@ class _Whole(NamedTuple):
     views: int
     in_line: int
     out_of_line: int
+
+
+def _is_parts(read: ChunkRead) -> bool:
+    return not any(use.whole for use in read.uses)
 
 
 def _can_stay(read: ChunkRead) -> bool:
@@ -128,6 +139,8 @@ def plan_reads(
     Every byte is read once, except where more than `band_bytes` would have to be in memory at once, beside the
     destination or on their way to devices: a chunk of which several boxes pass is then read box by box, and neighbours
     share the digest block between them. A chunk that must be cut up or moved is then read in bands of whole blocks.
+    One that is only copied from is always read in bands, small ones: all pass through the same warm memory, and those
+    that hold nothing of the boxes are left out.
     """
     reads: list[ChunkRead] = []
     for number, want in enumerate(wanted):
@@ -141,9 +154,8 @@ def plan_reads(
             if uses:
                 reads.extend(_chunk_reads(manifest, chunk, uses, band_bytes, want.passing))
     reads.sort(key=lambda read: (read.chunk.segment, read.start))
-    return list(
-        _coalesce(reads, wanted, min(COALESCE_BYTES, band_bytes), GAP_BYTES if gap_bytes is None else gap_bytes)
-    )
+    most = _Most(min(COALESCE_BYTES, band_bytes), min(parts_bytes(manifest.block_bytes), band_bytes))
+    return list(_coalesce(reads, wanted, most, GAP_BYTES if gap_bytes is None else gap_bytes))
 
 
 def _uses(number: int, boxes: Sequence[Box], chunk: ChunkRecord) -> Iterator[Use]:
@@ -158,6 +170,8 @@ def _chunk_reads(
 ) -> Iterator[ChunkRead]:
     item = chunk.length // box_elements(chunk.box)
     is_whole = all(use.whole and _is_aligned(chunk, use) for use in uses)
+    if not any(use.whole for use in uses) and is_read_by_bands(chunk):
+        band_bytes = min(band_bytes, parts_bytes(manifest.block_bytes))
     if chunk.length <= band_bytes or is_whole:
         for near in _clusters(uses, chunk, item, manifest.block_bytes, band_bytes if passing else chunk.length):
             yield _chunk_read(manifest, chunk, item, near)
@@ -168,6 +182,16 @@ def _chunk_reads(
         inside = tuple(_uses_within(uses, row_major_range(chunk.box, start, min(start + step, elements))))
         if inside:
             yield _chunk_read(manifest, chunk, item, inside)
+
+
+def parts_bytes(block_bytes: int) -> int:
+    """How much is read at a time of what is only copied from, with digests of so many bytes each."""
+    return max(PARTS_BYTES // block_bytes, 1) * block_bytes
+
+
+def is_read_by_bands(chunk: ChunkRecord) -> bool:
+    """Whether nothing is read of parts of a chunk between those that are needed: bands begin and end with pages."""
+    return chunk.offset % ALIGNMENT == 0
 
 
 def _uses_within(uses: Sequence[Use], boxes: Iterable[Box]) -> Iterator[Use]:
@@ -205,23 +229,32 @@ def _chunk_read(manifest: Manifest, chunk: ChunkRecord, item: int, uses: Sequenc
     )
 
 
-def _coalesce(reads: Sequence[ChunkRead], wanted: Sequence[Wanted], most_bytes: int, gap_bytes: int) -> Iterator[Run]:
+class _Most(NamedTuple):
+    """Bytes of one run: of any; of one that is all parts."""
+
+    of_any: int
+    of_parts: int
+
+
+def _coalesce(reads: Sequence[ChunkRead], wanted: Sequence[Wanted], most: _Most, gap_bytes: int) -> Iterator[Run]:
     group: list[ChunkRead] = []
-    passing = False
+    passing, are_parts = False, True
     stays: bool | None = None  # whether what is large in the group can be handed out where it lies
     for read in reads:
         passes = wanted[read.uses[0].wanted].passing
         is_large = read.stop - read.start >= APART_BYTES
         read_stays = _can_stay(read) if is_large else stays
+        is_parts = _is_parts(read)
         if group:
             last = group[-1]
             joined = read.stop - group[0].start
             near = 0 <= read.start - last.stop <= gap_bytes
             alike = read.chunk.segment == last.chunk.segment and passes == passing and stays in (None, read_stays)
-            if not alike or joined > most_bytes or not near:
+            is_too_much = joined > (most.of_parts if are_parts and is_parts else most.of_any)
+            if not alike or is_too_much or not near:
                 yield _run(group, passing)
-                group, stays = [], None
-        passing, stays = passes, read_stays if is_large else stays
+                group, stays, are_parts = [], None, True
+        passing, stays, are_parts = passes, read_stays if is_large else stays, are_parts and is_parts
         group.append(read)
     if group:
         yield _run(group, passing)

@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.sources import Sources
 from jaxckpt_train.store.staging import Arena, aligned_buffer
 from jaxckpt_train.store.transaction import Committed
+from jaxckpt_train.store.warm_memory import WarmMemory
 from jaxckpt_train.store.workers import shared_workers
 
 PIECE_BLOCKS = 4
@@ -84,7 +85,7 @@ class _Reading:
         self._parts: dict[tuple[int, int], tuple[np.ndarray, int]] = {}  # begun boxes, and their missing elements
         self._lock = threading.Lock()
         self._directory, self._sources = committed.directory, sources
-        self._arena = Arena(0)
+        self._arena, self._warm = Arena(0), WarmMemory()
         self.reads = 0  # another number after each
 
     def read_run(self, run: Run) -> list[ReadBox]:
@@ -97,13 +98,12 @@ class _Reading:
         size = run.stop - run.start
         if run.is_destination and not run.passing:
             return self._read_into(run, self._arena.take(size))
+        if run.is_parts:
+            with self._counted(size), self._warm.lent(size) as memory:
+                return self._read_into(run, memory)
         if not run.passing:
-            self._budget.take(size)
-            try:
-                with self._budget.at_work():
-                    return self._read_into(run, aligned_buffer(size))
-            finally:
-                self._budget.give(size)
+            with self._counted(size):
+                return self._read_into(run, aligned_buffer(size))
         self._budget.take(size + run.moved_bytes)
         try:
             memory = aligned_buffer(size)
@@ -113,6 +113,15 @@ class _Reading:
         except BaseException:
             self._budget.lift()  # the error's traceback keeps the memory, and others wait for it
             raise
+
+    @contextlib.contextmanager
+    def _counted(self, size: int) -> Iterator[None]:
+        self._budget.take(size)
+        try:
+            with self._budget.at_work():
+                yield
+        finally:
+            self._budget.give(size)
 
     def _read_into(self, run: Run, memory: np.ndarray) -> list[ReadBox]:
         at = run.start

@@ -28,6 +28,7 @@ def small_sizes() -> Iterator[None]:
         patch.setattr(read_plan, "COALESCE_BYTES", 12 * PAGE)
         patch.setattr(read_plan, "GAP_BYTES", 3 * PAGE)
         patch.setattr(read_plan, "APART_BYTES", 4 * PAGE)
+        patch.setattr(read_plan, "PARTS_BYTES", 8 * PAGE)
         yield
 
 

@@ -107,6 +107,24 @@ def test_rows_that_end_within_blocks_are_not_read_twice() -> None:
     assert sum(run.needed for run in runs) == array.chunks[0].length
 
 
+def test_what_is_only_copied_from_comes_in_small_bands_however_much_room_there_is() -> None:
+    manifest = saved((64, 512), [((0, 64), (0, 512))], count=2)
+    columns = [Wanted(array, [((0, 64), (128, 256))]) for array in manifest.parts[0].arrays]
+    runs = plan_reads(manifest, columns, 1 << 30)
+    check(manifest, columns, runs)
+    assert [run.needed for run in runs] == [8 * PAGE] * 16
+    assert all(run.is_parts for run in runs)
+
+
+def test_blocks_between_the_pieces_of_a_part_are_not_read() -> None:
+    manifest = saved((4, 64, 512), [((0, 4), (0, 64), (0, 512))])
+    (array,) = manifest.parts[0].arrays
+    wanted = [Wanted(array, [((0, 4), (16, 32), (0, 512))])]  # a quarter of each layer
+    runs = plan_reads(manifest, wanted, 1 << 30)
+    check(manifest, wanted, runs)
+    assert sum(run.needed for run in runs) == array.chunks[0].length // 4
+
+
 def test_memory_with_much_between_the_leaves_is_not_theirs() -> None:
     manifest = saved((PAGE // 8,), [((0, PAGE // 8),)], count=12)
     whole = full_box(manifest.parts[0].arrays[0].shape)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store import read_plan
 from jaxckpt_train.store.boxes import Box, box_shape, full_box
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord
@@ -162,6 +163,12 @@ def check(
         assert part.tobytes() == expected.tobytes()
 
 
+@pytest.fixture
+def _bands_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_plan, "PARTS_BYTES", BLOCK)
+
+
+@pytest.mark.usefixtures("_bands_of_a_block")
 @given(saves(), st.integers(1, 4), st.data())
 def test_the_bytes_of_direct_reads_are_foreseen(
     save: tuple[dict[str, np.ndarray], dict[str, list[Box]]], processes: int, data: st.DataObject
@@ -174,6 +181,26 @@ def test_the_bytes_of_direct_reads_are_foreseen(
             for run in plan_reads(committed.manifest, [Wanted(array, boxes)], 1 << 30, 0):
                 read += sum(each.stop - each.start for each in run.reads)
         assert RepeatedReads(BLOCK).job_bytes(array, needs) == read
+
+
+@pytest.mark.usefixtures("_bands_of_a_block")
+@given(st.data(), st.tuples(*[st.integers(1, 24)] * 3), st.integers(1, 3))
+def test_blocks_between_the_pieces_of_a_box_are_not_foreseen(
+    data: st.DataObject, shape: tuple[int, ...], count: int
+) -> None:
+    shape = (shape[0], shape[1], shape[2] * 64)
+    array = commit(StrictBackend(), "/a/b", {"x": np.zeros(shape, np.float32)}, StoreSettings())
+    (record,) = array.manifest.parts[0].arrays
+    boxes = data.draw(st.lists(boxes_in(shape), min_size=count, max_size=count, unique=True))
+    read = sum(
+        each.stop - each.start
+        for run in plan_reads(array.manifest, [Wanted(record, boxes)], 1 << 30, 0)
+        for each in run.reads
+    )
+    foreseen = RepeatedReads(BLOCK).job_bytes(record, (tuple(boxes),))
+    assert foreseen >= read
+    if count == 1:
+        assert foreseen == read
 
 
 def test_boxes_that_share_blocks_are_not_counted_for_each() -> None:
