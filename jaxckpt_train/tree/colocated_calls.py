@@ -21,6 +21,7 @@ from jaxckpt_train.store.workers import shared_workers
 from jaxckpt_train.told_errors import decode_error
 from jaxckpt_train.tree.colocated_host import moved_here, read_here, write_here
 from jaxckpt_train.tree.colocated_messages import Answer, UnseenError, decode_answer
+from jaxckpt_train.tree.colocated_turns import Turns
 
 MOST_AT_ONCE = 64
 ASKED_AT_ONCE = 8
@@ -55,9 +56,10 @@ class HostResult(NamedTuple):
 
 
 def call_hosts(calls: Sequence[HostCall], doing: str, looked: Callable[[bool], object]) -> Generator[HostResult]:
-    """Make all calls, of which each host works at its own, and hand out the results as they come.
+    """Make all calls, each host one at a time, and hand out the results as they come.
 
-    Use `contextlib.closing` around the iterator. After the first error no further call is begun.
+    A host is given its next call once its last result was taken, and the one after that asked for. Use
+    `contextlib.closing` around the iterator. After the first error no further call is begun.
 
     Args:
         calls: begun in this order.
@@ -73,12 +75,19 @@ def call_hosts(calls: Sequence[HostCall], doing: str, looked: Callable[[bool], o
     """
     _refuse_without_pickler()
     under_way: dict[int, jax.Device] = {}
+    turns = Turns([call.device for call in calls])
 
-    def call(number: int) -> HostResult:
+    def call(_: int) -> HostResult | None:
+        number = turns.take()
+        if number is None:
+            return None
         under_way[number] = calls[number].device
         try:
             with jax.enable_x64(True):  # which may be that of the calling thread alone
                 return _called(number, calls[number], doing)
+        except BaseException:
+            turns.end()
+            raise
         finally:
             del under_way[number]
 
@@ -89,10 +98,16 @@ def call_hosts(calls: Sequence[HostCall], doing: str, looked: Callable[[bool], o
         looked(seen[0] != before)
         return seen[0]
 
-    workers = shared_workers(min(len(calls), MOST_AT_ONCE), "jaxckpt-hosts")
+    workers = shared_workers(min(len({call.device for call in calls}), MOST_AT_ONCE), "jaxckpt-hosts")
+    each = workers.run_each(call, range(len(calls)), give_up=turns.end, moved=moved)
     try:
-        with asking, contextlib.closing(workers.run_each(call, range(len(calls)), moved=moved)) as results:
-            yield from results
+        with asking, contextlib.closing(each) as results:
+            for result in results:
+                if result is not None:
+                    number = result.number
+                    yield result
+                    del result
+                    turns.let_go(number)
     except CheckpointTimeoutError as error:
         raise CheckpointTimeoutError(f"{doing}: {error}") from None
 
