@@ -45,10 +45,20 @@ def refuse_another(files: Opener, committed: Committed, *, may_be_gone: bool) ->
         if may_be_gone:
             return
         raise removed(committed.directory)
+    if not _is_of(raw, committed):
+        raise CorruptCheckpointError(f"{committed.directory}: was replaced while it was being read")
+
+
+def is_still(files: Opener, committed: Committed) -> bool:
+    """Whether it is this checkpoint that is there now, and not another one or none."""
+    raw = read_or_none(files, committed.directory, COMMIT_NAME, MAX_COMMIT_BYTES)
+    return raw is not None and _is_of(raw, committed)
+
+
+def _is_of(raw: bytes, committed: Committed) -> bool:
     with contextlib.suppress(*NOT_JSON):
-        if msgspec.json.decode(raw, type=CommitRecord).manifest_sha256 == committed.manifest_sha256:
-            return
-    raise CorruptCheckpointError(f"{committed.directory}: was replaced while it was being read")
+        return msgspec.json.decode(raw, type=CommitRecord).manifest_sha256 == committed.manifest_sha256
+    return False
 
 
 def opened(backend: Backend, directory: str, progress: Callable[[int], object] | None = None) -> Committed:

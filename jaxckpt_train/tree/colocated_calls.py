@@ -157,8 +157,8 @@ class Asking:
 
 
 def _called(number: int, call: HostCall, doing: str) -> HostResult:
-    plan = jax.device_put(call.plan, call.device)
     try:
+        plan = jax.device_put(call.plan, call.device)
         if call.kinds is None:
             answered, *arrays = _writing(call.room)(plan, *call.arrays)
         else:

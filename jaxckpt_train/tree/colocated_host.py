@@ -24,11 +24,11 @@ from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.layout import ArraySource, ChunkSource, OwnChunkSource
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.machine import this_process
-from jaxckpt_train.store.manifest import COMMIT_NAME, FORMAT, FORMAT_VERSION, MAX_COMMIT_BYTES, Manifest
-from jaxckpt_train.store.plain_files import read_or_none
+from jaxckpt_train.store.manifest import FORMAT, FORMAT_VERSION, Manifest
 from jaxckpt_train.store.process_index import PartIndex
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import iter_boxes
+from jaxckpt_train.store.replaced import is_still
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.store.writer import write_arrays
 from jaxckpt_train.told_errors import encode_error
@@ -130,10 +130,10 @@ def _written(message: np.ndarray, arrays: Sequence[jax.Array]) -> tuple[int, Par
 def _read(message: np.ndarray, sharding: jax.sharding.Sharding, boxes: list[jax.Array]) -> tuple[int, None]:
     plan: ReadPlan = decode_plan(message, ReadPlan)
     directory, settings = os.fsdecode(plan.directory), StoreSettings(**plan.settings)
-    if read_or_none(_BACKEND, directory, COMMIT_NAME, MAX_COMMIT_BYTES) is None:
-        raise UnseenError(directory)
     manifest = Manifest(FORMAT, FORMAT_VERSION, plan.digest, plan.block_bytes, plan.segments, (), {})
     committed = Committed(directory, manifest, plan.manifest_sha256)
+    if not is_still(_BACKEND, committed):
+        raise UnseenError(directory)
     wanted = [Wanted(each.record, each.boxes, each.dtype != each.record.dtype) for each in plan.arrays]
     firsts = [0, *itertools.accumulate(len(each.boxes) for each in plan.arrays)]
     found: list[Any] = [None] * firsts[-1]

@@ -75,7 +75,7 @@ class HostReads:
 
         Raises:
             What a host met, of the same class, named by the host.
-            CheckpointError: a host does not see the checkpoint.
+            CheckpointError: a host does not see this checkpoint.
         """
         batches = self._batches()
         calls = [self._call(device, reads) for device, reads in batches]
@@ -94,8 +94,8 @@ class HostReads:
         except UnseenError as error:
             refuse_another(self._files, self._committed, may_be_gone=False)
             raise CheckpointError(
-                f"{error}: this process sees the checkpoint there, but that host does not; a checkpoint is loaded from "
-                "storage that the controller and all hosts share"
+                f"{error}: this process sees the checkpoint there, but that host sees none, or another one; a checkpoint "
+                "is loaded from storage that the controller and all hosts share"
             ) from error
         return [self._assembled(leaf, shards) for leaf, shards in zip(self._leaves, self._shards, strict=True)]
 

@@ -191,15 +191,18 @@ class _MountedElsewhere(LocalBackend):
         return super().open(self._real if directory == self._name else directory, name, direct=direct)
 
 
-def test_a_host_that_does_not_see_the_checkpoint_is_not_taken_for_damage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sees_another", [False, True], ids=["none", "another one"])
+def test_a_host_that_does_not_see_the_checkpoint_is_not_taken_for_damage(tmp_path: Path, sees_another: bool) -> None:
     array = spread(numbers(16), (8,), "x")
     jct.save(tmp_path / "c", {"a": array}, settings=HOSTS)
+    if sees_another:
+        jct.save(tmp_path / "mounted", {"a": -array}, settings=HOSTS)
     files = _MountedElsewhere(str(tmp_path / "mounted"), str(tmp_path / "c"))
     committed = open_committed(files, str(tmp_path / "mounted"))
     record = committed.manifest.parts[0].arrays[0]
     leaf = HostLeaf(record, device_placement("a", array.shape, array.sharding), np.dtype(np.float32))
     with pytest.raises(
-        CheckpointError, match=r"host \S+ .*sees the checkpoint there, but that host does not"
+        CheckpointError, match=r"host \S+ .*sees the checkpoint there, but that host sees none, or another one"
     ) as raised:
         HostReads(files, committed, HOSTS, [leaf]).load(None)
     assert type(raised.value) is CheckpointError
