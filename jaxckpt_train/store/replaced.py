@@ -55,7 +55,7 @@ def is_still(files: Opener, committed: Committed) -> bool:
     return raw is not None and _is_of(raw, committed)
 
 
-def _is_of(raw: bytes, committed: Committed) -> bool:
+def _is_of(raw: bytes | bytearray, committed: Committed) -> bool:
     with contextlib.suppress(*NOT_JSON):
         return msgspec.json.decode(raw, type=CommitRecord).manifest_sha256 == committed.manifest_sha256
     return False

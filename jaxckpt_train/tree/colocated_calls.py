@@ -73,7 +73,7 @@ def call_hosts(calls: Sequence[HostCall], doing: str, looked: Callable[[bool], o
         SettingsError: Colocated Python cannot be used here.
         CheckpointTimeoutError: no host has got any further for ten minutes.
     """
-    _refuse_without_pickler()
+    refuse_without_pickler()
     under_way: dict[int, jax.Device] = {}
     turns = Turns([call.device for call in calls])
 
@@ -205,7 +205,8 @@ def _colocated(function: Callable[..., Any], kinds: tuple[Kind, ...]) -> Callabl
     return made
 
 
-def _refuse_without_pickler() -> None:
+def refuse_without_pickler() -> None:
+    """Raise SettingsError where Colocated Python lacks what it sends functions with."""
     try:
         import cloudpickle  # type: ignore[import-untyped]  # noqa: F401  # JAX sends functions with it
     except ImportError as error:

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import jax
+from jax.extend.backend import backends
 
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.settings import Colocated
@@ -17,6 +18,11 @@ def is_single_controller(runtime_type: str) -> bool:
     Those are "pathways" and "proxy/pathways".
     """
     return "pathways" in runtime_type.split("/")
+
+
+def has_single_controller() -> bool:
+    """Whether one of the runtimes of this process is of that kind; there may be one of its own CPU beside it."""
+    return any(is_single_controller(client.runtime_type) for client in backends().values())
 
 
 def runs_on_hosts(sharding: jax.sharding.Sharding, setting: Colocated) -> bool:

@@ -94,8 +94,8 @@ class HostReads:
         except UnseenError as error:
             refuse_another(self._files, self._committed, may_be_gone=False)
             raise CheckpointError(
-                f"{error}: this process sees the checkpoint there, but that host sees none, or another one; a checkpoint "
-                "is loaded from storage that the controller and all hosts share"
+                f"{error}: this process sees the checkpoint there, but that host sees none, or another one; it is "
+                "loaded from storage that the controller and all hosts share"
             ) from error
         return [self._assembled(leaf, shards) for leaf, shards in zip(self._leaves, self._shards, strict=True)]
 

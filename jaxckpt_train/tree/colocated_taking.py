@@ -11,7 +11,8 @@ import numpy as np
 from jaxckpt_train.settings import Colocated
 from jaxckpt_train.store.boxes import Box, box_from_index, full_box, slices_within
 from jaxckpt_train.store.shares import HeldBox, Shares
-from jaxckpt_train.tree.colocated_devices import cpu_beside, runs_on_hosts
+from jaxckpt_train.tree.colocated_calls import refuse_without_pickler
+from jaxckpt_train.tree.colocated_devices import cpu_beside, has_single_controller, runs_on_hosts
 from jaxckpt_train.tree.own_parts import cut_out
 
 
@@ -149,14 +150,17 @@ class HostTaker:
 def host_taker(leaves: Sequence[Any], setting: Colocated) -> HostTaker | None:
     """For the leaves of one tree; None: no hosts are asked about any.
 
+    Some may be of another runtime of this process, such as on its own CPU.
+
     Raises:
-        SettingsError: hosts were asked for in a job of several processes.
+        SettingsError: hosts were asked for in a job of several processes, or Colocated Python cannot be used here.
     """
-    if setting is False:
+    if setting is False or (setting == "auto" and not has_single_controller()):
         return None
-    example = next((leaf for leaf in leaves if isinstance(leaf, jax.Array) and not _is_traced(leaf)), None)
-    if example is None or not runs_on_hosts(example.sharding, setting):
-        return None  # one process has one runtime
+    shardings = {leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array) and not _is_traced(leaf)}
+    if not any(runs_on_hosts(sharding, setting) for sharding in shardings):
+        return None
+    refuse_without_pickler()  # now, and not in the background
     return HostTaker(setting)
 
 

@@ -16,7 +16,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.transaction import open_committed
-from jaxckpt_train.tree import colocated_devices
+from jaxckpt_train.tree import colocated_devices, colocated_taking
 from jaxckpt_train.tree.colocated_devices import cpu_beside, is_single_controller
 from jaxckpt_train.tree.colocated_host import write_here
 from jaxckpt_train.tree.colocated_messages import (
@@ -254,10 +254,12 @@ def test_colocated_python_without_its_pickler_is_told(run_python: RunPython, tmp
     script = (
         "import sys; sys.modules['cloudpickle'] = None\n"
         "import jax.numpy as jnp, jaxckpt_train as jct\n"
-        "jct.save(sys.argv[1], {'a': jnp.zeros(3)}, settings=jct.StoreSettings(colocated=True))"
+        "jct.save_async(sys.argv[1], {'a': jnp.zeros(3)}, settings=jct.StoreSettings(colocated=True))\n"
+        "print('began')"
     )
     done = run_python(script, tmp_path / "c")
     assert done.returncode == 1
+    assert done.stdout == ""
     assert "SettingsError: StoreSettings.colocated: JAX's Colocated Python needs the package cloudpickle" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -301,6 +303,19 @@ def test_on_such_a_runtime_the_hosts_do_it_without_being_asked(monkeypatch: pyte
     assert_same(jct.load(tmp_path / "c", like=abstract(tree)), tree)
     jct.save(tmp_path / "d", tree, settings=jct.StoreSettings(colocated=False))
     assert set(written_by(tmp_path / "d")) == {0}
+
+
+def test_what_lies_on_the_own_cpu_of_the_controller_keeps_no_hosts_from_the_rest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Such a process has two runtimes; here the first device stands for the other one."""
+    first, second = jax.devices()[:2]
+    monkeypatch.setattr(colocated_devices, "is_single_controller", lambda kind: True)
+    monkeypatch.setattr(colocated_taking, "runs_on_hosts", lambda sharding, _: sharding.device_set != {first})
+    tree = {"a": jax.device_put(numbers(3), first), "b": jax.device_put(numbers(4), second)}
+    jct.save(tmp_path / "c", tree)
+    assert written_by(tmp_path / "c") == {0: 12, 1: 16}
+    assert_same(jct.load(tmp_path / "c", like=tree), tree)
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None, "True"])
