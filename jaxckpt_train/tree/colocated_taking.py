@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxckpt_train.settings import Colocated
+from jaxckpt_train.settings import MIB, Colocated
 from jaxckpt_train.store.boxes import Box, box_from_index, full_box, slices_within
 from jaxckpt_train.store.shares import HeldBox, Shares
 from jaxckpt_train.tree.colocated_calls import refuse_without_pickler
 from jaxckpt_train.tree.colocated_devices import cpu_beside, has_single_controller, runs_on_hosts
 from jaxckpt_train.tree.own_parts import cut_out
+
+LEAST_CUT_BYTES = 64 * MIB
+"""What is smaller is not cut: JAX compiles each cut for each shape and device, on the thread that calls for a save."""
 
 
 class HostPart(NamedTuple):
@@ -74,7 +77,7 @@ class HostTaker:
         self._whole: list[tuple[int, jax.Array, jax.sharding.Sharding]] = []
         self._found: list[tuple[int, Box, jax.Array]] = []
         self._devices: list[jax.Device] = []
-        self._shares = Shares(0)
+        self._shares = Shares(0, LEAST_CUT_BYTES)
         self._layouts: dict[tuple[jax.sharding.Sharding, tuple[int, ...]], Sequence[HeldBox]] = {}
         self._beside: dict[jax.sharding.Sharding, jax.sharding.Sharding | None] = {}
 

@@ -14,10 +14,11 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.store import workers
+from jaxckpt_train.tree import colocated_taking
 from tests.distributed.arrays import global_array, values_of
 from tests.distributed.conftest import JobOf
 from tests.distributed.controller import HostProcess, controlled
-from tests.tree.colocated_states import HOSTS, PLAIN, abstract, spread, written_by
+from tests.tree.colocated_states import HOSTS, MIB, PLAIN, abstract, spread, written_by
 from tests.tree.same_trees import assert_same
 
 FOUR = 4
@@ -33,6 +34,12 @@ def state() -> dict[str, Any]:
         "one": jax.device_put(value[0], jax.devices()[2]),
         "numpy": value[1],
     }
+
+
+@pytest.fixture(autouse=True)
+def _cuts_of_a_mebibyte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small arrays are cut as large ones are."""
+    monkeypatch.setattr(colocated_taking, "LEAST_CUT_BYTES", MIB)
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,12 @@ from tests.tree.colocated_states import HOSTS, MIB, PLAIN, abstract, spread, wri
 from tests.tree.same_trees import assert_same, raw
 
 
+@pytest.fixture(autouse=True)
+def _cuts_of_a_mebibyte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small arrays are cut as large ones are."""
+    monkeypatch.setattr(colocated_taking, "LEAST_CUT_BYTES", MIB)
+
+
 def numbers(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.random.default_rng(sum(shape)).integers(0, 100, shape).astype(dtype)
 
@@ -99,6 +105,18 @@ def test_replicas_are_shared_among_the_writers(tmp_path: Path) -> None:
     assert sum(written.values()) == total
     assert set(written) == set(range(1, 9))
     assert max(written.values()) <= 0.15 * total
+
+
+def test_replicas_that_are_small_are_shared_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each cut is compiled for each device: the loop would stand still at the first save."""
+    monkeypatch.undo()
+    tree = {str(number): spread(numbers(1024, 1024 + 2 * number), (4, 2), None, "y") for number in range(8)}
+    jct.save(tmp_path / "c", tree, settings=HOSTS)
+    manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())
+    assert [len(array["chunks"]) for array in manifest["parts"][0]["arrays"]] == [2] * len(tree)
+    written = written_by(tmp_path / "c")
+    assert set(written) == set(range(1, 9))
+    assert max(written.values()) <= 0.126 * sum(written.values())
 
 
 def test_each_box_is_read_once_and_copied_to_the_other_devices(tmp_path: Path) -> None:
