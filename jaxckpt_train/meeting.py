@@ -133,8 +133,9 @@ class Meeting:
             try:
                 value = give()
             except BaseException as error:
+                is_stopped = self.is_over and isinstance(error, CheckpointError)  # as another one has failed
                 self._report(_FAILED + encode_error(error, self._process), besides=error)
-                if self.is_over and isinstance(error, CheckpointError):  # it has stopped since another one failed
+                if is_stopped:
                     if self._lost is not None:
                         raise self._lost from None
                     self.hear()

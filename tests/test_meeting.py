@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -104,6 +105,38 @@ def test_an_error_is_told_at_once_however_long_and_others_with_large_values_wait
     in_all(PACK + 3, act)
     assert len(failed) == PACK + 3
     assert all(text in each for each in failed)
+
+
+class HearsAtOnce(ValuesOfProcess):
+    """Of a process that hears what came of its error while it still tells it."""
+
+    job: ManyProcesses
+
+    def set(self, key: str, value: bytes) -> None:
+        super().set(key, value)
+        while key.endswith("/here") and not self.job.is_over():
+            self.get("nothing", 0.01)
+
+
+def test_who_fails_raises_its_own_error_however_soon_the_others_have_heard_of_it() -> None:
+    values = CountedValues(waits=True)
+    mine = HearsAtOnce(values)
+    mine.job = job = ManyProcesses(mine, 1, 2, 2.0)
+    own = StorageError(28, "full", "/a")
+
+    def give() -> bytes:
+        raise own
+
+    def lead() -> None:
+        ManyProcesses(values.of(0), 0, 2, LIMIT_S).exchange("writing", lambda: b"", moved=time.monotonic)
+
+    with ThreadPoolExecutor(1) as pool:
+        led = pool.submit(lead)
+        with pytest.raises(StorageError) as caught:
+            job.exchange("writing", give, moved=time.monotonic)
+        assert caught.value is own
+        with pytest.raises(StorageError, match="process 1, writing: full"):
+            led.result()
 
 
 def test_who_is_missing_among_many_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
