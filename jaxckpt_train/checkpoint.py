@@ -18,7 +18,7 @@ import msgspec
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
 from jaxckpt_train.checkpointables.flax_legacy import load_flax_file
 from jaxckpt_train.checkpointables.job_saving import JobSave
-from jaxckpt_train.checkpointables.loading import load_parts
+from jaxckpt_train.checkpointables.loading import expect_parts, load_parts
 from jaxckpt_train.checkpointables.saving import (
     SaveTimes,
     begin_save,
@@ -52,8 +52,9 @@ from jaxckpt_train.store.transaction import Committed, Transaction, is_committed
 from jaxckpt_train.store.verify import VerifyReport, verify_opened
 from jaxckpt_train.store.writer import Progress
 from jaxckpt_train.tree.patterns import Only
+from jaxckpt_train.tree.read_once import JobLoads
 from jaxckpt_train.tree.restore import LoadOptions
-from jaxckpt_train.value_checks import absolute_path, flag
+from jaxckpt_train.value_checks import absolute_path, flag, named
 
 PathLike = str | os.PathLike[str]
 
@@ -301,17 +302,20 @@ def load(
             load (see `StoreSettings.read_once`) did not come, or got no further.
         OtherProcessError: another process loads something else, or failed.
     """
-    options = LoadOptions(only=only, rename=rename, cast=cast, missing=missing, shardings=shardings)
     chosen = checked_settings("settings", settings)
-    there = absolute(path)
-    if answer_of(there, lambda moved: is_file(there), progress):
-        return load_flax_file(_BACKEND, there, like, chosen, options)
+    loads = JobLoads(current(), chosen)
+    with loads.told_on_error():
+        expect_parts(loads, {DEFAULT_NAME: like}, only, shardings)
+        options = LoadOptions(only=only, rename=rename, cast=cast, missing=missing, shardings=shardings)
+        there = absolute(path)
+        if answer_of(there, lambda moved: is_file(there), progress):
+            return load_flax_file(_BACKEND, there, like, chosen, options)
 
-    def load_main(committed: Committed) -> Any:
-        name = _main_part(committed)
-        return load_parts(_BACKEND, committed, {name: like}, chosen, options, progress, current())[name]
+        def load_main(committed: Committed) -> Any:
+            name = _main_part(committed)
+            return load_parts(_BACKEND, committed, {name: like}, chosen, options, progress, loads)[name]
 
-    return use_committed(_BACKEND, there, load_main, progress)
+        return use_committed(_BACKEND, there, load_main, progress)
 
 
 def load_checkpointables(
@@ -333,12 +337,15 @@ def load_checkpointables(
         As `load`.
     """
     chosen = checked_settings("settings", settings)
+    loads = JobLoads(current(), chosen)
 
     def load_named(committed: Committed) -> dict[str, Any]:
         wanted = {part.name: None for part in committed.manifest.parts} if targets is None else targets
-        return load_parts(_BACKEND, committed, wanted, chosen, LoadOptions(), progress, current())
+        return load_parts(_BACKEND, committed, wanted, chosen, LoadOptions(), progress, loads)
 
-    return use_committed(_BACKEND, absolute(path), load_named, progress)
+    with loads.told_on_error():
+        expect_parts(loads, {} if targets is None else named("targets", targets))
+        return use_committed(_BACKEND, absolute(path), load_named, progress)
 
 
 def metadata(path: PathLike) -> CheckpointMetadata:

@@ -11,9 +11,8 @@ import numpy as np
 
 from jaxckpt_train.checkpointables.contract import Json
 from jaxckpt_train.checkpointables.fingerprint import DATA_NAME, check_fingerprint, current_fingerprint
-from jaxckpt_train.checkpointables.registry import handler_for_load
+from jaxckpt_train.checkpointables.registry import handler_for_load, handler_of
 from jaxckpt_train.checkpointables.saving import value_file
-from jaxckpt_train.coordinator import Coordinator
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError
 from jaxckpt_train.multihost import current
 from jaxckpt_train.settings import StoreSettings
@@ -27,6 +26,8 @@ from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.store.replaced import refuse_another
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.store.verify import file_problems
+from jaxckpt_train.tree.given_shardings import wanted_shardings
+from jaxckpt_train.tree.patterns import Only
 from jaxckpt_train.tree.read_once import JobLoads
 from jaxckpt_train.tree.restore import LoadOptions, TreeRestore
 from jaxckpt_train.value_checks import named
@@ -120,13 +121,12 @@ def load_parts(
     settings: StoreSettings,
     options: LoadOptions,
     progress: Progress | None = None,
-    job: Coordinator | None = None,
-    order: Coordinator | None = None,
+    loads: JobLoads | None = None,
 ) -> dict[str, Any]:
     """Restore the named checkpointables into their targets; a target of None means without one.
 
-    With a `job` all of its processes do so together, as `StoreSettings.read_once` says; again after a failure, too.
-    An `order` of theirs that is given is ended here.
+    With `loads` all processes of their job do so together, as `StoreSettings.read_once` says; again after a failure,
+    too. Whoever made them tells the others what fails.
 
     Raises:
         MismatchError: the checkpoint has no such checkpointable, or it does not fit its target.
@@ -134,12 +134,19 @@ def load_parts(
         CorruptCheckpointError: bytes are not what was saved.
         CheckpointTimeoutError, OtherProcessError: another process did not come, or got no further, or loads another.
     """
-    files, loads = HeldFiles(backend, committed, settings.direct_io), JobLoads(job, settings, order)
+    files, loads = HeldFiles(backend, committed, settings.direct_io), loads or JobLoads(None, settings)
     try:
         return _load_parts(files, committed, named("targets", targets), settings, options, progress, loads)
     finally:
-        loads.end()
         have_closed(files.end())
+
+
+def expect_parts(loads: JobLoads, targets: Mapping[str, Any], only: Only = None, shardings: Any = None) -> None:
+    """Before anything can fail: tell the loads of a job what these targets want, so far as that is known by now."""
+    for target in targets.values() if loads.processes > 1 else ():
+        tree_of = getattr(handler_of(target), "tree_of", None)  # others say it when they load
+        if tree_of is not None:
+            loads.expect(wanted_shardings(tree_of(target), only, shardings))
 
 
 def compare_parts(backend: Opener, committed: Committed, targets: Mapping[str, Any], settings: StoreSettings) -> None:

@@ -44,6 +44,10 @@ class NnxHandler:
         """The states of its objects in their places."""
         return Staged(tree=_states(value))
 
+    def tree_of(self, target: Any) -> Any:
+        """What `restore` loads the leaves of: the states of the objects in their places."""
+        return _states(target)
+
     def compare(self, target: Any, saved: Saved) -> None:
         """Raise all differences to the target."""
         saved.compare(_states(target))

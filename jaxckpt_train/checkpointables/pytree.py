@@ -27,6 +27,10 @@ class PytreeHandler:
         """The tree itself."""
         return Staged(tree=value)
 
+    def tree_of(self, target: Any) -> Any:
+        """What `restore` loads the leaves of."""
+        return target
+
     def compare(self, target: Any, saved: Saved) -> None:
         """Raise all differences to the target."""
         saved.compare(target)

@@ -19,6 +19,7 @@ from jaxckpt_train.store.manifest_decoding import decode_manifest
 from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.store.replaced import opened
 from jaxckpt_train.store.transaction import Committed
+from jaxckpt_train.tree.read_once import JobLoads
 from jaxckpt_train.tree.restore import LoadOptions
 
 # A larger manifest is read by each process itself: the storage gives it to many sooner than process 0 does.
@@ -151,9 +152,11 @@ class JobRestore:
 
         job = self._together.job
         order = job.within("load", self._settings.barrier_timeout_s)  # now, while nothing can fail in one alone
+        loads = JobLoads(job, self._settings, order)
 
         def load() -> dict[str, Any]:
-            return load_parts(self._backend, committed, wanted, self._settings, LoadOptions(), self._meter, job, order)
+            with loads.told_on_error():
+                return load_parts(self._backend, committed, wanted, self._settings, LoadOptions(), self._meter, loads)
 
         return self._together.all_do(f"restoring {directory}", load)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -36,7 +35,7 @@ class JointRead:
     """What one process does of it. All of them do the same, in the same order.
 
     Args:
-        job: through which they agree; used by nobody else meanwhile.
+        job: through which they agree; used by nobody else meanwhile. Whoever made it tells them what fails here.
         files: where.
         committed: the opened checkpoint.
         subject: what is loaded, for messages.
@@ -57,7 +56,6 @@ class JointRead:
         self._settings, self._told_progress = settings, progress
         self._budget_bytes = settings.read_budget_bytes
         self._bytes = self._signs = 0  # another number whenever this process has got further
-        self._is_told = False
 
     def run(self, shared: Sequence[Shared], take: Callable[[ReadBox], None], rest: Callable[[Progress], None]) -> None:
         """Read and move the shared arrays, then do the rest of the load.
@@ -72,14 +70,13 @@ class JointRead:
             CheckpointTimeoutError: another process did not come, or got no further; names it.
             OtherProcessError: another process loads something else.
         """
-        with self._told_on_error():
-            self._budget_bytes = agree(self._together, self._committed, shared, self._budget_bytes)
-            to_all = [each for each in shared if self._goes_to_all(each)]
-            to_some = [each for each in shared if not self._goes_to_all(each)]
-            for chosen, prepare in ((to_all, self._gathering), (to_some, self._exchange)):
-                if chosen:
-                    self._move(chosen, *prepare(chosen), take)
-            self._together(f"loading {self._subject}", functools.partial(rest, self._progress))
+        self._budget_bytes = agree(self._together, self._committed, shared, self._budget_bytes)
+        to_all = [each for each in shared if self._goes_to_all(each)]
+        to_some = [each for each in shared if not self._goes_to_all(each)]
+        for chosen, prepare in ((to_all, self._gathering), (to_some, self._exchange)):
+            if chosen:
+                self._move(chosen, *prepare(chosen), take)
+        self._together(f"loading {self._subject}", functools.partial(rest, self._progress))
 
     def _goes_to_all(self, each: Shared) -> bool:
         needed = LEAST_NEED_BYTES * self._job.processes
@@ -191,24 +188,7 @@ class JointRead:
         self, doing: str, act: Callable[[], bytes | None], merge: Callable[[Sequence[bytes]], bytes] = always
     ) -> bytes:
         """Do something in all processes; what fails in one of them fails in all."""
-        self._is_told = True
-        result = self._job.exchange(doing, _Once(act), merge, lambda: (self._bytes, self._signs))
-        self._is_told = False
-        return result
-
-    @contextlib.contextmanager
-    def _told_on_error(self) -> Iterator[None]:
-        """What fails within is told to the other processes."""
-        try:
-            yield
-        except BaseException as error:
-            if not self._is_told:
-                self._tell(error)
-            raise
-
-    def _tell(self, error: BaseException) -> None:
-        with contextlib.suppress(type(error)):
-            self._job.exchange(f"loading {self._subject}", _Once(functools.partial(_raise, error)))
+        return self._job.exchange(doing, _Once(act), merge, lambda: (self._bytes, self._signs))
 
 
 class _Once:
@@ -223,10 +203,6 @@ class _Once:
 
     def __call__(self) -> bytes:
         return self._acts.pop()() or b""
-
-
-def _raise(error: BaseException) -> None:
-    raise error
 
 
 def _longest(values: Sequence[bytes]) -> bytes:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import jax
@@ -43,10 +44,9 @@ class JobLoads:
         self.process, self.processes = (0, 1) if self._job is None else (self._job.process, self._job.processes)
 
     def expect(self, shardings: Iterable[jax.sharding.Sharding | None]) -> None:
-        """Have an order if arrays are wanted that span processes, before anything can fail here.
+        """Have an order if arrays are wanted that span processes, before anything can fail in this process alone.
 
-        All processes count these orders; one that fails before it needs its own is in step with the others again at
-        the next load.
+        All processes count these orders: one without it would be out of step with the others at each later load.
         """
         if self._job is not None and self._order is None and any(map(spans_processes, shardings)):
             self._order = self._job.within("load", self._settings.barrier_timeout_s)
@@ -66,10 +66,29 @@ class JobLoads:
         assert self._order is not None
         return self._order
 
-    def end(self) -> None:
-        """There are no more of them."""
-        if self._order is not None:
-            self._order.end()
+    @contextlib.contextmanager
+    def told_on_error(self) -> Iterator[None]:
+        """All of the loads: what fails within is told to the other processes, some of which may wait for this one.
+
+        It may be what they know already: after a failure of all of them one may try again, where another one gives up.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self._order is not None and not getattr(error, "lost", ()):  # who is lost may be who would be asked
+                _tell(self._order, error)
+            raise
+        finally:
+            if self._order is not None:
+                self._order.end()
+
+
+def _tell(order: Coordinator, error: BaseException) -> None:
+    def give() -> bytes:
+        raise error
+
+    with contextlib.suppress(type(error)):
+        order.exchange("loading", give)
 
 
 def read_together(

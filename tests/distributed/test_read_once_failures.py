@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import time
 import traceback
@@ -15,6 +16,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import free_frames
+from jaxckpt_train.store.manifest import MANIFEST_NAME
 from jaxckpt_train.store.reader import ReadBox
 from jaxckpt_train.tree.arrivals import Arrivals
 from tests.distributed.arrays import digest_of
@@ -125,11 +127,6 @@ def load_unlike(path: str, other: str, who: int, kind: str) -> dict[str, Any]:
     """Process `who` does not load what the others do."""
     if jax.process_index() == who:
         match kind:
-            case "target":
-                specs: dict[str, list[Any]] = {name: [] for name in ARRAYS}
-                with pytest.raises(jct.MismatchError):
-                    jct.load(path, target_of({**ARRAYS, "a": ([3], "float32")}, specs, [4]))
-                return {"error": "CheckpointTimeoutError", "text": f"process {who} of 4"}
             case "checkpoint":
                 return load_together(other, [])
             case "sharding":
@@ -164,7 +161,6 @@ def refuse(done: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "error", "text"),
     [
-        ("target", "CheckpointTimeoutError", "process {who} of 4"),
         ("checkpoint", "OtherProcessError", "which is another checkpoint"),
         ("sharding", "OtherProcessError", "leaf 'a': process"),
         ("refusal", "SettingsError", "no more of it"),
@@ -180,4 +176,76 @@ def test_another_one_does_something_else(
     for answer in job.call(load_unlike, str(tmp_path / "c"), str(tmp_path / "other"), who, kind):
         assert answer.get("error") == error, answer
         assert text.format(who=who) in answer["text"]
+    assert all("digest" in answer for answer in job.call(load_together, str(tmp_path / "c"), []))
+
+
+def load_before_it_fails(path: str, who: int, kind: str, read_once: Any, spec: list[Any]) -> dict[str, Any]:
+    """Process `who` fails before it can meet the others."""
+    target: dict[str, Any] = target_of(ARRAYS, {**dict.fromkeys(ARRAYS, spec), "c": []}, [4])
+    more = dict[str, Any]()
+    if jax.process_index() == who:
+        match kind:
+            case "shape":
+                target["a"] = jax.ShapeDtypeStruct((3,), "float32", sharding=target["a"].sharding)
+            case "leaf":
+                target["a"] = object()
+            case "option":
+                more["cast"] = "no flag"
+            case "missing" | "loop" | "damaged":
+                path = f"{path}-{kind}"
+            case "refused":
+                path = f"{path}-{'n' * 300}"
+    settings = jct.StoreSettings(read_once=read_once, barrier_timeout_s=LIMIT_S)
+    try:
+        if kind == "named":
+            targets = {"state": target, **({"none": None} if jax.process_index() == who else {})}
+            return {"digest": digest_of(jct.load_checkpointables(path, targets, settings=settings)["state"])}
+        return {"digest": digest_of(jct.load(path, target, settings=settings, **more))}
+    except jct.CheckpointError as error:
+        return {"error": type(error).__name__, "text": str(error)}
+
+
+@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("shape", "MismatchError"),
+        ("leaf", "UnsupportedLeafError"),
+        ("option", "SettingsError"),
+        ("missing", "NotACheckpointError"),
+        ("loop", "CorruptCheckpointError"),
+        ("refused", "StorageError"),
+        ("damaged", "CorruptCheckpointError"),
+        ("named", "MismatchError"),
+    ],
+)
+def test_what_fails_in_one_before_they_meet_is_told_to_all(
+    tmp_path: Path, job_of: JobOf, who: int, kind: str, error: str
+) -> None:
+    path = tmp_path / "c"
+    save_alone(str(path), ARRAYS)
+    (tmp_path / "c-loop").symlink_to("c-loop")
+    shutil.copytree(path, tmp_path / "c-damaged")
+    (tmp_path / "c-damaged" / MANIFEST_NAME).write_bytes(b"no manifest")
+    job = job_of(4, 1)
+    answers = job.call(load_before_it_fails, str(path), who, kind, True, [])
+    assert [answer.get("error") for answer in answers] == [error] * 4, answers
+    assert [f"process {who}, " in answer["text"] for answer in answers] == [number != who for number in range(4)]
+    assert all("digest" in answer for answer in job.call(load_together, str(path), []))
+
+
+@pytest.mark.parametrize("read_once", [True, "auto"])
+def test_a_checkpoint_that_nobody_finds_is_missing_for_all(tmp_path: Path, job_of: JobOf, read_once: Any) -> None:
+    job = job_of(4, 1)
+    answers = job.call(load_before_it_fails, str(tmp_path / "c"), -1, "", read_once, [])
+    assert [answer.get("error") for answer in answers] == ["NotACheckpointError"] * 4
+    save_alone(str(tmp_path / "c"), ARRAYS)
+    assert all("digest" in answer for answer in job.call(load_together, str(tmp_path / "c"), []))
+
+
+def test_one_that_fails_alone_leaves_those_that_read_for_themselves(tmp_path: Path, job_of: JobOf) -> None:
+    save_alone(str(tmp_path / "c"), ARRAYS)
+    job = job_of(4, 1)
+    answers = job.call(load_before_it_fails, str(tmp_path / "c"), 1, "missing", "auto", ["x"])
+    assert [answer.get("error") for answer in answers] == [None, "NotACheckpointError", None, None]
     assert all("digest" in answer for answer in job.call(load_together, str(tmp_path / "c"), []))

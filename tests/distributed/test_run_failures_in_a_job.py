@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,50 @@ def test_what_cannot_be_restored_is_the_same_error_in_all(
     assert all(answer[0].startswith(expected) for answer in answers), answers
     if what == "other shape":
         assert all("float32[64]" in answer[0] and "'r'" in answer[0].replace('"', "'") for answer in answers), answers
+
+
+class Refuses:
+    """A checkpointable with code of its own, which fails when it is restored in one process."""
+
+    def __init__(self, who: int = -1) -> None:
+        self.who = who
+
+    def get_state(self) -> dict[str, Any]:
+        return {"position": 3}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        if jax.process_index() == self.who:
+            raise RuntimeError(f"not from {state['position']}")
+
+
+def save_with_own(directory: str) -> None:
+    with jct.StepManager(directory) as manager:
+        manager.save(1, {"state": state_of(1), "own": Refuses()})
+
+
+def restore_with_own(directory: str, who: int) -> dict[str, Any]:
+    settings = jct.StoreSettings(read_once=True, barrier_timeout_s=60.0)
+    began, found = time.monotonic(), dict[str, Any]()
+    with jct.StepManager(directory, settings=settings) as manager:
+        try:
+            manager.restore({"state": state_of(0), "own": Refuses(who)})
+        except (jct.CheckpointError, RuntimeError) as error:
+            found = {"error": f"{type(error).__name__}: {error}", "took_s": time.monotonic() - began}
+        found["right"] = is_state(manager.restore({"state": state_of(0), "own": Refuses()})["state"], 1)
+    return found
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_what_fails_before_the_arrays_are_read_together_is_told_at_once(
+    tmp_path: Path, job_of: JobOf, who: int
+) -> None:
+    job_of(4, 1).call(save_with_own, str(tmp_path / "run"))
+    answers = job_of(4, 1).call(restore_with_own, str(tmp_path / "run"), who)
+    for number, answer in enumerate(answers):
+        assert answer["error"].startswith("RuntimeError" if number == who else "OtherProcessError"), answer
+        assert "not from 3" in answer["error"]
+        assert answer["took_s"] < 30.0
+        assert answer["right"]
 
 
 class FullDisk(LocalBackend):
