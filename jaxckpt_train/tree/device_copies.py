@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxckpt_train.tree.caller_context import nothing_set
+
 # Of the memory that training has never used, this much stays free: allocators cut memory up.
 SPARE_FRACTION = 0.05
 
@@ -29,7 +31,8 @@ def copy_on_devices(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         groups[devices, array.sharding.memory_kind].append(number)
     for numbers in groups.values():
         shardings = tuple(arrays[number].sharding for number in numbers)
-        copied = jax.jit(_copy, out_shardings=shardings)(tuple(arrays[number] for number in numbers))
+        with nothing_set():
+            copied = jax.jit(_copy, out_shardings=shardings)(tuple(arrays[number] for number in numbers))
         for number, copy in zip(numbers, copied, strict=True):
             copies[number] = copy
     return [copy for copy in copies if copy is not None]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxckpt_train.errors import MismatchError
+from jaxckpt_train.tree.caller_context import nothing_set
 from jaxckpt_train.tree.target import Want
 
 
@@ -73,5 +74,6 @@ def _made_on_all(value: Any, sharding: jax.sharding.Sharding, impl: str | None =
     def make(value: Any) -> Any:
         return value if impl is None else jax.random.wrap_key_data(value, impl=impl)
 
-    made: jax.Array = jax.jit(make, out_shardings=sharding)(value)
+    with nothing_set():
+        made: jax.Array = jax.jit(make, out_shardings=sharding)(value)
     return made

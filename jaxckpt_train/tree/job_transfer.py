@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxckpt_train.tree.caller_context import nothing_set
+
 LEAST_ROW_BYTES = 4096
 """Of a row: the sum over so many makes XLA's CPU client return from the call before the program has run."""
 
@@ -43,7 +45,8 @@ class JobTransfer:
         alone = jax.sharding.SingleDeviceSharding(self._mesh.devices[self._here])
         shape = (self._mesh.size, *mine.shape[1:])
         given = jax.make_array_from_single_device_arrays(shape, sharding, [jax.device_put(mine, alone)])
-        return Moving(move(given)[0])
+        with nothing_set():
+            return Moving(move(given)[0])
 
 
 class Moving:

@@ -12,6 +12,7 @@ import numpy as np
 from jaxckpt_train.settings import SnapshotMode
 from jaxckpt_train.store.boxes import box_shape
 from jaxckpt_train.store.layout import ArrayToCome, ChunkSource
+from jaxckpt_train.tree.caller_context import nothing_set
 from jaxckpt_train.tree.device_leaves import copies_if_wanted, own_handle, take_handles
 from jaxckpt_train.tree.job_shares import OwnPart
 from jaxckpt_train.tree.transfers import Ahead, Transfers
@@ -67,7 +68,8 @@ def cut_out(array: jax.Array, inner: tuple[slice, ...]) -> jax.Array:
     """A part of an array of one device, made on that device; compiled once for each shape."""
     sizes = tuple(part.stop - part.start for part in inner)
     starts = tuple(np.int64(part.start) if max(array.shape) >= 1 << 31 else np.int32(part.start) for part in inner)
-    cut: jax.Array = _sliced(array, starts, sizes)
+    with nothing_set():
+        cut: jax.Array = _sliced(array, starts, sizes)
     return cut
 
 

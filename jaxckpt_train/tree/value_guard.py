@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxckpt_train.store.dtypes import is_inexact
+from jaxckpt_train.tree.caller_context import nothing_set
 from jaxckpt_train.tree.pinned_host import is_on_host
 
 NAN, INF = 2, 1
@@ -44,7 +45,8 @@ class ValueGuard:
         for group in groups.values():
             for at in range(0, len(group), TOGETHER):
                 some = group[at : at + TOGETHER]
-                asked = _device_flaws(tuple(array for _, array in some))
+                with nothing_set():
+                    asked = _device_flaws(tuple(array for _, array in some))
                 self._asked.append(([(name, array.ndim) for name, array in some], asked))
 
     def _sort_in(self, name: str, leaf: jax.Array, groups: dict[Any, list[tuple[str, jax.Array]]]) -> None:
