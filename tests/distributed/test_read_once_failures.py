@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
@@ -249,3 +250,20 @@ def test_one_that_fails_alone_leaves_those_that_read_for_themselves(tmp_path: Pa
     answers = job.call(load_before_it_fails, str(tmp_path / "c"), 1, "missing", "auto", ["x"])
     assert [answer.get("error") for answer in answers] == [None, "NotACheckpointError", None, None]
     assert all("digest" in answer for answer in job.call(load_together, str(tmp_path / "c"), []))
+
+
+def load_here(directory: str, who: int) -> dict[str, Any]:
+    """By a name that means another directory in process `who`, as on a disk of its own."""
+    with contextlib.chdir(Path(directory, "own" if jax.process_index() == who else ".")):
+        return load_together("/proc/self/cwd/c", [])
+
+
+@pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs a name that each process has for itself")
+def test_another_checkpoint_by_the_same_name_is_told_as_such(tmp_path: Path, job_of: JobOf) -> None:
+    save_alone(str(tmp_path / "c"), ARRAYS)
+    save_alone(str(tmp_path / "own" / "c"), ARRAYS)
+    job = job_of(4, 1)
+    for answer in job.call(load_here, str(tmp_path), 2):
+        assert answer.get("error") == "OtherProcessError", answer
+        assert "/proc/self/cwd/c: process 2 has opened another checkpoint there than process 0" in answer["text"]
+    assert all("digest" in answer for answer in job.call(load_here, str(tmp_path), -1))
