@@ -69,7 +69,7 @@ class Meeting:
         self._slice_s = max(SLICE_S, min(least_s, most_s))  # that any other process waits at a time
         self._limit_s = timeout_s + (2 * self._period_s if process else 0.0)  # process 0 tells who else is silent
         self._given = GivenValues(values, folder, processes)
-        label = _PARTICULAR.sub("", doing).encode(errors="replace")[:MOST_LABEL_BYTES]
+        label = _PARTICULAR.sub("...", doing).encode(errors="replace")[:MOST_LABEL_BYTES]
         self._label = len(label).to_bytes(2, "big") + label
         self._signs = 0
         self._told: bytes | None = None  # the error of another process that made this one fail

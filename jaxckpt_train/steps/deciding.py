@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxckpt_train.steps.history import plain_metrics
 from jaxckpt_train.steps.in_flight import InFlight
-from jaxckpt_train.steps.job_decisions import JobDecisions
+from jaxckpt_train.steps.job_decisions import JobDecisions, decided_alone
 from jaxckpt_train.steps.policy_context import CheckpointInfo, Decision, DecisionContext, SavePolicy, decide
 from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.steps.step_save import Clock
@@ -37,6 +37,7 @@ class Decider:
         self._policy, self._run, self._in_flight, self._clock = policy, run, in_flight, clock
         self._job = None if policy is None or together.is_alone else JobDecisions(together, policy)
         self._started = clock()
+        together.decides(decided_alone(policy))
         self.reached_preemption = False
         self._asked: tuple[int, Decision] | None = None  # in a job, what was decided and not begun yet
 

@@ -127,6 +127,22 @@ def outlook(policy: SavePolicy, step: CheckpointInfo, context: DecisionContext, 
     return Outlook.NOW
 
 
+def decided_alone(policy: SavePolicy | None) -> str:
+    """What each process of a job decides without the others, as text: where that differs, they save other steps."""
+    kind = type(policy)
+    if policy is None:
+        return "no save policy"
+    if kind in _BY_STEPS:
+        return policy_name(policy)
+    if kind in _BY_TIME:
+        return "a policy by time"
+    if kind is InitialSavePolicy:
+        return "InitialSavePolicy()"
+    if isinstance(policy, AnySavePolicy | AllSavePolicy) and kind in (AnySavePolicy, AllSavePolicy):
+        return f"{kind.__name__}({', '.join(map(decided_alone, policy.policies))})"
+    return "a policy that process 0 is asked about at every step"
+
+
 def _known_deciding(policy: SavePolicy, step: CheckpointInfo, context: DecisionContext) -> list[SavePolicy]:
     """Of a policy whose outlook is YES: what in it asks for the save by itself."""
     if not isinstance(policy, AnySavePolicy | AllSavePolicy):

@@ -20,12 +20,18 @@ from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.store.plain_files import read_or_none
 
 T = TypeVar("T")
+MOST_SHOWN = 300  # characters of a policy, in a message
 SEEN_WITHIN_S, LOOK_S = 10.0, 0.5  # a network file system shows what another machine has made some seconds later
 
 
 class _Led(msgspec.Struct, array_like=True):
     result: Any
     news: News | None
+
+
+class _Meant(msgspec.Struct, array_like=True):
+    path: bytes
+    decides: str
 
 
 class Together:
@@ -52,7 +58,7 @@ class Together:
         self.leads, self.is_alone = everyone.process == 0, everyone.processes == 1
         self._newsroom, self.followed = Newsroom(run), FollowedRun(run, directory)
         self.known: KnownRun = run if self.leads else self.followed
-        self._is_taken = False
+        self._is_taken, self._decides = False, ""
 
     @property
     def job(self) -> Coordinator:
@@ -65,6 +71,10 @@ class Together:
     def processes(self) -> int:
         """How many there are."""
         return self._everyone.processes
+
+    def decides(self, what: str) -> None:
+        """Say what each process decides alone, before the directory is taken: it must be the same in all."""
+        self._decides = what
 
     def end(self) -> None:
         """Nothing more is done together."""
@@ -115,7 +125,7 @@ class Together:
         return done[0]
 
     def own(self) -> None:
-        """Have process 0 own the directory, once it is certain that all mean the same one, and see it.
+        """Have process 0 own the directory, once it is certain that all mean the same one, decide alike, and see it.
 
         Raises:
             OtherProcessError: they do not.
@@ -127,8 +137,8 @@ class Together:
         if self._is_taken:
             self.led(f"taking {self._directory}", self._run.own, time.monotonic)
             return
-        path = os.fsencode(self._directory)
-        self.job.exchange(f"taking {self._directory}", lambda: path, _refuse_other_paths)
+        mine = msgspec.msgpack.encode(_Meant(os.fsencode(self._directory), self._decides))
+        self.job.exchange(f"taking {self._directory}", lambda: mine, _refuse_others)
         lock = self.led(f"taking {self._directory}", self._take, time.monotonic)
         self.job.exchange(f"looking at {self._directory}", lambda: self._look_for(lock), moved=time.monotonic)
         self._is_taken = True
@@ -172,12 +182,23 @@ class Together:
             raise
 
 
-def _refuse_other_paths(paths: Sequence[bytes]) -> bytes:
-    for process, path in enumerate(paths):
-        if path != paths[0]:
+def _refuse_others(told: Sequence[bytes]) -> bytes:
+    first, *others = (msgspec.msgpack.decode(each, type=_Meant) for each in told)
+    for process, other in enumerate(others, 1):
+        if other.path != first.path:
             raise OtherProcessError(
-                f"process {process} saves to {os.fsdecode(path)}, but process 0 to {os.fsdecode(paths[0])}: all "
-                "processes of a job are given the same directory; one with the time in its name is made in one of them "
-                "and told to the others"
+                f"process {process} saves to {os.fsdecode(other.path)}, but process 0 to {os.fsdecode(first.path)}: "
+                "all processes of a job are given the same directory; one with the time in its name is made in one of "
+                "them and told to the others, and in a Hydra multirun, which names it by the overrides, all are given "
+                "the same ones"
+            )
+        if other.decides != first.decides:
+            raise OtherProcessError(
+                f"process {process} decides what to save by {_short(other.decides)}, but process 0 by "
+                f"{_short(first.decides)}: all processes of a job are given the same save policy"
             )
     return b""
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."

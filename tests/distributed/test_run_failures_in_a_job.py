@@ -221,9 +221,10 @@ def wrong_set_up(directory: str, what: str) -> str:
     me = jax.process_index()
     if what == "other directory" and me == 1:
         directory = f"{directory}-of-1"
+    policy = jct.FixedIntervalPolicy(2 if me == 1 else 4) if what == "other interval" else None
 
     def run() -> Any:
-        with jct.StepManager(directory) as manager:
+        with jct.StepManager(directory, save_decision_policy=policy) as manager:
             step = 5 if what == "other step" and me == 2 else 4
             state: Any = {"w": object()} if what == "cannot be saved" and me == 3 else state_of(1)
             return manager.save(step, {"state": state}).pending.wait() and "saved"  # type: ignore[union-attr]
@@ -238,6 +239,7 @@ def wrong_set_up(directory: str, what: str) -> str:
         ("other step", "OtherProcessError: .*process 2 saves step 5 .*process 0 saves step 4"),
         ("cannot be saved", "UnsupportedLeafError"),
         ("owned by another job", "DirectoryLockedError: .*owned by"),
+        ("other interval", r"OtherProcessError: .*process 1 decides .*\(interval=2\).*process 0 by .*\(interval=4\)"),
     ],
 )
 def test_a_wrong_set_up_is_told_in_all_and_damages_nothing(
