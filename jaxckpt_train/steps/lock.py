@@ -259,7 +259,8 @@ class OwnerLock:
         who = "this very process" if process == this_process() else str(other)
         raise DirectoryLockedError(
             f"{self._directory}: owned by {who}, last heard of {max(0.0, age_s):.0f} s ago. Two jobs cannot save to "
-            "one directory: stop the other one, close its manager, or choose another directory; if this is a copy of "
+            "one directory: stop the other one, close its manager, or choose another directory; if both are processes "
+            "of one job, join them by jax.distributed.initialize first; if this is a copy of "
             f"its directory, in which nobody saves, remove {self.path}"
         )
 
