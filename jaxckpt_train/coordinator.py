@@ -13,6 +13,7 @@ from jaxckpt_train.meeting import Meeting
 
 Moved = Callable[[], object]
 BARRIER_TIMEOUT_S = 300.0
+_LEFT = "left"
 MOST_LEFT = 64  # meetings whose keys stay until all are known to have left them
 
 
@@ -46,6 +47,13 @@ class Coordinator(Protocol):
 
     def end(self) -> None:
         """This process does not use it any more."""
+
+    def leave(self) -> None:
+        """As `end`; and whoever waits for this process in it, or within it, is told that it does not come.
+
+        Raises:
+            CheckpointError: they cannot be told.
+        """
 
     def is_over(self) -> bool:
         """Whether what goes on now has failed in another process; known some seconds later."""
@@ -102,6 +110,9 @@ class SingleProcess:
     def end(self) -> None:
         """Nothing to let go of."""
 
+    def leave(self) -> None:
+        """Nobody to be told."""
+
     def is_over(self) -> bool:
         """There is no other."""
         return False
@@ -135,6 +146,7 @@ class ManyProcesses:
         timeout_s: seconds without a sign of life after which a process is not waited for any more.
         orders: of the coordinator that this one is within; None: it is the first.
         name: what all its keys begin with.
+        outer: the names of those that this one is within, but for the first, which nobody leaves.
     """
 
     def __init__(
@@ -145,9 +157,11 @@ class ManyProcesses:
         timeout_s: float = BARRIER_TIMEOUT_S,
         orders: _Orders | None = None,
         name: str = "jaxckpt",
+        outer: Sequence[str] = (),
     ) -> None:
         self.process, self.processes = process, processes
         self._values, self._timeout_s, self._name = values, timeout_s, name
+        self._within = () if orders is None else (*outer, name)
         self._orders = _Orders(keeps=process == 0) if orders is None else orders
         self._met = 0  # how many times
         self._told = 0  # how many times since the last exchange
@@ -158,11 +172,16 @@ class ManyProcesses:
         """One with an order of its own."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         own = self._orders.begin(f"{self._name}/{name}")
-        return ManyProcesses(self._values, self.process, self.processes, limit_s, self._orders, own)
+        return ManyProcesses(self._values, self.process, self.processes, limit_s, self._orders, own, self._within)
 
     def end(self) -> None:
         """Its keys may go once no process uses it any more."""
         self._orders.end(self._name)
+
+    def leave(self) -> None:
+        """As the protocol says."""
+        self._values.set(f"{self._name}/{_LEFT}/{self.process}", b"1")
+        self.end()
 
     def is_over(self) -> bool:
         """As the protocol says."""
@@ -207,8 +226,10 @@ class ManyProcesses:
     def _meet(self, doing: str, moved: Moved | None, heard: Callable[[], object] = nothing) -> Meeting:
         self._met += 1
         folder = f"{self._name}/{self._met}"
-        limit_s = self._timeout_s
-        self._meeting = Meeting(self._values, folder, self.process, self.processes, doing, limit_s, moved, heard)
+        left = [f"{name}/{_LEFT}" for name in self._within]
+        self._meeting = Meeting(
+            self._values, folder, self.process, self.processes, doing, self._timeout_s, moved, heard, left
+        )
         return self._meeting
 
     def _held(self, meeting: Meeting, act: Callable[[], bytes]) -> bytes:

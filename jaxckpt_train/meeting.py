@@ -7,7 +7,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, OtherProcessError
@@ -43,6 +43,7 @@ class Meeting:
         timeout_s: seconds without a sign of life after which a process is not waited for any more.
         moved: gives another value whenever this process has got further; None: it is quick.
         heard: called whenever another one that is waited for has.
+        left: folders of the keys by which processes say that they have left what this meeting is part of.
 
     Attributes:
         folder: as given.
@@ -60,8 +61,9 @@ class Meeting:
         timeout_s: float,
         moved: Callable[[], object] | None,
         heard: Callable[[], object] = lambda: None,
+        left: Sequence[str] = (),
     ) -> None:
-        self.folder, self.is_over = folder, False
+        self.folder, self.is_over, self._left = folder, False, left
         self._values, self._process, self._processes = values, process, processes
         self._doing, self._timeout_s, self._moved, self._heard = doing, timeout_s, moved, heard
         least_s, most_s = processes / ASKING_PER_S, timeout_s / 8
@@ -117,11 +119,13 @@ class Meeting:
             if not silence.looks():
                 continue
             self._sign()
-            came = dict.fromkeys(self._given.look(), b"")
+            left = [number for folder in self._left for number in numbered(self._values.find(folder))]
+            came = dict.fromkeys(self._given.look(), b"")  # some may have come before they left
             if len(came) == self._processes - 1:
                 break  # one of them was lost right after it had given its value, and could not wake this process
             if silence.heard(numbered(self._values.find(f"{self.folder}/alive")) | came):
                 self._heard()
+            self._refuse_leavers(left, came)
             self._look(silence, came)
         found = self._given.look()
         self._raise_failure(found)
@@ -152,6 +156,11 @@ class Meeting:
         silence = self._silence_of((0,))
         while (said := self._values.get(f"{self.folder}/said", self._slice_s)) is None:
             if silence.looks():
+                if any(self._values.get(f"{folder}/0", 0) is not None for folder in self._left):
+                    said = self._values.get(f"{self.folder}/said", LOOK_S)  # it may have come before it left
+                    if said is not None:
+                        break
+                    self._refuse_leavers([0], ())
                 sign = self._values.get(f"{self.folder}/alive/0", LOOK_S)
                 if silence.heard({} if sign is None else {0: sign}):
                     self._heard()
@@ -190,6 +199,14 @@ class Meeting:
         if silence.is_to_tell():
             waited = [number for number in silence.numbers if number not in came]
             _log.warning("%s: waiting for %s (%.0f s)", self._doing, _listed(waited, self._processes), silence.waited_s)
+
+    def _refuse_leavers(self, left: Collection[int], came: Collection[int]) -> None:
+        missing = sorted({number for number in left if number not in came})
+        if missing:
+            raise OtherProcessError(
+                f"{self._doing}: {_listed(missing, self._processes)} will not come: it has closed what this is part of "
+                "(its CheckpointCallback, or StepManager), as happens at an error in its loop; look into the log there"
+            )
 
     def _refuse_lost(self, silence: _Silence, came: Mapping[int, bytes]) -> None:
         lost = silence.lost(came)

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.counted_values import CountedValues, ValuesOfProcess
 from jaxckpt_train import meeting as meeting_module
 from jaxckpt_train.coordinator import ManyProcesses
-from jaxckpt_train.errors import CheckpointTimeoutError, StorageError
+from jaxckpt_train.errors import CheckpointTimeoutError, OtherProcessError, StorageError
 from jaxckpt_train.given_values import PACK, SMALL_BYTES, GivenValues
 
 LIMIT_S = 60.0
@@ -153,6 +153,48 @@ def test_who_is_missing_among_many_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     in_all(PACK + 4, act, limit_s=0.5)
     assert len(messages) == PACK + 3
     assert all(f"process {PACK + 1} of {PACK + 4} did not come" in message for message in messages)
+
+
+@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_who_has_left_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, who: int, is_nested: bool) -> None:
+    monkeypatch.setattr(meeting_module, "PERIOD_S", 0.1)
+    monkeypatch.setattr(meeting_module, "SLICE_S", 0.05)
+    messages: list[str] = []
+
+    def act(job: ManyProcesses) -> None:
+        run = job.within("run")
+        save = run.within("save") if is_nested else run
+        run.exchange("beginning", lambda: b"")
+        if job.process == who:
+            run.leave()
+            return
+        with pytest.raises(OtherProcessError) as caught:
+            save.exchange("writing", lambda: b"")
+        messages.append(str(caught.value))
+
+    in_all(3, act)
+    assert len(messages) == 2
+    assert all(f"process {who} of 3 will not come" in message for message in messages), messages
+
+
+def test_what_was_said_is_heard_after_who_said_it_has_left() -> None:
+    values = CountedValues(waits=True)
+    orders = [ManyProcesses(values.of(number), number, 2, LIMIT_S).within("run") for number in range(2)]
+    assert orders[0].broadcast("telling", lambda: b"all") == b"all"
+    orders[0].leave()
+    assert orders[1].broadcast("telling", lambda: b"") == b"all"
+
+
+def test_what_is_left_keeps_nobody_from_what_is_begun_anew() -> None:
+    def act(job: ManyProcesses) -> None:
+        for _ in range(3):
+            run = job.within("run")
+            run.exchange("beginning", lambda: b"")
+            run.leave()
+
+    views = in_all(3, act)
+    assert not any("/run-1/" in key for key in views[0]._all.stored())
 
 
 @pytest.mark.parametrize(

@@ -376,9 +376,9 @@ class StepManager(StepListing):
             if waits:
                 self.wait()
         finally:  # who writes stays the owner: there is one after an interrupt
-            self._together.end()
-            close = functools.partial(self._run.close, longest_s, until)
-            call_after(self._in_flight.pending or self._in_flight.given_up, close)
+            last = self._in_flight.pending or self._in_flight.given_up
+            call_after(last, self._together.leave)
+            call_after(last, functools.partial(self._run.close, longest_s, until))
 
     def _check_open(self) -> None:
         if self._closed:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +13,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from jaxckpt_train.coordinator import Coordinator
-from jaxckpt_train.errors import OtherProcessError, StorageError
+from jaxckpt_train.errors import CheckpointError, OtherProcessError, StorageError
+from jaxckpt_train.pending import call_within
 from jaxckpt_train.steps.followed_run import FollowedRun, KnownRun, News, Newsroom
 from jaxckpt_train.steps.lock import LOCK_NAME, MAX_LOCK_BYTES
 from jaxckpt_train.steps.run_directory import RunDirectory
@@ -21,6 +24,7 @@ from jaxckpt_train.store.plain_files import read_or_none
 
 T = TypeVar("T")
 MOST_SHOWN = 300  # characters of a policy, in a message
+LEAVING_S = 2.0  # to tell the others; process 0, which takes it, may be stopped
 SEEN_WITHIN_S, LOOK_S = 10.0, 0.5  # a network file system shows what another machine has made some seconds later
 
 
@@ -76,10 +80,15 @@ class Together:
         """Say what each process decides alone, before the directory is taken: it must be the same in all."""
         self._decides = what
 
-    def end(self) -> None:
-        """Nothing more is done together."""
+    def leave(self) -> None:
+        """This process does nothing more together with the others, which are told if they wait for it."""
+
+        def leave(order: Coordinator) -> None:
+            with contextlib.suppress(CheckpointError):  # then they find out by themselves
+                order.leave()
+
         for order in self._order:
-            order.end()
+            call_within(functools.partial(leave, order), LEAVING_S)
 
     def led(self, doing: str, act: Callable[[], Any], moved: Callable[[], object] | None = None) -> Any:
         """What `act` gives in process 0, in all of them.

@@ -217,6 +217,32 @@ def test_a_disk_that_is_full_for_one_fails_the_step_in_all_and_the_next_one_succ
     assert jct.verify(run / "step-0000000003").ok
 
 
+def loop_that_one_leaves(directory: str, who: int) -> dict[str, Any]:
+    settings = jct.StoreSettings(barrier_timeout_s=24.0)
+    began, found, state = time.monotonic(), "", state_of(1)
+    try:
+        with jct.CheckpointCallback(directory, save_interval_steps=1, store=settings) as ckpt:
+            for step in range(1, 5):
+                if step == 3 and jax.process_index() == who:
+                    raise RuntimeError("an error of the loop's own")
+                ckpt(state, step=step)
+    except (RuntimeError, jct.CheckpointError) as error:
+        found = f"{type(error).__name__}: {error}"
+    with jct.StepManager(directory) as manager:
+        restored = manager.restore({"state": state_of(0)})
+        return {"error": found, "took_s": time.monotonic() - began, "step": manager.restored_step,
+                "right": is_state(restored["state"], 1)}  # fmt: skip
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_who_leaves_its_loop_is_not_waited_for(tmp_path: Path, job_of: JobOf, who: int) -> None:
+    for number, answer in enumerate(job_of(4, 1).call(loop_that_one_leaves, str(tmp_path / "run"), who)):
+        expected = "RuntimeError: an error" if number == who else f"OtherProcessError: .*process {who} of 4 will not"
+        assert re.match(expected, answer["error"]), answer
+        assert answer["took_s"] < 20.0
+        assert (answer["step"], answer["right"]) == (2, True)
+
+
 def wrong_set_up(directory: str, what: str) -> str:
     me = jax.process_index()
     if what == "other directory" and me == 1:
