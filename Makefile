@@ -1,6 +1,7 @@
 # Everything a contributor runs. A fresh clone needs only Python (3.11 or newer) and make.
 #   PYTHON  the interpreter that the environment is made with; not given: that of an existing environment, else python3
 #   VENV    where the environment lies
+#   TESTS   for `make test`: some of them, or more arguments of pytest
 VENV ?= .venv
 BIN := $(VENV)/bin
 ifeq ($(origin PYTHON), undefined)
@@ -39,7 +40,7 @@ demo: $(STAMP)  ## a training that is preempted again and again, compared with o
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)  ## all tests
-	$(PYTEST)
+	$(PYTEST) $(TESTS)
 
 test-quick: $(STAMP)  ## the tests without the slow ones
 	$(PYTEST) -m 'not slow'

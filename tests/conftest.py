@@ -40,6 +40,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="as many trials of each kind as a campaign has, not a few")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only a full run tries."""
+    if not config.getoption("full"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
 class RunPython(Protocol):
     """Runs Python in a process of its own, which sees this repository's package first."""
 

@@ -65,9 +65,9 @@ def is_waiting() -> bool:
         ([], "reading", signal.SIGSTOP),
         ([None, "x"], "moving", signal.SIGSTOP),
         ([], "moving", signal.SIGKILL),
-        pytest.param([], "moving", signal.SIGSTOP, marks=pytest.mark.slow),
-        pytest.param([], "reading", signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param([None, "x"], "moving", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param([], "moving", signal.SIGSTOP, marks=pytest.mark.full),
+        pytest.param([], "reading", signal.SIGKILL, marks=pytest.mark.full),
+        pytest.param([None, "x"], "moving", signal.SIGKILL, marks=pytest.mark.full),
     ],
 )
 def test_a_process_that_is_gone_is_named_in_time(tmp_path: Path, spec: list[Any], when: str, number: int) -> None:

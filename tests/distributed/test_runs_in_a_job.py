@@ -54,8 +54,17 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path, job_of: 
     assert answers[0]["seen"] == straight["seen"]
 
 
-@pytest.mark.parametrize("request_by", [{"signal": signal.SIGTERM}, {"signal": signal.SIGUSR1}, {"file": "leave"}])
-@pytest.mark.parametrize("process", [0, 2])
+@pytest.mark.parametrize(
+    ("request_by", "process"),
+    [
+        ({"signal": signal.SIGTERM}, 2),
+        ({"signal": signal.SIGUSR1}, 0),
+        ({"file": "leave"}, 2),
+        pytest.param({"signal": signal.SIGTERM}, 0, marks=pytest.mark.full),
+        pytest.param({"signal": signal.SIGUSR1}, 2, marks=pytest.mark.full),
+        pytest.param({"file": "leave"}, 0, marks=pytest.mark.full),
+    ],
+)
 def test_a_request_to_one_process_has_all_leave_at_one_step(
     tmp_path: Path, request_by: dict[str, Any], process: int
 ) -> None:
