@@ -15,7 +15,7 @@ import msgspec
 from benchmarks.counted_values import Asked, CountedValues, ValuesOfProcess, WaitsForever
 from benchmarks.process_figures import ResidentMeter
 from benchmarks.scale_layouts import ITEM_BYTES, LAYOUTS, PlannedState, planned_state
-from jaxckpt_train.coordinator import ManyProcesses
+from jaxckpt_train.jobs.coordinator import ManyProcesses
 from jaxckpt_train.store.boxes import Box, box_elements
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,

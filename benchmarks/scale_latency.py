@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.machine import ROOT
-from jaxckpt_train.coordinator import ManyProcesses
-from jaxckpt_train.given_values import GivenValues
+from jaxckpt_train.jobs.coordinator import ManyProcesses
+from jaxckpt_train.jobs.given_values import GivenValues
 from jaxckpt_train.multihost import JaxKeyValues
 
 SIZES = (16, 512, 32 << 10, 512 << 10, 4 << 20)

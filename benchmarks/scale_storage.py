@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.counted_values import Asked, CountedValues
 from jaxckpt_train.checkpointables.job_saving import JobSave
 from jaxckpt_train.checkpointables.saving import StagedPart
-from jaxckpt_train.coordinator import ManyProcesses
+from jaxckpt_train.jobs.coordinator import ManyProcesses
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend, Entry, Sink
 from jaxckpt_train.store.latch import Latch

@@ -29,7 +29,6 @@ from jaxckpt_train.checkpointables.saving import (
     wait_until_taken,
     write_parts,
 )
-from jaxckpt_train.coordinator import Coordinator
 from jaxckpt_train.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -38,6 +37,7 @@ from jaxckpt_train.errors import (
     StorageError,
     UnsupportedLeafError,
 )
+from jaxckpt_train.jobs.coordinator import Coordinator
 from jaxckpt_train.multihost import current
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings, checked_settings

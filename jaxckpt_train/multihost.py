@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from jaxckpt_train.coordinator import Coordinator, ManyProcesses, SingleProcess
 from jaxckpt_train.errors import CheckpointError
+from jaxckpt_train.jobs.coordinator import Coordinator, ManyProcesses, SingleProcess
 from jaxckpt_train.store.per_process import PerProcess
 
 

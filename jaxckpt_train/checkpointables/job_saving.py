@@ -24,8 +24,8 @@ from jaxckpt_train.checkpointables.saving import (
     undone_on_error,
     value_file,
 )
-from jaxckpt_train.coordinator import Coordinator
 from jaxckpt_train.errors import CheckpointError, OtherProcessError, StorageError
+from jaxckpt_train.jobs.coordinator import Coordinator
 from jaxckpt_train.pending import Movement
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.attempt import Attempt

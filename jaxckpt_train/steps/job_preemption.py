@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from jaxckpt_train.coordinator import Coordinator
+from jaxckpt_train.jobs.coordinator import Coordinator
 from jaxckpt_train.multihost import PreemptionService
 from jaxckpt_train.steps.ticks import Ticks
 

@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from jaxckpt_train.checkpoint import PathLike
-from jaxckpt_train.coordinator import Coordinator
 from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.jobs.coordinator import Coordinator
 from jaxckpt_train.multihost import PreemptionService
 from jaxckpt_train.pending import call_within
 from jaxckpt_train.steps.job_preemption import Agreement, Alone, ByExchange, ByService

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from jaxckpt_train.coordinator import Coordinator
 from jaxckpt_train.errors import CheckpointError, OtherProcessError, StorageError
+from jaxckpt_train.jobs.coordinator import Coordinator
 from jaxckpt_train.pending import call_within
 from jaxckpt_train.steps.followed_run import FollowedRun, KnownRun, News, Newsroom
 from jaxckpt_train.steps.lock import LOCK_NAME, MAX_LOCK_BYTES

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import msgspec
 
-from jaxckpt_train.coordinator import always
 from jaxckpt_train.errors import OtherProcessError
+from jaxckpt_train.jobs.coordinator import always
 from jaxckpt_train.store.read_repeats import Needs
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.tree.share_ways import Shared

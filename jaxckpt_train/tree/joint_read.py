@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxckpt_train.coordinator import Coordinator, always
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError
+from jaxckpt_train.jobs.coordinator import Coordinator, always
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Opener
 from jaxckpt_train.store.read_shares import Stream, read_shares, stored_bytes

@@ -8,7 +8,7 @@ from typing import Literal
 
 import jax
 
-from jaxckpt_train.coordinator import Coordinator
+from jaxckpt_train.jobs.coordinator import Coordinator
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.machine import machine_id
 from jaxckpt_train.store.manifest import ArrayRecord

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train.coordinator import MOST_LEFT, ManyProcesses
 from jaxckpt_train.errors import CheckpointError, OtherProcessError, StorageError
+from jaxckpt_train.jobs.coordinator import MOST_LEFT, ManyProcesses
 from jaxckpt_train.multihost import current
 from tests.distributed.conftest import JobOf
 from tests.distributed.job import running

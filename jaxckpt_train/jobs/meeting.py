@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, OtherProcessError
-from jaxckpt_train.given_values import GivenValues, numbered
-from jaxckpt_train.key_values import KeyValues
+from jaxckpt_train.jobs.given_values import GivenValues, numbered
+from jaxckpt_train.jobs.key_values import KeyValues
+from jaxckpt_train.jobs.silence import Silence
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.told_errors import decode_error, encode_error
@@ -22,7 +23,6 @@ SLICE_S = 1.0  # how soon an interrupt is seen, and a process that has been sile
 LOOK_S = 0.5  # that a look may take: one without a limit does not return while process 0, which answers, is stopped
 PERIOD_S = 10.0  # between two signs of life
 ASKING_PER_S = 1000  # how often the key-value store is asked in vain in a second, by so many that they must take turns
-TELL_S = 30.0
 MOST_SHOWN = 8
 MOST_LABEL_BYTES = 200
 _DONE, _FAILED = b"+", b"-"
@@ -180,8 +180,8 @@ class Meeting:
             )
         return value[size:]
 
-    def _silence_of(self, numbers: Sequence[int]) -> _Silence:
-        return _Silence(numbers, self._limit_s, self._period_s, self._slice_s if self._process else SLICE_S)
+    def _silence_of(self, numbers: Sequence[int]) -> Silence:
+        return Silence(numbers, self._limit_s, self._period_s, self._slice_s if self._process else SLICE_S)
 
     def _let_others_leave(self) -> None:
         """Wait a moment for those that still act: what they write is removed next."""
@@ -193,7 +193,7 @@ class Meeting:
                 self._values.get(f"{self.folder}/never", wait_s)
                 wait_s = min(2 * wait_s, SLICE_S) if self._processes > ASKING_PER_S else wait_s
 
-    def _look(self, silence: _Silence, came: Mapping[int, bytes]) -> None:
+    def _look(self, silence: Silence, came: Mapping[int, bytes]) -> None:
         """Tell of those that are waited for, or raise if one is silent for too long."""
         self._refuse_lost(silence, came)
         if silence.is_to_tell():
@@ -208,7 +208,7 @@ class Meeting:
                 "(its CheckpointCallback, or StepManager), as happens at an error in its loop; look into the log there"
             )
 
-    def _refuse_lost(self, silence: _Silence, came: Mapping[int, bytes]) -> None:
+    def _refuse_lost(self, silence: Silence, came: Mapping[int, bytes]) -> None:
         lost = silence.lost(came)
         if lost:
             raise self._lost_error(lost, came=any(number in silence.signs for number in lost))
@@ -294,7 +294,7 @@ class Meeting:
         except CheckpointError as error:  # a thread's edge; who waits for this process finds out
             _log.warning("%s: the other processes could not be told that this one goes on: %s", self._doing, error)
 
-    def _watch(self, silence: _Silence) -> None:
+    def _watch(self, silence: Silence) -> None:
         """Look for the others while this process acts: it may wait for one of them by other means."""
         if self._process:
             said = self._values.get(f"{self.folder}/said", LOOK_S)
@@ -308,54 +308,6 @@ class Meeting:
         came = dict.fromkeys(found, b"")
         silence.heard(numbered(self._values.find(f"{self.folder}/alive")) | came)
         self._refuse_lost(silence, came)
-
-
-class _Silence:
-    """How long processes have given no sign of life. Only time in which this one was awake counts.
-
-    Attributes:
-        numbers: of those that are waited for.
-        signs: the last one of each.
-        waited_s: for how long.
-    """
-
-    def __init__(self, numbers: Sequence[int], limit_s: float, period_s: float, slice_s: float) -> None:
-        self.numbers, self.signs, self.waited_s = numbers, dict[int, bytes](), 0.0
-        self._limit_s, self._period_s, self._slice_s = limit_s, period_s, slice_s
-        self._heard_at = dict.fromkeys(numbers, 0.0)
-        self._at, self._next_look_s, self._next_tell_s = time.monotonic(), period_s, min(TELL_S, limit_s / 4)
-
-    def looks(self) -> bool:
-        """Count the time since it was asked last; whether it is time to look for signs."""
-        now = time.monotonic()
-        self.waited_s += min(now - self._at, 2 * self._slice_s)
-        self._at = now
-        if self.waited_s < self._next_look_s:
-            return False
-        self._next_look_s = self.waited_s + self._period_s
-        return True
-
-    def heard(self, signs: Mapping[int, bytes]) -> bool:
-        """Take note of the signs that there are; whether there is a new one."""
-        new = [number for number, sign in signs.items() if self.signs.get(number) != sign]
-        for number in new:
-            self.signs[number], self._heard_at[number] = signs[number], self.waited_s
-        return bool(new)
-
-    def lost(self, came: Mapping[int, bytes]) -> list[int]:
-        """Those that are silent for too long, and have not come."""
-        return [
-            number
-            for number in self.numbers
-            if number not in came and self.waited_s - self._heard_at[number] >= self._limit_s
-        ]
-
-    def is_to_tell(self) -> bool:
-        """Whether it is time to say who is waited for."""
-        if self.waited_s < self._next_tell_s:
-            return False
-        self._next_tell_s = self.waited_s + TELL_S
-        return True
 
 
 def _listed(numbers: Sequence[int], processes: int) -> str:

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import msgspec
 
-from jaxckpt_train.key_values import KeyValues
-from jaxckpt_train.meeting import Meeting
+from jaxckpt_train.jobs.key_values import KeyValues
+from jaxckpt_train.jobs.meeting import Meeting
 
 Moved = Callable[[], object]
 BARRIER_TIMEOUT_S = 300.0

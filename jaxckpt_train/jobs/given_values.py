@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from jaxckpt_train.key_values import KeyValues
+from jaxckpt_train.jobs.key_values import KeyValues
 
 SMALL_BYTES = 512
 PACK = 32  # large values that are read at once: together they must stay below the 2 GiB of one answer
