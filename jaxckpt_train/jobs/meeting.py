@@ -21,6 +21,7 @@ from jaxckpt_train.told_errors import decode_error, encode_error
 LEAVING_S = 3.0
 SLICE_S = 1.0  # how soon an interrupt is seen, and a process that has been silent for too long
 LOOK_S = 0.5  # that a look may take: one without a limit does not return while process 0, which answers, is stopped
+GLANCE_S = 0.1  # likewise, where it may as well be seen at the next look
 PERIOD_S = 10.0  # between two signs of life
 ASKING_PER_S = 1000  # how often the key-value store is asked in vain in a second, by so many that they must take turns
 MOST_SHOWN = 8
@@ -156,7 +157,7 @@ class Meeting:
         silence = self._silence_of((0,))
         while (said := self._values.get(f"{self.folder}/said", self._slice_s)) is None:
             if silence.looks():
-                if any(self._values.get(f"{folder}/0", 0) is not None for folder in self._left):
+                if any(self._values.get(f"{folder}/0", GLANCE_S) is not None for folder in self._left):
                     said = self._values.get(f"{self.folder}/said", LOOK_S)  # it may have come before it left
                     if said is not None:
                         break
