@@ -186,6 +186,21 @@ def test_what_was_said_is_heard_after_who_said_it_has_left() -> None:
     assert orders[1].broadcast("telling", lambda: b"") == b"all"
 
 
+class NeverAnswers(ValuesOfProcess):
+    """Of a process whose process 0, which has the store, is stopped: what has no limit would not return."""
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        assert timeout_s > 0, key
+        return super().get(key, timeout_s)
+
+
+def test_no_look_waits_for_a_stopped_process_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_module, "SLICE_S", 0.05)
+    run = ManyProcesses(NeverAnswers(CountedValues(waits=True)), 1, 2, 0.5).within("run")
+    with pytest.raises(CheckpointTimeoutError, match="process 0 of 2 did not come"):
+        run.within("save").broadcast("telling", lambda: b"")
+
+
 def test_what_is_left_keeps_nobody_from_what_is_begun_anew() -> None:
     def act(job: ManyProcesses) -> None:
         for _ in range(3):
