@@ -185,7 +185,8 @@ def _check_processes(target: Any, data: Json, processes: int, saved: Saved) -> N
         IteratorStateError: it does not.
     """
     name, before, counts = saved.name, _counted(data), what_it_counts(target)
-    told = f"iterator {name!r}: saved by {data['processes']} processes, found {processes}"
+    several = "" if data["processes"] == 1 else "es"
+    told = f"iterator {name!r}: saved by {data['processes']} process{several}, found {processes}"
     same_number = f"restart with {data['processes']}, {_START_ANEW}"
     if saved.values > 1:
         raise IteratorStateError(

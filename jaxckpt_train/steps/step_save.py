@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.store.transaction import Committed, Transaction
 
+_log = logging.getLogger("jaxckpt_train")
 Clock = Callable[[], datetime.datetime]
 CALL_S = 10.0
 """By then the call that saves has ended, as all it waits for is written; unless an interrupt kept it from saying so."""
@@ -172,8 +174,14 @@ class StepSave:
 
         All that touches the disk is here, so that one that does not answer does not keep the loop.
         """
-        if not self._together.leads:
-            return self._follow()
+        try:
+            return self._lead() if self._together.leads else self._follow()
+        except BaseException as error:
+            if not self._is_committed:  # the loop is told at its next save, which it may never get to
+                _log.warning("saving step %d failed: %s: %s", self._step, type(error).__name__, error)
+            raise
+
+    def _lead(self) -> CheckpointMetadata:
         if self._job_save is None:
             with undone_on_error(None, self._parts):
                 self._check_owner()
