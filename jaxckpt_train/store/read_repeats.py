@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,6 +42,22 @@ class RepeatedReads:
         return found
 
 
+class _Common(NamedTuple):
+    """What a box has in common with each chunk.
+
+    Attributes:
+        elements: of the box.
+        low: of each chunk the lower edges of it, from the chunk's own lower ones on.
+        high: likewise the upper edges.
+        is_any: whether there is anything.
+    """
+
+    elements: int
+    low: np.ndarray
+    high: np.ndarray
+    is_any: np.ndarray
+
+
 class _Reads:
     """What is read of one array."""
 
@@ -61,36 +78,36 @@ class _Reads:
         """Bytes of all blocks that hold anything of these boxes."""
         if all(box in self._lengths for box in boxes):
             return sum(self._lengths[box] for box in boxes)
-        spans = [self._blocks(box) for box in boxes if box_elements(box)]
-        if not spans:
+        common = [self._common(box) for box in boxes if box_elements(box)]
+        if not common:
             return 0
+        spans = [self._blocks(each) for each in common]
         first = np.minimum.reduce([low for low, _ in spans])
         last = np.maximum.reduce([high for _, high in spans])
-        by_bands = self._by_bands & ~np.logical_or.reduce([self._lies_whole(box) for box in boxes])
-        holes = np.sum([self._holes(box) for box in boxes if box_elements(box)], axis=0) * by_bands
+        by_bands = self._by_bands & ~np.logical_or.reduce([self._lies_whole(each) for each in common])
+        holes = np.sum([self._holes(each) for each in common], axis=0) * by_bands
         one_by_one = np.sum([np.maximum(high - low, 0) for low, high in spans], axis=0) - holes
         return int(np.minimum(one_by_one, np.maximum(last - first, 0)).sum())
 
-    def _common(self, box: Box) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of each chunk the lower and upper edges, from its own lower ones on, of what a box has of it; whether any."""
+    def _common(self, box: Box) -> _Common:
         edges = np.array(box, np.int64).reshape(len(box), 2)
         low = np.maximum(self._edges[:, :, 0], edges[:, 0]) - self._edges[:, :, 0]
         high = np.minimum(self._edges[:, :, 1], edges[:, 1]) - self._edges[:, :, 0]
-        return low, high, np.all(low < high, axis=1)
+        return _Common(box_elements(box), low, high, np.all(low < high, axis=1))
 
-    def _lies_whole(self, box: Box) -> np.ndarray:
+    def _lies_whole(self, common: _Common) -> np.ndarray:
         """Of each chunk whether a box lies in it in one piece."""
-        low, high, is_common = self._common(box)
+        elements, low, high, is_common = common
         span = ((high - low - 1) * self._strides).sum(axis=1) + 1
-        is_whole: np.ndarray = is_common & (span == box_elements(box)) & (np.prod(high - low, axis=1) == span)
+        is_whole: np.ndarray = is_common & (span == elements) & (np.prod(high - low, axis=1) == span)
         return is_whole
 
-    def _holes(self, box: Box) -> np.ndarray:
+    def _holes(self, common: _Common) -> np.ndarray:
         """Of each chunk the bytes between its first and last block that are not read, as they hold nothing of a box.
 
         Only where one piece of the box ends a band or more before the next one begins: in few chunks, and alike there.
         """
-        low, high, is_common = self._common(box)
+        _, low, high, is_common = common
         spans = (high - low - 1) * self._strides
         behind = spans[:, ::-1].cumsum(axis=1)[:, ::-1] - spans + 1  # elements from the first to the last of a piece
         gaps = (self._strides - behind) * self._item[:, None]
@@ -119,9 +136,9 @@ class _Reads:
         last_bands = ((starts + behind[inner]) * item - 1) // self._band_bytes
         return int(np.maximum(first_bands[1:] - last_bands[:-1] - 1, 0).sum())
 
-    def _blocks(self, box: Box) -> tuple[np.ndarray, np.ndarray]:
+    def _blocks(self, common: _Common) -> tuple[np.ndarray, np.ndarray]:
         """Of each chunk the bytes from the first to the last block that hold anything of a box; none: from far on."""
-        low, high, is_common = self._common(box)
+        _, low, high, is_common = common
         first = (low * self._strides).sum(axis=1) * self._item
         last = (((high - 1) * self._strides).sum(axis=1) + 1) * self._item
         begin = first // self._block_bytes * self._block_bytes
