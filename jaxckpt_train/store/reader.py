@@ -33,6 +33,7 @@ LARGE_BYTES = 64 << 10
 # A reading thread waits for the disk about half of its time; the other half it touches fresh memory and digests.
 READS_PER_THREAD = 2
 Progress = Callable[[int], None]
+Into = Callable[[int], np.ndarray | None]
 
 
 class ReadBox(NamedTuple):
@@ -77,7 +78,9 @@ class _Reading:
         settings: StoreSettings,
         progress: Progress | None,
         budget: ReadBudget,
+        into: Into,
     ) -> None:
+        self._into = into
         self._manifest, self._settings, self._wanted = committed.manifest, settings, wanted
         self._digest = digest_function(self._manifest.digest) if settings.verify_on_load else None
         self._budget = budget
@@ -96,6 +99,9 @@ class _Reading:
 
     def _read_run(self, run: Run) -> list[ReadBox]:
         size = run.stop - run.start
+        given = self._given(run)
+        if given is not None:
+            return self._read_into(run, given)
         if run.is_destination and not run.passing:
             return self._read_into(run, self._arena.take(size))
         if run.is_parts:
@@ -113,6 +119,16 @@ class _Reading:
         except BaseException:
             self._budget.lift()  # the error's traceback keeps the memory, and others wait for it
             raise
+
+    def _given(self, run: Run) -> np.ndarray | None:
+        """Memory that the caller has for just what this run reads."""
+        read, size = run.reads[0], run.stop - run.start
+        if len(run.reads) > 1 or len(read.uses) > 1 or not read.uses[0].whole or read.start != run.start:
+            return None
+        memory = self._into(read.uses[0].wanted)
+        if memory is None or len(memory) < size or memory.ctypes.data % ALIGNMENT:
+            return None
+        return memory[:size]
 
     @contextlib.contextmanager
     def _counted(self, size: int) -> Iterator[None]:
@@ -204,7 +220,7 @@ class _Reading:
 
     def prepare(self, runs: Sequence[Run]) -> None:
         """Reserve the memory of all large results that stay in host memory in one piece."""
-        kept = [run for run in runs if not run.passing]
+        kept = [run for run in runs if not run.passing and self._given(run) is None]
         sizes = [run.stop - run.start for run in kept if run.is_destination]
         parts = {(use.wanted, use.box) for run in kept for read in run.reads for use in read.uses if not use.whole}
         for wanted, box in parts:
@@ -245,6 +261,7 @@ def iter_boxes(
     progress: Progress | None = None,
     budget: ReadBudget | None = None,
     gap_bytes: int | None = None,
+    into: Into = lambda wanted: None,
 ) -> Generator[ReadBox]:
     """Read boxes of arrays of one committed checkpoint, and hand out each box as soon as it is complete.
 
@@ -259,6 +276,8 @@ def iter_boxes(
             once a second; what it raises ends the load.
         budget: what the reading memory is counted in; None: one of its own, of the settings' size.
         gap_bytes: how much that is not wanted is read along rather than to read twice; None: as `plan_reads` has it.
+        into: memory for the only box of a wanted array, by its number: flat uint8, which is used if it lies at a page
+            boundary, has room for whole pages, and nothing else is read along. None: there is none.
 
     Yields:
         Every wanted box, in any order, as a writable, 64-byte aligned, row-major numpy array.
@@ -272,7 +291,7 @@ def iter_boxes(
     runs = plan_reads(committed.manifest, wanted, max(1, settings.read_budget_bytes // (2 * threads)), gap_bytes)
     sources = Sources(files, committed, settings, [run.segment for run in runs])
     budget = budget or ReadBudget(settings.read_budget_bytes)
-    reading = _Reading(sources, committed, wanted, settings, progress, budget)
+    reading = _Reading(sources, committed, wanted, settings, progress, budget, into)
     try:
         yield from _empty_boxes(wanted)
         reading.prepare(runs)

@@ -15,11 +15,13 @@ from jaxckpt_train.store.backend import Opener
 from jaxckpt_train.store.read_shares import Stream, read_shares, stored_bytes
 from jaxckpt_train.store.reader import Progress, ReadBox
 from jaxckpt_train.store.share_feed import ShareFeed
+from jaxckpt_train.store.share_parts import Assembly
 from jaxckpt_train.store.staging import aligned_buffer
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.tree.job_agreement import agree
 from jaxckpt_train.tree.job_needs import holds_nearly_all, in_order_of_needs
 from jaxckpt_train.tree.job_transfer import LEAST_ROW_BYTES, JobTransfer, Moving
+from jaxckpt_train.tree.near_windows import NearWindows
 from jaxckpt_train.tree.share_ways import Exchange, Gathering, Shared, longest_rows
 
 LEAST_WINDOW_BYTES = 16 * LEAST_ROW_BYTES
@@ -41,6 +43,7 @@ class JointRead:
         subject: what is loaded, for messages.
         settings: threads, budget, verification, how long another process is waited for.
         progress: told of the bytes that this process reads.
+        memory: of each process, where all run on one machine and see it; None: they move what they read over devices.
     """
 
     def __init__(
@@ -51,7 +54,9 @@ class JointRead:
         subject: str,
         settings: StoreSettings,
         progress: Progress | None,
+        memory: Sequence[np.ndarray] | None = None,
     ) -> None:
+        self._memory = memory
         self._job, self._files, self._committed, self._subject = job, files, committed, subject
         self._settings, self._told_progress = settings, progress
         self._budget_bytes = settings.read_budget_bytes
@@ -71,12 +76,39 @@ class JointRead:
             OtherProcessError: another process loads something else.
         """
         self._budget_bytes = agree(self._together, self._committed, shared, self._budget_bytes)
+        if self._memory is not None:
+            self._look_at_each_other(shared, self._memory, take)
+        else:
+            self._move_all(shared, take)
+        self._together(f"loading {self._subject}", functools.partial(rest, self._progress))
+
+    def _look_at_each_other(
+        self, shared: Sequence[Shared], memory: Sequence[np.ndarray], take: Callable[[ReadBox], None]
+    ) -> None:
+        arrays, processes, process = [each.array for each in shared], self._job.processes, self._job.process
+        streams = read_shares(arrays, processes, self._block_bytes, lambda _: range(processes))
+        way, feed = NearWindows(shared, streams, memory, process), self._feed(shared, streams[process])
+        for number in range(way.windows + 1):
+            self._together(f"loading {self._subject}", functools.partial(self._fill_and_look, way, feed, number))
+            self._hand_over(way.assembly, shared, take)
+
+    def _fill_and_look(self, way: NearWindows, feed: ShareFeed, number: int) -> None:
+        """Read the next window, and take meanwhile what is needed of the last one, which all have read."""
+        look = functools.partial(way.look, number - 1, self._sign) if number else _nothing
+        if number < way.windows:
+            feed.fill(way.own(number), *way.window(number), look)
+        else:
+            look()
+
+    def _sign(self) -> None:
+        self._signs += 1
+
+    def _move_all(self, shared: Sequence[Shared], take: Callable[[ReadBox], None]) -> None:
         to_all = [each for each in shared if self._goes_to_all(each)]
         to_some = [each for each in shared if not self._goes_to_all(each)]
         for chosen, prepare in ((to_all, self._gathering), (to_some, self._exchange)):
             if chosen:
                 self._move(chosen, *prepare(chosen), take)
-        self._together(f"loading {self._subject}", functools.partial(rest, self._progress))
 
     def _goes_to_all(self, each: Shared) -> bool:
         needed = LEAST_NEED_BYTES * self._job.processes
@@ -134,11 +166,14 @@ class JointRead:
             if landed is not None:
                 way.land(number - 1, landed.rows())
             del landed
-            while way.assembly.completed:
-                box = way.assembly.completed.pop()
-                each = shared[box.wanted]
-                take(ReadBox(each.number, each.numbers[box.box], box.data))
-                del box
+            self._hand_over(way.assembly, shared, take)
+
+    def _hand_over(self, assembly: Assembly, shared: Sequence[Shared], take: Callable[[ReadBox], None]) -> None:
+        while assembly.completed:
+            box = assembly.completed.pop()
+            each = shared[box.wanted]
+            take(ReadBox(each.number, each.numbers[box.box], box.data))
+            del box
 
     def _read(self, way: Way, feed: ShareFeed, number: int, flying: Moving | None) -> np.ndarray | None:
         """The next window of this process, once all have theirs, and the transfer of the last one is over."""
@@ -203,6 +238,10 @@ class _Once:
 
     def __call__(self) -> bytes:
         return self._acts.pop()() or b""
+
+
+def _nothing() -> None:
+    pass
 
 
 def _longest(values: Sequence[bytes]) -> bytes:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
+import numpy as np
 
 from jaxckpt_train.jobs.coordinator import Coordinator
+from jaxckpt_train.jobs.neighbours import Neighbours, neighbours
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.machine import machine_id
 from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.store.read_repeats import RepeatedReads
 from jaxckpt_train.store.read_shares import stored_bytes
 from jaxckpt_train.tree.host_values import spans_processes
 from jaxckpt_train.tree.job_needs import JobNeeds
+from jaxckpt_train.tree.near_windows import memory_bytes
 from jaxckpt_train.tree.placement import Placement
 from jaxckpt_train.tree.share_ways import Shared
 
@@ -23,6 +25,20 @@ NOTICEABLE = 50
 """What would be read again is worth a transfer from a fiftieth of all on."""
 WORTH_BYTES = 64 << 20
 """And from so many bytes on: less comes from most storages before the first transfer has begun."""
+
+
+class ReadTogether(NamedTuple):
+    """How the processes of a job read what several of them need.
+
+    Attributes:
+        shared: the arrays of which each reads a share.
+        cached: numbers of those that each reads for itself, but through the page cache of their machine.
+        memory: of each process, through which shares go from one to the others; None: they go over devices.
+    """
+
+    shared: Sequence[Shared]
+    cached: Sequence[int]
+    memory: Sequence[np.ndarray] | None
 
 
 class JobLoads:
@@ -51,14 +67,9 @@ class JobLoads:
         if self._job is not None and self._order is None and any(map(spans_processes, shardings)):
             self._order = self._job.within("load", self._settings.barrier_timeout_s)
 
-    def are_on_one_machine(self) -> bool:
-        """Whether all processes run on one machine."""
-
-        def compare(machines: Sequence[bytes]) -> bytes:
-            return b"!" if machines[0] and len(set(machines)) == 1 else b""
-
-        doing = "asking on which machines the processes of this job are"
-        return self.order.exchange(doing, lambda: machine_id().encode(), compare) == b"!"
+    def neighbours(self) -> Neighbours:
+        """Whether all processes run on one machine, and see each other's memory there; each time it is other memory."""
+        return neighbours(self.order, memory_bytes(self._settings.read_budget_bytes))
 
     @property
     def order(self) -> Coordinator:
@@ -96,24 +107,21 @@ def read_together(
     read_once: bool | Literal["auto"],
     loads: JobLoads,
     block_bytes: int,
-) -> tuple[list[Shared], list[int]]:
+) -> ReadTogether:
     """Those of which the processes would otherwise read bytes that another one reads, too.
 
-    It follows from the checkpoint and the shardings, so that all processes come to the same result. Only where "auto"
-    finds it worth it they ask each other whether they all run on one machine: what one of them has read there is in
-    memory, and comes to the others sooner than over any network.
+    It follows from the checkpoint and the shardings, so that all processes come to the same result. Only where there
+    are any they ask each other whether they all run on one machine: what one of them has read there is in memory, and
+    comes to the others sooner than over any network.
 
     Args:
         arrays: of the load, each with the place where it goes.
         read_once: False: none; "auto": none unless it is worth it.
         loads: of the job.
         block_bytes: of the checkpoint.
-
-    Returns:
-        These; and the numbers of those that each reads for itself, but through the page cache of their machine.
     """
     if read_once is False or loads.processes == 1:
-        return [], []
+        return ReadTogether([], [], None)
     needs, reads = JobNeeds(loads.processes), RepeatedReads(block_bytes)
     found, stored, repeated = list[Shared](), 0, 0
     for number, (array, place) in enumerate(arrays):
@@ -127,9 +135,10 @@ def read_together(
         if again * NOTICEABLE > size or (read_once is True and again > 0):
             numbers = [place.boxes.index(box) for box in of_each[loads.process]]
             found.append(Shared(number, array, of_each, numbers))
-    if read_once is True:
-        return found, []
     is_worth_it = repeated >= WORTH_BYTES and repeated * NOTICEABLE >= stored
-    if not is_worth_it:
-        return [], []
-    return ([], [each.number for each in found]) if loads.are_on_one_machine() else (found, [])
+    if not found or not (read_once is True or is_worth_it):
+        return ReadTogether([], [], None)
+    are_near, memory = loads.neighbours()
+    if are_near and memory is None and read_once == "auto":
+        return ReadTogether([], [each.number for each in found], None)
+    return ReadTogether(found, [], memory)

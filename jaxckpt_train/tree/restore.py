@@ -49,9 +49,8 @@ from jaxckpt_train.tree.mismatch import (
 from jaxckpt_train.tree.paths import ROOT
 from jaxckpt_train.tree.patterns import Only, leaf_filter, suggestion
 from jaxckpt_train.tree.placement import Placement, default_platform, device_placement, host_placement
-from jaxckpt_train.tree.read_once import JobLoads, read_together
+from jaxckpt_train.tree.read_once import JobLoads, ReadTogether, read_together
 from jaxckpt_train.tree.rebuild import rebuild
-from jaxckpt_train.tree.share_ways import Shared
 from jaxckpt_train.tree.target import Want, concrete_sharding, wanted
 from jaxckpt_train.value_checks import flag
 
@@ -301,14 +300,14 @@ class TreeRestore:
         ]
         budget = ReadBudget(self._settings.read_budget_bytes)
         arrivals = Arrivals(destinations, values, budget)
-        shared, cached = self._shared(destinations, loads)
+        shared, cached, memory = self._shared(destinations, loads)
         left = sorted(set(range(len(requests))) - {each.number for each in shared} - {*cached})
         # No function that refers to these: it would stay with the frames of an error, and all that is loaded with it.
         read_alone = functools.partial(self._read_alone, requests, cached, left, arrivals, budget)
         if not shared:
             read_alone(progress)
             return
-        joint = JointRead(loads.order, self._files, self._committed, self._subject, self._settings, progress)
+        joint = JointRead(loads.order, self._files, self._committed, self._subject, self._settings, progress, memory)
         joint.run(shared, arrivals.take, read_alone)
 
     def _read_alone(
@@ -334,7 +333,7 @@ class TreeRestore:
                     del data  # the next box may wait for its memory
         arrivals.finish()
 
-    def _shared(self, destinations: Sequence[Destination], loads: JobLoads) -> tuple[list[Shared], list[int]]:
+    def _shared(self, destinations: Sequence[Destination], loads: JobLoads) -> ReadTogether:
         """The arrays that the processes of the job read once together, or through one page cache."""
         places = [(self._arrays[each.name], each.placement) for each in destinations]
         block_bytes = self._committed.manifest.block_bytes
