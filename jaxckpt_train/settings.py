@@ -79,11 +79,12 @@ class StoreSettings:
             the neighbours of a step that was set aside, those saved right before and after it, are still read once
             where the restore has not compared all of them, at most 64 MiB a second.
         read_once: in a job of several processes, how a load onto arrays that span them reads what several of them need.
-            True: each reads a share of its own, and the shares go from process to process over the devices, at most
-            `read_budget_bytes` at a time; all processes load the same together. False: each reads all that it needs
-            itself, and none waits for another. "auto": as True where the job would else read noticeably more than the
-            checkpoint has (a fiftieth of it, and 64 MiB), unless all run on one machine: there each reads through
-            the page cache, which has what another one has read.
+            True: each reads a share of its own, and all processes load the same together. If all run on one machine
+            they look at each other's shares in memory, else these go from process to process over the devices; at most
+            `read_budget_bytes` at a time. False: each reads all that it needs itself, and none waits for another.
+            "auto": as True where the job would else read noticeably more than the checkpoint has (a fiftieth of it,
+            and 64 MiB); on one machine whose processes do not see each other's memory, as in containers, each reads
+            through the page cache, which has what another one has read.
         barrier_timeout_s: in a job of several processes, seconds after which another process is not waited for any
             more that has not got any further, or is gone; the save or load fails in all of them then.
         colocated: whether the hosts of the devices save and load the arrays there, through JAX's Colocated Python, and

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt_train as jct
+from jaxckpt_train.jobs import neighbours
 from tests.distributed.arrays import sharding_of
 
 Spec = list[Any]
 Arrays = dict[str, tuple[list[int], str]]
+
+
+@contextlib.contextmanager
+def apart(*, is_apart: bool = True) -> Iterator[None]:
+    """Within, each process takes itself to be on a machine of its own, if `is_apart`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if is_apart:
+            patch.setattr(neighbours, "machine_id", lambda: f"machine {jax.process_index()}")
+        yield
 
 
 class Count:
@@ -61,6 +74,16 @@ def load_counted(
     loaded = jct.load(path, target_of(arrays, specs, mesh), settings=settings, progress=count)
     wrong = [name for name, each in arrays.items() if check and not holds(loaded[name], patterned(*each))]
     return {"wrong": wrong, "bytes": count.bytes}
+
+
+def load_counted_apart(*arguments: Any) -> dict[str, Any]:
+    """As `load_counted`, in processes that take themselves to be on machines of their own."""
+    with apart():
+        return load_counted(*arguments)
+
+
+WAYS = [load_counted, load_counted_apart]
+"""Through memory that all see, and over devices."""
 
 
 def target_of(arrays: Arrays, specs: dict[str, Spec], mesh: list[int] | Mesh) -> dict[str, jax.ShapeDtypeStruct]:

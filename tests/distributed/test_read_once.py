@@ -12,12 +12,24 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train.jobs import neighbours
 from jaxckpt_train.store.dtypes import DTYPES
-from jaxckpt_train.tree import read_once
 from jaxckpt_train.tree.job_transfer import JobTransfer, Moving
 from tests.distributed.arrays import global_array, sharding_of
 from tests.distributed.conftest import JobOf
-from tests.distributed.once import Arrays, Count, devices_in, holds, load_counted, patterned, save_alone, target_of
+from tests.distributed.once import (
+    WAYS,
+    Arrays,
+    Count,
+    apart,
+    devices_in,
+    holds,
+    load_counted,
+    load_counted_apart,
+    patterned,
+    save_alone,
+    target_of,
+)
 
 MIB = 1 << 20
 ARRAYS: Arrays = {
@@ -57,20 +69,22 @@ def check(answers: list[dict[str, Any]], size: int) -> None:
     assert sum(answer["bytes"] for answer in answers) <= 1.02 * size
 
 
+@pytest.mark.parametrize("load", WAYS)
 @pytest.mark.parametrize("specs", [SPECS, OTHER_SPECS], ids=["specs", "others"])
 @pytest.mark.parametrize(("processes", "devices", "mesh"), [(4, 1, [2, 2]), (4, 2, [4, 2]), (2, 4, [2, 4])])
 def test_every_byte_is_read_once_and_comes_where_it_belongs(
-    whole: Path, job_of: JobOf, processes: int, devices: int, mesh: list[int], specs: dict[str, list[Any]]
+    whole: Path, job_of: JobOf, processes: int, devices: int, mesh: list[int], specs: dict[str, list[Any]], load: Any
 ) -> None:
-    answers = job_of(processes, devices).call(load_counted, str(whole), mesh, specs, ARRAYS, True)
+    answers = job_of(processes, devices).call(load, str(whole), mesh, specs, ARRAYS, True)
     check(answers, size_of(ARRAYS))
     most = max(answer["bytes"] for answer in answers)
     assert most <= size_of(ARRAYS) / processes + 2 * 4 * MIB  # shares differ by blocks
 
 
+@pytest.mark.parametrize("load", WAYS)
 @pytest.mark.parametrize("budget", [1, 6])
-def test_a_small_budget_makes_more_and_smaller_steps(whole: Path, job_of: JobOf, budget: int) -> None:
-    answers = job_of(4, 1).call(load_counted, str(whole), [2, 2], SPECS, ARRAYS, True, budget * MIB)
+def test_a_small_budget_makes_more_and_smaller_steps(whole: Path, job_of: JobOf, budget: int, load: Any) -> None:
+    answers = job_of(4, 1).call(load, str(whole), [2, 2], SPECS, ARRAYS, True, budget * MIB)
     check(answers, size_of(ARRAYS))
 
 
@@ -106,10 +120,11 @@ CUTS: list[dict[str, list[Any]]] = [
 ]
 
 
-def load_cut(path: str, mesh: list[int], specs: dict[str, list[Any]]) -> dict[str, Any]:
+def load_cut(path: str, mesh: list[int], specs: dict[str, list[Any]], is_apart: bool) -> dict[str, Any]:
     count = Count()
     settings = jct.StoreSettings(read_once=True, read_budget_bytes=8 * MIB)
-    loaded = jct.load(path, target_of(CUT, specs, mesh), settings=settings, progress=count)
+    with apart(is_apart=is_apart):
+        loaded = jct.load(path, target_of(CUT, specs, mesh), settings=settings, progress=count)
     right = {name: np.arange(math.prod(shape), dtype=np.int32).reshape(shape) for name, (shape, _) in CUT.items()}
     return {"wrong": [name for name in CUT if not holds(loaded[name], right[name])], "bytes": count.bytes}
 
@@ -118,9 +133,10 @@ def load_cut(path: str, mesh: list[int], specs: dict[str, list[Any]]) -> dict[st
 @pytest.mark.parametrize("loaded", [0, 1, 2])
 def test_any_cut_to_any_other(tmp_path: Path, job_of: JobOf, saved: int, loaded: int) -> None:
     job_of(4, 1).call(save_cut, str(tmp_path / "c"), CUTS[saved])
-    for processes, devices in ((4, 1), (2, 4)):
+    for processes, devices, is_apart in ((4, 1, False), (4, 1, True), (2, 4, True)):
         mesh = [2, processes * devices // 2]
-        check(job_of(processes, devices).call(load_cut, str(tmp_path / "c"), mesh, CUTS[loaded]), size_of(CUT))
+        answers = job_of(processes, devices).call(load_cut, str(tmp_path / "c"), mesh, CUTS[loaded], is_apart)
+        check(answers, size_of(CUT))
 
 
 def load_scrambled(path: str, order: list[int], mesh: list[int], specs: dict[str, list[Any]]) -> dict[str, Any]:
@@ -147,13 +163,14 @@ def test_some_devices_in_any_order(whole: Path, job_of: JobOf, order: list[int],
     ]
 
 
-def test_every_dtype(tmp_path: Path, job_of: JobOf) -> None:
+@pytest.mark.parametrize("load", WAYS)
+def test_every_dtype(tmp_path: Path, job_of: JobOf, load: Any) -> None:
     kinds: Arrays = {name: ([64, 520], name) for name in jax_kinds()}
     assert {"bfloat16", "float8_e4m3fn", "int4", "bool", "uint8", "float16", "complex64"} <= set(kinds)
     save_alone(str(tmp_path / "c"), kinds)
     for spec in ([], [None, "x"], ["y", "x"]):
         specs = {name: list[Any](spec) for name in kinds}
-        answers = job_of(4, 1).call(load_counted, str(tmp_path / "c"), [2, 2], specs, kinds, True, 8 * MIB)
+        answers = job_of(4, 1).call(load, str(tmp_path / "c"), [2, 2], specs, kinds, True, 8 * MIB)
         check(answers, size_of(kinds))
 
 
@@ -235,7 +252,7 @@ def test_everything_else_of_a_load_works_as_before(tmp_path: Path, job_of: JobOf
     assert answers[1][1].endswith(values.T[:, 16:32].tobytes().hex())
 
 
-def load_and_watch(path: str, arrays: Arrays, budget: int, times: int) -> list[dict[str, Any]]:
+def load_and_watch(path: str, arrays: Arrays, budget: int, times: int, is_apart: bool) -> list[dict[str, Any]]:
     """How many programs each load compiles and transfers it makes, and its memory beyond what there was before."""
     compiled, moved = list[str](), list[int]()
     jax.monitoring.register_event_duration_secs_listener(
@@ -253,7 +270,7 @@ def load_and_watch(path: str, arrays: Arrays, budget: int, times: int) -> list[d
         moved.clear()
         Path("/proc/self/clear_refs").write_text("5")  # the most memory in use so far is that of now
         before = in_use("VmRSS")
-        with pytest.MonkeyPatch.context() as patch:
+        with apart(is_apart=is_apart), pytest.MonkeyPatch.context() as patch:
             patch.setattr(JobTransfer, "gather", counted)
             answers.append(load_counted(path, [4], {name: [] for name in arrays}, arrays, True, budget, check=False))
         answers[-1].update(compiled=len(compiled), moved=len(moved), more=in_use("VmHWM") - before)
@@ -268,29 +285,20 @@ def in_use(name: str) -> int:
 def test_many_small_arrays_go_together(tmp_path: Path, job_of: JobOf) -> None:
     small: Arrays = {f"{number:04}": ([17, 30 + number % 5], "float32") for number in range(1001)}
     save_alone(str(tmp_path / "c"), small)
-    for answers in job_of(4, 1).call(load_and_watch, str(tmp_path / "c"), small, 64 * MIB, 2):
+    for answers in job_of(4, 1).call(load_and_watch, str(tmp_path / "c"), small, 64 * MIB, 2, True):
         assert answers[0]["compiled"] <= 8
         assert answers[1]["compiled"] <= 1
         assert answers[1]["moved"] == 1
         assert answers[1]["bytes"] <= 0.3 * size_of(small)
 
 
-def test_a_load_keeps_to_its_budget(tmp_path: Path, job_of: JobOf) -> None:
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_a_load_keeps_to_its_budget(tmp_path: Path, job_of: JobOf, is_apart: bool) -> None:
     large: Arrays = {f"{number}": ([6, 1024, 1024], "float32") for number in range(4)}
     save_alone(str(tmp_path / "c"), large)
-    for answers in job_of(4, 1).call(load_and_watch, str(tmp_path / "c"), large, 16 * MIB, 2):
-        assert 4 < answers[1]["moved"] < 40
+    for answers in job_of(4, 1).call(load_and_watch, str(tmp_path / "c"), large, 16 * MIB, 2, is_apart):
+        assert 4 < answers[1]["moved"] < 40 if is_apart else answers[1]["moved"] == 0
         assert answers[1]["more"] <= size_of(large) + 16 * MIB + 16 * MIB
-
-
-def load_counted_apart(*arguments: Any) -> dict[str, Any]:
-    """As `load_counted`, in processes that take themselves to be on machines of their own."""
-    here = read_once.machine_id
-    read_once.machine_id = lambda: f"machine {jax.process_index()}"
-    try:
-        return load_counted(*arguments)
-    finally:
-        read_once.machine_id = here
 
 
 def test_auto_moves_what_is_worth_it(tmp_path: Path, job_of: JobOf) -> None:
@@ -312,8 +320,24 @@ def test_auto_moves_what_is_worth_it(tmp_path: Path, job_of: JobOf) -> None:
     assert sum(answer["bytes"] for answer in answers) == 4 * size_of(only)
 
 
-def test_auto_reads_through_the_page_cache_of_one_machine(tmp_path: Path, job_of: JobOf) -> None:
+def load_without_sight(path: str, specs: dict[str, list[Any]], arrays: Arrays, who: int) -> dict[str, Any]:
+    """As `load_counted`; process `who` sees no memory of others, as in a container that is shut off."""
+
+    def refuse(address: bytes) -> np.ndarray:
+        raise PermissionError(1, "not from here")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if jax.process_index() == who:
+            patch.setattr(neighbours, "seen", refuse)
+        return load_counted(path, [4], specs, arrays, "auto")
+
+
+def test_auto_reads_once_on_one_machine_and_through_its_page_cache_where_memory_is_not_seen(
+    tmp_path: Path, job_of: JobOf
+) -> None:
     arrays: Arrays = {"large": ([32, 1024, 1024], "uint8")}
     save_alone(str(tmp_path / "c"), arrays)
-    answers = job_of(4, 1).call(load_counted, str(tmp_path / "c"), [4], {"large": []}, arrays, "auto")
+    job = job_of(4, 1)
+    check(job.call(load_counted, str(tmp_path / "c"), [4], {"large": []}, arrays, "auto"), size_of(arrays))
+    answers = job.call(load_without_sight, str(tmp_path / "c"), {"large": []}, arrays, 2)
     assert [(answer["wrong"], answer["bytes"]) for answer in answers] == [([], size_of(arrays))] * 4

@@ -23,7 +23,7 @@ from jaxckpt_train.tree.arrivals import Arrivals
 from tests.distributed.arrays import digest_of
 from tests.distributed.conftest import JobOf
 from tests.distributed.job import running
-from tests.distributed.once import Arrays, save_alone, target_of
+from tests.distributed.once import Arrays, apart, save_alone, target_of
 
 LIMIT_S = 3.0
 ARRAYS: Arrays = {"a": ([3072, 1024], "float32"), "b": ([2048, 3072], "float32"), "c": ([700], "float32")}
@@ -48,11 +48,14 @@ def load_until(path: str, spec: list[Any], who: int, when: str, number: int) -> 
     """Process `who` sends itself a signal while it reads, or while it waits for what others have read."""
 
     def progress(done: int) -> None:
-        if jax.process_index() == who and when == ("reading" if done else "moving" if is_waiting() else ""):
+        if jax.process_index() == who and when in (
+            ("reading", "looking") if done else ("moving",) if is_waiting() else ()
+        ):
             Path(path, "at").write_text(str(time.monotonic()))
             os.kill(os.getpid(), number)
 
-    return loaded_or_error(path, spec, progress)
+    with apart(is_apart=when != "looking"):
+        return loaded_or_error(path, spec, progress)
 
 
 def is_waiting() -> bool:
@@ -65,6 +68,8 @@ def is_waiting() -> bool:
         ([], "reading", signal.SIGSTOP),
         ([None, "x"], "moving", signal.SIGSTOP),
         ([], "moving", signal.SIGKILL),
+        ([None, "x"], "looking", signal.SIGKILL),
+        pytest.param([], "looking", signal.SIGSTOP, marks=pytest.mark.full),
         pytest.param([], "moving", signal.SIGSTOP, marks=pytest.mark.full),
         pytest.param([], "reading", signal.SIGKILL, marks=pytest.mark.full),
         pytest.param([None, "x"], "moving", signal.SIGKILL, marks=pytest.mark.full),
