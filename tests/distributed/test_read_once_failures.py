@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import signal
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests.distributed.job import running
 from tests.distributed.once import Arrays, apart, save_alone, target_of
 
 LIMIT_S = 3.0
+_once = threading.Lock()
 ARRAYS: Arrays = {"a": ([3072, 1024], "float32"), "b": ([2048, 3072], "float32"), "c": ([700], "float32")}
 
 
