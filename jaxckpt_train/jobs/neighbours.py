@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from jaxckpt_train.jobs.coordinator import Coordinator
+from jaxckpt_train.jobs.near_memory import NearMemory
 from jaxckpt_train.store.machine import machine_id
-from jaxckpt_train.store.shared_memory import SharedMemory, seen
 
 _FAR = b""
 _BLIND = b"!"
@@ -22,12 +21,12 @@ class Neighbours(NamedTuple):
 
     Attributes:
         are_near: whether all run on one machine.
-        memory: of each process in order, as this one sees it: flat uint8, of which it may write into its own. None: not
-            all see that of all others, as from containers that are shut off from each other.
+        memory: in which they see each other. None: not all see that of all others, as from containers that are shut off
+            from each other.
     """
 
     are_near: bool
-    memory: Sequence[np.ndarray] | None
+    memory: NearMemory | None
 
 
 class _Here(msgspec.Struct, array_like=True):
@@ -36,36 +35,39 @@ class _Here(msgspec.Struct, array_like=True):
 
 
 def neighbours(order: Coordinator, size: int) -> Neighbours:
-    """What they are; all of them ask, each for memory of `size` bytes of its own.
+    """What they are; all of them ask, each for memory of `size` bytes of its own. Whoever gets some closes it.
 
     Raises:
         As `Coordinator.exchange`.
     """
-    own: SharedMemory | None = None
-    with contextlib.suppress(OSError):
-        own = SharedMemory(size)
-    try:
-        here = _Here(machine_id(), b"" if own is None else own.address)
-        doing = "asking on which machines the processes of this job are"
-        told = order.exchange(doing, lambda: msgspec.msgpack.encode(here), _on_one_machine)
-        if told == _FAR:
-            return Neighbours(False, None)
-        addresses = msgspec.msgpack.decode(told, type=list[bytes])
-        if own is None or not all(addresses):
-            return Neighbours(True, None)
-        memory = list[np.ndarray]()
+    with contextlib.ExitStack() as unless_joined:
+        own: NearMemory | None = None
+        with contextlib.suppress(OSError):
+            own = NearMemory(size)
+            unless_joined.callback(own.close)
+        with contextlib.ExitStack() as hidden:
+            if own is not None:
+                hidden.callback(own.hide)
+            here = _Here(machine_id(), b"" if own is None else own.address)
+            doing = "asking on which machines the processes of this job are"
+            told = order.exchange(doing, lambda: msgspec.msgpack.encode(here), _on_one_machine)
+            if told == _FAR:
+                return Neighbours(False, None)
+            addresses = msgspec.msgpack.decode(told, type=list[bytes])
+            if own is None or not all(addresses):
+                return Neighbours(True, None)
 
-        def look() -> bytes:
-            with contextlib.suppress(OSError):
-                for process, address in enumerate(addresses):
-                    memory.append(own.data if process == order.process else seen(address))
-            return b"" if len(memory) == order.processes else _BLIND
+            def look() -> bytes:
+                try:
+                    own.join(addresses, order.process)
+                except OSError:
+                    return _BLIND
+                return b""
 
-        blind = order.exchange("looking at the memory of the processes of this job", look, b"".join)
-        return Neighbours(True, None if blind else memory)
-    finally:
-        if own is not None:
-            own.hide()
+            if order.exchange("looking at the memory of the processes of this job", look, b"".join):
+                return Neighbours(True, None)
+        unless_joined.pop_all()
+        return Neighbours(True, own)
 
 
 def _on_one_machine(told: Sequence[bytes]) -> bytes:

@@ -27,12 +27,16 @@ class Question(Generic[T]):
     Args:
         ask: asks it.
         undo: what is done about an answer that comes when nobody waits for it any more.
+        then: called once it is answered, from any thread.
     """
 
     def __init__(
-        self, ask: Callable[[Callable[[], None]], T], undo: Callable[[T], object] = lambda answer: None
+        self,
+        ask: Callable[[Callable[[], None]], T],
+        undo: Callable[[T], object] = lambda answer: None,
+        then: Callable[[], object] = lambda: None,
     ) -> None:
-        self._ask, self._undo = ask, undo
+        self._ask, self._undo, self._then = ask, undo, then
         self._answer: list[T] = []
         self._is_left = False
         self._error: BaseException | None = None
@@ -52,6 +56,11 @@ class Question(Generic[T]):
             del self._ask  # with all that it holds
         if self._is_left:
             self.undo()
+
+    def have_answered(self) -> None:
+        """Let whoever waits for it go on."""
+        self.is_answered.open()
+        self._then()
 
     def leave(self) -> bool:
         """Say that nobody waits any more; whether there is an answer already, which is to be undone."""
@@ -95,7 +104,7 @@ class _Thread:
             except BaseException:  # noqa: BLE001  # a thread's edge: it is of an `undo`, which nobody waits for
                 _log.exception("an answer of a disk that came too late could not be undone")
             self._idle.append(self)  # before it is told: who asks the next question need not start another thread
-            question.is_answered.open()
+            question.have_answered()
             del question
 
 
@@ -145,16 +154,24 @@ def answer_of(
     """
     if (left := _threads.get(None).left()) >= MOST_LEFT:
         raise CheckpointTimeoutError(f"{subject}: not asked for, as disks have not answered {left} questions before")
-    question = Question(ask, undo)
-    if not _is_put(question):
-        question.ask()
-        return question.take()
+    question = put(Question(ask, undo))
     try:
         _wait_for(question, subject, progress)
     except BaseException:
-        _leave(question)
+        leave(question)
         raise
     return question.take()
+
+
+def put(question: Question[T]) -> Question[T]:
+    """Have another thread begin to ask it; where the system has none, it is answered already.
+
+    Whoever does so takes the answer once there is one, or says that it is not waited for any more.
+    """
+    if not _is_put(question):
+        question.ask()
+        question.have_answered()
+    return question
 
 
 def _wait_for(question: Question[Any], subject: str, progress: Callable[[int], object] | None) -> None:
@@ -172,7 +189,7 @@ def _wait_for(question: Question[Any], subject: str, progress: Callable[[int], o
             tell_s += TELL_S
 
 
-def _leave(question: Question[T]) -> None:
+def leave(question: Question[T]) -> None:
     """Do not wait for it any more; an answer that is there is undone, for which its disk is asked once more."""
     _threads.get(None).leave(question)
     if question.leave():

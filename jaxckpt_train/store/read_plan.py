@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from jaxckpt_train.store.boxes import Box, box_elements, element_span, intersect, is_contiguous_within, row_major_range
 from jaxckpt_train.store.made_once import made_once
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, Manifest
@@ -28,17 +30,21 @@ class Wanted(NamedTuple):
     `passing` says that they only pass through host memory, to other devices or another dtype: their memory counts
     against the read budget until everyone has let go of it. (A box that is put together of several chunks counts from
     the moment on in which it is complete.)
+
+    `target` is memory into which the only box is copied, flat uint8 of its size; None: it gets memory of its own.
     """
 
     array: ArrayRecord
     boxes: Sequence[Box]
     passing: bool = False
+    target: np.ndarray | None = None
 
 
 class Use(NamedTuple):
     """What a chunk's bytes are for: all or part of box number `box` of wanted array number `wanted`.
 
-    `whole` says that the box lies in the chunk in one row-major piece, so that it can be a view of what was read.
+    `whole` says that the box lies in the chunk in one row-major piece, so that it can be a view of what was read, and
+    is not wanted elsewhere.
     """
 
     wanted: int
@@ -146,11 +152,12 @@ def plan_reads(
     for number, want in enumerate(wanted):
         for chunk in want.array.chunks:
             is_view = chunk.length <= band_bytes or chunk.offset % VIEW_ALIGNMENT == 0
-            if is_view and len(want.boxes) == 1 and want.boxes[0] == chunk.box:  # most leaves: stored as wanted
+            is_all = len(want.boxes) == 1 and want.boxes[0] == chunk.box
+            if is_view and is_all and want.target is None:  # most leaves: stored as wanted
                 use = Use(number, 0, chunk.box, True)
                 reads.append(ChunkRead(chunk, 0, chunk.offset, chunk.offset + chunk.length, (use,)))
                 continue
-            uses = tuple(_uses(number, want.boxes, chunk))
+            uses = tuple(_uses(number, want, chunk))
             if uses:
                 reads.extend(_chunk_reads(manifest, chunk, uses, band_bytes, want.passing))
     reads.sort(key=lambda read: (read.chunk.segment, read.start))
@@ -158,11 +165,12 @@ def plan_reads(
     return list(_coalesce(reads, wanted, most, GAP_BYTES if gap_bytes is None else gap_bytes))
 
 
-def _uses(number: int, boxes: Sequence[Box], chunk: ChunkRecord) -> Iterator[Use]:
-    for index, box in enumerate(boxes):
+def _uses(number: int, want: Wanted, chunk: ChunkRecord) -> Iterator[Use]:
+    for index, box in enumerate(want.boxes):
         common = intersect(box, chunk.box)
         if common is not None:
-            yield Use(number, index, common, common == box and is_contiguous_within(box, chunk.box))
+            whole = common == box and is_contiguous_within(box, chunk.box) and want.target is None
+            yield Use(number, index, common, whole)
 
 
 def _chunk_reads(

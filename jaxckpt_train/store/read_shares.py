@@ -9,9 +9,6 @@ from typing import NamedTuple
 
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord
 from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT
-from jaxckpt_train.store.segment import ALIGNMENT
-
-LARGE_BYTES = 64 << 10
 
 
 class Piece(NamedTuple):
@@ -60,8 +57,7 @@ class Stream:
                 self.pieces[-1] = last._replace(stop=stop)
                 self.end = last.at + stop - last.start
                 return
-        alignment = ALIGNMENT if chunk.length >= LARGE_BYTES else VIEW_ALIGNMENT  # so that it can be read to its place
-        at = -(-self.end // alignment) * alignment
+        at = -(-self.end // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
         self.pieces.append(Piece(wanted, chunk, start, stop, at))
         self._starts.append(at)
         self.end = at + stop - start

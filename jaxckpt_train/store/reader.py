@@ -33,7 +33,6 @@ LARGE_BYTES = 64 << 10
 # A reading thread waits for the disk about half of its time; the other half it touches fresh memory and digests.
 READS_PER_THREAD = 2
 Progress = Callable[[int], None]
-Into = Callable[[int], np.ndarray | None]
 
 
 class ReadBox(NamedTuple):
@@ -78,9 +77,8 @@ class _Reading:
         settings: StoreSettings,
         progress: Progress | None,
         budget: ReadBudget,
-        into: Into,
+        warm: WarmMemory,
     ) -> None:
-        self._into = into
         self._manifest, self._settings, self._wanted = committed.manifest, settings, wanted
         self._digest = digest_function(self._manifest.digest) if settings.verify_on_load else None
         self._budget = budget
@@ -88,7 +86,7 @@ class _Reading:
         self._parts: dict[tuple[int, int], tuple[np.ndarray, int]] = {}  # begun boxes, and their missing elements
         self._lock = threading.Lock()
         self._directory, self._sources = committed.directory, sources
-        self._arena, self._warm = Arena(0), WarmMemory()
+        self._arena, self._warm = Arena(0), warm
         self.reads = 0  # another number after each
 
     def read_run(self, run: Run) -> list[ReadBox]:
@@ -99,9 +97,6 @@ class _Reading:
 
     def _read_run(self, run: Run) -> list[ReadBox]:
         size = run.stop - run.start
-        given = self._given(run)
-        if given is not None:
-            return self._read_into(run, given)
         if run.is_destination and not run.passing:
             return self._read_into(run, self._arena.take(size))
         if run.is_parts:
@@ -119,16 +114,6 @@ class _Reading:
         except BaseException:
             self._budget.lift()  # the error's traceback keeps the memory, and others wait for it
             raise
-
-    def _given(self, run: Run) -> np.ndarray | None:
-        """Memory that the caller has for just what this run reads."""
-        read, size = run.reads[0], run.stop - run.start
-        if len(run.reads) > 1 or len(read.uses) > 1 or not read.uses[0].whole or read.start != run.start:
-            return None
-        memory = self._into(read.uses[0].wanted)
-        if memory is None or len(memory) < size or memory.ctypes.data % ALIGNMENT:
-            return None
-        return memory[:size]
 
     @contextlib.contextmanager
     def _counted(self, size: int) -> Iterator[None]:
@@ -220,18 +205,22 @@ class _Reading:
 
     def prepare(self, runs: Sequence[Run]) -> None:
         """Reserve the memory of all large results that stay in host memory in one piece."""
-        kept = [run for run in runs if not run.passing and self._given(run) is None]
+        kept = [run for run in runs if not run.passing]
         sizes = [run.stop - run.start for run in kept if run.is_destination]
         parts = {(use.wanted, use.box) for run in kept for read in run.reads for use in read.uses if not use.whole}
         for wanted, box in parts:
             array = self._wanted[wanted].array
+            if self._wanted[wanted].target is not None:
+                continue
             size = box_elements(self._wanted[wanted].boxes[box]) * DTYPES[array.dtype].itemsize
             sizes.append(size if size >= LARGE_BYTES else 0)
         self._arena = Arena(sum(map(Arena.room_for, sizes)))
 
-    def _new_box(self, shape: tuple[int, ...], dtype: np.dtype, passing: bool) -> np.ndarray:
+    def _new_box(self, want: Wanted, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        if want.target is not None:
+            return want.target.view(dtype).reshape(shape)
         size = dtype.itemsize * math.prod(shape)
-        if size < LARGE_BYTES or passing:
+        if size < LARGE_BYTES or want.passing:
             return empty_array(shape, dtype)
         return self._arena.take(size).view(dtype).reshape(shape)
 
@@ -240,7 +229,7 @@ class _Reading:
         box = want.boxes[use.box]
         with self._lock:
             if key not in self._parts:
-                self._parts[key] = self._new_box(box_shape(box), part.dtype, want.passing), box_elements(box)
+                self._parts[key] = self._new_box(want, box_shape(box), part.dtype), box_elements(box)
             target = self._parts[key][0]
         target[slices_within(use.common, box)] = part
         with self._lock:
@@ -261,7 +250,7 @@ def iter_boxes(
     progress: Progress | None = None,
     budget: ReadBudget | None = None,
     gap_bytes: int | None = None,
-    into: Into = lambda wanted: None,
+    warm: WarmMemory | None = None,
 ) -> Generator[ReadBox]:
     """Read boxes of arrays of one committed checkpoint, and hand out each box as soon as it is complete.
 
@@ -276,11 +265,10 @@ def iter_boxes(
             once a second; what it raises ends the load.
         budget: what the reading memory is counted in; None: one of its own, of the settings' size.
         gap_bytes: how much that is not wanted is read along rather than to read twice; None: as `plan_reads` has it.
-        into: memory for the only box of a wanted array, by its number: flat uint8, which is used if it lies at a page
-            boundary, has room for whole pages, and nothing else is read along. None: there is none.
+        warm: what is only copied from is read into; None: memory of this call alone.
 
     Yields:
-        Every wanted box, in any order, as a writable, 64-byte aligned, row-major numpy array.
+        Every wanted box, in any order, as a writable, row-major numpy array, 64-byte aligned unless it has a target.
 
     Raises:
         CorruptCheckpointError: a segment is missing, has another size, or its bytes differ from their digest.
@@ -291,7 +279,7 @@ def iter_boxes(
     runs = plan_reads(committed.manifest, wanted, max(1, settings.read_budget_bytes // (2 * threads)), gap_bytes)
     sources = Sources(files, committed, settings, [run.segment for run in runs])
     budget = budget or ReadBudget(settings.read_budget_bytes)
-    reading = _Reading(sources, committed, wanted, settings, progress, budget, into)
+    reading = _Reading(sources, committed, wanted, settings, progress, budget, warm or WarmMemory())
     try:
         yield from _empty_boxes(wanted)
         reading.prepare(runs)

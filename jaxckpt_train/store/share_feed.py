@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
+from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Opener
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord
-from jaxckpt_train.store.read_plan import Wanted, parts_bytes
+from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.read_shares import Piece, Stream
-from jaxckpt_train.store.reader import READS_PER_THREAD, Progress, iter_boxes
+from jaxckpt_train.store.reader import Progress, iter_boxes
 from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.transaction import Committed
+from jaxckpt_train.store.warm_memory import WarmMemory
 
 
 class ShareFeed:
@@ -40,22 +41,19 @@ class ShareFeed:
         progress: Progress | None,
     ) -> None:
         self._files, self._committed, self._arrays = files, committed, arrays
-        self._progress = progress
-        self._read_bytes = parts_bytes(committed.manifest.block_bytes)
-        most = self._read_bytes * READS_PER_THREAD * settings.known_io_threads * 2  # more is not read by one call
-        self._settings = dataclasses.replace(settings, read_budget_bytes=min(settings.read_budget_bytes, most))
+        self._told_progress, self._is_stopped = progress, False
+        self._settings, self._warm = settings, WarmMemory()
         self._pieces = stream.pieces
         self._next = (0, 0)  # number of a piece, and bytes of it that are read
         self._held: list[tuple[int, np.ndarray]] = []  # what was read and not all given: its place in the stream
 
-    def fill(self, target: np.ndarray, start: int, stop: int, meanwhile: Callable[[], object] = lambda: None) -> None:
+    def fill(self, target: np.ndarray, start: int, stop: int) -> None:
         """Bytes [start, stop) of the stream into `target`; each window begins where the last one ended.
 
         Args:
-            target: flat uint8; where it lies at a page boundary, most of it is read to its place.
+            target: flat uint8.
             start: of the window.
             stop: of the window.
-            meanwhile: called once while other threads read.
 
         Raises:
             CorruptCheckpointError, StorageError, CheckpointTimeoutError: as `iter_boxes`.
@@ -65,19 +63,32 @@ class ShareFeed:
             self._give(at, data, target, start, stop)
         del held
         chosen = self._unread_before(stop)  # what lies between them is another process's to read, or no array
-        wanted = [Wanted(_flat(self._arrays[each.wanted], each.chunk), [((each.start, each.stop),)]) for each in chosen]
-        places = _Places(chosen, target, start, stop)
+        wanted = [self._wanted(each, target, start, stop) for each in chosen]
         reading = iter_boxes(
-            self._files, self._committed, wanted, self._settings, self._progress, gap_bytes=ALIGNMENT, into=places.of
+            self._files, self._committed, wanted, self._settings, self._moved, gap_bytes=ALIGNMENT, warm=self._warm
         )
         with contextlib.closing(reading) as boxes:
             for number, _, data in boxes:
-                if not places.holds(number, data):
+                if wanted[number].target is None:
                     self._give(chosen[number].at, data, target, start, stop)
                 del data
-                meanwhile()
-                meanwhile = _nothing
-        meanwhile()
+
+    def _wanted(self, piece: Piece, target: np.ndarray, start: int, stop: int) -> Wanted:
+        """Of a piece that lies in the window whole all goes there at once."""
+        end = piece.at + piece.stop - piece.start
+        place = target[piece.at - start : end - start] if start <= piece.at and end <= stop else None
+        box = ((piece.start, piece.stop),)
+        return Wanted(_flat(self._arrays[piece.wanted], piece.chunk), [box], target=place)
+
+    def stop(self) -> None:
+        """Have what is being read end soon, with an error; from any thread."""
+        self._is_stopped = True
+
+    def _moved(self, done: int) -> None:
+        if self._is_stopped:
+            raise CheckpointError("nobody waits any more for what is read")
+        if self._told_progress is not None:
+            self._told_progress(done)
 
     def _give(self, at: int, data: np.ndarray, target: np.ndarray, start: int, stop: int) -> None:
         low, high = max(at, start), min(at + len(data), stop)
@@ -94,39 +105,13 @@ class ShareFeed:
             piece = self._pieces[number]
             length = piece.stop - piece.start
             end = min(length, -(-(stop - piece.at) // block) * block)
-            for at in range(read, end, self._read_bytes):
-                to = min(at + self._read_bytes, end)
-                chosen.append(piece._replace(start=piece.start + at, stop=piece.start + to, at=piece.at + at))
+            within = (stop - piece.at) // block * block if piece.at + end > stop else end
+            for low, high in ((read, within), (within, end)):
+                if low < high:
+                    chosen.append(piece._replace(start=piece.start + low, stop=piece.start + high, at=piece.at + low))
             number, read = (number + 1, 0) if end == length else (number, end)
         self._next = number, read
         return chosen
-
-
-class _Places:
-    """Where in a window pieces are read to at once: those that lie in it from a page boundary on, with room to the end
-    of a page.
-    """
-
-    def __init__(self, pieces: Sequence[Piece], target: np.ndarray, start: int, stop: int) -> None:
-        self._of: dict[int, np.ndarray] = {}
-        for number, piece in enumerate(pieces):
-            end = min(stop, pieces[number + 1].at) if number + 1 < len(pieces) else stop
-            fits = start <= piece.at and piece.at + piece.stop - piece.start <= end
-            if fits and (piece.at - start) % ALIGNMENT == 0:
-                self._of[number] = target[piece.at - start : end - start]
-
-    def of(self, number: int) -> np.ndarray | None:
-        """The memory for a piece; None: it is to be copied."""
-        return self._of.get(number)
-
-    def holds(self, number: int, data: np.ndarray) -> bool:
-        """Whether this is it, and not a copy that lies elsewhere."""
-        place = self._of.get(number)
-        return place is not None and place.ctypes.data == data.ctypes.data
-
-
-def _nothing() -> None:
-    pass
 
 
 def _flat(array: ArrayRecord, chunk: ChunkRecord) -> ArrayRecord:

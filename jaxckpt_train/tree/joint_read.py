@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ import numpy as np
 
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError
 from jaxckpt_train.jobs.coordinator import Coordinator, always
+from jaxckpt_train.jobs.near_memory import NearMemory
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Opener
 from jaxckpt_train.store.read_shares import Stream, read_shares, stored_bytes
@@ -43,7 +45,7 @@ class JointRead:
         subject: what is loaded, for messages.
         settings: threads, budget, verification, how long another process is waited for.
         progress: told of the bytes that this process reads.
-        memory: of each process, where all run on one machine and see it; None: they move what they read over devices.
+        memory: in which they see each other, which is closed by `run`; None: they move what they read over devices.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class JointRead:
         subject: str,
         settings: StoreSettings,
         progress: Progress | None,
-        memory: Sequence[np.ndarray] | None = None,
+        memory: NearMemory | None = None,
     ) -> None:
         self._memory = memory
         self._job, self._files, self._committed, self._subject = job, files, committed, subject
@@ -76,32 +78,31 @@ class JointRead:
             OtherProcessError: another process loads something else.
         """
         self._budget_bytes = agree(self._together, self._committed, shared, self._budget_bytes)
-        if self._memory is not None:
-            self._look_at_each_other(shared, self._memory, take)
-        else:
+        if self._memory is None:
             self._move_all(shared, take)
-        self._together(f"loading {self._subject}", functools.partial(rest, self._progress))
+            last = functools.partial(rest, self._progress)
+        else:
+            last = functools.partial(self._look_at_each_other, self._memory, shared, take, rest)
+        self._together(f"loading {self._subject}", last)
 
     def _look_at_each_other(
-        self, shared: Sequence[Shared], memory: Sequence[np.ndarray], take: Callable[[ReadBox], None]
+        self,
+        memory: NearMemory,
+        shared: Sequence[Shared],
+        take: Callable[[ReadBox], None],
+        rest: Callable[[Progress], None],
     ) -> None:
-        arrays, processes, process = [each.array for each in shared], self._job.processes, self._job.process
-        streams = read_shares(arrays, processes, self._block_bytes, lambda _: range(processes))
-        way, feed = NearWindows(shared, streams, memory, process), self._feed(shared, streams[process])
-        for number in range(way.windows + 1):
-            self._together(f"loading {self._subject}", functools.partial(self._fill_and_look, way, feed, number))
-            self._hand_over(way.assembly, shared, take)
+        arrays = [each.array for each in shared]
+        with contextlib.closing(memory):
+            streams = read_shares(arrays, self._job.processes, self._block_bytes, lambda _: range(self._job.processes))
+            way = NearWindows(shared, streams, memory, self._alive)
+            hand_over = functools.partial(self._hand_over, way.assembly, shared, take)
+            way.read(self._feed(shared, streams[self._job.process]), hand_over)
+        rest(self._progress)
 
-    def _fill_and_look(self, way: NearWindows, feed: ShareFeed, number: int) -> None:
-        """Read the next window, and take meanwhile what is needed of the last one, which all have read."""
-        look = functools.partial(way.look, number - 1, self._sign) if number else _nothing
-        if number < way.windows:
-            feed.fill(way.own(number), *way.window(number), look)
-        else:
-            look()
-
-    def _sign(self) -> None:
+    def _alive(self) -> None:
         self._signs += 1
+        self._progress(0)
 
     def _move_all(self, shared: Sequence[Shared], take: Callable[[ReadBox], None]) -> None:
         to_all = [each for each in shared if self._goes_to_all(each)]
@@ -238,10 +239,6 @@ class _Once:
 
     def __call__(self) -> bytes:
         return self._acts.pop()() or b""
-
-
-def _nothing() -> None:
-    pass
 
 
 def _longest(values: Sequence[bytes]) -> bytes:

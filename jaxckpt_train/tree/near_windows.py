@@ -6,53 +6,100 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxckpt_train.jobs.near_memory import NearMemory
+from jaxckpt_train.store.answers import Question, leave, put
 from jaxckpt_train.store.read_shares import Stream
 from jaxckpt_train.store.segment import ALIGNMENT
+from jaxckpt_train.store.share_feed import ShareFeed
 from jaxckpt_train.tree.share_ways import Shared, assembly_of
 
-WINDOW_BYTES = 32 << 20
-WINDOWS = 2  # while the others look at one, the next one is read
+WINDOW_BYTES = 8 << 20
+WINDOWS = 3  # while the others look at one, the next one is read
 
 
 class NearWindows:
-    """Windows of all streams, in memory that all processes see. Nobody begins the next but one before all are done.
+    """Windows of all streams, in memory that all processes see, in turn in a few places of each.
+
+    Nobody reads into a place before all have taken what they need of the window that lay there, nor takes anything of a
+    window before all of it has been read and verified.
 
     Args:
         shared: the arrays.
         streams: what each process reads.
-        memory: of each process, flat uint8, for two windows.
-        process: number of this one.
+        memory: of `memory_bytes`.
+        waiting: called now and then while this process waits for another; what it raises ends it.
     """
 
     def __init__(
-        self, shared: Sequence[Shared], streams: Sequence[Stream], memory: Sequence[np.ndarray], process: int
+        self, shared: Sequence[Shared], streams: Sequence[Stream], memory: NearMemory, waiting: Callable[[], None]
     ) -> None:
-        self.assembly = assembly_of(shared, process)
-        self._streams, self._memory, self._process = streams, memory, process
-        self._window_bytes = min(map(len, memory)) // WINDOWS // ALIGNMENT * ALIGNMENT
-        self.windows = -(-max(stream.end for stream in streams) // self._window_bytes)
+        self.assembly = assembly_of(shared, memory.process)
+        self._streams, self._memory, self._waiting = streams, memory, waiting
+        self._window_bytes = min(map(len, memory.data)) // WINDOWS // ALIGNMENT * ALIGNMENT
+        self._windows = -(-max(stream.end for stream in streams) // self._window_bytes)
+        self._begun = self._given = self._taken = 0
+        self._left = set(range(len(streams)))  # of whose window number `_taken` this process has taken nothing
 
-    def window(self, number: int) -> tuple[int, int]:
-        """From where to where it goes in each stream."""
+    def read(self, feed: ShareFeed, hand_over: Callable[[], None]) -> None:
+        """Read the own stream on another thread, and take what this process needs of all of them.
+
+        Args:
+            feed: of the own stream.
+            hand_over: called after each window, for what is complete in the assembly.
+        """
+        reading: Question[None] | None = None
+        try:
+            while self._taken < self._windows:
+                if reading is None and self._begun < min(self._windows, self._memory.all_have_taken() + WINDOWS):
+                    reading = self._begin(feed)
+                if reading is not None and reading.is_answered.is_open():
+                    reading.take()
+                    reading = None
+                    self._given += 1
+                    self._memory.tell(self._given, self._taken)
+                elif (process := self._next()) is not None:
+                    self._take(process)
+                    if not self._left:
+                        self._have_taken()
+                        hand_over()
+                else:
+                    self._memory.wait()
+                self._waiting()
+        except BaseException:
+            feed.stop()
+            if reading is not None:
+                leave(reading)
+            raise
+
+    def _begin(self, feed: ShareFeed) -> Question[None]:
+        number, self._begun = self._begun, self._begun + 1
+        place = self._place(self._memory.process, number)
+        return put(Question(lambda _: feed.fill(place, *self._span(number)), then=self._memory.wake))
+
+    def _next(self) -> int | None:
+        """Whose window can be taken next."""
+        return next((process for process in self._left if self._memory.has_given(process) > self._taken), None)
+
+    def _take(self, process: int) -> None:
+        place = self._place(process, self._taken)
+        for cut in self._streams[process].within(*self._span(self._taken)):
+            self.assembly.add_cut(cut, place)
+        self._left.discard(process)
+
+    def _have_taken(self) -> None:
+        self._taken, self._left = self._taken + 1, set(range(len(self._streams)))
+        self._memory.tell(self._given, self._taken)
+
+    def _span(self, number: int) -> tuple[int, int]:
+        """From where to where a window goes in each stream."""
         return number * self._window_bytes, (number + 1) * self._window_bytes
-
-    def own(self, number: int) -> np.ndarray:
-        """Where this process reads its own into."""
-        return self._place(self._process, number)
-
-    def look(self, number: int, looked: Callable[[], None]) -> None:
-        """Take what this process needs of a window that all have read; `looked` is told of each piece."""
-        for process, stream in enumerate(self._streams):
-            place = self._place(process, number)
-            for cut in stream.within(*self.window(number)):
-                self.assembly.add_cut(cut, place)
-                looked()
 
     def _place(self, process: int, number: int) -> np.ndarray:
         start = number % WINDOWS * self._window_bytes
-        return self._memory[process][start : start + self._window_bytes]
+        return self._memory.data[process][start : start + self._window_bytes]
 
 
 def memory_bytes(budget_bytes: int) -> int:
     """How much memory for windows a process has of this budget."""
     return WINDOWS * max(ALIGNMENT, min(WINDOW_BYTES, budget_bytes // (2 * WINDOWS)) // ALIGNMENT * ALIGNMENT)
+

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import jax
-import numpy as np
 
 from jaxckpt_train.jobs.coordinator import Coordinator
+from jaxckpt_train.jobs.near_memory import NearMemory
 from jaxckpt_train.jobs.neighbours import Neighbours, neighbours
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.manifest import ArrayRecord
@@ -33,12 +33,12 @@ class ReadTogether(NamedTuple):
     Attributes:
         shared: the arrays of which each reads a share.
         cached: numbers of those that each reads for itself, but through the page cache of their machine.
-        memory: of each process, through which shares go from one to the others; None: they go over devices.
+        memory: in which the processes see each other's shares, to be closed; None: these go over devices.
     """
 
     shared: Sequence[Shared]
     cached: Sequence[int]
-    memory: Sequence[np.ndarray] | None
+    memory: NearMemory | None
 
 
 class JobLoads:
