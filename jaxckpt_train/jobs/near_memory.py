@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Sequence
 
@@ -89,7 +90,8 @@ class NearMemory:
 
     def wake(self) -> None:
         """End a wait of this process, or the next one; from any thread."""
-        self._bell.send(b"")
+        with contextlib.suppress(BlockingIOError):  # enough to wake it lies there
+            self._bell.send(b"")
 
     def wait(self) -> None:
         """Until something was told or this process is woken; for half a second at most."""

@@ -175,18 +175,37 @@ def put(question: Question[T]) -> Question[T]:
 
 
 def _wait_for(question: Question[Any], subject: str, progress: Callable[[int], object] | None) -> None:
-    parts, still_s, tell_s = 0, 0.0, TELL_S
+    patience = Patience(subject)
     while not question.is_answered.wait(LOOK_S):
-        still_s += LOOK_S
         if progress is not None:
             progress(0)
-        if question.parts != parts:
-            parts, still_s, tell_s = question.parts, 0.0, TELL_S
-        if still_s >= GIVE_UP_S:
-            raise CheckpointTimeoutError(f"{subject}: its disk has not answered for {still_s:.0f} s")
-        if still_s >= tell_s:
-            _log.warning("%s: its disk has not answered for %.0f s", subject, still_s)
-            tell_s += TELL_S
+        patience.waited(LOOK_S, question.parts)
+
+
+class Patience:
+    """For how long a disk that was asked has not answered.
+
+    Args:
+        subject: the file or directory that it was asked for, for messages.
+    """
+
+    def __init__(self, subject: str) -> None:
+        self._subject, self._parts, self._still_s, self._tell_s = subject, 0, 0.0, TELL_S
+
+    def waited(self, seconds: float, parts: int) -> None:
+        """So long again, in which this process was awake; by then the disk has answered so many parts.
+
+        Raises:
+            CheckpointTimeoutError: it has not answered for ten minutes.
+        """
+        self._still_s += seconds
+        if parts != self._parts:
+            self._parts, self._still_s, self._tell_s = parts, 0.0, TELL_S
+        if self._still_s >= GIVE_UP_S:
+            raise CheckpointTimeoutError(f"{self._subject}: its disk has not answered for {self._still_s:.0f} s")
+        if self._still_s >= self._tell_s:
+            _log.warning("%s: its disk has not answered for %.0f s", self._subject, self._still_s)
+            self._tell_s += TELL_S
 
 
 def leave(question: Question[T]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import select
+import threading
 
 import msgspec
 
@@ -68,17 +69,22 @@ class Letters:
         path = f"/proc/{there.pid}/fd/{there.descriptor}"
         if os.readlink(path) != f"pipe:[{there.inode}]":  # of another process with that number, which may wait for ever
             raise OSError(errno.ENOENT, "another process has this number here", path)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        self._lock = threading.Lock()  # a descriptor that was closed may be another file's the next moment
 
     def send(self, message: bytes) -> None:
-        """Send what is no longer than a message; to nobody if the mailbox is closed.
+        """Send what is no longer than a message, from any thread; to nobody if the mailbox, or this, is closed.
 
         Raises:
             BlockingIOError: a thousand messages lie there already.
         """
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._descriptor, message.ljust(MESSAGE_BYTES, b"\0"))
+        with self._lock, contextlib.suppress(BrokenPipeError):
+            if self._descriptor is not None:
+                os.write(self._descriptor, message.ljust(MESSAGE_BYTES, b"\0"))
 
     def close(self) -> None:
         """Send no more."""
-        os.close(self._descriptor)
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)

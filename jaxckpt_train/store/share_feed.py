@@ -4,19 +4,56 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxckpt_train.errors import CheckpointError
+from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError
 from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.answers import answer_of, have_closed
 from jaxckpt_train.store.backend import Opener
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord
-from jaxckpt_train.store.read_plan import Wanted
+from jaxckpt_train.store.read_budget import ReadBudget
+from jaxckpt_train.store.read_plan import Run, Wanted, plan_reads
 from jaxckpt_train.store.read_shares import Piece, Stream
-from jaxckpt_train.store.reader import Progress, iter_boxes
+from jaxckpt_train.store.reader import READS_PER_THREAD, Progress
+from jaxckpt_train.store.reading import Reading
 from jaxckpt_train.store.segment import ALIGNMENT
+from jaxckpt_train.store.sources import Sources
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.store.warm_memory import WarmMemory
+from jaxckpt_train.store.workers import shared_workers
+
+
+class Window:
+    """Bytes [start, stop) of a stream that are being read.
+
+    Args:
+        target: where they go: flat uint8.
+        start: of them.
+        stop: of them.
+        pieces: what is read with this window: the whole blocks that begin in it.
+        left: the segment of each piece of the stream of which nothing is to be read after this window.
+
+    Attributes:
+        crossing: of what was read with it, what goes on after its end, with its place in the stream.
+    """
+
+    def __init__(self, target: np.ndarray, start: int, stop: int, pieces: Sequence[Piece], left: Sequence[int]) -> None:
+        self.target, self.start, self.stop, self.pieces, self.left = target, start, stop, pieces, left
+        self.crossing = list[tuple[int, np.ndarray]]()
+
+    def place_of(self, piece: Piece) -> np.ndarray | None:
+        """Where a piece goes; None if not all of it lies in the window."""
+        at, end = piece.at - self.start, piece.at - self.start + piece.stop - piece.start
+        return self.target[at:end] if end <= self.stop - self.start else None
+
+    def put(self, at: int, data: np.ndarray) -> bool:
+        """Put what lies at a place of the stream here, as far as it lies in the window; whether it goes on after."""
+        low, high = max(at, self.start), min(at + len(data), self.stop)
+        if low < high:
+            self.target[low - self.start : high - self.start] = data[low - at : high - at]
+        return at + len(data) > self.stop
 
 
 class ShareFeed:
@@ -29,6 +66,10 @@ class ShareFeed:
         stream: what to read.
         settings: threads, budget, verification.
         progress: as of `iter_boxes`.
+
+    Attributes:
+        directory: of the checkpoint.
+        threads: on which it reads.
     """
 
     def __init__(
@@ -40,10 +81,14 @@ class ShareFeed:
         settings: StoreSettings,
         progress: Progress | None,
     ) -> None:
-        self._files, self._committed, self._arrays = files, committed, arrays
-        self._told_progress, self._is_stopped = progress, False
-        self._settings, self._warm = settings, WarmMemory()
+        self.directory, self.threads = committed.directory, READS_PER_THREAD * settings.known_io_threads
+        self._committed, self._arrays, self._settings = committed, arrays, settings
+        self._told_progress, self._reads = progress, 0
+        self._is_open = self._is_stopped = False
+        self._band_bytes = max(1, settings.read_budget_bytes // (2 * self.threads))
+        self._budget, self._warm = ReadBudget(settings.read_budget_bytes), WarmMemory()
         self._pieces = stream.pieces
+        self._sources = Sources(files, committed, settings, [piece.chunk.segment for piece in stream.pieces])
         self._next = (0, 0)  # number of a piece, and bytes of it that are read
         self._held: list[tuple[int, np.ndarray]] = []  # what was read and not all given: its place in the stream
 
@@ -58,48 +103,70 @@ class ShareFeed:
         Raises:
             CorruptCheckpointError, StorageError, CheckpointTimeoutError: as `iter_boxes`.
         """
-        held, self._held = self._held, []
-        for at, data in held:
-            self._give(at, data, target, start, stop)
-        del held
-        chosen = self._unread_before(stop)  # what lies between them is another process's to read, or no array
-        wanted = [self._wanted(each, target, start, stop) for each in chosen]
-        reading = iter_boxes(
-            self._files, self._committed, wanted, self._settings, self._moved, gap_bytes=ALIGNMENT, warm=self._warm
+        window, reads = self.begin(target, start, stop)
+        workers = shared_workers(self.threads, "jaxckpt-read")
+        each = workers.run_each(WindowRead.run, reads, give_up=self._budget.lift, moved=self.moved)
+        try:
+            with contextlib.closing(each) as results:
+                for _ in results:
+                    pass
+        except CheckpointTimeoutError as error:
+            raise CheckpointTimeoutError(f"{self.directory}: {error}") from None
+        self.finish(window)
+
+    def begin(self, target: np.ndarray, start: int, stop: int) -> tuple[Window, list[WindowRead]]:
+        """As `fill`, but nothing is read yet: what is to be run, on any threads, before the window is finished.
+
+        Windows are finished in their order, and several may be begun by then.
+        """
+        if not self._is_open:
+            self._is_open = True
+            answer_of("segments", self._sources.open, self._moved)
+        window = Window(target, start, stop, *self._unread_before(stop))
+        wanted = [self._wanted(piece, window.place_of(piece)) for piece in window.pieces]
+        runs = plan_reads(self._committed.manifest, wanted, self._band_bytes, ALIGNMENT)
+        reading = Reading(
+            self._sources, self._committed, wanted, self._settings, self._moved, self._budget, self._warm
         )
-        with contextlib.closing(reading) as boxes:
-            for number, _, data in boxes:
-                if wanted[number].target is None:
-                    self._give(chosen[number].at, data, target, start, stop)
-                del data
+        reading.prepare(runs)
+        return window, [WindowRead(window, reading, run) for run in runs]
 
-    def _wanted(self, piece: Piece, target: np.ndarray, start: int, stop: int) -> Wanted:
-        """Of a piece that lies in the window whole all goes there at once."""
-        end = piece.at + piece.stop - piece.start
-        place = target[piece.at - start : end - start] if start <= piece.at and end <= stop else None
-        box = ((piece.start, piece.stop),)
-        return Wanted(_flat(self._arrays[piece.wanted], piece.chunk), [box], target=place)
+    def finish(self, window: Window) -> None:
+        """Complete a window of which all was read, after those before it."""
+        crossing, self._held = [*self._held, *window.crossing], []
+        window.crossing.clear()
+        self._held.extend(each for each in crossing if window.put(*each))
+        for segment in window.left:
+            self._sources.done(segment)
 
-    def stop(self) -> None:
-        """Have what is being read end soon, with an error; from any thread."""
+    def moved(self) -> int:
+        """For who waits: another number after each read. A progress may raise here."""
+        self._moved(0)
+        return self._reads
+
+    def close(self) -> None:
+        """Have what is being read end soon, with an error, and the files closed."""
         self._is_stopped = True
+        have_closed(self._sources.end())
 
     def _moved(self, done: int) -> None:
         if self._is_stopped:
-            raise CheckpointError("nobody waits any more for what is read")
+            raise CheckpointError(f"{self.directory}: nobody waits any more for what is read")
+        if done:
+            self._reads += 1
         if self._told_progress is not None:
             self._told_progress(done)
 
-    def _give(self, at: int, data: np.ndarray, target: np.ndarray, start: int, stop: int) -> None:
-        low, high = max(at, start), min(at + len(data), stop)
-        if low < high:
-            target[low - start : high - start] = data[low - at : high - at]
-        if at + len(data) > stop:
-            self._held.append((at, data))
+    def _wanted(self, piece: Piece, place: np.ndarray | None) -> Wanted:
+        """Of a piece that lies in the window whole all goes there at once."""
+        return Wanted(_flat(self._arrays[piece.wanted], piece.chunk), [((piece.start, piece.stop),)], target=place)
 
-    def _unread_before(self, stop: int) -> list[Piece]:
-        """The whole blocks that begin before `stop` in the stream and are not read yet."""
-        block, chosen = self._committed.manifest.block_bytes, list[Piece]()
+    def _unread_before(self, stop: int) -> tuple[list[Piece], list[int]]:
+        """The whole blocks that begin before `stop` in the stream and are not read yet; the segments of what ends so.
+
+        What lies between them in the files is another process's to read, or no array.
+        """
+        block, chosen, left = self._committed.manifest.block_bytes, list[Piece](), list[int]()
         number, read = self._next
         while number < len(self._pieces) and self._pieces[number].at + read < stop:
             piece = self._pieces[number]
@@ -109,9 +176,34 @@ class ShareFeed:
             for low, high in ((read, within), (within, end)):
                 if low < high:
                     chosen.append(piece._replace(start=piece.start + low, stop=piece.start + high, at=piece.at + low))
+            if end == length:
+                left.append(piece.chunk.segment)
             number, read = (number + 1, 0) if end == length else (number, end)
         self._next = number, read
-        return chosen
+        return chosen, left
+
+
+class WindowRead(NamedTuple):
+    """One read for a window."""
+
+    window: Window
+    reading: Reading
+    part: Run
+
+    def ask(self, _: object) -> None:
+        """As `run`, for a question."""
+        self.run()
+
+    def run(self) -> None:
+        """Do it, on the calling thread.
+
+        Raises:
+            CorruptCheckpointError, StorageError: as `iter_boxes`.
+        """
+        for number, _, data in self.reading.read_run(self.part):
+            piece = self.window.pieces[number]
+            if self.window.place_of(piece) is None:
+                self.window.crossing.append((piece.at, data))
 
 
 def _flat(array: ArrayRecord, chunk: ChunkRecord) -> ArrayRecord:

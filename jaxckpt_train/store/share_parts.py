@@ -11,7 +11,8 @@ from jaxckpt_train.store.boxes import Box, box_elements, box_shape, intersect, r
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.store.read_shares import Cut
-from jaxckpt_train.store.reader import ReadBox, empty_array
+from jaxckpt_train.store.reading import ReadBox
+from jaxckpt_train.store.staging import empty_array
 
 ROOM = 16
 """In a row for one process each part begins at a multiple of this: no element is longer."""

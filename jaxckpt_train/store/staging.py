@@ -8,12 +8,13 @@ import mmap
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.store.per_process import PerProcess
+from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT
 from jaxckpt_train.store.segment import ALIGNMENT
 
 TELL_S = 60.0
@@ -28,6 +29,16 @@ def aligned_buffer(size: int) -> np.ndarray:
     Fresh anonymous memory: its pages are not touched yet and read as zero. It lives as long as any view of it.
     """
     return np.frombuffer(fresh_area(max(size, ALIGNMENT)), np.uint8, size)
+
+
+def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised, 64-byte aligned, writable, row-major array."""
+    size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+    if size >= ALIGNMENT:
+        return aligned_buffer(size).view(dtype).reshape(shape)
+    room = np.empty(size + VIEW_ALIGNMENT, np.uint8)
+    skip = -room.ctypes.data % VIEW_ALIGNMENT
+    return room[skip : skip + size].view(dtype).reshape(shape)
 
 
 class Arena:

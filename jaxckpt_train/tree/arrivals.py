@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxckpt_train.store.read_budget import ReadBudget
-from jaxckpt_train.store.reader import ReadBox
+from jaxckpt_train.store.reading import ReadBox
 from jaxckpt_train.tree.conversion import converted
 from jaxckpt_train.tree.device_put import DevicePuts
 from jaxckpt_train.tree.flatten import PLACEHOLDER

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxckpt_train.errors import MismatchError
-from jaxckpt_train.store.reader import empty_array
+from jaxckpt_train.store.staging import empty_array
 
 COMPARED_AT_ONCE = 1 << 18  # elements
 

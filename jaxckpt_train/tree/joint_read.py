@@ -15,7 +15,8 @@ from jaxckpt_train.jobs.near_memory import NearMemory
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Opener
 from jaxckpt_train.store.read_shares import Stream, read_shares, stored_bytes
-from jaxckpt_train.store.reader import Progress, ReadBox
+from jaxckpt_train.store.reader import Progress
+from jaxckpt_train.store.reading import ReadBox
 from jaxckpt_train.store.share_feed import ShareFeed
 from jaxckpt_train.store.share_parts import Assembly
 from jaxckpt_train.store.staging import aligned_buffer
@@ -109,7 +110,9 @@ class JointRead:
         to_some = [each for each in shared if not self._goes_to_all(each)]
         for chosen, prepare in ((to_all, self._gathering), (to_some, self._exchange)):
             if chosen:
-                self._move(chosen, *prepare(chosen), take)
+                way, feed = prepare(chosen)
+                with contextlib.closing(feed):
+                    self._move(chosen, way, feed, take)
 
     def _goes_to_all(self, each: Shared) -> bool:
         needed = LEAST_NEED_BYTES * self._job.processes

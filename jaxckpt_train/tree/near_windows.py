@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jaxckpt_train.jobs.near_memory import NearMemory
-from jaxckpt_train.store.answers import Question, leave, put
+from jaxckpt_train.store.feed_ahead import FeedAhead
 from jaxckpt_train.store.read_shares import Stream
 from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.share_feed import ShareFeed
@@ -41,40 +42,35 @@ class NearWindows:
         self._left = set(range(len(streams)))  # of whose window number `_taken` this process has taken nothing
 
     def read(self, feed: ShareFeed, hand_over: Callable[[], None]) -> None:
-        """Read the own stream on another thread, and take what this process needs of all of them.
+        """Read the own stream on other threads, and take what this process needs of all of them.
 
         Args:
-            feed: of the own stream.
+            feed: of the own stream; it is closed.
             hand_over: called after each window, for what is complete in the assembly.
+
+        Raises:
+            CorruptCheckpointError, StorageError, CheckpointTimeoutError: of the own stream, as `iter_boxes`.
         """
-        reading: Question[None] | None = None
-        try:
+        with contextlib.closing(FeedAhead(feed, self._memory.wake)) as ahead:
             while self._taken < self._windows:
-                if reading is None and self._begun < min(self._windows, self._memory.all_have_taken() + WINDOWS):
-                    reading = self._begin(feed)
-                if reading is not None and reading.is_answered.is_open():
-                    reading.take()
-                    reading = None
-                    self._given += 1
-                    self._memory.tell(self._given, self._taken)
-                elif (process := self._next()) is not None:
+                while self._begun < min(self._windows, self._memory.all_have_taken() + WINDOWS):
+                    ahead.order(self._place(self._memory.process, self._begun), *self._span(self._begun))
+                    self._begun += 1
+                self._have_given(ahead.look())
+                process = self._next()
+                if process is None:
+                    self._memory.wait()
+                else:
                     self._take(process)
                     if not self._left:
                         self._have_taken()
                         hand_over()
-                else:
-                    self._memory.wait()
                 self._waiting()
-        except BaseException:
-            feed.stop()
-            if reading is not None:
-                leave(reading)
-            raise
 
-    def _begin(self, feed: ShareFeed) -> Question[None]:
-        number, self._begun = self._begun, self._begun + 1
-        place = self._place(self._memory.process, number)
-        return put(Question(lambda _: feed.fill(place, *self._span(number)), then=self._memory.wake))
+    def _have_given(self, windows: int) -> None:
+        if windows:
+            self._given += windows
+            self._memory.tell(self._given, self._taken)
 
     def _next(self) -> int | None:
         """Whose window can be taken next."""

@@ -18,7 +18,8 @@ from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
 from jaxckpt_train.store.quiet_gc import paused_collection
 from jaxckpt_train.store.read_budget import ReadBudget
 from jaxckpt_train.store.read_plan import Wanted
-from jaxckpt_train.store.reader import Progress, ReadBox, iter_boxes
+from jaxckpt_train.store.reader import Progress, iter_boxes
+from jaxckpt_train.store.reading import ReadBox
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.tree.arrivals import Arrivals, Destination
 from jaxckpt_train.tree.colocated_devices import runs_on_hosts

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.jobs import neighbours
+from jaxckpt_train.jobs import near_memory
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.tree.job_transfer import JobTransfer, Moving
 from tests.distributed.arrays import global_array, sharding_of
@@ -328,7 +328,7 @@ def load_without_sight(path: str, specs: dict[str, list[Any]], arrays: Arrays, w
 
     with pytest.MonkeyPatch.context() as patch:
         if jax.process_index() == who:
-            patch.setattr(neighbours, "seen", refuse)
+            patch.setattr(near_memory, "seen", refuse)
         return load_counted(path, [4], specs, arrays, "auto")
 
 

@@ -65,7 +65,7 @@ def test_one_that_is_there_already_is_undone_once_and_on_another_thread(disk: Di
     question = Question(disk.ask, disk.undo)
     question.ask()
     question.is_answered.open()  # as its thread does
-    answers._leave(question)
+    answers.leave(question)
     assert disk.was_undone.wait(30)
     question.undo()
     assert disk.undone == [(1, "jaxckpt-ask")]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jaxckpt_train.errors import CorruptCheckpointError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import read_budget, reader, staging
+from jaxckpt_train.store import read_budget, reader, reading, staging
 from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import iter_boxes, read_boxes
@@ -292,12 +292,12 @@ def test_memory_that_the_system_refuses_is_an_error_and_not_a_hang(
     backend = StrictBackend()
     committed, wanted = saved(backend)
     columns = [want._replace(boxes=[((3, 3 + 3 * PAGE),), ((3 + 8 * PAGE, 3 + 11 * PAGE),)]) for want in wanted]
-    for module in (reader, staging):
+    for module in (reading, staging):
         monkeypatch.setattr(module, "aligned_buffer", refuse)
     chosen = StoreSettings(read_budget_bytes=LEAF_PAGES * PAGE, io_threads=2)
     with (
         pytest.raises(MemoryError, match="were refused"),
-        contextlib.closing(iter_boxes(backend, committed, marked(columns, passes), chosen)) as reading,
+        contextlib.closing(iter_boxes(backend, committed, marked(columns, passes), chosen)) as boxes,
     ):
-        list(reading)
+        list(boxes)
     assert backend.open_files == 0

@@ -24,7 +24,7 @@ from jaxckpt_train.store.manifest import (
 )
 from jaxckpt_train.store.manifest_decoding import decode_manifest
 from jaxckpt_train.store.memory import MemoryBackend
-from jaxckpt_train.store.reader import empty_array
+from jaxckpt_train.store.staging import empty_array
 from tests.in_time import in_time
 from tests.store.checkpoints import commit
 from tests.store.strategies import shapes, tilings

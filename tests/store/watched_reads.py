@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import reader, staging
+from jaxckpt_train.store import reading, staging
 from jaxckpt_train.store.boxes import full_box
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import iter_boxes
@@ -34,7 +34,7 @@ class Watch:
         self._alive: list[tuple[weakref.ref[np.ndarray], int]] = []
         self._lock = threading.Lock()
         self._make = staging.aligned_buffer
-        for module in (reader, staging):
+        for module in (reading, staging):
             patch.setattr(module, "aligned_buffer", self._aligned_buffer)
 
     @property

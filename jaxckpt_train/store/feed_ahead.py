@@ -1,0 +1,84 @@
+"""Reads windows of a feed ahead, on other threads, while the thread that wants them does something else."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxckpt_train.store.answers import Patience, Question, leave, put
+from jaxckpt_train.store.latch import LOOK_S
+from jaxckpt_train.store.share_feed import ShareFeed, Window, WindowRead
+
+
+@dataclasses.dataclass(eq=False)
+class _Begun:
+    """A window, and how many reads are missing to it."""
+
+    window: Window
+    left: int
+
+
+class FeedAhead:
+    """Nothing here waits: who has ordered windows looks now and then what has become of them.
+
+    The reads go on from one window to the next, as many at a time as the feed has threads: a disk that has to wait for
+    the end of each window stands still while what it gave is digested.
+
+    Args:
+        feed: which.
+        then: called after each read, from any thread.
+    """
+
+    def __init__(self, feed: ShareFeed, then: Callable[[], object]) -> None:
+        self._feed, self._then = feed, then
+        self._ordered = deque[tuple[_Begun, WindowRead]]()
+        self._asked = list[tuple[_Begun, Question[None]]]()
+        self._begun = deque[_Begun]()
+        self._patience, self._looked_at = Patience(feed.directory), time.monotonic()
+
+    def order(self, target: np.ndarray, start: int, stop: int) -> None:
+        """As `ShareFeed.begin`."""
+        window, reads = self._feed.begin(target, start, stop)
+        begun = _Begun(window, len(reads))
+        self._begun.append(begun)
+        self._ordered.extend((begun, read) for read in reads)
+
+    def look(self) -> int:
+        """Go on, and tell how many windows are complete that were not at the last look.
+
+        Raises:
+            CorruptCheckpointError, StorageError: what a read raised.
+            CheckpointTimeoutError: the disk has not answered for ten minutes.
+        """
+        self._take_answers()
+        while self._ordered and len(self._asked) < self._feed.threads:
+            begun, read = self._ordered.popleft()
+            self._asked.append((begun, put(Question(read.ask, then=self._then))))
+        complete = 0
+        while self._begun and not self._begun[0].left:
+            self._feed.finish(self._begun.popleft().window)
+            complete += 1
+        return complete
+
+    def close(self) -> None:
+        """Read nothing more, and close the feed."""
+        self._feed.close()
+        for _, question in self._asked:
+            leave(question)
+
+    def _take_answers(self) -> None:
+        asked, self._asked = self._asked, []
+        for begun, question in asked:
+            if question.is_answered.is_open():
+                question.take()
+                begun.left -= 1
+            else:
+                self._asked.append((begun, question))
+        now = time.monotonic()
+        if self._asked:
+            self._patience.waited(min(now - self._looked_at, LOOK_S), self._feed.moved())
+        self._looked_at = now
