@@ -25,16 +25,17 @@ class _Begun:
 class FeedAhead:
     """Nothing here waits: who has ordered windows looks now and then what has become of them.
 
-    The reads go on from one window to the next, as many at a time as the feed has threads: a disk that has to wait for
-    the end of each window stands still while what it gave is digested.
+    The reads go on from one window to the next: a disk that has to wait for the end of each window stands still while
+    what it gave is digested.
 
     Args:
         feed: which.
+        threads: how many reads are under way at a time.
         then: called after each read, from any thread.
     """
 
-    def __init__(self, feed: ShareFeed, then: Callable[[], object]) -> None:
-        self._feed, self._then = feed, then
+    def __init__(self, feed: ShareFeed, threads: int, then: Callable[[], object]) -> None:
+        self._feed, self._threads, self._then = feed, threads, then
         self._ordered = deque[tuple[_Begun, WindowRead]]()
         self._asked = list[tuple[_Begun, Question[None]]]()
         self._begun = deque[_Begun]()
@@ -55,7 +56,7 @@ class FeedAhead:
             CheckpointTimeoutError: the disk has not answered for ten minutes.
         """
         self._take_answers()
-        while self._ordered and len(self._asked) < self._feed.threads:
+        while self._ordered and len(self._asked) < self._threads:
             begun, read = self._ordered.popleft()
             self._asked.append((begun, put(Question(read.ask, then=self._then))))
         complete = 0

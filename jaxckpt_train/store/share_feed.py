@@ -36,17 +36,20 @@ class Window:
         left: the segment of each piece of the stream of which nothing is to be read after this window.
 
     Attributes:
-        crossing: of what was read with it, what goes on after its end, with its place in the stream.
+        crossing: of what is read with it, what goes on after its end, with its place in the stream.
     """
 
     def __init__(self, target: np.ndarray, start: int, stop: int, pieces: Sequence[Piece], left: Sequence[int]) -> None:
         self.target, self.start, self.stop, self.pieces, self.left = target, start, stop, pieces, left
         self.crossing = list[tuple[int, np.ndarray]]()
 
-    def place_of(self, piece: Piece) -> np.ndarray | None:
-        """Where a piece goes; None if not all of it lies in the window."""
-        at, end = piece.at - self.start, piece.at - self.start + piece.stop - piece.start
-        return self.target[at:end] if end <= self.stop - self.start else None
+    def place_for(self, piece: Piece) -> np.ndarray:
+        """Where a piece is put when it is read: here, or, if not all of it lies here, in memory of its own."""
+        at, size = piece.at - self.start, piece.stop - piece.start
+        if at + size <= self.stop - self.start:
+            return self.target[at : at + size]
+        self.crossing.append((piece.at, np.empty(size, np.uint8)))
+        return self.crossing[-1][1]
 
     def put(self, at: int, data: np.ndarray) -> bool:
         """Put what lies at a place of the stream here, as far as it lies in the window; whether it goes on after."""
@@ -69,7 +72,6 @@ class ShareFeed:
 
     Attributes:
         directory: of the checkpoint.
-        threads: on which it reads.
     """
 
     def __init__(
@@ -81,11 +83,11 @@ class ShareFeed:
         settings: StoreSettings,
         progress: Progress | None,
     ) -> None:
-        self.directory, self.threads = committed.directory, READS_PER_THREAD * settings.known_io_threads
+        self.directory, self._threads = committed.directory, READS_PER_THREAD * settings.known_io_threads
         self._committed, self._arrays, self._settings = committed, arrays, settings
         self._told_progress, self._reads = progress, 0
         self._is_open = self._is_stopped = False
-        self._band_bytes = max(1, settings.read_budget_bytes // (2 * self.threads))
+        self._band_bytes = max(1, settings.read_budget_bytes // (2 * self._threads))
         self._budget, self._warm = ReadBudget(settings.read_budget_bytes), WarmMemory()
         self._pieces = stream.pieces
         self._sources = Sources(files, committed, settings, [piece.chunk.segment for piece in stream.pieces])
@@ -104,7 +106,7 @@ class ShareFeed:
             CorruptCheckpointError, StorageError, CheckpointTimeoutError: as `iter_boxes`.
         """
         window, reads = self.begin(target, start, stop)
-        workers = shared_workers(self.threads, "jaxckpt-read")
+        workers = shared_workers(self._threads, "jaxckpt-read")
         each = workers.run_each(WindowRead.run, reads, give_up=self._budget.lift, moved=self.moved)
         try:
             with contextlib.closing(each) as results:
@@ -123,13 +125,10 @@ class ShareFeed:
             self._is_open = True
             answer_of("segments", self._sources.open, self._moved)
         window = Window(target, start, stop, *self._unread_before(stop))
-        wanted = [self._wanted(piece, window.place_of(piece)) for piece in window.pieces]
+        wanted = [self._wanted(piece, window.place_for(piece)) for piece in window.pieces]
         runs = plan_reads(self._committed.manifest, wanted, self._band_bytes, ALIGNMENT)
-        reading = Reading(
-            self._sources, self._committed, wanted, self._settings, self._moved, self._budget, self._warm
-        )
-        reading.prepare(runs)
-        return window, [WindowRead(window, reading, run) for run in runs]
+        reading = Reading(self._sources, self._committed, wanted, self._settings, self._moved, self._budget, self._warm)
+        return window, [WindowRead(reading, run) for run in runs]
 
     def finish(self, window: Window) -> None:
         """Complete a window of which all was read, after those before it."""
@@ -157,8 +156,7 @@ class ShareFeed:
         if self._told_progress is not None:
             self._told_progress(done)
 
-    def _wanted(self, piece: Piece, place: np.ndarray | None) -> Wanted:
-        """Of a piece that lies in the window whole all goes there at once."""
+    def _wanted(self, piece: Piece, place: np.ndarray) -> Wanted:
         return Wanted(_flat(self._arrays[piece.wanted], piece.chunk), [((piece.start, piece.stop),)], target=place)
 
     def _unread_before(self, stop: int) -> tuple[list[Piece], list[int]]:
@@ -186,7 +184,6 @@ class ShareFeed:
 class WindowRead(NamedTuple):
     """One read for a window."""
 
-    window: Window
     reading: Reading
     part: Run
 
@@ -200,10 +197,7 @@ class WindowRead(NamedTuple):
         Raises:
             CorruptCheckpointError, StorageError: as `iter_boxes`.
         """
-        for number, _, data in self.reading.read_run(self.part):
-            piece = self.window.pieces[number]
-            if self.window.place_of(piece) is None:
-                self.window.crossing.append((piece.at, data))
+        self.reading.read_run(self.part)
 
 
 def _flat(array: ArrayRecord, chunk: ChunkRecord) -> ArrayRecord:

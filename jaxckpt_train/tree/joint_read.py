@@ -96,9 +96,9 @@ class JointRead:
         arrays = [each.array for each in shared]
         with contextlib.closing(memory):
             streams = read_shares(arrays, self._job.processes, self._block_bytes, lambda _: range(self._job.processes))
-            way = NearWindows(shared, streams, memory, self._alive)
+            way = NearWindows(shared, streams, memory, self._block_bytes, self._alive)
             hand_over = functools.partial(self._hand_over, way.assembly, shared, take)
-            way.read(self._feed(shared, streams[self._job.process]), hand_over)
+            way.read(self._feed(shared, streams[self._job.process]), self._settings.known_io_threads, hand_over)
         rest(self._progress)
 
     def _alive(self) -> None:

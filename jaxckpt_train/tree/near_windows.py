@@ -9,13 +9,13 @@ import numpy as np
 
 from jaxckpt_train.jobs.near_memory import NearMemory
 from jaxckpt_train.store.feed_ahead import FeedAhead
+from jaxckpt_train.store.read_plan import parts_bytes
 from jaxckpt_train.store.read_shares import Stream
 from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.share_feed import ShareFeed
 from jaxckpt_train.tree.share_ways import Shared, assembly_of
 
-WINDOW_BYTES = 8 << 20
-WINDOWS = 3  # while the others look at one, the next one is read
+LEAST_PLACES = 3  # one that is read, one that is taken, and one for whoever is faster
 
 
 class NearWindows:
@@ -27,33 +27,42 @@ class NearWindows:
     Args:
         shared: the arrays.
         streams: what each process reads.
-        memory: of `memory_bytes`.
+        memory: of `memory_bytes`, or whatever each process has of it.
+        block_bytes: of the checkpoint.
         waiting: called now and then while this process waits for another; what it raises ends it.
     """
 
     def __init__(
-        self, shared: Sequence[Shared], streams: Sequence[Stream], memory: NearMemory, waiting: Callable[[], None]
+        self,
+        shared: Sequence[Shared],
+        streams: Sequence[Stream],
+        memory: NearMemory,
+        block_bytes: int,
+        waiting: Callable[[], None],
     ) -> None:
         self.assembly = assembly_of(shared, memory.process)
         self._streams, self._memory, self._waiting = streams, memory, waiting
-        self._window_bytes = min(map(len, memory.data)) // WINDOWS // ALIGNMENT * ALIGNMENT
+        least = min(map(len, memory.data))
+        self._window_bytes = min(parts_bytes(block_bytes), least // LEAST_PLACES // ALIGNMENT * ALIGNMENT)
+        self._places = least // self._window_bytes
         self._windows = -(-max(stream.end for stream in streams) // self._window_bytes)
         self._begun = self._given = self._taken = 0
         self._left = set(range(len(streams)))  # of whose window number `_taken` this process has taken nothing
 
-    def read(self, feed: ShareFeed, hand_over: Callable[[], None]) -> None:
+    def read(self, feed: ShareFeed, threads: int, hand_over: Callable[[], None]) -> None:
         """Read the own stream on other threads, and take what this process needs of all of them.
 
         Args:
             feed: of the own stream; it is closed.
+            threads: on which it is read: few, as all processes read from one disk, and one while the others digest.
             hand_over: called after each window, for what is complete in the assembly.
 
         Raises:
             CorruptCheckpointError, StorageError, CheckpointTimeoutError: of the own stream, as `iter_boxes`.
         """
-        with contextlib.closing(FeedAhead(feed, self._memory.wake)) as ahead:
+        with contextlib.closing(FeedAhead(feed, threads, self._memory.wake)) as ahead:
             while self._taken < self._windows:
-                while self._begun < min(self._windows, self._memory.all_have_taken() + WINDOWS):
+                while self._begun < min(self._windows, self._memory.all_have_taken() + self._places):
                     ahead.order(self._place(self._memory.process, self._begun), *self._span(self._begun))
                     self._begun += 1
                 self._have_given(ahead.look())
@@ -91,11 +100,11 @@ class NearWindows:
         return number * self._window_bytes, (number + 1) * self._window_bytes
 
     def _place(self, process: int, number: int) -> np.ndarray:
-        start = number % WINDOWS * self._window_bytes
+        start = number % self._places * self._window_bytes
         return self._memory.data[process][start : start + self._window_bytes]
 
 
-def memory_bytes(budget_bytes: int) -> int:
-    """How much memory for windows a process has of this budget."""
-    return WINDOWS * max(ALIGNMENT, min(WINDOW_BYTES, budget_bytes // (2 * WINDOWS)) // ALIGNMENT * ALIGNMENT)
-
+def memory_bytes(budget_bytes: int, threads: int, block_bytes: int) -> int:
+    """How much memory for windows a process has of this budget, to read on so many threads."""
+    wanted = (threads + LEAST_PLACES) * parts_bytes(block_bytes)
+    return max(LEAST_PLACES * ALIGNMENT, min(wanted, budget_bytes // 2))

@@ -67,9 +67,15 @@ class JobLoads:
         if self._job is not None and self._order is None and any(map(spans_processes, shardings)):
             self._order = self._job.within("load", self._settings.barrier_timeout_s)
 
-    def neighbours(self) -> Neighbours:
-        """Whether all processes run on one machine, and see each other's memory there; each time it is other memory."""
-        return neighbours(self.order, memory_bytes(self._settings.read_budget_bytes))
+    def neighbours(self, block_bytes: int) -> Neighbours:
+        """Whether all processes run on one machine, and see each other's memory there; each time it is other memory.
+
+        Args:
+            block_bytes: of the checkpoint.
+        """
+        settings = self._settings
+        size = memory_bytes(settings.read_budget_bytes, settings.known_io_threads, block_bytes)
+        return neighbours(self.order, size)
 
     @property
     def order(self) -> Coordinator:
@@ -138,7 +144,7 @@ def read_together(
     is_worth_it = repeated >= WORTH_BYTES and repeated * NOTICEABLE >= stored
     if not found or not (read_once is True or is_worth_it):
         return ReadTogether([], [], None)
-    are_near, memory = loads.neighbours()
+    are_near, memory = loads.neighbours(block_bytes)
     if are_near and memory is None and read_once == "auto":
         return ReadTogether([], [each.number for each in found], None)
     return ReadTogether(found, [], memory)
