@@ -81,8 +81,8 @@ IN_JOBS = {
     "orbax_v0_no_compression": Entry("subjects_orbax:OrbaxV0WithoutCompression", cannot=SEE_OTHERS),
     "orbax_v0_broadcast": Entry("subjects_orbax:OrbaxV0Broadcast", cannot=ONE_REPLICA),
     "orbax_v1": Entry("subjects_orbax:OrbaxV1", cannot=VARIANT_IN_JOBS),
-    "ours_read_each": Entry("subject_ours:OursReadEach", cannot=SAVES_ALIKE, setting=("read_once", False, "auto")),
-    "ours_read_once": Entry("subject_ours:OursReadOnce", cannot=SAVES_ALIKE, setting=("read_once", True)),
+    "ours_read_each": Entry("subject_ours:OursReadEach", cannot=SAVES_ALIKE, setting=("read_once", False)),
+    "ours_over_devices": Entry("subject_ours:OursOverDevices", cannot=SAVES_ALIKE, setting=("read_once",)),
     OURS: ENTRIES[OURS],
 }
 """Those that have turns in jobs; a name that is in both is the same subject."""

@@ -44,10 +44,14 @@ class Ours:
         """Nothing is kept between rounds that needs closing."""
 
 
-class OursReadOnce(Ours):
-    """`read_once=True`: in a job, each stored byte is read by one process, and sent to the others that need it."""
+class OursOverDevices(Ours):
+    """As between machines: each stored byte is read by one process, and goes over the devices to those that need it."""
 
     def __init__(self) -> None:
+        import jax
+        from jaxckpt_train.jobs import neighbours
+
+        neighbours.machine_id = lambda: f"machine {jax.process_index()}"
         super().__init__(read_once=True)
 
 
