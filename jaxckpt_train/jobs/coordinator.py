@@ -14,7 +14,7 @@ from jaxckpt_train.jobs.meeting import Meeting
 Moved = Callable[[], object]
 BARRIER_TIMEOUT_S = 300.0
 _LEFT = "left"
-MOST_LEFT = 64  # meetings whose keys stay until all are known to have left them
+MOST_ENDED = 64  # meetings whose keys stay until all are known to have left them
 
 
 def always(values: Sequence[bytes]) -> bytes:
@@ -165,7 +165,7 @@ class ManyProcesses:
         self._orders = _Orders(keeps=process == 0) if orders is None else orders
         self._met = 0  # how many times
         self._told = 0  # how many times since the last exchange
-        self._left: list[str] = []  # at process 0: folders of meetings whose keys are still there
+        self._ended: list[str] = []  # at process 0: folders of meetings whose keys are still there
         self._meeting: Meeting | None = None
 
     def within(self, name: str, timeout_s: float | None = None) -> Coordinator:
@@ -204,9 +204,9 @@ class ManyProcesses:
         def act() -> bytes:
             mine = give()
             uses, others = self._orders.decoded(meeting.collect())
-            for folder in [*self._left, *self._orders.ended_in_all(uses)]:  # who is here has left these
+            for folder in [*self._ended, *self._orders.ended_in_all(uses)]:  # who is here has left these
                 self._values.delete(folder)
-            self._left = []
+            self._ended = []
             return merge([mine, *others])
 
         return self._held(meeting, act)
@@ -214,7 +214,7 @@ class ManyProcesses:
     def broadcast(self, doing: str, say: Callable[[], bytes], moved: Moved | None = None) -> bytes:
         """As the protocol says."""
         self._told += 1
-        if self._told >= MOST_LEFT:  # else the keys of a job that only tells pile up
+        if self._told >= MOST_ENDED:  # else the keys of a job that only tells pile up
             return self.exchange(doing, lambda: b"", lambda values: say(), moved)
         meeting = self._meet(doing, moved)
         return meeting.hear() if self.process else self._held(meeting, say)
@@ -236,7 +236,7 @@ class ManyProcesses:
         try:
             return meeting.preside(act)
         finally:
-            self._left.append(meeting.folder)
+            self._ended.append(meeting.folder)
 
 
 class _Uses(msgspec.Struct, array_like=True):

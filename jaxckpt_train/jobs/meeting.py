@@ -205,7 +205,8 @@ class Meeting:
         missing = sorted({number for number in left if number not in came})
         if missing:
             raise OtherProcessError(
-                f"{self._doing}: {_listed(missing, self._processes)} will not come: it has closed what this is part of "
+                f"{self._doing}: {_listed(missing, self._processes)} will not come: "
+                f"{'it has' if len(missing) == 1 else 'they have'} closed what this is part of "
                 "(its CheckpointCallback, or StepManager), as happens at an error in its loop; look into the log there"
             )
 

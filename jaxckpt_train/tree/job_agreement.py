@@ -56,16 +56,17 @@ def agree(together: Together, committed: Committed, shared: Sequence[Shared], bu
 def _agreed(values: Sequence[bytes]) -> bytes:
     found = [msgspec.msgpack.decode(value, type=_Begun) for value in values]
     for process, each in enumerate(found):
-        if each.sha256 != found[0].sha256 and each.directory == found[0].directory:
+        if each.sha256 == found[0].sha256:
+            continue
+        if each.directory == found[0].directory:
             raise OtherProcessError(
                 f"{each.directory}: process {process} has opened another checkpoint there than process 0: it was "
                 "replaced meanwhile, so load it again; or that directory is not on storage that all of them share"
             )
-        if each.sha256 != found[0].sha256:
-            raise OtherProcessError(
-                f"process {process} loads {each.directory}, but process 0 loads {found[0].directory}, which is another "
-                "checkpoint; all processes of a job load the same, in the same order"
-            )
+        raise OtherProcessError(
+            f"process {process} loads {each.directory}, but process 0 loads {found[0].directory}, which is another "
+            "checkpoint; all processes of a job load the same, in the same order"
+        )
     if any(each.leaves != found[0].leaves for each in found):
         return _DIFFERS
     return b"%d" % min(each.budget_bytes for each in found)
