@@ -32,16 +32,20 @@ class NearMemory:
     """
 
     def __init__(self, size: int) -> None:
-        self._own = SharedMemory(size)
+        self._own, self._open = SharedMemory(size), contextlib.ExitStack()
+        self._open.callback(self._own.let_go)
         try:
             self._mailbox = Mailbox()
+            self._open.callback(self._mailbox.close)
             self._bell = Letters(self._mailbox.address)
-        except OSError:
+            self._open.callback(self._bell.close)
+        except BaseException:
             self._own.hide()
+            self._open.close()
             raise
         self.address = msgspec.msgpack.encode([self._own.address, self._mailbox.address])
         self.process, self.data = 0, list[np.ndarray]()
-        self._letters = list[Letters]()
+        self._letters, self._owed = dict[int, Letters](), set[int]()
         self._given, self._taken = list[int](), list[int]()
 
     def join(self, addresses: Sequence[bytes], process: int) -> None:
@@ -59,26 +63,34 @@ class NearMemory:
             memory, mailbox = msgspec.msgpack.decode(address, type=list[bytes])
             self.data.append(self._own.data if number == process else seen(memory))
             if number != process:
-                self._letters.append(Letters(mailbox))
+                self._letters[number] = Letters(mailbox)
+                self._open.callback(self._letters[number].close)
 
     def hide(self) -> None:
         """Nobody finds it any more; who has, keeps it."""
         self._own.hide()
 
     def close(self) -> None:
-        """Let go of the memory, and hear and tell nothing more."""
+        """Let go of the memory, and hear and tell nothing more; a second time does nothing."""
         self.data.clear()
-        for each in self._letters:
-            each.close()
-        self._letters.clear()
-        self._bell.close()
-        self._mailbox.close()
+        self._open.close()
 
     def tell(self, given: int, taken: int) -> None:
         """Say how much this process has given, and how much it has taken of each; both only grow."""
         self._given[self.process], self._taken[self.process] = given, taken
-        for each in self._letters:
-            each.send(_STATE.pack(self.process, given, taken))
+        self._owed.update(self._letters)
+        self._tell_owed()
+
+    def owes(self) -> bool:
+        """Whether somebody could not be told yet of what it has not taken; `wait` tells it as soon as it has room."""
+        return any(self._taken[process] < self._given[self.process] for process in self._owed)
+
+    def _tell_owed(self) -> None:
+        state = _STATE.pack(self.process, self._given[self.process], self._taken[self.process])
+        for process in list(self._owed):
+            with contextlib.suppress(BlockingIOError):
+                self._letters[process].send(state)
+                self._owed.discard(process)
 
     def has_given(self, process: int) -> int:
         """How much it has given, as far as it was heard of."""
@@ -95,6 +107,7 @@ class NearMemory:
 
     def wait(self) -> None:
         """Until something was told or this process is woken; for half a second at most."""
+        self._tell_owed()
         for message in self._mailbox.hear(SLICE_S):
             if message.strip(b"\0"):
                 process, given, taken = _STATE.unpack_from(message)

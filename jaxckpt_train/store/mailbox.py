@@ -69,16 +69,17 @@ class Letters:
         path = f"/proc/{there.pid}/fd/{there.descriptor}"
         if os.readlink(path) != f"pipe:[{there.inode}]":  # of another process with that number, which may wait for ever
             raise OSError(errno.ENOENT, "another process has this number here", path)
-        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        # Also for reading, though nothing is read: a pipe that nobody can read ends who does not ignore SIGPIPE.
+        self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         self._lock = threading.Lock()  # a descriptor that was closed may be another file's the next moment
 
     def send(self, message: bytes) -> None:
         """Send what is no longer than a message, from any thread; to nobody if the mailbox, or this, is closed.
 
         Raises:
-            BlockingIOError: a thousand messages lie there already.
+            BlockingIOError: there is no room: many messages lie there already.
         """
-        with self._lock, contextlib.suppress(BrokenPipeError):
+        with self._lock:
             if self._descriptor is not None:
                 os.write(self._descriptor, message.ljust(MESSAGE_BYTES, b"\0"))
 

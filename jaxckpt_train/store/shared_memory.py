@@ -61,6 +61,10 @@ class SharedMemory:
         """Nobody finds it any more; who has, keeps it."""
         os.close(self._descriptor)
 
+    def let_go(self) -> None:
+        """This process has it no more, unless somebody uses `data` still; who has found it keeps it."""
+        self.data = np.empty(0, np.uint8)
+
 
 def seen(address: bytes) -> np.ndarray:
     """The memory of another process: flat uint8, not writable.

@@ -78,13 +78,16 @@ class JointRead:
             CheckpointTimeoutError: another process did not come, or got no further; names it.
             OtherProcessError: another process loads something else.
         """
-        self._budget_bytes = agree(self._together, self._committed, shared, self._budget_bytes)
-        if self._memory is None:
-            self._move_all(shared, take)
-            last = functools.partial(rest, self._progress)
-        else:
-            last = functools.partial(self._look_at_each_other, self._memory, shared, take, rest)
-        self._together(f"loading {self._subject}", last)
+        with contextlib.ExitStack() as held:
+            if self._memory is not None:
+                held.callback(self._memory.close)
+            self._budget_bytes = agree(self._together, self._committed, shared, self._budget_bytes)
+            if self._memory is None:
+                self._move_all(shared, take)
+                last = functools.partial(rest, self._progress)
+            else:
+                last = functools.partial(self._look_at_each_other, self._memory, shared, take, rest)
+            self._together(f"loading {self._subject}", last)
 
     def _look_at_each_other(
         self,

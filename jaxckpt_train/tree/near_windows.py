@@ -61,7 +61,7 @@ class NearWindows:
             CorruptCheckpointError, StorageError, CheckpointTimeoutError: of the own stream, as `iter_boxes`.
         """
         with contextlib.closing(FeedAhead(feed, threads, self._memory.wake)) as ahead:
-            while self._taken < self._windows:
+            while self._taken < self._windows or self._memory.owes():
                 while self._begun < min(self._windows, self._memory.all_have_taken() + self._places):
                     ahead.order(self._place(self._memory.process, self._begun), *self._span(self._begun))
                     self._begun += 1

@@ -14,8 +14,7 @@ import pytest
 from jax._src.interpreters import pxla
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxckpt_train.store.staging import empty_array
-from jaxckpt_train.store.staging import Arena
+from jaxckpt_train.store.staging import Arena, empty_array
 from jaxckpt_train.tree import device_put
 from jaxckpt_train.tree.device_put import DevicePuts
 from jaxckpt_train.tree.placement import Placement, device_placement, host_placement

@@ -1,0 +1,106 @@
+"""Memory in which the processes of a job see each other: what they hear of it, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.jobs import near_memory
+from jaxckpt_train.jobs.near_memory import NearMemory
+from tests.distributed.arrays import digest_of
+from tests.distributed.conftest import JobOf
+from tests.distributed.once import Arrays, save_alone, target_of
+
+ARRAYS: Arrays = {"a": ([3072, 1024], "float32"), "b": ([1024, 3072], "float32")}
+TIMES = 5
+
+
+def load_once(path: str, spec: list[Any], progress: Any = None, budget: int = 8 << 20) -> str:
+    """What came of it."""
+    settings = jct.StoreSettings(read_once=True, barrier_timeout_s=5.0, read_budget_bytes=budget)
+    target = target_of(ARRAYS, dict.fromkeys(ARRAYS, spec), [4])
+    try:
+        return str(digest_of(jct.load(path, target, settings=settings, progress=progress)))
+    except jct.CheckpointError as error:
+        return type(error).__name__
+
+
+def refuse(done: int) -> None:
+    if done:
+        raise jct.SettingsError("no more of it")
+
+
+def refuse_address(_: object) -> Any:
+    raise OSError(errno.ENOSYS, "not here")
+
+
+def load_and_count(path: str, kind: str, who: int) -> dict[str, Any]:
+    """Load some times; what came of it, and how many files and how much of such memory are open more than before."""
+    is_it = jax.process_index() == who
+    came, counts = list[str](), list[tuple[int, int]]()
+    with pytest.MonkeyPatch.context() as patch:
+        if is_it and kind in ("Letters", "SharedMemory"):
+            patch.setattr(near_memory, kind, refuse_address)
+        for _ in range(TIMES):
+            spec = ["x"] if kind == "sharding" and is_it else []
+            came.append(load_once(path, spec, refuse if kind == "progress" and is_it else None))
+            counts.append(open_now())
+    return {"came": sorted(set(came)), "counts": counts}
+
+
+def open_now() -> tuple[int, int]:
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return len(os.listdir("/proc/self/fd")), sum("memfd:jaxckpt" in line for line in maps)
+
+
+@pytest.mark.parametrize("kind", ["", "sharding", "progress", "Letters", "SharedMemory"])
+def test_nothing_of_it_stays(tmp_path: Path, job_of: JobOf, kind: str) -> None:
+    save_alone(str(tmp_path / "c"), ARRAYS)
+    for answer in job_of(4, 1).call(load_and_count, str(tmp_path / "c"), kind, 2):
+        assert len(answer["came"]) == 1
+        first, *more = answer["counts"]
+        assert more == [first] * len(more)
+        assert first[1] == 0
+
+
+def load_with_signals(path: str) -> list[str]:
+    """In a script that wants to end when nobody reads its output any more."""
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        return [load_once(path, []) for _ in range(TIMES)]
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+
+
+def test_who_hears_nothing_more_ends_no_process_that_tells_it_something(tmp_path: Path, job_of: JobOf) -> None:
+    save_alone(str(tmp_path / "c"), ARRAYS)
+    answers = job_of(4, 1).call(load_with_signals, str(tmp_path / "c"))
+    assert len({each for answer in answers for each in answer}) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd on this system")
+def test_who_has_no_room_for_what_it_is_told_hears_the_last_of_it_later() -> None:
+    memories = [NearMemory(4096), NearMemory(4096)]
+    for number, memory in enumerate(memories):
+        memory.join([each.address for each in memories], number)
+    one, other = memories
+    for given in range(5000):
+        one.tell(given, 0)
+    assert one.owes()
+    while other.has_given(0) < 4999:
+        one.wake()
+        one.wait()
+        other.wait()
+    assert not one.owes()
+    for memory in memories:
+        memory.hide()
+        memory.close()
