@@ -77,6 +77,7 @@ MAY_TOUCH_THE_DISK = {
     "store.local": "it is the one that does",
     "store.local_names": "it is the part of store.local that renames",
     "store.machine": "it asks /proc about processes, and touches no data",
+    "store.mailbox": "it finds pipes of other processes under /proc, and touches no disk",
     "store.shared_memory": "it finds memory of other processes under /proc, and touches no disk",
     "hydra_plugin": "it looks where its own presets lie, and touches no data",
 }
