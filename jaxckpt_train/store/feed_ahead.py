@@ -72,13 +72,11 @@ class FeedAhead:
             leave(question)
 
     def _take_answers(self) -> None:
-        asked, self._asked = self._asked, []
-        for begun, question in asked:
-            if question.is_answered.is_open():
-                question.take()
-                begun.left -= 1
-            else:
-                self._asked.append((begun, question))
+        for each in [each for each in self._asked if each[1].is_answered.is_open()]:
+            self._asked.remove(each)  # first: an error leaves the others here, to be left by `close`
+            begun, question = each
+            question.take()
+            begun.left -= 1
         now = time.monotonic()
         if self._asked:
             self._patience.waited(min(now - self._looked_at, LOOK_S), self._feed.moved())
