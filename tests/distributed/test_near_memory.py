@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 from pathlib import Path
+from traceback import extract_stack
 from typing import Any
 
 import jax
@@ -29,13 +30,21 @@ def load_once(path: str, spec: list[Any], progress: Any = None, budget: int = 8 
     target = target_of(ARRAYS, dict.fromkeys(ARRAYS, spec), [4])
     try:
         return str(digest_of(jct.load(path, target, settings=settings, progress=progress)))
-    except jct.CheckpointError as error:
+    except (jct.CheckpointError, KeyboardInterrupt) as error:
         return type(error).__name__
 
 
 def refuse(done: int) -> None:
     if done:
         raise jct.SettingsError("no more of it")
+
+
+def interrupt(done: int) -> None:
+    if done == 0 and any(frame.name == "read" and "near_windows" in frame.filename for frame in extract_stack()):
+        raise KeyboardInterrupt
+
+
+PROGRESS = {"progress": refuse, "interrupt": interrupt}
 
 
 def refuse_address(_: object) -> Any:
@@ -51,7 +60,7 @@ def load_and_count(path: str, kind: str, who: int) -> dict[str, Any]:
             patch.setattr(near_memory, kind, refuse_address)
         for _ in range(TIMES):
             spec = ["x"] if kind == "sharding" and is_it else []
-            came.append(load_once(path, spec, refuse if kind == "progress" and is_it else None))
+            came.append(load_once(path, spec, PROGRESS.get(kind) if is_it else None))
             counts.append(open_now())
     return {"came": sorted(set(came)), "counts": counts}
 
@@ -62,11 +71,23 @@ def open_now() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), sum("memfd:jaxckpt" in line for line in maps)
 
 
-@pytest.mark.parametrize("kind", ["", "sharding", "progress", "Letters", "SharedMemory"])
-def test_nothing_of_it_stays(tmp_path: Path, job_of: JobOf, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "here", "elsewhere"),
+    [
+        ("", None, None),
+        ("sharding", "OtherProcessError", "OtherProcessError"),
+        ("progress", "SettingsError", "SettingsError"),
+        ("interrupt", "KeyboardInterrupt", "OtherProcessError"),
+        ("Letters", None, None),
+        ("SharedMemory", None, None),
+    ],
+)
+def test_nothing_of_it_stays(tmp_path: Path, job_of: JobOf, kind: str, here: str | None, elsewhere: str | None) -> None:
     save_alone(str(tmp_path / "c"), ARRAYS)
-    for answer in job_of(4, 1).call(load_and_count, str(tmp_path / "c"), kind, 2):
-        assert len(answer["came"]) == 1
+    answers = job_of(4, 1).call(load_and_count, str(tmp_path / "c"), kind, 2)
+    digest = answers[0]["came"][0]
+    for number, answer in enumerate(answers):
+        assert answer["came"] == [(here if number == 2 else elsewhere) or digest]
         first, *more = answer["counts"]
         assert more == [first] * len(more)
         assert first[1] == 0
