@@ -104,8 +104,8 @@ class JointRead:
             way.read(self._feed(shared, streams[self._job.process]), self._settings.known_io_threads, hand_over)
         rest(self._progress)
 
-    def _alive(self) -> None:
-        self._signs += 1
+    def _alive(self, waits_for_others: bool) -> None:
+        self._signs += waits_for_others  # whose own disk does not answer is the one that all wait for
         self._progress(0)
 
     def _move_all(self, shared: Sequence[Shared], take: Callable[[ReadBox], None]) -> None:

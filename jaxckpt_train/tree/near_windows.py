@@ -29,7 +29,8 @@ class NearWindows:
         streams: what each process reads.
         memory: of `memory_bytes`, or whatever each process has of it.
         block_bytes: of the checkpoint.
-        waiting: called now and then while this process waits for another; what it raises ends it.
+        waiting: called now and then, with whether it is others that this process waits for, not its own disk; what it
+            raises ends it.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class NearWindows:
         streams: Sequence[Stream],
         memory: NearMemory,
         block_bytes: int,
-        waiting: Callable[[], None],
+        waiting: Callable[[bool], None],
     ) -> None:
         self.assembly = assembly_of(shared, memory.process)
         self._streams, self._memory, self._waiting = streams, memory, waiting
@@ -74,7 +75,7 @@ class NearWindows:
                     if not self._left:
                         self._have_taken()
                         hand_over()
-                self._waiting()
+                self._waiting(self._given == self._begun or self._given > self._taken)
 
     def _have_given(self, windows: int) -> None:
         if windows:

@@ -87,6 +87,30 @@ def test_a_process_that_is_gone_is_named_in_time(tmp_path: Path, spec: list[Any]
             assert answer["value"]["at"] < float((tmp_path / "c/at").read_text()) + LIMIT_S + 5.0
 
 
+def load_from_a_slow_disk(path: str, who: int, is_apart: bool) -> dict[str, Any]:
+    """Process `who` has no answer of its disk until the others have given it up; they are given half a minute."""
+    given_up = Path(path, "given up")
+
+    def progress(done: int) -> None:
+        if done and jax.process_index() == who and threading.current_thread() is not threading.main_thread():
+            ends = time.monotonic() + 10 * LIMIT_S
+            while not given_up.exists() and time.monotonic() < ends:
+                time.sleep(0.1)
+
+    with apart(is_apart=is_apart):
+        answer = loaded_or_error(path, [], progress)
+    given_up.touch()
+    return answer
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_a_process_whose_disk_does_not_answer_is_named_in_time(tmp_path: Path, job_of: JobOf, is_apart: bool) -> None:
+    save_alone(str(tmp_path / "c"), ARRAYS)
+    answers = job_of(4, 1).call(load_from_a_slow_disk, str(tmp_path / "c"), 2, is_apart)
+    assert [answer.get("error") for answer in answers] == ["CheckpointTimeoutError"] * 4, answers
+    assert all("process 2 of 4" in answers[number]["text"] for number in (0, 1, 3))
+
+
 @pytest.mark.parametrize("spec", [[], [None, "x"]])
 @pytest.mark.parametrize("place", [0.02, 0.6])
 def test_damage_in_one_share_is_told_to_all(tmp_path: Path, job_of: JobOf, spec: list[Any], place: float) -> None:
