@@ -30,14 +30,15 @@ class Mailbox:
         OSError: this system has no such pipes, or gives none.
     """
 
+    _pipe: tuple[int, ...] = ()
+
     def __init__(self) -> None:
         if not hasattr(os, "pipe2"):
             raise OSError(errno.ENOSYS, "no pipes that others find on this system")
-        self._reading, self._writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._pipe = self._reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._ready = select.poll()
         self._ready.register(self._reading, select.POLLIN)
-        inode = os.fstat(self._writing).st_ino
-        self.address = msgspec.msgpack.encode(_Address(os.getpid(), self._writing, inode))
+        self.address = msgspec.msgpack.encode(_Address(os.getpid(), writing, os.fstat(writing).st_ino))
 
     def hear(self, timeout_s: float) -> list[bytes]:
         """The messages that have come, in their order; waits for the first one, for so many seconds at most."""
@@ -50,8 +51,11 @@ class Mailbox:
 
     def close(self) -> None:
         """Nobody is heard any more."""
-        os.close(self._reading)
-        os.close(self._writing)
+        pipe, self._pipe = self._pipe, ()
+        for each in pipe:
+            os.close(each)
+
+    __del__ = close  # an interrupt may lose it on its way to who made it
 
 
 class Letters:
@@ -64,14 +68,16 @@ class Letters:
         OSError: it cannot be found from here, as from another container.
     """
 
+    _descriptor: int | None = None
+
     def __init__(self, address: bytes) -> None:
+        self._lock = threading.Lock()  # a descriptor that was closed may be another file's the next moment
         there = msgspec.msgpack.decode(address, type=_Address)
         path = f"/proc/{there.pid}/fd/{there.descriptor}"
         if os.readlink(path) != f"pipe:[{there.inode}]":  # of another process with that number, which may wait for ever
             raise OSError(errno.ENOENT, "another process has this number here", path)
         # Also for reading, though nothing is read: a pipe that nobody can read ends who does not ignore SIGPIPE.
-        self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-        self._lock = threading.Lock()  # a descriptor that was closed may be another file's the next moment
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
 
     def send(self, message: bytes) -> None:
         """Send what is no longer than a message, from any thread; to nobody if the mailbox, or this, is closed.
@@ -89,3 +95,7 @@ class Letters:
             descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
+
+    def __del__(self) -> None:
+        if self._descriptor is not None:  # else an interrupt may have come before there was a lock
+            self.close()

@@ -40,18 +40,16 @@ class SharedMemory:
         OSError: this system has no such memory, or gives none.
     """
 
+    _descriptor = -1
+
     def __init__(self, size: int) -> None:
         if not hasattr(os, "memfd_create"):
             raise OSError(errno.ENOSYS, "no memory that others can look at on this system")
         self._descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self._descriptor, ALIGNMENT + size)
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, seals)
-            area = mmap.mmap(self._descriptor, ALIGNMENT + size)
-        except OSError:
-            os.close(self._descriptor)
-            raise
+        os.ftruncate(self._descriptor, ALIGNMENT + size)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, seals)
+        area = mmap.mmap(self._descriptor, ALIGNMENT + size)
         token = os.urandom(TOKEN_BYTES)
         area[:TOKEN_BYTES] = token
         self.data = np.frombuffer(area, np.uint8, size, ALIGNMENT)
@@ -59,7 +57,11 @@ class SharedMemory:
 
     def hide(self) -> None:
         """Nobody finds it any more; who has, keeps it."""
-        os.close(self._descriptor)
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    __del__ = hide  # an error or an interrupt may lose it on its way to who made it
 
     def let_go(self) -> None:
         """This process has it no more, unless somebody uses `data` still; who has found it keeps it."""

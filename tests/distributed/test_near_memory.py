@@ -15,10 +15,15 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.jobs import near_memory
+from jaxckpt_train.jobs.coordinator import SingleProcess
 from jaxckpt_train.jobs.near_memory import NearMemory
+from jaxckpt_train.jobs.neighbours import neighbours
+from jaxckpt_train.store.mailbox import Letters, Mailbox
+from jaxckpt_train.store.shared_memory import SharedMemory
 from tests.distributed.arrays import digest_of
 from tests.distributed.conftest import JobOf
 from tests.distributed.once import Arrays, save_alone, target_of
+from tests.interrupts import interrupt_at
 
 ARRAYS: Arrays = {"a": ([3072, 1024], "float32"), "b": ([1024, 3072], "float32")}
 TIMES = 5
@@ -125,3 +130,28 @@ def test_who_has_no_room_for_what_it_is_told_hears_the_last_of_it_later() -> Non
     for memory in memories:
         memory.hide()
         memory.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd on this system")
+def test_nothing_of_it_stays_after_an_interrupt_at_any_moment() -> None:
+    makers = [
+        neighbours,
+        NearMemory.__init__,
+        NearMemory.close,
+        Letters.__init__,
+        Mailbox.__init__,
+        SharedMemory.__init__,
+    ]
+    before, number, was_interrupted = open_now(), 0, True
+    while was_interrupted:
+        number, was_interrupted = number + 1, False
+        try:
+            with interrupt_at(number, *makers):
+                memory = neighbours(SingleProcess(), 4096).memory
+                assert memory is not None
+                memory.close()
+        except KeyboardInterrupt:
+            was_interrupted = True
+        memory = None
+        assert open_now() == before
+    assert number > 20
