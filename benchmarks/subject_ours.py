@@ -49,6 +49,7 @@ class OursOverDevices(Ours):
 
     def __init__(self) -> None:
         import jax
+
         from jaxckpt_train.jobs import neighbours
 
         neighbours.machine_id = lambda: f"machine {jax.process_index()}"

@@ -23,7 +23,7 @@ class _Begun:
 
 
 class FeedAhead:
-    """Nothing here waits: who has ordered windows looks now and then what has become of them.
+    """Who has ordered windows looks now and then what has become of them, and waits only for files to be opened.
 
     The reads go on from one window to the next: a disk that has to wait for the end of each window stands still while
     what it gave is digested.
@@ -42,7 +42,11 @@ class FeedAhead:
         self._patience, self._looked_at = Patience(feed.directory), time.monotonic()
 
     def order(self, target: np.ndarray, start: int, stop: int) -> None:
-        """As `ShareFeed.begin`."""
+        """As `ShareFeed.begin`.
+
+        Raises:
+            CorruptCheckpointError, StorageError, CheckpointTimeoutError: with the first one the files are opened.
+        """
         window, reads = self._feed.begin(target, start, stop)
         begun = _Begun(window, len(reads))
         self._begun.append(begun)

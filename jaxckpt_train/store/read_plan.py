@@ -31,7 +31,8 @@ class Wanted(NamedTuple):
     against the read budget until everyone has let go of it. (A box that is put together of several chunks counts from
     the moment on in which it is complete.)
 
-    `target` is memory into which the only box is copied, flat uint8 of its size; None: it gets memory of its own.
+    `target` is memory into which the only box is copied, flat uint8 of its size; None: it gets memory of its own. What
+    passes has none: the budget counts who owns the memory.
     """
 
     array: ArrayRecord

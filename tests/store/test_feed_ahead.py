@@ -1,26 +1,36 @@
-"""Windows that are read ahead: what they hold, and what becomes of reads that nobody waits for any more."""
+"""Windows that are read ahead: the bytes that were saved, each block once, in order, and an end that waits for none."""
 
 from __future__ import annotations
 
-import contextlib
-import queue
+import functools
 import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from jaxckpt_train.errors import StorageError
+from jaxckpt_train.errors import CheckpointTimeoutError, CorruptCheckpointError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import answers
+from jaxckpt_train.store import answers, feed_ahead, reading
+from jaxckpt_train.store.boxes import Box
+from jaxckpt_train.store.digests import digest_function
 from jaxckpt_train.store.feed_ahead import FeedAhead
-from jaxckpt_train.store.read_shares import read_shares
+from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT
+from jaxckpt_train.store.read_shares import Stream, read_shares
 from jaxckpt_train.store.share_feed import ShareFeed
+from jaxckpt_train.store.transaction import Committed
 from tests.store.checkpoints import commit
+from tests.store.strategies import tilings
 from tests.store.strict_backend import BLOCK, StrictBackend, small_sizes
 
 pytestmark = pytest.mark.timeout(120)
-SAVED = np.random.default_rng(0).integers(0, 256, 20 * BLOCK + 100, np.uint8)
+
+SETTINGS = StoreSettings(read_budget_bytes=1 << 20, io_threads=1)
+EMPTY = 0xEE
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -28,62 +38,205 @@ def _small() -> Iterator[None]:
     yield from small_sizes()
 
 
-class Ahead:
-    """Reads the only array of a checkpoint ahead, on two threads."""
-
-    def __init__(self, backend: StrictBackend) -> None:
-        settings = StoreSettings(read_budget_bytes=1 << 20)
-        committed = commit(backend, "/a/b", {"x": SAVED}, StoreSettings())
-        records = committed.manifest.parts[0].arrays
-        (self.stream,) = read_shares(records, 1, BLOCK, lambda _: [0])
-        self.read = queue.SimpleQueue[None]()
-        feed = ShareFeed(backend, committed, records, self.stream, settings, None)
-        self.windows = FeedAhead(feed, 2, lambda: self.read.put(None))
+@st.composite
+def saves(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], dict[str, list[Box]]]:
+    found, boxes = {}, {}
+    for number in range(draw(st.integers(1, 4))):
+        shape = (draw(st.integers(1, 60)), draw(st.integers(1, 400)))
+        found[f"x{number}"] = np.random.default_rng(number).integers(0, 1 << 16, shape, np.uint16)
+        boxes[f"x{number}"] = draw(tilings(shape, 3))
+    return found, boxes
 
 
-@pytest.mark.parametrize("has_threads", [True, False])
-@pytest.mark.parametrize("size", [192, BLOCK, BLOCK + 64, 7 * BLOCK + 64])
-def test_windows_become_complete_in_their_order(size: int, has_threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not has_threads:
-        monkeypatch.setattr(answers, "_is_put", lambda question: False)
-    ahead, target = Ahead(StrictBackend()), np.zeros(len(SAVED) + size, np.uint8)
-    starts = range(0, ahead.stream.end, size)
-    with contextlib.closing(ahead.windows) as windows:
-        for start in starts:
-            windows.order(target[start : start + size], start, start + size)
-        complete = 0
-        while (complete := complete + windows.look()) < len(starts):
-            end = min(complete * size, len(SAVED))
-            assert np.array_equal(target[:end], SAVED[:end])
-            ahead.read.get(timeout=60)
-    assert np.array_equal(target[: len(SAVED)], SAVED)
+def saved(backend: StrictBackend, arrays: Any, boxes: Any, processes: int) -> tuple[Committed, list[Stream]]:
+    committed = commit(backend, "/a/b", arrays, StoreSettings(segment_bytes=20_000), boxes=boxes)
+    return committed, read_shares(committed.manifest.parts[0].arrays, processes, BLOCK, lambda _: range(processes))
 
 
-def test_a_read_without_an_answer_is_counted_also_where_another_one_has_failed() -> None:
-    backend, goes_on, answers_again = StrictBackend(), threading.Event(), threading.Event()
-    ahead, turns = Ahead(backend), iter(range(2))
+def expected(committed: Committed, stream: Stream, arrays: dict[str, np.ndarray], size: int) -> np.ndarray:
+    """What is to be in the windows, from the arrays themselves; what is between pieces stays as it is."""
+    whole = np.full(size, EMPTY, np.uint8)
+    for piece in stream.pieces:
+        array = arrays[committed.manifest.parts[0].arrays[piece.wanted].name]
+        data = array[(*(slice(*side) for side in piece.chunk.box), ...)].tobytes()[piece.start : piece.stop]
+        whole[piece.at : piece.at + len(data)] = np.frombuffer(data, np.uint8)
+    return whole
 
-    def before_read() -> None:
-        if next(turns) == 0:
-            began.set()
-            assert goes_on.wait(60)
-            raise StorageError(5, "broken", "/a/b")
-        began.set()
-        assert answers_again.wait(60)
 
-    backend.before_read = before_read
-    before = answers._threads.get(None).left()
-    try:
-        with contextlib.closing(ahead.windows) as windows:
-            for number in range(2):
-                began = threading.Event()
-                windows.order(np.empty(BLOCK, np.uint8), number * BLOCK, (number + 1) * BLOCK)
-                windows.look()
-                assert began.wait(60)
-            goes_on.set()
-            ahead.read.get(timeout=60)
-            with pytest.raises(StorageError, match="broken"):
-                windows.look()
-        assert answers._threads.get(None).left() == before + 1
-    finally:
-        answers_again.set()
+def feed_of(backend: StrictBackend, committed: Committed, stream: Stream) -> ShareFeed:
+    return ShareFeed(backend, committed, committed.manifest.parts[0].arrays, stream, SETTINGS, None)
+
+
+class Answered:
+    """Told of each answer; `wait` for the next one."""
+
+    def __init__(self) -> None:
+        self._count = threading.Semaphore(0)
+
+    def __call__(self) -> None:
+        self._count.release()
+
+    def wait(self) -> None:
+        assert self._count.acquire(timeout=60)
+
+
+@given(saves(), st.integers(1, 3), st.integers(1, 150), st.integers(1, 4), st.integers(1, 4))
+def test_windows_are_what_was_saved_and_each_block_is_read_once(
+    save: Any, processes: int, lines: int, threads: int, ahead_by: int
+) -> None:
+    backend = StrictBackend()
+    committed, streams = saved(backend, *save, processes)
+    window = lines * VIEW_ALIGNMENT
+    for stream in streams:
+        size = -(-stream.end // window) * window
+        right, by_fill = expected(committed, stream, save[0], size), np.full(size, EMPTY, np.uint8)
+        filling = feed_of(backend, committed, stream)
+        for start in range(0, size, window):
+            filling.fill(by_fill[start : start + window], start, start + window)
+        filling.close()
+        verified = list[int]()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reading, "digest_function", functools.partial(counted, verified))
+            found = read_ahead(feed_of(backend, committed, stream), right, window, threads, ahead_by)
+        assert found.tobytes() == by_fill.tobytes() == right.tobytes()
+        assert sum(verified) == stream.bytes
+        assert len(verified) == sum(-(-(piece.stop - piece.start) // BLOCK) for piece in stream.pieces)
+        assert backend.open_files == 0
+
+
+def counted(verified: list[int], name: str) -> Any:
+    digest = digest_function(name)
+
+    def count(data: memoryview) -> str:
+        verified.append(len(data))
+        return digest(data)
+
+    return count
+
+
+def read_ahead(feed: ShareFeed, right: np.ndarray, window: int, threads: int, ahead_by: int) -> np.ndarray:
+    """All windows, some of which are ordered before the first one is complete; each is right when it is said to be."""
+    answered, found = Answered(), np.full(len(right), EMPTY, np.uint8)
+    ahead, windows, ordered, complete = FeedAhead(feed, threads, answered), len(right) // window, 0, 0
+    while complete < windows:
+        while ordered < min(windows, complete + ahead_by):
+            start, ordered = ordered * window, ordered + 1
+            ahead.order(found[start : start + window], start, start + window)
+        new = ahead.look()
+        complete += new
+        assert found[: complete * window].tobytes() == right[: complete * window].tobytes()
+        assert complete <= ordered
+        if not new and complete < windows:
+            answered.wait()
+    assert ahead.look() == 0
+    ahead.close()
+    return found
+
+
+class Held:
+    """Direct reads of the first block wait until they are let go."""
+
+    def __init__(self, backend: StrictBackend, hold: int) -> None:
+        self._lock, self._left = threading.Lock(), hold
+        self.begun, self.go_on, self.reads = threading.Semaphore(0), threading.Event(), 0
+        backend.before_read = self.before_read
+
+    def before_read(self) -> None:
+        with self._lock:
+            self._left, is_held = self._left - 1, self._left > 0
+            self.reads += 1
+        self.begun.release()
+        if is_held:
+            assert self.go_on.wait(60)
+
+
+def large(backend: StrictBackend) -> tuple[Committed, Stream, np.ndarray]:
+    arrays = {f"x{n}": np.random.default_rng(n).integers(0, 256, 4 * BLOCK, np.uint8) for n in range(3)}
+    committed, (stream,) = saved(backend, arrays, None, 1)
+    assert len(committed.manifest.segments) > 1
+    return committed, stream, expected(committed, stream, arrays, stream.end)
+
+
+def test_a_window_is_complete_only_after_those_before_it() -> None:
+    backend = StrictBackend()
+    committed, stream, right = large(backend)
+    held, answered, found = Held(backend, 1), Answered(), np.full(stream.end, EMPTY, np.uint8)
+    ahead = FeedAhead(feed_of(backend, committed, stream), 2, answered)
+    for start in range(0, stream.end, BLOCK):
+        ahead.order(found[start : start + BLOCK], start, start + BLOCK)
+    ahead.look()
+    for _ in range(11):
+        answered.wait()
+        assert ahead.look() == 0
+    assert held.reads == 12
+    assert found[BLOCK:].tobytes() == right[BLOCK:].tobytes()
+    held.go_on.set()
+    answered.wait()
+    assert ahead.look() == 12
+    assert found.tobytes() == right.tobytes()
+    ahead.close()
+    assert backend.open_files == 0
+
+
+def test_after_its_close_nothing_is_read_and_the_windows_stay_as_they_are() -> None:
+    backend = StrictBackend()
+    committed, stream, _ = large(backend)
+    held, answered, found = Held(backend, 2), Answered(), np.full(stream.end, EMPTY, np.uint8)
+    ahead = FeedAhead(feed_of(backend, committed, stream), 2, answered)
+    ahead.order(found, 0, stream.end)
+    ahead.look()
+    for _ in range(2):
+        assert held.begun.acquire(timeout=60)
+    ahead.close()
+    held.go_on.set()
+    for _ in range(2):
+        answered.wait()
+    assert held.reads == 2
+    assert np.all(found == EMPTY)
+    assert backend.open_files == 0
+
+
+@pytest.mark.parametrize("what", ["damaged", "missing"])
+def test_an_error_of_a_read_comes_with_a_look(what: str) -> None:
+    backend = StrictBackend()
+    committed, stream, right = large(backend)
+    path = f"/a/b/{committed.manifest.segments[0].file}"
+    if what == "damaged":
+        place = committed.manifest.parts[0].arrays[0].chunks[0].offset + 2 * BLOCK + 5
+        backend._file(path, "damage").data[place] ^= 1
+    else:
+        backend.remove(path)
+    answered, found = Answered(), np.full(stream.end, EMPTY, np.uint8)
+    ahead = FeedAhead(feed_of(backend, committed, stream), 1, answered)
+    with pytest.raises(CorruptCheckpointError, match="bytes .* of leaf 'x0'" if what == "damaged" else path):
+        for start in range(0, stream.end, BLOCK):
+            ahead.order(found[start : start + BLOCK], start, start + BLOCK)
+            while not ahead.look():
+                answered.wait()
+    ahead.close()
+    before = 2 * BLOCK if what == "damaged" else 0
+    assert found[:before].tobytes() == right[:before].tobytes()
+    assert np.all(found[before:] == EMPTY)
+    assert backend.open_files == 0
+
+
+def test_a_disk_that_does_not_answer_is_given_up_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "GIVE_UP_S", 0.2)
+    monkeypatch.setattr(feed_ahead, "LOOK_S", 0.02)
+    backend = StrictBackend()
+    committed, stream, _ = large(backend)
+    held, answered, found = Held(backend, 1), Answered(), np.full(stream.end, EMPTY, np.uint8)
+    ahead = FeedAhead(feed_of(backend, committed, stream), 1, answered)
+    ahead.order(found, 0, stream.end)
+    began = time.monotonic()
+    with pytest.raises(CheckpointTimeoutError, match=r"^/a/b: its disk has not answered"):
+        while time.monotonic() - began < 60:
+            assert ahead.look() == 0
+    assert time.monotonic() - began > 0.19
+    ahead.close()
+    assert time.monotonic() - began < 30
+    held.go_on.set()
+    answered.wait()
+    assert held.reads == 1
+    assert np.all(found == EMPTY)
+    assert backend.open_files == 0
