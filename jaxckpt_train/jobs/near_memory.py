@@ -25,7 +25,7 @@ class NearMemory:
     Attributes:
         address: by which others find what is of this process, as long as it is not hidden.
         process: number of this one, once it has joined.
-        data: of each process in order: flat uint8, of which this one may write into its own. Empty before it has joined.
+        data: of each process in order: flat uint8; this one may write into its own. Empty before it has joined.
 
     Raises:
         OSError: this system has no such memory, or gives none.
