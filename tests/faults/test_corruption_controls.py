@@ -17,7 +17,7 @@ from jaxckpt_train.steps.note_lines import NoteLines
 from jaxckpt_train.steps.notes import Notes
 from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.steps.scrubber import Scrubber
-from jaxckpt_train.store import digests, plain_files, reader, verify
+from jaxckpt_train.store import digests, plain_files, reading, verify
 from tests.crash.explorer import small_sizes
 from tests.faults import corruption, damaged_background, damaged_owners
 from tests.faults.sample_runs import DIGESTS
@@ -49,7 +49,7 @@ def test_a_digest_that_errs_on_what_is_clean(monkeypatch: pytest.MonkeyPatch) ->
         digest = digests.digest_function(name)
         return lambda data: digest(data) if next(calls) % 97 else digest(b"something else")
 
-    for module in (reader, verify, plain_files):
+    for module in (reading, verify, plain_files):
         monkeypatch.setattr(module, "digest_function", erring)
     found = corruption.campaign(120, seed=1)
     assert any(problem.startswith("clean") and "a false alarm: " in problem for problem in found.problems)
