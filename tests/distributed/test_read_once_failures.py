@@ -27,7 +27,7 @@ from tests.distributed.job import running
 from tests.distributed.once import Arrays, apart, save_alone, target_of
 
 LIMIT_S = 3.0
-_once = threading.Lock()
+_once = threading.Lock()  # several threads read, and one of them tells when it stops them all
 ARRAYS: Arrays = {"a": ([3072, 1024], "float32"), "b": ([2048, 3072], "float32"), "c": ([700], "float32")}
 
 
@@ -50,9 +50,8 @@ def load_until(path: str, spec: list[Any], who: int, when: str, number: int) -> 
     """Process `who` sends itself a signal while it reads, or while it waits for what others have read."""
 
     def progress(done: int) -> None:
-        if jax.process_index() == who and when in (
-            ("reading", "looking") if done else ("moving",) if is_waiting() else ()
-        ):
+        moments = ("reading", "looking") if done else ("moving",) if is_waiting() else ()
+        if jax.process_index() == who and when in moments and _once.acquire(blocking=False):
             Path(path, "at").write_text(str(time.monotonic()))
             os.kill(os.getpid(), number)
 
