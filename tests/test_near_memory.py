@@ -15,7 +15,13 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.jobs import near_memory
+from jaxckpt_train.jobs.coordinator import SingleProcess
 from jaxckpt_train.jobs.near_memory import NearMemory
+from jaxckpt_train.jobs.neighbours import neighbours
+from jaxckpt_train.store.mailbox import Letters, Mailbox
+from jaxckpt_train.store.shared_memory import SharedMemory
+from tests.interrupts import interrupt_at
+from tests.open_memory import left_open
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd on this system"),
@@ -51,13 +57,6 @@ def take_turns(memory: NearMemory) -> None:
             assert memory.has_given(process) == turn + 1
             assert np.all(data == (turn * 3 + process) % 256), (turn, process)
         memory.tell(turn + 1, turn + 1)
-
-
-def left() -> tuple[int, int]:
-    """Descriptors, and mappings of shared memory, of this process."""
-    gc.collect()
-    with open("/proc/self/maps", encoding="utf-8") as maps:
-        return len(os.listdir("/proc/self/fd")), sum("memfd:jaxckpt" in line for line in maps)
 
 
 def joined(count: int) -> list[NearMemory]:
@@ -201,11 +200,49 @@ def test_what_is_hidden_is_found_no_more_and_who_has_it_keeps_it() -> None:
 
 
 def test_nothing_is_left_of_those_that_are_closed() -> None:
-    before = left()
+    before = left_open()
     made = joined(3)
-    assert left()[0] >= before[0] + 3 * 5
-    assert left()[1] == before[1] + 3 * 3
+    assert left_open()[0] >= before[0] + 3 * 5
+    assert left_open()[1] == before[1] + 3 * 3
     for each in made:
         each.close()
     del made, each
-    assert left() == before
+    assert left_open() == before
+
+
+def test_who_has_no_room_for_what_it_is_told_hears_the_last_of_it_later() -> None:
+    one, other = memories = joined(2)
+    for given in range(5000):
+        one.tell(given, 0)
+    assert one.owes()
+    while other.has_given(0) < 4999:
+        one.wake()
+        one.wait()
+        other.wait()
+    assert not one.owes()
+    for memory in memories:
+        memory.close()
+
+
+def test_nothing_of_it_stays_after_an_interrupt_at_any_moment() -> None:
+    makers = [
+        neighbours,
+        NearMemory.__init__,
+        NearMemory.close,
+        Letters.__init__,
+        Mailbox.__init__,
+        SharedMemory.__init__,
+    ]
+    before, number, was_interrupted = left_open(), 0, True
+    while was_interrupted:
+        number, was_interrupted = number + 1, False
+        try:
+            with interrupt_at(number, *makers):
+                memory = neighbours(SingleProcess(), 4096).memory
+                assert memory is not None
+                memory.close()
+        except KeyboardInterrupt:
+            was_interrupted = True
+        memory = None
+        assert left_open() == before
+    assert number > 20

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
-import os
 import signal
 from pathlib import Path
 from traceback import extract_stack
@@ -15,15 +13,10 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.jobs import near_memory
-from jaxckpt_train.jobs.coordinator import SingleProcess
-from jaxckpt_train.jobs.near_memory import NearMemory
-from jaxckpt_train.jobs.neighbours import neighbours
-from jaxckpt_train.store.mailbox import Letters, Mailbox
-from jaxckpt_train.store.shared_memory import SharedMemory
 from tests.distributed.arrays import digest_of
 from tests.distributed.conftest import JobOf
 from tests.distributed.once import Arrays, save_alone, target_of
-from tests.interrupts import interrupt_at
+from tests.open_memory import left_open
 
 ARRAYS: Arrays = {"a": ([3072, 1024], "float32"), "b": ([1024, 3072], "float32")}
 TIMES = 5
@@ -66,14 +59,8 @@ def load_and_count(path: str, kind: str, who: int) -> dict[str, Any]:
         for _ in range(TIMES):
             spec = ["x"] if kind == "sharding" and is_it else []
             came.append(load_once(path, spec, PROGRESS.get(kind) if is_it else None))
-            counts.append(open_now())
+            counts.append(left_open())
     return {"came": sorted(set(came)), "counts": counts}
-
-
-def open_now() -> tuple[int, int]:
-    gc.collect()
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return len(os.listdir("/proc/self/fd")), sum("memfd:jaxckpt" in line for line in maps)
 
 
 @pytest.mark.parametrize(
@@ -111,47 +98,3 @@ def test_who_hears_nothing_more_ends_no_process_that_tells_it_something(tmp_path
     save_alone(str(tmp_path / "c"), ARRAYS)
     answers = job_of(4, 1).call(load_with_signals, str(tmp_path / "c"))
     assert len({each for answer in answers for each in answer}) == 1
-
-
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd on this system")
-def test_who_has_no_room_for_what_it_is_told_hears_the_last_of_it_later() -> None:
-    memories = [NearMemory(4096), NearMemory(4096)]
-    for number, memory in enumerate(memories):
-        memory.join([each.address for each in memories], number)
-    one, other = memories
-    for given in range(5000):
-        one.tell(given, 0)
-    assert one.owes()
-    while other.has_given(0) < 4999:
-        one.wake()
-        one.wait()
-        other.wait()
-    assert not one.owes()
-    for memory in memories:
-        memory.hide()
-        memory.close()
-
-
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd on this system")
-def test_nothing_of_it_stays_after_an_interrupt_at_any_moment() -> None:
-    makers = [
-        neighbours,
-        NearMemory.__init__,
-        NearMemory.close,
-        Letters.__init__,
-        Mailbox.__init__,
-        SharedMemory.__init__,
-    ]
-    before, number, was_interrupted = open_now(), 0, True
-    while was_interrupted:
-        number, was_interrupted = number + 1, False
-        try:
-            with interrupt_at(number, *makers):
-                memory = neighbours(SingleProcess(), 4096).memory
-                assert memory is not None
-                memory.close()
-        except KeyboardInterrupt:
-            was_interrupted = True
-        memory = None
-        assert open_now() == before
-    assert number > 20

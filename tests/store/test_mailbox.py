@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from jaxckpt_train.store.mailbox import MESSAGE_BYTES, Letters, Mailbox
+from tests.store.addresses import changed
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pipes are found under /proc on Linux alone"),
@@ -60,12 +61,6 @@ def started(script: str, *arguments: str) -> subprocess.Popen[str]:
         text=True,
         env={**os.environ, "PYTHONPATH": str(root)},
     )
-
-
-def changed(address: bytes, place: int, value: int) -> bytes:
-    fields = msgspec.msgpack.decode(address)
-    fields[place] = value
-    return msgspec.msgpack.encode(fields)
 
 
 def named_pipe_without_reader(path: Path) -> int:

@@ -12,6 +12,7 @@ import pytest
 
 from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.shared_memory import SharedMemory, seen
+from tests.store.addresses import changed
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd on this system")
 
@@ -39,12 +40,6 @@ def test_who_has_it_sees_what_is_written_later_also_when_it_is_hidden() -> None:
     assert here[5000] == 9
     with pytest.raises(ValueError, match="read-only"):
         here[0] = 1
-
-
-def changed(address: bytes, place: int, value: Any) -> bytes:
-    fields = msgspec.msgpack.decode(address)
-    fields[place] = value
-    return msgspec.msgpack.encode(fields)
 
 
 def test_other_memory_is_not_taken_for_it(tmp_path: Path) -> None:
