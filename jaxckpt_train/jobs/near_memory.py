@@ -34,15 +34,10 @@ class NearMemory:
     def __init__(self, size: int) -> None:
         self._own, self._open = SharedMemory(size), contextlib.ExitStack()
         self._open.callback(self._own.let_go)
-        try:
-            self._mailbox = Mailbox()
-            self._open.callback(self._mailbox.close)
-            self._bell = Letters(self._mailbox.address)
-            self._open.callback(self._bell.close)
-        except BaseException:
-            self._own.hide()
-            self._open.close()
-            raise
+        self._mailbox = Mailbox()
+        self._open.callback(self._mailbox.close)
+        self._bell = Letters(self._mailbox.address)
+        self._open.callback(self._bell.close)
         self.address = msgspec.msgpack.encode([self._own.address, self._mailbox.address])
         self.process, self.data = 0, list[np.ndarray]()
         self._letters, self._owed = dict[int, Letters](), set[int]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import socket
@@ -33,6 +34,18 @@ def this_process() -> ProcessIdentity:
         namespace = os.readlink("/proc/self/ns/pid")
     boot = _read("/proc/sys/kernel/random/boot_id").strip()
     return ProcessIdentity(socket.gethostname(), os.getpid(), _start_of(os.getpid()), boot, namespace)
+
+
+def descriptor_path(pid: int, descriptor: int, begins: str) -> str:
+    """Where a descriptor of another process is found, if what it stands for has a name that begins like this.
+
+    Raises:
+        OSError: it cannot be seen from here, as from another container; or it is another process's with that number.
+    """
+    path = f"/proc/{pid}/fd/{descriptor}"
+    if not os.readlink(path).startswith(begins):  # first: to open another one, such as a pipe, might wait for ever
+        raise OSError(errno.ENOENT, "another process has this number here", path)
+    return path
 
 
 def machine_id() -> str:

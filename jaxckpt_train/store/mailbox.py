@@ -10,6 +10,8 @@ import threading
 
 import msgspec
 
+from jaxckpt_train.store.machine import descriptor_path
+
 MESSAGE_BYTES = 32
 """Of each message. It comes whole: the system puts up to PIPE_BUF bytes, never less than 512, into a pipe at once."""
 
@@ -73,9 +75,7 @@ class Letters:
     def __init__(self, address: bytes) -> None:
         self._lock = threading.Lock()  # a descriptor that was closed may be another file's the next moment
         there = msgspec.msgpack.decode(address, type=_Address)
-        path = f"/proc/{there.pid}/fd/{there.descriptor}"
-        if os.readlink(path) != f"pipe:[{there.inode}]":  # of another process with that number, which may wait for ever
-            raise OSError(errno.ENOENT, "another process has this number here", path)
+        path = descriptor_path(there.pid, there.descriptor, f"pipe:[{there.inode}]")
         # Also for reading, though nothing is read: a pipe that nobody can read ends who does not ignore SIGPIPE.
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
 

@@ -10,6 +10,7 @@ import os
 import msgspec
 import numpy as np
 
+from jaxckpt_train.store.machine import descriptor_path
 from jaxckpt_train.store.segment import ALIGNMENT
 
 NAME = "jaxckpt"
@@ -75,9 +76,7 @@ def seen(address: bytes) -> np.ndarray:
         OSError: it cannot be seen from here, as from another container.
     """
     there = msgspec.msgpack.decode(address, type=_Address)
-    path = f"/proc/{there.pid}/fd/{there.descriptor}"
-    if not os.readlink(path).startswith(f"/memfd:{NAME}"):  # of another process with that number, such as a pipe
-        raise OSError(errno.ENOENT, "another process has this number here", path)
+    path = descriptor_path(there.pid, there.descriptor, f"/memfd:{NAME}")
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if os.fstat(descriptor).st_size != ALIGNMENT + there.size:
