@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxckpt_train.store.answers import Patience, Question, leave, put
 from jaxckpt_train.store.latch import LOOK_S
-from jaxckpt_train.store.share_feed import ShareFeed, Window, WindowRead
+from jaxckpt_train.store.share_feed import ShareFeed, Window
 
 
 @dataclasses.dataclass(eq=False)
@@ -36,8 +36,8 @@ class FeedAhead:
 
     def __init__(self, feed: ShareFeed, threads: int, then: Callable[[], object]) -> None:
         self._feed, self._threads, self._then = feed, threads, then
-        self._ordered = deque[tuple[_Begun, WindowRead]]()
-        self._asked = list[tuple[_Begun, Question[None]]]()
+        self._ordered = deque[tuple[_Begun, Callable[[], object]]]()
+        self._asked = list[tuple[_Begun, Question[object]]]()
         self._begun = deque[_Begun]()
         self._patience, self._looked_at = Patience(feed.directory), time.monotonic()
 
@@ -62,7 +62,7 @@ class FeedAhead:
         self._take_answers()
         while self._ordered and len(self._asked) < self._threads:
             begun, read = self._ordered.popleft()
-            self._asked.append((begun, put(Question(read.ask, then=self._then))))
+            self._asked.append((begun, put(self._question(read))))
         complete = 0
         while self._begun and not self._begun[0].left:
             self._feed.finish(self._begun.popleft().window)
@@ -75,6 +75,9 @@ class FeedAhead:
         for _, question in self._asked:
             leave(question)
 
+    def _question(self, read: Callable[[], object]) -> Question[object]:
+        return Question(lambda _: read(), then=self._then)
+
     def _take_answers(self) -> None:
         for each in [each for each in self._asked if each[1].is_answered.is_open()]:
             self._asked.remove(each)  # first: an error leaves the others here, to be left by `close`
@@ -83,5 +86,5 @@ class FeedAhead:
             begun.left -= 1
         now = time.monotonic()
         if self._asked:
-            self._patience.waited(min(now - self._looked_at, LOOK_S), self._feed.moved())
+            self._patience.waited(min(now - self._looked_at, LOOK_S), self._feed.reads)
         self._looked_at = now

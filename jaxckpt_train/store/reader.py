@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,6 +26,8 @@ from jaxckpt_train.store.workers import shared_workers
 # A reading thread waits for the disk about half of its time; the other half it touches fresh memory and digests.
 READS_PER_THREAD = 2
 Progress = Callable[[int], None]
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def iter_boxes(
@@ -56,24 +59,53 @@ def iter_boxes(
         StorageError: the file system refused.
         CheckpointTimeoutError: it has not answered for ten minutes.
     """
-    threads = READS_PER_THREAD * settings.known_io_threads
-    runs = plan_reads(committed.manifest, wanted, max(1, settings.read_budget_bytes // (2 * threads)))
+    runs = plan_reads(committed.manifest, wanted, band_bytes(settings))
     sources = Sources(files, committed, settings, [run.segment for run in runs])
     budget = budget or ReadBudget(settings.read_budget_bytes)
     reading = Reading(sources, committed, wanted, settings, progress, budget, WarmMemory())
     try:
         yield from _empty_boxes(wanted)
         reading.prepare(runs)
-        answer_of("segments", sources.open, progress)
-        readers = shared_workers(threads, "jaxckpt-read")
-        each = readers.run_each(reading.read_one_less, runs, give_up=reading.give_up, moved=reading.moved)
+        answer_of(f"{committed.directory}: segments", sources.open, progress)
+        each = run_reads(
+            committed.directory, settings, reading.read_one_less, runs, give_up=reading.give_up, moved=reading.moved
+        )
         with contextlib.closing(each) as results:
             for completed in results:
                 yield from reading.hand_over(completed)
-    except CheckpointTimeoutError as error:
-        raise CheckpointTimeoutError(f"{committed.directory}: {error}") from None
     finally:
         have_closed(sources.end())
+
+
+def band_bytes(settings: StoreSettings) -> int:
+    """How much may be in memory for one read, beside its destination, so that all stay within the budget."""
+    return max(1, settings.read_budget_bytes // (2 * _threads(settings)))
+
+
+def run_reads(
+    directory: str,
+    settings: StoreSettings,
+    read: Callable[[T], R],
+    items: Sequence[T],
+    *,
+    give_up: Callable[[], None],
+    moved: Callable[[], object],
+) -> Generator[R]:
+    """What each of some reads gives: as `Workers.run_each`, on the threads that read.
+
+    Raises:
+        CheckpointTimeoutError: nothing was done for ten minutes; names the directory.
+    """
+    readers = shared_workers(_threads(settings), "jaxckpt-read")
+    try:
+        with contextlib.closing(readers.run_each(read, items, give_up=give_up, moved=moved)) as results:
+            yield from results
+    except CheckpointTimeoutError as error:
+        raise CheckpointTimeoutError(f"{directory}: {error}") from None
+
+
+def _threads(settings: StoreSettings) -> int:
+    return READS_PER_THREAD * settings.known_io_threads
 
 
 def read_boxes(

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import NamedTuple
+import functools
+import operator
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError
+from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.answers import answer_of, have_closed
 from jaxckpt_train.store.backend import Opener
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord
 from jaxckpt_train.store.read_budget import ReadBudget
-from jaxckpt_train.store.read_plan import Run, Wanted, plan_reads
+from jaxckpt_train.store.read_plan import Wanted, plan_reads
 from jaxckpt_train.store.read_shares import Piece, Stream
-from jaxckpt_train.store.reader import READS_PER_THREAD, Progress
+from jaxckpt_train.store.reader import Progress, band_bytes, run_reads
 from jaxckpt_train.store.reading import Reading
 from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.sources import Sources
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.store.warm_memory import WarmMemory
-from jaxckpt_train.store.workers import shared_workers
 
 
 class Window:
@@ -32,15 +32,14 @@ class Window:
         target: where they go: flat uint8.
         start: of them.
         stop: of them.
-        pieces: what is read with this window: the whole blocks that begin in it.
         left: the segment of each piece of the stream of which nothing is to be read after this window.
 
     Attributes:
         crossing: of what is read with it, what goes on after its end, with its place in the stream.
     """
 
-    def __init__(self, target: np.ndarray, start: int, stop: int, pieces: Sequence[Piece], left: Sequence[int]) -> None:
-        self.target, self.start, self.stop, self.pieces, self.left = target, start, stop, pieces, left
+    def __init__(self, target: np.ndarray, start: int, stop: int, left: Sequence[int]) -> None:
+        self.target, self.start, self.stop, self.left = target, start, stop, left
         self.crossing = list[tuple[int, np.ndarray]]()
 
     def place_for(self, piece: Piece) -> np.ndarray:
@@ -72,6 +71,7 @@ class ShareFeed:
 
     Attributes:
         directory: of the checkpoint.
+        reads: another number after each.
     """
 
     def __init__(
@@ -83,11 +83,9 @@ class ShareFeed:
         settings: StoreSettings,
         progress: Progress | None,
     ) -> None:
-        self.directory, self._threads = committed.directory, READS_PER_THREAD * settings.known_io_threads
-        self._committed, self._arrays, self._settings = committed, arrays, settings
-        self._told_progress, self._reads = progress, 0
+        self.directory, self.reads = committed.directory, 0
+        self._committed, self._arrays, self._settings, self._told_progress = committed, arrays, settings, progress
         self._is_open = self._is_stopped = False
-        self._band_bytes = max(1, settings.read_budget_bytes // (2 * self._threads))
         self._budget, self._warm = ReadBudget(settings.read_budget_bytes), WarmMemory()
         self._pieces = stream.pieces
         self._sources = Sources(files, committed, settings, [piece.chunk.segment for piece in stream.pieces])
@@ -106,29 +104,28 @@ class ShareFeed:
             CorruptCheckpointError, StorageError, CheckpointTimeoutError: as `iter_boxes`.
         """
         window, reads = self.begin(target, start, stop)
-        workers = shared_workers(self._threads, "jaxckpt-read")
-        each = workers.run_each(WindowRead.run, reads, give_up=self._budget.lift, moved=self.moved)
-        try:
-            with contextlib.closing(each) as results:
-                for _ in results:
-                    pass
-        except CheckpointTimeoutError as error:
-            raise CheckpointTimeoutError(f"{self.directory}: {error}") from None
+        each = run_reads(
+            self.directory, self._settings, operator.call, reads, give_up=self._budget.lift, moved=self._have_moved
+        )
+        with contextlib.closing(each) as results:
+            for _ in results:
+                pass
         self.finish(window)
 
-    def begin(self, target: np.ndarray, start: int, stop: int) -> tuple[Window, list[WindowRead]]:
-        """As `fill`, but nothing is read yet: what is to be run, on any threads, before the window is finished.
+    def begin(self, target: np.ndarray, start: int, stop: int) -> tuple[Window, list[Callable[[], object]]]:
+        """As `fill`, but nothing is read yet: what is to be called, on any threads, before the window is finished.
 
         Windows are finished in their order, and several may be begun by then.
         """
         if not self._is_open:
             self._is_open = True
-            answer_of("segments", self._sources.open, self._moved)
-        window = Window(target, start, stop, *self._unread_before(stop))
-        wanted = [self._wanted(piece, window.place_for(piece)) for piece in window.pieces]
-        runs = plan_reads(self._committed.manifest, wanted, self._band_bytes, ALIGNMENT)
+            answer_of(f"{self.directory}: segments", self._sources.open, self._moved)
+        pieces, left = self._unread_before(stop)
+        window = Window(target, start, stop, left)
+        wanted = [self._wanted(piece, window.place_for(piece)) for piece in pieces]
+        runs = plan_reads(self._committed.manifest, wanted, band_bytes(self._settings), ALIGNMENT)
         reading = Reading(self._sources, self._committed, wanted, self._settings, self._moved, self._budget, self._warm)
-        return window, [WindowRead(reading, run) for run in runs]
+        return window, [functools.partial(reading.read_run, run) for run in runs]
 
     def finish(self, window: Window) -> None:
         """Complete a window of which all was read, after those before it."""
@@ -138,21 +135,21 @@ class ShareFeed:
         for segment in window.left:
             self._sources.done(segment)
 
-    def moved(self) -> int:
-        """For who waits: another number after each read. A progress may raise here."""
-        self._moved(0)
-        return self._reads
-
     def close(self) -> None:
         """Have what is being read end soon, with an error, and the files closed."""
         self._is_stopped = True
         have_closed(self._sources.end())
 
+    def _have_moved(self) -> int:
+        """For who waits. A progress may raise here."""
+        self._moved(0)
+        return self.reads
+
     def _moved(self, done: int) -> None:
         if self._is_stopped:
             raise CheckpointError(f"{self.directory}: nobody waits any more for what is read")
         if done:
-            self._reads += 1
+            self.reads += 1
         if self._told_progress is not None:
             self._told_progress(done)
 
@@ -179,25 +176,6 @@ class ShareFeed:
             number, read = (number + 1, 0) if end == length else (number, end)
         self._next = number, read
         return chosen, left
-
-
-class WindowRead(NamedTuple):
-    """One read for a window."""
-
-    reading: Reading
-    part: Run
-
-    def ask(self, _: object) -> None:
-        """As `run`, for a question."""
-        self.run()
-
-    def run(self) -> None:
-        """Do it, on the calling thread.
-
-        Raises:
-            CorruptCheckpointError, StorageError: as `iter_boxes`.
-        """
-        self.reading.read_run(self.part)
 
 
 def _flat(array: ArrayRecord, chunk: ChunkRecord) -> ArrayRecord:

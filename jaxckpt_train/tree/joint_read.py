@@ -78,9 +78,7 @@ class JointRead:
             CheckpointTimeoutError: another process did not come, or got no further; names it.
             OtherProcessError: another process loads something else.
         """
-        with contextlib.ExitStack() as held:
-            if self._memory is not None:
-                held.callback(self._memory.close)
+        with contextlib.nullcontext() if self._memory is None else contextlib.closing(self._memory):
             self._budget_bytes = agree(self._together, self._committed, shared, self._budget_bytes)
             if self._memory is None:
                 self._move_all(shared, take)
@@ -96,13 +94,17 @@ class JointRead:
         take: Callable[[ReadBox], None],
         rest: Callable[[Progress], None],
     ) -> None:
-        arrays = [each.array for each in shared]
-        with contextlib.closing(memory):
-            streams = read_shares(arrays, self._job.processes, self._block_bytes, lambda _: range(self._job.processes))
-            way = NearWindows(shared, streams, memory, self._block_bytes, self._alive)
-            hand_over = functools.partial(self._hand_over, way.assembly, shared, take)
-            way.read(self._feed(shared, streams[self._job.process]), self._settings.known_io_threads, hand_over)
+        streams = self._even_shares(shared)
+        way = NearWindows(shared, streams, memory, self._block_bytes, self._alive)
+        hand_over = functools.partial(self._hand_over, way.assembly, shared, take)
+        way.read(self._feed(shared, streams[self._job.process]), self._settings.known_io_threads, hand_over)
+        memory.close()  # the rest may need room
         rest(self._progress)
+
+    def _even_shares(self, shared: Sequence[Shared]) -> list[Stream]:
+        """What each process reads, whoever needs it."""
+        processes = range(self._job.processes)
+        return read_shares([each.array for each in shared], len(processes), self._block_bytes, lambda _: processes)
 
     def _alive(self, waits_for_others: bool) -> None:
         self._signs += waits_for_others  # whose own disk does not answer is the one that all wait for
@@ -124,7 +126,7 @@ class JointRead:
     def _gathering(self, shared: Sequence[Shared]) -> tuple[Way, ShareFeed]:
         """All that comes is in memory twice, while the next comes; what is sent three times, while it is read."""
         processes, process = self._job.processes, self._job.process
-        streams = read_shares([each.array for each in shared], processes, self._block_bytes, lambda _: range(processes))
+        streams = self._even_shares(shared)
         longest = max(stream.end for stream in streams)
         window = self._window(min(longest, self._budget_bytes // (2 * processes + 4)))
         return Gathering(shared, streams, window, JobTransfer(process), process), self._feed(shared, streams[process])
