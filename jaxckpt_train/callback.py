@@ -13,6 +13,7 @@ from jaxckpt_train.checkpointables.fingerprint import DATA_NAME, with_fingerprin
 from jaxckpt_train.checkpointables.grain_iterator import mark_absl_flags_parsed
 from jaxckpt_train.config import DEFAULT_GRACE_S, callback_arguments, check_arguments
 from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.loop_forms import LoopForms
 from jaxckpt_train.multihost import current, preemption_service
 from jaxckpt_train.progress import progress_line, wants_progress
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings
@@ -20,7 +21,6 @@ from jaxckpt_train.steps.besides import closing_besides
 from jaxckpt_train.steps.data_mismatch import OnMismatch, refuse_unsavable, restore_values
 from jaxckpt_train.steps.departure import NOTHING_NEW, Departure
 from jaxckpt_train.steps.history import savable_metrics
-from jaxckpt_train.steps.hooks import LoopHook
 from jaxckpt_train.steps.loop_state import LoopState, refuse_to_continue
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.policy_choice import choose_preservation_policy, choose_save_policy
@@ -34,7 +34,7 @@ _NOT_DUE, _DISABLED = SaveResult(False, "not due"), SaveResult(False, "disabled"
 _MISSING: Any = object()
 
 
-class CheckpointCallback:
+class CheckpointCallback(LoopForms):
     """Checkpointing of one training loop; the README shows it in one.
 
     Args: those of `CheckpointConfig`, which documents each.
@@ -303,40 +303,6 @@ class CheckpointCallback:
     def completed_steps(self) -> int:
         """How many updates are complete."""
         return self._loop.completed
-
-    def should_save(self, step: int) -> bool:
-        """Whether the save policy asks for this step."""
-        return self.enabled and self.manager.should_save(step)
-
-    def save(self, step: int, state: Any, *, metrics: Mapping[str, Any] | None = None, force: bool = False) -> bool:
-        """Save a step if it is due, as other managers' `save` does; the state is any pytree."""
-        result = self(state, metrics=metrics, step=step)
-        return result.saved or (force and self.save_now().saved)
-
-    def latest_step(self) -> int | None:
-        """The step that was committed last."""
-        return self.manager.latest if self.enabled else None
-
-    def wait_until_finished(self) -> None:
-        """Wait until the save under way is committed.
-
-        Raises:
-            SystemExit, Preempted: asked to leave meanwhile, and it was not committed within the grace period.
-            The original error of the save, if it failed.
-        """
-        self._departure.wait(self.manager)
-
-    def as_hook(self, get_state: Any) -> LoopHook:
-        """A hook for loops that call `hook(step, t=None)` after each step, as clu's periodic actions are called.
-
-        Args:
-            get_state: a function without arguments that returns the state to save.
-        """
-        return LoopHook(self, get_state)
-
-    def on_step(self, info: Any, force: bool = False) -> None:
-        """A hook in Levanter's form: `info.state` after step number `info.step`, counted from 0."""
-        self.save(int(info.step) + 1, info.state, force=force)
 
     def _start(self) -> None:
         if self._closed:

@@ -20,6 +20,7 @@ LAYERS = (
     "__init__",
     "hydra_plugin",
     "callback",
+    "loop_forms",
     "progress",
     "config",
     "config_policies",

@@ -1,0 +1,67 @@
+"""The callback in the forms that other loops know: of managers, of clu's hooks, and of Levanter's."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any
+
+from jaxckpt_train.steps.departure import Departure
+from jaxckpt_train.steps.hooks import LoopHook
+from jaxckpt_train.steps.manager import StepManager
+from jaxckpt_train.steps.step_save import SaveResult
+
+
+class LoopForms(abc.ABC):
+    """What `CheckpointCallback` offers beside its own call; each does the same as that.
+
+    Attributes:
+        enabled: whether anything is saved.
+        manager: of the run.
+    """
+
+    enabled: bool
+    manager: StepManager
+    _departure: Departure
+
+    @abc.abstractmethod
+    def __call__(self, state: Any, *, metrics: Mapping[str, Any] | None = None, step: int | None = None) -> SaveResult:
+        """Tell that an update is complete."""
+
+    @abc.abstractmethod
+    def save_now(self) -> SaveResult:
+        """Save the last completed update."""
+
+    def should_save(self, step: int) -> bool:
+        """Whether the save policy asks for this step."""
+        return self.enabled and self.manager.should_save(step)
+
+    def save(self, step: int, state: Any, *, metrics: Mapping[str, Any] | None = None, force: bool = False) -> bool:
+        """Save a step if it is due, as other managers' `save` does; the state is any pytree."""
+        result = self(state, metrics=metrics, step=step)
+        return result.saved or (force and self.save_now().saved)
+
+    def latest_step(self) -> int | None:
+        """The step that was committed last."""
+        return self.manager.latest if self.enabled else None
+
+    def wait_until_finished(self) -> None:
+        """Wait until the save under way is committed.
+
+        Raises:
+            SystemExit, Preempted: asked to leave meanwhile, and it was not committed within the grace period.
+            The original error of the save, if it failed.
+        """
+        self._departure.wait(self.manager)
+
+    def as_hook(self, get_state: Any) -> LoopHook:
+        """A hook for loops that call `hook(step, t=None)` after each step, as clu's periodic actions are called.
+
+        Args:
+            get_state: a function without arguments that returns the state to save.
+        """
+        return LoopHook(self, get_state)
+
+    def on_step(self, info: Any, force: bool = False) -> None:
+        """A hook in Levanter's form: `info.state` after step number `info.step`, counted from 0."""
+        self.save(int(info.step) + 1, info.state, force=force)
