@@ -35,6 +35,7 @@ _HOMES = {
         "FixedIntervalPolicy", "ImprovementPolicy", "InitialSavePolicy", "PreemptionCheckpointingPolicy",
         "SpecificStepsPolicy",
     ),
+    "steps.tuned_policies": ("OverheadBudgetPolicy", "YoungDalyPolicy"),
     "store.verify": ("VerifyReport",),
     "tree.flatten": ("PLACEHOLDER",),
 }  # fmt: skip

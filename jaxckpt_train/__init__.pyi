@@ -54,5 +54,7 @@ from jaxckpt_train.steps.save_policies import InitialSavePolicy as InitialSavePo
 from jaxckpt_train.steps.save_policies import PreemptionCheckpointingPolicy as PreemptionCheckpointingPolicy
 from jaxckpt_train.steps.save_policies import SpecificStepsPolicy as SpecificStepsPolicy
 from jaxckpt_train.steps.step_save import SaveResult as SaveResult
+from jaxckpt_train.steps.tuned_policies import OverheadBudgetPolicy as OverheadBudgetPolicy
+from jaxckpt_train.steps.tuned_policies import YoungDalyPolicy as YoungDalyPolicy
 from jaxckpt_train.store.verify import VerifyReport as VerifyReport
 from jaxckpt_train.tree.flatten import PLACEHOLDER as PLACEHOLDER

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
 from jaxckpt_train import hydra_job
-from jaxckpt_train.checkpoint import PathLike, load
+from jaxckpt_train.checkpoint import PathLike
 from jaxckpt_train.checkpointables.fingerprint import DATA_NAME, with_fingerprint
 from jaxckpt_train.checkpointables.grain_iterator import mark_absl_flags_parsed
 from jaxckpt_train.config import DEFAULT_GRACE_S, callback_arguments, check_arguments
 from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.exit_code import is_success
+from jaxckpt_train.goodput_table import print_goodput
 from jaxckpt_train.loop_forms import LoopForms
 from jaxckpt_train.multihost import current, preemption_service
+from jaxckpt_train.pending import call_within
 from jaxckpt_train.progress import progress_line, wants_progress
+from jaxckpt_train.resuming import initialise, restore
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings
+from jaxckpt_train.steps.attempts import CLOSED, FINISHED, PREEMPTED
 from jaxckpt_train.steps.besides import closing_besides
-from jaxckpt_train.steps.data_mismatch import OnMismatch, refuse_unsavable, restore_values
-from jaxckpt_train.steps.departure import NOTHING_NEW, Departure
+from jaxckpt_train.steps.data_mismatch import OnMismatch, refuse_unsavable
+from jaxckpt_train.steps.departure import NOTE_S, NOTHING_NEW, Departure
+from jaxckpt_train.steps.goodput import Goodput
 from jaxckpt_train.steps.history import savable_metrics
 from jaxckpt_train.steps.loop_state import LoopState, refuse_to_continue
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.policy_choice import choose_preservation_policy, choose_save_policy
 from jaxckpt_train.steps.policy_context import PreservationPolicy, SavePolicy
 from jaxckpt_train.steps.preemption import PreemptionWatch
-from jaxckpt_train.steps.restoring import size_if_readable
 from jaxckpt_train.steps.step_save import SaveResult
 
 _log = logging.getLogger("jaxckpt_train")
@@ -99,9 +105,10 @@ class CheckpointCallback(LoopForms):
             signals=tuple(signals),
             notice_file=notice_file,
             max_run_time_s=max_run_time_s,
-            leave_early_s=DEFAULT_GRACE_S if grace_period_s is None else grace_period_s,
+            leave_early_s=self._leave_early_s if grace_period_s is None else lambda: grace_period_s,
         )
         self._started = self._closed = self._resumed = False
+        self._made_at = time.monotonic()
         self._saved: int | None = None
         self._loop = LoopState(warns=enabled)
         self._departure = Departure(
@@ -145,33 +152,26 @@ class CheckpointCallback(LoopForms):
             self._start()
             self._resumed = True
             self.manager.all_do("looking at the data", lambda: refuse_unsavable(data))
-            there_is_one = self.manager.latest is not None or bool(self.manager.damaged)
             with self._departure.leaving_a_load(self.manager):
-                values = self._restore(values) if there_is_one else self._initialise(values)
+                values = self._begin(values)
             self._loop.begin(values, completed=self._saved or 0)
+            took_s = time.monotonic() - self._made_at
+            call_within(lambda: self.manager.note_resume(self._loop.completed, took_s), NOTE_S)
         found = tuple(values.values())
         return found[0] if len(found) == 1 else found
 
-    def _initialise(self, values: dict[str, Any]) -> dict[str, Any]:
-        """A fresh start: take the state from elsewhere if that was asked for, and save step 0 if that was."""
-        heeded = self._departure.heeded(None)
-        self.manager.check_fresh(heeded)
-        if self._init_from is not None:
-            path, like = hydra_job.resolve_directory(self._init_from), values["state"]
-            values["state"] = self.manager.all_do("loading", lambda: load(path, like, progress=heeded))
-            _log.info("initialised the state from %s", self._init_from)
+    def _begin(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Begin where the run is, or anew, and save step 0 then if that was asked for."""
+        manager = self.manager
+        if manager.latest is not None or manager.damaged:
+            more: dict[str, Any] = {"fingerprint": self._fingerprint, "progress": self._progress}
+            values = restore(manager, values, on_mismatch=self._on_mismatch, departure=self._departure, **more)
+            self._saved = manager.restored_step
+            return values
+        values = initialise(manager, values, self._init_from, self._departure)
         if self._save_initial:
             self._loop.told(values, None)
             self._save("initial")
-        return values
-
-    def _restore(self, values: dict[str, Any]) -> dict[str, Any]:
-        shown, heeded = wants_progress(self._progress), self._departure.heeded
-        total = size_if_readable(lambda: self.manager.metadata(progress=heeded(None))) if shown else None
-        with with_fingerprint(self._fingerprint), progress_line("restoring", total, shown) as advance:
-            values = restore_values(self.manager, values, self._on_mismatch, heeded(advance))
-        self._saved = self.manager.restored_step
-        _log.info("resumed from step %s of %s", self._saved, self.manager.directory)
         return values
 
     def steps(self, num_steps: int) -> Iterator[int]:
@@ -281,7 +281,7 @@ class CheckpointCallback(LoopForms):
         """Save the last completed update, wait until it is durable, and end the loop."""
         self.manager.leaves()
         with progress_line(f"saving step {self._loop.step}", None, wants_progress(self._progress)):
-            result = self._departure.finish(self.manager, self._save_before_leaving)
+            result = self._departure.finish(self.manager, self._save_before_leaving, self._unsaved())
         self._departure.decide(self.manager)
         if not self._loop.in_steps and self._loop.called:
             error = self._departure.error()
@@ -289,10 +289,16 @@ class CheckpointCallback(LoopForms):
             raise error
         return result
 
+    def _unsaved(self) -> int | None:
+        return None if self._loop.last is None or self._is_saved() else self._loop.step
+
     def _save_before_leaving(self, timeout_s: float | None) -> SaveResult:
-        if self._loop.last is None or self._is_saved():
+        if self._unsaved() is None:
             return NOTHING_NEW
         return self._save(f"preemption: {self._watch.reason}", force=True, timeout_s=timeout_s)
+
+    def _leave_early_s(self) -> float:
+        return self.manager.leave_early_s(DEFAULT_GRACE_S)
 
     @property
     def preempted(self) -> bool:
@@ -303,6 +309,20 @@ class CheckpointCallback(LoopForms):
     def completed_steps(self) -> int:
         """How many updates are complete."""
         return self._loop.completed
+
+    def summary(self, *, show: bool = True) -> Goodput:
+        """Which part of the run's time went into updates that count, over all its processes so far.
+
+        Args:
+            show: print it as a table; in a job process 0 does.
+
+        Raises:
+            CorruptCheckpointError, StorageError: the history cannot be read.
+        """
+        found = self.manager.goodput() if self.enabled else Goodput()
+        if show and self.manager.leads:
+            print_goodput(found)
+        return found
 
     def _start(self) -> None:
         if self._closed:
@@ -343,15 +363,24 @@ class CheckpointCallback(LoopForms):
                     self._save_last()
                     leaving = self._leave_unless_finished()
             finally:
+                self.manager.ends_as(self._end_of(error))
                 self.close()
         if leaving is not None:
             raise leaving
+
+    def _end_of(self, error: BaseException | None) -> str:
+        """What the history says of how this process has ended."""
+        if self.preempted:
+            return PREEMPTED
+        if error is not None and not is_success(error):
+            return type(error).__name__
+        return FINISHED if self._loop.finished() else CLOSED
 
     def _leave_unless_finished(self) -> BaseException | None:
         """What says that it has left. A loop that was asked to and broke off by itself has not finished, either."""
         left = self.enabled and self._started and not self.preempted and not self._loop.finished()
         if left and self._watch.reached():
-            self._departure.finish(self.manager, lambda _: NOTHING_NEW)
+            self._departure.finish(self.manager)
             self._departure.decide(self.manager)
         return self._departure.error() if self.preempted else None
 
@@ -363,4 +392,4 @@ class CheckpointCallback(LoopForms):
         if self._loop.has_begun_another():
             self._loop.tell_that_it_went_on(self._saved)
         elif self._watch.reached() or not self._save("end of the loop", force=True).saved:  # asked to leave meanwhile
-            self._departure.finish(self.manager, self._save_before_leaving)
+            self._departure.finish(self.manager, self._save_before_leaving, self._unsaved())

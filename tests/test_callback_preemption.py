@@ -65,7 +65,8 @@ def test_a_signal_ends_the_loop_with_the_last_update_saved(tmp_path: Path, name:
         assert ckpt.preempted
     assert caught.value.code == 75
     check_saved(tmp_path, 4)
-    event = jct.StepManager(tmp_path).history.events()[-1]
+    event, end = jct.StepManager(tmp_path).history.events()[-2:]
+    assert (end["event"], end["how"], end["step"]) == ("end", "preempted", 4)
     assert (event["event"], event["step"], event["reason"]) == ("preempted", 4, f"signal {name}")
 
 

@@ -20,7 +20,9 @@ LAYERS = (
     "__init__",
     "hydra_plugin",
     "callback",
+    "resuming",
     "loop_forms",
+    "goodput_table",
     "progress",
     "config",
     "config_policies",
@@ -67,7 +69,7 @@ ADAPTERS = {
     "flax": {"checkpointables.nnx_objects", "checkpointables.flax_legacy"},
     "grain": {"checkpointables.grain_iterator"},
     "hydra": {"config_policies", "hydra_plugin"},
-    "rich": {"progress"},
+    "rich": {"goodput_table", "progress"},
 }
 # Never: code from a checkpoint must not run. The second line is for the disk, which only store/local.py touches.
 FORBIDDEN_STDLIB = {"marshal", "pickle", "shelve"}
@@ -77,6 +79,7 @@ FORBIDDEN_FILES = {"base.py", "common.py", "helpers.py", "misc.py", "types.py", 
 MAY_TOUCH_THE_DISK = {
     "store.local": "it is the one that does",
     "store.local_names": "it is the part of store.local that renames",
+    "steps.run_facts": "it asks for the number of this process and for what Slurm says of the job",
     "store.machine": "it asks /proc about processes, and touches no data",
     "store.mailbox": "it finds pipes of other processes under /proc, and touches no disk",
     "store.shared_memory": "it finds memory of other processes under /proc, and touches no disk",

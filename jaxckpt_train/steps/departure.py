@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -44,6 +45,7 @@ class Departure:
         self._grace_period_s, self._exit_code, self._raises = grace_period_s, exit_code, raises
         self.preempted: Preempted | None = None
         self._ends_at: float | None = None
+        self._plan: str | None = None
         self.ends_process = False
 
     def is_time_up(self) -> bool:
@@ -55,20 +57,34 @@ class Departure:
             self._ends_at = math.inf if left_s is None else time.monotonic() + left_s
         return time.monotonic() >= self._ends_at
 
-    def finish(self, manager: StepManager, save: Callable[[float | None], SaveResult]) -> SaveResult:
-        """Finish the save under way, then the last one, which `save` begins within so many seconds if there is one.
+    def finish(
+        self,
+        manager: StepManager,
+        save: Callable[[float | None], SaveResult] = lambda left_s: NOTHING_NEW,
+        unsaved: int | None = None,
+    ) -> SaveResult:
+        """Finish the save under way, then the last one, if there is one and it can be committed in time.
 
         What is not committed shortly before the grace period is over is given up. If nobody said how long that is, or
         it was over before the loop could notice, all is waited for.
 
+        Args:
+            manager: of the run.
+            save: begins the last one within so many seconds.
+            unsaved: the last completed update, if no save of it is committed or under way.
+
         Raises:
             The original error of the last save, if it failed: of the one under way, if `save` begins none.
         """
+        plan = manager.plan_to_leave(self.left_s(), unsaved)
+        self._plan = plan.why
+        _log.warning("leaving: %s", plan.why)
         try:
             before = manager.settle(self.left_s())
             if before is not None:
                 _log.error("the save before failed", exc_info=before)
-            result = save(self.left_s())
+            is_due = plan.saves or unsaved is None or manager.agreed(before is not None)
+            result = save(self.left_s()) if is_due else SaveResult(False, plan.why)
             failure = manager.settle(self.left_s()) or (None if result.saved else before)
         except CheckpointTimeoutError as error:
             self._give_up(manager, error)
@@ -124,7 +140,7 @@ class Departure:
         except CheckpointTimeoutError:
             if self._grace_period_s is None or not self._watch.reached():
                 raise
-        self.finish(manager, lambda _: NOTHING_NEW)
+        self.finish(manager)
         return None
 
     def heeded(self, progress: Progress | None) -> Progress | None:
@@ -183,9 +199,8 @@ class Departure:
         _log.warning("%s", self.preempted)
         if not self.is_late:  # else its disk may not answer; nor may it now
             left_s = self.left_s()
-            call_within(
-                lambda: manager.note_preemption(step, str(reason)), NOTE_S if left_s is None else min(left_s, NOTE_S)
-            )
+            note = functools.partial(manager.note_preemption, step, str(reason), self._plan)
+            call_within(note, NOTE_S if left_s is None else min(left_s, NOTE_S))
 
     def error(self) -> BaseException:
         """What ends the process, or `Preempted`, which somebody is to catch."""

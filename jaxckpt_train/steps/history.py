@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import logging
@@ -20,6 +21,7 @@ from jaxckpt_train.store.plain_files import read_ends
 HISTORY_NAME = "history.jsonl"
 MOST_BYTES = 256 << 20
 """More than 500,000 events take; of a larger file both ends are read."""
+RECENT_BYTES = 8 << 20
 _log = logging.getLogger("jaxckpt_train")
 
 
@@ -32,8 +34,10 @@ class History:
 
     def add(self, event: str, now: datetime.datetime, **fields: Any) -> None:
         """Append one event; seconds end in `_s`, None fields are left out."""
-        record = {"event": event, "time": now.isoformat(timespec="milliseconds")}
-        record.update({name: value for name, value in fields.items() if value is not None})
+        record: dict[str, Any] = {"event": event, "time": now.isoformat(timespec="milliseconds")}
+        for name, value in fields.items():
+            if value is not None:
+                record[name] = round(value, 6) if isinstance(value, float) and name.endswith("_s") else value
         try:
             line = (b"" if self._is_ended or self._ends_with_a_line() else b"\n") + _encoded(record) + b"\n"
             self._is_ended = False
@@ -57,6 +61,20 @@ class History:
             CorruptCheckpointError, StorageError: the history cannot be read.
         """
         return list(self._events())
+
+    def recent(self) -> list[dict[str, Any]]:
+        """The last events, oldest first; none if the history cannot be read, which is told."""
+        try:
+            last = read_ends(self._backend, self._directory, HISTORY_NAME, RECENT_BYTES)[-1][1]
+        except CheckpointError as error:
+            if getattr(error, "errno", None) != errno.ENOENT:
+                _log.warning("what the history says of earlier processes is not known: %s", error)
+            return []
+        found = []
+        for line in last.split(b"\n"):
+            with contextlib.suppress(*NOT_JSON):  # the first one may be half a line, and `events` tells of others
+                found.append(msgspec.json.decode(line, type=dict[str, Any]))
+        return found
 
     def _events(self) -> Iterator[dict[str, Any]]:
         path = f"{self._directory}/{HISTORY_NAME}"

@@ -51,10 +51,15 @@ class InFlight:
         self._told_of: PendingSave[CheckpointMetadata] | None = None
         self._without_state: PendingSave[CheckpointMetadata] | None = None
         self._kept: list[BaseException] | None = None
+        self._begun_at = 0.0
 
     def begun(self, pending: PendingSave[CheckpointMetadata] | None) -> None:
         """Take note of a save that is about to begin; None: it did not."""
-        self.pending = pending
+        self.pending, self._begun_at = pending, time.monotonic()
+
+    def running_for_s(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._begun_at
 
     def is_running(self) -> bool:
         """Whether it has neither committed nor failed."""

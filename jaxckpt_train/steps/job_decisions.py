@@ -27,11 +27,14 @@ from jaxckpt_train.steps.save_policies import (
 )
 from jaxckpt_train.steps.ticks import Ticks
 from jaxckpt_train.steps.together import Together
+from jaxckpt_train.steps.tuned_policies import OverheadBudgetPolicy, YoungDalyPolicy
 
 # They decide by the step, and by what all processes know. What is made of them may decide otherwise.
 _BY_STEPS: frozenset[type] = frozenset({FixedIntervalPolicy, SpecificStepsPolicy, PreemptionCheckpointingPolicy})
 # They become due in the course of time, so some steps later is as good.
-_BY_TIME: frozenset[type] = frozenset({EverySecondsPolicy, ContinuousCheckpointingPolicy})
+_BY_TIME: frozenset[type] = frozenset(
+    {EverySecondsPolicy, ContinuousCheckpointingPolicy, OverheadBudgetPolicy, YoungDalyPolicy}
+)
 
 
 class Outlook(enum.IntEnum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from jaxckpt_train.steps.entry import Entry
 
@@ -79,6 +79,15 @@ def left_behind_by(restored: Entry, entries: Sequence[Entry]) -> frozenset[str]:
 def line_last(entries: Sequence[Entry], left: Collection[str]) -> list[Entry]:
     """What was left behind first, then the line of the run; each in order."""
     return sorted(entries, key=lambda entry: (entry.name not in left, entry.order))
+
+
+def to_try(
+    entries: Sequence[Entry], left: Collection[str], is_going: Callable[[str], bool], *, damaged: bool
+) -> list[Entry]:
+    """Those that may be restored, the last to be tried last; `damaged`: those that were set aside after all others."""
+    there = [each for each in entries if each.damaged is None and not is_going(each.name)]
+    aside = [each for each in reversed(entries) if each.damaged is not None and damaged]
+    return line_last(there, left)[::-1] + aside
 
 
 def newest_generations(entries: Sequence[Entry]) -> list[Entry]:

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -67,12 +68,16 @@ class OwnerLock:
     An owner on this machine is known to be dead at once; one on another machine, or whose lock is damaged, after
     `SILENCE_S` without a heartbeat, for which `acquire` waits.
 
+    Args:
+        backend, directory: where the run is.
+        beaten: called after each heartbeat, on its thread.
+
     Attributes:
         path: of the lock's file.
     """
 
-    def __init__(self, backend: Backend, directory: str) -> None:
-        self._backend, self._directory = backend, directory
+    def __init__(self, backend: Backend, directory: str, beaten: Callable[[], None] = lambda: None) -> None:
+        self._backend, self._directory, self._beaten = backend, directory, beaten
         self.path = f"{directory}/{LOCK_NAME}"
         self._record = _Record(this_process(), uuid.uuid4().hex)  # until it is acquired, by a forked child perhaps
         self._stop = Latch()
@@ -181,6 +186,8 @@ class OwnerLock:
             self._backend.touch(self.path)
         except StorageError as error:
             _log.warning("%s: heartbeat failed: %s", self.path, error)
+        else:
+            self._beaten()
         return True
 
     def _acquire(self) -> ProcessIdentity | None:

@@ -19,15 +19,15 @@ from jaxckpt_train.pending import LAST_PATIENCE_S, call_after
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings, checked_settings
 from jaxckpt_train.steps.besides import closing_besides
 from jaxckpt_train.steps.deciding import Decider
-from jaxckpt_train.steps.history import History, metrics_to_json, plain_metrics
 from jaxckpt_train.steps.in_flight import Busy, InFlight, Stalled
 from jaxckpt_train.steps.job_restoring import JobRestore
-from jaxckpt_train.steps.listing import StepListing
+from jaxckpt_train.steps.leaving_plan import LeavingPlan, Situation, choose, leave_early_s
 from jaxckpt_train.steps.policy_arguments import require_policy
 from jaxckpt_train.steps.policy_context import CheckpointInfo, Decision, PreservationPolicy, SavePolicy
 from jaxckpt_train.steps.refusals import step_not_found
 from jaxckpt_train.steps.restoring import StepVanishedError, describe_listed, restore_newest
 from jaxckpt_train.steps.run_directory import RunDirectory
+from jaxckpt_train.steps.run_notes import RunNotes
 from jaxckpt_train.steps.step_names import check_step
 from jaxckpt_train.steps.step_save import Clock, SaveRequest, SaveResult, StepSave, utc_now
 from jaxckpt_train.steps.together import Together
@@ -43,7 +43,7 @@ _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
 
 
-class StepManager(StepListing):
+class StepManager(RunNotes):
     """A sequence of checkpoints in one directory. A step's label is the number of completed updates.
 
     Reading needs no lock. The first save takes the directory for this process: two jobs cannot save to one directory.
@@ -86,14 +86,13 @@ class StepManager(StepListing):
         self.directory = absolute(directory)
         self.settings = checked_settings("StepManager.settings", settings)
         self.restored_step: int | None = None
-        self._clock, self._backend = clock, backend or LocalBackend()
+        self._backend = backend or LocalBackend()
         self._in_flight = InFlight(if_busy, stall_timeout_s, if_stalled)
         limit_s, rate = self.settings.barrier_timeout_s, self.settings.scrub_bytes_per_s
-        self._run = RunDirectory(self._backend, self.directory, preservation_policy, clock, rate)
-        self._together = Together(current(), limit_s, self._run, self._backend, self.directory)
-        super().__init__(self.directory, self._together.known)
-        self._decider = Decider(save_decision_policy, self._run, self._in_flight, self._together, clock)
-        self.history: History = self._run.history
+        run = RunDirectory(self._backend, self.directory, preservation_policy, clock, rate)
+        together = Together(current(), limit_s, run, self._backend, self.directory)
+        super().__init__(self.directory, run, together, clock)
+        self._decider = Decider(save_decision_policy, run, self._in_flight, together, clock)
         self.telling_later, self.leave_to_parent = self._in_flight.telling_later, self._in_flight.leave_to_parent
         self._closed, self._guard = False, threading.RLock()  # each save has its turn
         free_in_child(self)
@@ -178,7 +177,7 @@ class StepManager(StepListing):
         step = check_step(step)
         # In a job a process first takes part, and then raises what the save before has failed with.
         later = contextlib.nullcontext() if self._together.is_alone else self.telling_later()
-        with self._guard, later:
+        with self._guard, later, self._decider.call(step):
             self._check_open()
             self.check()
             started = time.perf_counter()
@@ -201,7 +200,8 @@ class StepManager(StepListing):
             if why_not is not None:
                 return SaveResult(False, why_not)
             wait_s = time.perf_counter() - started
-            request = SaveRequest(step, decision.reason, metrics, custom_metadata, temporary, decide_s, wait_s)
+            cost_s = self._decider.costs().cost_s
+            request = SaveRequest(step, decision.reason, metrics, custom_metadata, temporary, decide_s, wait_s, cost_s)
             return self._begin(request, checkpointables, force, timeout_s)
 
     def _begin(
@@ -216,6 +216,7 @@ class StepManager(StepListing):
             together=self._together,
             settings=self.settings,
             clock=self._clock,
+            took=self._decider.clock.committed,
         )
         now, metrics = self._clock(), save.metrics or None
         self._in_flight.info = CheckpointInfo(request.step, now, metrics, temporary=request.temporary)
@@ -226,6 +227,7 @@ class StepManager(StepListing):
             pending = save.start(subject, self._in_flight.begun, timeout_s, patience_s, self._in_flight.is_time_up)
         except CheckpointTimeoutError as stalled:
             return SaveResult(False, self._in_flight.not_taken(request.step, force, timeout_s, stalled))
+        self._decider.clock.save_began(request.step)
         return SaveResult(True, request.reason, pending)
 
     def restore(
@@ -267,37 +269,6 @@ class StepManager(StepListing):
             answer_of(self.directory, lambda moved: self._run.judge(restored), progress)
             job.restored(restored.entry.step)
         return restored.results
-
-    def pin(self, step: int, pinned: bool = True) -> None:
-        """Keep a step whatever the preservation policy says; `pinned=False` lets it go again.
-
-        Raises:
-            StepNotFoundError: there is no such step.
-        """
-        self._note(step, lambda: {"pin": flag("pin: pinned", pinned)})
-
-    def attach_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add metrics to a committed step, such as those of an evaluation that ended later.
-
-        Raises:
-            StepNotFoundError: there is no such step.
-        """
-        self._note(step, lambda: {"metrics": metrics_to_json(plain_metrics(metrics))})
-
-    def _note(self, step: int, note: Callable[[], Mapping[str, Any]]) -> None:
-        self._check_open()
-        self._together.hold()
-
-        def write() -> None:
-            found = check_step(step), note()
-            answer_of(self.directory, lambda moved: self._run.note_step(*found))
-
-        self._together.led(f"noting of step {step}", write, time.monotonic)
-
-    def note_preemption(self, step: int | None, reason: str) -> None:
-        """Write into the history that the run was asked to leave, and which step it saved."""
-        if self._together.leads:
-            self.history.add("preempted", self._clock(), step=step, reason=reason)
 
     def metadata(self, step: int | None = None, *, progress: Progress | None = None) -> CheckpointMetadata:
         """What a step holds; None: the latest. `progress` is called with 0 in waits; what it raises ends them.
@@ -341,6 +312,31 @@ class StepManager(StepListing):
     def leave_when(self, is_asked: Callable[[], bool], is_time_up: Callable[[], bool]) -> None:
         """Once asked, no save waits for its turn any more; one whose state is not taken when time is up is given up."""
         self._in_flight.is_asked_to_leave, self._in_flight.is_time_up = is_asked, is_time_up
+
+    def plan_to_leave(self, left_s: float | None, unsaved: int | None) -> LeavingPlan:
+        """What to do now that the job was asked to leave; the same in all processes.
+
+        Args:
+            left_s: seconds in which all must be done; None: no limit.
+            unsaved: the last completed update, if no save of it is committed or under way.
+        """
+        if unsaved is None:
+            return choose(Situation(left_s, None, *(info.step for info in self._in_flight.running_info())))
+
+        def plan() -> tuple[bool, str]:
+            found = choose(self._decider.situation(left_s, unsaved))
+            return found.saves, found.why
+
+        return LeavingPlan(*self._together.led("choosing how to leave", plan))
+
+    def agreed(self, value: bool) -> bool:
+        """The same for all processes of a job: that of process 0."""
+        return bool(self._together.led("agreeing how to leave", lambda: value))
+
+    def leave_early_s(self, unknown_s: float) -> float:
+        """How many seconds before a time limit to ask a job to leave; `unknown_s`: while nothing is measured."""
+        costs = self._decider.costs()
+        return leave_early_s(costs.duration_s, costs.step_s, unknown_s)
 
     def leaves(self) -> None:
         """Tell the policies that the job was asked to leave."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.steps.policy_arguments import whole_number
+from jaxckpt_train.steps.save_costs import Failures, SaveCosts
 
 
 def _utc(subject: str, time: datetime) -> datetime:
@@ -76,6 +77,8 @@ class DecisionContext:
         read_metrics: returns the metrics of the step being decided. Calling it may wait for a device, so only a
             policy that decides by metrics calls it. None: this step has no metrics.
         run_started: when this process began to train; with a time zone, kept in UTC. None: unknown.
+        read_costs: returns what saves were seen to cost. None: nobody measures it.
+        read_failures: returns how often the run has failed so far. None: nobody knows.
         multiprocessing_options: who takes part; anything with the attributes of `MultiprocessingOptions`.
 
     Raises:
@@ -87,6 +90,8 @@ class DecisionContext:
     reached_preemption: bool = False
     read_metrics: Callable[[], Mapping[str, Any] | None] | None = None
     run_started: datetime | None = None
+    read_costs: Callable[[], SaveCosts] | None = None
+    read_failures: Callable[[], Failures] | None = None
     multiprocessing_options: Any = MultiprocessingOptions()
 
     def __post_init__(self) -> None:
@@ -136,7 +141,8 @@ class Decision:
 
     Attributes:
         save: whether to save.
-        reason: the policies that asked for it, such as "FixedIntervalPolicy(interval=500)", or why not.
+        reason: the policies that asked for it, such as "FixedIntervalPolicy(interval=500)", or why not. A policy with a
+            method `reason`, with the arguments of `should_save`, says it itself.
     """
 
     save: bool
@@ -195,7 +201,14 @@ def decide(
     found = deciding_policies(policy, info, previous, context=context)
     if not found:
         return NOT_DUE
-    return Decision(True, " and ".join(map(policy_name, found)))
+    return Decision(True, " and ".join(_reason(policy, info, previous, context) for policy in found))
+
+
+def _reason(
+    policy: SavePolicy, info: CheckpointInfo, previous: Sequence[CheckpointInfo], context: DecisionContext
+) -> str:
+    tell = getattr(policy, "reason", None)
+    return str(tell(info, previous, context=context)) if callable(tell) else policy_name(policy)
 
 
 def ask_to_preserve(

@@ -20,7 +20,7 @@ from jaxckpt_train.steps.job_preemption import Agreement, Alone, ByExchange, ByS
 from jaxckpt_train.steps.signal_handlers import SignalHandler
 from jaxckpt_train.store.local import file_exists
 
-FILE_POLL_S = 1.0
+FILE_POLL_S = LOOK_S = 1.0
 _log = logging.getLogger("jaxckpt_train")
 
 
@@ -131,18 +131,39 @@ class FileNotice:
 
 
 class TimeNotice:
-    """A limit of the run's wall-clock time; told `leave_early_s` before, so that the last save ends within it."""
+    """A limit of the run's wall-clock time; told so much before that the last save ends within it.
+
+    Args:
+        max_run_time_s: seconds from now.
+        monotonic: the time in seconds.
+        leave_early_s: how many seconds before the limit; asked now and then, as it may be measured.
+
+    Attributes:
+        end: the time at which it is told.
+    """
 
     def __init__(
-        self, max_run_time_s: float, monotonic: Callable[[], float] = time.monotonic, leave_early_s: float = 0.0
+        self,
+        max_run_time_s: float,
+        monotonic: Callable[[], float] = time.monotonic,
+        leave_early_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._monotonic = monotonic
-        self._limit_s = max_run_time_s
-        self.end = monotonic() + max(0.0, max_run_time_s - leave_early_s)
+        self._monotonic, self._leave_early_s = monotonic, leave_early_s
+        self._limit_s, self._began_at = max_run_time_s, monotonic()
+        self._is_up = False
+        self._look()
 
     def notice(self) -> str | None:
         """That the time is up, as text."""
-        return f"the time limit of {self._limit_s:g} s" if self._monotonic() >= self.end else None
+        now = self._monotonic()
+        if not self._is_up and now >= self._next:
+            self._look()
+        self._is_up = self._is_up or now >= self.end
+        return f"the time limit of {self._limit_s:g} s" if self._is_up else None
+
+    def _look(self) -> None:
+        self.end = self._began_at + max(0.0, self._limit_s - self._leave_early_s())
+        self._next = min(self._monotonic() + LOOK_S, self.end)
 
 
 class PreemptionWatch:
@@ -154,7 +175,7 @@ class PreemptionWatch:
         signals: names of the signals that are watched for.
         notice_file: a file whose appearance asks the job to leave.
         max_run_time_s: a limit of the run's time.
-        leave_early_s: so much before that.
+        leave_early_s: how many seconds before that.
         monotonic: the time in seconds.
     """
 
@@ -166,7 +187,7 @@ class PreemptionWatch:
         signals: Sequence[str] = (),
         notice_file: PathLike | None = None,
         max_run_time_s: float | None = None,
-        leave_early_s: float = 0.0,
+        leave_early_s: Callable[[], float] = lambda: 0.0,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._monotonic = monotonic
@@ -181,11 +202,10 @@ class PreemptionWatch:
         self._notices: list[Callable[[], str | None]] = [self._signals.notice]
         if notice_file is not None:
             self._notices.append(FileNotice(notice_file, monotonic).notice)
-        self._time_is_up_at = math.inf
+        self._limit: TimeNotice | None = None
         if max_run_time_s is not None:
-            limit = TimeNotice(max_run_time_s, monotonic, leave_early_s)
-            self._time_is_up_at = limit.end
-            self._notices.append(limit.notice)
+            self._limit = TimeNotice(max_run_time_s, monotonic, leave_early_s)
+            self._notices.append(self._limit.notice)
         self.reason: str | None = None
         self.noticed_at: float | None = None
         self._asked_at = 0.0
@@ -209,7 +229,7 @@ class PreemptionWatch:
         if agreed and self.noticed_at is None:
             self.noticed_at = now = self._monotonic()
             received_at = math.inf if self._signals.received_at is None else self._signals.received_at
-            self._asked_at = min(now - self._agreement.noticed_before_s(), received_at, self._time_is_up_at)
+            self._asked_at = min(now - self._agreement.noticed_before_s(), received_at, self._time_is_up_at())
             self.reason = self.reason or self._agreement.reason
             _log.warning("asked to leave: %s", self.reason)
         return agreed
@@ -221,7 +241,10 @@ class PreemptionWatch:
         """
         if self._is_shared:
             return self.noticed_at is not None
-        return self._signals.received is not None or self._monotonic() >= self._time_is_up_at
+        return self._signals.received is not None or self._monotonic() >= self._time_is_up_at()
+
+    def _time_is_up_at(self) -> float:
+        return math.inf if self._limit is None else self._limit.end
 
     def left_of(self, grace_period_s: float) -> float | None:
         """Seconds left of the grace period, at least 0; None: it was over before the loop could notice."""

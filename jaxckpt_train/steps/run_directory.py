@@ -9,15 +9,17 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxckpt_train.errors import DirectoryLockedError, StorageError
+from jaxckpt_train.steps.attempts import Past
+from jaxckpt_train.steps.being_read import BeingRead
 from jaxckpt_train.steps.catalog import refuse_uncommitted, scan_with_notes, tell_of_uncommitted
 from jaxckpt_train.steps.doomed import Doomed
 from jaxckpt_train.steps.entry import Entry, entry_from_manifest
 from jaxckpt_train.steps.history import History
-from jaxckpt_train.steps.letting_go import finish, let_go
+from jaxckpt_train.steps.letting_go import Holding, finish, let_go
 from jaxckpt_train.steps.lineage import (
     RollBack,
     left_behind,
@@ -25,6 +27,7 @@ from jaxckpt_train.steps.lineage import (
     line_last,
     names_after,
     newest_generations,
+    to_try,
 )
 from jaxckpt_train.steps.lock import OwnerLock
 from jaxckpt_train.steps.next_save import NextSave
@@ -34,6 +37,7 @@ from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, 
 from jaxckpt_train.steps.refusals import refuse_again_or_below, step_not_found
 from jaxckpt_train.steps.restoring import Restored, StepVanishedError
 from jaxckpt_train.steps.retention import Deleter, half_deleted, shown_name
+from jaxckpt_train.steps.run_log import RunLog
 from jaxckpt_train.steps.scrubber import Scrubber
 from jaxckpt_train.steps.step_names import check_step, free_step_name, parse_step_name
 from jaxckpt_train.steps.taking import take
@@ -62,17 +66,19 @@ class RunDirectory:
     ) -> None:
         self._backend, self._directory, self._policy, self._clock = backend, directory, policy, clock
         self.history, self.is_owner = History(backend, directory), False
-        self._lock = OwnerLock(backend, directory)
+        self.log = RunLog(self.history, clock)
+        self._lock = OwnerLock(backend, directory, self.log.beat)
         self._deleter = Deleter(backend, directory, weakref.ref(self), self._lock.check)
         self._scrubber = Scrubber(backend, directory, scrub_bytes_per_s, weakref.ref(self))
+        self._held = Holding(self._lock, self._deleter, self._scrubber, self.log)
         # A manager that was dropped without close(), as in a notebook, must not lock its directory for ever.
-        weakref.finalize(self, let_go, self._lock, self._deleter, self._scrubber).atexit = False
+        weakref.finalize(self, let_go, self._held).atexit = False
         self._guard, self._book = threading.RLock(), NoteBook(backend, directory, self._lock.check)
         free_in_child(self)
         self._entries, self._left = list[Entry](), frozenset[str]()
         self._infos: tuple[CheckpointInfo, ...] | None = None
-        self._origin, self._next_save, self._being_read = Origin(), NextSave(), list[str]()
-        self._verdicts, self._told_of, self._doomed = Verdicts(), set[str](), Doomed()
+        self._origin, self._next_save, self._being_read = Origin(), NextSave(), BeingRead(self._guard)
+        self._verdicts, self._told_of, self._doomed, self.past = Verdicts(), set[str](), Doomed(), Past()
 
     def own(self) -> None:
         """Become the owner: take the lock, clean up after dead owners, read what is there; or see that it still is.
@@ -108,7 +114,9 @@ class RunDirectory:
             self._left = self._left if left is None else left
         self._write_verdicts()
         self._deleter.delete(half_deleted(self._backend, self._directory))
+        self.past = Past.of(self.history.recent())
         self.is_owner = True  # last of all: what is interrupted before is done again
+        self.log.started()
         self._scrubber.start()
 
     def _look(self, progress: Progress | None = None) -> None:
@@ -168,9 +176,7 @@ class RunDirectory:
         wanted = None if step is None else check_step(step)
         with self._guard:
             self._look_again(progress)
-            there = [each for each in self._entries if each.damaged is None and not self._doomed.is_going(each.name)]
-            aside = [each for each in reversed(self._entries) if each.damaged is not None and damaged]
-            entries = line_last(there, self._left)[::-1] + aside
+            entries = to_try(self._entries, self._left, self._doomed.is_going, damaged=damaged)
         found = [entry for entry in entries if wanted in (None, entry.step)]
         if not found:
             if wanted is None and damaged:  # as who restores asks
@@ -316,18 +322,9 @@ class RunDirectory:
         self.forget(name)
         self.history.add("delete", self._clock(), name=name)
 
-    @contextlib.contextmanager
-    def reading(self, entries: Sequence[Entry]) -> Iterator[None]:
+    def reading(self, entries: Sequence[Entry]) -> contextlib.AbstractContextManager[None]:
         """Keep retention away from these steps meanwhile."""
-        names = [entry.name for entry in entries]
-        with self._guard:
-            self._being_read += names
-        try:
-            yield
-        finally:
-            with self._guard:
-                for name in names:
-                    self._being_read.remove(name)
+        return self._being_read.reading(entries)
 
     def rolled_back(self, restored: Restored, there: Sequence[Entry] | None) -> None:
         """Take note of a restore from what was `there`: everything later is left behind once this process saves."""
@@ -396,4 +393,4 @@ class RunDirectory:
     def close(self, timeout_s: float | None = None, until: Callable[[], bool] = lambda: False) -> None:
         """Finish deletions and let go of the directory; when interrupted or late, once the deletions are done."""
         self.is_owner = False
-        finish(self._lock, self._deleter, self._scrubber, timeout_s, until)
+        finish(self._held, timeout_s, until)

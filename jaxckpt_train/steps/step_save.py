@@ -65,7 +65,7 @@ class SaveResult:
 
 @dataclasses.dataclass(frozen=True)
 class SaveRequest:
-    """What is saved under which label, and how long the loop was held up before its state was taken."""
+    """What is saved under which label, how long the loop was held up before, and what a save was seen to cost it."""
 
     step: int
     reason: str
@@ -74,12 +74,14 @@ class SaveRequest:
     temporary: bool
     decide_s: float
     wait_s: float
+    cost_s: float | None = None
 
 
 class StepSave:
     """One save. Making it takes the state; `run` does the rest, on any thread.
 
     In a job all processes make the same one, and each writes its share; what is done with the directory process 0 does.
+    `took` is told, in the process that leads, how many seconds it took until it was committed.
     """
 
     def __init__(
@@ -93,8 +95,10 @@ class StepSave:
         together: Together,
         settings: StoreSettings,
         clock: Clock,
+        took: Callable[[float], None] = lambda duration_s: None,
     ) -> None:
-        started = time.perf_counter()
+        started = self._began_at = time.perf_counter()
+        self._took = took
         self._backend, self._run, self._settings, self._clock = backend, run, settings, clock
         self._directory, self._step, self._together = directory, request.step, together
         self._times = SaveTimes()
@@ -105,7 +109,7 @@ class StepSave:
         self._job_save = None if together.is_alone else self._in_job()
         with contextlib.nullcontext() if self._job_save is None else self._job_save.told_on_error():
             self._take(request, checkpointables)
-        self._record = {key: getattr(request, key) for key in ("step", "decide_s", "wait_s")}
+        self._record = {key: getattr(request, key) for key in ("step", "decide_s", "wait_s", "cost_s")}
         self._record["reason"] = str(request.reason)  # a plain text, which it may only look like
         self._record["blocked_s"] = request.decide_s + request.wait_s + time.perf_counter() - started
 
@@ -240,6 +244,7 @@ class StepSave:
     def _conclude(self, committed: Committed) -> list[str]:
         """It is committed: note that, and decide which steps to keep; the names of those that are listed no more."""
         times, self._is_committed = self._times, True
+        self._took(time.perf_counter() - self._began_at)
         self._run.committed(committed, self._info)
         is_durable = self._settings.durability == "full"
         self._run.note_roll_back(None if is_durable else committed.directory.rpartition("/")[2])

@@ -111,6 +111,15 @@ def _start_of(pid: int) -> str:
     return stat[19] if len(stat) > 19 else ""
 
 
+def process_age_s() -> float | None:
+    """Seconds since this process was made; None where the system does not tell."""
+    try:
+        ticks, up_s = int(_start_of(os.getpid())), float(_read("/proc/uptime").split()[0])
+    except (ValueError, IndexError):
+        return None
+    return max(0.0, up_s - ticks / os.sysconf("SC_CLK_TCK"))
+
+
 def _stat_of(pid: int) -> list[str]:
     """The fields of /proc/<pid>/stat from the state on; empty where the system does not tell."""
     return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()

@@ -139,7 +139,7 @@ def test_a_failure_is_in_the_history(tmp_path: Path) -> None:
     manager.save(1, {"state": state_of(1)})
     with pytest.raises(jct.StorageError):
         manager.wait()
-    (event,) = manager.history.events()
+    _, event = manager.history.events()
     assert (event["event"], event["step"], event["ok"]) == ("save", 1, False)
     assert "refused to create" in event["error"]
     manager.close()

@@ -246,7 +246,7 @@ def test_the_history_tells_what_each_save_cost(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as manager:
         save_steps(manager, 1)
         manager.restore()
-        save, restore = manager.history.events()
+        _, save, restore = manager.history.events()
     assert (save["event"], save["ok"], save["step"], save["name"]) == ("save", True, 1, "step-0000000001")
     assert save["bytes"] == 12004
     assert all(save[phase] >= 0 for phase in PHASES)

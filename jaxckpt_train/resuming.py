@@ -1,0 +1,58 @@
+"""How a loop gets its state: from the newest step of its run, from elsewhere, or as it is."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+from jaxckpt_train import hydra_job
+from jaxckpt_train.checkpoint import PathLike, load
+from jaxckpt_train.checkpointables.fingerprint import with_fingerprint
+from jaxckpt_train.progress import progress_line, wants_progress
+from jaxckpt_train.steps.data_mismatch import OnMismatch, restore_values
+from jaxckpt_train.steps.departure import Departure
+from jaxckpt_train.steps.manager import StepManager
+from jaxckpt_train.steps.restoring import size_if_readable
+
+_log = logging.getLogger("jaxckpt_train")
+
+
+def initialise(
+    manager: StepManager, values: dict[str, Any], init_from: PathLike | None, departure: Departure
+) -> dict[str, Any]:
+    """What a fresh run begins with; its state is taken from `init_from`, if that is given.
+
+    Raises:
+        CorruptCheckpointError: there are steps, and none is whole.
+        MismatchError: what is loaded does not fit the state.
+    """
+    heeded = departure.heeded(None)
+    manager.check_fresh(heeded)
+    if init_from is not None:
+        path, like = hydra_job.resolve_directory(init_from), values["state"]
+        values["state"] = manager.all_do("loading", lambda: load(path, like, progress=heeded))
+        _log.info("initialised the state from %s", init_from)
+    return values
+
+
+def restore(
+    manager: StepManager,
+    values: dict[str, Any],
+    *,
+    on_mismatch: OnMismatch,
+    fingerprint: str | None,
+    progress: bool | Literal["auto"],
+    departure: Departure,
+) -> dict[str, Any]:
+    """What the newest step of the run holds that is whole; `manager.restored_step` tells which one that is.
+
+    Raises:
+        MismatchError: the saved state does not fit; no array was read.
+        CorruptCheckpointError: no step is whole.
+    """
+    shown = wants_progress(progress)
+    total = size_if_readable(lambda: manager.metadata(progress=departure.heeded(None))) if shown else None
+    with with_fingerprint(fingerprint), progress_line("restoring", total, shown) as advance:
+        values = restore_values(manager, values, on_mismatch, departure.heeded(advance))
+    _log.info("resumed from step %s of %s", manager.restored_step, manager.directory)
+    return values

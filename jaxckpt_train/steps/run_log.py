@@ -1,0 +1,72 @@
+"""Notes in the history when a process of a run begins, how far it has come now and then, and how it ends."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import time
+from collections.abc import Callable
+
+from jaxckpt_train.steps.history import History
+from jaxckpt_train.steps.run_facts import run_facts
+from jaxckpt_train.store.machine import process_age_s
+
+# Between two notes of how far it has come: those of a month are some 4 MB.
+LEAST_S, MOST_S, SHARE = 9.0, 60.0, 0.02
+_resumes = itertools.count()  # counts the loops of this process that have had their state
+
+
+class RunLog:
+    """Of one process. A process that was killed has noted no end: the last note says how far it had come by then.
+
+    Args:
+        history: of the run.
+        clock: the time, with a time zone.
+        monotonic: the time in seconds.
+
+    Attributes:
+        completed: how many updates are complete; None: nobody has said.
+        ends_as: how it ends: "closed", or what whoever knows better has set.
+    """
+
+    def __init__(
+        self,
+        history: History,
+        clock: Callable[[], datetime.datetime],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._history, self._clock, self._monotonic = history, clock, monotonic
+        self.completed: int | None = None
+        self.ends_as = "closed"
+        self._began_at: float | None = None
+        self._noted: tuple[float, int | None] = (0.0, None)
+
+    def started(self) -> None:
+        """The process owns the run."""
+        self._began_at = self._monotonic()
+        self._noted = self._began_at, None
+        self._history.add("start", self._clock(), **run_facts())
+
+    def resumed(self, step: int, resume_s: float) -> None:
+        """The loop has its state, that of this step, so many seconds after it has begun to look for it."""
+        if self._began_at is not None:
+            self.completed = step
+            self._noted = self._monotonic(), step
+            is_first = next(_resumes) == 0  # what came before belongs to the loop that came first
+            age_s = process_age_s() if is_first else None
+            self._history.add("resumed", self._clock(), step=step, resume_s=resume_s, process_age_s=age_s)
+
+    def beat(self) -> None:
+        """Note how far the loop has come, if it has got further and the last note is old. Called every few seconds."""
+        now, (at, step) = self._monotonic(), self._noted
+        if self._began_at is None or self.completed in (None, step):
+            return
+        if now - at >= max(LEAST_S, min(MOST_S, SHARE * (now - self._began_at))):
+            self._noted = now, self.completed
+            self._history.add("progress", self._clock(), step=self.completed)
+
+    def ended(self) -> None:
+        """The process lets go of the run."""
+        if self._began_at is not None:
+            self._began_at = None
+            self._history.add("end", self._clock(), how=self.ends_as, step=self.completed)

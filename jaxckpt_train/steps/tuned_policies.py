@@ -1,0 +1,223 @@
+"""Save policies that tune themselves: by what saves cost the loop, and by how often the run fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from datetime import datetime
+
+from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.steps.policy_arguments import positive_seconds
+from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext
+from jaxckpt_train.steps.save_costs import Failures, SaveCosts
+
+LEAST_INTERVAL_S, MOST_INTERVAL_S = 1.0, 3600.0
+AIM = 0.9  # of a budget: what is measured is not known exactly
+ROOM = 1.5  # an interval is so much longer than a save lasts, at least: they must not be under way all the time
+
+
+def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
+    """The interval between saves that loses the least time: seconds from the end of one save to the begin of the next.
+
+    Args:
+        cost_s: that a save costs.
+        mtbf_s: mean time between failures.
+
+    Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, 2006, equation 37;
+    its first term is J. W. Young, A first order approximation to the optimum checkpoint interval, 1974.
+    """
+    if cost_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = cost_s / (2 * mtbf_s)
+    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
+
+
+@dataclasses.dataclass(frozen=True)
+class _Interval:
+    """How far saves are to lie apart, and why."""
+
+    seconds: float
+    why: Callable[[], str]
+
+
+@dataclasses.dataclass(frozen=True)
+class OverheadBudgetPolicy:
+    """Saves as often as a budget allows: all saves together slow the training down by no more than this fraction.
+
+    What a save costs is measured while the loop runs: the time in which the loop is held up, and what updates beside a
+    save take longer. A save that has cost more than was expected puts off the next one, and one that has cost less
+    brings it nearer, so the total keeps to the budget also where a disk gets slower. Until something is measured, which
+    takes some updates, nothing is saved; an earlier process of the run has measured it already.
+
+    Args:
+        max_fraction: of the time of the training without saves, above 0 and below 1.
+        min_interval_secs: seconds between saves, at least.
+        max_interval_secs: seconds after which a step is saved even where that is more than the budget; None: never.
+
+    Raises:
+        SettingsError: an argument is out of range.
+
+    Source: J. Mohan, A. Phanishayee, V. Chidambaram, CheckFreq: frequent, fine-grained DNN checkpointing, FAST 2021.
+    """
+
+    max_fraction: float = 0.035
+    min_interval_secs: float = LEAST_INTERVAL_S
+    max_interval_secs: float | None = MOST_INTERVAL_S
+
+    def __post_init__(self) -> None:
+        fraction = self.max_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
+            raise SettingsError(
+                "OverheadBudgetPolicy.max_fraction: expected a fraction above 0 and below 1, such as 0.035, "
+                f"found {fraction!r}"
+            )
+        _check_bounds(self)
+
+    def should_save(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> bool:
+        """Whether the budget allows for a save by now."""
+        return _is_due(step, previous_steps, context, self._interval(context))
+
+    def reason(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> str:
+        """Why it asks for a save, with what was measured."""
+        found = self._interval(context)
+        return f"OverheadBudgetPolicy(max_fraction={self.max_fraction:g}): " + ("" if found is None else found.why())
+
+    def _interval(self, context: DecisionContext) -> _Interval | None:
+        costs = SaveCosts() if context.read_costs is None else context.read_costs()
+        if costs.step_s is None:
+            return _only_at_most(self.max_interval_secs, "nothing is measured yet")
+        if costs.cost_s is None:
+            return None if costs.is_measuring else _Interval(0.0, lambda: "the first save, to see what it costs")
+        aim = AIM * self.max_fraction
+        owed_s = costs.spent_s - aim * costs.trained_s  # what was spent beyond it, or below 0: is left to spend
+        wanted_s = (costs.cost_s + max(owed_s, -costs.cost_s / 2)) / aim + costs.cost_s
+        return _bounded(wanted_s, lambda: _spending(costs), self, costs)
+
+
+@dataclasses.dataclass(frozen=True)
+class YoungDalyPolicy:
+    """Saves at the interval that loses the least time to saves and failures together, by Young and Daly.
+
+    A failure is the end of a process that has not saved before: a kill, a crash, or a request to leave that left no
+    time for it. Requests that were met with a save lose nothing, and do not count.
+
+    Args:
+        mtbf_secs: mean time between failures; None: estimated from the run's own history, and until it has failed from
+            the time that it has run without: a failure in four hours is assumed at first.
+        min_interval_secs: seconds between saves, at least.
+        max_interval_secs: seconds between saves, at most; None: no limit.
+
+    Raises:
+        SettingsError: an argument is out of range.
+
+    Source: `daly_interval_s`.
+    """
+
+    mtbf_secs: float | None = None
+    min_interval_secs: float = LEAST_INTERVAL_S
+    max_interval_secs: float | None = MOST_INTERVAL_S
+
+    def __post_init__(self) -> None:
+        if self.mtbf_secs is not None:
+            object.__setattr__(self, "mtbf_secs", positive_seconds("YoungDalyPolicy.mtbf_secs", self.mtbf_secs))
+        _check_bounds(self)
+
+    def should_save(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> bool:
+        """Whether the interval has passed."""
+        return _is_due(step, previous_steps, context, self._interval(context))
+
+    def reason(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> str:
+        """Why it asks for a save, with what was measured."""
+        found = self._interval(context)
+        return "YoungDalyPolicy: " + ("" if found is None else found.why())
+
+    def _interval(self, context: DecisionContext) -> _Interval | None:
+        costs = SaveCosts() if context.read_costs is None else context.read_costs()
+        if costs.step_s is None:
+            return _only_at_most(self.max_interval_secs, "nothing is measured yet")
+        if costs.cost_s is None:
+            return None if costs.is_measuring else _Interval(0.0, lambda: "the first save, to see what it costs")
+        failures = None if self.mtbf_secs is not None or context.read_failures is None else context.read_failures()
+        mtbf_s = self.mtbf_secs or (failures or Failures()).mtbf_s
+        wanted_s = daly_interval_s(costs.cost_s, mtbf_s) + costs.cost_s
+        return _bounded(wanted_s, lambda: _risk(costs, mtbf_s, failures), self, costs)
+
+
+Tuned = OverheadBudgetPolicy | YoungDalyPolicy
+
+
+def _check_bounds(policy: Tuned) -> None:
+    name = type(policy).__name__
+    least = positive_seconds(f"{name}.min_interval_secs", policy.min_interval_secs)
+    if policy.max_interval_secs is not None:
+        most = positive_seconds(f"{name}.max_interval_secs", policy.max_interval_secs)
+        if most < least:
+            raise SettingsError(
+                f"{name}.max_interval_secs: expected at least min_interval_secs ({least:g}), found {most:g}"
+            )
+
+
+def _is_due(
+    step: CheckpointInfo, previous: Sequence[CheckpointInfo], context: DecisionContext, interval: _Interval | None
+) -> bool:
+    """Whether it has passed since the last save, and since this process began to train; no save is waited for."""
+    if interval is None or context.is_saving_in_progress:
+        return False
+    last = max((time for time in (previous[-1].time if previous else None, context.run_started) if time), default=None)
+    return last is None or _between_s(step.time, last) >= interval.seconds
+
+
+def _between_s(one: datetime, other: datetime) -> float:
+    """Seconds between two times in either order: a clock that was set back must not hold up saves for long."""
+    return abs((one - other).total_seconds())
+
+
+def _only_at_most(most_s: float | None, why: str) -> _Interval | None:
+    if most_s is None:
+        return None
+    return _Interval(most_s, lambda: f"{why}, and max_interval_secs={most_s:g} have passed")
+
+
+def _bounded(wanted_s: float, why: Callable[[], str], policy: Tuned, costs: SaveCosts) -> _Interval:
+    least_s, most_s = policy.min_interval_secs, policy.max_interval_secs
+    duration_s = costs.duration_s or 0.0
+    lasting_s = ROOM * duration_s
+
+    def right() -> str:
+        return f"{why()}: every {_seconds(wanted_s)}"
+
+    if most_s is not None and wanted_s > most_s:
+        return _Interval(most_s, lambda: f"{right()} is right, max_interval_secs={most_s:g} is less")
+    if wanted_s < lasting_s and least_s < lasting_s:
+        return _Interval(lasting_s, lambda: f"{right()} is right, but a save lasts {_seconds(duration_s)}")
+    if wanted_s < least_s:
+        return _Interval(least_s, lambda: f"{right()} is right, min_interval_secs={least_s:g} is more")
+    return _Interval(wanted_s, right)
+
+
+def _spending(costs: SaveCosts) -> str:
+    spent = costs.spent_s / costs.trained_s if costs.trained_s else 0.0
+    blocked = "" if costs.blocked_s is None else f" ({_seconds(costs.blocked_s)} of it the loop is held up)"
+    return f"a save costs {_seconds(costs.cost_s or 0.0)}{blocked}, all so far {spent:.2%} of the training"
+
+
+def _risk(costs: SaveCosts, mtbf_s: float, failures: Failures | None) -> str:
+    seen = ""
+    if failures is not None:
+        seen = f" ({failures.count} in {_seconds(failures.observed_s)} so far)"
+    return f"a save costs {_seconds(costs.cost_s or 0.0)}, and a failure is due every {_seconds(mtbf_s)}{seen}"
+
+
+def _seconds(value: float) -> str:
+    if value >= 5400:
+        return f"{value / 3600:.1f} h"
+    return f"{value:.0f} s" if value >= 100 else f"{value:.3g} s"
