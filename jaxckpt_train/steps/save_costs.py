@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-PRIOR_FAILURES, PRIOR_MTBF_S = 0.5, 4 * 3600.0
+PRIOR_FAILURES, PRIOR_MTBF_S = 0.5, 2 * 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Failures:
     def mtbf_s(self) -> float:
         """The mean time between failures that this suggests, in seconds.
 
-        A run that has not failed yet may fail all the same: half a failure in two hours is what is taken for known
+        A run that has not failed yet may fail all the same: half a failure in one hour is what is taken for known
         before anything is (the mean of a Gamma prior of the rate), and soon outweighed.
         """
         return (PRIOR_FAILURES * PRIOR_MTBF_S + self.observed_s) / (PRIOR_FAILURES + self.count)

@@ -108,7 +108,7 @@ class YoungDalyPolicy:
 
     Args:
         mtbf_secs: mean time between failures; None: estimated from the run's own history, and until it has failed from
-            the time that it has run without: a failure in four hours is assumed at first.
+            the time that it has run without: a failure in two hours is assumed at first.
         min_interval_secs: seconds between saves, at least.
         max_interval_secs: seconds between saves, at most; None: no limit.
 

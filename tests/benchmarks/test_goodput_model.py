@@ -1,0 +1,68 @@
+"""Simulated trainings with failures at random: policies that tune themselves against the best that a fixed one does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+import jaxckpt_train as jct
+from benchmarks.goodput_model import Outcome, SimulatedRun, Training, failure_times
+from jaxckpt_train.steps.policy_context import SavePolicy
+
+NEVER = 1e12
+
+
+def outcomes(training: Training, policy: SavePolicy, mtbf_s: float, steps: int) -> list[Outcome]:
+    return [SimulatedRun(training, policy, failure_times(mtbf_s, seed)).run(steps) for seed in (1, 2)]
+
+
+def share(found: Sequence[Outcome]) -> float:
+    return sum(each.useful_s for each in found) / sum(each.wall_s for each in found)
+
+
+def test_a_run_without_saves_and_failures_is_all_useful() -> None:
+    found = SimulatedRun(Training(), jct.SpecificStepsPolicy([]), failure_times(NEVER, 1)).run(100)
+    assert (found.share, found.saves) == (1.0, 0)
+
+
+def test_what_is_lost_to_failures_and_saves_adds_up() -> None:
+    """Saves every 10 updates of 1 s that cost 1 s each; a failure after 95.5 s of life, when 80 updates are saved."""
+    training = Training(blocked_s=1.0, save_s=0.5, slower=1.0, restart_s=30.0)
+    found = SimulatedRun(training, jct.FixedIntervalPolicy(10), iter([95.5, NEVER])).run(100)
+    assert (found.useful_s, found.saves) == (100.0, 9)
+    assert found.wall_s == pytest.approx(95.5 + 30 + 20 + 2)
+
+
+@pytest.mark.parametrize("mtbf_s", [200.0, 600.0, 2000.0, 6000.0, 20000.0])
+def test_young_and_daly_come_close_to_the_best_fixed_interval(mtbf_s: float) -> None:
+    training, steps = Training(step_s=2.0, blocked_s=1.0, save_s=6.0, slower=1.2), int(min(6000, max(2000, 3 * mtbf_s)))
+    best = max(
+        share(outcomes(training, jct.FixedIntervalPolicy(interval), mtbf_s, steps))
+        for interval in (7, 14, 28, 56, 112, 224)
+    )
+    given = share(outcomes(training, jct.YoungDalyPolicy(mtbf_s), mtbf_s, steps))
+    counted = share(outcomes(training, jct.YoungDalyPolicy(), mtbf_s, steps))
+    assert given > 0.9 * best
+    assert counted > 0.9 * best
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        Training(),
+        Training(step_s=0.1, blocked_s=0.002, save_s=0.5, slower=1.1),
+        Training(step_s=0.1, blocked_s=0.05, save_s=40.0, slower=1.15),
+        Training(step_s=5.0, blocked_s=6.0, save_s=2.0, slower=2.0),
+    ],
+    ids=["usual", "fast disk", "slow disk", "blocking"],
+)
+def test_a_budget_is_kept(training: Training) -> None:
+    found = SimulatedRun(training, jct.OverheadBudgetPolicy(0.035), failure_times(NEVER, 1)).run(8000)
+    assert 0 < found.slowed_s / found.useful_s <= 0.035
+    assert found.saves >= 3
+
+
+def test_a_budget_is_used_where_nothing_else_bounds_it() -> None:
+    found = SimulatedRun(Training(), jct.OverheadBudgetPolicy(0.035), failure_times(NEVER, 1)).run(8000)
+    assert found.slowed_s / found.useful_s > 0.025

@@ -1,0 +1,199 @@
+"""The clock of a loop: how long an update takes, and what a save costs, whatever else happens in the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxckpt_train.steps.step_clock import HYSTERESIS, WARM_UP_STEPS, StepClock
+
+
+@dataclasses.dataclass
+class Loop:
+    """A loop in simulated time, which tells a clock of its calls as a callback does."""
+
+    step_s: float = 1.0
+    now: float = 1000.0
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        self.clock = StepClock(lambda: self.now)
+
+    def update(self, took_s: float | None = None, *, saving: bool = False, still: bool | None = None) -> None:
+        """One update and the call after it; `saving`: a save is under way in it, `still`: and at its end."""
+        self.now += self.step_s if took_s is None else took_s
+        self.step += 1
+        is_saving = saving if still is None else still
+        self.clock.entered(self.step, is_saving)
+        self.clock.left(self.step, is_saving)
+
+    def updates(self, count: int) -> None:
+        """So many updates without a save."""
+        for _ in range(count):
+            self.update()
+
+    def save(self, blocked_s: float, beside: list[float]) -> None:
+        """An update whose call saves, and those beside the save, which ends in the last of them."""
+        self.now += self.step_s
+        self.step += 1
+        self.clock.entered(self.step, False)
+        self.clock.left(self.step, False)  # the policy was asked
+        self.clock.entered(self.step, False)
+        self.now += blocked_s
+        self.clock.save_began(self.step)
+        self.clock.left(self.step, True)
+        for number, took_s in enumerate(beside, 1):
+            self.update(took_s, saving=True, still=number < len(beside))
+
+
+def test_nothing_is_known_before_some_updates() -> None:
+    loop = Loop()
+    assert (loop.clock.costs().step_s, loop.clock.costs().cost_s) == (None, None)
+    loop.updates(WARM_UP_STEPS)
+    assert loop.clock.costs().step_s is None
+
+
+def test_the_time_of_an_update_is_that_of_most_whatever_the_first_took() -> None:
+    loop = Loop()
+    loop.update(60.0)  # it compiles
+    loop.update(3.0)
+    loop.updates(50)
+    assert loop.clock.costs().step_s == pytest.approx(1.0)
+
+
+def test_a_loop_that_waits_for_the_device_now_and_then_has_the_mean_of_its_updates() -> None:
+    loop = Loop()
+    for number in range(200):
+        loop.update(8.2 if number % 8 == 7 else 0.1)
+    assert loop.clock.costs().step_s == pytest.approx((7 * 0.1 + 8.2) / 8, rel=0.05)
+
+
+def test_an_evaluation_does_not_count() -> None:
+    loop = Loop()
+    for number in range(200):
+        loop.update(90.0 if number % 50 == 49 else 1.0)
+    assert loop.clock.costs().step_s == pytest.approx(1.0)
+
+
+def test_a_save_costs_what_it_blocks_and_what_the_updates_beside_it_take_longer() -> None:
+    loop = Loop()
+    loop.updates(20)
+    loop.save(0.5, [1.3, 1.3, 1.3, 1.1])
+    costs = loop.clock.costs()
+    assert costs.cost_s == pytest.approx(0.5 + 0.3 * 3 + 0.1)
+    assert costs.blocked_s == pytest.approx(0.5)
+    assert costs.spent_s == pytest.approx(1.5)
+    assert costs.trained_s == pytest.approx(loop.now - 1000.0 - WARM_UP_STEPS - 1.0 - 1.5)
+
+
+def test_the_update_after_a_short_save_belongs_to_it() -> None:
+    """Of the CPU's views: an update that finds its memory shared copies it, though the save has ended by then."""
+    loop = Loop()
+    loop.updates(20)
+    loop.save(0.1, [1.4])
+    assert loop.clock.costs().cost_s == pytest.approx(0.5)
+    loop.updates(100)
+    assert loop.clock.costs().step_s == pytest.approx(1.0)
+
+
+def test_what_it_costs_is_not_known_until_the_updates_beside_it_are_complete() -> None:
+    loop = Loop()
+    loop.updates(20)
+    loop.clock.entered(21, False)
+    loop.clock.save_began(21)
+    loop.clock.left(21, True)
+    assert loop.clock.costs().is_measuring
+    loop.step = 21
+    loop.update(saving=True, still=True)
+    assert (loop.clock.costs().is_measuring, loop.clock.costs().cost_s) == (True, None)
+    loop.update(saving=False)
+    assert not loop.clock.costs().is_measuring
+    assert loop.clock.costs().cost_s is not None
+
+
+def test_what_is_told_stays_until_a_tenth_has_changed() -> None:
+    loop = Loop()
+    loop.updates(20)
+    loop.save(1.0, [1.0])
+    first = loop.clock.costs().cost_s
+    assert first == pytest.approx(1.0)
+    for _ in range(8):
+        loop.updates(20)
+        loop.save(1.0 + HYSTERESIS * 0.9, [1.0])
+    assert loop.clock.costs().cost_s == first
+    for _ in range(8):
+        loop.updates(20)
+        loop.save(1.5, [1.0])
+    assert loop.clock.costs().cost_s == pytest.approx(1.5, rel=HYSTERESIS)
+
+
+def test_an_evaluation_beside_a_save_is_not_what_the_save_costs() -> None:
+    loop = Loop()
+    for number in range(12):
+        loop.updates(20)
+        loop.save(1.0, [600.0 if number == 8 else 1.0])
+    costs = loop.clock.costs()
+    assert costs.cost_s == pytest.approx(1.0, rel=0.2)
+    assert costs.spent_s < 12 + 4
+
+
+def test_a_save_right_after_another_ends_what_that_one_costs() -> None:
+    loop = Loop()
+    loop.updates(20)
+    loop.save(0.5, [1.2])
+    loop.step += 1
+    loop.now += 1.2
+    loop.clock.entered(loop.step, True)
+    loop.now += 2.0  # it waits for the one before
+    loop.clock.save_began(loop.step)
+    loop.clock.left(loop.step, True)
+    loop.update(1.2, saving=True, still=False)
+    assert loop.clock.costs().spent_s == pytest.approx(0.5 + 0.2 + 0.0 + 2.0 + 0.2, abs=0.3)
+
+
+def test_a_loop_that_goes_back_begins_anew_and_keeps_what_it_knows() -> None:
+    loop = Loop()
+    loop.updates(30)
+    loop.step = 3
+    loop.updates(30)
+    assert loop.clock.costs().step_s == pytest.approx(1.0)
+
+
+def test_a_loop_that_calls_every_tenth_update_has_the_time_of_one() -> None:
+    loop = Loop()
+    for number in range(1, 40):
+        loop.now += 10.0
+        loop.clock.entered(10 * number, False)
+        loop.clock.left(10 * number, False)
+    assert loop.clock.costs().step_s == pytest.approx(1.0)
+
+
+def test_how_long_a_save_lasts_is_the_longest_of_the_last_few() -> None:
+    clock = StepClock()
+    clock.recall(0.7, 9.0)
+    assert (clock.costs().cost_s, clock.costs().duration_s) == (0.7, 9.0)
+    clock.committed(2.0)
+    assert clock.costs().duration_s == 9.0
+    for _ in range(6):
+        clock.committed(3.0)
+    assert clock.costs().duration_s == 3.0
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 5), st.floats(0, 2), st.integers(1, 6)), min_size=4, max_size=12))
+def test_all_saves_together_cost_what_the_loop_lost(saves: list[tuple[float, float, int]]) -> None:
+    """Whatever single ones cost: what is spent is the time of the loop less that of as many updates by themselves."""
+    loop = Loop()
+    loop.updates(20)
+    began, first = loop.now, loop.step
+    most = max(blocked_s + slower_s * count for blocked_s, slower_s, count in saves)
+    for blocked_s, slower_s, count in saves:
+        loop.save(blocked_s, [1.0 + slower_s] * count)
+        loop.updates(20)
+    lost_s = loop.now - began - (loop.step - first)
+    # One that costs many times as much as those before is cut, as an evaluation would be.
+    assert loop.clock.costs().spent_s <= lost_s + 1e-6
+    if most <= 4 * min(blocked_s + slower_s * count for blocked_s, slower_s, count in saves):
+        assert loop.clock.costs().spent_s == pytest.approx(lost_s, abs=1e-6)

@@ -1,0 +1,189 @@
+"""Policies that tune themselves: what interval they want, their bounds, their reasons, and that jobs agree on them."""
+
+from __future__ import annotations
+
+import math
+import re
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxckpt_train as jct
+from jaxckpt_train.config import callback_arguments
+from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.steps.job_decisions import Outlook, decided_alone, outlook
+from jaxckpt_train.steps.policy_context import CheckpointInfo, Decision, DecisionContext, decide
+from jaxckpt_train.steps.save_costs import Failures, SaveCosts
+from jaxckpt_train.steps.tuned_policies import AIM, ROOM, daly_interval_s
+
+START = datetime(2026, 3, 1, 12, tzinfo=UTC)
+KNOWN = SaveCosts(step_s=1.0, cost_s=2.0, blocked_s=0.5, duration_s=3.0)
+
+
+def asked(policy: Any, since_s: float, costs: SaveCosts = KNOWN, saved: bool = True, **more: Any) -> Decision:
+    """The decision so many seconds after the last save, or, if nothing was saved, after the start."""
+    now = START + timedelta(seconds=1e6 + since_s)
+    last = START + timedelta(seconds=1e6)
+    previous = [CheckpointInfo(10, last)] if saved else []
+    context = DecisionContext(now, run_started=START if saved else last, read_costs=lambda: costs, **more)
+    return decide(policy, CheckpointInfo(20, now), previous, context)
+
+
+def interval_of(policy: Any, costs: SaveCosts = KNOWN, **more: Any) -> float:
+    """After how many seconds it asks for a save, to a thousandth."""
+    low, high = 0.0, 1e7
+    if not asked(policy, high, costs, **more).save:
+        return math.inf
+    while high - low > 1e-3 * max(low, 1.0):
+        middle = (low + high) / 2
+        low, high = (low, middle) if asked(policy, middle, costs, **more).save else (middle, high)
+    return high
+
+
+@pytest.mark.parametrize("policy", [jct.OverheadBudgetPolicy(), jct.YoungDalyPolicy()])
+def test_nothing_is_saved_before_something_is_measured_but_for_the_longest_interval(policy: Any) -> None:
+    assert interval_of(policy, SaveCosts()) == pytest.approx(3600, rel=2e-3)
+    unbounded = type(policy)(max_interval_secs=None)
+    assert not asked(unbounded, 1e7, SaveCosts()).save
+    assert not decide(unbounded, CheckpointInfo(1, START), [], DecisionContext(START)).save
+    assert "nothing is measured yet, and max_interval_secs=3600 have passed" in asked(policy, 4000, SaveCosts()).reason
+
+
+@pytest.mark.parametrize("policy", [jct.OverheadBudgetPolicy(), jct.YoungDalyPolicy()])
+def test_the_first_save_comes_at_once_and_no_other_until_its_cost_is_known(policy: Any) -> None:
+    assert asked(policy, 0.0, SaveCosts(step_s=1.0)).reason.endswith("the first save, to see what it costs")
+    assert not asked(policy, 1e6, SaveCosts(step_s=1.0, is_measuring=True)).save
+
+
+@pytest.mark.parametrize("policy", [jct.OverheadBudgetPolicy(), jct.YoungDalyPolicy()])
+def test_a_save_under_way_is_never_waited_for(policy: Any) -> None:
+    assert asked(policy, 1e6).save
+    assert not asked(policy, 1e6, is_saving_in_progress=True).save
+
+
+@pytest.mark.parametrize("policy", [jct.OverheadBudgetPolicy(), jct.YoungDalyPolicy()])
+def test_the_time_counts_from_the_start_where_that_came_after_the_last_save(policy: Any) -> None:
+    waited = START + timedelta(hours=9)
+    context = DecisionContext(waited, run_started=waited, read_costs=lambda: KNOWN)
+    assert not decide(policy, CheckpointInfo(20, waited), [CheckpointInfo(10, START)], context).save
+
+
+@given(st.floats(0.01, 10), st.floats(0.01, 0.5))
+def test_a_budget_allows_for_a_save_as_often_as_all_of_them_cost_that_much(cost_s: float, fraction: float) -> None:
+    policy = jct.OverheadBudgetPolicy(fraction, min_interval_secs=1e-3, max_interval_secs=None)
+    costs = SaveCosts(step_s=0.1, cost_s=cost_s, spent_s=AIM * fraction * 1000, trained_s=1000)
+    interval_s = interval_of(policy, costs)
+    assert cost_s / (interval_s - cost_s) == pytest.approx(AIM * fraction, rel=1e-2)
+
+
+def test_what_was_spent_beyond_the_budget_puts_the_next_save_off() -> None:
+    policy = jct.OverheadBudgetPolicy(0.1, max_interval_secs=None)
+    even = interval_of(policy, SaveCosts(step_s=1.0, cost_s=1.0, spent_s=9.0, trained_s=100.0))
+    more = interval_of(policy, SaveCosts(step_s=1.0, cost_s=1.0, spent_s=18.0, trained_s=100.0))
+    less = interval_of(policy, SaveCosts(step_s=1.0, cost_s=1.0, spent_s=0.0, trained_s=100.0))
+    assert more - even == pytest.approx(9.0 / (AIM * 0.1), rel=1e-2)
+    assert less == pytest.approx(0.5 / (AIM * 0.1) + 1.0, rel=1e-2)  # never more than twice as often
+
+
+@pytest.mark.parametrize("cost_s", [0.1, 1.0, 30.0])
+@pytest.mark.parametrize("mtbf_s", [300.0, 3600.0, 86400.0])
+def test_the_interval_of_young_and_daly_loses_the_least(cost_s: float, mtbf_s: float) -> None:
+    """By the exact expectation for failures at random moments (Daly 2006, equation 20), without the time to restart."""
+
+    def lost(interval_s: float) -> float:
+        return mtbf_s * (math.exp((interval_s + cost_s) / mtbf_s) - 1) / interval_s
+
+    found = daly_interval_s(cost_s, mtbf_s)
+    assert lost(found) < min(lost(found * 1.1), lost(found / 1.1))
+    policy = jct.YoungDalyPolicy(mtbf_s, min_interval_secs=1e-3, max_interval_secs=None)
+    costs = SaveCosts(step_s=0.1, cost_s=cost_s)
+    assert interval_of(policy, costs) == pytest.approx(found + cost_s, rel=2e-3)
+
+
+def test_a_save_that_costs_more_than_failures_leave_time_for_still_has_an_interval() -> None:
+    assert daly_interval_s(100.0, 10.0) == 10.0
+
+
+def test_without_a_given_rate_failures_are_counted() -> None:
+    policy = jct.YoungDalyPolicy(max_interval_secs=None)
+    few = interval_of(policy, read_failures=lambda: Failures(0, 1e6))
+    many = interval_of(policy, read_failures=lambda: Failures(1000, 1e6))
+    assert many == pytest.approx(daly_interval_s(2.0, 1e3) + 2.0, rel=1e-2)
+    assert few > 30 * many
+    assert interval_of(jct.YoungDalyPolicy(1e3), read_failures=lambda: Failures(5, 10.0)) == pytest.approx(
+        many, rel=1e-2
+    )
+
+
+@pytest.mark.parametrize("kind", [jct.OverheadBudgetPolicy, jct.YoungDalyPolicy])
+def test_bounds_are_kept_and_told(kind: Any) -> None:
+    often, seldom = SaveCosts(step_s=1.0, cost_s=1e-6), SaveCosts(step_s=1.0, cost_s=1e6)
+    assert interval_of(kind(min_interval_secs=7.0), often) == pytest.approx(7.0, rel=1e-2)
+    assert "min_interval_secs=7 is more" in asked(kind(min_interval_secs=7.0), 8.0, often).reason
+    assert interval_of(kind(max_interval_secs=90.0), seldom) == pytest.approx(90.0, rel=1e-2)
+    assert "max_interval_secs=90 is less" in asked(kind(max_interval_secs=90.0), 91.0, seldom).reason
+
+
+@pytest.mark.parametrize("kind", [jct.OverheadBudgetPolicy, jct.YoungDalyPolicy])
+def test_saves_are_not_under_way_all_the_time(kind: Any) -> None:
+    slow = SaveCosts(step_s=1.0, cost_s=1e-6, duration_s=100.0)
+    assert interval_of(kind(), slow) == pytest.approx(ROOM * 100.0, rel=1e-2)
+    assert "but a save lasts 100 s" in asked(kind(), 1000.0, slow).reason
+
+
+def test_reasons_tell_what_was_measured() -> None:
+    spent = SaveCosts(step_s=1.0, cost_s=2.0, blocked_s=0.5, spent_s=3.0, trained_s=100.0)
+    assert re.fullmatch(
+        r"OverheadBudgetPolicy\(max_fraction=0.035\): a save costs 2 s \(0.5 s of it the loop is held up\), "
+        r"all so far 3.00% of the training: every [\d.]+ s",
+        asked(jct.OverheadBudgetPolicy(), 1000.0, spent).reason,
+    )
+    found = asked(jct.YoungDalyPolicy(), 3000.0, read_failures=lambda: Failures(3, 7200.0)).reason
+    assert found.startswith("YoungDalyPolicy: a save costs 2 s, and a failure is due every 3086 s (3 in 2.0 h so far)")
+    inside = jct.AnySavePolicy([jct.FixedIntervalPolicy(10_000), jct.YoungDalyPolicy(1e3)])
+    assert asked(inside, 3000.0).reason.startswith(
+        "YoungDalyPolicy: a save costs 2 s, and a failure is due every 1000 s"
+    )
+
+
+def test_in_a_job_process_zero_decides_now_and_then() -> None:
+    for policy in (jct.OverheadBudgetPolicy(), jct.YoungDalyPolicy(), jct.EverySecondsPolicy(5.0)):
+        assert outlook(policy, CheckpointInfo(1, START), DecisionContext(START), has_steps=True) is Outlook.SOME_TIME
+        assert decided_alone(policy) == "a policy by time"
+
+
+@pytest.mark.parametrize("kind", [jct.OverheadBudgetPolicy, jct.YoungDalyPolicy])
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"min_interval_secs": 0}, "min_interval_secs: expected a finite number of seconds above 0, found 0"),
+        ({"max_interval_secs": math.inf}, "max_interval_secs: expected a finite number of seconds above 0, found inf"),
+        (
+            {"min_interval_secs": 5, "max_interval_secs": 4},
+            r"max_interval_secs: expected at least min_interval_secs \(5\), found 4",
+        ),
+    ],
+)
+def test_bounds_that_are_none_are_refused(kind: Any, arguments: Any, match: str) -> None:
+    with pytest.raises(SettingsError, match=f"{kind.__name__}.{match}"):
+        kind(**arguments)
+
+
+@pytest.mark.parametrize("fraction", [0, 1, -0.1, 3.5, True, "0.1", math.nan, None])
+def test_a_budget_is_a_fraction(fraction: Any) -> None:
+    with pytest.raises(SettingsError, match="max_fraction: expected a fraction above 0 and below 1, such as 0.035"):
+        jct.OverheadBudgetPolicy(fraction)
+
+
+@pytest.mark.parametrize("mtbf", [0, -1.0, "1h", True, math.inf])
+def test_a_time_between_failures_is_a_number_of_seconds(mtbf: Any) -> None:
+    with pytest.raises(SettingsError, match="YoungDalyPolicy.mtbf_secs: expected a finite number of seconds above 0"):
+        jct.YoungDalyPolicy(mtbf)
+
+
+def test_they_are_built_from_yaml() -> None:
+    node = {"_target_": "jaxckpt_train.YoungDalyPolicy", "mtbf_secs": 7200, "max_interval_secs": 1800}
+    assert callback_arguments({"save_policy": node})["save_policy"] == jct.YoungDalyPolicy(7200, max_interval_secs=1800)
