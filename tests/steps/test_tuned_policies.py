@@ -174,13 +174,13 @@ def test_bounds_that_are_none_are_refused(kind: Any, arguments: Any, match: str)
 
 @pytest.mark.parametrize("fraction", [0, 1, -0.1, 3.5, True, "0.1", math.nan, None])
 def test_a_budget_is_a_fraction(fraction: Any) -> None:
-    with pytest.raises(SettingsError, match="max_fraction: expected a fraction above 0 and below 1, such as 0.035"):
+    with pytest.raises(SettingsError, match=r"max_fraction: expected a fraction above 0 and below 1, such as 0\.035"):
         jct.OverheadBudgetPolicy(fraction)
 
 
 @pytest.mark.parametrize("mtbf", [0, -1.0, "1h", True, math.inf])
 def test_a_time_between_failures_is_a_number_of_seconds(mtbf: Any) -> None:
-    with pytest.raises(SettingsError, match="YoungDalyPolicy.mtbf_secs: expected a finite number of seconds above 0"):
+    with pytest.raises(SettingsError, match=r"YoungDalyPolicy\.mtbf_secs: expected a finite number of seconds above 0"):
         jct.YoungDalyPolicy(mtbf)
 
 
