@@ -33,7 +33,7 @@ _HOMES = {
     "steps.save_policies": (
         "AllSavePolicy", "AnySavePolicy", "ContinuousCheckpointingPolicy", "EverySecondsPolicy",
         "FixedIntervalPolicy", "ImprovementPolicy", "InitialSavePolicy", "PreemptionCheckpointingPolicy",
-        "SpecificStepsPolicy",
+        "SpecificStepsPolicy", "TemporarySavePolicy",
     ),
     "steps.tuned_policies": ("OverheadBudgetPolicy", "YoungDalyPolicy"),
     "store.verify": ("VerifyReport",),

@@ -53,6 +53,7 @@ from jaxckpt_train.steps.save_policies import ImprovementPolicy as ImprovementPo
 from jaxckpt_train.steps.save_policies import InitialSavePolicy as InitialSavePolicy
 from jaxckpt_train.steps.save_policies import PreemptionCheckpointingPolicy as PreemptionCheckpointingPolicy
 from jaxckpt_train.steps.save_policies import SpecificStepsPolicy as SpecificStepsPolicy
+from jaxckpt_train.steps.save_policies import TemporarySavePolicy as TemporarySavePolicy
 from jaxckpt_train.steps.step_save import SaveResult as SaveResult
 from jaxckpt_train.steps.tuned_policies import OverheadBudgetPolicy as OverheadBudgetPolicy
 from jaxckpt_train.steps.tuned_policies import YoungDalyPolicy as YoungDalyPolicy

@@ -8,16 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-from jaxckpt_train import hydra_job
+from jaxckpt_train.callback_parts import departure_of, manager_of, save_policy_of, watch_of
 from jaxckpt_train.checkpoint import PathLike
 from jaxckpt_train.checkpointables.fingerprint import DATA_NAME, with_fingerprint
 from jaxckpt_train.checkpointables.grain_iterator import mark_absl_flags_parsed
-from jaxckpt_train.config import DEFAULT_GRACE_S, callback_arguments, check_arguments
+from jaxckpt_train.config import callback_arguments, check_arguments
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.exit_code import is_success
 from jaxckpt_train.goodput_table import print_goodput
 from jaxckpt_train.loop_forms import LoopForms
-from jaxckpt_train.multihost import current, preemption_service
 from jaxckpt_train.pending import call_within
 from jaxckpt_train.progress import progress_line, wants_progress
 from jaxckpt_train.resuming import initialise, restore
@@ -25,14 +24,12 @@ from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings
 from jaxckpt_train.steps.attempts import CLOSED, FINISHED, PREEMPTED
 from jaxckpt_train.steps.besides import closing_besides
 from jaxckpt_train.steps.data_mismatch import OnMismatch, refuse_unsavable
-from jaxckpt_train.steps.departure import NOTE_S, NOTHING_NEW, Departure
+from jaxckpt_train.steps.departure import NOTE_S, NOTHING_NEW
 from jaxckpt_train.steps.goodput import Goodput
 from jaxckpt_train.steps.history import savable_metrics
 from jaxckpt_train.steps.loop_state import LoopState, refuse_to_continue
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.steps.policy_choice import choose_preservation_policy, choose_save_policy
 from jaxckpt_train.steps.policy_context import PreservationPolicy, SavePolicy
-from jaxckpt_train.steps.preemption import PreemptionWatch
+from jaxckpt_train.steps.save_policies import has_temporary
 from jaxckpt_train.steps.step_save import SaveResult
 
 _log = logging.getLogger("jaxckpt_train")
@@ -55,12 +52,14 @@ class CheckpointCallback(LoopForms):
         *,
         save_interval_steps: int | None = None,
         save_interval_secs: float | None = None,
+        temporary_interval_secs: float | None = None,
         save_policy: SavePolicy | None = None,
         keep_latest: int | None = None,
         keep_every_steps: int | None = None,
         keep_best: int | None = None,
         best_metric: str | None = None,
         best_mode: Literal["min", "max"] = "min",
+        best_link: bool = False,
         keep_policy: PreservationPolicy | None = None,
         save_on_exit: bool = True,
         save_initial: bool = False,
@@ -80,45 +79,21 @@ class CheckpointCallback(LoopForms):
         enabled: bool = True,
         store: StoreSettings | None = None,
     ) -> None:
-        check_arguments({name: value for name, value in locals().items() if name != "self"})  # there are no others yet
+        given = {name: value for name, value in locals().items() if name != "self"}  # there are no others yet
+        check_arguments(given)
         self.enabled = enabled
         mark_absl_flags_parsed()  # now: `iter(dataset)` in the call of `resume` may need it already
         self._save_on_exit, self._save_initial, self._on_mismatch = save_on_exit, save_initial, data_on_mismatch
         self._fingerprint, self._progress, self._init_from = fingerprint, progress, init_from
-        problem = hydra_job.hydra_directory_problem(directory) if enabled else None
-        if problem is not None:
-            _log.warning("%s", problem)
-        self.manager = StepManager(
-            hydra_job.run_directory(directory),
-            save_decision_policy=choose_save_policy(save_interval_steps, save_interval_secs, save_policy),
-            preservation_policy=choose_preservation_policy(
-                keep_latest, keep_every_steps, keep_best, best_metric, best_mode, keep_policy
-            ),
-            settings=store,
-            if_busy=if_busy,
-            stall_timeout_s=stall_timeout_s,
-            if_stalled=if_stalled,
-        )
-        self._watch = PreemptionWatch(
-            current(),
-            service=preemption_service() if enabled else None,
-            signals=tuple(signals),
-            notice_file=notice_file,
-            max_run_time_s=max_run_time_s,
-            leave_early_s=self._leave_early_s if grace_period_s is None else lambda: grace_period_s,
-        )
+        policy = save_policy_of(given)
+        self._leaves_temporary = has_temporary(policy)
+        self.manager = manager_of(given, policy)
+        self._watch = watch_of(given, self.manager)
+        self._departure = departure_of(given, self._watch, self.manager)
         self._started = self._closed = self._resumed = False
         self._made_at = time.monotonic()
         self._saved: int | None = None
         self._loop = LoopState(warns=enabled)
-        self._departure = Departure(
-            self._watch,
-            grace_period_s,
-            exit_code,
-            lambda: on_preemption == "raise" or (on_preemption == "auto" and hydra_job.is_multirun()),
-        )
-        if grace_period_s is not None:
-            self.manager.leave_when(self._watch.is_asked, self._departure.is_time_up)
 
     @classmethod
     def from_config(cls, config: Any = None) -> CheckpointCallback:
@@ -222,7 +197,10 @@ class CheckpointCallback(LoopForms):
             is_last = self._save_on_exit and self._loop.in_steps and self._loop.completed == self._loop.num_steps
             if not (decision.save or is_last) or self._is_saved():
                 return _NOT_DUE
-            result = self._save(decision.reason if decision.save else "end of the loop", force=is_last)
+            if decision.save:
+                result = self._save(decision.reason, force=is_last, temporary=decision.temporary and not is_last)
+            else:
+                result = self._save("end of the loop", force=True)
         return self._leave() if self._watch.reached() and not (result.saved and self._loop.in_steps) else result
 
     def _refuse_unless_resumed(self) -> None:
@@ -267,13 +245,15 @@ class CheckpointCallback(LoopForms):
             raise SettingsError(f"save_now: update {self._loop.completed} has begun; call it right after ckpt(state)")
         return self._save("save_now", force=True)
 
-    def _save(self, reason: str, *, force: bool = False, timeout_s: float | None = None) -> SaveResult:
+    def _save(
+        self, reason: str, *, force: bool = False, temporary: bool = False, timeout_s: float | None = None
+    ) -> SaveResult:
         loop = self._loop
         assert loop.last is not None
         metrics = savable_metrics(loop.metrics) if force else loop.metrics
         with with_fingerprint(self._fingerprint), self.manager.telling_later():
             more: dict[str, Any] = {"metrics": metrics, "force": force, "reason": reason, "timeout_s": timeout_s}
-            result = self.manager.save(loop.step, loop.last, **more)
+            result = self.manager.save(loop.step, loop.last, temporary=temporary, **more)
             self._saved = loop.step if result.saved else self._saved
         return result
 
@@ -295,10 +275,8 @@ class CheckpointCallback(LoopForms):
     def _save_before_leaving(self, timeout_s: float | None) -> SaveResult:
         if self._unsaved() is None:
             return NOTHING_NEW
-        return self._save(f"preemption: {self._watch.reason}", force=True, timeout_s=timeout_s)
-
-    def _leave_early_s(self) -> float:
-        return self.manager.leave_early_s(DEFAULT_GRACE_S)
+        more: dict[str, Any] = {"temporary": self._leaves_temporary, "timeout_s": timeout_s}
+        return self._save(f"preemption: {self._watch.reason}", force=True, **more)
 
     @property
     def preempted(self) -> bool:

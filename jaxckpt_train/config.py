@@ -77,6 +77,9 @@ class CheckpointConfig:
         save_interval_steps: save each step that is a multiple of this; None: not by steps. With no reason to save
             at all, every 600 seconds.
         save_interval_secs: save when this many seconds have passed since the last save; None: not by time.
+        temporary_interval_secs: save a temporary step when this many seconds have passed since the last save: one that
+            goes once a later step is committed, also by a later job. Then a step that is saved as the job is asked to
+            leave is temporary, too. None: none is.
         save_policy: further reasons to save: a node with `_target_: jaxckpt_train.<Policy>`, or an object.
         keep_latest: how many of the newest steps are kept; None: no rule of this kind. With no rule at all everything
             is kept.
@@ -86,6 +89,8 @@ class CheckpointConfig:
             metric stays until a later one has it (`manager.attach_metrics`).
         best_metric: the name of the metric that says which step is better; None: none does.
         best_mode: "min": lower is better; "max": higher is better.
+        best_link: have a link `best` in the run's directory that stands for the step with the best `best_metric`, for
+            whoever exports it.
         keep_policy: further reasons to keep a step: a node with `_target_: jaxckpt_train.<Policy>`, or an object.
         save_on_exit: save the last step when the loop ends.
         save_initial: save step 0, the state before training, unless something was restored.
@@ -120,12 +125,14 @@ class CheckpointConfig:
     directory: str = "checkpoints"
     save_interval_steps: int | None = None
     save_interval_secs: float | None = None
+    temporary_interval_secs: float | None = None
     save_policy: Any = None
     keep_latest: int | None = None
     keep_every_steps: int | None = None
     keep_best: int | None = None
     best_metric: str | None = None
     best_mode: str = "min"
+    best_link: bool = False
     keep_policy: Any = None
     save_on_exit: bool = True
     save_initial: bool = False
@@ -148,9 +155,10 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             setattr(self, field.name, _CHECKS[field.name](f"{_ROOT}.{field.name}", getattr(self, field.name)))
-        if self.keep_best is not None and self.best_metric is None:
+        asked = next((name for name in ("keep_best", "best_link") if getattr(self, name)), None)
+        if asked is not None and self.best_metric is None:
             raise SettingsError(
-                f"{_ROOT}.keep_best: expected {_ROOT}.best_metric with it, the name of the metric that says which step "
+                f"{_ROOT}.{asked}: expected {_ROOT}.best_metric with it, the name of the metric that says which step "
                 "is better; found none"
             )
         grace_s = DEFAULT_GRACE_S if self.grace_period_s is None else self.grace_period_s
@@ -170,12 +178,14 @@ _CHECKS: dict[str, Check] = {
     "directory": path_text,
     "save_interval_steps": optional(whole(1)),
     "save_interval_secs": optional(seconds),
+    "temporary_interval_secs": optional(seconds),
     "save_policy": anything,
     "keep_latest": optional(whole(1)),
     "keep_every_steps": optional(whole(1)),
     "keep_best": optional(whole(1)),
     "best_metric": optional(text),
     "best_mode": one_of("min", "max"),
+    "best_link": flag,
     "keep_policy": anything,
     "save_on_exit": flag,
     "save_initial": flag,

@@ -20,6 +20,7 @@ LAYERS = (
     "__init__",
     "hydra_plugin",
     "callback",
+    "callback_parts",
     "resuming",
     "loop_forms",
     "goodput_table",

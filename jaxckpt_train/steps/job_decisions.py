@@ -14,6 +14,7 @@ from jaxckpt_train.steps.policy_context import (
     DecisionContext,
     SavePolicy,
     policy_name,
+    saves_temporarily,
 )
 from jaxckpt_train.steps.save_policies import (
     AllSavePolicy,
@@ -24,6 +25,8 @@ from jaxckpt_train.steps.save_policies import (
     InitialSavePolicy,
     PreemptionCheckpointingPolicy,
     SpecificStepsPolicy,
+    TemporarySavePolicy,
+    has_temporary,
 )
 from jaxckpt_train.steps.ticks import Ticks
 from jaxckpt_train.steps.together import Together
@@ -49,6 +52,7 @@ class Outlook(enum.IntEnum):
 class _Answer(msgspec.Struct, array_like=True):
     save: bool
     reason: str
+    temporary: bool
     has_steps: bool
     is_over: bool  # whether the save before has ended, as all find out now
     next: int
@@ -89,14 +93,16 @@ class JobDecisions:
         """
         found = outlook(self._policy, step, context, has_steps=self._has_steps)
         if found is Outlook.YES:
-            return Decision(True, " and ".join(map(policy_name, _known_deciding(self._policy, step, context))))
+            known = _known_deciding(self._policy, step, context)
+            return Decision(True, " and ".join(map(policy_name, known)), any(map(saves_temporarily, known)))
         if found is Outlook.NO or (found is Outlook.SOME_TIME and not self._ticks.is_due()):
             return NOT_DUE
 
         def say() -> bytes:
             decision, has_steps = ask()
             following = self._ticks.next() if found is Outlook.SOME_TIME else 0
-            return msgspec.msgpack.encode(_Answer(decision.save, decision.reason, has_steps, is_over(), following))
+            decided = (decision.save, decision.reason, decision.temporary)
+            return msgspec.msgpack.encode(_Answer(*decided, has_steps, is_over(), following))
 
         said = self._together.job.broadcast(f"deciding whether to save step {step.step}", say)
         answer = msgspec.msgpack.decode(said, type=_Answer)
@@ -105,7 +111,7 @@ class JobDecisions:
             self._ticks.set_next(answer.next)
         if answer.is_over:
             settle()
-        return Decision(answer.save, answer.reason)
+        return Decision(answer.save, answer.reason, answer.temporary)
 
 
 def outlook(policy: SavePolicy, step: CheckpointInfo, context: DecisionContext, *, has_steps: bool) -> Outlook:
@@ -124,6 +130,8 @@ def outlook(policy: SavePolicy, step: CheckpointInfo, context: DecisionContext, 
         return Outlook.SOME_TIME
     if kind is InitialSavePolicy:
         return Outlook.NO if has_steps else Outlook.NOW
+    if kind is TemporarySavePolicy and isinstance(policy, TemporarySavePolicy):
+        return outlook(policy.policy, step, context, has_steps=has_steps)
     if isinstance(policy, AnySavePolicy | AllSavePolicy) and kind in (AnySavePolicy, AllSavePolicy):
         found = [outlook(child, step, context, has_steps=has_steps) for child in policy.policies]
         return max(found) if kind is AnySavePolicy else _of_all(found)
@@ -141,6 +149,8 @@ def decided_alone(policy: SavePolicy | None) -> str:
         return "a policy by time"
     if kind is InitialSavePolicy:
         return "InitialSavePolicy()"
+    if kind is TemporarySavePolicy and isinstance(policy, TemporarySavePolicy):
+        return f"TemporarySavePolicy({decided_alone(policy.policy)})"
     if isinstance(policy, AnySavePolicy | AllSavePolicy) and kind in (AnySavePolicy, AllSavePolicy):
         return f"{kind.__name__}({', '.join(map(decided_alone, policy.policies))})"
     return "a policy that process 0 is asked about at every step"
@@ -151,8 +161,9 @@ def _known_deciding(policy: SavePolicy, step: CheckpointInfo, context: DecisionC
     if not isinstance(policy, AnySavePolicy | AllSavePolicy):
         return [policy]
     sure = [each for each in policy.policies if outlook(each, step, context, has_steps=True) is Outlook.YES]
-    chosen = sure[:1] if isinstance(policy, AnySavePolicy) else sure
-    return [inner for each in chosen for inner in _known_deciding(each, step, context)]
+    if isinstance(policy, AnySavePolicy):  # the first that asks for a step that stays
+        sure = sorted(sure, key=has_temporary)[:1]
+    return [inner for each in sure for inner in _known_deciding(each, step, context)]
 
 
 def _of_all(found: Sequence[Outlook]) -> Outlook:

@@ -18,6 +18,7 @@ from jaxckpt_train.multihost import current
 from jaxckpt_train.pending import LAST_PATIENCE_S, call_after
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings, checked_settings
 from jaxckpt_train.steps.besides import closing_besides
+from jaxckpt_train.steps.best_link import BestLink
 from jaxckpt_train.steps.deciding import Decider
 from jaxckpt_train.steps.in_flight import Busy, InFlight, Stalled
 from jaxckpt_train.steps.job_restoring import JobRestore
@@ -52,6 +53,7 @@ class StepManager(RunNotes):
         directory: of the run; created by the first save.
         save_decision_policy: which steps `save` saves; None: every one it is called with.
         preservation_policy: which committed steps are kept; None: all.
+        best_link: have a link in the directory that stands for the best step; None: none.
         settings: how checkpoints are stored.
         if_busy: what a save does while the one before is under way: "wait" for it, or "skip" this step.
         stall_timeout_s: seconds without any progress after which the save before is not waited for any more.
@@ -72,6 +74,7 @@ class StepManager(RunNotes):
         *,
         save_decision_policy: SavePolicy | None = None,
         preservation_policy: PreservationPolicy | None = None,
+        best_link: BestLink | None = None,
         settings: StoreSettings | None = None,
         if_busy: Busy = "wait",
         stall_timeout_s: float = STALL_TIMEOUT_S,
@@ -89,7 +92,7 @@ class StepManager(RunNotes):
         self._backend = backend or LocalBackend()
         self._in_flight = InFlight(if_busy, stall_timeout_s, if_stalled)
         limit_s, rate = self.settings.barrier_timeout_s, self.settings.scrub_bytes_per_s
-        run = RunDirectory(self._backend, self.directory, preservation_policy, clock, rate)
+        run = RunDirectory(self._backend, self.directory, preservation_policy, clock, rate, best_link)
         together = Together(current(), limit_s, run, self._backend, self.directory)
         super().__init__(self.directory, run, together, clock)
         self._decider = Decider(save_decision_policy, run, self._in_flight, together, clock)
@@ -182,7 +185,7 @@ class StepManager(RunNotes):
             self.check()
             started = time.perf_counter()
             decided = reason or ("forced" if force else None)
-            decision = Decision(True, decided) if decided else self.decide(step, metrics)
+            decision = Decision(True, decided, temporary) if decided else self.decide(step, metrics)
             decide_s = time.perf_counter() - started
             if not decision.save:
                 return SaveResult(False, decision.reason)
@@ -201,7 +204,8 @@ class StepManager(RunNotes):
                 return SaveResult(False, why_not)
             wait_s = time.perf_counter() - started
             cost_s = self._decider.costs().cost_s
-            request = SaveRequest(step, decision.reason, metrics, custom_metadata, temporary, decide_s, wait_s, cost_s)
+            more = (custom_metadata, temporary or decision.temporary, decide_s, wait_s, cost_s)
+            request = SaveRequest(step, decision.reason, metrics, *more)
             return self._begin(request, checkpointables, force, timeout_s)
 
     def _begin(

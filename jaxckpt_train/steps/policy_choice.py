@@ -7,13 +7,21 @@ from typing import Literal
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.steps.policy_context import PreservationPolicy, SavePolicy
 from jaxckpt_train.steps.preservation_policies import AnyPreservationPolicy, BestN, EveryNSteps, LatestN
-from jaxckpt_train.steps.save_policies import AnySavePolicy, EverySecondsPolicy, FixedIntervalPolicy
+from jaxckpt_train.steps.save_policies import (
+    AnySavePolicy,
+    EverySecondsPolicy,
+    FixedIntervalPolicy,
+    TemporarySavePolicy,
+)
 
 DEFAULT_INTERVAL_SECS = 600.0
 
 
 def choose_save_policy(
-    interval_steps: int | None, interval_secs: float | None, policy: SavePolicy | None
+    interval_steps: int | None,
+    interval_secs: float | None,
+    policy: SavePolicy | None,
+    temporary_interval_secs: float | None = None,
 ) -> SavePolicy:
     """A policy that saves when any of the given reasons does; with none given, every `DEFAULT_INTERVAL_SECS`."""
     reasons: list[SavePolicy] = []
@@ -23,6 +31,8 @@ def choose_save_policy(
         reasons.append(EverySecondsPolicy(interval_secs))
     if policy is not None:
         reasons.append(policy)
+    if temporary_interval_secs is not None:
+        reasons.append(TemporarySavePolicy(EverySecondsPolicy(temporary_interval_secs)))
     if not reasons:
         return EverySecondsPolicy(DEFAULT_INTERVAL_SECS)
     return reasons[0] if len(reasons) == 1 else AnySavePolicy(reasons)

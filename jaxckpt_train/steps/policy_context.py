@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, Protocol
@@ -143,10 +144,12 @@ class Decision:
         save: whether to save.
         reason: the policies that asked for it, such as "FixedIntervalPolicy(interval=500)", or why not. A policy with a
             method `reason`, with the arguments of `should_save`, says it itself.
+        temporary: whether it goes after the next commit.
     """
 
     save: bool
     reason: str
+    temporary: bool = False
 
 
 NOT_DUE: Final = Decision(False, "not due: no save policy asked for this step")
@@ -171,6 +174,8 @@ def deciding_policies(
     if inside is not None:
         found: tuple[SavePolicy, ...] = inside(step, previous_steps, context=context)
         return found
+    while previous_steps and previous_steps[-1].temporary:  # it asks for one that stays: it looks at such
+        previous_steps = previous_steps[:-1]
     due: Any = policy.should_save(step, previous_steps, context=context)
     if due is False:
         return ()
@@ -201,14 +206,39 @@ def decide(
     found = deciding_policies(policy, info, previous, context=context)
     if not found:
         return NOT_DUE
-    return Decision(True, " and ".join(_reason(policy, info, previous, context) for policy in found))
+    reason = policy_reasons(found, info, previous, context=context)
+    return Decision(True, reason, any(map(saves_temporarily, found)))
 
 
-def _reason(
-    policy: SavePolicy, info: CheckpointInfo, previous: Sequence[CheckpointInfo], context: DecisionContext
+def saves_temporarily(policy: object) -> bool:
+    """Whether what this policy asks for goes after the next commit."""
+    return getattr(policy, "saves_temporarily", False) is True
+
+
+def policy_reasons(
+    policies: Sequence[SavePolicy],
+    step: CheckpointInfo,
+    previous_steps: Sequence[CheckpointInfo],
+    *,
+    context: DecisionContext,
 ) -> str:
-    tell = getattr(policy, "reason", None)
-    return str(tell(info, previous, context=context)) if callable(tell) else policy_name(policy)
+    """Why these policies ask for a save, by their own method `reason`, or as their names."""
+    told = (getattr(policy, "reason", None) or functools.partial(_name_of, policy) for policy in policies)
+    return " and ".join(str(tell(step, previous_steps, context=context)) for tell in told)
+
+
+def _name_of(policy: object, *_: object, **__: object) -> str:
+    return policy_name(policy)
+
+
+def as_lasting(checkpoints: Sequence[CheckpointInfo]) -> Sequence[CheckpointInfo]:
+    """The checkpoints, the last of which are looked at also if they are temporary."""
+    count = len(checkpoints)
+    while count and checkpoints[count - 1].temporary:
+        count -= 1
+    if count == len(checkpoints):
+        return checkpoints
+    return (*checkpoints[:count], *(dataclasses.replace(each, temporary=False) for each in checkpoints[count:]))
 
 
 def ask_to_preserve(

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from jaxckpt_train.errors import DirectoryLockedError, StorageError
 from jaxckpt_train.steps.attempts import Past
 from jaxckpt_train.steps.being_read import BeingRead
+from jaxckpt_train.steps.best_link import BestLink, LinkToBest
 from jaxckpt_train.steps.catalog import refuse_uncommitted, scan_with_notes, tell_of_uncommitted
 from jaxckpt_train.steps.doomed import Doomed
 from jaxckpt_train.steps.entry import Entry, entry_from_manifest
@@ -63,10 +64,11 @@ class RunDirectory:
         policy: PreservationPolicy | None,
         clock: Callable[[], datetime.datetime],
         scrub_bytes_per_s: int = 0,
+        best_link: BestLink | None = None,
     ) -> None:
         self._backend, self._directory, self._policy, self._clock = backend, directory, policy, clock
         self.history, self.is_owner = History(backend, directory), False
-        self.log = RunLog(self.history, clock)
+        self.log, self._best = RunLog(self.history, clock), LinkToBest(backend, directory, best_link)
         self._lock = OwnerLock(backend, directory, self.log.beat)
         self._deleter = Deleter(backend, directory, weakref.ref(self), self._lock.check)
         self._scrubber = Scrubber(backend, directory, scrub_bytes_per_s, weakref.ref(self))
@@ -86,10 +88,9 @@ class RunDirectory:
         Raises:
             DirectoryLockedError: a live process owns the directory, or took it over from this one.
         """
-        if self.is_owner:
-            answer_of(self._directory, lambda moved: self.check_owner())
-        else:
-            self.hold()
+        if not self.is_owner:
+            return self.hold()
+        return answer_of(self._directory, lambda moved: self.check_owner())
 
     def hold(self) -> None:
         """As `own`, but whoever is the owner already asks no disk whether it still is, which may not answer."""
@@ -117,6 +118,7 @@ class RunDirectory:
         self.past = Past.of(self.history.recent())
         self.is_owner = True  # last of all: what is interrupted before is done again
         self.log.started()
+        self._best.update(self.newest())
         self._scrubber.start()
 
     def _look(self, progress: Progress | None = None) -> None:
@@ -163,12 +165,12 @@ class RunDirectory:
         return newest_generations(self.entries())
 
     def candidates(self, step: int | None, *, damaged: bool = False, progress: Progress | None = None) -> list[Entry]:
-        """The generations of a step, or of all steps, the last to be tried last.
+        """The generations of a step, None: of all steps, the last to be tried last.
 
         Args:
-            step: which; None: all.
+            step: which one.
             damaged: whether those that were set aside are tried after the others.
-            progress: called with 0 while the disk is waited for.
+            progress: called with 0 in waits for the disk.
 
         Raises:
             StepNotFoundError: there is none.
@@ -292,6 +294,7 @@ class RunDirectory:
             doomed, instead = replaced(free, self._whole(), line, is_durable=is_durable)
             self._doomed.add(doomed, wait=bool(instead))
             self._infos = None
+        self._best.update(self.newest())  # before what it stood for goes
         self._deleter.delete(sorted(doomed), instead=instead)
 
     def _unkept(self, line: list[Entry]) -> set[str]:
@@ -384,6 +387,7 @@ class RunDirectory:
         self._book.add(line)
         self._notes.add(line)
         self._take_note(entry, note)
+        self._best.update(self.newest())
 
     def _take_note(self, entry: Entry, note: Mapping[str, Any]) -> None:
         with self._guard:

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Collection, Sequence
 from datetime import datetime
+from typing import ClassVar
 
 from jaxckpt_train.steps.policy_arguments import (
     Mode,
@@ -18,11 +19,20 @@ from jaxckpt_train.steps.policy_arguments import (
     metric_mode,
     metric_name,
     positive_seconds,
+    require_policy,
     step_collection,
     steps_text,
     whole_number,
 )
-from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, SavePolicy, deciding_policies
+from jaxckpt_train.steps.policy_context import (
+    CheckpointInfo,
+    DecisionContext,
+    SavePolicy,
+    as_lasting,
+    deciding_policies,
+    policy_reasons,
+    saves_temporarily,
+)
 from jaxckpt_train.steps.ranking import is_better, metric_value
 
 __all__ = [
@@ -35,6 +45,7 @@ __all__ = [
     "InitialSavePolicy",
     "PreemptionCheckpointingPolicy",
     "SpecificStepsPolicy",
+    "TemporarySavePolicy",
 ]
 
 
@@ -236,6 +247,8 @@ class ImprovementPolicy:
 class AnySavePolicy:
     """Saves when at least one of its policies asks for it. They are asked in order, up to the first that does.
 
+    After one whose steps are temporary, the others are asked whether this step is to stay.
+
     Args:
         policies: at least one object with `should_save`; Orbax's are such objects.
 
@@ -261,11 +274,62 @@ class AnySavePolicy:
         self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
     ) -> tuple[SavePolicy, ...]:
         """The first policy that asks for a save, or what decides inside it; empty: none does."""
+        temporary: tuple[SavePolicy, ...] = ()
         for policy in self.policies:
             found = deciding_policies(policy, step, previous_steps, context=context)
-            if found:
+            if found and not any(map(saves_temporarily, found)):
                 return found
-        return ()
+            temporary = temporary or found
+        return temporary
+
+
+@dataclasses.dataclass(frozen=True)
+class TemporarySavePolicy:
+    """Saves when its policy asks for it, a step that goes once a later one is committed, also by a later process.
+
+    Beside it, in an `AnySavePolicy`, other policies ask for steps that stay: these look at the last such step, and it
+    at the last of any kind. Preservation policies are not shown temporary steps.
+
+    Args:
+        policy: an object with `should_save`, such as `EverySecondsPolicy(600)`.
+
+    Raises:
+        SettingsError: it has no `should_save`, or is made of temporary ones itself.
+
+    Source: Levanter, whose saves by time are temporary, and those by step permanent.
+    """
+
+    policy: SavePolicy
+    saves_temporarily: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require_policy("TemporarySavePolicy.policy", self.policy, "should_save")
+
+    def should_save(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> bool:
+        """Whether the policy asks for a save."""
+        return bool(self.deciding_policies(step, previous_steps, context=context))
+
+    def deciding_policies(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> tuple[SavePolicy, ...]:
+        """Itself, if the policy asks for a save."""
+        return (self,) if deciding_policies(self.policy, step, as_lasting(previous_steps), context=context) else ()
+
+    def reason(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> str:
+        """Why the policy asks for a save."""
+        found = deciding_policies(self.policy, step, as_lasting(previous_steps), context=context)
+        return "temporary: " + policy_reasons(found, step, as_lasting(previous_steps), context=context)
+
+
+def has_temporary(policy: SavePolicy | None) -> bool:
+    """Whether some of what a policy asks for is temporary."""
+    if isinstance(policy, AnySavePolicy | AllSavePolicy):
+        return any(map(has_temporary, policy.policies))
+    return saves_temporarily(policy)
 
 
 @dataclasses.dataclass(frozen=True)

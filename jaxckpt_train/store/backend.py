@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 from collections.abc import Hashable
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -126,3 +126,14 @@ class Records(Protocol):
 
 class Backend(Files, Publishing, Records, Protocol):
     """A whole back end."""
+
+
+@runtime_checkable
+class Linking(Protocol):
+    """What file systems offer beyond that: names that stand for others."""
+
+    def point(self, path: str, target: str | None) -> None:
+        """Have a name stand for another one in its directory, in place of what it stood for; None: for nothing.
+
+        What is there and is no link stays, and is a StorageError with EEXIST.
+        """

@@ -27,6 +27,7 @@ from jaxckpt_train.store.local_names import (
     marks_of_way,
     open_to_sync,
     parents_on_volume,
+    point_to,
     remove_tree,
     rename_all,
     rename_to_new,
@@ -270,6 +271,11 @@ class LocalBackend:
                 if is_there(second) and is_there(aside):  # left by a crash, and not cleaned up: it may hold anything
                     raise OSError(errno.EBUSY, f"{aside} is in the way, which is no part of this: move it away")
                 rename_all([(second, aside), (first, second), (aside, first)], self.sync if sync else None)
+
+    def point(self, path: str, target: str | None) -> None:
+        """Have a link stand for another name in its directory."""
+        with _storage("make the link", path):
+            point_to(path, target)
 
     def write_new(self, path: str, data: bytes) -> bool:
         """Create a file with this content, atomically; False if the name is taken."""

@@ -176,6 +176,29 @@ def rename_to_new(source: str, target: str) -> None:
             raise
 
 
+def point_to(path: str, target: str | None) -> None:
+    """Have the link `path` stand for `target`; None: remove it. FileExistsError: it is no link."""
+    try:
+        if again(os.readlink, path) == target:
+            return
+    except FileNotFoundError:
+        if target is None:
+            return
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise FileExistsError(errno.EEXIST, "is there and is no link, so it stays: give it another name") from error
+    if target is None:
+        again(os.unlink, path)
+        return
+    folder, name = os.path.split(path)
+    beside = os.path.join(folder, f".{name}.new")
+    with contextlib.suppress(FileNotFoundError):  # a crash may have left it
+        again(os.unlink, beside)
+    again(os.symlink, target, beside)
+    again(os.rename, beside, path)
+
+
 def exchange_names(first: str, second: str) -> bool:
     """Swap two names atomically; False where the kernel or file system cannot."""
     was_first = again(os.lstat, first)
