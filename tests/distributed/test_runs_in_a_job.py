@@ -42,6 +42,19 @@ def test_a_run_goes_on_exactly(tmp_path: Path, job_of: JobOf, options: dict[str,
     assert history(tmp_path / "run", "save")[-1]["step"] == 20
 
 
+def test_policies_that_tune_themselves_decide_for_all(tmp_path: Path, job_of: JobOf) -> None:
+    budget = {"_target_": "jaxckpt_train.OverheadBudgetPolicy", "max_fraction": 0.9, "min_interval_secs": 0.01}
+    options = {"save_policy": budget, "temporary_interval_secs": 0.2, "keep_latest": 2}
+    answers = job_of(4, 2).call(train, str(tmp_path), 300, options)
+    assert all(answer == answers[0] for answer in answers)
+    saves = history(tmp_path, "save")
+    assert saves[-1]["step"] == 300
+    reasons = [save["reason"].partition(":")[0] for save in saves[:-1]]
+    assert set(reasons) == {"OverheadBudgetPolicy(max_fraction=0.9)", "temporary"}
+    assert len(jct.StepManager(tmp_path).steps) == 2
+    assert job_of(4, 2).call(train, str(tmp_path), 301, {})[0]["started"] == 300
+
+
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path, job_of: JobOf) -> None:
     straight = whole(job_of, tmp_path / "whole")
     run = str(tmp_path / "run")
