@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
+from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
 from jaxckpt_train.steps.followed_run import KnownRun
 from jaxckpt_train.steps.policy_arguments import metric_mode
 from jaxckpt_train.steps.ranking import rank_checkpoints
+from jaxckpt_train.steps.refusals import step_not_found
+from jaxckpt_train.steps.restoring import StepVanishedError, describe_listed
+from jaxckpt_train.steps.run_directory import RunDirectory
+from jaxckpt_train.steps.together import Together
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.reader import Progress
 
 
 class StepListing:
@@ -14,6 +22,10 @@ class StepListing:
 
     In a job each process answers by what process 0 has told it last; before the directory is taken, by the disk.
     """
+
+    _backend: Backend
+    _run: RunDirectory
+    _together: Together
 
     def __init__(self, directory: str, known: KnownRun) -> None:
         self.directory, self._known = directory, known
@@ -63,3 +75,17 @@ class StepListing:
             StepNotFoundError: there is no such step, or none at all.
         """
         return f"{self.directory}/{self._known.candidates(step)[0].name}"
+
+    def metadata(self, step: int | None = None, *, progress: Progress | None = None) -> CheckpointMetadata:
+        """What a step holds; None: the latest. `progress` is called with 0 in waits; what it raises ends them.
+
+        Raises:
+            StepNotFoundError: there is no such step, or none at all.
+        """
+        describe = functools.partial(describe_listed, self._backend, self.directory, progress=progress)
+        if not self._together.leads:
+            try:
+                return describe(self._together.known.candidates(step))
+            except StepVanishedError as gone:
+                raise step_not_found(self.directory, step, self._together.known.newest()) from gone
+        return self._run.with_entries(step, describe, progress=progress)

@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from jaxckpt_train.checkpoint import PathLike, absolute
-from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
 from jaxckpt_train.errors import CheckpointTimeoutError, SettingsError
 from jaxckpt_train.multihost import current
 from jaxckpt_train.pending import LAST_PATIENCE_S, call_after
@@ -25,8 +24,7 @@ from jaxckpt_train.steps.job_restoring import JobRestore
 from jaxckpt_train.steps.leaving_plan import LeavingPlan, Situation, choose, leave_early_s
 from jaxckpt_train.steps.policy_arguments import require_policy
 from jaxckpt_train.steps.policy_context import CheckpointInfo, Decision, PreservationPolicy, SavePolicy
-from jaxckpt_train.steps.refusals import step_not_found
-from jaxckpt_train.steps.restoring import StepVanishedError, describe_listed, restore_newest
+from jaxckpt_train.steps.restoring import restore_newest
 from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.steps.run_notes import RunNotes
 from jaxckpt_train.steps.step_names import check_step
@@ -273,20 +271,6 @@ class StepManager(RunNotes):
             answer_of(self.directory, lambda moved: self._run.judge(restored), progress)
             job.restored(restored.entry.step)
         return restored.results
-
-    def metadata(self, step: int | None = None, *, progress: Progress | None = None) -> CheckpointMetadata:
-        """What a step holds; None: the latest. `progress` is called with 0 in waits; what it raises ends them.
-
-        Raises:
-            StepNotFoundError: there is no such step, or none at all.
-        """
-        describe = functools.partial(describe_listed, self._backend, self.directory, progress=progress)
-        if not self._together.leads:
-            try:
-                return describe(self._together.known.candidates(step))
-            except StepVanishedError as gone:
-                raise step_not_found(self.directory, step, self._together.known.newest()) from gone
-        return self._run.with_entries(step, describe, progress=progress)
 
     def check(self) -> None:
         """Raise the error of a save that failed in the background, once; in a job the next save does, in all."""
