@@ -265,5 +265,7 @@ class StepSave:
         return set() if self._together.is_alone else {entry.name for entry in self._run.entries()}
 
     def _note(self, **outcome: Any) -> None:
+        before_s = self._record["decide_s"] + self._record["wait_s"]
+        self._record["save_s"] = before_s + time.perf_counter() - self._began_at
         self._call_ended.wait(CALL_S)  # else it is not known yet how long the call took
         self._run.history.add("save", self._clock(), **self._record, **dataclasses.asdict(self._times), **outcome)

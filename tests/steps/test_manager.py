@@ -251,6 +251,7 @@ def test_the_history_tells_what_each_save_cost(tmp_path: Path) -> None:
     assert save["bytes"] == 12004
     assert all(save[phase] >= 0 for phase in PHASES)
     assert save["blocked_s"] >= save["snapshot_s"] + save["stage_s"] + save["decide_s"]
+    assert save["save_s"] >= save["decide_s"] + save["wait_s"] + save["write_s"] + save["commit_s"]
     assert save["bytes_per_s"] == pytest.approx(12004 / (save["write_s"] + save["commit_s"]), rel=0.01)
     assert datetime.datetime.fromisoformat(save["time"]).tzinfo is not None
     assert restore["event"] == "restore"
