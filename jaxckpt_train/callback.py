@@ -21,6 +21,7 @@ from jaxckpt_train.pending import call_within
 from jaxckpt_train.progress import progress_line, wants_progress
 from jaxckpt_train.resuming import initialise, restore
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings
+from jaxckpt_train.sinks.feed import Sink
 from jaxckpt_train.steps.attempts import CLOSED, FINISHED, PREEMPTED
 from jaxckpt_train.steps.besides import closing_besides
 from jaxckpt_train.steps.data_mismatch import OnMismatch, refuse_unsavable
@@ -78,6 +79,7 @@ class CheckpointCallback(LoopForms):
         progress: bool | Literal["auto"] = "auto",
         enabled: bool = True,
         store: StoreSettings | None = None,
+        sinks: Sequence[Sink] = (),
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}  # there are no others yet
         check_arguments(given)

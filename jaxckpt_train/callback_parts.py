@@ -38,7 +38,7 @@ def manager_of(given: Arguments, policy: SavePolicy) -> StepManager:
         preservation_policy=choose_preservation_policy(*(given[name] for name in kept)),
         best_link=BestLink(given["best_metric"], given["best_mode"]) if given["best_link"] else None,
         settings=given["store"],
-        **{name: given[name] for name in ("if_busy", "stall_timeout_s", "if_stalled")},
+        **{name: given[name] for name in ("if_busy", "stall_timeout_s", "if_stalled", "sinks")},
     )
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxckpt_train.config_policies import build_policy
+from jaxckpt_train.config_nodes import build_policy, build_sinks
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings
 from jaxckpt_train.value_checks import (
@@ -117,6 +117,7 @@ class CheckpointConfig:
         progress: a line on the terminal while saving: True, False, or "auto": only when there is a terminal.
         enabled: False: nothing is saved and nothing is restored.
         store: how bytes are written, checked and read.
+        sinks: what is called with each event of the history, as `PrometheusSink`: nodes with `_target_`, or objects.
 
     Raises:
         SettingsError: a value is out of range or of the wrong type.
@@ -151,6 +152,7 @@ class CheckpointConfig:
     progress: str | bool = "auto"
     enabled: bool = True
     store: StoreConfig = dataclasses.field(default_factory=StoreConfig)
+    sinks: list[Any] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -172,6 +174,12 @@ def _store(subject: str, value: Any) -> StoreConfig:
     if isinstance(value, (StoreConfig, StoreSettings)):
         return StoreConfig(**dataclasses.asdict(value))
     return StoreConfig(**known_keys(subject, value, [field.name for field in dataclasses.fields(StoreConfig)]))
+
+
+def _sinks(subject: str, value: Any) -> list[Any]:
+    if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
+        refuse(subject, "a list of sinks: nodes with _target_, or objects that are called with every event", value)
+    return list(value)
 
 
 _CHECKS: dict[str, Check] = {
@@ -204,6 +212,7 @@ _CHECKS: dict[str, Check] = {
     "progress": one_of("auto", True, False),
     "enabled": flag,
     "store": _store,
+    "sinks": _sinks,
 }
 
 
@@ -224,6 +233,7 @@ def callback_arguments(config: object = None) -> dict[str, Any]:
     arguments["signals"] = tuple(built.signals)
     arguments["store"] = built.store.settings()
     arguments["save_policy"] = build_policy(f"{_ROOT}.save_policy", built.save_policy, "should_save")
+    arguments["sinks"] = build_sinks(f"{_ROOT}.sinks", built.sinks)
     arguments["keep_policy"] = build_policy(f"{_ROOT}.keep_policy", built.keep_policy, "should_preserve")
     return arguments
 

@@ -14,8 +14,8 @@ MORE_FORBIDDEN_STDLIB = {"builtins", "code", "codeop", "copyreg", "imp", "pickle
 BY_NAME = {"import_module", "find_spec", "locate", "resolve_name", "instantiate", "get_class", "get_object"}
 MAY_IMPORT_BY_NAME = {
     ("__init__", "importlib.import_module(f'{__name__}.{_HOME_OF[name]}')"): "its own modules, from its own table",
-    ("config_policies", "importlib.import_module(__package__)"): "this package",
-    ("config_policies", "hydra.utils.instantiate"): "`_target_` of the user's configuration, not of a checkpoint",
+    ("config_nodes", "importlib.import_module(__package__)"): "this package",
+    ("config_nodes", "hydra.utils.instantiate"): "`_target_` of the user's configuration, not of a checkpoint",
 }
 
 

@@ -7,15 +7,18 @@ import datetime
 import errno
 import logging
 import math
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from jaxckpt_train.errors import CheckpointError, SettingsError, StorageError
+from jaxckpt_train.sinks.feed import Feeds, Sink
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.manifest import NOT_JSON
+from jaxckpt_train.store.per_process import free_in_child
 from jaxckpt_train.store.plain_files import read_ends
 
 HISTORY_NAME = "history.jsonl"
@@ -31,6 +34,17 @@ class History:
     def __init__(self, backend: Backend, directory: str) -> None:
         self._backend, self._directory = backend, directory
         self._is_ended = False  # whether the last line surely is
+        self._feeds = Feeds()
+        self._guard = threading.RLock()  # sinks are told in the order of the lines
+        free_in_child(self)
+
+    def send_to(self, sinks: Sequence[Sink]) -> None:
+        """Have sinks told of each event from now on, also of one that the disk refuses."""
+        self._feeds = Feeds(sinks)
+
+    def finish(self, timeout_s: float, until: Callable[[], bool]) -> None:
+        """Wait until the sinks were told of all events, for a few seconds at most, and close those of the run's own."""
+        self._feeds.finish(timeout_s, until)
 
     def add(self, event: str, now: datetime.datetime, **fields: Any) -> None:
         """Append one event; seconds end in `_s`, None fields are left out."""
@@ -38,10 +52,16 @@ class History:
         for name, value in fields.items():
             if value is not None:
                 record[name] = round(value, 6) if isinstance(value, float) and name.endswith("_s") else value
+        line = _encoded(record)
+        with self._guard:
+            self._feeds.put(line)  # first: the disk may refuse it, or not answer
+            self._append(line + b"\n")
+
+    def _append(self, line: bytes) -> None:
         try:
-            line = (b"" if self._is_ended or self._ends_with_a_line() else b"\n") + _encoded(record) + b"\n"
+            before = b"" if self._is_ended or self._ends_with_a_line() else b"\n"
             self._is_ended = False
-            self._backend.append(f"{self._directory}/{HISTORY_NAME}", line)
+            self._backend.append(f"{self._directory}/{HISTORY_NAME}", before + line)
             self._is_ended = True
         except StorageError as error:
             _log.warning("the history was not written: %s", error)

@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from jaxckpt_train.errors import CheckpointTimeoutError, SettingsError
 from jaxckpt_train.multihost import current
 from jaxckpt_train.pending import LAST_PATIENCE_S, call_after
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings, checked_settings
+from jaxckpt_train.sinks.feed import Sink, checked_sinks
 from jaxckpt_train.steps.besides import closing_besides
 from jaxckpt_train.steps.best_link import BestLink
 from jaxckpt_train.steps.deciding import Decider
@@ -56,6 +57,7 @@ class StepManager(RunNotes):
         if_busy: what a save does while the one before is under way: "wait" for it, or "skip" this step.
         stall_timeout_s: seconds without any progress after which the save before is not waited for any more.
         if_stalled: what a save does then: "skip" this step with a warning, or "raise" CheckpointTimeoutError.
+        sinks: each is called with every event of the history, as `PrometheusSink` is, on a thread of its own.
         clock: the time, with a time zone; for tests.
         backend: where the directory is.
 
@@ -77,6 +79,7 @@ class StepManager(RunNotes):
         if_busy: Busy = "wait",
         stall_timeout_s: float = STALL_TIMEOUT_S,
         if_stalled: Stalled = "skip",
+        sinks: Sequence[Sink] = (),
         clock: Clock = utc_now,
         backend: Backend | None = None,
     ) -> None:
@@ -94,6 +97,7 @@ class StepManager(RunNotes):
         together = Together(current(), limit_s, run, self._backend, self.directory)
         super().__init__(self.directory, run, together, clock)
         self._decider = Decider(save_decision_policy, run, self._in_flight, together, clock)
+        self.history.send_to(checked_sinks("StepManager.sinks", sinks))
         self.telling_later, self.leave_to_parent = self._in_flight.telling_later, self._in_flight.leave_to_parent
         self._closed, self._guard = False, threading.RLock()  # each save has its turn
         free_in_child(self)
@@ -339,7 +343,7 @@ class StepManager(RunNotes):
     def close(
         self, timeout_s: float | None = None, until: Callable[[], bool] = lambda: False, *, waits: bool = True
     ) -> None:
-        """Wait for the save and the deletions under way, and let go of the directory.
+        """Wait for the save and the deletions under way, let go of the directory, and let the sinks catch up.
 
         Args:
             timeout_s: seconds to wait for the deletions; later ones go on while the process lives. None: 10 minutes.
@@ -350,7 +354,8 @@ class StepManager(RunNotes):
             CheckpointTimeoutError: the save does not get any further.
             The original error of a save that failed.
         """
-        longest_s = LAST_PATIENCE_S if time_limit("close: timeout_s", timeout_s) is None else timeout_s
+        limit_s = time_limit("close: timeout_s", timeout_s)
+        longest_s = LAST_PATIENCE_S if limit_s is None else limit_s
         if self._closed:
             return
         try:
@@ -362,7 +367,9 @@ class StepManager(RunNotes):
         finally:  # who writes stays the owner: there is one after an interrupt
             last = self._in_flight.pending or self._in_flight.given_up
             call_after(last, self._together.leave)
+            ends_at = time.monotonic() + longest_s
             call_after(last, functools.partial(self._run.close, longest_s, until))
+            self.history.finish(ends_at - time.monotonic(), until)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,0 +1,1 @@
+"""Sinks: where the events of a run go besides its history."""
