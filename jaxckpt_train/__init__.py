@@ -24,6 +24,9 @@ _HOMES = {
     "checkpoint_metadata": ("CheckpointMetadata",),
     "pending": ("PendingSave",),
     "settings": ("StoreSettings",),
+    "sinks.opentelemetry": ("OpenTelemetrySink",),
+    "sinks.prometheus": ("PrometheusSink",),
+    "sinks.writers": ("WriterSink",),
     "steps.manager": ("StepManager",),
     "steps.step_save": ("SaveResult",),
     "steps.preservation_policies": (

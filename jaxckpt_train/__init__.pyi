@@ -34,6 +34,9 @@ from jaxckpt_train.errors import StorageError as StorageError
 from jaxckpt_train.errors import UnsupportedLeafError as UnsupportedLeafError
 from jaxckpt_train.pending import PendingSave as PendingSave
 from jaxckpt_train.settings import StoreSettings as StoreSettings
+from jaxckpt_train.sinks.opentelemetry import OpenTelemetrySink as OpenTelemetrySink
+from jaxckpt_train.sinks.prometheus import PrometheusSink as PrometheusSink
+from jaxckpt_train.sinks.writers import WriterSink as WriterSink
 from jaxckpt_train.steps.manager import StepManager as StepManager
 from jaxckpt_train.steps.preservation_policies import AnyPreservationPolicy as AnyPreservationPolicy
 from jaxckpt_train.steps.preservation_policies import BestN as BestN

@@ -15,7 +15,10 @@ import pytest
 import jaxckpt_train
 
 # What only an adapter imports, when it is used.
-OPTIONAL = ("blake3", "flax", "grain", "hydra", "omegaconf", "optax", "orbax", "tensorstore", "typer")
+OPTIONAL = (
+    "blake3", "flax", "grain", "hydra", "omegaconf", "opentelemetry", "optax", "orbax", "prometheus_client",
+    "tensorstore", "typer",
+)  # fmt: skip
 MOST_IMPORT_S = 0.15
 
 

@@ -41,8 +41,8 @@ def train_step(state: Any, batch: jax.Array) -> Any:
     return {"params": params, "step": state["step"] + 1}, {"loss": params["w"].sum()}
 
 
-def code_blocks(repo_root: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (repo_root / "README.md").read_text(), re.DOTALL)
+def code_blocks(repo_root: Path, page: str = "README.md") -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (repo_root / page).read_text(), re.DOTALL)
 
 
 def names(**more: Any) -> dict[str, Any]:

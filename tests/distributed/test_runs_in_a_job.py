@@ -12,7 +12,7 @@ import pytest
 import jaxckpt_train as jct
 from tests.distributed.conftest import JobOf
 from tests.distributed.job import running
-from tests.distributed.training import dataset, global_batch, happen, history, start, train, train_step
+from tests.distributed.training import dataset, global_batch, happen, history, start, told_sinks, train, train_step
 
 
 def whole(job_of: JobOf, directory: Path, steps: int = 20) -> dict[str, Any]:
@@ -183,3 +183,9 @@ def test_all_decide_as_process_0_does(tmp_path: Path, job_of: JobOf, which: str,
     assert all(answer == answers[0] for answer in answers)
     assert answers[0] == expected if expected else len(answers[0]) > 1
     assert jct.StepManager(tmp_path / "run").steps == answers[0]
+
+
+def test_only_the_first_process_has_events_for_sinks(tmp_path: Path, job_of: JobOf) -> None:
+    told = job_of(4, 2).call(told_sinks, str(tmp_path / "run"))
+    assert [each for each in told[0] if each[0] in ("save", "restore")] == [["save", 1], ["restore", 1]]
+    assert told[1:] == [[], [], []]

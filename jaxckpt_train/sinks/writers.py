@@ -1,0 +1,60 @@
+"""WriterSink: the figures of a run's events beside the losses, through the writer of scalars that a training has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxckpt_train.sinks.measures import figures
+from jaxckpt_train.value_checks import refuse
+
+
+class WriterSink:
+    """Scalars such as `checkpoint/save/blocked_s`, `checkpoint/restore/bytes_per_s`, and `checkpoint/preempted/count`.
+
+    Each event has its fields that are numbers, and how many of its kind there were in this process. They are of the
+    event's step, or of the last one that was told where it has none. The writer is flushed after each event, as a job
+    that is preempted may not get to that.
+
+    Args:
+        writer: with `write_scalars(step, scalars)`, as clu's `MetricWriter`, or
+            `add_scalar(tag, value, global_step)`, as TensorBoard's `SummaryWriter` of PyTorch and of tensorboardX. It
+            is called on a thread that is not the loop's.
+
+    Raises:
+        SettingsError: the writer has neither.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        self._writer, self._step, self._counts = writer, 0, Counter[str]()
+        if callable(getattr(writer, "write_scalars", None)):
+            self._write: Callable[[int, Mapping[str, float]], object] = writer.write_scalars
+        elif callable(getattr(writer, "add_scalar", None)):
+            self._write = self._add_each
+        else:
+            known = "write_scalars(step, scalars), as clu's, or add_scalar(tag, value, global_step), as TensorBoard's"
+            refuse("WriterSink.writer", f"an object with {known}", writer)
+
+    def _add_each(self, step: int, scalars: Mapping[str, float]) -> None:
+        for tag, value in scalars.items():
+            self._writer.add_scalar(tag, value, step)
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Write an event."""
+        kind, numbers = str(event["event"]), figures(event)
+        self._step = int(numbers.get("step", self._step))
+        self._counts[kind] += 1
+        shown = {name: value for name, value in numbers.items() if name != "step"}
+        shown["count"] = float(self._counts[kind])
+        self._write(self._step, {f"checkpoint/{kind}/{name}": value for name, value in shown.items()})
+        self._done("flush")
+
+    def close(self) -> None:
+        """Close the writer."""
+        self._done("close")
+
+    def _done(self, method: str) -> None:
+        call = getattr(self._writer, method, None)
+        if callable(call):
+            call()

@@ -1,0 +1,123 @@
+"""WriterSink: what real writers of scalars have written, read back from TensorBoard's files and clu's log."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import struct
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorboardX
+from tensorboardX.proto.event_pb2 import Event
+
+import jaxckpt_train as jct
+from tests.sinks.events import DELETED, FAILED, PREEMPTED, RESTORED, SAVED, TAKEN_OVER
+
+Scalars = dict[tuple[str, int], float]
+
+
+def scalars_in(directory: Path) -> Scalars:
+    """All scalars of the event files: each record has its length, a check of that, the event, and a check of it."""
+    found = {}
+    for file in directory.iterdir():
+        data, at = file.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            event = Event.FromString(data[at + 12 : at + 12 + length])
+            found.update({(value.tag, event.step): value.simple_value for value in event.summary.value})
+            at += 16 + length
+    return found
+
+
+def test_tensorboard_s_files_have_the_figures_at_their_steps(tmp_path: Path) -> None:
+    writer = tensorboardX.SummaryWriter(str(tmp_path))
+    sink = jct.WriterSink(writer)
+    for event in (SAVED, RESTORED, DELETED, PREEMPTED, FAILED):
+        sink(event)
+    sink.close()
+    found = scalars_in(tmp_path)
+    assert {tag.removeprefix("checkpoint/save/"): value for (tag, step), value in found.items() if step == 110} == {
+        "decide_s": pytest.approx(0.0001), "wait_s": 0.25, "blocked_s": 0.5, "save_s": 2.0, "snapshot_s": 0.125,
+        "stage_s": 0.0, "write_s": 1.0, "commit_s": 0.25, "bytes": 17, "ok": 0.0, "count": 2,
+    }  # fmt: skip
+    assert found["checkpoint/save/ok", 100] == 1.0
+    assert found["checkpoint/save/bytes_per_s", 100] == 3277
+    assert found["checkpoint/restore/restore_s", 90] == 4.0
+    assert found["checkpoint/restore/bytes_per_s", 90] == 2048
+    assert found["checkpoint/delete/count", 90] == 1  # it has no step: that of the last one that has
+    assert found["checkpoint/preempted/count", 100] == 1
+    assert len(found) == 12 + 11 + 4 + 1 + 1
+
+
+@pytest.fixture
+def clu_writers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """clu's modules of writers. Its package would import TensorFlow for one that is not used here."""
+    found = importlib.util.find_spec("clu")
+    assert found is not None
+    (folder,) = found.submodule_search_locations or ()
+    package = types.ModuleType("clu.metric_writers")
+    package.__path__ = [f"{folder}/metric_writers"]
+    monkeypatch.setitem(sys.modules, "clu.metric_writers", package)
+    return lambda name: importlib.import_module(f"clu.metric_writers.{name}")
+
+
+def test_clu_s_writers_get_them_also_one_that_writes_on_a_thread_of_its_own(
+    clu_writers: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="absl"):
+        writer = clu_writers("async_writer").AsyncWriter(clu_writers("logging_writer").LoggingWriter())
+        sink = jct.WriterSink(writer)
+        sink(SAVED)
+        sink(DELETED)
+        logged = [record.getMessage() for record in caplog.records]  # without a close: it was flushed
+        sink.close()
+    assert [message.partition(" ")[0] for message in logged] == ["[100]", "[100]"]
+    assert "checkpoint/save/blocked_s=0.5," in logged[0]
+    assert "checkpoint/save/bytes_per_s=3277" in logged[0]
+    assert logged[1] == "[100] checkpoint/delete/count=1"
+
+
+def test_each_event_is_flushed_and_only_close_closes() -> None:
+    calls: list[Any] = []
+
+    class Writer:
+        def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+            calls.append((step, dict(scalars)))
+
+        def flush(self) -> None:
+            calls.append("flush")
+
+        def close(self) -> None:
+            calls.append("close")
+
+    sink = jct.WriterSink(Writer())
+    sink(TAKEN_OVER)
+    sink(PREEMPTED)
+    assert calls == [
+        (0, {"checkpoint/take_over/count": 1.0}), "flush", (100, {"checkpoint/preempted/count": 1.0}), "flush"
+    ]  # fmt: skip
+    sink.close()
+    assert calls[4:] == ["close"]
+
+
+def test_a_writer_that_has_nothing_else_will_do() -> None:
+    class Writer:
+        def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+            calls.append((tag, scalar_value, global_step))
+
+    calls: list[tuple[str, float, int]] = []
+    sink = jct.WriterSink(Writer())
+    sink(DELETED)
+    sink.close()
+    assert calls == [("checkpoint/delete/count", 1.0, 0)]
+
+
+def test_what_is_no_writer_is_refused() -> None:
+    with pytest.raises(jct.SettingsError, match=r"WriterSink.writer: expected an object with write_scalars\(step"):
+        jct.WriterSink(print)
