@@ -23,6 +23,7 @@ class Collected:
 
     def __init__(self) -> None:
         self._reader, self._spans = InMemoryMetricReader(), InMemorySpanExporter()
+        self._metrics: dict[str, Any] = {}
         tracers = TracerProvider(shutdown_on_exit=False)
         tracers.add_span_processor(SimpleSpanProcessor(self._spans))
         self.tracer = tracers.get_tracer("test")
@@ -31,12 +32,13 @@ class Collected:
         )
 
     def metrics(self) -> dict[str, Any]:
-        """Each metric by its name."""
+        """Each metric by its name; some versions tell of a gauge only when it was set since the last look."""
         data = self._reader.get_metrics_data()
         assert data is not None
         (resource,) = data.resource_metrics
         (scope,) = resource.scope_metrics
-        return {metric.name: metric for metric in scope.metrics}
+        self._metrics |= {metric.name: metric for metric in scope.metrics}
+        return self._metrics
 
     def values(self, name: str) -> dict[str, float]:
         """The series of a metric, by the value of their only label."""
