@@ -12,93 +12,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.layers import (
+    ADAPTERS,
+    CORE,
+    DISK_STDLIB,
+    FORBIDDEN_FILES,
+    FORBIDDEN_STDLIB,
+    LAYERS,
+    MAY_TOUCH_THE_DISK,
+    NUMPY_ON_DISK,
+    OS_PATH_WITHOUT_DISK,
+    OS_WITHOUT_DISK,
+    PATH_METHODS_ON_DISK,
+    WITHOUT_JAX,
+)
+
 PACKAGE = "jaxckpt_train"
 ROOT = Path(__file__).resolve().parent.parent
-
-# From the top down: a module imports only from its own folder and from lower lines.
-LAYERS = (
-    "__init__",
-    "hydra_plugin",
-    "callback",
-    "callback_parts",
-    "resuming",
-    "loop_forms",
-    "goodput_table",
-    "progress",
-    "config",
-    "config_nodes",
-    "hydra_job",
-    "steps",
-    "checkpoint",
-    "checkpoint_metadata",
-    "checkpointables",
-    "tree",
-    "multihost",
-    "jobs",
-    "told_errors",
-    "pending",
-    "outcome",
-    "unfinished",
-    "exit_code",
-    "sinks",
-    "store",
-    "settings",
-    "value_checks",
-    "errors",
-)
-# Which third parties a layer may import at all. What only adapters may import is in ADAPTERS.
-CORE = {"jax", "ml_dtypes", "msgspec", "numpy", "xxhash"}
-WITHOUT_JAX = (
-    "hydra_plugin",
-    "config",
-    "config_nodes",
-    "hydra_job",
-    "value_checks",
-    "progress",
-    "jobs",
-    "told_errors",
-    "pending",
-    "outcome",
-    "unfinished",
-    "exit_code",
-    "sinks",
-    "store",
-    "settings",
-    "errors",
-)
-ADAPTERS = {
-    "blake3": {"store.digests"},
-    "cloudpickle": {"tree.colocated_calls"},
-    "flax": {"checkpointables.nnx_objects", "checkpointables.flax_legacy"},
-    "grain": {"checkpointables.grain_iterator"},
-    "hydra": {"config_nodes", "hydra_plugin"},
-    "opentelemetry": {"sinks.opentelemetry"},
-    "prometheus_client": {"sinks.prometheus"},
-    "rich": {"goodput_table", "progress"},
-}
-# Never: code from a checkpoint must not run. The second line is for the disk, which only store/local.py touches.
-FORBIDDEN_STDLIB = {"marshal", "pickle", "shelve"}
-DISK_STDLIB = {"glob", "shutil", "tempfile"}
-FORBIDDEN_FILES = {"base.py", "common.py", "helpers.py", "misc.py", "types.py", "util.py", "utils.py"}
-
-MAY_TOUCH_THE_DISK = {
-    "store.local": "it is the one that does",
-    "store.local_names": "it is the part of store.local that renames",
-    "steps.run_facts": "it asks for the number of this process and for what Slurm says of the job",
-    "store.machine": "it asks /proc about processes, and touches no data",
-    "store.mailbox": "it finds pipes of other processes under /proc, and touches no disk",
-    "store.shared_memory": "it finds memory of other processes under /proc, and touches no disk",
-    "hydra_plugin": "it looks where its own presets lie, and touches no data",
-}
-# What of `os` and `os.path` touches no disk. `environ` is not here either: no environment variable is a knob.
-OS_WITHOUT_DISK = {"PathLike", "_exit", "cpu_count", "fspath", "getpid", "path", "register_at_fork", "sep", "strerror"}
-OS_WITHOUT_DISK |= {"PRIO_PROCESS", "fsdecode", "fsencode", "setpriority"}
-OS_PATH_WITHOUT_DISK = {"abspath", "basename", "dirname", "expanduser", "isabs", "join", "normpath", "relpath", "split"}
-PATH_METHODS_ON_DISK = set(
-    "chmod exists glob hardlink_to is_dir is_file is_symlink iterdir lstat mkdir read_bytes read_text rglob rmdir "
-    "symlink_to unlink write_bytes write_text".split()
-)
-NUMPY_ON_DISK = {"fromfile", "load", "memmap", "save", "savez", "savez_compressed"}
 
 MOST_LINES_OF_A_FILE = 400
 MOST_LINES_OF_A_FUNCTION = 40

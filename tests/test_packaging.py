@@ -124,7 +124,7 @@ from jaxckpt_train.config import callback_arguments
 @hydra.main(version_base=None, config_path="conf", config_name="train")
 def main(cfg):
     print(jaxckpt_train.__file__)
-    print(callback_arguments(cfg.checkpoint)["save_interval_secs"])
+    print(callback_arguments(cfg.checkpoint)["keep_latest"])
 
 main()
 """
@@ -132,5 +132,5 @@ main()
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "train.yaml").write_text("defaults:\n  - checkpoint: preemptible\n  - _self_\n")
     done = run_python(app, cwd=tmp_path, path=[installed], check=True)
-    assert done.stdout.splitlines() == [str(installed / "jaxckpt_train" / "__init__.py"), "300.0"]
+    assert done.stdout.splitlines() == [str(installed / "jaxckpt_train" / "__init__.py"), "2"]
     assert done.stderr == ""

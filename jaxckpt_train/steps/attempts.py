@@ -25,10 +25,9 @@ class _Event(msgspec.Struct):
     ok: bool | None = None
     how: str | None = None
     blocked_s: float = 0.0
-    snapshot_s: float = 0.0
-    stage_s: float = 0.0
-    write_s: float = 0.0
-    commit_s: float = 0.0
+    save_s: float = 0.0
+    decide_s: float = 0.0
+    wait_s: float = 0.0
     restore_s: float = 0.0
     resume_s: float = 0.0
     process_age_s: float | None = None
@@ -143,7 +142,7 @@ class Past:
         failures = Failures(sum(lost_work(each) for each in attempts), sum(each.wall_s for each in attempts))
         saves = [event for event in _typed(listed) if event.event == "save" and event.ok][-last:]
         costs = [event.cost_s for event in saves if event.cost_s is not None]
-        took = [event.snapshot_s + event.stage_s + event.write_s + event.commit_s for event in saves]
+        took = [event.save_s - event.decide_s - event.wait_s for event in saves if event.save_s]
         return cls(failures, costs[-1] if costs else None, max(took, default=None))
 
 

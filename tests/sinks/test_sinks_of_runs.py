@@ -93,8 +93,8 @@ def test_a_lock_that_is_taken_over_and_a_damaged_step_are_told_too(tmp_path: Pat
 
     with jct.StepManager(tmp_path) as manager:
         save_steps(manager, 1, 2)
-    before = history(tmp_path)
     killed(own)
+    before = history(tmp_path)
     flip_a_payload_byte(step_path(tmp_path, 2))
     sink = Recorder()
     with jct.StepManager(tmp_path, sinks=[sink]) as manager:
