@@ -33,24 +33,8 @@ LAYERS = (
 )
 # Which third parties a layer may import at all. What only adapters may import is in ADAPTERS.
 CORE = {"jax", "ml_dtypes", "msgspec", "numpy", "xxhash"}
-WITHOUT_JAX = (
-    "hydra_plugin",
-    "config",
-    "config_nodes",
-    "hydra_job",
-    "value_checks",
-    "progress",
-    "jobs",
-    "told_errors",
-    "pending",
-    "outcome",
-    "unfinished",
-    "exit_code",
-    "sinks",
-    "store",
-    "settings",
-    "errors",
-)
+WITH_JAX = {"__init__", "callback", "callback_parts", "resuming", "loop_forms", "goodput_table", "steps", "checkpoint"}
+WITH_JAX |= {"checkpoint_metadata", "checkpointables", "tree", "multihost"}
 ADAPTERS = {
     "blake3": {"store.digests"},
     "cloudpickle": {"tree.colocated_calls"},
