@@ -32,6 +32,12 @@ from jaxckpt_train.errors import SettingsError as SettingsError
 from jaxckpt_train.errors import StepNotFoundError as StepNotFoundError
 from jaxckpt_train.errors import StorageError as StorageError
 from jaxckpt_train.errors import UnsupportedLeafError as UnsupportedLeafError
+from jaxckpt_train.notices.aws import AwsNotice as AwsNotice
+from jaxckpt_train.notices.gce import GceNotice as GceNotice
+from jaxckpt_train.notices.kubernetes import KubernetesNotice as KubernetesNotice
+from jaxckpt_train.notices.slurm import SlurmNotice as SlurmNotice
+from jaxckpt_train.notices.source import Notice as Notice
+from jaxckpt_train.notices.source import NoticeSource as NoticeSource
 from jaxckpt_train.pending import PendingSave as PendingSave
 from jaxckpt_train.settings import StoreSettings as StoreSettings
 from jaxckpt_train.sinks.opentelemetry import OpenTelemetrySink as OpenTelemetrySink

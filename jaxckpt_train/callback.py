@@ -17,6 +17,7 @@ from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.exit_code import is_success
 from jaxckpt_train.goodput_table import print_goodput
 from jaxckpt_train.loop_forms import LoopForms
+from jaxckpt_train.notices.source import NoticeSource
 from jaxckpt_train.pending import call_within
 from jaxckpt_train.progress import progress_line, wants_progress
 from jaxckpt_train.resuming import initialise, restore
@@ -69,6 +70,7 @@ class CheckpointCallback(LoopForms):
         if_stalled: Literal["skip", "raise"] = "skip",
         signals: Sequence[str] = ("SIGTERM", "SIGUSR1", "SIGUSR2"),
         notice_file: PathLike | None = None,
+        notices: Sequence[str | NoticeSource | Mapping[str, Any]] = (),
         max_run_time_s: float | None = None,
         grace_period_s: float | None = None,
         exit_code: int = 75,

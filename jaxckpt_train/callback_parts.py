@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxckpt_train import hydra_job
 from jaxckpt_train.config import DEFAULT_GRACE_S
+from jaxckpt_train.config_notices import build_notices
 from jaxckpt_train.multihost import current, preemption_service
 from jaxckpt_train.steps.best_link import BestLink
 from jaxckpt_train.steps.departure import Departure
@@ -51,6 +52,7 @@ def watch_of(given: Arguments, manager: StepManager) -> PreemptionWatch:
         signals=tuple(given["signals"]),
         notice_file=given["notice_file"],
         max_run_time_s=given["max_run_time_s"],
+        sources=build_notices("checkpoint.notices", given["notices"]),
         leave_early_s=lambda: manager.leave_early_s(DEFAULT_GRACE_S) if grace_s is None else float(grace_s),
     )
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxckpt_train.config_nodes import build_policy, build_sinks
+from jaxckpt_train.config_notices import build_notices, notice_list
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings
 from jaxckpt_train.value_checks import (
@@ -100,6 +101,8 @@ class CheckpointConfig:
         if_stalled: what is done then: "skip" this one with a warning, or "raise" CheckpointTimeoutError.
         signals: names of the signals that ask the loop to save and leave.
         notice_file: a file whose appearance asks the loop to save and leave; None: none does.
+        notices: further sources of requests to save and leave: names ("gce", "aws", "slurm", "kubernetes"), nodes with
+            `_target_: jaxckpt_train.<Source>`, or objects as `NoticeSource` describes them. Empty: none.
         max_run_time_s: leave so that the last save ends within this many seconds of when the callback was made; take
             off what your program spends before that. None: no limit.
         grace_period_s: seconds between a request to leave and the end of the process. A save that cannot be committed
@@ -142,6 +145,7 @@ class CheckpointConfig:
     if_stalled: str = "skip"
     signals: list[str] = dataclasses.field(default_factory=lambda: ["SIGTERM", "SIGUSR1", "SIGUSR2"])
     notice_file: str | None = None
+    notices: list[Any] = dataclasses.field(default_factory=list)
     max_run_time_s: float | None = None
     grace_period_s: float | None = None
     exit_code: int = 75
@@ -202,6 +206,7 @@ _CHECKS: dict[str, Check] = {
     "if_stalled": one_of("skip", "raise"),
     "signals": signals,
     "notice_file": optional(path_text),
+    "notices": notice_list,
     "max_run_time_s": optional(seconds),
     "grace_period_s": optional(seconds),
     "exit_code": whole(0, 255),
@@ -223,7 +228,7 @@ def callback_arguments(config: object = None) -> dict[str, Any]:
         config: a CheckpointConfig, a mapping, an OmegaConf node, or None for the defaults.
 
     Returns:
-        One entry for each argument, checked; `store` is a StoreSettings, policies are objects.
+        One entry for each argument, checked; `store` is a StoreSettings, policies and notices are objects.
 
     Raises:
         SettingsError: a key is unknown, or a value is missing, out of range or of the wrong type.
@@ -231,6 +236,7 @@ def callback_arguments(config: object = None) -> dict[str, Any]:
     built = _built(config)
     arguments = {field.name: getattr(built, field.name) for field in dataclasses.fields(built)}
     arguments["signals"] = tuple(built.signals)
+    arguments["notices"] = build_notices(f"{_ROOT}.notices", built.notices)
     arguments["store"] = built.store.settings()
     arguments["save_policy"] = build_policy(f"{_ROOT}.save_policy", built.save_policy, "should_save")
     arguments["sinks"] = build_sinks(f"{_ROOT}.sinks", built.sinks)

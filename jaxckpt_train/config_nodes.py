@@ -55,18 +55,23 @@ def build_sinks(subject: str, values: list[Any]) -> tuple[Sink, ...]:
 
 
 def _built(subject: str, value: Any, wanted: Wanted) -> Any:
-    made = _instantiated(subject, value, wanted) if isinstance(value, Mapping) else value
+    made = instantiated(subject, value, wanted) if isinstance(value, Mapping) else value
     if isinstance(made, type) or not wanted.fits(made):
         refuse(subject, f"a node with _target_, or an object, that {wanted.has}", value)
     return made
 
 
-def _instantiated(subject: str, node: Any, wanted: Wanted) -> Any:
+def instantiated(subject: str, node: Any, wanted: Wanted) -> Any:
+    """A node with everything in it that has a `_target_` built.
+
+    Raises:
+        SettingsError: something cannot be built.
+    """
     if isinstance(node, (list, tuple)):
-        return [_instantiated(f"{subject}[{position}]", child, wanted) for position, child in enumerate(node)]
+        return [instantiated(f"{subject}[{position}]", child, wanted) for position, child in enumerate(node)]
     if not isinstance(node, Mapping):
         return node
-    arguments = {key: _instantiated(f"{subject}.{key}", child, wanted) for key, child in node.items()}
+    arguments = {key: instantiated(f"{subject}.{key}", child, wanted) for key, child in node.items()}
     target = arguments.pop("_target_", None)
     if target is None:
         return arguments

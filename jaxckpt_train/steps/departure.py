@@ -180,14 +180,15 @@ class Departure:
 
     def left_s(self) -> float | None:
         """Seconds in which all must be done, some of the grace period being left to end the process; None: no limit."""
-        if self._grace_period_s is None or self._watch.noticed_at is None:
+        if self._watch.noticed_at is None:
             return None
-        left_s = self._watch.left_of(self._grace_period_s)
+        grace_period_s = math.inf if self._grace_period_s is None else self._grace_period_s
+        left_s = self._watch.left_of(grace_period_s)  # a source may know when the machine is gone
         if left_s is None:
             return None
         if self._ends_at is not None:  # a wait has begun to keep to it
             return max(0.0, self._ends_at - time.monotonic())
-        ending_s = min(MOST_ENDING_S, ENDING_SHARE * self._grace_period_s)
+        ending_s = min(MOST_ENDING_S, ENDING_SHARE * grace_period_s)
         return max(left_s - ending_s, left_s / 2)  # a last save that begins late may still be a short one
 
     def decide(self, manager: StepManager) -> None:
@@ -197,6 +198,7 @@ class Departure:
         code = self._exit_code or int(self.is_late)  # what was given up is no success
         self.preempted = Preempted(f"asked to leave by {reason}; {saved}", step, code)
         _log.warning("%s", self.preempted)
+        self._watch.leaves(step, self.left_s())
         if not self.is_late:  # else its disk may not answer; nor may it now
             left_s = self.left_s()
             note = functools.partial(manager.note_preemption, step, str(reason), self._plan)

@@ -1,4 +1,4 @@
-"""Preemption: signals, a notice file and a wall-clock limit, noticed between steps."""
+"""Preemption: signals, a notice file, a wall-clock limit and other sources, noticed between steps."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from jaxckpt_train.checkpoint import PathLike
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.jobs.coordinator import Coordinator
 from jaxckpt_train.multihost import PreemptionService
+from jaxckpt_train.notices.source import NoticeSource
+from jaxckpt_train.notices.watched_sources import WatchedSources
 from jaxckpt_train.pending import call_within
 from jaxckpt_train.steps.job_preemption import Agreement, Alone, ByExchange, ByService
 from jaxckpt_train.steps.signal_handlers import SignalHandler
 from jaxckpt_train.store.local import file_exists
 
 FILE_POLL_S = LOOK_S = 1.0
+# For telling sources that the job has left: what is left of the grace period, within these.
+LEAST_TELLING_S, MOST_TELLING_S = 1.0, 10.0
 _log = logging.getLogger("jaxckpt_train")
 
 
@@ -82,13 +86,13 @@ class SignalNotice:
         """The numbers of the signals for which it has handlers now."""
         return list(self._handlers)
 
-    def restore(self, *, leaving: bool = False) -> None:
+    def restore(self, *, leaving: bool = False, every: bool = False) -> None:
         """Put the handlers back that were there before; where others are above its own, those pass signals on.
 
-        `leaving`: the process ends now, and the signal that it ends for may come once more.
+        `leaving`: the process ends now, and the signal that it ends for may come once more; `every`: so may the others.
         """
         for number, handler in self._handlers.items():
-            if leaving and signal.Signals(number).name == self.received:
+            if leaving and (every or signal.Signals(number).name == self.received):
                 handler.hush()
             else:
                 handler.stop()
@@ -176,6 +180,7 @@ class PreemptionWatch:
         notice_file: a file whose appearance asks the job to leave.
         max_run_time_s: a limit of the run's time.
         leave_early_s: how many seconds before that.
+        sources: further sources of notices.
         monotonic: the time in seconds.
     """
 
@@ -188,9 +193,11 @@ class PreemptionWatch:
         notice_file: PathLike | None = None,
         max_run_time_s: float | None = None,
         leave_early_s: Callable[[], float] = lambda: 0.0,
+        sources: Sequence[NoticeSource] = (),
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._monotonic = monotonic
+        self._is_first = job.process == 0
         self._agreement: Agreement = Alone()
         self._is_shared = job.processes > 1
         if self._is_shared and service is None:
@@ -206,17 +213,43 @@ class PreemptionWatch:
         if max_run_time_s is not None:
             self._limit = TimeNotice(max_run_time_s, monotonic, leave_early_s)
             self._notices.append(self._limit.notice)
+        self._sources = WatchedSources(sources)
+        if self._sources:
+            self._notices.append(self._source_notice)
+        self._left: tuple[int | None, float | None] | None = None
         self.reason: str | None = None
         self.noticed_at: float | None = None
         self._asked_at = 0.0
 
     def start(self) -> None:
-        """Begin to watch for signals."""
+        """Begin to watch."""
+        self._sources.start()
         self._signals.install()
 
     def stop(self, *, leaving: bool = False) -> None:
-        """Put the signal handlers back; one that the process ends for now is ignored until it has ended."""
-        self._signals.restore(leaving=leaving)
+        """End that, and put the signal handlers back; one that the process ends for now is ignored until it has ended.
+
+        Where there are sources all signals are: a machine that goes, and Slurm that requeues, send others once more.
+        """
+        self._tell_sources()
+        self._sources.stop()
+        self._signals.restore(leaving=leaving, every=bool(self._sources))
+
+    def leaves(self, step: int | None, left_s: float | None) -> None:
+        """The run is over: the sources are told so when the watch is stopped.
+
+        Args:
+            step: that is committed; None: there is none.
+            left_s: seconds left for all; None: no limit.
+        """
+        self._left = step, None if left_s is None else self._monotonic() + left_s
+
+    def _tell_sources(self) -> None:
+        left, self._left = self._left, None  # once
+        if left is not None and self._sources and self._is_first:
+            step, ends_at = left
+            left_s = MOST_TELLING_S if ends_at is None else ends_at - self._monotonic()
+            call_within(lambda: self._sources.left(step), min(MOST_TELLING_S, max(LEAST_TELLING_S, left_s)))
 
     def reached(self) -> bool:
         """Whether the job was asked to leave; the same answer on all processes. Costs a microsecond."""
@@ -229,30 +262,45 @@ class PreemptionWatch:
         if agreed and self.noticed_at is None:
             self.noticed_at = now = self._monotonic()
             received_at = math.inf if self._signals.received_at is None else self._signals.received_at
-            self._asked_at = min(now - self._agreement.noticed_before_s(), received_at, self._time_is_up_at())
+            before = now - self._agreement.noticed_before_s()
+            self._asked_at = min(before, received_at, self._time_is_up_at(), self._sources.asked_at())
             self.reason = self.reason or self._agreement.reason
             _log.warning("asked to leave: %s", self.reason)
         return agreed
 
+    def _source_notice(self) -> str | None:
+        found = self._sources.notice()
+        return None if found is None else found.reason
+
     def is_asked(self) -> bool:
-        """Whether a signal came, or the time is up, here; looks at no file, and asks no other process.
+        """Whether a signal or a source's notice came, or the time is up, here; looks at no file, asks no other process.
 
         In a job it is only known by what all have agreed on: what one does by itself would leave the others waiting.
         """
         if self._is_shared:
             return self.noticed_at is not None
-        return self._signals.received is not None or self._monotonic() >= self._time_is_up_at()
+        if self._signals.received is not None or self._monotonic() >= self._time_is_up_at():
+            return True
+        return self._sources.notice() is not None
 
     def _time_is_up_at(self) -> float:
         return math.inf if self._limit is None else self._limit.end
 
     def left_of(self, grace_period_s: float) -> float | None:
-        """Seconds left of the grace period, at least 0; None: it was over before the loop could notice."""
+        """Seconds left of the grace period, at least 0; None: it was over before the loop could notice.
+
+        Where a source knows when the machine is gone, no more than until then. One that should have been gone when the
+        loop noticed, and was not, is not believed.
+        """
         if self.noticed_at is None:
             return grace_period_s
-        if self.noticed_at >= self._asked_at + grace_period_s:
-            return None
-        return max(0.0, self._asked_at + grace_period_s - self._monotonic())
+        leave_by, ends_at = self._sources.leave_by(), self._asked_at + grace_period_s
+        if self.noticed_at >= leave_by:
+            leave_by = math.inf
+        if self.noticed_at >= ends_at:
+            ends_at = math.inf
+        ends_at = min(ends_at, leave_by)
+        return None if ends_at == math.inf else max(0.0, ends_at - self._monotonic())
 
 
 def _signal_number(name: object) -> int:

@@ -74,6 +74,11 @@ def is_dead(other: ProcessIdentity) -> bool | None:
     return bool(start and other.start and start != other.start)
 
 
+def command_name(pid: int) -> str:
+    """The name of a process's program, 15 bytes of it at most; empty where the system does not tell."""
+    return _read(f"/proc/{pid}/comm").strip()
+
+
 def memory_bytes() -> int:
     """All the memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

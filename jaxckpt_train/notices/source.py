@@ -1,0 +1,46 @@
+"""What a source of preemption notices is, and what a notice says."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+
+@dataclasses.dataclass(frozen=True)
+class Notice:
+    """A request to leave.
+
+    Attributes:
+        reason: who asks, and for what; it stands in the log and in the history.
+        asked_at: when the request may have come, in seconds of `time.monotonic()`; the grace period counts from there.
+            None: when the loop looks.
+        leave_by: when the machine is gone, in seconds of `time.monotonic()`: nothing is waited for beyond that, however
+            long the grace period is. None: not known.
+    """
+
+    reason: str
+    asked_at: float | None = None
+    leave_by: float | None = None
+
+
+class NoticeSource(Protocol):
+    """Something that knows when this job has to leave. `CheckpointCallback(notices=[...])` takes any such object.
+
+    One source belongs to one callback. Of the processes of a job each has its own; what one notices, all act on.
+
+    A source may have another method, `left(step)`: called once the job has left on request, by whatever notice, in
+    process 0 only, with the committed step (None: there is none) and the run directory let go of. It is waited for up
+    to ten seconds, and at least one, by what is left of the grace period.
+    """
+
+    def start(self) -> None:
+        """Begin to look, as on a thread. Called when the callback is entered; may warn, and takes no time."""
+
+    def stop(self) -> None:
+        """End that. May be called without `start`, again, and in a forked child, which has no thread of its parent."""
+
+    def notice(self) -> Notice | str | None:
+        """The request to leave, or its reason alone, if one came; from then on always.
+
+        Called at every training step: it takes a microsecond, waits for nothing and raises nothing.
+        """

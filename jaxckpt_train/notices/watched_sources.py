@@ -1,0 +1,77 @@
+"""The sources of notices of one run: started, asked, told and stopped together."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+
+from jaxckpt_train.notices.source import Notice, NoticeSource
+
+_log = logging.getLogger("jaxckpt_train")
+
+
+class WatchedSources:
+    """All of them as one.
+
+    Args:
+        sources: in the order in which they are asked.
+    """
+
+    def __init__(self, sources: Sequence[NoticeSource]) -> None:
+        self._sources = tuple(sources)
+        self._process: int | None = None
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._sources)
+
+    def start(self) -> None:
+        """Start them; if one raises, none is left started."""
+        self._process = os.getpid()
+        try:
+            for source in self._sources:
+                source.start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Stop them all; one that raises keeps no other from it."""
+        for source in self._sources:
+            try:
+                source.stop()
+            except Exception:  # noqa: BLE001  # a source of the user's own must not cost the end of a run
+                _log.warning("%s: stopping it failed", type(source).__name__, exc_info=True)
+
+    def notice(self) -> Notice | None:
+        """The first notice that there is."""
+        return next(self._found(), None)
+
+    def asked_at(self) -> float:
+        """When the first request may have come; infinity: nobody says."""
+        return min((each.asked_at for each in self._found() if each.asked_at is not None), default=math.inf)
+
+    def leave_by(self) -> float:
+        """When the machine is gone; infinity: nobody says."""
+        return min((each.leave_by for each in self._found() if each.leave_by is not None), default=math.inf)
+
+    def left(self, step: int | None) -> None:
+        """Tell those who want to know that the job has left; not in a fork of the process that did."""
+        if os.getpid() != self._process:
+            return
+        for source in self._sources:
+            left = getattr(source, "left", None)
+            if left is None:
+                continue
+            try:
+                left(step)
+            except Exception:  # noqa: BLE001  # a thread's edge; a source of the user's own
+                _log.warning("%s: telling it that the job has left failed", type(source).__name__, exc_info=True)
+
+    def _found(self) -> Iterator[Notice]:
+        for source in self._sources:
+            found = source.notice()
+            if found is not None:
+                yield found if isinstance(found, Notice) else Notice(str(found))

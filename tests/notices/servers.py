@@ -1,0 +1,205 @@
+"""Servers on loopback that speak as the metadata servers of clouds do, and such that do not speak as they should."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+LIMIT_S = 60.0
+Handler = http.server.BaseHTTPRequestHandler
+Respond = Callable[["Handler", "Server"], None]
+
+
+class Server:
+    """Notes each request, as "GET /path", and has `respond` answer it.
+
+    Attributes:
+        respond: may be replaced while it runs.
+        requests: in the order in which they came.
+        over: set when the server ends; what hangs waits for it.
+    """
+
+    def __init__(self, respond: Respond) -> None:
+        self.respond = respond
+        self.requests: queue.Queue[str] = queue.Queue()
+        self.over = threading.Event()
+        server = self
+
+        class Handling(http.server.BaseHTTPRequestHandler):
+            def handle_request(self) -> None:
+                server.requests.put(f"{self.command} {self.path}")
+                with contextlib.suppress(OSError):  # who asked has hung up
+                    server.respond(self, server)
+
+            do_GET = do_PUT = handle_request  # noqa: N815  # as http.server wants it
+
+            def log_message(self, *arguments: Any) -> None: ...
+
+        class Quiet(http.server.ThreadingHTTPServer):
+            def handle_error(self, *arguments: Any) -> None: ...  # of who has hung up
+
+        self._http = Quiet(("127.0.0.1", 0), Handling)
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._http.server_port}"
+
+    def wait_for(self, count: int) -> list[str]:
+        """So many more requests."""
+        return [self.requests.get(timeout=LIMIT_S) for _ in range(count)]
+
+    def __enter__(self) -> Server:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.over.set()
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+
+def send(handler: Handler, status: int, body: bytes, **headers: str) -> None:
+    handler.send_response(status)
+    handler.send_header("Content-Length", str(len(body)))
+    for name, value in headers.items():
+        handler.send_header(name.replace("_", "-"), value)
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
+class Gce:
+    """What Google's metadata server tells of a machine. As that one, it refuses who does not send its header."""
+
+    def __init__(self) -> None:
+        self.values = {"preempted": "FALSE", "maintenance-event": "NONE"}
+
+    def __call__(self, handler: Handler, server: Server) -> None:
+        folder, _, key = handler.path.rpartition("/")
+        if handler.headers.get("Metadata-Flavor") != "Google" or handler.headers.get("X-Forwarded-For"):
+            handler.send_error(403)
+        elif folder != "/computeMetadata/v1/instance" or key not in self.values:
+            send(handler, 404, b"<html>", Metadata_Flavor="Google")
+        else:
+            send(handler, 200, self.values[key].encode(), Metadata_Flavor="Google", Content_Type="application/text")
+
+
+class Imds:
+    """What Amazon's metadata service tells of an instance, to who has a token that it has given and not forgotten.
+
+    Attributes:
+        answers: bodies by their path; all other paths are not found.
+        tokens: that are valid.
+        given: how many there were.
+        date: of the answers; None: as it is.
+    """
+
+    ACTION = "/latest/meta-data/spot/instance-action"
+    REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
+
+    def __init__(self) -> None:
+        self.answers: dict[str, bytes] = {}
+        self.tokens: set[str] = set()
+        self.given = 0
+        self.date: str | None = None
+
+    def interrupt(self, action: str, at: str) -> None:
+        self.answers[self.ACTION] = json.dumps({"action": action, "time": at}).encode()
+
+    def __call__(self, handler: Handler, server: Server) -> None:
+        if self.date is not None:
+            handler.date_time_string = lambda *_: self.date  # type: ignore[method-assign,assignment,return-value]
+        if handler.command == "PUT" and handler.path == "/latest/api/token":
+            seconds = handler.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "")
+            if not seconds.isdecimal() or not 1 <= int(seconds) <= 21600:
+                send(handler, 400, b"")
+                return
+            self.given += 1
+            token = f"AQAEAD_{self.given}=="
+            self.tokens.add(token)
+            send(handler, 200, token.encode(), X_aws_ec2_metadata_token_ttl_seconds=seconds)
+        elif handler.headers.get("X-aws-ec2-metadata-token") not in self.tokens:
+            send(handler, 401, b"")
+        elif handler.command == "GET" and handler.path in self.answers:
+            send(handler, 200, self.answers[handler.path], Content_Type="application/json")
+        else:
+            send(handler, 404, b"<html>Not Found</html>")
+
+
+# What a server may do instead of answering.
+
+
+def hang(handler: Handler, server: Server) -> None:
+    server.over.wait()
+
+
+def drip(handler: Handler, server: Server) -> None:
+    """A byte now and then, each of which would begin a timeout of the socket anew; no header ever ends."""
+    handler.wfile.write(b"HTTP/1.0 200 OK\r\nMetadata-Flavor: Google\r\nX-Long: ")
+    while not server.over.wait(0.02):
+        handler.wfile.write(b"x")
+
+
+def drip_the_body(handler: Handler, server: Server) -> None:
+    handler.wfile.write(b"HTTP/1.0 200 OK\r\nMetadata-Flavor: Google\r\n\r\n")
+    while not server.over.wait(0.02):
+        handler.wfile.write(b"T")
+
+
+def close(handler: Handler, server: Server) -> None:
+    handler.connection.close()
+
+
+def break_off(handler: Handler, server: Server) -> None:
+    """What is left of NONE, or of a token, may look like something else."""
+    handler.wfile.write(b"HTTP/1.0 200 OK\r\nMetadata-Flavor: Google\r\nContent-Length: 30\r\n\r\nTERMINATE_ON_HOST")
+
+
+def fail(handler: Handler, server: Server) -> None:
+    send(handler, 503, b"TRUE", Metadata_Flavor="Google")
+
+
+def garbage(handler: Handler, server: Server) -> None:
+    send(handler, 200, bytes(range(256)), Metadata_Flavor="Google")
+
+
+def no_http(handler: Handler, server: Server) -> None:
+    handler.wfile.write(b"SSH-2.0-OpenSSH_9.9\r\n" * 100)
+
+
+def endless(handler: Handler, server: Server) -> None:
+    handler.wfile.write(b"HTTP/1.0 200 OK\r\nMetadata-Flavor: Google\r\n\r\n")
+    while not server.over.is_set():
+        handler.wfile.write(b"TRUE" * 20_000)
+
+
+MISBEHAVIOURS = (hang, drip, drip_the_body, close, break_off, fail, garbage, no_http, endless)
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for what another thread does."""
+    end, tick = time.monotonic() + LIMIT_S, threading.Event()
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        tick.wait(0.002)
+
+
+@contextlib.contextmanager
+def started(source: Any) -> Iterator[Any]:
+    """A source that looks."""
+    source.start()
+    try:
+        yield source
+    finally:
+        source.stop()
+
+
+def notice_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "jaxckpt-notice"]

@@ -1,0 +1,101 @@
+"""Sources of notices by name, by `_target_` and as objects: what is built, and what is refused, by its place."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.config import callback_arguments
+from jaxckpt_train.config_notices import NAMES, build_notices
+
+
+@dataclasses.dataclass
+class Own:
+    """A source that a user wrote: no more than it must have."""
+
+    queue: str = "a"
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def notice(self) -> str | None:
+        return None
+
+
+def test_each_name_stands_for_a_source() -> None:
+    assert [type(source) for source in build_notices("notices", list(NAMES))] == [
+        jct.GceNotice,
+        jct.AwsNotice,
+        jct.SlurmNotice,
+        jct.KubernetesNotice,
+    ]
+
+
+def test_a_node_gives_arguments() -> None:
+    (source,) = build_notices("notices", [{"_target_": "jaxckpt_train.SlurmNotice", "requeue": False}])
+    assert isinstance(source, jct.SlurmNotice)
+    assert source._requeue is False
+
+
+def test_objects_are_taken_as_they_are_and_nodes_of_others_are_built_by_hydra() -> None:
+    own = Own()
+    node = {"_target_": f"{Own.__module__}.{Own.__qualname__}", "queue": "b"}
+    assert build_notices("notices", (own, node)) == (own, Own("b"))
+    assert build_notices("notices", [own])[0] is own
+
+
+@pytest.mark.parametrize(
+    ("notices", "said"),
+    [
+        ("gce", r"checkpoint.notices: expected a list of sources of notices, such as \[slurm\], found 'gce'"),
+        ({"_target_": "jaxckpt_train.GceNotice"}, "checkpoint.notices: expected a list"),
+        (3, "checkpoint.notices: expected a list"),
+        (["slrum"], r"checkpoint.notices\[0\]: .*found 'slrum', did you mean \"slurm\""),
+        (["gce", {"poll_s": 1}], r"checkpoint.notices\[1\]: expected one of 'gce'.* found \{'poll_s': 1\}"),
+        ([Own], r"checkpoint.notices\[0\]: expected .* that has start, stop and notice, found <class"),
+        ([None], r"checkpoint.notices\[0\]"),
+        ([object()], r"checkpoint.notices\[0\]"),
+    ],
+)
+def test_what_is_no_source_is_refused_by_its_place_when_a_configuration_is_checked(
+    tmp_path: Path, notices: Any, said: str
+) -> None:
+    with pytest.raises(jct.SettingsError, match=said):
+        jct.CheckpointCallback(tmp_path, notices=notices)
+    with pytest.raises(jct.SettingsError, match=said):
+        callback_arguments({"notices": notices})
+
+
+@pytest.mark.parametrize(
+    ("node", "said"),
+    [
+        ({"_target_": "jaxckpt_train.GceNotic"}, 'has no source of notices "GceNotic", did you mean "GceNotice"'),
+        ({"_target_": "jaxckpt_train.GceNotice", "pol_s": 1}, 'did you mean "poll_s"'),
+        ({"_target_": "jaxckpt_train.GceNotice", "poll_s": 0}, "GceNotice: poll_s: expected a finite number"),
+        ({"_target_": "jaxckpt_train.LatestN", "n": 1}, "expected a source of notices, found 'jaxckpt_train.LatestN'"),
+        ({"_target_": "builtins.dict"}, "expected one of 'gce'"),
+        ({"_target_": "no.such.Source"}, "cannot build no.such.Source"),
+        ({"_target_": 3}, "_target_: expected text"),
+    ],
+)
+def test_a_node_that_cannot_be_built_is_refused(tmp_path: Path, node: Any, said: str) -> None:
+    for build in (
+        lambda: jct.CheckpointCallback(tmp_path, notices=[node]),
+        lambda: callback_arguments({"notices": [node]}),
+    ):
+        with pytest.raises(jct.SettingsError, match=said) as caught:
+            build()
+        assert "notices[0]" in str(caught.value) or "GceNotice" in str(caught.value)
+
+
+def test_a_callback_has_the_sources_that_its_configuration_names(tmp_path: Path) -> None:
+    own = Own()
+    ckpt = jct.CheckpointCallback.from_config({"directory": str(tmp_path), "notices": ["slurm", own]})
+    slurm, other = ckpt._watch._sources._sources
+    assert isinstance(slurm, jct.SlurmNotice)
+    assert other is own
