@@ -55,7 +55,6 @@ FORBIDDEN_FILES = {"base.py", "common.py", "helpers.py", "misc.py", "types.py", 
 MAY_TOUCH_THE_DISK = {
     "store.local": "it is the one that does",
     "store.local_names": "it is the part of store.local that renames",
-    "steps.run_facts": "it asks for the number of this process and for what Slurm says of the job",
     "notices.surroundings": "it tells facts of the environment, such as the Slurm job, and touches no disk",
     "store.machine": "it asks /proc about processes, and touches no data",
     "store.mailbox": "it finds pipes of other processes under /proc, and touches no disk",

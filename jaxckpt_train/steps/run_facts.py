@@ -1,18 +1,22 @@
-"""What the history says of a process that begins: where it runs, and as which job of the scheduler."""
+"""What tells one start of a run from another: host, process, and the Slurm job with its restarts."""
 
 from __future__ import annotations
 
 import os
-import socket
 
-SLURM_FACTS = {"SLURM_JOB_ID": "slurm_job_id", "SLURM_RESTART_COUNT": "slurm_restart_count"}
+from jaxckpt_train.notices.surroundings import slurm_job
+from jaxckpt_train.store.machine import this_process
 
 
 def run_facts() -> dict[str, str | int]:
-    """The host and the process, and in a Slurm job its id and how often it was started again."""
-    facts: dict[str, str | int] = {"host": socket.gethostname(), "pid": os.getpid()}
-    for variable, name in SLURM_FACTS.items():
-        value = os.environ.get(variable)
-        if value:
-            facts[name] = int(value) if value.isdecimal() else value
+    """The facts of this process, in types that JSON has.
+
+    Returns:
+        `host` and `pid`; in a job of Slurm also `slurm_job_id`, as `scontrol` and `sacct` take it ("1234", "1200_7"),
+        and `slurm_restart_count`, which is 0 in the first start.
+    """
+    facts: dict[str, str | int] = {"host": this_process().host, "pid": os.getpid()}
+    job = slurm_job()
+    if job is not None:
+        facts |= {"slurm_job_id": job.id, "slurm_restart_count": job.restarts}
     return facts
