@@ -29,6 +29,7 @@ def main(cfg):
     directory = arguments["directory"]
     print({
         **{name: value for name, value in arguments.items() if name not in ("store", "save_policy", "keep_policy")},
+        "notices": [type(source).__name__ for source in arguments["notices"]],
         "policies": [repr(arguments["save_policy"]), repr(arguments["keep_policy"])],
         "durability": arguments["store"].durability,
         "resolved": str(hydra_job.run_directory(directory)),
@@ -92,7 +93,10 @@ def app(run_python: Any, tmp_path: Path, plugin: Path) -> App:
 
 
 def test_there_are_the_presets_that_are_documented() -> None:
-    assert PRESETS == ["cheap", "critical", "default", "off", "preemptible", "slurm"]
+    assert PRESETS == ["aws", "cheap", "critical", "default", "gce", "kubernetes", "off", "preemptible", "slurm"]
+
+
+NOTICES = {"aws": "AwsNotice", "gce": "GceNotice", "kubernetes": "KubernetesNotice", "slurm": "SlurmNotice"}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -102,6 +106,7 @@ def test_every_preset_composes_and_is_valid(app: App, preset: str) -> None:
     assert found["enabled"] is (preset != "off")
     assert found["durability"] == ("none" if preset == "cheap" else "full")
     assert found["problem"] is None
+    assert found["notices"] == ([NOTICES[preset]] if preset in NOTICES else [])
 
 
 def test_overrides_on_the_command_line_win(app: App) -> None:
@@ -112,6 +117,7 @@ def test_overrides_on_the_command_line_win(app: App) -> None:
         "checkpoint.progress=false",
         "checkpoint.store.durability=file",
         "checkpoint.signals=[SIGTERM]",
+        "checkpoint.notices=[slurm,{_target_: jaxckpt_train.GceNotice, poll_s: 0.5}]",
     )
     assert found["save_interval_steps"] == 500
     assert found["policies"][0] == (
@@ -121,6 +127,7 @@ def test_overrides_on_the_command_line_win(app: App) -> None:
     assert found["progress"] is False
     assert found["durability"] == "file"
     assert found["signals"] == ("SIGTERM",)
+    assert found["notices"] == ["SlurmNotice", "GceNotice"]
 
 
 def test_the_app_s_own_preset_goes_first(app: App) -> None:
@@ -143,6 +150,7 @@ def test_the_app_s_own_preset_goes_first(app: App) -> None:
         ("checkpoint.store.digest=md5", "checkpoint.store.digest: expected one of 'xxh3-128'"),
         ("checkpoint.directory=???", "checkpoint.directory: cannot be resolved"),
         ("checkpoint.keep_best=3", "checkpoint.keep_best: expected checkpoint.best_metric with it"),
+        ("checkpoint.notices=[gcp]", "checkpoint.notices[0]: expected one of 'gce', 'aws', 'slurm', 'kubernetes'"),
     ],
 )
 def test_a_mistake_is_refused_by_name(app: App, override: str, said: str) -> None:
