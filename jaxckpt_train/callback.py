@@ -23,6 +23,7 @@ from jaxckpt_train.progress import progress_line, wants_progress
 from jaxckpt_train.resuming import initialise, restore
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings
 from jaxckpt_train.sinks.feed import Sink
+from jaxckpt_train.steps import loop_observer
 from jaxckpt_train.steps.attempts import CLOSED, FINISHED, PREEMPTED
 from jaxckpt_train.steps.besides import closing_besides
 from jaxckpt_train.steps.data_mismatch import OnMismatch, refuse_unsavable
@@ -136,6 +137,7 @@ class CheckpointCallback(LoopForms):
             self._loop.begin(values, completed=self._saved or 0)
             took_s = time.monotonic() - self._made_at
             call_within(lambda: self.manager.note_resume(self._loop.completed, took_s), NOTE_S)
+            values = loop_observer.resumed(self.manager, values)
         found = tuple(values.values())
         return found[0] if len(found) == 1 else found
 
@@ -192,6 +194,7 @@ class CheckpointCallback(LoopForms):
         self._refuse_unless_resumed()
         self._loop.count(step)
         self._loop.told(more if state is _MISSING else {"state": state, **more}, metrics)
+        loop_observer.told(self.manager, self._loop)
         if self._watch.reached():
             return self._leave()
         with self.manager.telling_later():

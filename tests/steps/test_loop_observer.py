@@ -1,0 +1,88 @@
+"""The observer of a process's loop: what it is told, when, and what it may put in the place of what is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.steps import loop_observer
+from jaxckpt_train.steps.loop_state import LoopState
+from jaxckpt_train.steps.manager import StepManager
+
+
+class Watching:
+    """Notes what it is told; puts a mark in the place of what is called `data`."""
+
+    def __init__(self) -> None:
+        self.notes: list[tuple[Any, ...]] = []
+
+    def resumed(self, manager: StepManager, values: dict[str, Any]) -> dict[str, Any]:
+        self.notes.append(("resumed", manager.restored_step, *values))
+        return {**values, "data": "instead"} if "data" in values else values
+
+    def told(self, manager: StepManager, loop: LoopState) -> None:
+        assert loop.last is not None
+        self.notes.append(("told", loop.step, sorted(loop.last), loop.metrics, manager.is_saved(loop.step)))
+
+
+@pytest.fixture
+def watching() -> Iterator[Watching]:
+    observer = Watching()
+    loop_observer.observe(observer)
+    yield observer
+    loop_observer.observe(None)
+
+
+def train(directory: Path, updates: int, data: Any) -> Any:
+    with jct.CheckpointCallback(directory, save_interval_steps=1) as ckpt:
+        state, given = ckpt.resume({"w": np.zeros(2)}, data)
+        for _ in ckpt.steps(updates):
+            state = {"w": state["w"] + 1}
+            ckpt(state, metrics={"loss": 0.5})
+    return given
+
+
+def test_it_is_told_what_a_loop_goes_on_from_and_of_each_update_before_that_is_saved(
+    watching: Watching, tmp_path: Path
+) -> None:
+    train(tmp_path, 1, jct.JsonValue(1))
+    train(tmp_path, 2, jct.JsonValue(2))
+    told = (["data", "state"], {"loss": 0.5}, False)
+    assert watching.notes == [
+        ("resumed", None, "state", "data"),
+        ("told", 1, *told),
+        ("resumed", 1, "state", "data"),
+        ("told", 2, *told),
+    ]
+
+
+def test_the_loop_gets_what_it_puts_in_the_place_and_what_is_saved_stays(watching: Watching, tmp_path: Path) -> None:
+    assert train(tmp_path, 1, jct.JsonValue([7])) == "instead"
+    assert jct.load_checkpointables(tmp_path / "step-0000000001", {"data": None})["data"] == jct.JsonValue([7])
+
+
+def test_an_error_of_the_observer_ends_the_call(watching: Watching, tmp_path: Path, monkeypatch: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(watching, "told", fail)
+    with pytest.raises(RuntimeError, match="seen"):
+        train(tmp_path, 1, jct.JsonValue(1))
+    assert jct.StepManager(tmp_path).steps == []
+
+
+def test_nobody_watches_unless_asked_to(tmp_path: Path) -> None:
+    data = jct.JsonValue(3)
+    assert train(tmp_path, 1, data) is data
+
+
+def test_a_loop_that_is_switched_off_is_not_watched(watching: Watching, tmp_path: Path) -> None:
+    with jct.CheckpointCallback(tmp_path, enabled=False) as ckpt:
+        ckpt.resume({"w": np.zeros(2)})
+        ckpt({"w": np.ones(2)})
+    assert watching.notes == []
