@@ -47,13 +47,16 @@ _HOMES = {
     "store.verify": ("VerifyReport",),
     "tree.flatten": ("PLACEHOLDER",),
 }  # fmt: skip
+_MODULES = ("testing",)
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = sorted(_HOME_OF)
+__all__ = sorted([*_HOME_OF, *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: `import jaxckpt_train` alone stays fast."""
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)

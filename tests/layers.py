@@ -4,6 +4,8 @@
 LAYERS = (
     "__init__",
     "hydra_plugin",
+    "pytest_plugin",
+    "testing",
     "callback",
     "callback_parts",
     "resuming",
@@ -35,7 +37,17 @@ LAYERS = (
 )
 # Which third parties a layer may import at all. What only adapters may import is in ADAPTERS.
 CORE = {"jax", "ml_dtypes", "msgspec", "numpy", "xxhash"}
-WITH_JAX = {"__init__", "callback", "callback_parts", "resuming", "loop_forms", "goodput_table", "steps", "checkpoint"}
+WITH_JAX = {
+    "__init__",
+    "testing",
+    "callback",
+    "callback_parts",
+    "resuming",
+    "loop_forms",
+    "goodput_table",
+    "steps",
+    "checkpoint",
+}
 WITH_JAX |= {"checkpoint_metadata", "checkpointables", "tree", "multihost"}
 ADAPTERS = {
     "blake3": {"store.digests"},
@@ -45,6 +57,7 @@ ADAPTERS = {
     "hydra": {"config_nodes", "hydra_plugin"},
     "opentelemetry": {"sinks.opentelemetry"},
     "prometheus_client": {"sinks.prometheus"},
+    "pytest": {"pytest_plugin"},
     "rich": {"goodput_table", "progress"},
 }
 # Never: code from a checkpoint must not run. The second line is for the disk, which only store/local.py touches.
@@ -60,6 +73,9 @@ MAY_TOUCH_THE_DISK = {
     "store.mailbox": "it finds pipes of other processes under /proc, and touches no disk",
     "store.shared_memory": "it finds memory of other processes under /proc, and touches no disk",
     "hydra_plugin": "it looks where its own presets lie, and touches no data",
+    "testing.processes": "it has what the processes of a proof print in files, and ends them",
+    "testing.record_files": "it has the records of a proof in a directory of their own; they are no checkpoint",
+    "testing.run_target": "it looks whether the script of a proof is there",
 }
 # What of `os` and `os.path` touches no disk. `environ` is not here either: no environment variable is a knob.
 OS_WITHOUT_DISK = {"PathLike", "_exit", "cpu_count", "fspath", "getpid", "path", "register_at_fork", "sep", "strerror"}

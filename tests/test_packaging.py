@@ -41,10 +41,11 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         jaxckpt_train.no_such_name  # noqa: B018 - reading the attribute is the test
 
 
-def test_no_module_has_a_public_name(repo_root: Path) -> None:
+def test_no_module_has_a_public_name_but_one_that_is_public_itself(repo_root: Path) -> None:
     # Importing jaxckpt_train.x puts the module x over whatever jaxckpt_train.x was before.
     modules = {entry.stem for entry in (repo_root / "jaxckpt_train").iterdir()}
-    assert modules & set(jaxckpt_train.__all__) == set()
+    assert modules & set(jaxckpt_train.__all__) == {"testing"}
+    assert jaxckpt_train.testing is importlib.import_module("jaxckpt_train.testing")
 
 
 def test_public_names_say_what_they_are_for() -> None:
@@ -111,6 +112,13 @@ def test_the_wheel_holds_the_package_its_presets_and_its_plugin(wheel: Path, rep
     wanted -= {"jaxckpt_train/hydra_plugin.py"}  # installed as the one in hydra_plugins
     assert {name for name in names if ".dist-info/" not in name} == wanted
     assert any(name.endswith("/licenses/LICENSE") for name in names)
+
+
+@pytest.mark.slow
+def test_pytest_finds_the_fixture_of_the_installed_wheel(installed: Path, run_python, tmp_path: Path) -> None:
+    program = "import pytest, sys; sys.exit(pytest.main(['--fixtures', '-q', '-p', 'no:cacheprovider', '.']))"
+    done = run_python(program, cwd=tmp_path, path=[installed])
+    assert "resume_proof -- " in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.slow

@@ -1,0 +1,35 @@
+"""Proofs whose runs all happen in this process, each after the other: an error ends those that are interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxckpt_train.steps import loop_observer
+from jaxckpt_train.testing.attempts import Runner
+from jaxckpt_train.testing.record_files import ProcessFiles, RecordWriter
+from jaxckpt_train.testing.recorder import InterruptedRunError, Recorder
+from jaxckpt_train.testing.resume_proof import ResumeProof, prove
+from jaxckpt_train.testing.run_target import ScriptTarget
+
+MakeRun = Callable[[Path], object]
+
+
+def prove_here(make_run: MakeRun, directory: Path, *kill_at: int) -> ResumeProof:
+    """As `assert_resume_exact(..., how="raise")`, without processes of their own, and of any function."""
+
+    def start(plan_file: Path, log: Path, timeout_s: float) -> int:
+        files, plan = ProcessFiles.of_plan(plan_file)
+        with contextlib.closing(RecordWriter(files)) as writer:
+            loop_observer.observe(Recorder(writer, plan))
+            try:
+                make_run(Path(plan.directory))
+            except InterruptedRunError:
+                return 1
+            finally:
+                loop_observer.observe(None)
+        return 0
+
+    not_run = ScriptTarget(())
+    return prove(Runner(not_run, directory, "raise", 60.0, start), kill_at)

@@ -1,0 +1,84 @@
+"""The files of a watched process: nothing is lost by a kill, values are kept up to a limit, and found again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.testing import record_files
+from jaxckpt_train.testing.record_files import ProcessFiles, RecordWriter
+from jaxckpt_train.testing.records import Leaf, Stopped, Update
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> ProcessFiles:
+    return ProcessFiles(tmp_path)
+
+
+@pytest.fixture
+def writer(files: ProcessFiles) -> Iterator[RecordWriter]:
+    with contextlib.closing(RecordWriter(files)) as writer:
+        yield writer
+
+
+def leaf(digest: str) -> Leaf:
+    return Leaf("uint8", (4,), digest)
+
+
+def test_records_are_read_back_while_the_process_still_writes(files: ProcessFiles, writer: RecordWriter) -> None:
+    update = Update(3, (), 0, {"loss": Leaf("float32", (), "d", b"\x00\x01\xff\n")}, {}, {"random": "a"})
+    writer.add(update)
+    writer.add(Stopped(3))
+    assert files.lines() == [update, Stopped(3)]
+
+
+def test_a_line_that_a_kill_has_cut_is_left_out(files: ProcessFiles, writer: RecordWriter) -> None:
+    writer.add(Stopped(3))
+    with open(files.folder / "records.jsonl", "ab") as file:
+        file.write(b'{"line":"upd')
+    assert files.lines() == [Stopped(3)]
+
+
+def test_a_process_that_was_killed_before_its_first_record_has_none(tmp_path: Path) -> None:
+    files = ProcessFiles(tmp_path / "none")
+    assert files.lines() == []
+    assert files.log_tail() == "  | (nothing)"
+
+
+def test_values_are_kept_once_each_and_found_again(files: ProcessFiles, writer: RecordWriter) -> None:
+    first = writer.keep(leaf("a"), lambda: b"aaaa", 4)
+    second = writer.keep(leaf("b"), lambda: b"bbbb", 4)
+    again = writer.keep(leaf("a"), lambda: pytest.fail("it is there already"), 4)
+    assert [files.value(each, 4) for each in (first, second, again)] == [b"aaaa", b"bbbb", b"aaaa"]
+    assert (files.folder / "values.bin").read_bytes() == b"aaaabbbb"
+    assert files.value(Leaf("uint8", (4,), "c", b"cccc"), 4) == b"cccc"
+
+
+def test_values_beyond_the_limit_are_not_kept_until_they_are_wanted_most(
+    files: ProcessFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_files, "MOST_VALUE_BYTES", 10)
+    with contextlib.closing(RecordWriter(files)) as writer:
+        kept = [writer.keep(leaf(digest), lambda: b"1234", 4) for digest in "abc"]
+        assert [files.value(each, 4) for each in kept] == [b"1234", b"1234", None]
+        writer.values_are_wanted()
+        assert files.value(writer.keep(leaf("d"), lambda: b"5678", 4), 4) == b"5678"
+
+
+def test_a_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
+    assert record_files.new_directory(tmp_path / "a" / "b") == tmp_path / "a" / "b"
+    (tmp_path / "a" / "b" / "file").touch()
+    with pytest.raises(jct.SettingsError, match="directory: expected a new or empty one, found files in"):
+        record_files.new_directory(tmp_path / "a" / "b")
+
+
+def test_what_is_below_a_directory_is_told_by_its_real_place(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert record_files.is_below(str(tmp_path / "link" / "run"), str(tmp_path / "real"))
+    assert record_files.is_below(str(tmp_path / "real"), str(tmp_path / "real"))
+    assert not record_files.is_below(str(tmp_path / "real-not"), str(tmp_path / "real"))
