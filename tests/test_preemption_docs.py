@@ -220,4 +220,5 @@ def test_the_command_of_the_job_of_kubernetes_leaves_as_process_1(
         assert time.monotonic() - asked_at < 25
     assert "KubernetesNotice" not in log
     events = [json.loads(each) for each in (tmp_path / "train" / "history.jsonl").read_text().splitlines()]
-    assert events[-1]["reason"] == "signal SIGTERM"
+    assert [event["event"] for event in events[-2:]] == ["preempted", "end"]
+    assert events[-2]["reason"] == "signal SIGTERM"
