@@ -18,7 +18,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-quick test-distributed lint types format bench bench-jobs bench-quick bench-torch kill-campaign crash-states block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes scale clean python-is-new-enough
+.PHONY: help venv demo test test-quick test-distributed lint types format bench bench-jobs bench-quick bench-torch kill-campaign crash-states block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes scale docs docs-plots clean python-is-new-enough
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
@@ -31,7 +31,7 @@ python-is-new-enough:
 $(STAMP): pyproject.toml constraints.txt jaxckpt_train/hydra_plugin.py | python-is-new-enough
 	@if [ "$$($(BIN)/python -c "import sys; print('%d.%d.%d' % sys.version_info[:3])" 2>/dev/null)" != "$(VERSION)" ]; then \
 		echo "making $(VENV) with Python $(VERSION)"; $(PYTHON) -m venv --clear $(VENV); fi
-	$(PIP) install -c constraints.txt -e '.[all,test,dev,bench]'
+	$(PIP) install -c constraints.txt -e '.[all,test,dev,bench,docs]'
 	@rm -f $(VENV)/.installed-*; touch $@
 
 venv: $(STAMP)  ## the environment with everything that the other targets need
@@ -132,6 +132,12 @@ $(TORCH_STAMP): benchmarks/torch-requirements.txt | python-is-new-enough
 
 scale: $(STAMP)  ## jobs of up to 100,000 processes, planned and simulated, and JAX's key-value store (some ten minutes)
 	$(BIN)/python -m benchmarks.scale
+
+docs: $(STAMP)  ## the site of the documentation, in build/site; a link that leads nowhere fails it
+	$(BIN)/python -m mkdocs build --strict --quiet
+
+docs-plots: $(STAMP)  ## draw the plots of docs/policies.md anew, from the policies themselves
+	$(BIN)/python -m benchmarks.policy_plots
 
 clean:  ## remove everything that was made
 	rm -rf $(VENV) .venv-torch build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
