@@ -54,14 +54,26 @@ class LoopForms(abc.ABC):
         """
         self._departure.wait(self.manager)
 
-    def as_hook(self, get_state: Any) -> LoopHook:
-        """A hook for loops that call `hook(step, t=None)` after each step, as clu's periodic actions are called.
+    def as_hook(self, get_state: Any, *, get_metrics: Any = None, first_step: int = 1) -> LoopHook:
+        """A hook for loops that call `hook(step, t=None)` after each update, as clu's periodic actions are called.
 
         Args:
             get_state: a function without arguments that returns the state to save.
+            get_metrics: one that returns its metrics; None: there are none.
+            first_step: with which `step` the hook is called after the very first update: 1, as in clu's documentation,
+                or 0, as in Flax's examples, which call `hook(step)` within `for step in range(...)`.
+
+        Raises:
+            SettingsError: `first_step` is neither 0 nor 1.
         """
-        return LoopHook(self, get_state)
+        return LoopHook(self, get_state, get_metrics, first_step)
 
     def on_step(self, info: Any, force: bool = False) -> None:
-        """A hook in Levanter's form: `info.state` after step number `info.step`, counted from 0."""
-        self.save(int(info.step) + 1, info.state, force=force)
+        """A hook in Levanter's form: `trainer.add_hook(ckpt.on_step, every=1)`.
+
+        Args:
+            info: has the `state` after the update number `step`, which is counted from 0. Of a state that says itself
+                what of it is to be saved, by a `saveable_state`, that is saved.
+            force: save it whatever the policy says.
+        """
+        self.save(int(info.step) + 1, getattr(info.state, "saveable_state", info.state), force=force)

@@ -2,29 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.value_checks import whole
 
 
 class LoopHook:
-    """Called with the number of completed updates after each of them.
+    """Called after each update, with the number that the loop has for it.
 
     Args:
         callback: the CheckpointCallback.
         get_state: returns the state to save.
+        get_metrics: returns the metrics of the update; None: there are none.
+        first_step: the number with which the loop calls its hooks after the very first update: 1, or 0 where it counts
+            from 0.
+
+    Raises:
+        SettingsError: `first_step` is neither 0 nor 1.
     """
 
-    def __init__(self, callback: Callable[..., Any], get_state: Callable[[], Any]) -> None:
-        self._callback, self._get_state = callback, get_state
+    def __init__(
+        self,
+        callback: Callable[..., Any],
+        get_state: Callable[[], Any],
+        get_metrics: Callable[[], Mapping[str, Any] | None] | None = None,
+        first_step: int = 1,
+    ) -> None:
+        self._callback, self._get_state, self._get_metrics = callback, get_state, get_metrics
+        self._first_step = whole(0, 1)("as_hook: first_step", first_step)
 
     def __call__(self, step: int, t: float | None = None) -> bool:
-        """Tell that `step` updates are complete.
+        """Tell that an update is complete.
 
         Args:
-            step: number of completed updates.
+            step: its number, as the loop counts.
             t: the time, which other hooks use and this one does not.
 
         Returns:
             Whether the step is being saved.
+
+        Raises:
+            SettingsError: the number is below that of the first update.
         """
-        return bool(self._callback(self._get_state(), step=step).saved)
+        completed = step + 1 - self._first_step
+        if completed < 1:
+            raise SettingsError(
+                f"hook({step}): expected {self._first_step} after the first update, or more after a later one: each "
+                "step would be saved under the label of the one before; for a loop that counts from 0 make the hook by "
+                "as_hook(get_state, first_step=0)"
+            )
+        metrics = None if self._get_metrics is None else self._get_metrics()
+        return bool(self._callback(self._get_state(), metrics=metrics, step=completed).saved)

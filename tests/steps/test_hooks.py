@@ -33,6 +33,42 @@ def test_a_hook_takes_no_state_from_a_step_of_a_disabled_callback(tmp_path: Path
         assert not ckpt.as_hook(lambda: state_of(1))(1)
 
 
+def test_a_hook_of_a_loop_that_counts_from_zero_saves_the_same_labels(tmp_path: Path) -> None:
+    with callback(tmp_path) as ckpt:
+        ckpt.resume(state_of(0))
+        current = [0]
+        hook = ckpt.as_hook(lambda: state_of(current[0]), first_step=0)
+        told = []
+        for step in range(5):
+            current[0] = step + 1
+            told.append(hook(step))
+    assert told == [False, True, False, True, False]
+    manager = jct.StepManager(tmp_path)
+    assert [(step, step_of(manager.restore(step=step))) for step in manager.steps] == [(2, 2), (4, 4), (5, 5)]
+
+
+def test_a_hook_that_would_save_each_update_under_the_label_of_the_one_before_is_refused(tmp_path: Path) -> None:
+    with callback(tmp_path) as ckpt:
+        ckpt.resume(state_of(0))
+        with pytest.raises(jct.SettingsError, match=r"hook\(0\): expected 1 after the first update.*first_step=0"):
+            ckpt.as_hook(lambda: state_of(1))(0)
+        with pytest.raises(jct.SettingsError, match="first_step: expected a whole number from 0 to 1, found 2"):
+            ckpt.as_hook(lambda: state_of(1), first_step=2)
+
+
+def test_a_hook_records_the_metrics_of_its_update(tmp_path: Path) -> None:
+    with callback(tmp_path) as ckpt:
+        ckpt.resume(state_of(0))
+        losses = {1: 3.0, 2: 0.5}
+        at = [0]
+        hook = ckpt.as_hook(lambda: state_of(at[0]), get_metrics=lambda: {"loss": losses[at[0]]})
+        for step in losses:
+            at[0] = step
+            hook(step)
+        ckpt.wait_until_finished()
+        assert ckpt.manager.metadata(2).metrics == {"loss": 0.5}
+
+
 def test_levanters_hook_counts_from_zero(tmp_path: Path) -> None:
     with callback(tmp_path) as ckpt:
         ckpt.resume(state_of(0))
@@ -42,6 +78,23 @@ def test_levanters_hook_counts_from_zero(tmp_path: Path) -> None:
         assert ckpt.manager.settle() is None
         assert ckpt.manager.steps == [2, 3]
         assert step_of(ckpt.manager.restore()) == 3
+
+
+def test_levanters_hook_saves_what_the_state_says_is_to_be_saved(tmp_path: Path) -> None:
+    trainable = SimpleNamespace(saveable_state=state_of(1), optimizer=print)
+    with callback(tmp_path) as ckpt:
+        ckpt.resume(state_of(0))
+        ckpt.on_step(SimpleNamespace(step=0, state=trainable), force=True)
+        ckpt.wait_until_finished()
+        assert step_of(ckpt.manager.restore()) == 1
+
+
+def test_levanters_hook_may_be_called_again_at_the_end_without_a_word_that_it_is_forced(tmp_path: Path) -> None:
+    with callback(tmp_path) as ckpt:
+        ckpt.resume(state_of(0))
+        for step in (0, 1, 2, 2):
+            ckpt.on_step(SimpleNamespace(step=step, state=state_of(step + 1)))
+    assert jct.StepManager(tmp_path).steps == [2, 3]
 
 
 def test_the_names_of_other_managers(tmp_path: Path) -> None:
