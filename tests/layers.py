@@ -5,6 +5,7 @@ LAYERS = (
     "__init__",
     "hydra_plugin",
     "pytest_plugin",
+    "loops",
     "testing",
     "callback",
     "callback_parts",
@@ -40,6 +41,7 @@ CORE = {"jax", "ml_dtypes", "msgspec", "numpy", "xxhash"}
 WITH_JAX = {
     "__init__",
     "testing",
+    "loops",
     "callback",
     "callback_parts",
     "resuming",

@@ -1,4 +1,4 @@
-"""What a run directory says of its steps, without a word to other processes."""
+"""What a run directory says of its steps, without a word to other processes; and letting go of those not kept."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Literal
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
 from jaxckpt_train.steps.followed_run import KnownRun
 from jaxckpt_train.steps.policy_arguments import metric_mode
+from jaxckpt_train.steps.policy_context import CheckpointInfo
 from jaxckpt_train.steps.ranking import rank_checkpoints
 from jaxckpt_train.steps.refusals import step_not_found
 from jaxckpt_train.steps.restoring import StepVanishedError, describe_listed
@@ -18,7 +19,7 @@ from jaxckpt_train.store.reader import Progress
 
 
 class StepListing:
-    """The committed steps of a run; the part of `StepManager` that changes nothing.
+    """The committed steps of a run; the part of `StepManager` that saves nothing and restores nothing.
 
     In a job each process answers by what process 0 has told it last; before the directory is taken, by the disk.
     """
@@ -45,6 +46,11 @@ class StepListing:
     def damaged(self) -> list[int]:
         """The steps that were set aside as damaged and not saved anew, lowest first; `restore(step=...)` tries one."""
         return sorted({entry.step for entry in self._known.damaged()} - set(self.steps))
+
+    @property
+    def infos(self) -> list[CheckpointInfo]:
+        """The committed steps as policies see them, lowest first."""
+        return sorted((entry.info() for entry in self._known.newest()), key=lambda info: info.step)
 
     def all_steps(self) -> list[int]:
         """As `steps`."""

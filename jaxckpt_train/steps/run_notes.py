@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.attempts import attempts_of
 from jaxckpt_train.steps.goodput import Goodput, goodput
 from jaxckpt_train.steps.history import History, metrics_to_json, plain_metrics
@@ -25,6 +26,8 @@ class RunNotes(StepListing, abc.ABC):
     Attributes:
         history: of the run, `history.jsonl` in its directory.
     """
+
+    settings: StoreSettings
 
     def __init__(self, directory: str, run: RunDirectory, together: Together, clock: Clock) -> None:
         super().__init__(directory, together.known)
@@ -70,6 +73,15 @@ class RunNotes(StepListing, abc.ABC):
         """Write into the history that the run was asked to leave, which step is saved, and what was chosen to do."""
         if self._together.leads:
             self.history.add("preempted", self._clock(), step=step, reason=reason, plan=plan)
+
+    def retain(self) -> None:
+        """Let go now of what the preservation policy does not keep any more; else the next commit does.
+
+        Raises:
+            DirectoryLockedError, StorageError: a live process owns the directory, or it cannot be taken.
+        """
+        self._check_open()
+        self._together.retain(is_durable=self.settings.durability == "full")
 
     def note_resume(self, step: int, resume_s: float) -> None:
         """Write into the history that the loop has its state: that of this step, 0: none was restored.

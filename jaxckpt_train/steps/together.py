@@ -161,6 +161,12 @@ class Together:
         elif self.leads:
             self._run.hold()
 
+    def retain(self, *, is_durable: bool) -> None:
+        """Have process 0 let go of what the policy does not keep; `is_durable`: whether the newest step surely is."""
+        self.hold()
+        let_go = functools.partial(self._run.retain, is_durable=is_durable)
+        self.led(f"letting steps of {self._directory} go", let_go, time.monotonic)
+
     def _take(self) -> bytes:
         self._run.own()
         return self._lock_there() or b""

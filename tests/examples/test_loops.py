@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from examples.loops import clu_hooks, flax_train_and_evaluate, levanter_hooks
+from examples.loops import clu_hooks, flax_train_and_evaluate, levanter_hooks, orbax_manager
 from tests.signal_handlers import WATCHED, handlers_put_back
 
 STEPS, ASKED_AT = 12, 7
@@ -88,4 +88,13 @@ def test_a_loop_that_was_asked_to_leave_goes_on_bit_for_bit(
     assert left.value.code == 75
     assert jct.StepManager(tmp_path / "asked").latest == ASKED_AT, "the label is the number of completed updates"
     assert as_bytes(loop(tmp_path / "asked", None)) == alone
+    assert jct.StepManager(tmp_path / "asked").latest == STEPS
+
+
+def test_a_loop_for_orbax_that_was_asked_to_leave_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    alone = as_bytes(orbax_manager.train(str(tmp_path / "alone"), STEPS))
+    with asking_in_update(orbax_manager, ASKED_AT):
+        orbax_manager.train(str(tmp_path / "asked"), STEPS)
+    assert jct.StepManager(tmp_path / "asked").latest == ASKED_AT
+    assert as_bytes(orbax_manager.train(str(tmp_path / "asked"), STEPS)) == alone
     assert jct.StepManager(tmp_path / "asked").latest == STEPS

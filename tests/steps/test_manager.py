@@ -35,6 +35,21 @@ def test_a_label_is_the_number_of_completed_updates(tmp_path: Path) -> None:
     assert [step_of(manager.restore(step=step)) for step in (0, 1, 7)] == [0, 1, 7]
 
 
+def test_the_steps_are_listed_as_policies_see_them(tmp_path: Path) -> None:
+    clock = Clock()
+    with jct.StepManager(tmp_path, clock=clock) as manager:
+        save_steps(manager, 5, metrics={"loss": 2.0})
+        manager.restore(step=5)
+        save_steps(manager, 7)
+        manager.attach_metrics(5, {"accuracy": 0.5})
+        manager.pin(7)
+        assert [(info.step, info.metrics, info.pinned) for info in manager.infos] == [
+            (5, {"loss": 2.0, "accuracy": 0.5}, False),
+            (7, None, True),
+        ]
+        assert manager.infos[0].time < manager.infos[1].time <= clock.now
+
+
 def test_a_save_tells_that_and_why_it_was_made(tmp_path: Path) -> None:
     policy = jct.FixedIntervalPolicy(10)
     with jct.StepManager(tmp_path, save_decision_policy=policy) as manager:

@@ -252,6 +252,20 @@ def test_pinned_steps_stay_until_they_are_let_go(tmp_path: Path) -> None:
         assert manager.steps == [5]
 
 
+@pytest.mark.parametrize("durability", ["full", "none"])
+def test_what_is_not_kept_any_more_can_go_before_the_next_commit(tmp_path: Path, durability: Any) -> None:
+    settings = jct.StoreSettings(durability=durability)
+    made_run(tmp_path, 1, 2, 3, settings=settings)
+    manager = jct.StepManager(tmp_path, preservation_policy=jct.CustomSteps([1]), settings=settings)
+    assert manager.steps == [1, 2, 3]
+    with manager:
+        manager.retain()
+        assert manager.steps == [1, 3], "and the newest, which always stays"
+    assert step_directories(tmp_path) == ["step-0000000001", "step-0000000003"]
+    with pytest.raises(jct.SettingsError, match="closed"):
+        manager.retain()
+
+
 def test_a_step_that_is_being_read_stays_until_it_is_read(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as manager:
         save_steps(manager, 1)
