@@ -18,16 +18,15 @@ from jaxckpt_train.exit_code import is_success
 from jaxckpt_train.goodput_table import print_goodput
 from jaxckpt_train.loop_forms import LoopForms
 from jaxckpt_train.notices.source import NoticeSource
-from jaxckpt_train.pending import call_within
 from jaxckpt_train.progress import progress_line, wants_progress
 from jaxckpt_train.resuming import initialise, restore
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings
 from jaxckpt_train.sinks.feed import Sink
 from jaxckpt_train.steps import loop_observer
-from jaxckpt_train.steps.attempts import CLOSED, FINISHED, PREEMPTED
+from jaxckpt_train.steps.attempts import CLOSED, FINISHED
 from jaxckpt_train.steps.besides import closing_besides
 from jaxckpt_train.steps.data_mismatch import OnMismatch, refuse_unsavable
-from jaxckpt_train.steps.departure import NOTE_S, NOTHING_NEW
+from jaxckpt_train.steps.departure import NOTHING_NEW
 from jaxckpt_train.steps.goodput import Goodput
 from jaxckpt_train.steps.history import savable_metrics
 from jaxckpt_train.steps.loop_state import LoopState, refuse_to_continue
@@ -38,6 +37,10 @@ from jaxckpt_train.steps.step_save import SaveResult
 _log = logging.getLogger("jaxckpt_train")
 _NOT_DUE, _DISABLED = SaveResult(False, "not due"), SaveResult(False, "disabled")
 _MISSING: Any = object()
+
+
+def _failure(error: BaseException | None) -> str | None:
+    return None if error is None or is_success(error) else type(error).__name__
 
 
 class CheckpointCallback(LoopForms):
@@ -98,6 +101,7 @@ class CheckpointCallback(LoopForms):
         self._started = self._closed = self._resumed = False
         self._made_at = time.monotonic()
         self._saved: int | None = None
+        self._failed_with: str | None = None
         self._loop = LoopState(warns=enabled)
 
     @classmethod
@@ -134,9 +138,9 @@ class CheckpointCallback(LoopForms):
             self.manager.all_do("looking at the data", lambda: refuse_unsavable(data))
             with self._departure.leaving_a_load(self.manager):
                 values = self._begin(values)
+                resume_s, heeded = time.monotonic() - self._made_at, self._departure.heeded(None)
+                self.manager.note_resume(self._saved or 0, resume_s, heeded)
             self._loop.begin(values, completed=self._saved or 0)
-            took_s = time.monotonic() - self._made_at
-            call_within(lambda: self.manager.note_resume(self._loop.completed, took_s), NOTE_S)
             values = loop_observer.resumed(self.manager, values)
         found = tuple(values.values())
         return found[0] if len(found) == 1 else found
@@ -305,7 +309,7 @@ class CheckpointCallback(LoopForms):
             CorruptCheckpointError, StorageError: the history cannot be read.
         """
         found = self.manager.goodput() if self.enabled else Goodput()
-        if show and self.manager.leads:
+        if show and self.enabled and self.manager.leads:
             print_goodput(found)
         return found
 
@@ -328,6 +332,8 @@ class CheckpointCallback(LoopForms):
             self._closed = True
             try:
                 if self.enabled:
+                    if not self.preempted:
+                        self.manager.ends_as(self._failed_with or (FINISHED if self._loop.finished() else CLOSED))
                     with progress_line("finishing the save", None, wants_progress(self._progress)):
                         self._departure.close(self.manager)
             finally:
@@ -340,38 +346,32 @@ class CheckpointCallback(LoopForms):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        leaving = None
+        leaving, self._failed_with = None, _failure(error)
         self._departure.ends_process |= isinstance(error, SystemExit)
         with closing_besides(error, self.manager.directory):
             try:
                 if error is None:
                     self._save_last()
                     leaving = self._leave_unless_finished()
+            except BaseException as failed:
+                self._failed_with = _failure(failed)
+                raise
             finally:
-                self.manager.ends_as(self._end_of(error))
                 self.close()
         if leaving is not None:
             raise leaving
 
-    def _end_of(self, error: BaseException | None) -> str:
-        """What the history says of how this process has ended."""
-        if self.preempted:
-            return PREEMPTED
-        if error is not None and not is_success(error):
-            return type(error).__name__
-        return FINISHED if self._loop.finished() else CLOSED
-
     def _leave_unless_finished(self) -> BaseException | None:
         """What says that it has left. A loop that was asked to and broke off by itself has not finished, either."""
-        left = self.enabled and self._started and not self.preempted and not self._loop.finished()
-        if left and self._watch.reached():
+        left = self.enabled and self._started and not self.preempted
+        if left and (self._departure.loses or not self._loop.finished()) and self._watch.reached():
             self._departure.finish(self.manager)
             self._departure.decide(self.manager)
         return self._departure.error() if self.preempted else None
 
     def _save_last(self) -> None:
         """On a normal end: the last completed update, exactly once."""
-        is_over = not self.enabled or self._closed or self._departure.is_late
+        is_over = not self.enabled or self._closed or self.preempted or self._departure.is_late
         if is_over or not self._save_on_exit or self._loop.last is None or self._is_saved():
             return
         if self._loop.has_begun_another():

@@ -45,15 +45,15 @@ def manager_of(given: Arguments, policy: SavePolicy) -> StepManager:
 
 def watch_of(given: Arguments, manager: StepManager) -> PreemptionWatch:
     """What watches for requests to leave."""
-    grace_s = given["grace_period_s"]
+    grace_s, limit_s = given["grace_period_s"], given["max_run_time_s"]
     return PreemptionWatch(
         current(),
         service=preemption_service() if given["enabled"] else None,
         signals=tuple(given["signals"]),
         notice_file=given["notice_file"],
-        max_run_time_s=given["max_run_time_s"],
+        max_run_time_s=limit_s,
         sources=build_notices("checkpoint.notices", given["notices"]),
-        leave_early_s=lambda: manager.leave_early_s(DEFAULT_GRACE_S) if grace_s is None else float(grace_s),
+        leave_early_s=lambda: manager.leave_early_s(DEFAULT_GRACE_S, limit_s) if grace_s is None else float(grace_s),
     )
 
 

@@ -108,7 +108,7 @@ class CheckpointConfig:
         grace_period_s: seconds between a request to leave and the end of the process. A save that cannot be committed
             by shortly before is given up, and the process ends by itself. None: not known; a save is waited for.
             `max_run_time_s` is left so much earlier (None: 30 s).
-        exit_code: of a process that left on request; where it is 0 and a save was given up: 1.
+        exit_code: of a process that left on request; where it is 0 and no time was left for a save: 1.
         data_on_mismatch: the position of `data` does not fit its iterator, as in a job of another number of processes:
             "error"; "restart": the data begins anew; "skip": so it does, and an element for each completed update is
             taken from it and dropped.

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
-import msgspec
-
-from jaxckpt_train.steps.save_costs import Failures
+from jaxckpt_train.steps.run_events import RunEvent
 
 RUNNING, KILLED = "running", "killed"  # as nobody has said how it ended
-PREEMPTED, FINISHED, CLOSED = "preempted", "finished", "closed"
+PREEMPTED, LATE, FINISHED, CLOSED = "preempted", "late", "finished", "closed"
 
 
-class _Event(msgspec.Struct):
-    """What is looked at of an event; the rest of it may be anything."""
+@dataclasses.dataclass
+class Stretch:
+    """Updates that one process did one after the other, from a step that it took up.
 
-    event: str
-    time: datetime.datetime
-    step: int | None = None
-    ok: bool | None = None
-    how: str | None = None
-    blocked_s: float = 0.0
-    save_s: float = 0.0
-    decide_s: float = 0.0
-    wait_s: float = 0.0
-    restore_s: float = 0.0
-    resume_s: float = 0.0
-    process_age_s: float | None = None
-    cost_s: float | None = None
+    Attributes:
+        first: the step that it went on from.
+        last: how many updates were complete when it was last heard of.
+        saved: the steps that were committed meanwhile, each above the one before.
+    """
+
+    first: int
+    last: int
+    saved: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def safe(self) -> int:
+        """The last step of it that a later process can go on from."""
+        return self.saved[-1] if self.saved else self.first
 
 
 @dataclasses.dataclass
@@ -41,24 +39,25 @@ class Attempt:
     Attributes:
         began: when it was made, where that is known, or took the directory.
         ended: when it let go of the directory; of one that was killed, when it was last heard of.
-        how: "finished", "preempted", "closed", "killed", "running", or the error that it ended with.
-        first_step: the step that it went on from; 0: it began from scratch.
-        last_step: how many updates were complete when it was last heard of.
+        how: "finished", "preempted", "late" (asked to leave, without the time for a save), "closed", "killed",
+            "running", or the error that it ended with.
+        stretches: its updates. None: it had no state yet when it ended. More than one: it went back in between.
         saves: how many saves were committed.
         failed_saves: how many were not.
         blocked_s: seconds that saves held up the loop.
         to_resume_s: seconds from `began` until the loop had its state.
+        follows: the step that was last committed before it began; 0: none was.
     """
 
     began: datetime.datetime
     ended: datetime.datetime
     how: str = RUNNING
-    first_step: int = 0
-    last_step: int = 0
+    stretches: list[Stretch] = dataclasses.field(default_factory=list)
     saves: int = 0
     failed_saves: int = 0
     blocked_s: float = 0.0
     to_resume_s: float = 0.0
+    follows: int = 0
     has_resumed: bool = False
 
     @property
@@ -66,86 +65,102 @@ class Attempt:
         """Seconds that it lived, as far as is known."""
         return max(0.0, (self.ended - self.began).total_seconds())
 
-    def hear(self, event: _Event) -> None:
+    @property
+    def safe_step(self) -> int:
+        """The step that whoever came next could go on from."""
+        return self.stretches[-1].safe if self.stretches else self.follows
+
+    @property
+    def has_lost_work(self) -> bool:
+        """Whether it had its state, and ended without the chance to save: killed, late, or with an error."""
+        return bool(self.stretches) and self.how not in (FINISHED, CLOSED, PREEMPTED, RUNNING)
+
+    def hear(self, event: RunEvent) -> None:
         """Take note of an event of it."""
         kind, step = event.event, event.step
         if kind not in ("restore", "resumed", "save", "progress", "preempted", "end"):
             return
         self.ended = max(self.ended, event.time)
-        if kind == "restore" and step is not None and not self.has_resumed:
-            self.first_step = self.last_step = step
-            self.to_resume_s = (event.time - self.began).total_seconds()
-        elif kind == "resumed" and step is not None:
-            self._resumed(event, step)
+        if kind in ("restore", "resumed"):
+            self._resumed(event)
         elif kind == "save":
-            self.saves, self.failed_saves = self.saves + bool(event.ok), self.failed_saves + (not event.ok)
-            self.blocked_s += event.blocked_s
-        elif kind in (PREEMPTED, "end"):
-            self.how = PREEMPTED if kind == PREEMPTED or self.how == PREEMPTED else event.how or CLOSED
-        if kind in ("save", "progress", "end") and step is not None:
-            self.last_step = max(self.last_step, step)
+            self._saved(event)
+        elif kind == PREEMPTED:
+            self.how = PREEMPTED
+        elif step is not None:
+            self.came_to(step)
+        if kind == "end" and (self.how != PREEMPTED or event.how not in (None, CLOSED)):
+            self.how = event.how or CLOSED
 
-    def _resumed(self, event: _Event, step: int) -> None:
-        self.has_resumed, self.first_step, self.last_step = True, step, step
-        if event.process_age_s is not None:
-            self.began = min(self.began, event.time - datetime.timedelta(seconds=event.process_age_s))
-        self.to_resume_s = max(event.resume_s, (event.time - self.began).total_seconds())
+    def takes_up(self, step: int) -> None:
+        """It goes on from this step; to be told so twice, by the restore and by the loop, changes nothing."""
+        if not self.stretches or not self.stretches[-1].first == self.stretches[-1].last == step:
+            self.stretches.append(Stretch(step, step))
+
+    def came_to(self, step: int) -> Stretch:
+        """So many updates are complete."""
+        if not self.stretches:  # nobody has said where it began
+            self.takes_up(min(self.follows, step))
+        stretch = self.stretches[-1]
+        stretch.last = max(stretch.last, step)
+        return stretch
+
+    def _resumed(self, event: RunEvent) -> None:
+        is_first = not self.stretches
+        if event.completed is not None:
+            self.came_to(event.completed)
+        if event.step is not None:
+            self.takes_up(event.step)
+        if self.has_resumed or not (is_first or event.event == "resumed"):
+            return
+        if event.event == "resumed":
+            self.has_resumed = True
+            if event.process_age_s is not None:
+                self.began = min(self.began, event.time - datetime.timedelta(seconds=event.process_age_s))
+        self.to_resume_s = max(0.0, event.resume_s, (event.time - self.began).total_seconds())
+
+    def _saved(self, event: RunEvent) -> None:
+        self.saves, self.failed_saves = self.saves + bool(event.ok), self.failed_saves + (not event.ok)
+        self.blocked_s += event.blocked_s
+        step = event.step
+        if step is None:
+            return
+        stretch = self.came_to(step)
+        if event.ok:
+            if step < stretch.first or (stretch.saved and step <= stretch.safe):  # they are committed in order
+                stretch = Stretch(step, step)
+                self.stretches.append(stretch)
+            stretch.saved.append(step)
 
 
 def attempts_of(
-    events: Iterable[Mapping[str, Any]], running: tuple[int, datetime.datetime] | None = None
+    events: Iterable[RunEvent],
+    running: tuple[int | None, datetime.datetime] | None = None,
+    *,
+    is_live: bool = False,
 ) -> list[Attempt]:
     """The processes that these events of one run tell of, in order.
 
     Args:
         events: oldest first.
-        running: of the last one, if it is at work: how many updates are complete, and the time.
+        running: of the last one, if it is this process: how many updates are complete (None: it has no state yet), and
+            the time.
+        is_live: whether the last one is at work, here or elsewhere.
     """
     found: list[Attempt] = []
-    for event in _typed(events):
+    for event in events:
         if event.event == "start":
-            found.append(Attempt(event.time, event.time))
+            follows = found[-1].safe_step if found else 0
+            found.append(Attempt(event.time, event.time, follows=follows))
+            if event.step is not None:  # it had restored that before
+                found[-1].takes_up(event.step)
         elif found:
             found[-1].hear(event)
     if running is not None and found and found[-1].how == RUNNING:
-        found[-1].last_step, found[-1].ended = max(found[-1].last_step, running[0]), running[1]
-    for attempt in found if running is None else found[:-1]:
+        completed, now = running
+        found[-1].ended = max(found[-1].ended, now)
+        if completed is not None:
+            found[-1].came_to(completed)
+    for attempt in found[:-1] if is_live or running is not None else found:
         attempt.how = KILLED if attempt.how == RUNNING else attempt.how
     return found
-
-
-def _typed(events: Iterable[Mapping[str, Any]]) -> Iterable[_Event]:
-    for event in events:
-        with contextlib.suppress(msgspec.ValidationError):
-            yield msgspec.convert(event, _Event)
-
-
-@dataclasses.dataclass(frozen=True)
-class Past:
-    """What earlier processes of a run tell a new one.
-
-    Attributes:
-        failures: how often, and in which time, it has failed.
-        cost_s: what a save cost the loop; None: not known.
-        duration_s: the longest of the last saves, from its begin until it was committed; None: not known.
-    """
-
-    failures: Failures = dataclasses.field(default_factory=Failures)
-    cost_s: float | None = None
-    duration_s: float | None = None
-
-    @classmethod
-    def of(cls, events: Iterable[Mapping[str, Any]], last: int = 6) -> Past:
-        """Read it from the events of a run, of which none is of a process that is at work."""
-        listed = [*events]
-        attempts = attempts_of(listed)
-        failures = Failures(sum(lost_work(each) for each in attempts), sum(each.wall_s for each in attempts))
-        saves = [event for event in _typed(listed) if event.event == "save" and event.ok][-last:]
-        costs = [event.cost_s for event in saves if event.cost_s is not None]
-        took = [event.save_s - event.decide_s - event.wait_s for event in saves if event.save_s]
-        return cls(failures, costs[-1] if costs else None, max(took, default=None))
-
-
-def lost_work(attempt: Attempt) -> bool:
-    """Whether it ended without the chance to save: killed, or with an error."""
-    return attempt.how not in (FINISHED, CLOSED, PREEMPTED, RUNNING)

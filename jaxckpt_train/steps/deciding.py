@@ -8,11 +8,11 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxckpt_train.steps.attempts import Past
 from jaxckpt_train.steps.history import plain_metrics
 from jaxckpt_train.steps.in_flight import InFlight
 from jaxckpt_train.steps.job_decisions import JobDecisions, decided_alone
 from jaxckpt_train.steps.leaving_plan import Situation
+from jaxckpt_train.steps.past import Past
 from jaxckpt_train.steps.policy_context import CheckpointInfo, Decision, DecisionContext, SavePolicy, decide
 from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.steps.save_costs import Failures, SaveCosts
@@ -106,6 +106,7 @@ class Decider:
 
     def situation(self, left_s: float | None, unsaved: int) -> Situation:
         """What is known when the job has been asked to leave, with this update complete and not saved."""
+        self._run.log.completed = unsaved  # it may be told of nowhere else
         running, committed, costs = self._in_flight.running_info(), self._run.infos(), self.costs()
         return Situation(
             left_s,

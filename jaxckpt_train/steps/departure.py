@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterator
 
 from jaxckpt_train.errors import CheckpointTimeoutError, Preempted
 from jaxckpt_train.pending import call_within
+from jaxckpt_train.steps.attempts import LATE, PREEMPTED
+from jaxckpt_train.steps.leaving_plan import LeavingPlan
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.preemption import PreemptionWatch
+from jaxckpt_train.steps.run_log import NOTE_S
 from jaxckpt_train.steps.step_save import SaveResult
 from jaxckpt_train.store.reader import Progress
 
 _log = logging.getLogger("jaxckpt_train")
 # Of the grace period: what it takes to end a process in which JAX has been at work.
 ENDING_SHARE, MOST_ENDING_S = 0.4, 2.0
-NOTE_S = 60.0
 NOTHING_NEW = SaveResult(False, "nothing new to save")
 
 
@@ -31,6 +33,12 @@ class Departure:
         grace_period_s: seconds from the request until something else ends the process; None: not known.
         exit_code: of a process that left on request.
         raises: whether `Preempted` is raised instead of SystemExit.
+
+    Attributes:
+        is_late: whether a save was given up.
+        loses: whether one was, or was not begun, for want of time.
+        preempted: what says that it has left.
+        ends_process: whether it leaves by SystemExit.
     """
 
     def __init__(
@@ -41,11 +49,11 @@ class Departure:
         raises: Callable[[], bool],
     ) -> None:
         self._watch = watch
-        self.is_late = False
         self._grace_period_s, self._exit_code, self._raises = grace_period_s, exit_code, raises
         self.preempted: Preempted | None = None
         self._ends_at: float | None = None
-        self._plan: str | None = None
+        self.is_late = self.loses = False
+        self._plans: dict[str, None] = {}  # in their order
         self.ends_process = False
 
     def is_time_up(self) -> bool:
@@ -76,25 +84,31 @@ class Departure:
         Raises:
             The original error of the last save, if it failed: of the one under way, if `save` begins none.
         """
-        plan = manager.plan_to_leave(self.left_s(), unsaved)
-        self._plan = plan.why
-        _log.warning("leaving: %s", plan.why)
+        plan = self._choose(manager, unsaved)
         try:
             before = manager.settle(self.left_s())
             if before is not None:
                 _log.error("the save before failed", exc_info=before)
-            is_due = plan.saves or unsaved is None or manager.agreed(before is not None)
-            result = save(self.left_s()) if is_due else SaveResult(False, plan.why)
+            if unsaved is not None and plan.waits and manager.agreed(plan.saves or before is not None):
+                plan = self._choose(manager, unsaved)  # more is known now: how long that took, and how it has ended
+            result = save(self.left_s()) if plan.saves or unsaved is None else SaveResult(False, plan.why)
             failure = manager.settle(self.left_s()) or (None if result.saved else before)
         except CheckpointTimeoutError as error:
             self._give_up(manager, error)
             return SaveResult(False, f"given up: {error}")
+        self.loses |= plan.loses
         if failure is not None:
             raise failure
         return result
 
+    def _choose(self, manager: StepManager, unsaved: int | None) -> LeavingPlan:
+        plan = manager.plan_to_leave(self.left_s(), unsaved)
+        self._plans[plan.why] = None
+        _log.warning("leaving: %s", plan.why)
+        return plan
+
     def _give_up(self, manager: StepManager, error: CheckpointTimeoutError) -> None:
-        self.is_late = True
+        self.is_late = self.loses = True
         manager.give_up(self._exit_code or 1)
         _log.error("asked to leave by %s, and given up: %s", self._watch.reason, error)
 
@@ -128,6 +142,8 @@ class Departure:
         try:
             if not self.is_late:
                 failure = self._last_failure(manager)
+            if failure is not None:
+                manager.ends_as(type(failure).__name__)
         finally:  # whatever ended the wait: who saves lets go then
             manager.close(self.left_s(), self.is_time_up, waits=False)
         if failure is not None:
@@ -195,13 +211,14 @@ class Departure:
         """From now on the run is over; says so, with the step that is committed."""
         step, reason = manager.latest, self._watch.reason
         saved = "no step is saved" if step is None else f"step {step} is saved"
-        code = self._exit_code or int(self.is_late)  # what was given up is no success
+        code = self._exit_code or int(self.loses)  # what was given up, or not even begun, is no success
+        manager.ends_as(LATE if self.loses else PREEMPTED)
         self.preempted = Preempted(f"asked to leave by {reason}; {saved}", step, code)
         _log.warning("%s", self.preempted)
         self._watch.leaves(step, self.left_s())
         if not self.is_late:  # else its disk may not answer; nor may it now
             left_s = self.left_s()
-            note = functools.partial(manager.note_preemption, step, str(reason), self._plan)
+            note = functools.partial(manager.note_preemption, step, str(reason), "; ".join(self._plans) or None)
             call_within(note, NOTE_S if left_s is None else min(left_s, NOTE_S))
 
     def error(self) -> BaseException:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
+import collections
 import dataclasses
 import datetime
+import itertools
 from collections.abc import Sequence
 
-from jaxckpt_train.steps.attempts import Attempt
+from jaxckpt_train.steps.attempts import Attempt, Stretch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,11 +18,12 @@ class AttemptGoodput:
 
     Attributes:
         began, ended: when; of one that was killed, when it was last heard of.
-        how: how it ended: "finished", "preempted", "closed", "killed", "running", or an error.
-        first_step: the step that it went on from.
-        last_step: how many updates were complete when it was last heard of.
-        useful_steps: of its updates those that a later process went on from, or that nobody had to do again.
-        redone_steps: those that were lost, and done again.
+        how: how it ended: "finished", "preempted", "late" (asked to leave, without the time for a save), "closed",
+            "killed", "running", or an error.
+        first_step: the step that it went on from first. None: it had no state yet when it ended.
+        last_step: how many updates were complete when it was last heard of; None as before.
+        useful_steps: of its updates those that what the run has now descends from.
+        redone_steps: those that were lost, and done again or to be done again.
         saves: how many were committed.
         blocked_s: seconds that they held up the loop.
         to_resume_s: seconds until the loop had its state.
@@ -30,8 +34,8 @@ class AttemptGoodput:
     began: datetime.datetime
     ended: datetime.datetime
     how: str
-    first_step: int
-    last_step: int
+    first_step: int | None
+    last_step: int | None
     useful_steps: int
     redone_steps: int
     saves: int
@@ -66,22 +70,18 @@ class Goodput:
     @property
     def share(self) -> float:
         """The useful part of the run's time."""
-        return self.useful_s / self.wall_s if self.wall_s > 0 else 0.0
+        return min(1.0, self.useful_s / self.wall_s) if self.wall_s > 0 else 0.0  # clocks may be set back
 
 
 def goodput(attempts: Sequence[Attempt]) -> Goodput:
     """The goodput of a run, of which these are the processes in order."""
-    rated: list[AttemptGoodput] = []
-    kept: int | None = None  # the lowest step that a later process went on from
-    following: Attempt | None = None
-    for attempt in reversed(attempts):
-        rated.append(_rated(attempt, following, kept))
-        kept = attempt.first_step if kept is None else min(kept, attempt.first_step)
-        following = attempt
-    if not rated:
+    if not attempts:
         return Goodput()
-    rated.reverse()
-    wall_s = max(0.0, (max(each.ended for each in rated) - rated[0].began).total_seconds())
+    _complete(attempts)
+    stretches = [stretch for attempt in attempts for stretch in attempt.stretches]
+    useful = iter(_useful(stretches))
+    rated = [_rated(attempt, sum(next(useful) for _ in attempt.stretches)) for attempt in attempts]
+    wall_s = max(0.0, (max(each.ended for each in rated) - min(each.began for each in rated)).total_seconds())
     return Goodput(
         tuple(rated),
         useful_steps=sum(each.useful_steps for each in rated),
@@ -95,19 +95,58 @@ def goodput(attempts: Sequence[Attempt]) -> Goodput:
     )
 
 
-def _rated(attempt: Attempt, following: Attempt | None, kept: int | None) -> AttemptGoodput:
-    # One that was killed may have come further than was heard of it, as the next one tells.
-    first = attempt.first_step
-    last = max(first, attempt.last_step, 0 if following is None else following.first_step)
-    useful = last - first if kept is None else max(0, min(last, kept) - first)
-    steps = last - first
+def _complete(attempts: Sequence[Attempt]) -> None:
+    """One that was killed may have come further than was heard of it: to where the next one went on."""
+    committed = set[int]()  # as far as anybody has said so
+    for attempt, following in itertools.pairwise(attempt for attempt in attempts if attempt.stretches):
+        for stretch in attempt.stretches:
+            committed.update([stretch.first, *stretch.saved])
+        last, taken_up = attempt.stretches[-1], following.stretches[0].first
+        if taken_up > last.last and taken_up not in committed:
+            last.last = taken_up
+
+
+def _useful(stretches: Sequence[Stretch]) -> list[int]:
+    """Of each stretch, how many of its updates are among those that what the run has now descends from."""
+    had_in: dict[int, list[int]] = collections.defaultdict(
+        list
+    )  # by committed steps; the numbers of stretches, in order
+    for number, stretch in enumerate(stretches):
+        for step in (stretch.first, *stretch.saved):
+            had_in[step].append(number)
+    useful = [0] * len(stretches)
+    number = len(stretches) - 1
+    at = stretches[-1].last if stretches else 0
+    while number >= 0:
+        useful[number] = at - stretches[number].first
+        at = stretches[number].first
+        number = _origin(stretches, number, had_in[at])
+    return useful
+
+
+def _origin(stretches: Sequence[Stretch], number: int, had_in: Sequence[int]) -> int:
+    """The number of the stretch from which this one went on: the last before it that had its first step committed.
+
+    If none is known to have, the last one that reached it; -1: there is none, it began from scratch.
+    """
+    step, before = stretches[number].first, bisect.bisect_left(had_in, number)
+    if step == 0:
+        return -1
+    if before:
+        return had_in[before - 1]
+    reached = (each for each in range(number - 1, -1, -1) if stretches[each].first <= step <= stretches[each].last)
+    return next(reached, -1)
+
+
+def _rated(attempt: Attempt, useful: int) -> AttemptGoodput:
+    steps = sum(stretch.last - stretch.first for stretch in attempt.stretches)
     in_loop_s = max(0.0, attempt.wall_s - attempt.to_resume_s - attempt.blocked_s)
     return AttemptGoodput(
         began=attempt.began,
         ended=attempt.ended,
         how=attempt.how,
-        first_step=first,
-        last_step=last,
+        first_step=attempt.stretches[0].first if attempt.stretches else None,
+        last_step=attempt.stretches[-1].last if attempt.stretches else None,
         useful_steps=useful,
         redone_steps=steps - useful,
         saves=attempt.saves,

@@ -38,10 +38,14 @@ class LeavingPlan:
     Attributes:
         saves: whether the last completed update is saved.
         why: as text, for the log and the history.
+        waits: whether there is a save under way; once it has ended more is known.
+        loses: whether there is no time to save updates for which that would be worth it.
     """
 
     saves: bool
     why: str
+    waits: bool = False
+    loses: bool = False
 
 
 def choose(now: Situation) -> LeavingPlan:
@@ -52,42 +56,47 @@ def choose(now: Situation) -> LeavingPlan:
     not known is tried, and so is whatever can be where nothing is committed yet.
     """
     if now.unsaved is None:
-        waits = "nothing new to save" if now.running is None else f"finishing the save of step {now.running}"
-        return LeavingPlan(False, waits)
-    new = f"saving step {now.unsaved}"
-    first = "" if now.running is None else f"finishing the save of step {now.running}, then "
+        why = "nothing new to save" if now.running is None else f"finishing the save of step {now.running}"
+        return LeavingPlan(False, why, now.running is not None)
+    new, waits = f"saving step {now.unsaved}", now.running is not None
+    first = f"finishing the save of step {now.running}, then " if waits else ""
     if now.left_s is None:
-        return LeavingPlan(True, f"{first}{new}: no time limit is known")
+        return LeavingPlan(True, f"{first}{new}: no time limit is known", waits)
     if now.save_s is None:
-        return LeavingPlan(True, f"{first}{new}: how long a save takes is not known yet")
+        return LeavingPlan(True, f"{first}{new}: how long a save takes is not known yet", waits)
     if now.running is not None and now.step_s is not None:
         behind = now.unsaved - now.running
         if behind * now.step_s <= now.save_s:
             return LeavingPlan(
                 False,
-                f"finishing the save of step {now.running}, which is fresh enough: doing {behind} updates again takes "
-                f"{behind * now.step_s:.3g} s, saving step {now.unsaved} {now.save_s:.3g} s",
+                f"finishing the save of step {now.running}, which is fresh enough: doing {_updates(behind)} again "
+                f"takes {behind * now.step_s:.3g} s, saving step {now.unsaved} {now.save_s:.3g} s",
+                waits,
             )
     rest_s = 0.0 if now.running is None else max(0.0, now.save_s - now.running_for_s)
     needed_s = MARGIN * (rest_s + now.save_s) + MARGIN_S
     time = f"{needed_s:.3g} s of {now.left_s:.3g} s are needed"
     if needed_s <= now.left_s or (now.committed is None and now.running is None):
-        return LeavingPlan(True, f"{first}{new}: {time}")
-    kept = f"step {now.committed} stays the last one"
-    if now.running is not None:
-        kept = f"finishing the save of step {now.running}"
-    return LeavingPlan(False, f"{kept}: no time to save step {now.unsaved}, {time}")
+        return LeavingPlan(True, f"{first}{new}: {time}", waits)
+    kept = f"finishing the save of step {now.running}" if waits else f"step {now.committed} stays the last one"
+    return LeavingPlan(False, f"{kept}: no time to save step {now.unsaved}, {time}", waits, loses=True)
 
 
-def leave_early_s(save_s: float | None, step_s: float | None, unknown_s: float) -> float:
+def _updates(number: int) -> str:
+    return "1 update" if number == 1 else f"{number} updates"
+
+
+def leave_early_s(save_s: float | None, step_s: float | None, unknown_s: float, limit_s: float | None = None) -> float:
     """How many seconds before a time limit a job has to be asked to leave, for its last save to end within it.
 
     Args:
         save_s: that a save takes until it is committed; None: not known.
         step_s: that an update takes; None: not known.
         unknown_s: what is taken as long as a save was not seen.
+        limit_s: the time limit, of which half is left to train in, or no job would ever get further; None: not known.
     """
     if save_s is None:
         return unknown_s
     # One save may be under way, and one is begun after an update.
-    return ENDING_S + MARGIN * 2 * save_s + 2 * (step_s or 0.0)
+    early_s = ENDING_S + MARGIN * 2 * save_s + 2 * (step_s or 0.0)
+    return early_s if limit_s is None else min(early_s, limit_s / 2)

@@ -55,7 +55,8 @@ def finish(held: Holding, timeout_s: float | None, until: Callable[[], bool]) ->
 def release(held: Holding) -> None:
     """Give the lock back; a disk that refuses is told."""
     held.scrubber.join()  # it writes notes as the owner
-    held.log.ended()
+    if held.lock.is_own():  # else the run is another's, whose history would say that it has ended
+        held.log.ended()
     try:
         held.lock.release()
     except (StorageError, CorruptCheckpointError) as error:

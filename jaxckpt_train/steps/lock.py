@@ -157,6 +157,23 @@ class OwnerLock:
             "on from its last step; start it again to go on from what is there now"
         )
 
+    def is_own(self) -> bool:
+        """Whether it is still held, as far as the disk tells."""
+        try:
+            found = self._read()
+        except StorageError:
+            return False
+        return found is not None and found.token == self._record.token
+
+    def is_anybodys(self) -> bool:
+        """Whether anybody who lives, as far as is known, holds the lock; asks the disk, and waits for nobody."""
+        try:
+            found = self._read()
+        except StorageError:
+            return False
+        dead = None if found is None else is_dead(found.process)
+        return found is not None and not dead and (dead is False or self._age_s() <= SILENCE_S)
+
     def _is_directory_gone(self) -> bool:
         try:
             self._backend.list(self._directory)

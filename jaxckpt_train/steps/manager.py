@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import threading
@@ -315,9 +316,8 @@ class StepManager(RunNotes):
         if unsaved is None:
             return choose(Situation(left_s, None, *(info.step for info in self._in_flight.running_info())))
 
-        def plan() -> tuple[bool, str]:
-            found = choose(self._decider.situation(left_s, unsaved))
-            return found.saves, found.why
+        def plan() -> tuple[Any, ...]:
+            return dataclasses.astuple(choose(self._decider.situation(left_s, unsaved)))
 
         return LeavingPlan(*self._together.led("choosing how to leave", plan))
 
@@ -325,10 +325,10 @@ class StepManager(RunNotes):
         """The same for all processes of a job: that of process 0."""
         return bool(self._together.led("agreeing how to leave", lambda: value))
 
-    def leave_early_s(self, unknown_s: float) -> float:
+    def leave_early_s(self, unknown_s: float, limit_s: float | None) -> float:
         """How many seconds before a time limit to ask a job to leave; `unknown_s`: while nothing is measured."""
         costs = self._decider.costs()
-        return leave_early_s(costs.duration_s, costs.step_s, unknown_s)
+        return leave_early_s(costs.duration_s, costs.step_s, unknown_s, limit_s)
 
     def leaves(self) -> None:
         """Tell the policies that the job was asked to leave."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxckpt_train.errors import DirectoryLockedError, StorageError
-from jaxckpt_train.steps.attempts import Past
 from jaxckpt_train.steps.being_read import BeingRead
 from jaxckpt_train.steps.best_link import BestLink, LinkToBest
 from jaxckpt_train.steps.catalog import refuse_uncommitted, scan_with_notes, tell_of_uncommitted
@@ -34,6 +33,7 @@ from jaxckpt_train.steps.lock import OwnerLock
 from jaxckpt_train.steps.next_save import NextSave
 from jaxckpt_train.steps.notes import NoteBook, noted
 from jaxckpt_train.steps.origin import Origin
+from jaxckpt_train.steps.past import Past
 from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy
 from jaxckpt_train.steps.refusals import refuse_again_or_below, step_not_found
 from jaxckpt_train.steps.restoring import Restored, StepVanishedError
@@ -72,9 +72,9 @@ class RunDirectory:
         self._lock = OwnerLock(backend, directory, self.log.beat)
         self._deleter = Deleter(backend, directory, weakref.ref(self), self._lock.check)
         self._scrubber = Scrubber(backend, directory, scrub_bytes_per_s, weakref.ref(self))
-        self._held = Holding(self._lock, self._deleter, self._scrubber, self.log)
+        self.held = Holding(self._lock, self._deleter, self._scrubber, self.log)
         # A manager that was dropped without close(), as in a notebook, must not lock its directory for ever.
-        weakref.finalize(self, let_go, self._held).atexit = False
+        weakref.finalize(self, let_go, self.held).atexit = False
         self._guard, self._book = threading.RLock(), NoteBook(backend, directory, self._lock.check)
         free_in_child(self)
         self._entries, self._left = list[Entry](), frozenset[str]()
@@ -115,9 +115,9 @@ class RunDirectory:
             self._left = self._left if left is None else left
         self._write_verdicts()
         self._deleter.delete(half_deleted(self._backend, self._directory))
-        self.past = Past.of(self.history.recent())
+        self.past = answer_of(self._directory, lambda moved: Past.of(self.history.recent()))
         self.is_owner = True  # last of all: what is interrupted before is done again
-        self.log.started()
+        self.log.started(None if self._origin.entry is None else self._origin.entry.step)
         self._best.update(self.newest())
         self._scrubber.start()
 
@@ -347,7 +347,7 @@ class RunDirectory:
         self._verdicts.add(restored)
         if self.is_owner:
             self._write_verdicts()
-            self.history.add("restore", self._clock(), **restored.record())
+            self.history.add("restore", self._clock(), **restored.record(), completed=self.log.completed)
 
     def set_aside(self, entry: Entry, problem: str) -> None:
         """As `judge`, of one step that is proven to be damaged, while another one is whole."""
@@ -397,4 +397,4 @@ class RunDirectory:
     def close(self, timeout_s: float | None = None, until: Callable[[], bool] = lambda: False) -> None:
         """Finish deletions and let go of the directory; when interrupted or late, once the deletions are done."""
         self.is_owner = False
-        finish(self._held, timeout_s, until)
+        finish(self.held, timeout_s, until)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from jaxckpt_train.pending import call_within
+from jaxckpt_train.steps.attempts import CLOSED
 from jaxckpt_train.steps.history import History
 from jaxckpt_train.steps.run_facts import run_facts
 from jaxckpt_train.store.machine import process_age_s
+from jaxckpt_train.store.reader import Progress
 
 # Between two notes of how far it has come: those of a month are some 4 MB.
 LEAST_S, MOST_S, SHARE = 9.0, 60.0, 0.02
+NOTE_S = 60.0  # that the loop waits for a disk to take a note
 _resumes = itertools.count()  # counts the loops of this process that have had their state
 
 
@@ -37,33 +43,42 @@ class RunLog:
     ) -> None:
         self._history, self._clock, self._monotonic = history, clock, monotonic
         self.completed: int | None = None
-        self.ends_as = "closed"
+        self.ends_as = CLOSED
         self._began_at: float | None = None
         self._noted: tuple[float, int | None] = (0.0, None)
 
-    def started(self) -> None:
-        """The process owns the run."""
+    def started(self, step: int | None = None) -> None:
+        """The process owns the run; `step`: that it has restored before."""
         self._began_at = self._monotonic()
         self._noted = self._began_at, None
-        self._history.add("start", self._clock(), **run_facts())
+        self._note("start", {"step": step, **run_facts()})
 
-    def resumed(self, step: int, resume_s: float) -> None:
-        """The loop has its state, that of this step, so many seconds after it has begun to look for it."""
+    def resumed(self, step: int, resume_s: float, progress: Progress | None = None) -> None:
+        """The loop has its state, that of this step, so many seconds after it has begun to look for it.
+
+        `progress` is called with 0 while the disk is waited for; what it raises ends the wait.
+        """
         if self._began_at is not None:
             self.completed = step
             self._noted = self._monotonic(), step
             is_first = next(_resumes) == 0  # what came before belongs to the loop that came first
             age_s = process_age_s() if is_first else None
-            self._history.add("resumed", self._clock(), step=step, resume_s=resume_s, process_age_s=age_s)
+            self._note("resumed", {"step": step, "resume_s": resume_s, "process_age_s": age_s}, progress)
+
+    def _note(self, event: str, fields: Mapping[str, Any], progress: Progress | None = None) -> None:
+        """Note it on another thread: the disk may not answer, and the loop goes on then."""
+        add = functools.partial(self._history.add, event, self._clock(), **fields)
+        call_within(add, NOTE_S, progress or (lambda done: None))
 
     def beat(self) -> None:
         """Note how far the loop has come, if it has got further and the last note is old. Called every few seconds."""
         now, (at, step) = self._monotonic(), self._noted
-        if self._began_at is None or self.completed in (None, step):
+        began_at, completed = self._began_at, self.completed  # other threads change them
+        if began_at is None or completed in (None, step):
             return
-        if now - at >= max(LEAST_S, min(MOST_S, SHARE * (now - self._began_at))):
-            self._noted = now, self.completed
-            self._history.add("progress", self._clock(), step=self.completed)
+        if now - at >= max(LEAST_S, min(MOST_S, SHARE * (now - began_at))):
+            self._noted = now, completed
+            self._history.add("progress", self._clock(), step=completed)
 
     def ended(self) -> None:
         """The process lets go of the run."""

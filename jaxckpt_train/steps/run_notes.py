@@ -13,10 +13,12 @@ from jaxckpt_train.steps.goodput import Goodput, goodput
 from jaxckpt_train.steps.history import History, metrics_to_json, plain_metrics
 from jaxckpt_train.steps.listing import StepListing
 from jaxckpt_train.steps.run_directory import RunDirectory
+from jaxckpt_train.steps.run_events import RunEvent, run_events
 from jaxckpt_train.steps.step_names import check_step
 from jaxckpt_train.steps.step_save import Clock
 from jaxckpt_train.steps.together import Together
 from jaxckpt_train.store.answers import answer_of
+from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.value_checks import flag
 
 
@@ -83,15 +85,16 @@ class RunNotes(StepListing, abc.ABC):
         self._check_open()
         self._together.retain(is_durable=self.settings.durability == "full")
 
-    def note_resume(self, step: int, resume_s: float) -> None:
+    def note_resume(self, step: int, resume_s: float, progress: Progress | None = None) -> None:
         """Write into the history that the loop has its state: that of this step, 0: none was restored.
 
         Args:
             step: number of completed updates.
             resume_s: seconds since the loop began to look for it.
+            progress: called with 0 while the disk is waited for, a minute at most; what it raises ends the wait.
         """
         if self._together.leads:
-            self._run.log.resumed(step, resume_s)
+            self._run.log.resumed(step, resume_s, progress)
 
     def ends_as(self, how: str) -> None:
         """What the history is to say of how this process has ended: "finished", "preempted", or an error."""
@@ -102,6 +105,14 @@ class RunNotes(StepListing, abc.ABC):
 
         Raises:
             CorruptCheckpointError, StorageError: the history cannot be read.
+            CheckpointTimeoutError: its disk has not answered for ten minutes.
         """
-        running = (self._run.log.completed or 0, self._clock()) if self._run.is_owner else None
-        return goodput(attempts_of(self.history.events(), running))
+        running = (self._run.log.completed, self._clock()) if self._run.is_owner else None
+
+        def read() -> tuple[list[RunEvent], bool]:
+            lock = self._run.held.lock
+            was_live, events = lock.is_anybodys(), [*run_events(self.history.events())]
+            return events, was_live or lock.is_anybodys()  # one may begin meanwhile, and one that ends says so first
+
+        events, is_live = answer_of(self.directory, lambda moved: read())
+        return goodput(attempts_of(events, running, is_live=is_live))

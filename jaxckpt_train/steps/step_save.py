@@ -81,7 +81,7 @@ class StepSave:
     """One save. Making it takes the state; `run` does the rest, on any thread.
 
     In a job all processes make the same one, and each writes its share; what is done with the directory process 0 does.
-    `took` is told, in the process that leads, how many seconds it took until it was committed.
+    `took` is told how many seconds it took until it was committed.
     """
 
     def __init__(
@@ -216,6 +216,7 @@ class StepSave:
         """What a process does that does not lead: its share, and take note of what came of it."""
         assert self._job_save is not None
         committed = self._job_save.run()
+        self._took(time.perf_counter() - self._began_at)
         name, info = committed.directory.rpartition("/")[2], committed.manifest.info
         step, generation = parse_step_name(name) or (self._step, 0)
         self._together.followed.committed(entry_from_manifest(name, step, generation, info), self._job_save.told)

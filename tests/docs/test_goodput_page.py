@@ -75,9 +75,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     with pytest.raises(Preempted):
         train(directory, 60, notice_file=notice, on_preemption="raise")
     with jct.StepManager(directory, settings=jct.StoreSettings(nonfinite="reject")) as manager:
+        manager.restore()  # before it takes the directory
         with pytest.raises(NonFiniteError):
             manager.save(100, {"state": {"w": jnp.array([jnp.nan])}})
             manager.wait()
+        manager.restore()  # it goes back
         log = run_log.RunLog(manager.history, Clock(), iter([0.0, 100.0]).__next__)
         log.started()
         log.completed = 24

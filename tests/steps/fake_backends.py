@@ -19,7 +19,7 @@ class HoldingBackend(LocalBackend):
     """Lets one kind of operation on matching paths wait until `go` is set.
 
     Args:
-        operation: "rename", "remove", "create", "open" or "list".
+        operation: "rename", "remove", "create", "open", "list" or "append".
         part: text in the path; an operation on another path does not wait.
     """
 
@@ -46,6 +46,10 @@ class HoldingBackend(LocalBackend):
         self._pass("list", path)
         return super().list(path)
 
+    def append(self, path: str, data: bytes) -> None:
+        self._pass("append", path)
+        super().append(path, data)
+
     def rename(self, source: str, target: str) -> None:
         self._pass("rename", target)
         super().rename(source, target)
@@ -53,6 +57,34 @@ class HoldingBackend(LocalBackend):
     def remove(self, path: str) -> None:
         self._pass("remove", path)
         super().remove(path)
+
+
+class SlowBackend(HoldingBackend):
+    """Writes what is saved at no more than a rate. Once `go` is set all is as fast as the disk.
+
+    Args:
+        bytes_per_s: the rate; may be changed at any time.
+        operation, part: what waits for `go`, as of `HoldingBackend`; nothing unless given.
+    """
+
+    def __init__(self, bytes_per_s: float, operation: str = "", part: str = "") -> None:
+        super().__init__(operation, part)
+        self.bytes_per_s = bytes_per_s
+        self.written: set[str] = set()  # names of the attempts at steps
+
+    def create(self, path: str, *, direct: Any) -> Any:
+        self.written.update(each for each in path.split("/") if "step-" in each)
+        return _SlowSink(self, super().create(path, direct=direct))
+
+
+class _SlowSink:
+    def __init__(self, backend: SlowBackend, inner: Any) -> None:
+        self._backend, self._inner = backend, inner
+        self.alignment, self.finish, self.abandon = inner.alignment, inner.finish, inner.abandon
+
+    def write_at(self, offset: int, data: Any) -> None:
+        self._inner.write_at(offset, data)
+        self._backend.go.wait(len(data) / self._backend.bytes_per_s)
 
 
 class RefusingBackend(LocalBackend):

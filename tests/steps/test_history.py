@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import threading
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jaxckpt_train.checkpoint_metadata import metrics_from_json
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.steps.history import (
     HISTORY_NAME,
+    RECENT_BYTES,
     History,
     metrics_to_json,
     plain_metrics,
@@ -134,3 +136,75 @@ def test_of_a_history_that_is_too_large_both_ends_are_read(tmp_path: Path, caplo
     history.add("save", START, step=2)
     assert [event["step"] for event in history.events()] == [1, 2]
     assert "history.jsonl: too large to be read whole: what lies in the middle, to byte 1099377410" in caplog.text
+
+
+def test_the_recent_events_are_all_of_a_small_history_and_none_of_no_history(tmp_path: Path) -> None:
+    history = History(LocalBackend(), str(tmp_path))
+    assert history.recent() == []
+    for step in range(3):
+        history.add("save", START, step=step)
+    assert history.recent() == history.events()
+
+
+def test_of_a_very_large_history_the_end_is_recent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / HISTORY_NAME).write_bytes(b'{"event":"save","step":1}\n')
+    os.truncate(tmp_path / HISTORY_NAME, 1 << 40)
+    filling = b'{"event":"delete","name":"' + b"x" * 100 + b'"}\n'
+    with (tmp_path / HISTORY_NAME).open("ab") as file:
+        file.write(b"\n" + filling * (RECENT_BYTES // len(filling)) + b'{"event":"save","step":2}\n')
+    history = History(LocalBackend(), str(tmp_path))
+    recent = history.recent()
+    assert recent[-1] == {"event": "save", "step": 2}
+    assert {event["event"] for event in recent[:-1]} == {"delete"}  # none of the halved ones
+    assert len(recent) * len(filling) <= RECENT_BYTES
+    assert caplog.text == ""  # whoever asks for all of it is told
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff\xfe\x00" * 1000,
+        b"[" * (1 << 20),
+        b'{"event":' * (1 << 16),
+        b"\n" * 1000,
+        b'{"event":"save","step":1e999}\n',
+        b'"text"\n17\nnull\n',
+    ],
+)
+def test_a_damaged_history_has_no_recent_events_but_those_that_are_whole(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / HISTORY_NAME).write_bytes(data)
+    history = History(LocalBackend(), str(tmp_path))
+    assert history.recent() == []
+    history.add("save", START, step=7)
+    assert [event["step"] for event in history.recent()] == [7]
+
+
+def test_a_history_that_cannot_be_read_has_no_recent_events_which_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    History(LocalBackend(), str(tmp_path)).add("save", START, step=7)
+    history = History(RefusingBackend("open", HISTORY_NAME, errno.EIO, 1), str(tmp_path))
+    assert history.recent() == []
+    assert "what the history says of earlier processes is not known" in caplog.text
+    assert [event["step"] for event in history.recent()] == [7]
+
+
+def test_two_threads_that_note_at_once_lose_no_event(tmp_path: Path) -> None:
+    history = History(LocalBackend(), str(tmp_path))
+    threads = [
+        threading.Thread(target=lambda: [history.add("progress", START, step=step) for step in range(200)])
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(event["step"] for event in history.events()) == sorted([*range(200)] * 3)
+
+
+def test_seconds_are_noted_to_the_microsecond_and_nothing_else_is_rounded(tmp_path: Path) -> None:
+    history = History(LocalBackend(), str(tmp_path))
+    history.add("save", START, write_s=0.1234567891, share=0.1234567891, bytes_per_s=12, blocked_s=math.inf)
+    (event,) = history.events()
+    assert (event["write_s"], event["share"], event["bytes_per_s"]) == (0.123457, 0.1234567891, 12)
+    assert event["blocked_s"] is None  # which JSON has for it

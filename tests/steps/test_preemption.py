@@ -140,6 +140,35 @@ def test_the_time_limit_counts_from_the_start_of_the_run() -> None:
     assert notice.notice() == "the time limit of 3600 s"
 
 
+def test_how_early_the_time_limit_is_told_may_be_measured_anew_until_then() -> None:
+    time, asked, early_s = Time(), list[float](), [30.0]
+
+    def leave_early_s() -> float:
+        asked.append(time.now)
+        return early_s[0]
+
+    notice = TimeNotice(100, time, leave_early_s)
+    assert notice.end == 1070.0
+    early_s[0] = 7.0
+    for _ in range(700):
+        time.now += 0.1
+        assert notice.notice() is None
+    assert len(asked) <= 72  # once a second
+    assert notice.end == 1093.0
+    early_s[0] = 20.0  # saves take longer now
+    time.now = 1080.5
+    assert notice.notice() == "the time limit of 100 s"
+    early_s[0] = 0.0
+    time.now += 2
+    assert notice.notice() == "the time limit of 100 s"  # who was asked to leave leaves
+
+
+def test_a_time_limit_that_is_shorter_than_what_leaving_takes_is_up_at_once() -> None:
+    notice = TimeNotice(100, Time(), lambda: 200.0)
+    assert notice.end == 1000.0
+    assert notice.notice() == "the time limit of 100 s"
+
+
 def test_the_watch_tells_the_reason_once_and_how_much_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "jaxckpt_train")
     time = Time()
