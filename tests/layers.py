@@ -57,6 +57,7 @@ ADAPTERS = {
     "flax": {"checkpointables.nnx_objects", "checkpointables.flax_legacy"},
     "grain": {"checkpointables.grain_iterator"},
     "hydra": {"config_nodes", "hydra_plugin"},
+    "keras": {"loops.keras_callback", "loops.keras_data"},
     "opentelemetry": {"sinks.opentelemetry"},
     "prometheus_client": {"sinks.prometheus"},
     "pytest": {"pytest_plugin"},

@@ -16,7 +16,7 @@ import jaxckpt_train
 
 # What only an adapter imports, when it is used.
 OPTIONAL = (
-    "blake3", "flax", "grain", "hydra", "omegaconf", "opentelemetry", "optax", "orbax", "prometheus_client",
+    "blake3", "flax", "grain", "hydra", "keras", "omegaconf", "opentelemetry", "optax", "orbax", "prometheus_client",
     "tensorstore", "typer",
 )  # fmt: skip
 MOST_IMPORT_S = 0.15

@@ -16,9 +16,16 @@ import pytest
 
 import jaxckpt_train as jct
 from examples.loops import clu_hooks, flax_train_and_evaluate, levanter_hooks, orbax_manager
+from tests.compiled_once import compiled_once
 from tests.signal_handlers import WATCHED, handlers_put_back
 
 STEPS, ASKED_AT = 12, 7
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _each_update_is_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with compiled_once(tmp_path_factory.mktemp("compiled")):
+        yield
 
 
 @pytest.fixture(autouse=True)
