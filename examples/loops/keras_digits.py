@@ -49,7 +49,7 @@ def main(workdir: str, epochs: int = 5, more_callbacks: tuple[Any, ...] = ()) ->
     """Train, or go on training."""
     keras.utils.set_random_seed(0)
     images, labels = load_digits(return_X_y=True)
-    images = images / 16
+    images, labels = images / 16, labels.astype("int32")  # JAX has no int64 unless it is told so
     with KerasCheckpoint(workdir, save_interval_steps=25, keep_latest=2) as ckpt:
         model = build_model()
         model.fit(
