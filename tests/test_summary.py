@@ -126,6 +126,15 @@ def test_a_process_whose_last_save_failed_has_not_finished(tmp_path: Path, faili
     assert row.how == "StorageError"
 
 
+def test_a_process_whose_last_state_could_not_be_saved_at_all_has_not_finished(tmp_path: Path) -> None:
+    ckpt = callback(tmp_path)
+    with pytest.raises(jct.UnsupportedLeafError), ckpt:
+        ckpt.resume(state_of(0))
+        ckpt({"w": object()})
+    (row,) = ckpt.summary(show=False).attempts
+    assert (row.how, row.saves) == ("UnsupportedLeafError", 0)
+
+
 def test_a_reader_of_a_run_at_work_sees_that_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with callback(tmp_path) as ckpt:
         ckpt.resume(state_of(0))
@@ -233,9 +242,9 @@ def test_a_history_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
 def test_a_history_whose_disk_does_not_answer_keeps_nobody_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    made_run(tmp_path, 10)
     monkeypatch.setattr("jaxckpt_train.store.answers.GIVE_UP_S", 0.02)
     monkeypatch.setattr("jaxckpt_train.store.answers.LOOK_S", 0.02)
-    made_run(tmp_path, 10)
     backend = HoldingBackend("open", "history.jsonl")
     with pytest.raises(jct.CheckpointTimeoutError, match="has not answered"):
         callback_on(backend, tmp_path).summary()

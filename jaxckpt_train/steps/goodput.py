@@ -130,8 +130,6 @@ def _origin(stretches: Sequence[Stretch], number: int, had_in: Sequence[int]) ->
     If none is known to have, the last one that reached it; -1: there is none, it began from scratch.
     """
     step, before = stretches[number].first, bisect.bisect_left(had_in, number)
-    if step == 0:
-        return -1
     if before:
         return had_in[before - 1]
     reached = (each for each in range(number - 1, -1, -1) if stretches[each].first <= step <= stretches[each].last)

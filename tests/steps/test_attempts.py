@@ -95,6 +95,8 @@ def test_a_process_may_go_back() -> None:
 def test_a_step_that_is_overwritten_leaves_those_after_it_behind() -> None:
     (found,) = attempts(*LIFE[:-1], at(62, "save", step=120, ok=True))
     assert stretches(found) == [(100, 160), (120, 120)]
+    (below,) = attempts(*LIFE[:3], at(62, "save", step=50, ok=True))
+    assert stretches(below) == [(100, 100), (50, 50)]
 
 
 def test_a_save_that_ends_later_than_the_loop_is_told_of_goes_nowhere_back() -> None:
@@ -162,6 +164,7 @@ def test_a_field_that_is_anything_spoils_no_other_event(field: str) -> None:
             assert len(found.attempts) == 1
             assert found.saves in ((1, 2, 3) if field == "ok" else (1, 2))
             assert found.share <= 1.0
+            assert found.useful_steps <= 163
 
 
 ANYTHING = st.dictionaries(

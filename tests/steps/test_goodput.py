@@ -80,6 +80,17 @@ def test_to_come_back_to_what_was_left_behind_makes_that_count_again() -> None:
     assert counts(*events) == [(100, 0), (0, 10), (20, 0)]
 
 
+def test_a_step_that_was_saved_on_two_branches_counts_on_the_later_one() -> None:
+    events = [*life(0, 0, 60, 60), *life(20, 50, 60, 60), *life(40, 60, 70, 70)]
+    assert counts(*events) == [(50, 10), (10, 0), (10, 0)]
+
+
+def test_a_step_that_nobody_noted_but_that_was_gone_on_from_counts_where_it_was_reached() -> None:
+    back = [at(25, "restore", step=6), at(26, "progress", step=8)]
+    events = [*life(0, 0, 6, 6, None), at(20, "start"), at(21, "resumed", step=7), *back, *life(40, 7, None, 9)]
+    assert counts(*events) == [(7, 0), (0, 2), (2, 0)]
+
+
 def test_a_roll_back_within_one_process() -> None:
     events = [*life(0, 0, 50, 100, None), at(10, "restore", step=50), at(12, "save", step=60, ok=True)]
     assert counts(*events) == [(60, 50)]
