@@ -18,10 +18,13 @@ import re
 import resource
 import subprocess
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import jax
 
 from jaxckpt_train.checkpointables.registry import handler_of
 from jaxckpt_train.errors import CheckpointError
@@ -56,6 +59,7 @@ class Clear:
     subject: str = r"(?!)"
 
 
+MOST_STACKS = 200
 UNCLEAR = "the error does not say"
 CLEAR = {
     "file size": Clear("File too large", r"ulimit -f"),
@@ -165,8 +169,25 @@ def memory(found: Found, folder: Path) -> None:
     """
     for at in (1, 2):
         for more in (MIB, 4 * MIB, 9 * MIB, 16 * MIB, 17 * MIB, 24 * MIB, 40 * MIB, 64 * MIB):
-            limit = lambda more=more: process_limit(resource.RLIMIT_AS, address_space() + more)  # noqa: E731
+            limit = lambda more=more: so_much_memory(more)  # noqa: E731
             trial(found, "memory", f"{more} at step {at}", folder / f"memory{at}-{more}", limit, at)
+
+
+@contextlib.contextmanager
+def so_much_memory(more: int) -> Iterator[None]:
+    """So many bytes more of address space. A forked process has the stacks of its parent's threads: they are taken."""
+    before, over = address_space(), threading.Event()
+    idle: list[threading.Thread] = []
+    while address_space() < before + MIB and len(idle) < MOST_STACKS:
+        idle.append(threading.Thread(target=over.wait, daemon=True))
+        idle[-1].start()
+    try:
+        with process_limit(resource.RLIMIT_AS, address_space() + more):
+            yield
+    finally:
+        over.set()
+        for thread in idle:
+            thread.join()
 
 
 def address_space() -> int:
@@ -235,6 +256,7 @@ def why_not(name: str) -> str | None:
 def campaign(names: list[str], folder: Path) -> Found:
     """All trials of these limits."""
     handler_of({})  # imports what a save would import late: not under a limit of memory
+    jax.devices()  # nor starts JAX then
     found = Found()
     for name in names:
         LIMITS[name](found, folder)
