@@ -68,13 +68,19 @@ def stdout_console() -> Console:
 
 def show_machine(console: Console, machine: Description) -> None:
     """The machine and the versions, in two lines."""
+    for line in machine_lines(machine):
+        console.print(line)
+
+
+def machine_lines(machine: Description) -> list[str]:
+    """The machine and the versions, in two lines."""
     gib = int(machine["memory_bytes"] or 0) / (1 << 30)
-    console.print(
-        f"machine: {machine['cores']} cores ({machine['processor']}), {gib:.1f} GiB, {machine['kernel']}, "
-        f"{machine['file_system']} on {machine['device']}"
-    )
     shown = ("python", "jax", "numpy", "orbax-checkpoint")
-    console.print(f"commit: {machine['commit']}; versions: " + ", ".join(f"{name} {machine[name]}" for name in shown))
+    return [
+        f"machine: {machine['cores']} cores ({machine['processor']}), {gib:.1f} GiB, {machine['kernel']}, "
+        f"{machine['file_system']} on {machine['device']}",
+        f"commit: {machine['commit']}; versions: " + ", ".join(f"{name} {machine[name]}" for name in shown),
+    ]
 
 
 def finish(options: argparse.Namespace, machine: Description, results: Any) -> None:

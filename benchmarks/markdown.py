@@ -54,7 +54,7 @@ def _section(workload: WorkloadRecord) -> list[str]:
     summary = summarise(workload.turns)
     lines = [f"## {workload.name}", ""]
     for table in cells.tables(workload, summary):
-        lines += [table.title, "", *_table(table), ""]
+        lines += [table.title, "", *table_lines(table), ""]
     notes = cells.absent(workload)
     notes += [f"warning: {warning}" for warning in summary.warnings]
     notes += [f"failed: {subject}: {reason.splitlines()[0]}" for subject, reason in workload.failed.items()]
@@ -63,7 +63,8 @@ def _section(workload: WorkloadRecord) -> list[str]:
     return [*lines, *(f"- {note}" for note in notes), ""]
 
 
-def _table(table: TextTable) -> list[str]:
+def table_lines(table: TextTable) -> list[str]:
+    """A table without its title."""
     bars = "|".join(["---", *["---:"] * (len(table.headings) - 1)])
     rows = ["| " + " | ".join(cell.replace("\n", "<br>") for cell in row) + " |" for row in table.rows]
     return [f"| {' | '.join(table.headings)} |", f"|{bars}|", *rows]

@@ -32,15 +32,20 @@ def show_workload(console: Console, workload: WorkloadRecord) -> None:
     """The tables of one workload, and what has to be known about them."""
     summary = summarise(workload.turns)
     for text in cells.tables(workload, summary):
-        table = Table(title=text.title, title_justify="left", show_lines=True)
-        for number, heading in enumerate(text.headings):
-            table.add_column(heading, justify="right" if number else "left")
-        for row in text.rows:
-            table.add_row(*row)
-        console.print(table)
+        show_text(console, text)
     for line in cells.absent(workload):
         console.print(line, markup=False)
     for warning in summary.warnings:
         console.print(f"WARNING: {warning}", style="bold red", markup=False)
     for subject, reason in workload.failed.items():
         console.print(f"FAILED: {subject}: {reason}", style="bold red", markup=False)
+
+
+def show_text(console: Console, text: cells.TextTable) -> None:
+    """One table."""
+    table = Table(title=text.title, title_justify="left", show_lines=True)
+    for number, heading in enumerate(text.headings):
+        table.add_column(heading, justify="right" if number else "left")
+    for row in text.rows:
+        table.add_row(*row)
+    console.print(table)

@@ -1,0 +1,144 @@
+"""Goodput that was measured, as tables and as a page: `python -m benchmarks.goodput_report FILE.json`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks import cost_command, goodput_plot, table
+from benchmarks.cells import TextTable
+from benchmarks.goodput_summary import Goodput, as_goodput
+from benchmarks.markdown import table_lines
+from benchmarks.spread import Spread
+
+PAGE, PLOT = "goodput.md", "goodput.png"
+
+HOW_TO_READ = """\
+useful time: undisturbed updates, as many as could be restored in the end, by all the time of the subject's processes.
+in one attempt: the same of each one, what it added to what could be restored. lost: updates that were done and were
+not there in the end, most of them done again. late: processes that were asked to leave and had not when the grace
+period was over. start: until the model was built. restore: from then until the loop began, with the data in its place;
+only where there was something to restore. resume: from the start of the process until its first update was complete.
+called: in calls of the library, what it waits for in them included. slower: what updates took longer than undisturbed
+ones, beside saves and at the begin of a process, where they are loaded from the cache of the compiler."""
+
+
+def tables(results: Mapping[str, Any]) -> list[TextTable]:
+    """All figures as text."""
+    goodput = {name: as_goodput(stored) for name, stored in results["goodput"].items()}
+    return [_shares(goodput, results), _where(goodput), _times(goodput), _intervals(results)]
+
+
+def _shares(goodput: Mapping[str, Goodput], results: Mapping[str, Any]) -> TextTable:
+    rows: list[tuple[str, ...]] = [
+        (
+            name,
+            f"{one.share:.1%}",
+            f"{one.shares.median:.0%}\n{one.shares.minimum:.0%} .. {one.shares.maximum:.0%}",
+            f"{one.useful:,}",
+            f"{one.done - one.useful:,}",
+            _numbers(one.lost_by_kill),
+            _numbers(one.lost_by_request),
+            f"{one.kills} + {one.requests}",
+            str(one.late),
+        )
+        for name, one in goodput.items()
+    ]
+    headings = (
+        "subject, useful time, in one attempt, useful updates, lost, by a kill, by a request, kills + requests, late"
+    )
+    update_ms = results["update_s"]["median"] * 1e3
+    title = f"{results['seconds']:g} s of each, schedule {results['seed']}, an undisturbed update {update_ms:.0f} ms"
+    return TextTable(title, tuple(headings.split(", ")), rows)
+
+
+def _where(goodput: Mapping[str, Goodput]) -> TextTable:
+    rows = []
+    for name, one in goodput.items():
+        parts = (one.where.useful, *goodput_plot.without_use(one.where).values())
+        rows.append((name, *(f"{part / one.wall_s:.1%}" for part in parts)))
+    labels = ("subject", "useful", *goodput_plot.LABELS)
+    return TextTable("where the time went", labels, rows)
+
+
+def _times(goodput: Mapping[str, Goodput]) -> TextTable:
+    rows: list[tuple[str, ...]] = [
+        (name, _seconds(one.start_s), _seconds(one.restore_s), _seconds(one.resume_s)) for name, one in goodput.items()
+    ]
+    return TextTable("seconds to resume", ("subject", "start", "restore", "resume"), rows)
+
+
+def _intervals(results: Mapping[str, Any]) -> TextTable:
+    rows: list[tuple[str, ...]] = [
+        (
+            name,
+            f"{cost['cost_s'] * 1e3:.0f} ms",
+            f"{cost['called_s'] * 1e3:.0f} ms",
+            f"{results['intervals'][name]['steps']} updates, {results['intervals'][name]['seconds']:.1f} s",
+        )
+        for name, cost in results["costs"].items()
+    ]
+    headings = ("subject", "a save costs the loop", "of it the call", "interval of Young and Daly")
+    return TextTable("measured before, without kills", headings, rows)
+
+
+def _seconds(spread: Spread | None) -> str:
+    return "" if spread is None else f"{spread.median:.2f}\n{spread.minimum:.2f} .. {spread.maximum:.2f}"
+
+
+def _numbers(spread: Spread | None) -> str:
+    return "" if spread is None else f"{spread.median:g}\n{spread.minimum:g} .. {spread.maximum:g}"
+
+
+def checks(results: Mapping[str, Any]) -> list[str]:
+    """Whether all attempts have computed the same, and who was given up."""
+    compared, conflicts = results["compared"], results["conflicts"]
+    lines = [f"losses of the same update in several attempts or subjects: {compared:,} compared bit by bit, "]
+    lines[0] += "all equal" if not conflicts else f"{len(conflicts)} DIFFER, such as {conflicts[0]}"
+    return lines + [f"failed: {name}: {reason.splitlines()[0]}" for name, reason in results["failed"].items()]
+
+
+def show(console: Console, machine: Mapping[str, Any], results: Mapping[str, Any]) -> None:
+    """Everything, in a terminal."""
+    cost_command.show_machine(console, dict(machine))
+    for text in tables(results):
+        table.show_text(console, text)
+    console.print(HOW_TO_READ, soft_wrap=True)
+    for line in checks(results):
+        console.print(line, markup=False)
+
+
+def write(folder: Path, machine: Mapping[str, Any], results: Mapping[str, Any]) -> None:
+    """The page and its plot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    goodput = {name: as_goodput(stored) for name, stored in results["goodput"].items()}
+    goodput_plot.write(folder / PLOT, goodput)
+    lines = ["# Trainings that are killed", "", "Written by `benchmarks.goodput_report` from what was measured;"]
+    lines += ['[benchmarks.md](../benchmarks.md) says how, under "Goodput".', ""]
+    lines += [f"- {line}" for line in cost_command.machine_lines(dict(machine))]
+    lines += [f"- {line}" for line in checks(results)]
+    lines += ["", f"![where the time went]({PLOT})", "", "```", HOW_TO_READ, "```", ""]
+    for text in tables(results):
+        lines += [f"**{text.title}**", "", *table_lines(text), ""]
+    (folder / PAGE).write_text("\n".join(lines), encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Show a recorded run, and write its page if asked."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.goodput_report", description=__doc__)
+    parser.add_argument("record", type=Path, help="a file that --json wrote")
+    parser.add_argument("--page", type=Path, help=f"folder for {PAGE} and {PLOT}")
+    options = parser.parse_args(arguments)
+    record = json.loads(options.record.read_text(encoding="utf-8"))
+    show(cost_command.stdout_console(), record["machine"], record["results"])
+    if options.page:
+        write(options.page, record["machine"], record["results"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The subjects of the goodput benchmark: which library keeps a training, by which policy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from benchmarks.lm_training import LmTraining
+
+NOTHING = "nothing"
+SUBJECTS = {
+    "ours_fixed": True,
+    "ours_seconds": True,
+    "ours_budget": True,
+    "ours_young_daly": True,
+    "orbax_v0": True,
+    "orbax_v0_compressed": False,
+    "orbax_v0_no_ocdbt": False,
+    "orbax_v0_continuous": True,
+    "orbax_v0_back_to_back": False,
+    "orbax_v1": True,
+    "orbax_v1_no_ocdbt": False,
+    "orbax_v1_default": False,
+}
+"""All subjects, and whether they have a turn if nothing else is asked for."""
+INTERVALS = {
+    "ours_seconds": "ours_fixed",
+    "ours_budget": "ours_fixed",
+    "ours_young_daly": "ours_fixed",
+    "orbax_v0_continuous": "orbax_v0",
+    "orbax_v0_back_to_back": "orbax_v0",
+    "orbax_v1_default": "orbax_v1",
+}
+"""Whose interval is taken, which is found by saves each so many updates."""
+GRACE_S = 8.0
+ENDLESS = 10**9  # updates: a run ends when its time is up
+KEEP = 2  # checkpoints
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """How often those save that have to be told: what Young and Daly find for what a save of theirs costs."""
+
+    steps: int
+    seconds: float
+
+
+class Keeper(Protocol):
+    """A checkpoint library in a loop. Entered before the model is built, as a request to leave may come early."""
+
+    def __enter__(self) -> Keeper: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def resume(self, training: LmTraining) -> int:
+        """Restore the newest checkpoint into the training, if there is one; the completed updates."""
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the updates to do, until the job is asked to leave."""
+
+    def completed(self, training: LmTraining, number: int, loss: Any) -> None:
+        """So many updates are complete: save if that is due."""
+
+
+class Nothing:
+    """The control: a loop without checkpoints."""
+
+    def __enter__(self) -> Nothing:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """It has nothing to end."""
+
+    def resume(self, training: LmTraining) -> int:
+        return 0
+
+    def steps(self) -> Iterator[int]:
+        return iter(range(ENDLESS))
+
+    def completed(self, training: LmTraining, number: int, loss: Any) -> None:
+        """It keeps nothing."""
+
+
+class Ours:
+    """The loop of the README, with a policy."""
+
+    def __init__(self, directory: Path, policy: Any) -> None:
+        import jaxckpt_train as jct
+
+        self._callback = jct.CheckpointCallback(
+            directory, save_policy=policy, keep_latest=KEEP, grace_period_s=GRACE_S, progress=False
+        )
+
+    def __enter__(self) -> Ours:
+        self._callback.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._callback.__exit__(kind, error, trace)
+
+    def resume(self, training: LmTraining) -> int:
+        _, training.data = self._callback.resume((training.model, training.optimizer), training.data)
+        return self._callback.completed_steps
+
+    def steps(self) -> Iterator[int]:
+        return self._callback.steps(ENDLESS)
+
+    def completed(self, training: LmTraining, number: int, loss: Any) -> None:
+        self._callback(metrics={"loss": loss})
+
+
+Make = Callable[[Path, Interval], Keeper]
+
+
+def _ours(name: str, directory: Path, interval: Interval) -> Keeper:
+    import jaxckpt_train as jct
+
+    policies: dict[str, Callable[[], Any]] = {
+        "ours_fixed": lambda: jct.FixedIntervalPolicy(interval.steps),
+        "ours_seconds": lambda: jct.EverySecondsPolicy(interval.seconds),
+        "ours_budget": lambda: jct.OverheadBudgetPolicy(0.035),
+        "ours_young_daly": lambda: jct.YoungDalyPolicy(),
+    }
+    return Ours(directory, policies[name]())
+
+
+def make_keeper(name: str, directory: Path, interval: Interval) -> Keeper:
+    """The subject with this name, on a run directory. Only the library that it needs is imported."""
+    if name == NOTHING:
+        return Nothing()
+    if name.startswith("ours"):
+        return _ours(name, directory, interval)
+    from benchmarks import goodput_orbax
+
+    return goodput_orbax.make_keeper(name, directory, interval)

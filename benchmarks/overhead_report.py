@@ -1,0 +1,123 @@
+"""Overheads that were measured, as tables and a page: `python -m benchmarks.overhead_report FILE.json`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks import cost_command, overhead_plot, table
+from benchmarks.cells import TextTable
+from benchmarks.markdown import table_lines
+from benchmarks.overhead_summary import Overhead, as_overhead, intervals_of
+from benchmarks.spread import Spread
+
+PAGE, PLOT = "overhead-budget.md", "overhead-budget.png"
+
+HOW_TO_READ = """\
+slowed down: wall time for an update in the blocks with saves, calls included, against the mean of the blocks without
+before and after, less one. by the policy: what it has measured itself, which it goes by. noise: an update in a block
+without saves against the one before. interval: from the begin of a save to that of the next, in the time of the loop
+with saves, which stands still during the blocks without. lasted: a save, until it was committed."""
+
+
+def tables(results: Mapping[str, Any]) -> list[TextTable]:
+    """All figures as text."""
+    rows = [_row(name, disk, as_overhead(disk["overhead"])) for name, disk in results["disks"].items()]
+    headings = "disk, slowed down, one block, by the policy, noise, saves, interval s, lasted s, update ms"
+    found = [TextTable(f"a budget of {results['fraction']:.1%}", tuple(headings.split(", ")), rows)]
+    if results["phases"]:
+        found.append(_phases(results["phases"]))
+    return found
+
+
+def _row(name: str, disk: Mapping[str, Any], one: Overhead) -> tuple[str, ...]:
+    rate = disk.get("bytes_per_s")
+    return (
+        name if rate is None else f"{name}, {rate / 2**20:g} MiB/s",
+        f"{one.total:.2%}",
+        _percent(one.measured),
+        f"{one.policy:.2%}",
+        _percent(one.noise),
+        str(one.saves),
+        _seconds(one.interval_s),
+        _seconds(one.lasted_s),
+        f"{one.update_s.median * 1e3:.0f}",
+    )
+
+
+def _phases(phases: Mapping[str, Any]) -> TextTable:
+    """What the policy chose in each phase: of the saves that began in it, and the next one."""
+    saves = phases["saves"]
+    rows: list[tuple[str, ...]] = []
+    for number, rate in enumerate(phases["rates"]):
+        began, ended = phases["ends_s"][number], phases["ends_s"][number + 1]
+        inside = [place for place, save in enumerate(saves) if began <= save["at_s"] < ended]
+        intervals = intervals_of(saves[inside[0] : inside[-1] + 1]) if inside else []
+        lasted = [saves[place]["lasted_s"] for place in inside if saves[place]["lasted_s"] is not None]
+        rows.append(
+            (
+                "fast" if rate is None else f"{rate / 2**20:g} MiB/s",
+                f"{ended - began:.0f}",
+                str(len(inside)),
+                _seconds(Spread.of(intervals) if intervals else None),
+                _seconds(Spread.of(lasted) if lasted else None),
+            )
+        )
+    costs = phases["costs"]
+    title = f"a disk that changes; in all slowed down by {costs['spent_s'] / costs['trained_s']:.2%}, by the policy"
+    return TextTable(title, ("disk", "seconds", "saves", "interval s", "lasted s"), rows)
+
+
+def _percent(spread: Spread) -> str:
+    return f"{spread.median:.2%}\n{spread.minimum:.2%} .. {spread.maximum:.2%}"
+
+
+def _seconds(spread: Spread | None) -> str:
+    return "" if spread is None else f"{spread.median:.1f}\n{spread.minimum:.1f} .. {spread.maximum:.1f}"
+
+
+def show(console: Console, machine: Mapping[str, Any], results: Mapping[str, Any]) -> None:
+    """Everything, in a terminal."""
+    cost_command.show_machine(console, dict(machine))
+    for text in tables(results):
+        table.show_text(console, text)
+    console.print(HOW_TO_READ, soft_wrap=True)
+    if "left_out" in results:
+        console.print(f"left out: the slow disk: {results['left_out']}", markup=False)
+
+
+def write(folder: Path, machine: Mapping[str, Any], results: Mapping[str, Any]) -> None:
+    """The page and its plot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = ["# What a budget for saves really costs", "", "Written by `benchmarks.overhead_report` from what was"]
+    lines += ['measured; [benchmarks.md](../benchmarks.md) says how, under "Overhead budget".', ""]
+    lines += [f"- {line}" for line in cost_command.machine_lines(dict(machine))]
+    lines += [f"- left out: the slow disk: {results['left_out']}"] if "left_out" in results else []
+    if results["phases"]:
+        overhead_plot.write(folder / PLOT, results["phases"], results["fraction"])
+        lines += ["", f"![intervals on a disk that changes]({PLOT})"]
+    lines += ["", "```", HOW_TO_READ, "```", ""]
+    for text in tables(results):
+        lines += [f"**{text.title}**", "", *table_lines(text), ""]
+    (folder / PAGE).write_text("\n".join(lines), encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Show a recorded run, and write its page if asked."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead_report", description=__doc__)
+    parser.add_argument("record", type=Path, help="a file that --json wrote")
+    parser.add_argument("--page", type=Path, help=f"folder for {PAGE} and {PLOT}")
+    options = parser.parse_args(arguments)
+    record = json.loads(options.record.read_text(encoding="utf-8"))
+    show(cost_command.stdout_console(), record["machine"], record["results"])
+    if options.page:
+        write(options.page, record["machine"], record["results"])
+
+
+if __name__ == "__main__":
+    main()
