@@ -119,6 +119,13 @@ bench: $(STAMP)  ## compare with all peers on this machine (some two hours), and
 bench-jobs: $(STAMP)  ## saves and loads by jobs of several processes (some twenty-five minutes; needs root)
 	$(BIN)/python -m benchmarks.jobs --json build/bench-jobs.json --page docs/benchmarks
 
+.PHONY: bench-goodput bench-overhead
+bench-goodput: $(STAMP)  ## trainings that are killed again and again, kept by ours and by Orbax (some eighty minutes)
+	$(BIN)/python -m benchmarks.goodput --json build/bench-goodput.json --page docs/benchmarks
+
+bench-overhead: $(STAMP)  ## what a budget for saves really costs, on fast and slow disks (some twenty-five minutes; needs root)
+	$(BIN)/python -m benchmarks.overhead_budget --json build/bench-overhead.json --page docs/benchmarks
+
 bench-quick: $(STAMP)  ## less of the same in a few minutes
 	$(BIN)/python -m benchmarks.run --quick --json build/bench-quick.json --plots build/bench-quick
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,9 @@ class Benchmark:
         """What a save of each library costs, which says how often to save those that do not know it themselves."""
         for name in dict.fromkeys(INTERVALS.get(name, name) for name in self.runs):
             given = Interval(COST_EVERY, 0.0)
-            updates = (self._options.cost_saves + 2) * COST_EVERY  # until one that does not count has begun
+            updates = (self._options.cost_saves + 2) * COST_EVERY  # the first one does not count
             attempt = self._attempt(name, given, None, LONGEST_S, most_updates=updates, folder=f"cost-{name}")
+            self.losses.add(name, attempt)
             cost = self.costs[name] = cost_of(attempt.told, COST_EVERY, attempt.began_at)
             mean_s = mtbf_s(within(self.kills, self._options.seconds), cost.start_s)
             found = self.intervals[name] = interval_for(cost, mean_s)
@@ -77,8 +78,8 @@ class Benchmark:
             )
             cost_command.remove(self._directory / f"cost-{name}")
 
-    def give_turns(self) -> None:
-        """One attempt of each subject after the other until the time of all is over."""
+    def give_turns(self) -> Iterator[int]:
+        """One attempt of each subject after the other until the time of all is over; the number of each such round."""
         for number, kill in enumerate(self.kills):
             under_way = [name for name, run in self.runs.items() if run.final is None and run.failed is None]
             if not under_way:
@@ -90,6 +91,7 @@ class Benchmark:
                 except AttemptFailedError as error:
                     self.runs[name].failed = str(error)
                     _say(f"{name}: given up: {error}")
+            yield number
 
     def _quiet_turn(self) -> None:
         updates = self._options.quiet_updates
@@ -159,12 +161,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         benchmark = Benchmark(options, directory)
         if options.every_s is None:
             benchmark.measure_costs()
-        if not options.costs_only:
-            benchmark.give_turns()
-    if options.costs_only:
-        return
+        if options.costs_only:
+            return
+        for _ in benchmark.give_turns():
+            cost_command.finish(options, machine, results_of(benchmark, options))
     results = results_of(benchmark, options)
-    cost_command.finish(options, machine, results)
     goodput_report.show(cost_command.stdout_console(), machine, results)
     if options.page:
         goodput_report.write(options.page, machine, results)
@@ -224,7 +225,7 @@ def _line(name: str, kill: Kill, run: Run) -> str:
     one = run.facts[-1]
     how = f"asked to leave, {one.leaving_s:.1f} s" if one.asked else kill.signal.name if one.is_scheduled else "time up"
     reached = "did not begin" if one.restored is None else f"updates {one.restored} to {one.last or one.restored}"
-    return f"{name}: {one.wall_s:.1f} s, {reached}, {how}; {run.left_s:.0f} s left"
+    return f"{name}: {one.wall_s:.1f} s, {reached}, {how}; {max(0.0, run.left_s):.0f} s left"
 
 
 def _say(text: str) -> None:

@@ -59,8 +59,11 @@ def cost_of(told: Told, every: int, began_at: float) -> SaveCost:
 
 
 def interval_for(cost: SaveCost, mtbf_s: float) -> Interval:
-    """The interval of Young and Daly for this cost, from the begin of one save to the begin of the next."""
-    cost_s = max(cost.cost_s, LEAST_COST_S)
+    """The interval of Young and Daly for this cost, from the begin of one save to the begin of the next.
+
+    A save costs what its call takes, at least: what is measured to be less is noise.
+    """
+    cost_s = max(cost.cost_s, cost.called_s, LEAST_COST_S)
     seconds = daly_interval_s(cost_s, mtbf_s) + cost_s
     return Interval(max(1, round(seconds / cost.update_s)), seconds)
 

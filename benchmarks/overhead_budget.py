@@ -18,7 +18,7 @@ from benchmarks.write_limit import CannotLimitError, WriteLimit, write_limit
 PAIRS, QUICK_PAIRS = 6, 2
 BLOCK_S, QUICK_BLOCK_S = 30.0, 1.0
 PHASE_S, QUICK_PHASE_S = 150.0, 2.0
-SLOW_MIB_S = 15.0
+SLOW_MIB_S = 20.0
 PROBE_S = 2.0  # of the disk, at the rate that it is to have
 MOST_OFF = 0.3
 TIMEOUT_S = 3600.0

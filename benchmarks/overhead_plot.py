@@ -47,7 +47,7 @@ def write(file: Path, phases: Mapping[str, Any], fraction: float) -> None:
         _mark(axes, phases)
         axes.set_ylim(bottom=0)
         axes.tick_params(labelsize=8)
-        axes.legend(fontsize=8, loc="upper left")
+        axes.legend(fontsize=8, loc="upper left" if axes is above else "lower right")
     figure.savefig(file, dpi=DPI)
     plt.close(figure)
 

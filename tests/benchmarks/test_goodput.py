@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import goodput, goodput_log, goodput_report
 from benchmarks.goodput_attempt import Attempt, AttemptFailedError, run_attempt
-from benchmarks.goodput_costs import cost_of, interval_for
+from benchmarks.goodput_costs import SaveCost, cost_of, interval_for
 from benchmarks.goodput_facts import Facts, facts_of, median_update_s
 from benchmarks.goodput_kills import Kill, mtbf_s, schedule, within
 from benchmarks.goodput_log import Log, Told, Update
@@ -166,6 +166,11 @@ def test_the_cost_of_a_save_is_found() -> None:
     interval = interval_for(found, mtbf_s=40.0)
     assert interval.seconds == pytest.approx(daly_interval_s(0.8, 40.0) + 0.8)
     assert interval.steps == round(interval.seconds / 0.1)
+
+
+def test_a_save_costs_what_its_call_takes_at_least() -> None:
+    noise = SaveCost(cost_s=-0.1, update_s=0.1, called_s=0.06, start_s=3.0, saves=4)
+    assert interval_for(noise, 40.0).seconds == pytest.approx(daly_interval_s(0.06, 40.0) + 0.06)
 
 
 def test_too_few_saves_are_no_figure() -> None:

@@ -8,16 +8,21 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
+import jaxckpt_train as jct
 from benchmarks import overhead_report, overhead_training, write_limit
 from benchmarks.cost_process import run_fresh
 from benchmarks.lm_training import QUICK
 from benchmarks.overhead_summary import as_overhead, overhead_of
-from benchmarks.overhead_training import Block, OwnTime
+from benchmarks.overhead_training import Block, OwnTime, SavingLoop
 from benchmarks.write_limit import CannotLimitError, WriteLimit, device_of
+from jaxckpt_train.steps import manager
+from tests.steps.fake_backends import HoldingBackend
 
 MIB = 1 << 20
+UPDATES_BESIDE = 1000
 
 
 def saves_at(*times: float) -> list[dict[str, Any]]:
@@ -70,8 +75,39 @@ def test_own_time_stands_still_while_another_loop_runs(monkeypatch: pytest.Monke
     assert own.seconds() - began == 2
     own.go_on()
     clock.now += 3
+    own.stop()
+    clock.now += 10
+    own.go_on()
     assert own.seconds() - began == 5
     assert (own.utc() - date).total_seconds() == 5
+
+
+class SlowToSave:
+    """A training whose first save is held on the disk until a few more updates are complete."""
+
+    def __init__(self, backend: HoldingBackend) -> None:
+        self.model, self.optimizer, self.data = {"w": jnp.zeros(4)}, {"m": jnp.zeros(4)}, jct.JsonValue({})
+        self._backend, self.beside = backend, 0
+
+    def update(self) -> float:
+        if self._backend.reached.is_set():
+            self.beside += 1
+        if self.beside == UPDATES_BESIDE:
+            self._backend.go.set()
+        return 0.0
+
+
+def test_a_block_has_all_of_its_saves_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = HoldingBackend("rename", "step-")
+    monkeypatch.setattr(manager, "LocalBackend", lambda: backend)
+    training: Any = SlowToSave(backend)
+    loop = SavingLoop(training, tmp_path / "run")
+    while not loop.saves:  # until the policy knows how long an update takes
+        loop.block(0.1)
+    assert training.beside >= UPDATES_BESIDE
+    assert not loop.costs().is_measuring
+    loop.close()
+    assert loop.saves[0].lasted_s is not None
 
 
 def test_the_limit_is_of_the_disk_and_not_of_a_partition(tmp_path: Path) -> None:
