@@ -53,7 +53,7 @@ _TELL_AT = frozenset(10**power for power in range(1, 10))
 _log = logging.getLogger("jaxckpt_train")
 
 
-def _apart(one: datetime, other: datetime, seconds: float) -> bool:
+def apart(one: datetime, other: datetime, seconds: float) -> bool:
     """Whether two times lie at least `seconds` apart, in either order.
 
     Either order, because a clock that was set back must not hold up saves until it has caught up.
@@ -110,9 +110,9 @@ class EverySecondsPolicy:
         self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
     ) -> bool:
         """Whether the time has passed since the last save and since the start."""
-        if previous_steps and not _apart(step.time, previous_steps[-1].time, self.seconds):
+        if previous_steps and not apart(step.time, previous_steps[-1].time, self.seconds):
             return False
-        return context.run_started is None or _apart(step.time, context.run_started, self.seconds)
+        return context.run_started is None or apart(step.time, context.run_started, self.seconds)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -185,7 +185,7 @@ class ContinuousCheckpointingPolicy:
             return False
         if not previous_steps or self.minimum_interval_secs is None:
             return True
-        return _apart(step.time, previous_steps[-1].time, self.minimum_interval_secs)
+        return apart(step.time, previous_steps[-1].time, self.minimum_interval_secs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from datetime import datetime
 
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.steps.policy_arguments import positive_seconds
 from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext
 from jaxckpt_train.steps.save_costs import Failures, SaveCosts
+from jaxckpt_train.steps.save_policies import apart
 
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 1.0, 3600.0
 AIM = 0.9  # of a budget: what is measured is not known exactly
@@ -41,8 +42,52 @@ class _Interval:
     why: Callable[[], str]
 
 
+class _TunedPolicy(abc.ABC):
+    """A policy by what was measured: it says which interval it wants, and this bounds it and waits for it."""
+
+    min_interval_secs: float
+    max_interval_secs: float | None
+
+    @property
+    @abc.abstractmethod
+    def _name(self) -> str:
+        """Of the policy, in reasons."""
+
+    @abc.abstractmethod
+    def _wanted(self, costs: SaveCosts, cost_s: float, context: DecisionContext) -> _Interval:
+        """The interval that is right where a save costs so many seconds, and why."""
+
+    def should_save(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> bool:
+        """Whether the interval has passed since the last save, and since this process began; no save is waited for."""
+        interval = None if context.is_saving_in_progress else self._interval(context)
+        if interval is None:
+            return False
+        times = (previous_steps[-1].time if previous_steps else None, context.run_started)
+        last = max((time for time in times if time), default=None)
+        return last is None or apart(step.time, last, interval.seconds)
+
+    def reason(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> str:
+        """Why it asks for a save, with what was measured."""
+        found = self._interval(context)
+        return f"{self._name}: " + ("" if found is None else found.why())
+
+    def _interval(self, context: DecisionContext) -> _Interval | None:
+        costs, most_s = SaveCosts() if context.read_costs is None else context.read_costs(), self.max_interval_secs
+        if costs.step_s is None:
+            if most_s is None:
+                return None
+            return _Interval(most_s, lambda: f"nothing is measured yet, and max_interval_secs={most_s:g} have passed")
+        if costs.cost_s is None:
+            return None if costs.is_measuring else _Interval(0.0, lambda: "the first save, to see what it costs")
+        return _bounded(self._wanted(costs, costs.cost_s, context), self, costs)
+
+
 @dataclasses.dataclass(frozen=True)
-class OverheadBudgetPolicy:
+class OverheadBudgetPolicy(_TunedPolicy):
     """Saves as often as a budget allows: all saves together slow the training down by no more than this fraction.
 
     What a save costs is measured while the loop runs: the time in which the loop is held up, and what updates beside a
@@ -74,33 +119,18 @@ class OverheadBudgetPolicy:
             )
         _check_bounds(self)
 
-    def should_save(
-        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
-    ) -> bool:
-        """Whether the budget allows for a save by now."""
-        return _is_due(step, previous_steps, context, self._interval(context))
+    @property
+    def _name(self) -> str:
+        return f"OverheadBudgetPolicy(max_fraction={self.max_fraction:g})"
 
-    def reason(
-        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
-    ) -> str:
-        """Why it asks for a save, with what was measured."""
-        found = self._interval(context)
-        return f"OverheadBudgetPolicy(max_fraction={self.max_fraction:g}): " + ("" if found is None else found.why())
-
-    def _interval(self, context: DecisionContext) -> _Interval | None:
-        costs = SaveCosts() if context.read_costs is None else context.read_costs()
-        if costs.step_s is None:
-            return _only_at_most(self.max_interval_secs, "nothing is measured yet")
-        if costs.cost_s is None:
-            return None if costs.is_measuring else _Interval(0.0, lambda: "the first save, to see what it costs")
+    def _wanted(self, costs: SaveCosts, cost_s: float, context: DecisionContext) -> _Interval:
         aim = AIM * self.max_fraction
         owed_s = costs.spent_s - aim * costs.trained_s  # what was spent beyond it, or below 0: is left to spend
-        wanted_s = (costs.cost_s + max(owed_s, -costs.cost_s / 2)) / aim + costs.cost_s
-        return _bounded(wanted_s, lambda: _spending(costs), self, costs)
+        return _Interval((cost_s + max(owed_s, -cost_s / 2)) / aim + cost_s, lambda: _spending(costs, cost_s))
 
 
 @dataclasses.dataclass(frozen=True)
-class YoungDalyPolicy:
+class YoungDalyPolicy(_TunedPolicy):
     """Saves at the interval that loses the least time to saves and failures together, by Young and Daly.
 
     A failure is the end of a process that has not saved before: a kill, a crash, or a request to leave that left no
@@ -127,35 +157,17 @@ class YoungDalyPolicy:
             object.__setattr__(self, "mtbf_secs", positive_seconds("YoungDalyPolicy.mtbf_secs", self.mtbf_secs))
         _check_bounds(self)
 
-    def should_save(
-        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
-    ) -> bool:
-        """Whether the interval has passed."""
-        return _is_due(step, previous_steps, context, self._interval(context))
+    @property
+    def _name(self) -> str:
+        return "YoungDalyPolicy"
 
-    def reason(
-        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
-    ) -> str:
-        """Why it asks for a save, with what was measured."""
-        found = self._interval(context)
-        return "YoungDalyPolicy: " + ("" if found is None else found.why())
-
-    def _interval(self, context: DecisionContext) -> _Interval | None:
-        costs = SaveCosts() if context.read_costs is None else context.read_costs()
-        if costs.step_s is None:
-            return _only_at_most(self.max_interval_secs, "nothing is measured yet")
-        if costs.cost_s is None:
-            return None if costs.is_measuring else _Interval(0.0, lambda: "the first save, to see what it costs")
+    def _wanted(self, costs: SaveCosts, cost_s: float, context: DecisionContext) -> _Interval:
         failures = None if self.mtbf_secs is not None or context.read_failures is None else context.read_failures()
         mtbf_s = self.mtbf_secs or (failures or Failures()).mtbf_s
-        wanted_s = daly_interval_s(costs.cost_s, mtbf_s) + costs.cost_s
-        return _bounded(wanted_s, lambda: _risk(costs, mtbf_s, failures), self, costs)
+        return _Interval(daly_interval_s(cost_s, mtbf_s) + cost_s, lambda: _risk(cost_s, mtbf_s, failures))
 
 
-Tuned = OverheadBudgetPolicy | YoungDalyPolicy
-
-
-def _check_bounds(policy: Tuned) -> None:
+def _check_bounds(policy: _TunedPolicy) -> None:
     name = type(policy).__name__
     least = positive_seconds(f"{name}.min_interval_secs", policy.min_interval_secs)
     if policy.max_interval_secs is not None:
@@ -166,28 +178,8 @@ def _check_bounds(policy: Tuned) -> None:
             )
 
 
-def _is_due(
-    step: CheckpointInfo, previous: Sequence[CheckpointInfo], context: DecisionContext, interval: _Interval | None
-) -> bool:
-    """Whether it has passed since the last save, and since this process began to train; no save is waited for."""
-    if interval is None or context.is_saving_in_progress:
-        return False
-    last = max((time for time in (previous[-1].time if previous else None, context.run_started) if time), default=None)
-    return last is None or _between_s(step.time, last) >= interval.seconds
-
-
-def _between_s(one: datetime, other: datetime) -> float:
-    """Seconds between two times in either order: a clock that was set back must not hold up saves for long."""
-    return abs((one - other).total_seconds())
-
-
-def _only_at_most(most_s: float | None, why: str) -> _Interval | None:
-    if most_s is None:
-        return None
-    return _Interval(most_s, lambda: f"{why}, and max_interval_secs={most_s:g} have passed")
-
-
-def _bounded(wanted_s: float, why: Callable[[], str], policy: Tuned, costs: SaveCosts) -> _Interval:
+def _bounded(wanted: _Interval, policy: _TunedPolicy, costs: SaveCosts) -> _Interval:
+    wanted_s, why = wanted.seconds, wanted.why
     least_s, most_s = policy.min_interval_secs, policy.max_interval_secs
     duration_s = costs.duration_s or 0.0
     lasting_s = ROOM * duration_s
@@ -204,17 +196,17 @@ def _bounded(wanted_s: float, why: Callable[[], str], policy: Tuned, costs: Save
     return _Interval(wanted_s, right)
 
 
-def _spending(costs: SaveCosts) -> str:
+def _spending(costs: SaveCosts, cost_s: float) -> str:
     spent = costs.spent_s / costs.trained_s if costs.trained_s else 0.0
     blocked = "" if costs.blocked_s is None else f" ({_seconds(costs.blocked_s)} of it the loop is held up)"
-    return f"a save costs {_seconds(costs.cost_s or 0.0)}{blocked}, all so far {spent:.2%} of the training"
+    return f"a save costs {_seconds(cost_s)}{blocked}, all so far {spent:.2%} of the training"
 
 
-def _risk(costs: SaveCosts, mtbf_s: float, failures: Failures | None) -> str:
+def _risk(cost_s: float, mtbf_s: float, failures: Failures | None) -> str:
     seen = ""
     if failures is not None:
         seen = f" ({failures.count} in {_seconds(failures.observed_s)} so far)"
-    return f"a save costs {_seconds(costs.cost_s or 0.0)}, and a failure is due every {_seconds(mtbf_s)}{seen}"
+    return f"a save costs {_seconds(cost_s)}, and a failure is due every {_seconds(mtbf_s)}{seen}"
 
 
 def _seconds(value: float) -> str:
