@@ -6,6 +6,7 @@ arguments when built, reads no clock and does no I/O. Every `should_save` is tha
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import logging
 import math
@@ -243,8 +244,24 @@ class ImprovementPolicy:
         return all(is_better(value, old, self.mode) for old in earlier if old is not None and not math.isnan(old))
 
 
+class _ComposedPolicy(abc.ABC):
+    """A policy that asks others, and names those that decide."""
+
+    def should_save(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> bool:
+        """Whether one of those that decide asks for a save."""
+        return bool(self.deciding_policies(step, previous_steps, context=context))
+
+    @abc.abstractmethod
+    def deciding_policies(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> tuple[SavePolicy, ...]:
+        """The policies that ask for the save; empty: it is not saved."""
+
+
 @dataclasses.dataclass(frozen=True)
-class AnySavePolicy:
+class AnySavePolicy(_ComposedPolicy):
     """Saves when at least one of its policies asks for it. They are asked in order, up to the first that does.
 
     After one whose steps are temporary, the others are asked whether this step is to stay.
@@ -264,12 +281,6 @@ class AnySavePolicy:
         children = child_policies("AnySavePolicy.policies", self.policies, "should_save")
         object.__setattr__(self, "policies", children)
 
-    def should_save(
-        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
-    ) -> bool:
-        """Whether one of the policies asks for a save."""
-        return bool(self.deciding_policies(step, previous_steps, context=context))
-
     def deciding_policies(
         self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
     ) -> tuple[SavePolicy, ...]:
@@ -284,7 +295,7 @@ class AnySavePolicy:
 
 
 @dataclasses.dataclass(frozen=True)
-class TemporarySavePolicy:
+class TemporarySavePolicy(_ComposedPolicy):
     """Saves when its policy asks for it, a step that goes once a later one is committed, also by a later process.
 
     Beside it, in an `AnySavePolicy`, other policies ask for steps that stay: these look at the last such step, and it
@@ -304,12 +315,6 @@ class TemporarySavePolicy:
 
     def __post_init__(self) -> None:
         require_policy("TemporarySavePolicy.policy", self.policy, "should_save")
-
-    def should_save(
-        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
-    ) -> bool:
-        """Whether the policy asks for a save."""
-        return bool(self.deciding_policies(step, previous_steps, context=context))
 
     def deciding_policies(
         self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
@@ -333,7 +338,7 @@ def has_temporary(policy: SavePolicy | None) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class AllSavePolicy:
+class AllSavePolicy(_ComposedPolicy):
     """Saves when all of its policies ask for it. They are asked in order, up to the first that does not.
 
     Args:
@@ -348,12 +353,6 @@ class AllSavePolicy:
     def __post_init__(self) -> None:
         children = child_policies("AllSavePolicy.policies", self.policies, "should_save")
         object.__setattr__(self, "policies", children)
-
-    def should_save(
-        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
-    ) -> bool:
-        """Whether all of the policies ask for a save."""
-        return bool(self.deciding_policies(step, previous_steps, context=context))
 
     def deciding_policies(
         self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
