@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from jaxckpt_train.notices.metadata_server import Answer, MetadataServer
-from jaxckpt_train.notices.poller import Look, Poller
+from jaxckpt_train.notices.poller import Look, PolledSource, Poller
 from jaxckpt_train.notices.source import Notice
 from jaxckpt_train.value_checks import flag
 
@@ -41,7 +41,7 @@ class _Rebalance(msgspec.Struct):
 _Told = TypeVar("_Told", _Action, _Rebalance)
 
 
-class AwsNotice:
+class AwsNotice(PolledSource):
     """Asks the metadata service of Amazon EC2 whether this spot instance is to be terminated, stopped or hibernated.
 
     The notice comes two minutes before, and says when (`leave_by`); of a hibernation it comes when that begins.
@@ -66,19 +66,7 @@ class AwsNotice:
         def new_look() -> Look:
             return _Imds(rebalance).look
 
-        self._poller = Poller("AwsNotice", url, poll_s, timeout_s, new_look, _HINT)
-
-    def start(self) -> None:
-        """Begin to ask."""
-        self._poller.start()
-
-    def stop(self) -> None:
-        """End that."""
-        self._poller.stop()
-
-    def notice(self) -> Notice | None:
-        """What was found."""
-        return self._poller.notice()
+        super().__init__(Poller("AwsNotice", url, poll_s, timeout_s, new_look, _HINT))
 
 
 class _Imds:

@@ -7,7 +7,7 @@ import re
 from typing import Literal
 
 from jaxckpt_train.notices.metadata_server import Answer, MetadataServer, NoAnswerError
-from jaxckpt_train.notices.poller import Poller
+from jaxckpt_train.notices.poller import PolledSource, Poller
 from jaxckpt_train.notices.source import Notice
 from jaxckpt_train.value_checks import one_of
 
@@ -21,7 +21,7 @@ _HINT = "does this run on Google Compute Engine? Else leave this source out of `
 OnMaintenance = Literal["terminate", "any", "ignore"]
 
 
-class GceNotice:
+class GceNotice(PolledSource):
     """Asks the metadata server of Google Compute Engine whether this VM is being preempted, or its host maintained.
 
     A Spot VM is gone some 30 s after its notice. `maintenance-event` tells of maintenance 60 s before, and of a VM with
@@ -49,19 +49,7 @@ class GceNotice:
     ) -> None:
         one_of("terminate", "any", "ignore")("GceNotice: on_maintenance", on_maintenance)
         look = functools.partial(_look, on_maintenance)
-        self._poller = Poller("GceNotice", url, poll_s, timeout_s, lambda: look, _HINT)
-
-    def start(self) -> None:
-        """Begin to ask."""
-        self._poller.start()
-
-    def stop(self) -> None:
-        """End that."""
-        self._poller.stop()
-
-    def notice(self) -> Notice | None:
-        """What was found."""
-        return self._poller.notice()
+        super().__init__(Poller("GceNotice", url, poll_s, timeout_s, lambda: look, _HINT))
 
 
 def _look(on_maintenance: OnMaintenance, server: MetadataServer) -> Notice | None:

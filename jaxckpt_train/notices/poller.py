@@ -68,6 +68,29 @@ class Poller:
         return None if self._run is None else self._run.found
 
 
+class PolledSource:
+    """A source of notices that a poller looks for.
+
+    Args:
+        poller: of its metadata server.
+    """
+
+    def __init__(self, poller: Poller) -> None:
+        self._poller = poller
+
+    def start(self) -> None:
+        """Begin to ask."""
+        self._poller.start()
+
+    def stop(self) -> None:
+        """End that."""
+        self._poller.stop()
+
+    def notice(self) -> Notice | None:
+        """What was found."""
+        return self._poller.notice()
+
+
 class _Run:
     """From one start to its stop."""
 
