@@ -114,11 +114,12 @@ class LinkRecorder:
 def best_of(lives: Sequence[Life]) -> list[tuple[float, int]]:
     """What the link `best` stands for after each save: seconds, and a step."""
     recorder = LinkRecorder()
-    link = LinkToBest(recorder, "runs/a", BestLink("loss"))  # type: ignore[arg-type]
+    link = LinkToBest(recorder, "runs/a", BestLink("loss"))
     found = []
     for life in lives:
         there = [each for each in lives if each.from_s <= life.from_s < (each.to_s or math.inf)]
-        link.update([_entry(each) for each in there])
+        entries = [_entry(each) for each in there]
+        link.update(lambda entries=entries: entries)
         found.append((life.from_s, int(str(recorder.target).partition("-")[2])))
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxckpt_train.errors import SettingsError, StorageError
 from jaxckpt_train.steps.entry import Entry
@@ -51,16 +51,17 @@ class LinkToBest:
         link: what it stands for; None: there is none.
     """
 
-    def __init__(self, backend: Backend, directory: str, link: BestLink | None) -> None:
+    def __init__(self, backend: Backend | Linking, directory: str, link: BestLink | None) -> None:
         self._backend, self._directory, self._link = backend, directory, link
         self._guard = threading.Lock()
         self._target: str | None = None
         self._is_known = self._is_told = False
 
-    def update(self, entries: Sequence[Entry]) -> None:
-        """Have it stand for the best of these; where none has the metric, there is no link."""
+    def update(self, newest: Callable[[], Sequence[Entry]]) -> None:
+        """Have it stand for the best of the steps that there are; where none has the metric, there is no link."""
         if self._link is None:
             return
+        entries = newest()
         ranked = rank_checkpoints([entry.info() for entry in entries], self._link.metric, self._link.mode)
         target = next((entry.name for entry in entries if ranked and entry.step == ranked[0].step), None)
         with self._guard:

@@ -188,7 +188,7 @@ class StepManager(RunNotes):
             self.check()
             started = time.perf_counter()
             decided = reason or ("forced" if force else None)
-            decision = Decision(True, decided, temporary) if decided else self.decide(step, metrics)
+            decision = Decision(True, decided) if decided else self.decide(step, metrics)
             decide_s = time.perf_counter() - started
             if not decision.save:
                 return SaveResult(False, decision.reason)

@@ -118,7 +118,7 @@ class RunDirectory:
         self.past = answer_of(self._directory, lambda moved: Past.of(self.history.recent()))
         self.is_owner = True  # last of all: what is interrupted before is done again
         self.log.started(None if self._origin.entry is None else self._origin.entry.step)
-        self._best.update(self.newest())
+        self._best.update(self.newest)
         self._scrubber.start()
 
     def _look(self, progress: Progress | None = None) -> None:
@@ -294,7 +294,7 @@ class RunDirectory:
             doomed, instead = replaced(free, self._whole(), line, is_durable=is_durable)
             self._doomed.add(doomed, wait=bool(instead))
             self._infos = None
-        self._best.update(self.newest())  # before what it stood for goes
+        self._best.update(self.newest)  # before what it stood for goes
         self._deleter.delete(sorted(doomed), instead=instead)
 
     def _unkept(self, line: list[Entry]) -> set[str]:
@@ -387,7 +387,7 @@ class RunDirectory:
         self._book.add(line)
         self._notes.add(line)
         self._take_note(entry, note)
-        self._best.update(self.newest())
+        self._best.update(self.newest)
 
     def _take_note(self, entry: Entry, note: Mapping[str, Any]) -> None:
         with self._guard:
