@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks import cost_command, goodput_plot, table
+from benchmarks import cost_command, goodput_plot
 from benchmarks.cells import TextTable
+from benchmarks.figure_page import figure_lines, report_command, show_figures
 from benchmarks.goodput_summary import Goodput, as_goodput
-from benchmarks.markdown import table_lines
 from benchmarks.spread import Spread
 
 PAGE, PLOT = "goodput.md", "goodput.png"
@@ -105,12 +103,7 @@ def checks(results: Mapping[str, Any]) -> list[str]:
 
 def show(console: Console, machine: Mapping[str, Any], results: Mapping[str, Any]) -> None:
     """Everything, in a terminal."""
-    cost_command.show_machine(console, dict(machine))
-    for text in tables(results):
-        table.show_text(console, text)
-    console.print(HOW_TO_READ, soft_wrap=True)
-    for line in checks(results):
-        console.print(line, markup=False)
+    show_figures(console, machine, tables(results), HOW_TO_READ, checks(results))
 
 
 def write(folder: Path, machine: Mapping[str, Any], results: Mapping[str, Any]) -> None:
@@ -122,23 +115,12 @@ def write(folder: Path, machine: Mapping[str, Any], results: Mapping[str, Any]) 
     lines += ['[benchmarks.md](../benchmarks.md) says how, under "Goodput".', ""]
     lines += [f"- {line}" for line in cost_command.machine_lines(dict(machine))]
     lines += [f"- {line}" for line in checks(results)]
-    lines += ["", f"![where the time went]({PLOT})", "", "```", HOW_TO_READ, "```", ""]
-    for text in tables(results):
-        lines += [f"**{text.title}**", "", *table_lines(text), ""]
+    lines += ["", f"![where the time went]({PLOT})"]
+    lines += figure_lines(tables(results), HOW_TO_READ)
     (folder / PAGE).write_text("\n".join(lines), encoding="utf-8")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Show a recorded run, and write its page if asked."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.goodput_report", description=__doc__)
-    parser.add_argument("record", type=Path, help="a file that --json wrote")
-    parser.add_argument("--page", type=Path, help=f"folder for {PAGE} and {PLOT}")
-    options = parser.parse_args(arguments)
-    record = json.loads(options.record.read_text(encoding="utf-8"))
-    show(cost_command.stdout_console(), record["machine"], record["results"])
-    if options.page:
-        write(options.page, record["machine"], record["results"])
-
+main = report_command("goodput_report", __doc__, f"{PAGE} and {PLOT}", show, write)
 
 if __name__ == "__main__":
     main()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks import cost_command, overhead_plot, table
+from benchmarks import cost_command, overhead_plot
 from benchmarks.cells import TextTable
-from benchmarks.markdown import table_lines
+from benchmarks.figure_page import figure_lines, report_command, show_figures
 from benchmarks.overhead_summary import Overhead, as_overhead, intervals_of
 from benchmarks.spread import Spread
 
@@ -81,14 +79,13 @@ def _seconds(spread: Spread | None) -> str:
     return "" if spread is None else f"{spread.median:.1f}\n{spread.minimum:.1f} .. {spread.maximum:.1f}"
 
 
+def _remarks(results: Mapping[str, Any]) -> list[str]:
+    return [f"left out: the slow disk: {results['left_out']}"] if "left_out" in results else []
+
+
 def show(console: Console, machine: Mapping[str, Any], results: Mapping[str, Any]) -> None:
     """Everything, in a terminal."""
-    cost_command.show_machine(console, dict(machine))
-    for text in tables(results):
-        table.show_text(console, text)
-    console.print(HOW_TO_READ, soft_wrap=True)
-    if "left_out" in results:
-        console.print(f"left out: the slow disk: {results['left_out']}", markup=False)
+    show_figures(console, machine, tables(results), HOW_TO_READ, _remarks(results))
 
 
 def write(folder: Path, machine: Mapping[str, Any], results: Mapping[str, Any]) -> None:
@@ -97,27 +94,15 @@ def write(folder: Path, machine: Mapping[str, Any], results: Mapping[str, Any]) 
     lines = ["# What a budget for saves really costs", "", "Written by `benchmarks.overhead_report` from what was"]
     lines += ['measured; [benchmarks.md](../benchmarks.md) says how, under "Overhead budget".', ""]
     lines += [f"- {line}" for line in cost_command.machine_lines(dict(machine))]
-    lines += [f"- left out: the slow disk: {results['left_out']}"] if "left_out" in results else []
+    lines += [f"- {line}" for line in _remarks(results)]
     if results["phases"]:
         overhead_plot.write(folder / PLOT, results["phases"], results["fraction"])
         lines += ["", f"![intervals on a disk that changes]({PLOT})"]
-    lines += ["", "```", HOW_TO_READ, "```", ""]
-    for text in tables(results):
-        lines += [f"**{text.title}**", "", *table_lines(text), ""]
+    lines += figure_lines(tables(results), HOW_TO_READ)
     (folder / PAGE).write_text("\n".join(lines), encoding="utf-8")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Show a recorded run, and write its page if asked."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead_report", description=__doc__)
-    parser.add_argument("record", type=Path, help="a file that --json wrote")
-    parser.add_argument("--page", type=Path, help=f"folder for {PAGE} and {PLOT}")
-    options = parser.parse_args(arguments)
-    record = json.loads(options.record.read_text(encoding="utf-8"))
-    show(cost_command.stdout_console(), record["machine"], record["results"])
-    if options.page:
-        write(options.page, record["machine"], record["results"])
-
+main = report_command("overhead_report", __doc__, f"{PAGE} and {PLOT}", show, write)
 
 if __name__ == "__main__":
     main()

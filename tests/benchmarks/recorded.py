@@ -17,6 +17,7 @@ MACHINE = {
     "mount_point": "/",
     "mount_options": "rw",
 }
+WITH_VERSIONS = {**MACHINE, "commit": "1", "python": "3", "jax": "0.10", "numpy": "2", "orbax-checkpoint": "0.12"}
 
 
 def save_sample(durable_s: float, *, plain_s: float | None = None, blocking_s: float | None = None) -> SaveSample:

@@ -22,6 +22,7 @@ from benchmarks.goodput_summary import as_goodput, goodput_of
 from benchmarks.goodput_training import Arguments
 from benchmarks.lm_training import QUICK
 from jaxckpt_train.steps.tuned_policies import daly_interval_s
+from tests.benchmarks.recorded import WITH_VERSIONS
 
 MEAN_S = goodput.MEAN_S
 UPDATE_S = 0.5
@@ -209,14 +210,8 @@ def made_up_results() -> dict[str, Any]:
     }
 
 
-MACHINE = dict.fromkeys(
-    ("cores", "processor", "memory_bytes", "kernel", "file_system", "device", "commit", "python"), 1
-)
-
-
 def test_a_page_has_the_figures_and_its_plot(tmp_path: Path) -> None:
-    machine = {**MACHINE, "jax": "0.10", "numpy": "2", "orbax-checkpoint": "0.12"}
-    goodput_report.write(tmp_path, machine, made_up_results())
+    goodput_report.write(tmp_path, WITH_VERSIONS, made_up_results())
     page = (tmp_path / "goodput.md").read_text(encoding="utf-8")
     for text in (
         "30.0%",

@@ -19,6 +19,7 @@ from benchmarks.overhead_summary import as_overhead, overhead_of
 from benchmarks.overhead_training import Block, OwnTime, SavingLoop
 from benchmarks.write_limit import CannotLimitError, WriteLimit, device_of
 from jaxckpt_train.steps import manager
+from tests.benchmarks.recorded import WITH_VERSIONS
 from tests.steps.fake_backends import HoldingBackend
 
 MIB = 1 << 20
@@ -151,18 +152,12 @@ def test_processes_of_the_group_write_no_faster(tmp_path: Path) -> None:
     assert not Path(limit.group).exists()
 
 
-MACHINE = dict.fromkeys(
-    ("cores", "processor", "memory_bytes", "kernel", "file_system", "device", "commit", "python"), 1
-)
-
-
 def test_a_page_has_the_figures_and_its_plot(tmp_path: Path) -> None:
     found = overhead_of([Block(10, 10.0, 0)] * 2, [Block(10, 10.3, 1)], stored(1.0, 12.0))
     disk = {"overhead": dataclasses.asdict(found), "bytes_per_s": 15 * MIB}
     phases = {**stored(1.0, 6.0, 30.0, 55.0), "rates": [None, 15 * MIB], "ends_s": [0.0, 20.0, 60.0]}
-    machine = {**MACHINE, "jax": "0.10", "numpy": "2", "orbax-checkpoint": "0.12"}
     results = {"fraction": 0.035, "disks": {"slow": disk}, "phases": phases}
-    overhead_report.write(tmp_path, machine, results)
+    overhead_report.write(tmp_path, WITH_VERSIONS, results)
     page = (tmp_path / "overhead-budget.md").read_text(encoding="utf-8")
     for text in (
         "| slow, 15 MiB/s | 3.00% |",
@@ -177,8 +172,7 @@ def test_a_page_has_the_figures_and_its_plot(tmp_path: Path) -> None:
 def test_a_disk_that_cannot_be_slowed_is_told(tmp_path: Path) -> None:
     found = overhead_of([Block(10, 10.0, 0)] * 2, [Block(10, 10.3, 1)], stored(1.0))
     results = {"fraction": 0.035, "disks": {"fast": {"overhead": dataclasses.asdict(found)}}, "phases": None}
-    machine = {**MACHINE, "jax": "0.10", "numpy": "2", "orbax-checkpoint": "0.12"}
-    overhead_report.write(tmp_path, machine, {**results, "left_out": "needs the right to make a control group"})
+    overhead_report.write(tmp_path, WITH_VERSIONS, {**results, "left_out": "needs the right to make a control group"})
     assert "left out: the slow disk: needs the right" in (tmp_path / "overhead-budget.md").read_text(encoding="utf-8")
 
 
