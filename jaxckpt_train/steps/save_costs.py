@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-PRIOR_FAILURES, PRIOR_MTBF_S = 0.5, 2 * 3600.0
+PRIOR_FAILURES, PRIOR_OBSERVED_S = 0.5, 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +17,7 @@ class SaveCosts:
             take longer. It stays as it is until what is measured differs by a tenth.
         blocked_s: of these, the time in which the loop is held up.
         duration_s: from the begin of a save until it is committed; the longest of the last few.
+        usual_s: the same, the median of the last few.
         is_measuring: whether a save is under way, or the update after it, of which it is not known yet what it costs.
         spent_s: that all saves of this process have cost so far.
         trained_s: since this process began to train, without what saves have cost.
@@ -26,6 +27,7 @@ class SaveCosts:
     cost_s: float | None = None
     blocked_s: float | None = None
     duration_s: float | None = None
+    usual_s: float | None = None
     is_measuring: bool = False
     spent_s: float = 0.0
     trained_s: float = 0.0
@@ -47,7 +49,8 @@ class Failures:
     def mtbf_s(self) -> float:
         """The mean time between failures that this suggests, in seconds.
 
-        A run that has not failed yet may fail all the same: half a failure in one hour is what is taken for known
-        before anything is (the mean of a Gamma prior of the rate), and soon outweighed.
+        A run that has not failed yet may fail all the same: half a failure in one minute is what is taken for known
+        before anything is (the mean of a Gamma prior of the rate). So a run that has not failed expects to do so in
+        twice the time that it has lived, whatever that is, and one that has failed soon expects what it has seen.
         """
-        return (PRIOR_FAILURES * PRIOR_MTBF_S + self.observed_s) / (PRIOR_FAILURES + self.count)
+        return (PRIOR_OBSERVED_S + self.observed_s) / (PRIOR_FAILURES + self.count)

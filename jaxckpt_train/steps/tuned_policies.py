@@ -15,7 +15,7 @@ from jaxckpt_train.steps.save_policies import apart
 
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 1.0, 3600.0
 AIM = 0.9  # of a budget: what is measured is not known exactly
-ROOM = 1.5  # an interval is so much longer than a save lasts, at least: they must not be under way all the time
+ROOM = 1.5  # an interval is so much longer than a save lasts as a rule, at least: not to save all the time
 
 
 def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
@@ -137,8 +137,8 @@ class YoungDalyPolicy(_TunedPolicy):
     time for it. Requests that were met with a save lose nothing, and do not count.
 
     Args:
-        mtbf_secs: mean time between failures; None: estimated from the run's own history, and until it has failed from
-            the time that it has run without: a failure in two hours is assumed at first.
+        mtbf_secs: mean time between failures; None: estimated from the run's own history: until it has failed twice the
+            time that it has run without, so that saves come often at first and less and less.
         min_interval_secs: seconds between saves, at least.
         max_interval_secs: seconds between saves, at most; None: no limit.
 
@@ -181,8 +181,8 @@ def _check_bounds(policy: _TunedPolicy) -> None:
 def _bounded(wanted: _Interval, policy: _TunedPolicy, costs: SaveCosts) -> _Interval:
     wanted_s, why = wanted.seconds, wanted.why
     least_s, most_s = policy.min_interval_secs, policy.max_interval_secs
-    duration_s = costs.duration_s or 0.0
-    lasting_s = ROOM * duration_s
+    usual_s = costs.usual_s or 0.0
+    lasting_s = ROOM * usual_s
 
     def right() -> str:
         return f"{why()}: every {_seconds(wanted_s)}"
@@ -190,7 +190,7 @@ def _bounded(wanted: _Interval, policy: _TunedPolicy, costs: SaveCosts) -> _Inte
     if most_s is not None and wanted_s > most_s:
         return _Interval(most_s, lambda: f"{right()} is right, max_interval_secs={most_s:g} is less")
     if wanted_s < lasting_s and least_s < lasting_s:
-        return _Interval(lasting_s, lambda: f"{right()} is right, but a save lasts {_seconds(duration_s)}")
+        return _Interval(lasting_s, lambda: f"{right()} is right, but a save lasts {_seconds(usual_s)}")
     if wanted_s < least_s:
         return _Interval(least_s, lambda: f"{right()} is right, min_interval_secs={least_s:g} is more")
     return _Interval(wanted_s, right)

@@ -118,6 +118,12 @@ def test_without_a_given_rate_failures_are_counted() -> None:
     )
 
 
+@pytest.mark.parametrize("lived_s", [600.0, 6e4, 6e6])
+def test_a_run_that_has_not_failed_yet_expects_to_in_twice_the_time_that_it_has_lived(lived_s: float) -> None:
+    assert Failures(0, lived_s).mtbf_s == pytest.approx(2 * lived_s, rel=0.11)
+    assert Failures(20, lived_s).mtbf_s == pytest.approx(lived_s / 20, rel=0.11)  # and soon believes what it sees
+
+
 @pytest.mark.parametrize("kind", [jct.OverheadBudgetPolicy, jct.YoungDalyPolicy])
 def test_bounds_are_kept_and_told(kind: Any) -> None:
     often, seldom = SaveCosts(step_s=1.0, cost_s=1e-6), SaveCosts(step_s=1.0, cost_s=1e6)
@@ -129,7 +135,7 @@ def test_bounds_are_kept_and_told(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [jct.OverheadBudgetPolicy, jct.YoungDalyPolicy])
 def test_saves_are_not_under_way_all_the_time(kind: Any) -> None:
-    slow = SaveCosts(step_s=1.0, cost_s=1e-6, duration_s=100.0)
+    slow = SaveCosts(step_s=1.0, cost_s=1e-6, duration_s=900.0, usual_s=100.0)  # one took longer than the others
     assert interval_of(kind(), slow) == pytest.approx(ROOM * 100.0, rel=1e-2)
     assert "but a save lasts 100 s" in asked(kind(), 1000.0, slow).reason
 
@@ -142,7 +148,7 @@ def test_reasons_tell_what_was_measured() -> None:
         asked(jct.OverheadBudgetPolicy(), 1000.0, spent).reason,
     )
     found = asked(jct.YoungDalyPolicy(), 3000.0, read_failures=lambda: Failures(3, 7200.0)).reason
-    assert found.startswith("YoungDalyPolicy: a save costs 2 s, and a failure is due every 3086 s (3 in 2.0 h so far)")
+    assert found.startswith("YoungDalyPolicy: a save costs 2 s, and a failure is due every 2074 s (3 in 2.0 h so far)")
     inside = jct.AnySavePolicy([jct.FixedIntervalPolicy(10_000), jct.YoungDalyPolicy(1e3)])
     assert asked(inside, 3000.0).reason.startswith(
         "YoungDalyPolicy: a save costs 2 s, and a failure is due every 1000 s"
