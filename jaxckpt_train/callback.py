@@ -296,8 +296,8 @@ class CheckpointCallback(LoopForms):
 
     @property
     def completed_steps(self) -> int:
-        """How many updates are complete."""
-        return self._loop.completed
+        """How many updates are complete; one of which `ckpt(...)` was not told yet is not."""
+        return self._loop.complete
 
     def summary(self, *, show: bool = True) -> Goodput:
         """Which part of the run's time went into updates that count, over all its processes so far.

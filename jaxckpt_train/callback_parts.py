@@ -53,6 +53,7 @@ def watch_of(given: Arguments, manager: StepManager) -> PreemptionWatch:
         notice_file=given["notice_file"],
         max_run_time_s=limit_s,
         sources=build_notices("checkpoint.notices", given["notices"]),
+        timeout_s=manager.settings.barrier_timeout_s,
         leave_early_s=lambda: manager.leave_early_s(DEFAULT_GRACE_S, limit_s) if grace_s is None else float(grace_s),
     )
 

@@ -146,7 +146,7 @@ def signals(subject: str, value: Any) -> list[str]:
         refuse(subject, "a list of names of signals, such as [SIGTERM]", value)
     catchable = set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}
     for name in value:
-        if name not in catchable:
+        if not isinstance(name, str) or name not in catchable:
             refuse(subject, "names of signals that a process can catch, such as SIGTERM", name)
     return list(value)
 

@@ -20,6 +20,7 @@ from jaxckpt_train import hydra_job
         ({"exit_code": 300}, "from 0 to 255"),
         ({"grace_period_s": -1.0}, "checkpoint.grace_period_s"),
         ({"signals": ("SIGKILL",)}, "that a process can catch"),
+        ({"signals": [["SIGTERM"]]}, "that a process can catch"),
         ({"keep_latest": 0}, "checkpoint.keep_latest"),
         ({"fingerprint": "v\udcff"}, "checkpoint.fingerprint: expected valid Unicode"),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import jaxckpt_train as jct
-from tests.steps.runs import state_of
+from tests.steps.runs import state_of, step_of
 
 UNTOLD = "ended and ckpt(...) was not called"
 
@@ -64,3 +64,21 @@ def test_a_loop_of_ones_own_counts_its_updates_whether_enabled_or_not(tmp_path: 
         with pytest.raises(jct.SettingsError, match=r"step=9\): expected 8"):
             for _ in ckpt.steps(9):
                 ckpt(state_of(1), step=9)
+
+
+def test_an_update_that_was_left_by_a_break_is_told_of_once(tmp_path: Path) -> None:
+    with jct.CheckpointCallback(tmp_path, save_interval_steps=1) as ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(10):
+            assert ckpt.completed_steps == step
+            if step == 3:
+                break
+            ckpt(state_of(step + 1))
+            assert ckpt.completed_steps == step + 1
+        for completed in (4, 5):
+            assert ckpt.completed_steps == completed - 1
+            ckpt(state_of(completed))
+            assert ckpt.completed_steps == completed
+    manager = jct.StepManager(tmp_path)
+    assert manager.latest == 5
+    assert step_of(manager.restore({"state": state_of(0)})) == 5

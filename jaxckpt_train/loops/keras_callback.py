@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -73,6 +73,7 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             )
         self._every = optional(whole(1))("KerasCheckpoint: save_every_epochs", save_every_epochs)
         self._settings: dict[str, Any] = {"directory": directory, **settings}
+        self._new_settings: Callable[[], dict[str, Any]] = lambda: self._settings  # for another run of the callback
         self._ckpt = CheckpointCallback(**self._settings)
         self._is_closed = self._is_fitting = False
         self._data: EpochData | None = None
@@ -88,7 +89,9 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         Raises:
             SettingsError: a key or value is wrong.
         """
-        return cls(save_every_epochs=save_every_epochs, **callback_arguments(config))
+        found = cls(save_every_epochs=save_every_epochs, **callback_arguments(config))
+        found._new_settings = lambda: callback_arguments(config)  # its sinks are closed with each run
+        return found
 
     def data(self, source: Any, steps_per_epoch: int | None = None) -> EpochData:
         """Data to give to `fit` as `x`, whose position is saved and resumed.
@@ -216,7 +219,7 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _open(self) -> None:
         if self._is_closed or self._ckpt.preempted:
-            self._ckpt, self._is_closed = CheckpointCallback(**self._settings), False
+            self._ckpt, self._is_closed = CheckpointCallback(**self._new_settings()), False
 
     def _tell(self, logs: Any) -> SaveResult:
         """An update is complete, and what was said of it so far is what a save of it saves."""
@@ -248,8 +251,17 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._is_closed:
-            self._is_fitting, self._is_closed = False, True
+        if self._is_closed:
+            return
+        was_left, self._is_fitting, self._is_closed = self._is_fitting and kind is None, False, True
+        if was_left and not self._ckpt.preempted:  # by an error that was caught outside
+            _log.warning(
+                "fit was left by an error: step %d is not saved at the end, as the weights may be of a later update; "
+                "the next fit goes on from the last saved step",
+                self._completed,
+            )
+            self._ckpt.close()
+        else:
             self._ckpt.__exit__(kind, error, trace)
 
 

@@ -8,12 +8,13 @@ Orbax need not be installed; its own `args` and options are taken as well, also 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from jaxckpt_train.checkpoint import load_checkpointables
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
@@ -30,11 +31,14 @@ from jaxckpt_train.loops.orbax_options import (
 from jaxckpt_train.loops.orbax_policies import ButDeleted
 from jaxckpt_train.loops.orbax_steps import BegunSteps, MissingStepError, StepAlreadyExistsError
 from jaxckpt_train.multihost import current, preemption_service
+from jaxckpt_train.outcome import Outcome
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.besides import closing_besides
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.preemption import PreemptionWatch
 from jaxckpt_train.steps.step_names import check_step
+from jaxckpt_train.store.answers import answer_of
+from jaxckpt_train.store.local import LocalBackend
 
 __all__ = [
     "CheckpointManager",
@@ -115,6 +119,11 @@ class CheckpointManager:
         )
         self._steps = BegunSteps(self._manager, self._kept, self._best)
         self._watch: PreemptionWatch | None = None
+        self._said: tuple[int, bool] | None = None  # whether to leave at a step, as was found out for it
+        self._is_told = False  # by reached_preemption
+        if self._options.create and not self._options.read_only:
+            make = functools.partial(LocalBackend().make_directory, self._manager.directory, parents=True, sync=True)
+            answer_of(self._manager.directory, lambda moved: make())
 
     @property
     def directory(self) -> Path:
@@ -124,7 +133,10 @@ class CheckpointManager:
     def should_save(self, step: int) -> bool:
         """Whether `save` would save this step: it is above all that there are, and the options ask for it."""
         step = check_step(step)
-        return not self._is_read_only("saved") and self._steps.is_above(step) and self._manager.should_save(step)
+        if self._is_read_only("saved"):
+            return False
+        self._look_whether_to_leave(step)
+        return self._steps.is_above(step) and self._manager.should_save(step)
 
     def save(
         self,
@@ -156,7 +168,10 @@ class CheckpointManager:
         """
         _refuse("save", {"items": items, "save_kwargs": save_kwargs})
         step, values = check_step(step), self._items.to_save(args)
-        if self._is_read_only("saved") or not (force or self._steps.is_above(step)):
+        if self._is_read_only("saved"):
+            return False
+        self._look_whether_to_leave(step)
+        if not (force or self._steps.is_above(step)):
             return False
         metrics = None if self._options.prevent_write_metrics else metrics
         more: dict[str, Any] = {"metrics": metrics, "custom_metadata": custom_metadata, "force": bool(force)}
@@ -169,7 +184,10 @@ class CheckpointManager:
         self._kept.deleted.discard(step)
         finalized = self._options.finalized
         if finalized is not None:
-            result.pending.committed.add_done_callback(lambda done: done.exception() is None and finalized())
+            outcome = cast(
+                "Outcome[Any]", result.pending.committed
+            )  # whose error is raised later: this has not seen it
+            outcome.add_done_callback(lambda done: outcome.error() is None and finalized())
         if not self._options.enable_async_checkpointing:
             self.wait_until_finished()
         return True
@@ -294,10 +312,26 @@ class CheckpointManager:
         """Whether the process was asked to leave, by SIGTERM. The first call begins to watch for it.
 
         From then on SIGTERM does not end the process: end your loop when this says so. Call it in every update, in all
-        processes of a job.
+        processes of a job, before or after `save`: both give the same answer of a step, and the one that is left at is
+        saved.
         """
+        if self._said is None or self._said[0] != step or self._is_told:
+            self._said = step, self._is_reached()
+        self._is_told = True
+        return self._said[1]
+
+    def _look_whether_to_leave(self, step: int) -> None:
+        """Once for each step, if that is watched for: by the first `reached_preemption`, or JAX's service of a job."""
+        is_watched = self._watch is not None or preemption_service() is not None
+        if is_watched and (self._said is None or self._said[0] != step):
+            self._said, self._is_told = (step, self._is_reached()), False
+
+    def _is_reached(self) -> bool:
         if self._watch is None:
-            self._watch = PreemptionWatch(current(), service=preemption_service(), signals=("SIGTERM",))
+            limit_s = self._manager.settings.barrier_timeout_s
+            self._watch = PreemptionWatch(
+                current(), service=preemption_service(), signals=("SIGTERM",), timeout_s=limit_s
+            )
             self._watch.start()
         reached = self._watch.reached()
         if reached:

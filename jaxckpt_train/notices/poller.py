@@ -121,27 +121,28 @@ class _Run:
             self._thread.join(JOIN_S)
 
     def _work(self) -> None:
-        before: float | None = None
+        before: float | None = None  # when the look began that was answered last, or else the first one
         while self.found is None and not self._stop.is_open():
             began = time.monotonic()
-            self._look_once(began if before is None else before)
-            before = began
+            if self._look_once(began if before is None else before) or before is None:
+                before = began
             if self.found is None:
                 self._stop.wait(self._poll_s)
 
-    def _look_once(self, asked_at: float) -> None:
-        """`asked_at`: when a notice that is there now may have come."""
+    def _look_once(self, asked_at: float) -> bool:
+        """Whether the server has answered; `asked_at`: when a notice that is there now may have come."""
         try:
             found = self._look(self._server)
         except Exception as error:  # noqa: BLE001  # a thread's edge
             if not self._stop.is_open():
                 self._tell(error)
-            return
+            return False
         if self._is_told:
             self._is_told = False
             _log.warning("%s: %s answers again", self._name, self._server.url)
         if found is not None:
             self.found = dataclasses.replace(found, asked_at=asked_at)
+        return True
 
     def _tell(self, error: Exception) -> None:
         now = time.monotonic()

@@ -14,13 +14,14 @@ class WriterSink:
     """Scalars such as `checkpoint/save/blocked_s`, `checkpoint/restore/bytes_per_s`, and `checkpoint/preempted/count`.
 
     Each event has its fields that are numbers, and how many of its kind there were in this process. They are of the
-    event's step, or of the last one that was told where it has none. The writer is flushed after each event, as a job
-    that is preempted may not get to that.
+    event's step, or of the last one that was told where it has none. TensorBoard's writer is flushed after each event,
+    as a job that is preempted may not get to that; clu's is not, as while one of its `AsyncWriter` flushes, the loop
+    cannot write.
 
     Args:
         writer: with `write_scalars(step, scalars)`, as clu's `MetricWriter`, or
             `add_scalar(tag, value, global_step)`, as TensorBoard's `SummaryWriter` of PyTorch and of tensorboardX. It
-            is called on a thread that is not the loop's.
+            is called on a thread that is not the loop's. Close it when the run has ended.
 
     Raises:
         SettingsError: the writer has neither.
@@ -30,8 +31,9 @@ class WriterSink:
         self._writer, self._step, self._counts = writer, 0, Counter[str]()
         if callable(getattr(writer, "write_scalars", None)):
             self._write: Callable[[int, Mapping[str, float]], object] = writer.write_scalars
+            self._flushes = False
         elif callable(getattr(writer, "add_scalar", None)):
-            self._write = self._add_each
+            self._write, self._flushes = self._add_each, True
         else:
             known = "write_scalars(step, scalars), as clu's, or add_scalar(tag, value, global_step), as TensorBoard's"
             refuse("WriterSink.writer", f"an object with {known}", writer)
@@ -48,7 +50,8 @@ class WriterSink:
         shown = {name: value for name, value in numbers.items() if name != "step"}
         shown["count"] = float(self._counts[kind])
         self._write(self._step, {f"checkpoint/{kind}/{name}": value for name, value in shown.items()})
-        self._done("flush")
+        if self._flushes:
+            self._done("flush")
 
     def close(self) -> None:
         """Close the writer."""

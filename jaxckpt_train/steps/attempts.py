@@ -115,8 +115,8 @@ class Attempt:
             return
         if event.event == "resumed":
             self.has_resumed = True
-            if event.process_age_s is not None:
-                self.began = min(self.began, event.time - datetime.timedelta(seconds=event.process_age_s))
+            before_s = max(event.resume_s, event.process_age_s or 0.0)
+            self.began = min(self.began, event.time - datetime.timedelta(seconds=before_s))
         self.to_resume_s = max(0.0, event.resume_s, (event.time - self.began).total_seconds())
 
     def _saved(self, event: RunEvent) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -54,6 +55,7 @@ class LinkToBest:
     def __init__(self, backend: Backend | Linking, directory: str, link: BestLink | None) -> None:
         self._backend, self._directory, self._link = backend, directory, link
         self._guard = threading.Lock()
+        self._begun, self._newest = itertools.count(1), 0
         self._target: str | None = None
         self._is_known = self._is_told = False
 
@@ -61,10 +63,14 @@ class LinkToBest:
         """Have it stand for the best of the steps that there are; where none has the metric, there is no link."""
         if self._link is None:
             return
+        number = next(self._begun)
         entries = newest()
         ranked = rank_checkpoints([entry.info() for entry in entries], self._link.metric, self._link.mode)
         target = next((entry.name for entry in entries if ranked and entry.step == ranked[0].step), None)
         with self._guard:
+            if number < self._newest:  # another thread has looked later, and was faster
+                return
+            self._newest = number
             if self._is_known and target == self._target:
                 return
             try:

@@ -19,7 +19,7 @@ from jaxckpt_train.sinks.feed import Feeds, Sink
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.manifest import NOT_JSON
 from jaxckpt_train.store.per_process import free_in_child
-from jaxckpt_train.store.plain_files import read_ends
+from jaxckpt_train.store.plain_files import read_end, read_ends
 
 HISTORY_NAME = "history.jsonl"
 MOST_BYTES = 256 << 20
@@ -85,7 +85,7 @@ class History:
     def recent(self) -> list[dict[str, Any]]:
         """The last events, oldest first; none if the history cannot be read, which is told."""
         try:
-            last = read_ends(self._backend, self._directory, HISTORY_NAME, RECENT_BYTES)[-1][1]
+            last = read_end(self._backend, self._directory, HISTORY_NAME, RECENT_BYTES)
         except CheckpointError as error:
             if getattr(error, "errno", None) != errno.ENOENT:
                 _log.warning("what the history says of earlier processes is not known: %s", error)

@@ -134,7 +134,7 @@ def outlook(policy: SavePolicy, step: CheckpointInfo, context: DecisionContext, 
         return outlook(policy.policy, step, context, has_steps=has_steps)
     if isinstance(policy, AnySavePolicy | AllSavePolicy) and kind in (AnySavePolicy, AllSavePolicy):
         found = [outlook(child, step, context, has_steps=has_steps) for child in policy.policies]
-        return max(found) if kind is AnySavePolicy else _of_all(found)
+        return _of_any(policy.policies, found) if kind is AnySavePolicy else _of_all(found)
     return Outlook.NOW
 
 
@@ -164,6 +164,16 @@ def _known_deciding(policy: SavePolicy, step: CheckpointInfo, context: DecisionC
     if isinstance(policy, AnySavePolicy):  # the first that asks for a step that stays
         sure = sorted(sure, key=has_temporary)[:1]
     return [inner for each in sure for inner in _known_deciding(each, step, context)]
+
+
+def _of_any(policies: Sequence[SavePolicy], found: Sequence[Outlook]) -> Outlook:
+    """What saves for sure decides; where that saves a step that goes, the others are asked whether it is to stay."""
+    if max(found) is not Outlook.YES:
+        return max(found)
+    each = list(zip(policies, found, strict=True))
+    goes = all(has_temporary(policy) for policy, sure in each if sure is Outlook.YES)
+    may_stay = any(maybe in (Outlook.SOME_TIME, Outlook.NOW) for policy, maybe in each if not saves_temporarily(policy))
+    return Outlook.NOW if goes and may_stay else Outlook.YES
 
 
 def _of_all(found: Sequence[Outlook]) -> Outlook:

@@ -11,6 +11,7 @@ import msgspec
 from jaxckpt_train.jobs.coordinator import Coordinator
 from jaxckpt_train.multihost import PreemptionService
 from jaxckpt_train.steps.ticks import Ticks
+from jaxckpt_train.steps.together import leave_order
 
 NOTICED_WITHIN_S = 1.0
 """The service looks for signals so often."""
@@ -31,6 +32,9 @@ class Agreement(Protocol):
     def noticed_before_s(self) -> float:
         """How many seconds before that the request may have come."""
 
+    def leave(self) -> None:
+        """This process asks no more; whoever waits for it is told."""
+
 
 class Alone:
     """There is no other process."""
@@ -44,6 +48,9 @@ class Alone:
     def noticed_before_s(self) -> float:
         """Its own notices tell."""
         return 0.0
+
+    def leave(self) -> None:
+        """Nobody waits."""
 
 
 class ByService:
@@ -69,6 +76,9 @@ class ByService:
         """As the service tells, which looks for signals now and then."""
         return self._service.noticed_before_s() + NOTICED_WITHIN_S
 
+    def leave(self) -> None:
+        """Nobody waits: the service finds out by itself."""
+
 
 class _Said(msgspec.Struct, array_like=True):
     is_agreed: bool
@@ -80,20 +90,22 @@ class ByExchange:
 
     Args:
         everyone: the processes.
+        timeout_s: seconds without a sign of life after which a process is not waited for.
         monotonic: the time in seconds.
     """
 
     reason = "another process of this job, which was asked to"
 
-    def __init__(self, everyone: Coordinator, monotonic: Callable[[], float]) -> None:
-        self._everyone, self._ticks = everyone, Ticks(everyone.processes, monotonic)
+    def __init__(self, everyone: Coordinator, timeout_s: float, monotonic: Callable[[], float]) -> None:
+        self._everyone, self._timeout_s = everyone, timeout_s
+        self._ticks = Ticks(everyone.processes, monotonic)
         self._order: Coordinator | None = None  # begun by the first look, which all make
         self._is_agreed = False
 
     def is_agreed(self, noticed: bool) -> bool:
         """Whether one has noticed, as of the last tick."""
         if not self._is_agreed and self._ticks.is_due():
-            self._order = self._order or self._everyone.within("preemption")
+            self._order = self._order or self._everyone.within("preemption", self._timeout_s)
             said = msgspec.msgpack.decode(
                 self._order.exchange(
                     "looking whether to leave",
@@ -109,3 +121,9 @@ class ByExchange:
     def noticed_before_s(self) -> float:
         """Its own notices tell; of others it is not known, and not long ago."""
         return 0.0
+
+    def leave(self) -> None:
+        """As the protocol says."""
+        order, self._order = self._order, None
+        if order is not None:
+            leave_order(order)

@@ -64,7 +64,7 @@ class LoopState:
         self._needed = frozenset(name for name, value in values.items() if not keeps_itself_current(value))
         self._current = {name: value for name, value in values.items() if name not in self._needed}
         self.last, self.metrics, self.step = None, None, 0
-        self.completed, self.called = completed, False
+        self.completed, self.called, self.broken = completed, False, False
 
     def updates(self, num_steps: int, must_stop: Callable[[], bool]) -> Iterator[int]:
         """The numbers of the updates still to do; asks before each whether to stop."""
@@ -91,13 +91,14 @@ class LoopState:
             )
 
     def count(self, step: int | None) -> None:
-        """An update is complete: in `updates` the one under way, else the next, or the one that the loop names.
+        """An update is complete: in `updates`, or after a break there, the one under way; else the next, or as named.
 
         Raises:
             SettingsError: within `updates`, a step that is not the one under way.
         """
         if not self.in_steps:
-            self.completed = self.completed + 1 if step is None else check_step(step)
+            following = self.completed + (0 if self._is_under_way() else 1)
+            self.completed = following if step is None else check_step(step)
         elif step is not None and check_step(step) != self.completed:
             raise SettingsError(
                 f"ckpt(..., step={step}): expected {self.completed}, the number of completed updates; within "
@@ -107,7 +108,16 @@ class LoopState:
 
     def has_begun_another(self) -> bool:
         """Whether an update was begun that the loop has not told of: the data is at a later position."""
-        return self.step != self.completed or (self.broken and not self.called)
+        return self.step != self.completed or self._is_under_way()
+
+    @property
+    def complete(self) -> int:
+        """How many updates are complete; the one under way is not."""
+        return self.completed - self._is_under_way()
+
+    def _is_under_way(self) -> bool:
+        """Whether the body of `updates` is at work on an update, or was left by a break, and has not told of it."""
+        return self.broken and not self.called
 
     def tell_that_it_went_on(self, saved: int | None) -> None:
         """Why the last completed update is not saved at the end."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from jaxckpt_train.checkpoint import PathLike
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.jobs.coordinator import Coordinator
+from jaxckpt_train.jobs.coordinator import BARRIER_TIMEOUT_S, Coordinator
 from jaxckpt_train.multihost import PreemptionService
 from jaxckpt_train.notices.source import NoticeSource
 from jaxckpt_train.notices.watched_sources import WatchedSources
@@ -181,6 +181,7 @@ class PreemptionWatch:
         max_run_time_s: a limit of the run's time.
         leave_early_s: how many seconds before that.
         sources: further sources of notices.
+        timeout_s: seconds without a sign of life after which another process of the job is not waited for.
         monotonic: the time in seconds.
     """
 
@@ -194,6 +195,7 @@ class PreemptionWatch:
         max_run_time_s: float | None = None,
         leave_early_s: Callable[[], float] = lambda: 0.0,
         sources: Sequence[NoticeSource] = (),
+        timeout_s: float = BARRIER_TIMEOUT_S,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._monotonic = monotonic
@@ -201,7 +203,7 @@ class PreemptionWatch:
         self._agreement: Agreement = Alone()
         self._is_shared = job.processes > 1
         if self._is_shared and service is None:
-            self._agreement = ByExchange(job, monotonic)
+            self._agreement = ByExchange(job, timeout_s, monotonic)
         elif self._is_shared and service is not None:
             self._agreement = ByService(service)
             signals = [name for name in signals if name != "SIGTERM"]
@@ -232,6 +234,7 @@ class PreemptionWatch:
         Where there are sources all signals are: a machine that goes, and Slurm that requeues, send others once more.
         """
         self._tell_sources()
+        self._agreement.leave()
         self._sources.stop()
         self._signals.restore(leaving=leaving, every=bool(self._sources))
 

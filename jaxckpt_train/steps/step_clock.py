@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from jaxckpt_train.steps.save_costs import SaveCosts
 
 WINDOW_STEPS, WINDOW_S = 8, 0.5
-LEAST_WINDOW_STEPS = 2  # of one that a save cuts short
+LEAST_WINDOW_STEPS = 2  # of one that a save cuts short, or that has taken so long:
+LONG_WINDOW_S = 30.0
 WARM_UP_STEPS = 2  # the first ones compile
 WINDOWS, SAVES = 33, 6
 HYSTERESIS = 0.1
@@ -36,7 +37,7 @@ class StepClock:
         self._durations: collections.deque[float] = collections.deque(maxlen=SAVES)
         self._step = -1  # of the last call
         self._calls = 0
-        self._entered_at = 0.0
+        self._entered_at = self._left_at = 0.0
         self._free_from: tuple[float, int] | None = None  # where the window of free updates began
         self._save_from: tuple[float, int, float] | None = None  # the call of the save under way, its step, blocked
         self._began_at: float | None = None
@@ -51,7 +52,8 @@ class StepClock:
 
     def entered(self, step: int, is_saving: bool) -> None:
         """A call begins, with so many updates complete; `is_saving`: a save is under way."""
-        if step == self._step:
+        if step == self._step:  # what the loop did between its calls for one update is none of a save's cost
+            self._entered_at += self._monotonic() - self._left_at
             return
         now = self._entered_at = self._monotonic()
         if step < self._step:  # it went back
@@ -66,7 +68,8 @@ class StepClock:
 
     def left(self, step: int, is_saving: bool) -> None:
         """A call ends; the loop goes on."""
-        self._step, now = step, self._monotonic()
+        self._step = step
+        now = self._left_at = self._monotonic()
         if is_saving or self._save_from is not None:  # the update after a save may pay for it: its memory is shared
             self._free_from = None
         elif self._free_from is None and self._calls > WARM_UP_STEPS:
@@ -107,8 +110,9 @@ class StepClock:
 
     def _window_is_full(self, now: float, step: int) -> bool:
         assert self._free_from is not None
-        began, first = self._free_from
-        return step - first >= WINDOW_STEPS and now - began >= WINDOW_S
+        steps, lasted_s = step - self._free_from[1], now - self._free_from[0]
+        is_long = steps >= LEAST_WINDOW_STEPS and lasted_s >= LONG_WINDOW_S
+        return is_long or (steps >= WINDOW_STEPS and lasted_s >= WINDOW_S)
 
     def _end_window(self, now: float, step: int) -> None:
         assert self._free_from is not None

@@ -82,13 +82,8 @@ class Together:
 
     def leave(self) -> None:
         """This process does nothing more together with the others, which are told if they wait for it."""
-
-        def leave(order: Coordinator) -> None:
-            with contextlib.suppress(CheckpointError):  # then they find out by themselves
-                order.leave()
-
         for order in self._order:
-            call_within(functools.partial(leave, order), LEAVING_S)
+            leave_order(order)
 
     def led(self, doing: str, act: Callable[[], Any], moved: Callable[[], object] | None = None) -> Any:
         """What `act` gives in process 0, in all of them.
@@ -195,6 +190,16 @@ class Together:
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
                 return None
             raise
+
+
+def leave_order(order: Coordinator) -> None:
+    """Leave an order of calls; whoever waits in it is told, unless that takes long."""
+
+    def leave() -> None:
+        with contextlib.suppress(CheckpointError):  # then they find out by themselves
+            order.leave()
+
+    call_within(leave, LEAVING_S)
 
 
 def _refuse_others(told: Sequence[bytes]) -> bytes:

@@ -77,13 +77,13 @@ class _TunedPolicy(abc.ABC):
 
     def _interval(self, context: DecisionContext) -> _Interval | None:
         costs, most_s = SaveCosts() if context.read_costs is None else context.read_costs(), self.max_interval_secs
-        if costs.step_s is None:
-            if most_s is None:
-                return None
-            return _Interval(most_s, lambda: f"nothing is measured yet, and max_interval_secs={most_s:g} have passed")
-        if costs.cost_s is None:
+        if costs.cost_s is not None:
+            return _bounded(self._wanted(costs, costs.cost_s, context), self, costs)
+        if costs.step_s is not None:
             return None if costs.is_measuring else _Interval(0.0, lambda: "the first save, to see what it costs")
-        return _bounded(self._wanted(costs, costs.cost_s, context), self, costs)
+        if most_s is None:
+            return None
+        return _Interval(most_s, lambda: f"nothing is measured yet, and max_interval_secs={most_s:g} have passed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,8 +187,9 @@ def _bounded(wanted: _Interval, policy: _TunedPolicy, costs: SaveCosts) -> _Inte
     def right() -> str:
         return f"{why()}: every {_seconds(wanted_s)}"
 
-    if most_s is not None and wanted_s > most_s:
-        return _Interval(most_s, lambda: f"{right()} is right, max_interval_secs={most_s:g} is less")
+    if most_s is not None and max(wanted_s, lasting_s) > most_s:
+        lasts = f", and a save lasts {_seconds(usual_s)}" if lasting_s > most_s else ""
+        return _Interval(most_s, lambda: f"{right()} is right{lasts}, max_interval_secs={most_s:g} is less")
     if wanted_s < lasting_s and least_s < lasting_s:
         return _Interval(lasting_s, lambda: f"{right()} is right, but a save lasts {_seconds(usual_s)}")
     if wanted_s < least_s:

@@ -81,6 +81,20 @@ def read_ends(files: Opener, directory: str, name: str, limit: int) -> list[tupl
         source.close()
 
 
+def read_end(files: Opener, directory: str, name: str, limit: int) -> bytes:
+    """The last bytes of a file that only grows, as many as there are up to `limit`.
+
+    Raises:
+        As `read_ends`.
+    """
+    source: Source = files.open(directory, name, direct=False)
+    try:
+        whole = source.size
+        return _read_span(source, max(0, whole - limit), whole, f"{directory}/{name}")
+    finally:
+        source.close()
+
+
 def _read_span(source: Source, start: int, stop: int, path: str) -> bytes:
     data = _memory_for(stop - start, path)
     source.read_into(start, data, len(data))

@@ -137,6 +137,11 @@ def _check_that_it_can_be_compared(attempt: Attempt, subject: str) -> None:
             f"{subject} did not end in {attempt.plan.timeout_s:g} s (timeout_s); {last} was the last one it told of; "
             "the log shows where its threads were"
         )
+    if attempt.updates and not attempt.starts:
+        raise attempt.fail(
+            f"{subject} told of updates and never called ckpt.resume, so it begins anew each time: call "
+            "ckpt.resume(state, data) before the loop"
+        )
     if len(attempt.starts) > 1:
         raise attempt.fail(
             f"{subject} called ckpt.resume {len(attempt.starts)} times: a proof follows one loop with one "

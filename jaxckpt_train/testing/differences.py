@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from jaxckpt_train.testing.attempts import Attempt
-from jaxckpt_train.testing.leaf_numbers import number_of
+from jaxckpt_train.testing.leaf_numbers import number_of, whole_numbers
 from jaxckpt_train.testing.records import Batch, Leaf, Leaves, Update
 
 Kind = Literal["start", "restored", "label", "batch", "metric", "leaf", "end"]
@@ -73,8 +73,8 @@ def _at_start(number: int, attempt: Attempt, straight: Attempt) -> Iterator[Diff
     step = attempt.resumed_at
     if step is None:
         yield from _of_leaves("start", number, 0, 0, straight.start.leaves, attempt.start.leaves)
-    elif step in straight.by_step:
-        expected = straight.by_step[step].leaves
+    elif step == 0 or step in straight.by_step:
+        expected = straight.by_step[step].leaves if step in straight.by_step else straight.start.leaves
         names = {name.partition("/")[0] for name in attempt.start.leaves}
         known = {
             name: _in_form_of(attempt.start.leaves.get(name), leaf, attempt, straight)
@@ -88,6 +88,9 @@ def _in_form_of(target: Leaf | None, leaf: Leaf, attempt: Attempt, straight: Att
     """A scalar comes back in the form of its target, such as a Python int: if it is the same number, as that leaf."""
     if target is None or target.kind == leaf.kind or target.shape or leaf.shape:
         return leaf
+    restored, saved = whole_numbers(attempt, target), whole_numbers(straight, leaf)
+    if restored is not None and saved is not None:
+        return target if restored.item() == saved.item() else leaf
     restored, saved = number_of(attempt, target), number_of(straight, leaf)
     is_same = restored is not None and saved is not None and np.array_equal(restored, saved, equal_nan=True)
     return target if is_same else leaf

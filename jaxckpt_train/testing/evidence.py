@@ -66,8 +66,15 @@ class Evidence:
 
     @functools.cached_property
     def sees_batches(self) -> bool:
-        """Whether any batch was seen."""
-        return any(update.batches for update in self.straight.updates)
+        """Whether any batch was seen, and can be compared."""
+        batches = [batch for update in self.straight.updates for batch in update.batches]
+        return bool(batches) and self.unseen is None
+
+    @functools.cached_property
+    def unseen(self) -> str | None:
+        """What is in batches of which only the type can be compared; None: nothing."""
+        each = (batch.unseen() for update in self.straight.updates for batch in update.batches)
+        return next((found for found in each if found is not None), None)
 
     @functools.cached_property
     def takes_elsewhere(self) -> bool:

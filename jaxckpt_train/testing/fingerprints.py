@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +19,13 @@ from jaxckpt_train.errors import UnsupportedLeafError
 from jaxckpt_train.store.digests import digest_function
 from jaxckpt_train.store.dtypes import dtype_name
 from jaxckpt_train.testing.record_files import digests_of_files
-from jaxckpt_train.testing.records import SMALL_BYTES, Batch, Leaf, Leaves
+from jaxckpt_train.testing.records import OBJECT, SMALL_BYTES, Batch, Leaf, Leaves
 from jaxckpt_train.tree.flatten import EMPTY, flatten
 from jaxckpt_train.tree.leaf_records import is_key_array
 from jaxckpt_train.tree.paths import ROOT, join
 
 MOST_ROWS = 1024
+MOST_DEEP = 20  # of records within records
 Keep = Callable[[Leaf, Callable[[], bytes], int], Leaf]
 """Keeps the bytes of a leaf somewhere, and says where in the leaf that it returns."""
 _digest = digest_function("xxh3-128")
@@ -71,7 +73,7 @@ def host_random() -> dict[str, str]:
     return found
 
 
-def _tree_leaves(name: str, tree: Any, keep: Keep, arrays: list[np.ndarray] | None = None) -> Leaves:
+def _tree_leaves(name: str, tree: Any, keep: Keep, arrays: list[np.ndarray] | None = None, depth: int = 0) -> Leaves:
     try:
         flat = flatten(tree)
     except UnsupportedLeafError:  # only of data and metrics: a state like this cannot be saved
@@ -80,10 +82,21 @@ def _tree_leaves(name: str, tree: Any, keep: Keep, arrays: list[np.ndarray] | No
     for path, value in zip(flat.names, flat.leaves, strict=True):
         array = _host_array(value)
         full = name if path == ROOT else join(name, path)
+        content = _content_of(value) if array is None and depth < MOST_DEEP else None
+        if content is not None:
+            found |= _tree_leaves(full, content, keep, arrays, depth + 1)
+            continue
         found[full] = _python_leaf(value) if array is None else _array_leaf(value, array, keep)
         if arrays is not None and array is not None:
             arrays.append(array)
     return found
+
+
+def _content_of(value: Any) -> Any:
+    """What a record of fields, or an array of objects, holds, as of data and metrics; None: it is neither."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return value.tolist() if isinstance(value, np.ndarray) and value.dtype.hasobject else None
 
 
 def _host_array(value: Any) -> np.ndarray | None:
@@ -120,7 +133,7 @@ def _small(leaf: Leaf, content: bytes) -> Leaf:
 
 def _unknown(value: Any) -> Leaf:
     """Something of which only the type can be compared: its text may have an address in it."""
-    return Leaf(f"object {type(value).__module__}.{type(value).__qualname__}", (), "")
+    return Leaf(f"{OBJECT}{type(value).__module__}.{type(value).__qualname__}", (), "")
 
 
 def _kept_nowhere(leaf: Leaf, data: Callable[[], bytes], nbytes: int) -> Leaf:

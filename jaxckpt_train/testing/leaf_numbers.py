@@ -25,12 +25,22 @@ def number_of(attempt: Attempt, leaf: Leaf) -> np.ndarray | None:
     """The data of a leaf as float64 or complex128; None: it has no numbers, or they were not kept."""
     if leaf.kind == "python float":
         return np.asarray(float.fromhex(leaf.content.decode()))
-    if leaf.kind in ("python int", "python complex", "python bool") and leaf.content:
-        return np.asarray(complex(leaf.content.decode()) if leaf.kind != "python bool" else leaf.content == b"True")
+    if leaf.kind in ("python int", "python complex") and leaf.content:
+        return np.asarray(complex(leaf.content.decode()))
+    if leaf.kind == "python bool":
+        return np.asarray(float(leaf.content == b"True"))
     array = attempt.array(leaf)
     if array is None:
         return None
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+
+
+def whole_numbers(attempt: Attempt, leaf: Leaf) -> np.ndarray | None:
+    """The data of a leaf as Python integers, exact however large they are; None: it has no integers, or none kept."""
+    if leaf.kind == "python int" and leaf.content:
+        return np.array(int(leaf.content.decode()), dtype=object)
+    array = attempt.array(leaf)
+    return array.astype(object) if array is not None and array.dtype.kind in "iu" else None
 
 
 def common_factor(moves: Sequence[Sequence[np.ndarray]]) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 SMALL_BYTES = 64
+OBJECT = "object "  # how the kind begins of what only has a type that can be compared
 
 
 class Leaf(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -49,6 +50,11 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
     digest: str
     leaves: Leaves
     rows: tuple[str, ...] = ()
+
+    def unseen(self) -> str | None:
+        """What is in it of which only the type can be compared; None: nothing."""
+        kinds = (f"{name}, an {leaf.kind}" for name, leaf in self.leaves.items() if leaf.kind.startswith(OBJECT))
+        return next(kinds, None)
 
 
 class Resumed(msgspec.Struct, frozen=True, tag="resumed", tag_field="line"):

@@ -11,7 +11,7 @@ from jaxckpt_train.testing.attempts import Attempt
 from jaxckpt_train.testing.causes import Cause
 from jaxckpt_train.testing.differences import Difference
 from jaxckpt_train.testing.evidence import Evidence
-from jaxckpt_train.testing.leaf_numbers import number_of
+from jaxckpt_train.testing.leaf_numbers import number_of, whole_numbers
 from jaxckpt_train.testing.records import Batch, Leaf
 
 _WIDTH = 116
@@ -71,7 +71,10 @@ def _of_metric(evidence: Evidence, found: Difference, since: str) -> str:
     straight, resumed = found.straight, found.resumed
     if not isinstance(straight, Leaf) or not isinstance(resumed, Leaf):
         return f"{found.name} is told of by one run only ({'uninterrupted' if isinstance(straight, Leaf) else since})"
-    one, other = _texts(number_of(evidence.straight, straight), number_of(evidence.attempts[found.number], resumed))
+    again = evidence.attempts[found.number]
+    one, other = _whole_texts(whole_numbers(evidence.straight, straight), whole_numbers(again, resumed))
+    if one == other:
+        one, other = _texts(number_of(evidence.straight, straight), number_of(again, resumed))
     if one == other:
         one, other = straight.form(), resumed.form()
     return f"{found.name} differs: {one} (uninterrupted) vs {other} ({since})"
@@ -86,6 +89,13 @@ def _texts(one: np.ndarray | None, other: np.ndarray | None) -> tuple[str, str]:
         if texts[0] != texts[1]:
             break
     return texts
+
+
+def _whole_texts(one: np.ndarray | None, other: np.ndarray | None) -> tuple[str, str]:
+    """Two integers, however large; of anything else, nothing."""
+    if one is None or other is None or one.size != 1 or other.size != 1:
+        return "", ""
+    return str(one.item()), str(other.item())
 
 
 def _of_batch(found: Difference, since: str) -> str:
@@ -118,6 +128,9 @@ def _of_leaf(evidence: Evidence, found: Difference, since: str) -> str:
 def _of_values(evidence: Evidence, found: Difference, straight: Leaf, resumed: Leaf) -> str:
     """How far the values are apart, and where most."""
     again = evidence.attempts[found.number]
+    old, new = whole_numbers(evidence.straight, straight), whole_numbers(again, resumed)
+    if old is not None and new is not None and old.size and not straight.kind.startswith("key<"):
+        return _of_wholes(old, new)
     one, other = number_of(evidence.straight, straight), number_of(again, resumed)
     if one is None or other is None or not one.size:
         return " (its values were not kept)" if straight.shape and not straight.content else ""
@@ -137,6 +150,18 @@ def _of_values(evidence: Evidence, found: Difference, straight: Leaf, resumed: L
     return f" in {differing} of {one.size} values, max abs difference {float(apart[place]):.4g} at [{where}]: {values}"
 
 
+def _of_wholes(one: np.ndarray, other: np.ndarray) -> str:
+    """The same of integers, which no float holds exactly if they are large."""
+    apart = np.abs(one - other)
+    place = np.unravel_index(int(np.argmax(apart)), one.shape)
+    values = f"{one[place]} (uninterrupted) vs {other[place]}"
+    if not one.shape:
+        return f": {values}"
+    where = ",".join(str(int(index)) for index in place)
+    differing = int(np.count_nonzero(one != other))
+    return f" in {differing} of {one.size} values, max abs difference {apart[place]} at [{where}]: {values}"
+
+
 def _listed(data: np.ndarray) -> str:
     return str([int(value) for value in data.reshape(-1)[:4]])
 
@@ -144,6 +169,8 @@ def _listed(data: np.ndarray) -> str:
 def _of_equal_batches(evidence: Evidence) -> str:
     if evidence.takes_elsewhere:
         return "batches were taken on other threads than the loop's, and were not compared"
+    if evidence.unseen is not None:
+        return f"batches could not be compared: they have {evidence.unseen}, of which only the type is known"
     if evidence.sees_batches:
         return "all batches are equal"
     return "no batches were seen: the loop takes none from an iterator that ckpt.resume(state, data) returned"

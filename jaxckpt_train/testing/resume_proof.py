@@ -122,5 +122,5 @@ def _proof(stops: Sequence[int], attempts: list[Attempt], straight: Attempt) -> 
         tuple(stops),
         tuple(attempt.resumed_at or 0 for attempt in attempts[1:]),
         len(resumed),
-        sum(len(update.batches) for update in resumed if not update.elsewhere),
+        sum(not batch.unseen() for update in resumed if not update.elsewhere for batch in update.batches),
     )

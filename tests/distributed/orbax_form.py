@@ -69,17 +69,17 @@ def fails(directory: str) -> list[Any]:
     return told
 
 
-def is_asked(directory: str, process: int) -> list[Any]:
-    """One of them is asked to leave, and all save the same step."""
+def is_asked(directory: str, process: int, saves_first: bool) -> list[Any]:
+    """One of them is asked to leave, and all save the same step; `saves_first`: before they ask whether to leave."""
     options = CheckpointManagerOptions(save_interval_steps=10**9)
     told: list[Any] = []
     with CheckpointManager(directory, options=options) as manager:
         for step in itertools.count():  # JAX takes a while to agree
             if step == 5 and jax.process_index() == process:
                 os.kill(os.getpid(), signal.SIGTERM)
-            reached = manager.reached_preemption(step)
+            reached = not saves_first and manager.reached_preemption(step)
             manager.save(step, args=args.StandardSave(state_of(step)))
-            if reached:
+            if reached or (saves_first and manager.reached_preemption(step)):
                 told.append(step)
                 break
         manager.wait_until_finished()

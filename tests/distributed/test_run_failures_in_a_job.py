@@ -306,3 +306,27 @@ def test_a_directory_local_to_each_host_is_found_before_the_first_save(tmp_path:
         assert "process 1 does not see its lock" in answer
     assert list(own.iterdir()) == []
     assert list(shared.glob("step-*")) == []
+
+
+def breaks_off(directory: str) -> list[Any]:
+    """Process 1 meets an error of its own in its loop; what each was told, and how long that took."""
+    began = time.monotonic()
+    try:
+        with jct.CheckpointCallback(directory, save_interval_steps=10**9) as ckpt:
+            ckpt.resume({"step": 0})
+            for step in ckpt.steps(10**9):
+                if step == 5 and jax.process_index() == 1:
+                    raise ValueError("the loss went to the dogs")
+                ckpt({"step": step + 1})
+    except (jct.CheckpointError, ValueError) as error:
+        return [type(error).__name__, str(error), time.monotonic() - began]
+    return []
+
+
+def test_a_process_that_breaks_off_is_not_waited_for_where_they_ask_each_other_whether_to_leave(tmp_path: Path) -> None:
+    with running(2, 1, preemption_service=False) as job:
+        first, second = job.call(breaks_off, str(tmp_path))
+    assert first[:2] == ["OtherProcessError", first[1]]
+    assert "process 1" in first[1]
+    assert first[2] < 60
+    assert second[:2] == ["ValueError", "the loss went to the dogs"]

@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import keras
@@ -156,6 +156,18 @@ def test_a_training_that_broke_goes_on_from_the_last_save(tmp_path: Path) -> Non
     assert weights(short_fit(KerasCheckpoint(tmp_path))) == weights(short_fit(KerasCheckpoint("none", enabled=False)))
 
 
+def test_a_training_that_broke_and_was_caught_saves_nothing_of_the_update_that_it_broke_in(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with KerasCheckpoint(tmp_path, save_interval_steps=2) as ckpt:
+        with pytest.raises(OSError, match="a disk of the data"):
+            short_fit(ckpt, None, Breaks(1, 3))
+        assert jct.StepManager(tmp_path).latest in (6, 8)
+    assert "fit was left by an error" in caplog.text
+    assert jct.StepManager(tmp_path).latest == 8
+    assert weights(short_fit(KerasCheckpoint(tmp_path))) == weights(short_fit(KerasCheckpoint("none", enabled=False)))
+
+
 class Stops(keras.callbacks.Callback):
     """Ends the training with an epoch, as EarlyStopping does."""
 
@@ -253,6 +265,32 @@ def test_a_configuration_builds_it(tmp_path: Path) -> None:
     assert jct.StepManager(tmp_path).steps == [10]
     with pytest.raises(jct.SettingsError, match="save_every_epochs"):
         KerasCheckpoint(tmp_path, save_every_epochs=0)
+
+
+class Closed:
+    """A sink that is closed with its run."""
+
+    made: ClassVar[list[Closed]] = []
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        Closed.made.append(self)
+
+    def __call__(self, event: Any) -> None:
+        assert not self.is_closed
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_each_fit_of_a_configuration_has_sinks_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {"directory": str(tmp_path), "sinks": [{"_target_": f"{__name__}.Closed"}]}
+    ckpt = KerasCheckpoint.from_config(config)
+    Closed.made.clear()
+    short_fit(ckpt)
+    short_fit(ckpt, epochs=3)
+    assert [sink.is_closed for sink in Closed.made] == [True]
+    assert "Traceback" not in caplog.text
 
 
 def test_another_backend_is_refused(run_python: Any) -> None:

@@ -130,6 +130,58 @@ def test_sigterm_asks_to_leave_from_the_first_question_on(tmp_path: Path) -> Non
     assert jct.StepManager(tmp_path).steps == [0, 2]
 
 
+def test_a_program_that_saves_before_it_asks_leaves_with_what_it_has_done(tmp_path: Path) -> None:
+    with handlers_put_back(signal.SIGTERM):
+        options = CheckpointManagerOptions(save_interval_steps=100)
+        with CheckpointManager(tmp_path, options=options) as manager:
+            told = []
+            for step in range(20):
+                if step == 5:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                is_saved = manager.save(step, args=args.StandardSave(state_of(step)))
+                if step == 3:
+                    assert not manager.should_save(step + 1)
+                told.append((is_saved, manager.reached_preemption(step)))
+                if told[-1][1]:
+                    break
+    assert told == [(True, False), *[(False, False)] * 4, (True, True)]
+    assert jct.StepManager(tmp_path).steps == [0, 5]
+
+
+def test_a_signal_between_the_two_questions_of_a_step_is_for_the_next_one(tmp_path: Path) -> None:
+    with handlers_put_back(signal.SIGTERM), CheckpointManager(tmp_path) as manager:
+        manager.reached_preemption(0)
+        manager.save(1, args=args.StandardSave(state_of(1)))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not manager.reached_preemption(1), "its save did not know of it"
+        assert manager.reached_preemption(2)
+
+
+def test_the_directory_is_there_from_the_beginning_unless_it_is_not_to_be(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "a" / "b") as manager:
+        (manager.directory / "config.json").write_text("{}")
+    for unmade in ({"create": False}, {"read_only": True}):
+        CheckpointManager(tmp_path / "c", options=CheckpointManagerOptions(**unmade)).close()
+    assert not (tmp_path / "c").exists()
+
+
+def test_who_is_called_once_a_step_is_on_the_disk_does_not_hide_that_it_is_not(run_python: Any) -> None:
+    program = """
+import tempfile, numpy as np
+from types import SimpleNamespace
+import jaxckpt_train as jct
+from jaxckpt_train.loops.orbax_manager import CheckpointManager, CheckpointManagerOptions, args
+options = CheckpointManagerOptions(async_options=SimpleNamespace(post_finalization_callback=lambda: print("called")))
+directory = tempfile.mkdtemp()
+manager = CheckpointManager(directory, options=options, settings=jct.StoreSettings(nonfinite="reject"))
+manager.save(1, args=args.StandardSave({"w": np.array([np.nan])}))
+"""
+    found = run_python(program, check=False)
+    assert found.returncode != 0
+    assert "NonFiniteError" in found.stderr
+    assert "called" not in found.stdout
+
+
 def test_somebody_is_called_once_a_step_is_on_the_disk(tmp_path: Path) -> None:
     committed, manager = threading.Event(), jct.StepManager(tmp_path)
 

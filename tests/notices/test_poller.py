@@ -247,3 +247,18 @@ def test_a_fork_has_no_thread_tells_nothing_and_does_not_cut_its_parent_off() ->
 def test_wrong_arguments_are_refused(kind: Kind, options: Any, said: str) -> None:
     with pytest.raises(jct.SettingsError, match=said):
         kind.source(**options)
+
+
+@both
+def test_a_notice_after_looks_that_failed_may_have_come_at_the_first_of_them(kind: Kind) -> None:
+    cloud = kind.speaks()
+    with Server(cloud) as server, started(kind.source(url=server.url, **QUICK)) as source:
+        server.wait_for(2 * kind.requests_of_a_look + 2)
+        server.respond = but_for_tokens(cloud, MISBEHAVIOURS[0])
+        server.wait_for(2 * kind.requests_of_a_look + 2)  # the last that is answered, perhaps, and one that is not
+        failing = time.monotonic()
+        server.wait_for(3)
+        kind.ask(cloud)
+        server.respond = cloud
+        until(source.notice)
+        assert source.notice().asked_at < failing

@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import struct
 import sys
+import threading
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,20 +76,47 @@ def test_clu_s_writers_get_them_also_one_that_writes_on_a_thread_of_its_own(
         sink = jct.WriterSink(writer)
         sink(SAVED)
         sink(DELETED)
-        logged = [record.getMessage() for record in caplog.records]  # without a close: it was flushed
         sink.close()
+        logged = [record.getMessage() for record in caplog.records]
     assert [message.partition(" ")[0] for message in logged] == ["[100]", "[100]"]
     assert "checkpoint/save/blocked_s=0.5," in logged[0]
     assert "checkpoint/save/bytes_per_s=3277" in logged[0]
     assert logged[1] == "[100] checkpoint/delete/count=1"
 
 
+def test_a_loop_can_write_through_clu_s_writer_at_any_time(clu_writers: Any) -> None:
+    """Whose flush shuts the pool of its threads down for as long as it takes."""
+    writing, go = threading.Event(), threading.Event()
+
+    class Slow:
+        def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+            writing.set()
+            go.wait(60)
+
+        def flush(self) -> None:
+            pass
+
+        close = flush
+
+    writer = clu_writers("async_writer").AsyncWriter(Slow())
+    sink = jct.WriterSink(writer)
+    thread = threading.Thread(target=sink, args=(SAVED,))
+    thread.start()
+    assert writing.wait(60)
+    try:
+        writer.write_scalars(7, {"loss": 1.0})
+    finally:
+        go.set()
+        thread.join()
+    sink.close()
+
+
 def test_each_event_is_flushed_and_only_close_closes() -> None:
     calls: list[Any] = []
 
     class Writer:
-        def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-            calls.append((step, dict(scalars)))
+        def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+            calls.append((global_step, {tag: scalar_value}))
 
         def flush(self) -> None:
             calls.append("flush")

@@ -121,7 +121,7 @@ def test_where_nobody_says_from_where_it_goes_on_it_is_the_step_that_was_committ
 
 def test_a_clock_that_was_set_back_makes_no_time_negative() -> None:
     (found,) = attempts(at(100, "start"), at(50, "resumed", step=5, resume_s=2.0), at(60, "end", how="finished"))
-    assert (found.wall_s, found.to_resume_s) == (0.0, 2.0)
+    assert (found.wall_s, found.to_resume_s) == (52.0, 2.0)  # the latest time that was told, and the earliest
     assert found.ended == START + datetime.timedelta(seconds=100)
 
 
@@ -182,3 +182,9 @@ def test_whatever_a_history_holds_it_can_be_read(events: list[dict[str, Any]]) -
     found = goodput(attempts_of(run_events(events)))
     assert 0.0 <= found.share <= 1.0
     assert all(each.useful_steps >= 0 and each.redone_steps >= 0 for each in found.attempts)
+
+
+def test_what_it_took_to_resume_lies_within_the_time_of_the_process() -> None:
+    """The second loop of a process has waited a minute for the directory, which it took only then."""
+    (found,) = attempts(at(62, "start"), at(64, "resumed", step=5, resume_s=64.0), at(164, "end", how="finished"))
+    assert (found.wall_s, found.to_resume_s) == (164.0, 64.0)

@@ -13,7 +13,10 @@ from safetensors.numpy import load_file
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.steps.best_link import BestLink
+from jaxckpt_train.steps.best_link import BestLink, LinkToBest
+from jaxckpt_train.steps.catalog import scan
+from jaxckpt_train.steps.entry import Entry
+from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.memory import MemoryBackend
 from tests.steps.runs import state_of
 
@@ -92,3 +95,18 @@ def test_storage_without_links_is_told_once(caplog: pytest.LogCaptureFixture) ->
 def test_names_that_are_or_may_be_something_else_are_refused(name: Any) -> None:
     with pytest.raises(SettingsError, match=r"BestLink\.name: expected a plain name"):
         BestLink("loss", name=name)
+
+
+def test_who_has_looked_earlier_does_not_put_it_back(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path) as manager:
+        save(manager, 1, loss=0.5)
+        save(manager, 2, loss=0.4)
+    entries = scan(LocalBackend(), str(tmp_path))
+    link = LinkToBest(LocalBackend(), str(tmp_path), BestLink("loss"))
+
+    def overtaken() -> list[Entry]:
+        link.update(lambda: entries)
+        return [entry for entry in entries if entry.step == 1]
+
+    link.update(overtaken)
+    assert os.readlink(tmp_path / "best") == "step-0000000002"

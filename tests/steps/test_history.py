@@ -156,8 +156,14 @@ def test_of_a_very_large_history_the_end_is_recent(tmp_path: Path, caplog: pytes
     recent = history.recent()
     assert recent[-1] == {"event": "save", "step": 2}
     assert {event["event"] for event in recent[:-1]} == {"delete"}  # none of the halved ones
-    assert len(recent) * len(filling) <= RECENT_BYTES
+    assert (len(recent) - 1) * len(filling) <= RECENT_BYTES < (len(recent) + 1) * len(filling)
     assert caplog.text == ""  # whoever asks for all of it is told
+
+
+def test_a_history_that_grows_beyond_what_is_recent_loses_only_that(tmp_path: Path) -> None:
+    line = b'{"event":"save","step":1}\n'
+    (tmp_path / HISTORY_NAME).write_bytes(line * (RECENT_BYTES // len(line) + 10))
+    assert len(History(LocalBackend(), str(tmp_path)).recent()) == RECENT_BYTES // len(line)
 
 
 @pytest.mark.parametrize(

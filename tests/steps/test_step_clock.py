@@ -140,6 +140,26 @@ def test_an_evaluation_beside_a_save_is_not_what_the_save_costs() -> None:
     assert costs.spent_s < 12 + 4
 
 
+def test_what_the_loop_does_between_its_calls_for_one_update_is_not_what_the_save_costs() -> None:
+    loop = Loop()
+    loop.updates(20)
+    loop.update()  # the policy was asked
+    loop.now += 300.0  # an evaluation, after which it saves
+    loop.clock.entered(loop.step, False)
+    loop.now += 1.0
+    loop.clock.save_began(loop.step)
+    loop.clock.left(loop.step, True)
+    loop.update(1.25, saving=True, still=False)
+    costs = loop.clock.costs()
+    assert (costs.cost_s, costs.blocked_s) == (pytest.approx(1.25), pytest.approx(1.0))
+
+
+def test_updates_of_minutes_are_known_after_two_of_them() -> None:
+    loop = Loop(step_s=360.0)
+    loop.updates(WARM_UP_STEPS + 3)
+    assert loop.clock.costs().step_s == pytest.approx(360.0)
+
+
 def test_a_save_right_after_another_ends_what_that_one_costs() -> None:
     loop = Loop()
     loop.updates(20)

@@ -80,6 +80,17 @@ def test_in_a_job_all_know_which_are_temporary() -> None:
     )
 
 
+@pytest.mark.parametrize("other", [jct.ImprovementPolicy("loss", "min"), jct.EverySecondsPolicy(600)])
+def test_in_a_job_the_others_are_asked_whether_a_temporary_step_is_to_stay(other: Any) -> None:
+    policy = jct.AnySavePolicy([jct.TemporarySavePolicy(jct.FixedIntervalPolicy(10)), other])
+    info, context = CheckpointInfo(10, at(0)), DecisionContext(at(0))
+    assert outlook(policy, info, context, has_steps=True) is Outlook.NOW
+    lasting = jct.AnySavePolicy([policy, jct.FixedIntervalPolicy(10)])
+    assert outlook(lasting, info, context, has_steps=True) is Outlook.YES
+    temporary = jct.AnySavePolicy([policy.policies[0], jct.TemporarySavePolicy(other)])
+    assert outlook(temporary, info, context, has_steps=True) is Outlook.YES
+
+
 def test_a_temporary_step_goes_after_the_next_commit_across_restarts(tmp_path: Path) -> None:
     policy = jct.AnySavePolicy([jct.FixedIntervalPolicy(5), jct.TemporarySavePolicy(jct.FixedIntervalPolicy(1))])
     found = []

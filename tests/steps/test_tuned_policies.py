@@ -71,6 +71,12 @@ def test_the_time_counts_from_the_start_where_that_came_after_the_last_save(poli
     assert not decide(policy, CheckpointInfo(20, waited), [CheckpointInfo(10, START)], context).save
 
 
+@pytest.mark.parametrize("policy", [jct.OverheadBudgetPolicy(), jct.YoungDalyPolicy(600.0)])
+def test_what_an_earlier_process_has_measured_is_enough(policy: Any) -> None:
+    recalled = SaveCosts(cost_s=2.0)
+    assert interval_of(policy, recalled) == pytest.approx(interval_of(policy, SaveCosts(step_s=1.0, cost_s=2.0)))
+
+
 @given(st.floats(0.01, 10), st.floats(0.01, 0.5))
 def test_a_budget_allows_for_a_save_as_often_as_all_of_them_cost_that_much(cost_s: float, fraction: float) -> None:
     policy = jct.OverheadBudgetPolicy(fraction, min_interval_secs=1e-3, max_interval_secs=None)
@@ -138,6 +144,14 @@ def test_saves_are_not_under_way_all_the_time(kind: Any) -> None:
     slow = SaveCosts(step_s=1.0, cost_s=1e-6, duration_s=900.0, usual_s=100.0)  # one took longer than the others
     assert interval_of(kind(), slow) == pytest.approx(ROOM * 100.0, rel=1e-2)
     assert "but a save lasts 100 s" in asked(kind(), 1000.0, slow).reason
+
+
+@pytest.mark.parametrize("kind", [jct.OverheadBudgetPolicy, jct.YoungDalyPolicy])
+@pytest.mark.parametrize("cost_s", [1e-6, 1.0, 1e6])
+def test_however_long_saves_last_there_is_no_more_between_them_than_is_allowed(kind: Any, cost_s: float) -> None:
+    slow, policy = SaveCosts(step_s=1.0, cost_s=cost_s, usual_s=100.0), kind(max_interval_secs=60.0)
+    assert interval_of(policy, slow) <= 60.1
+    assert "and a save lasts 100 s, max_interval_secs=60 is less" in asked(policy, 61.0, slow).reason
 
 
 def test_reasons_tell_what_was_measured() -> None:

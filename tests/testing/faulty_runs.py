@@ -23,13 +23,14 @@ def train(directory: Path, fault: str = "", updates: int = 6) -> None:
     signals = () if fault == "no signals" else ("SIGTERM",)
     enabled = fault != "switched off"
     with jct.CheckpointCallback(directory, save_interval_steps=interval, signals=signals, enabled=enabled) as ckpt:
-        state: dict[str, Any] = ckpt.resume({"w": np.zeros(2)})
+        start = {"w": np.zeros(2)}
+        state: dict[str, Any] = start if fault == "no resume" else ckpt.resume(start)
         if fault == "two loops":
             ckpt.resume(state)
         for step in ckpt.steps(updates):
             if fault == "crash" and step == 1:
                 raise ValueError("the loss went to the dogs")
-            if fault == "crash after the resume" and ckpt.completed_steps > 2 and list(directory.glob("step-*2")):
+            if fault == "crash after the resume" and ckpt.completed_steps >= 2 and list(directory.glob("step-*2")):
                 raise ValueError("no such file: it was in /tmp")
             if fault == "hang" and step == 1:
                 hang(directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -169,6 +170,26 @@ def test_batches_know_their_examples() -> None:
 @pytest.mark.parametrize("batch", [np.float32(1), [np.zeros(2), np.zeros(3)], 5, np.zeros((5000, 1))], ids=str)
 def test_what_has_no_examples_has_no_rows(batch: Any) -> None:
     assert fingerprints.batch_of(batch).rows == ()
+
+
+@dataclasses.dataclass
+class Example:
+    """A batch that is no pytree."""
+
+    x: Any
+    text: Any = None
+
+
+def test_of_records_and_arrays_of_objects_the_content_is_compared() -> None:
+    one = fingerprints.batch_of(Example(np.zeros(3), np.array(["a", "b"], object)))
+    assert one.digest == fingerprints.batch_of(Example(np.zeros(3), np.array(["a", "b"], object))).digest
+    assert one.digest != fingerprints.batch_of(Example(np.ones(3), np.array(["a", "b"], object))).digest
+    assert one.digest != fingerprints.batch_of(Example(np.zeros(3), np.array(["a", "c"], object))).digest
+    assert one.unseen() is None
+    assert fingerprints.batch_of([1, Example(object())]).unseen() == "batch/1/x, an object builtins.object"
+    itself = Example(None)
+    itself.x = itself
+    assert "Example" in (fingerprints.batch_of(itself).unseen() or "")
 
 
 def test_of_strange_objects_only_the_type_is_compared() -> None:

@@ -67,6 +67,63 @@ def test_an_optimizer_in_place_that_is_left_out_is_found(tmp_path: Path) -> None
     assert caught.value.causes[0].startswith("the optimizer's state is left out")
 
 
+class Opaque:
+    """A batch of which nobody can say what is in it."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def opaque(directory: Path, forgets: bool = False) -> None:
+    """Takes batches that cannot be compared; `forgets`: and goes on from a wrong one."""
+    data = iter(grain.MapDataset.range(20).map(Opaque).to_iter_dataset(grain.ReadOptions(num_threads=1)))
+    with jct.CheckpointCallback(directory, save_interval_steps=2) as ckpt:
+        state, same = ckpt.resume({"sum": np.int64(0)}, data)
+        for step in ckpt.steps(5):
+            was_resumed = ckpt.completed_steps > 0 and step == 4
+            state = {"sum": state["sum"] + next(same).value + (forgets and was_resumed and is_second(directory))}
+            ckpt(state)
+
+
+def is_second(directory: Path) -> bool:
+    return (directory / "step-0000000002").exists() and directory.parent.name == "interrupted"
+
+
+def test_batches_that_cannot_be_compared_do_not_count_as_equal(tmp_path: Path) -> None:
+    proof = prove_here(opaque, tmp_path / "proof", 3)
+    assert (proof.compared_updates, proof.compared_batches) == (3, 0)
+    with pytest.raises(ResumeNotExactError, match=r"they have batch, an object .*Opaque, of which only"):
+        prove_here(functools.partial(opaque, forgets=True), tmp_path / "other", 3)
+
+
+class Forgetful:
+    """Saves its state, and does not restore it."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def get_state(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+def test_what_was_restored_from_the_very_beginning_is_compared(tmp_path: Path) -> None:
+    def run(directory: Path) -> None:
+        with jct.CheckpointCallback(directory, save_interval_steps=100, save_initial=True) as ckpt:
+            is_second = any(directory.glob("step-*"))
+            state, _ = ckpt.resume({"w": np.zeros(2)}, kept=Forgetful(int(is_second)))
+            for _ in ckpt.steps(4):
+                state = {"w": state["w"] + 1}
+                ckpt(state)
+
+    with pytest.raises(
+        ResumeNotExactError, match=r"^the state as restored from 0 is not the state after update 0: kept/"
+    ):
+        prove_here(run, tmp_path / "proof", 3)
+
+
 def numbers() -> Any:
     return iter(grain.MapDataset.range(20).shuffle(seed=3).to_iter_dataset(grain.ReadOptions(num_threads=1)))
 

@@ -24,6 +24,7 @@ from tests.testing.in_one_process import prove_here
         ("switched off", 3, "ended and told no update to a CheckpointCallback"),
         ("another place", 3, "saves to .*/elsewhere: expected a place in the directory that it was given, .*/run;"),
         ("a new place each time", 3, "saves to another directory each time, .*/run-0 and .*/run-1, so it cannot "),
+        ("no resume", 3, "told of updates and never called ckpt.resume, so it begins anew each time"),
         ("two loops", 3, "called ckpt.resume 2 times: a proof follows one loop"),
     ],
 )
