@@ -9,14 +9,13 @@ import importlib.metadata
 import itertools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import msgspec
 
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
-from jaxckpt_train.checkpointables.flax_legacy import load_flax_file
 from jaxckpt_train.checkpointables.job_saving import JobSave
 from jaxckpt_train.checkpointables.loading import expect_parts, load_parts
 from jaxckpt_train.checkpointables.saving import (
@@ -32,7 +31,6 @@ from jaxckpt_train.checkpointables.saving import (
 from jaxckpt_train.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
-    MismatchError,
     SettingsError,
     StorageError,
     UnsupportedLeafError,
@@ -41,16 +39,18 @@ from jaxckpt_train.jobs.coordinator import Coordinator
 from jaxckpt_train.multihost import current
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings, checked_settings
+from jaxckpt_train.sources import DEFAULT_NAME, OpenSource, use_source
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.left_overs import is_left_over_name, remove_dead_attempts
-from jaxckpt_train.store.local import LocalBackend, file_exists, is_file
+from jaxckpt_train.store.local import LocalBackend, file_exists
 from jaxckpt_train.store.manifest import MAX_INFO_BYTES
 from jaxckpt_train.store.replaced import LOOKS, use_committed
 from jaxckpt_train.store.strangers import MOST_TOLD, strangers
 from jaxckpt_train.store.transaction import Committed, Transaction, is_committed
 from jaxckpt_train.store.verify import VerifyReport, verify_opened
 from jaxckpt_train.store.writer import Progress
+from jaxckpt_train.surgery.parsing import operations_of
 from jaxckpt_train.tree.patterns import Only
 from jaxckpt_train.tree.read_once import JobLoads
 from jaxckpt_train.tree.restore import LoadOptions
@@ -59,7 +59,6 @@ from jaxckpt_train.value_checks import absolute_path, flag, named
 PathLike = str | os.PathLike[str]
 
 _log = logging.getLogger("jaxckpt_train")
-DEFAULT_NAME = "state"
 _BACKEND: Backend = LocalBackend()
 
 
@@ -276,13 +275,15 @@ def load(
     cast: bool = False,
     missing: Literal["error", "keep"] = "error",
     shardings: Any = None,
+    surgery: Sequence[Any] | None = None,
     settings: StoreSettings | None = None,
     progress: Progress | None = None,
 ) -> Any:
     """Load one pytree: the checkpointable `state`, or the only one there is.
 
     Args:
-        path: of a checkpoint, of a step directory of a run, or of a msgpack file that Flax wrote.
+        path: of a checkpoint, of a step directory of a run, or of what another tool has written: a step or an item of
+            Orbax, a safetensors file or a folder of them, a msgpack file of Flax.
         like: the tree to load into, of arrays, `jax.ShapeDtypeStruct`, numpy arrays, values, PLACEHOLDER (leave this
             leaf alone), or NNX objects, which are restored in place. None: nested dicts and lists of numpy arrays.
         only: a pattern of leaf paths such as "params/**", several, or a predicate: only those are read; other leaves
@@ -291,6 +292,7 @@ def load(
         cast: convert dtypes within floats or integers, and upwards; never float to integer.
         missing: "keep": a leaf of `like` that the checkpoint lacks keeps its value.
         shardings: one sharding or a tree of them, for leaves of `like` that bring none, or without `like`.
+        surgery: operations on the stored tree before all of the above, see `jaxckpt_train.surgery`.
         settings: how to read; None: the defaults.
         progress: called with numbers of bytes as they are read.
 
@@ -308,14 +310,16 @@ def load(
         expect_parts(loads, {DEFAULT_NAME: like}, only, shardings)
         options = LoadOptions(only=only, rename=rename, cast=cast, missing=missing, shardings=shardings)
         there = absolute(path)
-        if answer_of(there, lambda moved: is_file(there), progress):
-            return load_flax_file(_BACKEND, there, like, chosen, options)
+        operations = operations_of("surgery", surgery)
 
-        def load_main(committed: Committed) -> Any:
-            name = _main_part(committed)
-            return load_parts(_BACKEND, committed, {name: like}, chosen, options, progress, loads)[name]
+        def load_main(source: OpenSource) -> Any:
+            name, changed = source.main_part(), source.operated(operations)
+            targets = {name: like}
+            return load_parts(changed.files, changed.committed, targets, changed.settings, options, progress, loads)[
+                name
+            ]
 
-        return use_committed(_BACKEND, there, load_main, progress)
+        return use_source(_BACKEND, there, load_main, chosen, progress)
 
 
 def load_checkpointables(
@@ -339,13 +343,14 @@ def load_checkpointables(
     chosen = checked_settings("settings", settings)
     loads = JobLoads(current(), chosen)
 
-    def load_named(committed: Committed) -> dict[str, Any]:
-        wanted = {part.name: None for part in committed.manifest.parts} if targets is None else targets
-        return load_parts(_BACKEND, committed, wanted, chosen, LoadOptions(), progress, loads)
+    def load_named(source: OpenSource) -> dict[str, Any]:
+        names = [part.name for part in source.committed.manifest.parts]
+        wanted = dict.fromkeys(names) if targets is None else targets
+        return load_parts(source.files, source.committed, wanted, source.settings, LoadOptions(), progress, loads)
 
     with loads.told_on_error():
         expect_parts(loads, {} if targets is None else named("targets", targets))
-        return use_committed(_BACKEND, absolute(path), load_named, progress)
+        return use_source(_BACKEND, absolute(path), load_named, chosen, progress)
 
 
 def metadata(path: PathLike) -> CheckpointMetadata:
@@ -354,7 +359,7 @@ def metadata(path: PathLike) -> CheckpointMetadata:
     Raises:
         NotACheckpointError, CorruptCheckpointError, FormatVersionError: see `errors`.
     """
-    return use_committed(_BACKEND, absolute(path), describe)
+    return use_source(_BACKEND, absolute(path), lambda source: describe(source.committed), StoreSettings())
 
 
 def verify(path: PathLike, *, settings: StoreSettings | None = None) -> VerifyReport:
@@ -385,15 +390,3 @@ class _DamagedError(CorruptCheckpointError):
     def __init__(self, report: VerifyReport) -> None:
         super().__init__(*report.problems)
         self.report = report
-
-
-def _main_part(committed: Committed) -> str:
-    names = [part.name for part in committed.manifest.parts]
-    if DEFAULT_NAME in names:
-        return DEFAULT_NAME
-    if len(names) == 1:
-        return names[0]
-    raise MismatchError(
-        f"{committed.directory}: has no checkpointable {DEFAULT_NAME!r} but {', '.join(map(repr, names)) or 'none'}; "
-        "choose with load_checkpointables(path, {name: target})"
-    )

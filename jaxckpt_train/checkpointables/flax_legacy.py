@@ -6,7 +6,6 @@ import dataclasses
 import errno
 from typing import Any, cast
 
-from jaxckpt_train.checkpointables.loading import load_parts
 from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all, write_parts
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError
 from jaxckpt_train.pending import Movement
@@ -15,35 +14,30 @@ from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.machine import memory_bytes
 from jaxckpt_train.store.memory import MemoryBackend
 from jaxckpt_train.store.plain_files import read_whole
-from jaxckpt_train.store.transaction import Transaction
+from jaxckpt_train.store.transaction import Committed, Transaction
 from jaxckpt_train.tree.paths import MAX_DEPTH
-from jaxckpt_train.tree.restore import LoadOptions
 
 _NAME = "state"
 
 
-def load_flax_file(backend: Backend, path: str, like: Any, settings: StoreSettings, options: LoadOptions) -> Any:
-    """Load a Flax msgpack file as if it were a checkpoint with one pytree: the same targets, checks and placement.
+def open_flax_file(backend: Backend, path: str, settings: StoreSettings) -> tuple[MemoryBackend, Committed]:
+    """Open a Flax msgpack file as if it were a checkpoint with one pytree, `state`: in memory.
 
     Args:
         backend: where.
         path: of the file.
-        like: the target; None: nested dicts of numpy arrays.
-        settings: how to read.
-        options: see `jaxckpt_train.load`.
+        settings: how it is going to be read.
 
     Raises:
         NotACheckpointError: the file is not of this form, or Flax is not installed to read it.
         CorruptCheckpointError: it is, and holds what no tree of arrays is.
-        MismatchError: it does not fit the target.
         StorageError: it cannot be read, or does not fit into memory.
     """
     tree = _restore(backend, path)
     memory, plain = MemoryBackend(), dataclasses.replace(settings, nonfinite="allow")  # nothing of the user's is saved
     transaction = Transaction(memory, "/flax", plain)
     parts = stage_all({_NAME: tree}, SaveTimes(), plain)
-    committed = write_parts(transaction, memory, parts, {}, plain, SaveTimes(), replace=False, progress=Movement())
-    return load_parts(memory, committed, {_NAME: like}, settings, options)[_NAME]
+    return memory, write_parts(transaction, memory, parts, {}, plain, SaveTimes(), replace=False, progress=Movement())
 
 
 def _restore(backend: Backend, path: str) -> Any:

@@ -12,8 +12,9 @@ from jaxckpt_train.errors import CheckpointTimeoutError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.answers import answer_of, have_closed
 from jaxckpt_train.store.backend import Opener
-from jaxckpt_train.store.boxes import box_elements, box_shape
+from jaxckpt_train.store.boxes import Box, box_elements, box_shape
 from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.store.read_budget import ReadBudget
 from jaxckpt_train.store.read_plan import Wanted, plan_reads
 from jaxckpt_train.store.reading import ReadBox, Reading
@@ -121,6 +122,37 @@ def read_boxes(
         for read in boxes:
             found[read.wanted][read.box] = read.data
     return [[arrays[number] for number in range(len(arrays))] for arrays in found]
+
+
+def read_box(
+    files: Opener, committed: Committed, array: ArrayRecord, box: Box, target: np.ndarray, settings: StoreSettings
+) -> None:
+    """Read one box of one array on the calling thread, which may be one that reads for somebody else.
+
+    Args:
+        files: where.
+        committed: the opened checkpoint.
+        array: of which.
+        box: which.
+        target: flat uint8, of the size of the box.
+        settings: verification.
+
+    Raises:
+        As `iter_boxes`, but for the time limit.
+    """
+    if not len(target):
+        return
+    wanted = [Wanted(array, [box], target=target)]
+    runs = plan_reads(committed.manifest, wanted, band_bytes(settings))
+    sources = Sources(files, committed, settings, [run.segment for run in runs])
+    budget = ReadBudget(settings.read_budget_bytes)
+    reading = Reading(sources, committed, wanted, settings, None, budget, WarmMemory())
+    try:
+        for run in runs:
+            reading.read_run(run)
+    finally:
+        for source in sources.end():
+            source.close()
 
 
 def _empty_boxes(wanted: Sequence[Wanted]) -> Generator[ReadBox]:

@@ -163,7 +163,7 @@ class Reading:
     def _verify_all(self, run: Run, memory: np.ndarray, start: int, stop: int) -> None:
         if self._digest is not None:
             for read in run.reads:
-                if read.start < stop and read.stop > start:
+                if read.start < stop and read.stop > start and read.chunk.digests:  # what is made has none
                     self._verify(self._digest, read, run, memory, max(start, read.start), min(stop, read.stop))
 
     def _verify(self, digest: HexDigest, read: ChunkRead, run: Run, memory: np.ndarray, start: int, stop: int) -> None:

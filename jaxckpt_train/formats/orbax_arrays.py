@@ -1,0 +1,130 @@
+"""The arrays of an Orbax item, which TensorStore reads: zarr of both versions, in an OCDBT database or plain files."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from jaxckpt_train.errors import CorruptCheckpointError, SettingsError
+from jaxckpt_train.formats.array_bytes import ArrayBytes, chunks_in_a_row, grid_boxes, record_of, size_of
+from jaxckpt_train.formats.foreign import ForeignSegment
+from jaxckpt_train.store.boxes import Box
+from jaxckpt_train.store.dtypes import dtype_name, is_storable
+from jaxckpt_train.store.manifest import ArrayRecord, shown
+
+if TYPE_CHECKING:
+    import tensorstore as ts
+
+OPEN_AT_ONCE = 256
+LEAST_CHUNK_BYTES = 4 << 20  # smaller ones are read together
+CACHED_BYTES = 100 << 20  # of nodes of an OCDBT database
+
+
+class OrbaxArray(NamedTuple):
+    """An array: its record, and what it is read from."""
+
+    record: ArrayRecord
+    segment: ForeignSegment
+    store: Any
+
+
+def open_arrays(
+    directory: str, names: dict[str, str], *, use_ocdbt: bool, use_zarr3: bool, first_segment: int
+) -> dict[str, OrbaxArray]:
+    """Open arrays; nothing of their content is read.
+
+    Args:
+        directory: of the item.
+        names: of the parameters, by leaf path.
+        use_ocdbt, use_zarr3: how they are stored.
+        first_segment: the number of the first one's segment.
+
+    Raises:
+        SettingsError: TensorStore is not installed.
+        CorruptCheckpointError: one is not there, or damaged.
+    """
+    try:
+        import tensorstore as ts
+    except ImportError as error:
+        raise SettingsError(
+            f"{directory}: a checkpoint of Orbax is read through TensorStore: pip install 'jaxckpt-train[orbax]'"
+        ) from error
+    context = ts.Context(
+        {"cache_pool#nodes": {"total_bytes_limit": CACHED_BYTES}, "file_io_concurrency": {"limit": 16}}
+    )
+    found: dict[str, OrbaxArray] = {}
+    leaves = list(names)
+    for start in range(0, len(leaves), OPEN_AT_ONCE):
+        some = leaves[start : start + OPEN_AT_ONCE]
+        futures = [
+            ts.open(_spec(directory, names[leaf], use_ocdbt, use_zarr3), context=context, open=True, read=True)
+            for leaf in some
+        ]
+        for leaf, future in zip(some, futures, strict=True):
+            try:
+                store = future.result()
+            except ValueError as error:
+                raise CorruptCheckpointError(
+                    f"{directory}: leaf {leaf!r}: the array {names[leaf]!r} cannot be opened: {shown(error)}"
+                ) from error
+            found[leaf] = _opened(directory, leaf, store, first_segment + len(found))
+    return found
+
+
+def _spec(directory: str, name: str, use_ocdbt: bool, use_zarr3: bool) -> dict[str, Any]:
+    driver = "zarr3" if use_zarr3 else "zarr"
+    if not use_ocdbt:
+        return {"driver": driver, "kvstore": {"driver": "file", "path": f"{directory}/{name}/"}}
+    base = {"driver": "file", "path": f"{directory}/"}
+    return {
+        "driver": driver,
+        "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/", "cache_pool": "cache_pool#nodes"},
+    }
+
+
+def _opened(directory: str, leaf: str, store: ts.TensorStore, segment: int) -> OrbaxArray:
+    dtype, shape = np.dtype(store.dtype.numpy_dtype), tuple(store.shape)
+    if not is_storable(dtype):
+        raise CorruptCheckpointError(
+            f"{directory}: leaf {leaf!r}: an array of {store.dtype.name}, which is not known here"
+        )
+    cell = _cell(shape, tuple(store.chunk_layout.read_chunk.shape or shape), dtype.itemsize)
+    chunks = chunks_in_a_row(grid_boxes(shape, cell), dtype.itemsize, segment)
+    record = record_of(leaf, shape, dtype_name(dtype), chunks)
+    read = functools.partial(read_box, f"{directory}: leaf {leaf!r}", store)
+    source = functools.partial(_source, f"{directory}: leaf {leaf!r}", dtype, record, read)
+    return OrbaxArray(record, ForeignSegment(f"arrays/{segment:06d}", size_of(record.chunks), source), store)
+
+
+def _cell(shape: Sequence[int], chunk: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """What is read at a time: a chunk, or some of them along the first axis where they are small."""
+    cell = [max(1, min(width, size)) for width, size in zip(chunk, shape, strict=True)]
+    for axis in reversed(range(len(cell))):
+        wanted = -(-LEAST_CHUNK_BYTES // max(1, int(np.prod(cell)) * itemsize))
+        cell[axis] = min(max(1, shape[axis]), cell[axis] * wanted)
+        if cell[axis] < shape[axis]:
+            break
+    return tuple(cell)
+
+
+def _source(subject: str, dtype: np.dtype, record: ArrayRecord, read: Any, direct: Any) -> Any:
+    return ArrayBytes(subject, dtype, record.chunks, read)
+
+
+def read_box(subject: str, store: ts.TensorStore, box: Box, target: np.ndarray) -> None:
+    """Read a box of an array into memory.
+
+    Raises:
+        CorruptCheckpointError: what is stored is damaged.
+    """
+    import tensorstore as ts
+
+    part = store[tuple(slice(start, stop) for start, stop in box)] if box else store
+    wanted = part.translate_to[0] if box else part
+    try:
+        ts.array(target, copy=False).write(wanted).result()
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{subject}: box {box} cannot be read: {shown(error)}") from error

@@ -1,0 +1,224 @@
+"""Opens safetensors files of any origin, one or several with an index as Hugging Face writes them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError, UnsupportedLeafError
+from jaxckpt_train.formats.foreign import Foreign, ForeignSegment, ForeignTree, foreign_checkpoint
+from jaxckpt_train.store.backend import Backend, Source
+from jaxckpt_train.store.boxes import full_box
+from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.manifest import (
+    BLOCK_BYTES,
+    MAX_ARRAYS,
+    NOT_JSON,
+    ArrayRecord,
+    ChunkRecord,
+    is_plain_name,
+    shown,
+)
+from jaxckpt_train.store.plain_files import read_whole
+from jaxckpt_train.store.segment import LENGTH_BYTES, MAX_DIMENSIONS
+from jaxckpt_train.tree.leaf_records import ArrayLeaf, TreeRecord
+from jaxckpt_train.tree.paths import ROOT, key_text
+
+SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # what safetensors itself reads at most
+MAX_INDEX_BYTES = 256 << 20
+NAME = "state"
+# What safetensors names, as numpy and ml_dtypes know it. F4 and the 6-bit floats, of which several share bytes, are not.
+NAMED = {
+    "BOOL": "bool", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "U8": "uint8", "U16": "uint16",
+    "U32": "uint32", "U64": "uint64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}  # fmt: skip
+
+
+class _Entry(msgspec.Struct, frozen=True, gc=False):
+    """What a header says of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """What an index says: the file of each tensor."""
+
+    weight_map: dict[str, str]
+
+
+class Header(NamedTuple):
+    """The head of a file: its tensors, its free-form text, where the data begins, and the size of the file."""
+
+    tensors: Mapping[str, _Entry]
+    metadata: Mapping[str, str]
+    data_start: int
+    size: int
+
+
+def open_safetensors(backend: Backend, path: str) -> Foreign:
+    """Open one file.
+
+    Raises:
+        CorruptCheckpointError: it is none, or damaged.
+        StorageError: it cannot be read.
+    """
+    folder, _, name = path.rpartition("/")
+    return _opened(backend, path, folder, [name], None)
+
+
+def open_safetensors_folder(backend: Backend, folder: str, index: str | None, names: list[str]) -> Foreign:
+    """Open a folder as Hugging Face has it: the files that its index names, or all of them.
+
+    Args:
+        backend: where.
+        folder: which.
+        index: the name of the index; None: there is none.
+        names: of the files, for a folder without an index.
+
+    Raises:
+        CorruptCheckpointError: a file is none, lacks a tensor that the index says it has, or a tensor is in two files.
+        StorageError: one cannot be read.
+    """
+    if index is None:
+        return _opened(backend, folder, folder, names, None)
+    weight_map = _read_index(backend, folder, index)
+    return _opened(backend, folder, folder, list(dict.fromkeys(weight_map.values())), weight_map)
+
+
+def _opened(
+    backend: Backend, subject: str, folder: str, names: list[str], weight_map: Mapping[str, str] | None
+) -> Foreign:
+    arrays: dict[str, ArrayRecord] = {}
+    segments, metadata = list[ForeignSegment](), dict[str, str]()
+    for number, name in enumerate(names):
+        path = f"{folder}/{name}"
+        header = read_header(backend, folder, name)
+        segments.append(ForeignSegment(name, header.size, functools.partial(_open, backend, folder, name)))
+        metadata |= header.metadata
+        for tensor, entry in header.tensors.items():
+            if weight_map is not None and weight_map.get(tensor) != name:
+                continue  # the index chooses
+            leaf = leaf_name(tensor)
+            if leaf in arrays:
+                raise CorruptCheckpointError(f"{path}: tensor {tensor!r} is in another file of the folder, too")
+            arrays[leaf] = _array(path, leaf, tensor, entry, header.data_start, number)
+    for tensor in () if weight_map is None else weight_map:
+        if leaf_name(tensor) not in arrays:
+            raise CorruptCheckpointError(
+                f"{folder}/{weight_map[tensor]}: lacks tensor {tensor!r}, which the index says it has"
+            )
+    record = TreeRecord({}, {leaf: ArrayLeaf("numpy") for leaf in arrays})
+    info = {"custom_metadata": metadata} if metadata else {}
+    parts = {NAME: ForeignTree(record, list(arrays.values()))}
+    return foreign_checkpoint("safetensors", subject, parts, segments, block_bytes=BLOCK_BYTES, info=info)
+
+
+def leaf_name(tensor: str) -> str:
+    """The leaf path of a tensor: its name is one key, whatever is in it."""
+    return key_text(tensor, ROOT)
+
+
+def read_header(backend: Backend, folder: str, name: str) -> Header:
+    """The head of a safetensors file, checked: its tensors lie within the file, and fit their shapes.
+
+    Raises:
+        CorruptCheckpointError: it is no such file, or damaged.
+        StorageError: it cannot be read.
+    """
+    path = f"{folder}/{name}"
+    source = backend.open(folder, name, direct=False)
+    try:
+        size = source.size
+        length = int.from_bytes(_read(source, 0, LENGTH_BYTES, path), "little")
+        if length > min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
+            raise CorruptCheckpointError(
+                f"{path}: expected a safetensors file, found a head of {length:,} bytes in a file of {size:,}"
+            )
+        text = _read(source, LENGTH_BYTES, length, path)
+    finally:
+        source.close()
+    return _parsed(text, LENGTH_BYTES + length, size, path)
+
+
+def _read(source: Source, offset: int, length: int, path: str) -> bytes:
+    if offset + length > source.size:
+        raise CorruptCheckpointError(f"{path}: expected a safetensors file, found {source.size} bytes")
+    data = np.empty(length, np.uint8)
+    source.read_into(offset, data, length)
+    return data.tobytes()
+
+
+def _parsed(text: bytes, data_start: int, size: int, path: str) -> Header:
+    try:
+        raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
+        tensors = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
+    except NOT_JSON as error:
+        raise CorruptCheckpointError(f"{path}: expected a safetensors file, but its head: {shown(error)}") from error
+    if len(tensors) > MAX_ARRAYS:
+        raise CorruptCheckpointError(f"{path}: {len(tensors):,} tensors, expected at most {MAX_ARRAYS:,}")
+    at = 0
+    for name, entry in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
+        _check(name, entry, path)
+        if entry.data_offsets[0] != at:
+            raise CorruptCheckpointError(
+                f"{path}: tensor {shown(name)} begins at byte {entry.data_offsets[0]} of the data, expected {at}"
+            )
+        at = entry.data_offsets[1]
+    if data_start + at != size:
+        raise CorruptCheckpointError(f"{path}: {size} bytes, but its head says {data_start + at}")
+    return Header(tensors, metadata, data_start, size)
+
+
+def _check(name: str, entry: _Entry, path: str) -> None:
+    dtype = NAMED.get(entry.dtype)
+    if dtype is None:
+        raise FormatVersionError(f"{path}: tensor {shown(name)} of dtype {shown(entry.dtype)}, which is not known here")
+    start, stop = entry.data_offsets
+    if len(entry.shape) > MAX_DIMENSIONS or any(size < 0 for size in entry.shape) or start < 0:
+        raise CorruptCheckpointError(f"{path}: tensor {shown(name)} of shape {shown(entry.shape)}")
+    if stop - start != math.prod(entry.shape) * DTYPES[dtype].itemsize:
+        raise CorruptCheckpointError(
+            f"{path}: tensor {shown(name)}: {stop - start} bytes do not fit {dtype}{list(entry.shape)}"
+        )
+
+
+def _array(path: str, leaf: str, tensor: str, entry: _Entry, data_start: int, segment: int) -> ArrayRecord:
+    start, stop = entry.data_offsets
+    if len(leaf) > 65_536:
+        raise UnsupportedLeafError(f"{path}: a tensor whose name has {len(tensor):,} letters")
+    chunks = (ChunkRecord(full_box(entry.shape), segment, data_start + start, stop - start, ""),)
+    return ArrayRecord(leaf, entry.shape, NAMED[entry.dtype], chunks if stop > start else ())
+
+
+def _read_index(backend: Backend, folder: str, index: str) -> dict[str, str]:
+    data = read_whole(backend, folder, index, MAX_INDEX_BYTES)
+    try:
+        found = msgspec.json.decode(data, type=_Index).weight_map
+    except NOT_JSON as error:
+        raise CorruptCheckpointError(f"{folder}/{index}: expected an index of tensors, but: {shown(error)}") from error
+    for name in set(found.values()):
+        if not is_plain_name(name):
+            raise CorruptCheckpointError(f"{folder}/{index}: names {shown(name)}, expected files of this folder")
+    return found
+
+
+def _open(backend: Backend, folder: str, name: str, direct: Any) -> Source:
+    return backend.open(folder, name, direct=direct)
+
+
+def names_of(entries: Iterator[str]) -> tuple[str | None, list[str]]:
+    """The index of a folder, if there is one, and its safetensors files."""
+    names = sorted(entries)
+    index = next((name for name in names if name.endswith(INDEX_SUFFIX)), None)
+    return index, [name for name in names if name.endswith(SUFFIX)]

@@ -1,0 +1,64 @@
+"""Reads operations from plain data, as YAML, JSON and the command line give them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.surgery.adding import Add
+from jaxckpt_train.surgery.joining import Fuse, Split, Stack, Unstack
+from jaxckpt_train.surgery.naming import Drop, Rename
+from jaxckpt_train.surgery.operation import Operation
+from jaxckpt_train.surgery.reforming import Cast, Pad, Reshape, Transpose, Truncate
+from jaxckpt_train.value_checks import known_keys, nearest
+
+OPERATIONS: dict[str, type[Any]] = {
+    each.name: each
+    for each in (Rename, Drop, Stack, Unstack, Split, Fuse, Transpose, Reshape, Cast, Pad, Truncate, Add)
+}
+
+
+def operations_of(subject: str, given: object) -> tuple[Operation, ...]:
+    """Operations, or mappings such as `{"op": "rename", "leaves": "a/**", "to": "b/**"}`, in their order.
+
+    Raises:
+        SettingsError: one is no operation, or has other arguments than it takes; the message begins with `subject`.
+    """
+    if given is None:
+        return ()
+    if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
+        raise SettingsError(f"{subject}: expected a list of operations, found {given!r}")
+    return tuple(_operation_of(f"{subject}[{number}]", each) for number, each in enumerate(given))
+
+
+def _operation_of(subject: str, given: object) -> Operation:
+    if isinstance(given, Operation):
+        return given
+    if not isinstance(given, Mapping) or "op" not in given:
+        raise SettingsError(
+            f'{subject}: expected an operation such as {{"op": "drop", "leaves": "head/**"}}, found {given!r}'
+        )
+    name = given["op"]
+    kind = OPERATIONS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise SettingsError(
+            f"{subject}: op: expected one of {', '.join(OPERATIONS)}, found {name!r}{nearest(name, OPERATIONS)}"
+        )
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    arguments = known_keys(
+        f"{subject} ({name})", {key: value for key, value in given.items() if key != "op"}, tuple(fields)
+    )
+    missing = [
+        field for field, each in fields.items() if each.default is dataclasses.MISSING and field not in arguments
+    ]
+    if missing:
+        raise SettingsError(f"{subject} ({name}): expected {', '.join(missing)}")
+    try:
+        operation: Operation = kind(**arguments)
+    except SettingsError as error:
+        raise SettingsError(f"{subject}: {error}") from error
+    except TypeError as error:
+        raise SettingsError(f"{subject} ({name}): {error}") from error
+    return operation
