@@ -13,9 +13,16 @@ import numpy as np
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.made_once import made_once
 from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
+from jaxckpt_train.store.stored_metrics import metrics_from_json
 from jaxckpt_train.store.transaction import Committed
-from jaxckpt_train.tree.leaf_records import KeyLeaf, LeafRecord, TreeRecord, decode_tree, python_value
-from jaxckpt_train.tree.mismatch import describe_saved
+from jaxckpt_train.tree.leaf_records import (
+    KeyLeaf,
+    LeafRecord,
+    TreeRecord,
+    decode_tree,
+    describe_saved,
+    python_value,
+)
 from jaxckpt_train.tree.rebuild import rebuild
 
 
@@ -102,17 +109,6 @@ def describe(committed: Committed) -> CheckpointMetadata:
         bytes=committed.data_bytes,
         _committed=committed,
     )
-
-
-def metrics_from_json(metrics: object) -> dict[str, float]:
-    """Metrics as files hold them: what is no mapping counts as no metrics, and what is no number is left out."""
-    found = {}
-    for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
-        try:
-            found[name] = float(value)
-        except (TypeError, ValueError, OverflowError):
-            continue
-    return found
 
 
 def _describe_part(part: PartRecord, directory: str) -> CheckpointableMetadata:

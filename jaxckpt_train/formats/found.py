@@ -54,8 +54,8 @@ def _refuse_run(backend: Backend, path: str, entries: Sequence[Entry]) -> None:
             if looks_like_orbax(inner) or any(looks_like_orbax(_listed(backend, path, name, each)) for each in inner):
                 shown = ", ".join(map(str, list(steps)[-MOST_NAMED:]))
                 raise NotACheckpointError(
-                    f"{path}: a run of Orbax with {len(steps)} steps, the last ones {shown}; expected one step, such as "
-                    f"{path}/{name}"
+                    f"{path}: a run of Orbax with {len(steps)} steps, the last ones {shown}; expected one of them, "
+                    f"such as {path}/{name}"
                 )
 
 

@@ -33,7 +33,7 @@ SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # what safetensors itself reads at most
 MAX_INDEX_BYTES = 256 << 20
 NAME = "state"
-# What safetensors names, as numpy and ml_dtypes know it. F4 and the 6-bit floats, of which several share bytes, are not.
+# What safetensors names, as numpy and ml_dtypes know it. Not so F4 and floats of 6 bits, of which several share bytes.
 NAMED = {
     "BOOL": "bool", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "U8": "uint8", "U16": "uint16",
     "U32": "uint32", "U64": "uint64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",

@@ -7,9 +7,9 @@ import datetime
 from collections.abc import Mapping
 from typing import Any
 
-from jaxckpt_train.checkpoint_metadata import metrics_from_json
 from jaxckpt_train.steps.note_lines import count_of
 from jaxckpt_train.steps.policy_context import CheckpointInfo
+from jaxckpt_train.store.stored_metrics import metrics_from_json
 
 _LONG_AGO = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 

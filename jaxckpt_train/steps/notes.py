@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxckpt_train.checkpoint_metadata import metrics_from_json
 from jaxckpt_train.errors import CorruptCheckpointError, DirectoryLockedError, StorageError
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.steps.lineage import RollBack
@@ -19,6 +18,7 @@ from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.late_sync import sync_directory
 from jaxckpt_train.store.plain_files import read_ends
+from jaxckpt_train.store.stored_metrics import metrics_from_json
 
 NOTES_NAME = "notes.jsonl"
 MOST_BYTES = 64 << 20

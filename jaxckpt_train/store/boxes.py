@@ -74,3 +74,19 @@ def row_major_range(box: Box, first: int, last: int) -> Iterator[Box]:
     if last > end * row:
         for part in row_major_range(inner, 0, last - end * row):
             yield ((low + end, low + end + 1), *part)
+
+
+def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
+    """A box in boxes of at most so many bytes, cut along its first axes; what has no elements is one."""
+    if not box or box_elements(box) * itemsize <= most_bytes:
+        yield box
+        return
+    (start, stop), inner = box[0], box[1:]
+    rows = most_bytes // (box_elements(inner) * itemsize)
+    if rows:
+        for at in range(start, stop, rows):
+            yield ((at, min(at + rows, stop)), *inner)
+        return
+    for at in range(start, stop):
+        for rest in cut_box(inner, itemsize, most_bytes):
+            yield ((at, at + 1), *rest)

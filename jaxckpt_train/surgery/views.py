@@ -9,7 +9,16 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from jaxckpt_train.store.boxes import Box, box_elements, box_shape, full_box, intersect, row_major_range, slices_within
+from jaxckpt_train.store.boxes import (
+    Box,
+    box_elements,
+    box_shape,
+    cut_box,
+    full_box,
+    intersect,
+    row_major_range,
+    slices_within,
+)
 from jaxckpt_train.store.manifest import ChunkRecord
 
 PIECE_BYTES = 16 << 20
@@ -48,19 +57,7 @@ class View(Protocol):
 
 def cut(box: Box, itemsize: int) -> Iterator[Box]:
     """A box in bands of at most `PIECE_BYTES`, along its first axes."""
-    if box_elements(box) * itemsize <= PIECE_BYTES or not box:
-        yield box
-        return
-    (start, stop), inner = box[0], box[1:]
-    row_bytes = box_elements(inner) * itemsize
-    if row_bytes > PIECE_BYTES:
-        for at in range(start, stop):
-            for rest in cut(inner, itemsize):
-                yield ((at, at + 1), *rest)
-        return
-    rows = PIECE_BYTES // row_bytes
-    for at in range(start, stop, rows):
-        yield ((at, min(at + rows, stop)), *inner)
+    return cut_box(box, itemsize, PIECE_BYTES)
 
 
 def _made(boxes: Iterator[Box]) -> list[Piece]:

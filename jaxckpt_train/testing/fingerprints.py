@@ -21,7 +21,7 @@ from jaxckpt_train.store.dtypes import dtype_name
 from jaxckpt_train.testing.record_files import digests_of_files
 from jaxckpt_train.testing.records import OBJECT, SMALL_BYTES, Batch, Leaf, Leaves
 from jaxckpt_train.tree.flatten import EMPTY, flatten
-from jaxckpt_train.tree.leaf_records import is_key_array
+from jaxckpt_train.tree.leaf_values import is_key_array
 from jaxckpt_train.tree.paths import ROOT, join
 
 MOST_ROWS = 1024

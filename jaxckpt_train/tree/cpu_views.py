@@ -14,7 +14,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxckpt_train.store.boxes import full_box
 from jaxckpt_train.store.dtypes import is_storable
 from jaxckpt_train.store.layout import ArraySource, ChunkSource
-from jaxckpt_train.tree.leaf_records import is_key_array
+from jaxckpt_train.tree.leaf_values import is_key_array
 
 T = TypeVar("T")
 

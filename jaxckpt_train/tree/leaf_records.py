@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import msgspec
-import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, UnsupportedLeafError
-from jaxckpt_train.store.dtypes import is_storable
-from jaxckpt_train.store.manifest import NOT_JSON, PartRecord
+from jaxckpt_train.store.manifest import NOT_JSON, ArrayRecord, PartRecord
 from jaxckpt_train.tree.paths import MAX_DEPTH
 
 MAX_INLINE_BYTES = 16 << 20
@@ -180,34 +175,24 @@ def python_value(name: str, record: LeafRecord, subject: str) -> Any:
         raise CorruptCheckpointError(f"{subject}: leaf {name!r}: {error}") from error
 
 
-def is_key_array(value: Any) -> bool:
-    """Whether the value is a typed PRNG key array, or an abstract one."""
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and _is_key_dtype(dtype)
+PYTHON_TYPES = {BoolLeaf: bool, IntLeaf: int, FloatLeaf: float, ComplexLeaf: complex, StrLeaf: str, BytesLeaf: bytes}
 
 
-@functools.cache
-def _is_key_dtype(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
+def describe_saved(saved: LeafRecord, array: ArrayRecord | None) -> str:
+    """A saved leaf in a few words: `float32[512,128]`, `key<threefry2x32>[]`, `int`, `None`."""
+    match saved:
+        case ArrayLeaf() if array is not None:
+            return f"{array.dtype}{shape_text(array.shape)}"
+        case KeyLeaf(impl) if array is not None:
+            return f"key<{impl}>{shape_text(array.shape[:-1])}"
+        case NoneLeaf():
+            return "None"
+        case EmptyLeaf():
+            return "an empty container"
+        case _:
+            return f"Python {PYTHON_TYPES[type(saved)].__name__}"
 
 
-def check_storable(name: str, value: Any) -> np.ndarray | np.generic:
-    """The value as numpy, if it is a numpy array or scalar that can be stored.
-
-    Raises:
-        UnsupportedLeafError: it is neither, or of a dtype without fixed bytes.
-    """
-    plain = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and type(value) in (np.ndarray, np.memmap))
-    if not plain:
-        iterable = hasattr(value, "__iter__") and not hasattr(value, "__next__")
-        hint = "; of a data set pass its iterator, iter(...)" if iterable else ""
-        raise UnsupportedLeafError(
-            f"leaf {name!r}: a {type(value).__module__}.{type(value).__qualname__} cannot be stored; expected arrays, "
-            f"numbers, text, bytes or None. Convert it, or register a handler (jaxckpt_train.register_handler){hint}"
-        )
-    if not is_storable(value.dtype):
-        raise UnsupportedLeafError(
-            f"leaf {name!r}: numpy dtype {value.dtype} has no fixed byte form; convert it, for example to uint8 or text"
-        )
-    storable: np.ndarray | np.generic = value
-    return storable
+def shape_text(shape: tuple[int, ...]) -> str:
+    """A shape in brackets."""
+    return f"[{','.join(map(str, shape))}]"

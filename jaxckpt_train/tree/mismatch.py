@@ -11,22 +11,16 @@ from jaxckpt_train.errors import MismatchError
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.tree.leaf_records import (
+    PYTHON_TYPES,
     ArrayLeaf,
-    BoolLeaf,
-    BytesLeaf,
-    ComplexLeaf,
     EmptyLeaf,
-    FloatLeaf,
-    IntLeaf,
     KeyLeaf,
     LeafRecord,
     NoneLeaf,
-    StrLeaf,
 )
 from jaxckpt_train.tree.target import Want
 
 SHOWN_DIFFERENCES = 50
-_PYTHON = {BoolLeaf: bool, IntLeaf: int, FloatLeaf: float, ComplexLeaf: complex, StrLeaf: str, BytesLeaf: bytes}
 _ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
 
 
@@ -43,7 +37,7 @@ def leaf_difference(name: str, saved: LeafRecord, array: ArrayRecord | None, wan
         assert array is not None
         return _array_difference(name, saved, array, want, cast)
     if want.form == "python":
-        return None if _PYTHON[type(saved)] is want.python else _line(name, saved, array, want, "")
+        return None if PYTHON_TYPES[type(saved)] is want.python else _line(name, saved, array, want, "")
     return _number_difference(name, saved, want, cast)
 
 
@@ -84,7 +78,7 @@ def _x64_difference(name: str, saved: LeafRecord, array: ArrayRecord | None, wan
 def _number_difference(name: str, saved: LeafRecord, want: Want, cast: bool) -> str | None:
     """A saved Python number against a 0-d array: allowed if the dtype holds it exactly."""
     assert want.dtype is not None
-    python = _PYTHON[type(saved)]
+    python = PYTHON_TYPES[type(saved)]
     if want.shape != () or python in (str, bytes):
         return _line(name, saved, None, want, "")
     sort = {bool: "b", int: "i", float: "f", complex: "c"}[python]
@@ -164,26 +158,11 @@ def _line(name: str, saved: LeafRecord, array: ArrayRecord | None, want: Want, h
     return f"leaf {name!r}: saved {describe_saved(saved, array)}, wanted {describe_want(want)}{advice}"
 
 
-def describe_saved(saved: LeafRecord, array: ArrayRecord | None) -> str:
-    """A saved leaf in a few words: `float32[512,128]`, `key<threefry2x32>[]`, `int`, `None`."""
-    match saved:
-        case ArrayLeaf() if array is not None:
-            return f"{array.dtype}{_shape(array.shape)}"
-        case KeyLeaf(impl) if array is not None:
-            return f"key<{impl}>{_shape(array.shape[:-1])}"
-        case NoneLeaf():
-            return "None"
-        case EmptyLeaf():
-            return "an empty container"
-        case _:
-            return f"Python {_PYTHON[type(saved)].__name__}"
-
-
 def describe_want(want: Want) -> str:
     """What a target leaf wants, in the same words."""
     match want.form:
         case "key":
-            return f"key<{want.impl}>{_shape(want.shape)}"
+            return f"key<{want.impl}>{shape_text(want.shape)}"
         case "none":
             return "None"
         case "empty":
@@ -192,11 +171,7 @@ def describe_want(want: Want) -> str:
             assert want.python is not None
             return f"Python {want.python.__name__}"
         case _:
-            return f"{want.dtype}{_shape(want.shape)}"
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return f"[{','.join(map(str, shape))}]"
+            return f"{want.dtype}{shape_text(want.shape)}"
 
 
 def rename_map(names: Sequence[str], rules: Mapping[str, str]) -> dict[str, str]:

@@ -31,10 +31,9 @@ from jaxckpt_train.tree.leaf_records import (
     KeyLeaf,
     LeafRecord,
     TreeRecord,
-    check_storable,
-    is_key_array,
     record_value,
 )
+from jaxckpt_train.tree.leaf_values import check_storable, is_key_array
 from jaxckpt_train.tree.own_parts import take_own_parts
 from jaxckpt_train.tree.transfers import Ahead, Transfers
 from jaxckpt_train.tree.value_guard import ValueGuard

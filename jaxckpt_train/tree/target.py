@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxckpt_train.errors import MismatchError, UnsupportedLeafError
 from jaxckpt_train.tree.flatten import EMPTY, PLACEHOLDER
-from jaxckpt_train.tree.leaf_records import is_key_array
+from jaxckpt_train.tree.leaf_values import is_key_array
 
 _IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 _PYTHON = (bool, int, float, complex, str, bytes)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxckpt_train.checkpoint_metadata import metrics_from_json
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.steps.history import (
     HISTORY_NAME,
@@ -22,6 +21,7 @@ from jaxckpt_train.steps.history import (
     plain_metrics,
 )
 from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.stored_metrics import metrics_from_json
 from tests.steps.fake_backends import RefusingBackend
 from tests.steps.runs import START
 

@@ -21,12 +21,12 @@ from jaxckpt_train.tree.leaf_records import (
     FloatLeaf,
     IntLeaf,
     TreeRecord,
-    check_storable,
     decode_tree,
     encode_tree,
     python_value,
     record_value,
 )
+from jaxckpt_train.tree.leaf_values import check_storable
 
 values = st.one_of(
     st.none(),
