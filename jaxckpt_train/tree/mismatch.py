@@ -17,6 +17,8 @@ from jaxckpt_train.tree.leaf_records import (
     KeyLeaf,
     LeafRecord,
     NoneLeaf,
+    describe_saved,
+    shape_text,
 )
 from jaxckpt_train.tree.target import Want
 
