@@ -314,10 +314,8 @@ def load(
 
         def load_main(source: OpenSource) -> Any:
             name, changed = source.main_part(), source.operated(operations)
-            targets = {name: like}
-            return load_parts(changed.files, changed.committed, targets, changed.settings, options, progress, loads)[
-                name
-            ]
+            files, there, how = changed.files, changed.committed, changed.options(options)
+            return load_parts(files, there, {name: like}, changed.settings, how, progress, loads)[name]
 
         return use_source(_BACKEND, there, load_main, chosen, progress)
 
@@ -346,7 +344,8 @@ def load_checkpointables(
     def load_named(source: OpenSource) -> dict[str, Any]:
         names = [part.name for part in source.committed.manifest.parts]
         wanted = dict.fromkeys(names) if targets is None else targets
-        return load_parts(source.files, source.committed, wanted, source.settings, LoadOptions(), progress, loads)
+        how = source.options(LoadOptions())
+        return load_parts(source.files, source.committed, wanted, source.settings, how, progress, loads)
 
     with loads.told_on_error():
         expect_parts(loads, {} if targets is None else named("targets", targets))

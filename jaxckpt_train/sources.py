@@ -10,6 +10,7 @@ from jaxckpt_train.checkpointables.flax_legacy import open_flax_file
 from jaxckpt_train.errors import MismatchError, NotACheckpointError
 from jaxckpt_train.formats.foreign import Foreign
 from jaxckpt_train.formats.found import open_foreign_directory, open_foreign_file
+from jaxckpt_train.formats.orbax_names import names_in_target
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend, Opener
@@ -18,11 +19,12 @@ from jaxckpt_train.store.replaced import use_committed
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.surgery.operate import operate
 from jaxckpt_train.surgery.operation import Operation
+from jaxckpt_train.tree.restore import LoadOptions
 
 T = TypeVar("T")
 Progress = Callable[[int], object]
 DEFAULT_NAME = "state"
-OURS = "jaxckpt_train"
+OURS, ORBAX = "jaxckpt_train", "Orbax"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,10 @@ class OpenSource:
     files: Opener
     committed: Committed
     settings: StoreSettings
+
+    def options(self, options: LoadOptions) -> LoadOptions:
+        """How a tree of it is loaded."""
+        return dataclasses.replace(options, forms=names_in_target) if self.kind == ORBAX else options
 
     def main_part(self) -> str:
         """The name of the checkpointable `state`, or of the only one.

@@ -29,8 +29,11 @@ from jaxckpt_train.store.backend import Backend, Entry
 from jaxckpt_train.store.manifest import NOT_JSON, is_plain_name, shown
 from jaxckpt_train.store.plain_files import read_whole
 from jaxckpt_train.tree.leaf_records import ArrayLeaf, KeyLeaf, LeafRecord, StrLeaf, TreeRecord
+from jaxckpt_train.tree.paths import ROOT
 
 STEP_METADATA, JSON_ITEM, OCDBT = "_CHECKPOINT_METADATA", "metadata", "manifest.ocdbt"
+METRICS, JAX_KEY = "metrics", "jax_random_key"
+_KEY_WIDTHS = {2: "threefry2x32", 4: "rbg"}
 TEMPORARY = ".orbax-checkpoint-tmp"
 MAX_JSON_BYTES = 256 << 20
 NAME = "state"
@@ -87,10 +90,32 @@ def _add_item(backend: Backend, directory: str, name: str, found: _Found) -> Non
         _add_tree(backend, directory, name, names, found)
     elif JSON_ITEM in names:
         found.parts[name] = _json_of(backend, directory, JSON_ITEM)
+    elif METRICS in names:
+        found.info["metrics"] = msgspec.json.decode(_json_of(backend, directory, METRICS))
+    elif JAX_KEY in names:
+        _add_key(backend, directory, name, found)
     else:
         states = {each: _grain_state(backend, directory, each) for each in sorted(names) if _GRAIN.fullmatch(each)}
         if states:
             found.parts[name] = msgspec.json.encode(states)
+
+
+def _add_key(backend: Backend, directory: str, name: str, found: _Found) -> None:
+    """A PRNG key that was saved by itself: an item for its data, and one that says whether it was a typed one.
+
+    Its implementation is not told; Orbax takes the default one, which the width of the data fits, or does not.
+    """
+    inner = _Found({}, found.segments, {})
+    _add_item(backend, f"{directory}/{JAX_KEY}", name, inner)
+    told = msgspec.json.decode(_json_of(backend, f"{directory}/{JAX_KEY}_metadata", JSON_ITEM))
+    part = inner.parts.get(name)
+    if not isinstance(part, ForeignTree) or len(part.arrays) != 1:
+        raise CorruptCheckpointError(f"{directory}/{JAX_KEY}: expected one array, the data of a PRNG key")
+    array = msgspec.structs.replace(part.arrays[0], name=ROOT)
+    implementation = _KEY_WIDTHS.get(array.shape[-1]) if array.shape else None
+    is_typed = isinstance(told, Mapping) and told.get("typed") is True
+    leaf = KeyLeaf(implementation) if is_typed and implementation else ArrayLeaf()
+    found.parts[name] = ForeignTree(TreeRecord({}, {ROOT: leaf}), [array])
 
 
 def _grain_state(backend: Backend, directory: str, name: str) -> Any:

@@ -65,6 +65,8 @@ class LoadOptions:
     cast: bool = False
     missing: Literal["error", "keep"] = "error"
     shardings: Any = None
+    forms: Callable[[Mapping[str, str], Collection[str]], Mapping[str, str]] | None = None
+    """Of another tool's checkpoint: the names of leaves, as a target with such names has them."""
 
     def __post_init__(self) -> None:
         if self.rename is not None and not isinstance(self.rename, Mapping):
@@ -135,6 +137,7 @@ class TreeRestore:
         names = rename_map(list(self.record.leaves), options.rename or {})
         selected = leaf_filter(options.only)
         flat = flatten(like)
+        names = names if options.forms is None else dict(options.forms(names, flat.names))
         given = shardings_by_name(options.shardings)
         wants = {
             name: wanted(name, leaf, given(name))
