@@ -1,0 +1,7 @@
+"""`python -m jaxckpt_train.cli`."""
+
+from __future__ import annotations
+
+from jaxckpt_train.cli.app import main
+
+main()
