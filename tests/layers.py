@@ -5,6 +5,7 @@ LAYERS = (
     "__init__",
     "hydra_plugin",
     "pytest_plugin",
+    "cli",
     "loops",
     "testing",
     "callback",
@@ -17,10 +18,14 @@ LAYERS = (
     "config_notices",
     "config_nodes",
     "hydra_job",
+    "looking",
     "steps",
     "checkpoint",
     "checkpoint_metadata",
+    "sources",
+    "surgery",
     "checkpointables",
+    "formats",
     "tree",
     "multihost",
     "jobs",
@@ -36,7 +41,7 @@ LAYERS = (
     "value_checks",
     "errors",
 )
-# Which third parties a layer may import at all. What only adapters may import is in ADAPTERS.
+# Which third parties a layer may import at all. What only adapters, or whole layers, may import is in ADAPTERS.
 CORE = {"jax", "ml_dtypes", "msgspec", "numpy", "xxhash"}
 WITH_JAX = {
     "__init__",
@@ -62,6 +67,8 @@ ADAPTERS = {
     "prometheus_client": {"sinks.prometheus"},
     "pytest": {"pytest_plugin"},
     "rich": {"goodput_table", "progress"},
+    "tensorstore": {"formats.orbax_arrays"},
+    "typer": {"cli"},
 }
 # Never: code from a checkpoint must not run. The second line is for the disk, which only store/local.py touches.
 FORBIDDEN_STDLIB = {"marshal", "pickle", "shelve"}

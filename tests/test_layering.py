@@ -130,7 +130,7 @@ def foreign_imports(module: Module) -> list[str]:
     for found in imports_of(module):
         top = found.name.partition(".")[0]
         if top in ADAPTERS:
-            fine = module.name in ADAPTERS[top]
+            fine = bool({module.name, module.layer} & ADAPTERS[top])
         elif top in sys.stdlib_module_names:
             fine = top not in FORBIDDEN_STDLIB and (top not in DISK_STDLIB or module.name in MAY_TOUCH_THE_DISK)
         else:

@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import enum
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -78,9 +77,6 @@ def told_errors(as_json: bool) -> Iterator[None]:
         else:
             print(f"jaxckpt: {error}", *notes, sep="\n", file=sys.stderr)
         raise typer.Exit(int(code)) from error
-    except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # nobody reads on; the interpreter would tell so at its end
-        raise typer.Exit(int(Code.FINE)) from None
 
 
 def print_json(value: Any) -> None:

@@ -56,7 +56,12 @@ def scrub(run: Run, rate: Rate = None, as_json: Json = False) -> None:
             raise NotACheckpointError(f"{directory}: expected a run, found no steps in it")
         pace = _Pace(None if rate is None else rate * MIB)
         with progress("verifying", sum(look.nbytes or 0 for look in looks), as_json) as advance:
-            found = _scrub(directory, looks, lambda nbytes: (pace(nbytes), advance(nbytes)))
+
+            def read(nbytes: int) -> None:
+                pace(nbytes)
+                advance(nbytes)
+
+            found = _scrub(directory, looks, read)
         damaged = {name: problem for name, problem in found.items() if problem is not None}
         if as_json:
             print_json({"run": directory, "steps": [{"name": name, "problem": each} for name, each in found.items()]})

@@ -91,7 +91,8 @@ def _opened(directory: str, leaf: str, store: ts.TensorStore, segment: int) -> O
         raise CorruptCheckpointError(
             f"{directory}: leaf {leaf!r}: an array of {store.dtype.name}, which is not known here"
         )
-    cell = _cell(shape, tuple(store.chunk_layout.read_chunk.shape or shape), dtype.itemsize)
+    chunk = store.chunk_layout.read_chunk.shape or shape
+    cell = _cell(shape, [size or whole for size, whole in zip(chunk, shape, strict=True)], dtype.itemsize)
     chunks = chunks_in_a_row(grid_boxes(shape, cell), dtype.itemsize, segment)
     record = record_of(leaf, shape, dtype_name(dtype), chunks)
     read = functools.partial(read_box, f"{directory}: leaf {leaf!r}", store)

@@ -112,11 +112,9 @@ def _opened(
             if leaf in arrays:
                 raise CorruptCheckpointError(f"{path}: tensor {tensor!r} is in another file of the folder, too")
             arrays[leaf] = _array(path, leaf, tensor, entry, header.data_start, number)
-    for tensor in () if weight_map is None else weight_map:
+    for tensor, name in (weight_map or {}).items():
         if leaf_name(tensor) not in arrays:
-            raise CorruptCheckpointError(
-                f"{folder}/{weight_map[tensor]}: lacks tensor {tensor!r}, which the index says it has"
-            )
+            raise CorruptCheckpointError(f"{folder}/{name}: lacks tensor {tensor!r}, which the index says it has")
     record = TreeRecord({}, {leaf: ArrayLeaf("numpy") for leaf in arrays})
     info = {"custom_metadata": metadata} if metadata else {}
     parts = {NAME: ForeignTree(record, list(arrays.values()))}

@@ -99,10 +99,10 @@ def diff_leaves(
 def _form(
     name: str, one: tuple[LeafRecord, ArrayRecord | None] | None, other: tuple[LeafRecord, ArrayRecord | None] | None
 ) -> LeafDiff:
-    texts = ["" if each is None else describe_saved(*each) for each in (one, other)]
+    a, b = ("" if each is None else describe_saved(*each) for each in (one, other))
     if one is None or other is None:
-        return LeafDiff(name, "only_b" if one is None else "only_a", *texts)
-    return LeafDiff(name, "value" if texts[0] == texts[1] else "form", *texts)
+        return LeafDiff(name, "only_b" if one is None else "only_a", a, b)
+    return LeafDiff(name, "value" if a == b else "form", a, b)
 
 
 def _same_digests(a: Opened, one: ArrayRecord, b: Opened, other: ArrayRecord) -> bool:

@@ -38,15 +38,15 @@ class Piece(NamedTuple):
 
 
 class View(Protocol):
-    """An array that is made when it is read.
+    """An array that is made when it is read."""
 
-    Attributes:
-        shape: of it.
-        dtype: of it.
-    """
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
 
-    shape: tuple[int, ...]
-    dtype: np.dtype
+    @property
+    def dtype(self) -> np.dtype:
+        """Its dtype."""
 
     def pieces(self) -> Sequence[Piece]:
         """Boxes that tile it, each of which is cheap to read by itself."""

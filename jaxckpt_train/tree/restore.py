@@ -65,8 +65,7 @@ class LoadOptions:
     cast: bool = False
     missing: Literal["error", "keep"] = "error"
     shardings: Any = None
-    forms: Callable[[Mapping[str, str], Collection[str]], Mapping[str, str]] | None = None
-    """Of another tool's checkpoint: the names of leaves, as a target with such names has them."""
+    forms: Callable[[Mapping[str, str], Collection[str]], dict[str, str]] | None = None  # see formats/orbax_names.py
 
     def __post_init__(self) -> None:
         if self.rename is not None and not isinstance(self.rename, Mapping):
@@ -137,7 +136,7 @@ class TreeRestore:
         names = rename_map(list(self.record.leaves), options.rename or {})
         selected = leaf_filter(options.only)
         flat = flatten(like)
-        names = names if options.forms is None else dict(options.forms(names, flat.names))
+        names = names if options.forms is None else options.forms(names, flat.names)
         given = shardings_by_name(options.shardings)
         wants = {
             name: wanted(name, leaf, given(name))
@@ -161,8 +160,7 @@ class TreeRestore:
             MismatchError: shardings that do not fit, all of them.
         """
         known: dict[object, Placement] = {}  # most leaves share their shape and sharding with others
-        places: list[Placement | None] = []
-        lines = []
+        places, lines = list[Placement | None](), list[str]()
         for job in jobs:
             try:
                 places.append(_placement(job, known) if isinstance(job.record, STORED) else None)
