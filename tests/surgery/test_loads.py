@@ -1,0 +1,183 @@
+"""Operations on the way of a load: real checkpoints, changed trees, the same bytes as numpy makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxckpt_train as jct
+from jaxckpt_train.surgery.adding import Add
+from jaxckpt_train.surgery.joining import Fuse, Split, Stack, Unstack
+from jaxckpt_train.surgery.naming import Drop, Rename
+from jaxckpt_train.surgery.reforming import Cast, Pad, Reshape, Transpose, Truncate
+
+RANDOM = np.random.default_rng(0)
+LAYERS = [
+    {
+        "attn": {name: RANDOM.normal(size=(8, 12)).astype(np.float32) for name in "qkv"},
+        "norm": RANDOM.normal(size=8).astype(np.float32),
+    }
+    for _ in range(3)
+]
+EMBED = RANDOM.normal(size=(10, 8)).astype(np.float32)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    tree = {"model": {"layers": LAYERS, "embed": EMBED}, "step": 7, "key": jax.random.key(5), "empty": {}}
+    jct.save(tmp_path / "a", tree)
+    return tmp_path / "a"
+
+
+def load(path: Path, *operations: Any, **more: Any) -> Any:
+    return jct.load(path, surgery=operations, **more)
+
+
+def test_leaves_get_other_paths_and_the_rest_stays(saved: Path) -> None:
+    found = load(saved, Rename("model/layers/*/**", "blocks/*/**"), Drop("step"))
+    assert np.array_equal(found["blocks"][2]["attn"]["k"], LAYERS[2]["attn"]["k"])
+    assert set(found) == {"blocks", "model", "key", "empty"}
+    assert jax.random.key_data(found["key"]).tolist() == jax.random.key_data(jax.random.key(5)).tolist()
+
+
+def test_layers_are_stacked_and_unstacked_again(saved: Path) -> None:
+    stack = Stack("model/layers/{}/**", "stacked/**")
+    found = load(saved, stack)["stacked"]
+    assert np.array_equal(found["attn"]["q"], np.stack([layer["attn"]["q"] for layer in LAYERS]))
+    assert np.array_equal(found["norm"], np.stack([layer["norm"] for layer in LAYERS]))
+    last = load(saved, Stack("model/layers/{}/norm", "norms", axis=-1))["norms"]
+    assert np.array_equal(last, np.stack([layer["norm"] for layer in LAYERS], -1))
+    back = load(saved, stack, Unstack("stacked/**", "model/layers/{}/**"))
+    assert all(np.array_equal(back["model"]["layers"][n]["attn"]["v"], LAYERS[n]["attn"]["v"]) for n in range(3))
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_projections_are_fused_and_split_again(saved: Path, axis: int) -> None:
+    paths = [f"model/layers/*/attn/{name}" for name in "qkv"]
+    fuse = Fuse(paths, "model/layers/*/qkv", axis=axis)
+    found = load(saved, fuse)["model"]["layers"]
+    assert np.array_equal(found[1]["qkv"], np.concatenate([LAYERS[1]["attn"][name] for name in "qkv"], axis))
+    back = load(saved, fuse, Split("model/layers/*/qkv", paths, axis=axis))["model"]["layers"]
+    assert all(np.array_equal(back[0]["attn"][name], LAYERS[0]["attn"][name]) for name in "qkv")
+    uneven = load(saved, Split("model/embed", ["a", "b"], sizes=[3, 7]))
+    assert np.array_equal(uneven["b"], EMBED[3:])
+
+
+def test_arrays_are_reformed(saved: Path) -> None:
+    found = load(
+        saved,
+        Transpose("model/layers/*/attn/*"),
+        Reshape("model/layers/*/attn/q", [3, 4, -1]),
+        Cast("model/layers/**", "bfloat16"),
+        Pad("model/embed", [16, None], value=1.5),
+    )["model"]
+    q = LAYERS[0]["attn"]["q"].T.reshape(3, 4, 8).astype(jnp.bfloat16)
+    assert np.array_equal(found["layers"][0]["attn"]["q"], q)
+    assert np.array_equal(found["embed"], np.concatenate([EMBED, np.full((6, 8), 1.5, np.float32)]))
+    assert np.array_equal(load(saved, Truncate("model/embed", [4, None]))["model"]["embed"], EMBED[:4])
+
+
+def test_what_is_added_is_the_same_each_time(saved: Path) -> None:
+    add = [
+        Add("lora/a", [4, 8], init="normal", stddev=0.5, seed=3),
+        Add("lora/b", [8, 4], "bfloat16"),
+        Add("lora/c", [2], init=lambda shape: np.arange(shape[0])),
+        Add("lora/d", [], "int32", init=4),
+    ]
+    first, second = load(saved, *add)["lora"], load(saved, *add)["lora"]
+    assert first["a"].tobytes() == second["a"].tobytes()
+    assert 0.2 < first["a"].std() < 0.9
+    assert not first["b"].any()
+    assert (first["c"].tolist(), int(first["d"])) == ([0, 1], 4)
+    assert load(saved, Add("lora/a", [4, 8], init="normal", seed=4))["lora"]["a"].tobytes() != first["a"].tobytes()
+
+
+def test_it_goes_into_targets_and_onto_devices(saved: Path) -> None:
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    like = {"embed": jax.ShapeDtypeStruct((8, 10), jnp.float32, sharding=sharding)}
+    operations = [Rename("model/embed", "embed"), Transpose("embed")]
+    found = jct.load(saved, like, surgery=operations, only="embed")
+    assert found["embed"].sharding == sharding
+    assert np.array_equal(found["embed"], EMBED.T)
+    with pytest.raises(jct.MismatchError, match=r"leaf 'embed': saved float32\[8,10\], wanted float32\[8,9\]"):
+        jct.load(saved, {"embed": np.zeros((8, 9), np.float32)}, surgery=operations, only="embed")
+
+
+def test_damage_is_found_whether_bytes_are_taken_over_or_made(saved: Path) -> None:
+    (segment,) = (saved / "state").glob("*.safetensors")
+    data = bytearray(segment.read_bytes())
+    at = data.find(EMBED.tobytes())
+    data[at + 5] ^= 1
+    segment.write_bytes(bytes(data))
+    for operations in ([Rename("model/embed", "e")], [Transpose("model/embed")], [Stack("model/layers/{}/norm", "n")]):
+        with pytest.raises(jct.CorruptCheckpointError, match="model/embed|'e'|leaf"):
+            load(saved, *operations)
+    assert np.array_equal(load(saved, Drop("model/embed"))["model"]["layers"][0]["norm"], LAYERS[0]["norm"])
+
+
+@pytest.mark.parametrize(
+    ("operations", "message"),
+    [
+        ([Rename("model/embde", "e")], r"operation 1 of 1 \(rename\): no leaf fits 'model/embde'"),
+        ([Drop("step"), Rename("key", "model/embed")], r"operation 2 of 2 \(rename\): leaf 'key' would become"),
+        ([Rename("model/layers/*/norm", "model/layers/*/attn/q")], "which is there already"),
+        ([Stack("model/layers/{}/norm", "step")], "leaf 'step' is there already"),
+        ([Drop("model/layers/1/**"), Stack("model/layers/{}/**", "s/**")], r"expected layers 0 to 2, found \[0, 2\]"),
+        ([Transpose("step")], "leaf 'step' is int, expected an array"),
+        ([Transpose("key")], "leaf 'key' is key<threefry2x32>"),
+        ([Transpose("model/embed", [0, 1, 2])], "has 2 axes, expected 3"),
+        ([Reshape("model/embed", [7, -1])], r"leaf 'model/embed' of shape \[10, 8\] has no shape \[7, -1\]"),
+        ([Fuse(["model/embed", "model/layers/0/norm"], "x")], "expected one that fits 'model/embed'"),
+        ([Fuse(["model/embed", "nothing"], "x")], "leaf 'nothing' is not there"),
+        ([Split("model/embed", ["a", "b", "c"])], "10 cannot be cut in 3 alike; give sizes"),
+        ([Split("model/embed", ["a", "b"], sizes=[3, 8])], "sizes are 11 in all, expected 10"),
+        ([Split("model/embed", ["a", "b"], axis=2)], "has 2 axes, expected one with axis 2"),
+        ([Cast("model/embed", "int32")], "of float32 does not become int32: that loses data"),
+        ([Pad("model/embed", [9, 8])], r"of shape \[10, 8\], expected one that is not larger than \[9, 8\]"),
+        ([Truncate("model/embed", [11, 8])], r"expected one that is not smaller than \[11, 8\]"),
+        ([Add("step", [1])], "leaf 'step' is there already"),
+    ],
+)
+def test_what_does_not_fit_is_told_before_anything_is_read(saved: Path, operations: list[Any], message: str) -> None:
+    with pytest.raises(jct.MismatchError, match=message):
+        load(saved, *operations)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("rename", "surgery: expected a list of operations, found 'rename'"),
+        ([{"op": "renam", "leaves": "a", "to": "b"}], r"surgery\[0\]: op: expected one of .*, did you mean \"rename\""),
+        ([{"op": "rename", "leaves": "a"}], r"surgery\[0\] \(rename\): expected to"),
+        ([{"op": "drop", "leafs": "a"}], r'surgery\[0\] \(drop\): unknown key "leafs", did you mean "leaves"'),
+        ([{"op": "drop", "leaves": 3}], r"surgery\[0\]: drop: leaves: expected a leaf path or a pattern"),
+        ([{"op": "rename", "leaves": "a/*", "to": "b"}], "expected the wildcards of 'a/\\*' in 'b'"),
+        ([{"op": "stack", "leaves": "a", "to": "b"}], "stack: expected {} in leaves"),
+        ([{"op": "cast", "leaves": "a", "dtype": "float33"}], "cast: dtype: expected the name of a dtype"),
+        ([{"op": "transpose", "leaves": "a", "axes": [0, 2]}], r"axes: expected each of 0 to 1 once, found \[0, 2\]"),
+        ([{"op": "add", "leaf": "a/*", "shape": [1]}], "expected one path without wildcards"),
+        ([{"op": "add", "leaf": "a", "shape": [1], "init": "uniform"}], "init: expected zeros, ones, normal, a number"),
+        ([7], r"surgery\[0\]: expected an operation such as"),
+    ],
+)
+def test_what_is_no_operation_is_refused_by_name(saved: Path, given: Any, message: str) -> None:
+    with pytest.raises(jct.SettingsError, match=message):
+        jct.load(saved, surgery=given)
+
+
+def test_plain_data_will_do(saved: Path) -> None:
+    given = [
+        {"op": "stack", "leaves": "model/layers/{}/attn/*", "to": "attn/*"},
+        {"op": "fuse", "leaves": ["attn/q", "attn/k", "attn/v"], "to": "attn/qkv", "axis": 2},
+        {"op": "transpose", "leaves": "attn/qkv", "axes": [2, 0, 1]},
+    ]
+    found = jct.load(saved, surgery=given, only="attn/**")["attn"]["qkv"]
+    expected = np.concatenate([np.stack([layer["attn"][name] for layer in LAYERS]) for name in "qkv"], 2)
+    assert np.array_equal(found, expected.transpose(2, 0, 1))
