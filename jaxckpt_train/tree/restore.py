@@ -65,7 +65,7 @@ class LoadOptions:
     cast: bool = False
     missing: Literal["error", "keep"] = "error"
     shardings: Any = None
-    forms: Callable[[Mapping[str, str], Collection[str]], dict[str, str]] | None = None  # see formats/orbax_names.py
+    forms: Callable[[Flat, TreeRecord, Mapping[str, str]], tuple[TreeRecord, dict[str, str]]] | None = None  # of others
 
     def __post_init__(self) -> None:
         if self.rename is not None and not isinstance(self.rename, Mapping):
@@ -136,16 +136,14 @@ class TreeRestore:
         names = rename_map(list(self.record.leaves), options.rename or {})
         selected = leaf_filter(options.only)
         flat = flatten(like)
-        names = names if options.forms is None else options.forms(names, flat.names)
+        if options.forms is not None:
+            self.record, names = options.forms(flat, self.record, names)
         given = shardings_by_name(options.shardings)
-        wants = {
-            name: wanted(name, leaf, given(name))
-            for name, leaf in zip(flat.names, flat.leaves, strict=True)
-            if selected(name)
-        }
+        leaves = dict(zip(flat.names, flat.leaves, strict=True))
+        wants = {name: wanted(name, leaf, given(name)) for name, leaf in leaves.items() if selected(name)}
         loads.expect(want.sharding for want in wants.values())
         saved_names = {new: old for old, new in names.items()}
-        kept = self._compare(wants, saved_names, selected, options, dict(zip(flat.names, flat.leaves, strict=True)))
+        kept = self._compare(wants, saved_names, selected, options, leaves)
         jobs = [
             self._job(saved_names[name], want)
             for name, want in wants.items()
