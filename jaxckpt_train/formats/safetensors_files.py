@@ -15,6 +15,7 @@ from jaxckpt_train.formats.foreign import Foreign, ForeignSegment, ForeignTree, 
 from jaxckpt_train.store.backend import Backend, Source
 from jaxckpt_train.store.boxes import full_box
 from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.local_names import real_path
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
     MAX_ARRAYS,
@@ -102,8 +103,8 @@ def _opened(
     segments, metadata = list[ForeignSegment](), dict[str, str]()
     for number, name in enumerate(names):
         path = f"{folder}/{name}"
-        header = read_header(backend, folder, name)
-        segments.append(ForeignSegment(name, header.size, functools.partial(_open, backend, folder, name)))
+        header = read_header(backend, path)
+        segments.append(ForeignSegment(name, header.size, functools.partial(_open, backend, path)))
         metadata |= header.metadata
         for tensor, entry in header.tensors.items():
             if weight_map is not None and weight_map.get(tensor) != name:
@@ -126,15 +127,14 @@ def leaf_name(tensor: str) -> str:
     return key_text(tensor, ROOT)
 
 
-def read_header(backend: Backend, folder: str, name: str) -> Header:
+def read_header(backend: Backend, path: str) -> Header:
     """The head of a safetensors file, checked: its tensors lie within the file, and fit their shapes.
 
     Raises:
         CorruptCheckpointError: it is no such file, or damaged.
         StorageError: it cannot be read.
     """
-    path = f"{folder}/{name}"
-    source = backend.open(folder, name, direct=False)
+    source = _open(backend, path, False)
     try:
         size = source.size
         length = int.from_bytes(_read(source, 0, LENGTH_BYTES, path), "little")
@@ -200,7 +200,8 @@ def _array(path: str, leaf: str, tensor: str, entry: _Entry, data_start: int, se
 
 
 def _read_index(backend: Backend, folder: str, index: str) -> dict[str, str]:
-    data = read_whole(backend, folder, index, MAX_INDEX_BYTES)
+    where, _, name = real_path(f"{folder}/{index}").rpartition("/")
+    data = read_whole(backend, where, name, MAX_INDEX_BYTES)
     try:
         found = msgspec.json.decode(data, type=_Index).weight_map
     except NOT_JSON as error:
@@ -211,8 +212,10 @@ def _read_index(backend: Backend, folder: str, index: str) -> dict[str, str]:
     return found
 
 
-def _open(backend: Backend, folder: str, name: str, direct: Any) -> Source:
-    return backend.open(folder, name, direct=direct)
+def _open(backend: Backend, path: str, direct: Any) -> Source:
+    """Open a file; of a link what it leads to."""
+    folder, _, name = real_path(path).rpartition("/")
+    return backend.open(folder or "/", name, direct=direct)
 
 
 def names_of(entries: Iterator[str]) -> tuple[str | None, list[str]]:

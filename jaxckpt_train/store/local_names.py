@@ -242,3 +242,8 @@ def _renameat2(source: str, target: str, flags: int) -> bool:
     if code in UNSUPPORTED:
         return False
     raise OSError(code, os.strerror(code))
+
+
+def real_path(path: str) -> str:
+    """Where a path leads, links followed: caches of models have files of one name that are links to others."""
+    return os.path.realpath(path)
