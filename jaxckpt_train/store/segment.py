@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,9 +23,12 @@ class Tensor(NamedTuple):
     stop: int
 
 
-def encode_header(tensors: Sequence[Tensor]) -> bytes:
-    """The first bytes of a segment: length (u64, little-endian), JSON, spaces up to a multiple of 4096."""
-    entries: dict[str, Any] = {}
+def encode_header(tensors: Sequence[Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The first bytes of a segment: length (u64, little-endian), JSON, spaces up to a multiple of 4096.
+
+    `metadata` is what safetensors has for free-form text; segments of ours have none.
+    """
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     for tensor in tensors:
         entries[tensor.name] = _entry(tensor)
     text = msgspec.json.encode(entries)

@@ -118,7 +118,7 @@ class Transaction(Attempt):
         self._before_publishing = before_publishing
         self.final, self._parent = final, os.path.dirname(final)
         backend.make_directory(self._parent, parents=True, sync=settings.durability == "full")
-        super().__init__(backend, _begin(backend, final), settings)
+        super().__init__(backend, begin_attempt(backend, final), settings)
         self._commit = b""
         self._is_publishing = False  # from then on it is not certain what lies in the attempt's directory
         self.stays = False
@@ -220,7 +220,8 @@ class Transaction(Attempt):
         self._backend.remove(self.directory)
 
 
-def _begin(backend: Backend, final: str) -> str:
+def begin_attempt(backend: Backend, final: str) -> str:
+    """Make a directory beside a name for what is to have it."""
     for directory in attempt_paths(final):
         try:
             backend.make_directory(directory, parents=False, sync=False)

@@ -75,16 +75,7 @@ def write_arrays(
         )
         for layout, file in zip(layouts, files, strict=True)
     ]
-    try:
-        run = _Run(writers, settings.staging_bytes, progress)
-        if settings.io_threads == "auto":
-            depth = write_depth_of((backend.volume(directory), settings.direct_io), settings.staging_bytes)
-            depth.run(sum(layout.size for layout in layouts), run.write, run.pool.touch)
-        else:
-            run.write(settings.io_threads, None)
-    finally:
-        for writer in writers:
-            writer.abandon()
+    write_segments(backend, directory, writers, settings, progress)
     segments = tuple(
         SegmentRecord(file, layout.size, len(layout.head), digest(layout.head))
         for file, layout in zip(files, layouts, strict=True)
@@ -92,6 +83,36 @@ def write_arrays(
     with paused_collection():
         records = _records(arrays, writers, first_segment)
     return WrittenArrays(segments, records, sum(each.size - len(each.head) for each in layouts))
+
+
+def write_segments(
+    backend: Backend,
+    directory: str,
+    writers: Sequence[SegmentWriter],
+    settings: StoreSettings,
+    progress: Progress | None = None,
+) -> None:
+    """Write files whose layout is known; on an error they are closed as they are.
+
+    Args:
+        backend, directory: where, which says how many writes are under way at a time.
+        writers: one for each file.
+        settings: how.
+        progress: called with the number of bytes, from several threads, as windows reach the disk.
+
+    Raises:
+        StorageError: the first refusal of the file system; nothing more is written after it.
+    """
+    try:
+        run = _Run(writers, settings.staging_bytes, progress)
+        if settings.io_threads == "auto":
+            depth = write_depth_of((backend.volume(directory), settings.direct_io), settings.staging_bytes)
+            depth.run(sum(writer.layout.size for writer in writers), run.write, run.pool.touch)
+        else:
+            run.write(settings.io_threads, None)
+    finally:
+        for writer in writers:
+            writer.abandon()
 
 
 class _Run:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxckpt_train.errors import MismatchError
+from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.surgery.leaves import Leaves
 from jaxckpt_train.surgery.names import check_template, filled, matches
 from jaxckpt_train.surgery.operation import Change, Operation
+from jaxckpt_train.tree.paths import ROOT, join, key_text, parse_key, split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,43 @@ class Rename(Operation):
         leaves.clear()
         leaves.update(renamed)
         return list(found.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Nest(Operation):
+    """Make a tree of names that have a separator in them: `Nest(".")` makes `a/b` of the one key `a.b`.
+
+    Args:
+        separator: in the names.
+        leaves: a path or pattern of those that are looked at.
+    """
+
+    name = "nest"
+    separator: str = "."
+    leaves: str = "**"
+
+    def __post_init__(self) -> None:
+        self._check_patterns("leaves")
+        if not isinstance(self.separator, str) or not self.separator:
+            raise SettingsError(f'nest: separator: expected text such as ".", found {self.separator!r}')
+
+    def apply(self, leaves: Leaves, subject: str) -> list[Change]:
+        """As the base class says."""
+        new = {name: self._nested(name) for name in matches(self.leaves, leaves, subject)}
+        found = {name: nested for name, nested in new.items() if nested != name}
+        renamed = {found.get(name, name): leaf for name, leaf in leaves.items()}
+        if len(renamed) != len(leaves):
+            raise MismatchError(f"{subject}: several leaves would get one path; rename them first")
+        leaves.clear()
+        leaves.update(renamed)
+        return list(found.items())
+
+    def _nested(self, name: str) -> str:
+        keys = [part for key in split(name) for part in str(parse_key(key)).split(self.separator)]
+        path = ROOT
+        for key in keys:
+            path = join(path, key if key.isdigit() else key_text(key, path))
+        return path
 
 
 @dataclasses.dataclass(frozen=True)

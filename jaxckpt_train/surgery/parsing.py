@@ -9,14 +9,14 @@ from typing import Any
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.surgery.adding import Add
 from jaxckpt_train.surgery.joining import Fuse, Split, Stack, Unstack
-from jaxckpt_train.surgery.naming import Drop, Rename
+from jaxckpt_train.surgery.naming import Drop, Nest, Rename
 from jaxckpt_train.surgery.operation import Operation
 from jaxckpt_train.surgery.reforming import Cast, Pad, Reshape, Transpose, Truncate
 from jaxckpt_train.value_checks import known_keys, nearest
 
 OPERATIONS: dict[str, type[Any]] = {
     each.name: each
-    for each in (Rename, Drop, Stack, Unstack, Split, Fuse, Transpose, Reshape, Cast, Pad, Truncate, Add)
+    for each in (Rename, Nest, Drop, Stack, Unstack, Split, Fuse, Transpose, Reshape, Cast, Pad, Truncate, Add)
 }
 
 

@@ -1,0 +1,60 @@
+"""A directory for other tools that appears under its name at once, when all that is in it is written."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+
+from jaxckpt_train.errors import CheckpointExistsError, StorageError
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.attempt import Attempt
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.local import file_exists
+from jaxckpt_train.store.transaction import begin_attempt
+
+
+@contextlib.contextmanager
+def appearing(backend: Backend, final: str, settings: StoreSettings) -> Iterator[Attempt]:
+    """Within: a directory to write into; afterwards it has its name, or is gone if anything has failed.
+
+    Args:
+        backend: where.
+        final: the absolute path that it is to have; nothing may be there.
+        settings: how durable it is made.
+
+    Raises:
+        CheckpointExistsError: something is there.
+        StorageError: the file system refused.
+    """
+    if file_exists(final):
+        raise _exists(final)
+    parent = os.path.dirname(final)
+    backend.make_directory(parent, parents=True, sync=settings.durability == "full")
+    attempt = Attempt(backend, begin_attempt(backend, final), settings)
+    try:
+        yield attempt
+        attempt.sync()
+        _publish(backend, attempt.directory, final)
+    except BaseException as error:
+        try:
+            backend.remove(attempt.directory)
+        except StorageError as second:
+            error.add_note(f"and what was written of it, {attempt.directory}, could not be removed: {second}")
+        raise
+    if settings.durability == "full":
+        backend.sync(parent)
+
+
+def _publish(backend: Backend, directory: str, final: str) -> None:
+    try:
+        backend.rename(directory, final)
+    except StorageError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        raise _exists(final) from error
+
+
+def _exists(final: str) -> CheckpointExistsError:
+    return CheckpointExistsError(f"{final}: exists; move it away, or choose another path")
