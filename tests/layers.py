@@ -67,7 +67,7 @@ ADAPTERS = {
     "prometheus_client": {"sinks.prometheus"},
     "pytest": {"pytest_plugin"},
     "rich": {"goodput_table", "progress"},
-    "tensorstore": {"formats.orbax_arrays"},
+    "tensorstore": {"formats.orbax_arrays", "formats.orbax_export"},
     "typer": {"cli"},
 }
 # Never: code from a checkpoint must not run. The second line is for the disk, which only store/local.py touches.

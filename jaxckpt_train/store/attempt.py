@@ -83,6 +83,16 @@ class Attempt:
                 raise CorruptCheckpointError(f"{self.directory}/{path}: expected a plain file, found a link or device")
         return tuple(records)
 
+    def take_in(self, name: str) -> None:
+        """Have the commit sync what somebody else has written into a folder of the attempt; it is not looked at."""
+        for entry in self._backend.list(f"{self.directory}/{name}"):
+            path = f"{self.directory}/{name}/{entry.name}"
+            if entry.kind == "directory":
+                self._folders.append(path)
+                self.take_in(f"{name}/{entry.name}")
+            else:
+                self._files.append(path)
+
     def sync(self) -> None:
         """Sync all that is not synced yet, several at a time: a journal brings them to the disk together."""
         paths = list(self._files) if self._sync else []

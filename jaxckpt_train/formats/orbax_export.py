@@ -1,0 +1,303 @@
+"""Writes trees and values as a step that Orbax restores, by either of its interfaces; arrays through TensorStore."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from jaxckpt_train.errors import MismatchError, SettingsError, StorageError
+from jaxckpt_train.formats.orbax_metadata import ARRAY_METADATAS, STRINGS, TREE_METADATA
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.appearing import appearing
+from jaxckpt_train.store.attempt import Attempt
+from jaxckpt_train.store.backend import Backend, Opener
+from jaxckpt_train.store.boxes import Box, box_shape, cut_box, full_box
+from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.manifest import ArrayRecord, PartRecord, shown
+from jaxckpt_train.store.plain_files import read_recorded
+from jaxckpt_train.store.reader import Progress, read_box
+from jaxckpt_train.store.transaction import Committed
+from jaxckpt_train.tree.leaf_records import (
+    BoolLeaf,
+    ComplexLeaf,
+    EmptyLeaf,
+    FloatLeaf,
+    IntLeaf,
+    KeyLeaf,
+    LeafRecord,
+    NoneLeaf,
+    StrLeaf,
+    TreeRecord,
+    decode_tree,
+    python_value,
+)
+from jaxckpt_train.tree.paths import ROOT, parse_key, split
+
+CHUNK_BYTES = 64 << 20
+AHEAD_BYTES = 256 << 20
+"""So much of the arrays is on its way to the disk at a time."""
+_HANDLERS = "orbax.checkpoint._src.handlers"
+_TREES, _VALUES = (
+    f"{_HANDLERS}.pytree_checkpoint_handler.PyTreeCheckpointHandler",
+    f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler",
+)
+_NUMBERS = (BoolLeaf, IntLeaf, FloatLeaf, ComplexLeaf)
+_EMPTY = {"list": "List", "tuple": "Tuple", "dict": "Dict"}
+# TensorStore's own settings for a database that one process writes at a time, as Orbax has them.
+_DATABASE = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
+
+
+class _Leaf(NamedTuple):
+    """A leaf to write: its name in Orbax's files, what it is to Orbax, and its data, if it has some."""
+
+    path: str
+    keys: tuple[tuple[str, int], ...]
+    value_type: str
+    content: ArrayRecord | np.ndarray | None = None
+    text: str | None = None
+    implementation: str | None = None
+
+    @property
+    def parameter(self) -> str:
+        return ".".join(key for key, _ in self.keys)
+
+
+def export_orbax(
+    files: Opener,
+    committed: Committed,
+    backend: Backend,
+    final: str,
+    settings: StoreSettings,
+    *,
+    parts: Sequence[str] | None = None,
+    items: Mapping[str, str] | None = None,
+    compressed: bool = True,
+    progress: Progress | None = None,
+) -> tuple[str, ...]:
+    """Write a checkpoint as a step of Orbax: an item for each checkpointable.
+
+    Args:
+        files: what the checkpoint is read from.
+        committed: the opened checkpoint.
+        backend: where to write; on a local file system.
+        final: the directory of the step, an absolute path where nothing is.
+        settings: how the checkpoint is verified, and how durable the step is made.
+        parts: names of the checkpointables; None: all.
+        items: other names for some of them, such as `{"state": "default"}`.
+        compressed: by zstd, as Orbax does by default.
+        progress: called with numbers of bytes as they are written.
+
+    Returns:
+        The names of the items.
+
+    Raises:
+        MismatchError: a leaf or checkpointable is of a kind that Orbax has nothing for.
+        SettingsError: TensorStore is not installed.
+        CheckpointExistsError: something is at `final`.
+        CorruptCheckpointError: bytes of the checkpoint are not what was saved.
+        StorageError: the file system refused.
+    """
+    chosen = [part for part in committed.manifest.parts if parts is None or part.name in parts]
+    names = {part.name: (items or {}).get(part.name, part.name) for part in chosen}
+    trees = {part.name: _leaves(committed, part) for part in chosen if bytes(part.detail) != b"null"}
+    others = [part for part in chosen if part.name not in trees]
+    for part in others:
+        if part.kind != "json" or len(part.files) != 1:
+            raise MismatchError(
+                f"{committed.directory}: {part.name!r} is of kind {part.kind!r}, which Orbax has nothing for; leave it "
+                "out"
+            )
+    began = time.time_ns()
+    with appearing(backend, final, settings) as attempt:
+        for part in chosen:
+            item = names[part.name]
+            attempt.add_folder(item)
+            if part.name in trees:
+                write = functools.partial(_read, files, committed, settings)
+                _write_tree(attempt, item, trees[part.name], write, compressed, progress)
+            else:
+                data = read_recorded(files, committed.directory, part.files[0], None, committed.manifest.block_bytes)
+                attempt.write_file(f"{item}/metadata", bytes(memoryview(data)))
+        handlers = {names[part.name]: _TREES if part.name in trees else _VALUES for part in chosen}
+        attempt.write_file("_CHECKPOINT_METADATA", _step_metadata(committed, handlers, began))
+    return tuple(names.values())
+
+
+def _step_metadata(committed: Committed, handlers: Mapping[str, str], began: int) -> bytes:
+    info = committed.manifest.info
+    custom, metrics = info.get("custom_metadata"), info.get("metrics")
+    return msgspec.json.encode(
+        {
+            "item_handlers": dict(handlers),
+            "metrics": metrics if isinstance(metrics, Mapping) else {},
+            "performance_metrics": {},
+            "init_timestamp_nsecs": began,
+            "commit_timestamp_nsecs": time.time_ns(),
+            "custom_metadata": custom if isinstance(custom, Mapping) else {},
+        }
+    )
+
+
+def _leaves(committed: Committed, part: PartRecord) -> list[_Leaf]:
+    record = decode_tree(part, committed.directory)
+    arrays = {array.name: array for array in part.arrays}
+    found = [_leaf(committed.directory, record, name, leaf, arrays.get(name)) for name, leaf in record.leaves.items()]
+    seen: dict[str, str] = {}
+    for each in found:
+        if seen.setdefault(each.parameter, each.path) != each.path:
+            raise MismatchError(
+                f"{committed.directory}: leaves {seen[each.parameter]!r} and {each.path!r} would both be called "
+                f"{each.parameter!r} by Orbax; rename one"
+            )
+    return found
+
+
+def _leaf(subject: str, tree: TreeRecord, path: str, leaf: LeafRecord, array: ArrayRecord | None) -> _Leaf:
+    keys = _keys(tree, path)
+    if array is not None:
+        implementation = leaf.impl if isinstance(leaf, KeyLeaf) else None
+        is_numpy = getattr(leaf, "host", "jax") != "jax"
+        return _Leaf(path, keys, "np.ndarray" if is_numpy else "jax.Array", array, implementation=implementation)
+    if isinstance(leaf, NoneLeaf):
+        return _Leaf(path, keys, "None")
+    if isinstance(leaf, EmptyLeaf):
+        kind = tree.containers.get(path, "dict").partition(" ")[0]
+        return _Leaf(path, keys, _EMPTY.get(kind, "None"))  # a NamedTuple without fields is None to Orbax
+    value = python_value(path, leaf, subject)
+    if isinstance(leaf, StrLeaf):
+        return _Leaf(path, keys, "string", text=value)
+    if not isinstance(leaf, _NUMBERS) or (isinstance(leaf, IntLeaf) and not -(2**63) <= value < 2**63):
+        raise MismatchError(
+            f"{subject}: leaf {path!r}: {'an integer beyond 64 bits' if isinstance(leaf, IntLeaf) else 'bytes'}, which "
+            "Orbax has nothing for; leave it out (the operation drop)"
+        )
+    return _Leaf(path, keys, "scalar", np.asarray(value))
+
+
+def _keys(tree: TreeRecord, path: str) -> tuple[tuple[str, int], ...]:
+    keys, found = split(path), []
+    for depth, key in enumerate(keys):
+        container = tree.containers.get("/".join(keys[:depth]) or ROOT, "dict").partition(" ")[0]
+        found.append((str(parse_key(key)), 1 if container in ("list", "tuple") else 2))
+    return tuple(found) or (("value", 2),)
+
+
+def _read(files: Opener, committed: Committed, settings: StoreSettings, array: ArrayRecord, box: Box) -> np.ndarray:
+    data = np.empty(box_shape(box), DTYPES[array.dtype])
+    read_box(files, committed, array, box, data.reshape(-1).view(np.uint8), settings)
+    return data
+
+
+def _write_tree(
+    attempt: Attempt,
+    item: str,
+    leaves: Sequence[_Leaf],
+    read: Callable[[ArrayRecord, Box], np.ndarray],
+    compressed: bool,
+    progress: Progress | None,
+) -> None:
+    chunks = _write_arrays(f"{attempt.directory}/{item}", leaves, read, compressed, progress)
+    entries, arrays = {}, []
+    for leaf in leaves:
+        value = {"value_type": leaf.value_type, "skip_deserialize": leaf.content is None and leaf.text is None}
+        if leaf.value_type == "jax.Array":
+            assert isinstance(leaf.content, ArrayRecord)
+            value["write_shape"] = list(leaf.content.shape)
+            extra = None if leaf.implementation is None else {"random_key_impl": leaf.implementation}
+            array = {"param_name": leaf.parameter, "write_shape": list(leaf.content.shape)}
+            arrays.append({"array_metadata": {**array, "chunk_shape": chunks[leaf.path], "ext_metadata": extra}})
+        keys = [{"key": key, "key_type": kind} for key, kind in leaf.keys]
+        entries[str(tuple(key for key, _ in leaf.keys))] = {"key_metadata": keys, "value_metadata": value}
+    tree = {
+        "tree_metadata": entries,
+        "use_ocdbt": True,
+        "use_zarr3": False,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+    attempt.take_in(item)
+    attempt.write_file(f"{item}/{TREE_METADATA}", msgspec.json.encode(tree))
+    texts = {leaf.parameter: leaf.text for leaf in leaves if leaf.text is not None}
+    if texts:
+        attempt.write_file(f"{item}/{STRINGS}", msgspec.json.encode(texts))
+    if arrays:
+        attempt.add_folder(f"{item}/{ARRAY_METADATAS}")
+        attempt.write_file(f"{item}/{ARRAY_METADATAS}/process_0", msgspec.json.encode({"array_metadatas": arrays}))
+
+
+def _write_arrays(
+    directory: str,
+    leaves: Sequence[_Leaf],
+    read: Callable[[ArrayRecord, Box], np.ndarray],
+    compressed: bool,
+    progress: Progress | None,
+) -> dict[str, list[int]]:
+    """Write the data of all leaves; the shapes of their chunks by leaf path."""
+    try:
+        import tensorstore as ts
+    except ImportError as error:
+        raise SettingsError(
+            "export: what Orbax reads is written through TensorStore: pip install 'jaxckpt-train[orbax]'"
+        ) from error
+    context = ts.Context({"file_io_concurrency": {"limit": 16}})
+    waiting: collections.deque[tuple[int, Any]] = collections.deque()
+    shapes: dict[str, list[int]] = {}
+    left = AHEAD_BYTES
+
+    def settle(until: int) -> None:
+        nonlocal left
+        while waiting and left < until:
+            nbytes, future = waiting.popleft()
+            _result(directory, future)
+            left += nbytes
+            if progress is not None:
+                progress(nbytes)
+
+    for leaf in leaves:
+        content = leaf.content
+        if content is None:
+            continue
+        dtype = DTYPES[content.dtype] if isinstance(content, ArrayRecord) else content.dtype
+        boxes = list(cut_box(full_box(content.shape), dtype.itemsize, CHUNK_BYTES))
+        shapes[leaf.path] = list(box_shape(boxes[0]))
+        spec = _spec(directory, leaf.parameter, content.shape, shapes[leaf.path], dtype, compressed)
+        try:
+            store = ts.open(spec, context=context, create=True).result()
+        except ValueError as error:
+            raise MismatchError(f"{directory}: leaf {leaf.path!r} of {dtype.name}: {shown(error)}") from error
+        for box in boxes:
+            data = content if isinstance(content, np.ndarray) else read(content, box)
+            settle(min(AHEAD_BYTES, data.nbytes))
+            part = store[tuple(slice(start, stop) for start, stop in box)] if box else store
+            waiting.append((data.nbytes, part.write(data).commit))
+            left -= data.nbytes
+    settle(AHEAD_BYTES + 1)
+    return shapes
+
+
+def _result(directory: str, future: Any) -> None:
+    try:
+        future.result()
+    except (ValueError, OSError) as error:
+        raise StorageError(getattr(error, "errno", None) or 5, f"TensorStore: {shown(error)}", directory) from error
+
+
+def _spec(
+    directory: str, name: str, shape: Sequence[int], chunk: Sequence[int], dtype: np.dtype, compressed: bool
+) -> dict[str, Any]:
+    database = {
+        "driver": "ocdbt",
+        "base": {"driver": "file", "path": f"{directory}/"},
+        "path": f"{name}/",
+        "config": _DATABASE,
+    }
+    compressor = {"id": "zstd", "level": 1} if compressed else None
+    metadata = {"shape": list(shape), "chunks": [max(1, size) for size in chunk], "compressor": compressor}
+    options = {"store_data_equal_to_fill_value": True, "dtype": dtype.name}
+    return {"driver": "zarr", "kvstore": database, "metadata": metadata, **options}

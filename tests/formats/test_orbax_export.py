@@ -1,0 +1,123 @@
+"""Exports that the real Orbax restores, by both interfaces, equal byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from orbax.checkpoint import v1 as ocp1
+
+import jaxckpt_train as jct
+from jaxckpt_train.formats import orbax_export
+from jaxckpt_train.formats.orbax_export import export_orbax
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.transaction import open_committed
+from tests.formats.states import STATES
+from tests.formats.test_orbax_loads import blank
+from tests.tree.same_trees import assert_same, raw
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Sharding info not provided:UserWarning")
+BACKEND = LocalBackend()
+
+
+def export(source: Path, final: Path, **options: Any) -> tuple[str, ...]:
+    return export_orbax(BACKEND, open_committed(BACKEND, str(source)), BACKEND, str(final), StoreSettings(), **options)
+
+
+def by_tree_handler(step: Path, target: Any) -> Any:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        arguments = ocp.checkpoint_utils.construct_restore_args(target)
+        return checkpointer.restore(step / "state", args=ocp.args.PyTreeRestore(target, restore_args=arguments))
+
+
+def by_manager(step: Path, target: Any) -> Any:
+    with ocp.CheckpointManager(step.parent) as manager:
+        arguments = ocp.checkpoint_utils.construct_restore_args(target)
+        restored = manager.restore(
+            int(step.name), args=ocp.args.Composite(state=ocp.args.PyTreeRestore(target, restore_args=arguments))
+        )
+        return restored["state"]
+
+
+def by_second_interface(step: Path, target: Any) -> Any:
+    return ocp1.load_pytree(step, target)
+
+
+RESTORES: dict[str, Callable[[Path, Any], Any]] = {
+    "handler": by_tree_handler,
+    "manager": by_manager,
+    "v1": by_second_interface,
+}
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+@pytest.mark.parametrize("how", list(RESTORES))
+@pytest.mark.parametrize("name", list(STATES))
+def test_orbax_restores_what_was_exported(
+    name: str, how: str, compressed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = STATES[name]()
+    monkeypatch.setattr(orbax_export, "CHUNK_BYTES", 1000)  # several to an array
+    jct.save(tmp_path / "a", state)
+    assert export(tmp_path / "a", tmp_path / "run" / "12", compressed=compressed) == ("state",)
+    restored = RESTORES[how](tmp_path / "run" / "12", jax.tree.map(blank, state))
+    assert_same_content(restored, state)
+    assert_same(jct.load(tmp_path / "run" / "12", jax.tree.map(blank, state)), state)
+
+
+def assert_same_content(found: Any, expected: Any) -> None:
+    """Orbax commits arrays to their devices, and gives Python's numbers back as scalars of its own."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if isinstance(wanted, jax.Array):
+            assert leaf.sharding == wanted.sharding
+        if isinstance(wanted, jax.Array | np.ndarray):
+            assert (leaf.dtype, leaf.shape, raw(leaf)) == (wanted.dtype, wanted.shape, raw(wanted))
+        else:
+            assert leaf == wanted
+
+
+def test_several_items_have_names_of_their_own(tmp_path: Path) -> None:
+    parts = {"state": {"w": np.arange(3.0)}, "config": jct.JsonValue({"rate": 0.1})}
+    jct.save_checkpointables(tmp_path / "a", parts, custom_metadata={"run": "a"})
+    assert export(tmp_path / "a", tmp_path / "5", items={"state": "params"}) == ("params", "config")
+    with ocp.CheckpointManager(tmp_path) as manager:
+        found = manager.restore(
+            5, args=ocp.args.Composite(params=ocp.args.PyTreeRestore(), config=ocp.args.JsonRestore())
+        )
+        assert found["config"] == {"rate": 0.1}
+        assert np.array_equal(found["params"]["w"], np.arange(3.0))
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"a": b"bytes"}, "leaf 'a': bytes, which Orbax has nothing for"),
+        ({"a": 2**70}, "leaf 'a': an integer beyond 64 bits"),
+        ({"a": {"b": 1}, "a.b": 2}, "leaves 'a/b' and 'a.b' would both be called 'a.b' by Orbax"),
+    ],
+)
+def test_what_orbax_has_nothing_for_is_told_before_anything_is_written(
+    tmp_path: Path, state: Any, message: str
+) -> None:
+    jct.save(tmp_path / "a", state)
+    with pytest.raises(jct.MismatchError, match=message):
+        export(tmp_path / "a", tmp_path / "5")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a"]
+
+
+def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path) -> None:
+    jct.save(tmp_path / "a", {"w": np.arange(10_000.0), "v": np.arange(5000.0)})
+    (segment,) = (tmp_path / "a" / "state").glob("*.safetensors")
+    data = bytearray(segment.read_bytes())
+    data[-8] ^= 1
+    segment.write_bytes(bytes(data))
+    with pytest.raises(jct.CorruptCheckpointError):
+        export(tmp_path / "a", tmp_path / "5")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a"]
