@@ -81,7 +81,7 @@ class CheckpointCallback(LoopForms):
         data_on_mismatch: OnMismatch = "error",
         on_preemption: Literal["exit", "raise", "auto"] = "auto",
         fingerprint: str | None = None,
-        init_from: PathLike | None = None,
+        init_from: PathLike | Mapping[str, Any] | None = None,
         progress: bool | Literal["auto"] = "auto",
         enabled: bool = True,
         store: StoreSettings | None = None,

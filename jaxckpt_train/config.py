@@ -13,6 +13,7 @@ from typing import Any
 from jaxckpt_train.config_nodes import build_policy, build_sinks
 from jaxckpt_train.config_notices import build_notices, notice_list
 from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.initial_state import initial_state
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings
 from jaxckpt_train.value_checks import (
     Check,
@@ -115,8 +116,9 @@ class CheckpointConfig:
         on_preemption: "exit": SystemExit(exit_code); "raise": Preempted; "auto": raise in a Hydra multirun, else exit.
         fingerprint: says what `data` is; its position is refused under another fingerprint, and so is that of any other
             Grain iterator. None: not compared.
-        init_from: a checkpoint, or a Flax msgpack file, whose state a fresh run starts from; used only while the run
-            has no checkpoint of its own. None: the state as given.
+        init_from: what a fresh run takes its state from; used only while the run has no checkpoint of its own: the path
+            of a checkpoint, also of Orbax, safetensors or Flax; or `path` with what `load` takes: `only` (the rest
+            stays as given), `rename`, `cast`, `missing`, `surgery`. None: the state as given.
         progress: a line on the terminal while saving: True, False, or "auto": only when there is a terminal.
         enabled: False: nothing is saved and nothing is restored.
         store: how bytes are written, checked and read.
@@ -152,7 +154,7 @@ class CheckpointConfig:
     data_on_mismatch: str = "error"
     on_preemption: str = "auto"
     fingerprint: str | None = None
-    init_from: str | None = None
+    init_from: Any = None
     progress: str | bool = "auto"
     enabled: bool = True
     store: StoreConfig = dataclasses.field(default_factory=StoreConfig)
@@ -213,7 +215,7 @@ _CHECKS: dict[str, Check] = {
     "data_on_mismatch": one_of("error", "restart", "skip"),
     "on_preemption": one_of("auto", "exit", "raise"),
     "fingerprint": optional(unicode_text),
-    "init_from": optional(path_text),
+    "init_from": optional(initial_state),
     "progress": one_of("auto", True, False),
     "enabled": flag,
     "store": _store,

@@ -6,8 +6,9 @@ import logging
 from typing import Any, Literal
 
 from jaxckpt_train import hydra_job
-from jaxckpt_train.checkpoint import PathLike, load
+from jaxckpt_train.checkpoint import load
 from jaxckpt_train.checkpointables.fingerprint import with_fingerprint
+from jaxckpt_train.initial_state import path_and_options
 from jaxckpt_train.progress import progress_line, wants_progress
 from jaxckpt_train.steps.data_mismatch import OnMismatch, restore_values
 from jaxckpt_train.steps.departure import Departure
@@ -17,9 +18,7 @@ from jaxckpt_train.steps.restoring import size_if_readable
 _log = logging.getLogger("jaxckpt_train")
 
 
-def initialise(
-    manager: StepManager, values: dict[str, Any], init_from: PathLike | None, departure: Departure
-) -> dict[str, Any]:
+def initialise(manager: StepManager, values: dict[str, Any], init_from: Any, departure: Departure) -> dict[str, Any]:
     """What a fresh run begins with; its state is taken from `init_from`, if that is given.
 
     Raises:
@@ -29,9 +28,10 @@ def initialise(
     heeded = departure.heeded(None)
     manager.check_fresh(heeded)
     if init_from is not None:
-        path, like = hydra_job.resolve_directory(init_from), values["state"]
-        values["state"] = manager.all_do("loading", lambda: load(path, like, progress=heeded))
-        _log.info("initialised the state from %s", init_from)
+        given, options = path_and_options(init_from)
+        path, like = hydra_job.resolve_directory(given), values["state"]
+        values["state"] = manager.all_do("loading", lambda: load(path, like, progress=heeded, **options))
+        _log.info("initialised the state from %s", given)
     return values
 
 
