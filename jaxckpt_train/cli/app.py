@@ -5,6 +5,8 @@ from __future__ import annotations
 import typer
 
 from jaxckpt_train.cli.diff import diff
+from jaxckpt_train.cli.exporting import export
+from jaxckpt_train.cli.importing import import_
 from jaxckpt_train.cli.ls import ls
 from jaxckpt_train.cli.show import show
 from jaxckpt_train.cli.stats import stats
@@ -20,6 +22,8 @@ app = typer.Typer(
 )
 for command in (ls, show, stats, diff, verify, scrub):
     app.command()(command)
+app.command("export")(export)
+app.command("import")(import_)
 
 
 def main() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.surgery.adding import Add
@@ -18,6 +21,9 @@ OPERATIONS: dict[str, type[Any]] = {
     each.name: each
     for each in (Rename, Nest, Drop, Stack, Unstack, Split, Fuse, Transpose, Reshape, Cast, Pad, Truncate, Add)
 }
+
+_LISTS = {"axes", "shape", "sizes", "into"}
+_TEXTS = {"leaves", "to", "leaf", "dtype", "separator"}
 
 
 def operations_of(subject: str, given: object) -> tuple[Operation, ...]:
@@ -62,3 +68,57 @@ def _operation_of(subject: str, given: object) -> Operation:
     except TypeError as error:
         raise SettingsError(f"{subject} ({name}): {error}") from error
     return operation
+
+
+def parse_operation(text: str) -> Operation:
+    """One operation as the command line gives it: `rename a/** b/**`, `cast ** bfloat16`, `stack l/{} l axis=1`, or JSON.
+
+    What follows the name are its arguments in order, or `name=value`; lists are written with commas.
+
+    Raises:
+        SettingsError: it is none.
+    """
+    subject = f"operation {text!r}"
+    if text.lstrip().startswith("{"):
+        try:
+            return operations_of(subject, [msgspec.json.decode(text)])[0]
+        except msgspec.DecodeError as error:
+            raise SettingsError(f"{subject}: not JSON: {error}") from error
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise SettingsError(f"{subject}: {error}") from error
+    kind = OPERATIONS.get(words[0]) if words else None
+    if kind is None:
+        name = words[0] if words else ""
+        raise SettingsError(
+            f"{subject}: expected one of {', '.join(OPERATIONS)}, found {name!r}{nearest(name, OPERATIONS)}"
+        )
+    fields = [field.name for field in dataclasses.fields(kind)]
+    given: dict[str, Any] = {"op": words[0]}
+    for place, word in enumerate(words[1:]):
+        name, equals, value = word.partition("=")
+        if not equals or name not in fields:
+            if place >= len(fields):
+                raise SettingsError(f"{subject}: expected at most {len(fields)} arguments: {', '.join(fields)}")
+            name, value = fields[place], word
+        given[name] = _value(name, value)
+    return operations_of(subject, [given])[0]
+
+
+def _value(name: str, text: str) -> Any:
+    """An argument: a list where it is one, a number where it looks like one, else text."""
+    if name in _LISTS or "," in text:
+        return [_single(each) for each in text.split(",")]
+    return text if name in _TEXTS else _single(text)
+
+
+def _single(text: str) -> Any:
+    if text in ("none", "null", ""):
+        return None
+    for convert in (int, float):
+        try:
+            return convert(text)
+        except ValueError:
+            continue
+    return text

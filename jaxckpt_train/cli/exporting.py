@@ -1,0 +1,140 @@
+"""`jaxckpt export`: writes a checkpoint for another tool."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+import typer
+
+from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Step, absolute
+from jaxckpt_train.cli.operations import (
+    DryRun,
+    Operations,
+    OperationsFile,
+    changed,
+    chosen_operations,
+    plan_json,
+    print_plan,
+)
+from jaxckpt_train.cli.output import bytes_text, print_json, progress, told_errors
+from jaxckpt_train.cli.show import nbytes_of
+from jaxckpt_train.errors import MismatchError, SettingsError
+from jaxckpt_train.looking.opening import Opened, open_at
+from jaxckpt_train.surgery.leaves import Leaf
+from jaxckpt_train.tree.patterns import leaf_filter
+
+GB = 10**9
+Out = Annotated[str, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)]
+To = Annotated[str, typer.Option("--to", help="safetensors (as Hugging Face lays models out), or orbax (a step).")]
+Only = Annotated[
+    list[str] | None, typer.Option("--only", help="Leaf paths or patterns to write; else all.", show_default=False)
+]
+ShardGb = Annotated[float, typer.Option("--shard-gb", help="safetensors: a file has at most so many GB of tensors.")]
+Separator = Annotated[str, typer.Option("--separator", help="safetensors: between the keys of a path in a name.")]
+Item = Annotated[
+    str | None, typer.Option("--item", help="orbax: another name for the item of the tree.", show_default=False)
+]
+
+
+def export(
+    path: Checkpoint,
+    out: Out,
+    to: To,
+    step: Step = None,
+    part: Part = None,
+    only: Only = None,
+    op: Operations = None,
+    surgery: OperationsFile = None,
+    shard_gb: ShardGb = 5.0,
+    separator: Separator = ".",
+    item: Item = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Write the tree of a checkpoint for another tool: safetensors files, or a step that Orbax restores."""
+    with told_errors(as_json):
+        if to not in ("safetensors", "orbax"):
+            raise SettingsError(f'--to: expected "safetensors" or "orbax", found {to!r}')
+        opened = open_at(BACKEND, absolute(path), step)
+        source, name, plan = prepared(opened, part, only, surgery, op)
+        told: dict[str, Any] = {"from": opened.path, "to": absolute(out), "format": to, "plan": plan_json(plan)}
+        if not as_json:
+            print_plan(plan)
+        if not dry_run:
+            told |= _write(source, name, told["to"], to, int(shard_gb * GB), separator, item, as_json)
+        if as_json:
+            print_json(told)
+        elif not dry_run:
+            print(f"{told['to']}: {bytes_text(told['bytes'])}, {', '.join(told['files'])}")
+            if told["left_out"]:
+                print(f"left out, as they are no numbers: {', '.join(told['left_out'])}")
+
+
+def prepared(
+    opened: Opened, part: str | None, only: list[str] | None, surgery: str | None, op: list[str] | None
+) -> tuple[Opened, str, Any]:
+    """The checkpoint with its tree changed, and without what was not chosen; the name of that; and the plan."""
+    name = opened.part(part).name
+    operated = changed(opened, name, chosen_operations(surgery, op))
+    source = dataclasses.replace(opened, files=operated.files, committed=operated.committed)
+    if only:
+        selected = leaf_filter(only)
+        chosen = changed(source, name, (_Keep(selected, ", ".join(only)),))  # type: ignore[arg-type]
+        source = dataclasses.replace(source, files=chosen.files, committed=chosen.committed)
+    return source, name, operated
+
+
+class _Keep:
+    """As an operation: leave out what was not chosen."""
+
+    name = "only"
+
+    def __init__(self, selected: Any, text: str) -> None:
+        self._selected, self._text = selected, text
+
+    def apply(self, leaves: dict[str, Leaf], subject: str) -> list[tuple[str, str]]:
+        """Drop the others."""
+        others = [name for name in leaves if not self._selected(name)]
+        if len(others) == len(leaves):
+            raise MismatchError(f"{subject}: {self._text} selects none of {len(leaves)} leaves")
+        for name in others:
+            del leaves[name]
+        return []
+
+
+def _write(
+    source: Opened, name: str, out: str, to: str, shard_bytes: int, separator: str, item: str | None, as_json: bool
+) -> dict[str, Any]:
+    part = source.part(name)
+    total = sum(map(nbytes_of, part.arrays))
+    with progress("writing", total, as_json) as advance:
+        if to == "safetensors":
+            from jaxckpt_train.formats.safetensors_export import export_safetensors
+
+            found = export_safetensors(
+                source.files,
+                source.committed,
+                part,
+                BACKEND,
+                out,
+                source.settings,
+                separator=separator,
+                shard_bytes=shard_bytes,
+                progress=advance,
+            )
+            return {"bytes": found.nbytes, "files": list(found.files), "left_out": list(found.left_out)}
+        from jaxckpt_train.formats.orbax_export import export_orbax
+
+        items = {name: item} if item else None
+        names = export_orbax(
+            source.files,
+            source.committed,
+            BACKEND,
+            out,
+            source.settings,
+            parts=[name],
+            items=items,
+            progress=advance,
+        )
+    return {"bytes": total, "files": list(names), "left_out": []}

@@ -1,0 +1,67 @@
+"""`jaxckpt import`: makes a checkpoint of ours of what another tool has written, or of another one of ours."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Annotated, Any
+
+import typer
+
+from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Step, absolute
+from jaxckpt_train.cli.exporting import Only, prepared
+from jaxckpt_train.cli.operations import DryRun, Operations, OperationsFile, plan_json, print_plan
+from jaxckpt_train.cli.output import bytes_text, print_json, progress, told_errors
+from jaxckpt_train.errors import CheckpointExistsError
+from jaxckpt_train.looking.opening import metadata_of, open_at
+from jaxckpt_train.store.copying import copy_checkpoint
+from jaxckpt_train.store.local import file_exists
+
+Out = Annotated[str, typer.Argument(metavar="OUT", help="The checkpoint to write.", show_default=False)]
+
+
+def import_(
+    path: Checkpoint,
+    out: Out,
+    step: Step = None,
+    part: Part = None,
+    only: Only = None,
+    op: Operations = None,
+    surgery: OperationsFile = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Make a checkpoint of what Orbax, safetensors or Flax have written, changed on the way if that is asked for.
+
+    Arrays pass through memory one after the other; what is written has digests from then on.
+    """
+    with told_errors(as_json):
+        final = absolute(out)
+        opened = open_at(BACKEND, absolute(path), step)
+        source, name, plan = prepared(opened, part, only, surgery, op)
+        told: dict[str, Any] = {"from": opened.path, "kind": opened.kind, "to": final, "plan": plan_json(plan)}
+        if not as_json:
+            print_plan(plan)
+        if not dry_run:
+            if file_exists(final):
+                raise CheckpointExistsError(f"{final}: exists; move it away, or choose another path")
+            info = {"created": _now(), **metadata_of(opened), "imported_from": opened.path}
+            with progress("writing", None, as_json) as advance:
+                committed = copy_checkpoint(
+                    source.files,
+                    source.committed,
+                    BACKEND,
+                    final,
+                    source.settings,
+                    info=info,
+                    parts=None if part is None else [name],
+                    progress=advance,
+                )
+            told["bytes"] = committed.data_bytes
+        if as_json:
+            print_json(told)
+        elif not dry_run:
+            print(f"{final}: {bytes_text(told['bytes'])}")
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
