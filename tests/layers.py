@@ -70,6 +70,7 @@ ADAPTERS = {
     "rich": {"goodput_table", "progress"},
     "tensorstore": {"formats.orbax_arrays", "formats.orbax_export"},
     "typer": {"cli"},
+    "yaml": {"cli.operations"},
 }
 # Never: code from a checkpoint must not run. The second line is for the disk, which only store/local.py touches.
 FORBIDDEN_STDLIB = {"marshal", "pickle", "shelve"}

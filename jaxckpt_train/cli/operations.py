@@ -61,7 +61,7 @@ def _decoded(path: str, data: bytes) -> Any:
     except msgspec.DecodeError as error:
         not_json = error
     try:
-        import yaml
+        import yaml  # type: ignore[import-untyped]
     except ImportError:
         raise SettingsError(f"{path}: not JSON: {not_json}; YAML is read where PyYAML is installed") from not_json
     try:

@@ -71,7 +71,7 @@ def _operation_of(subject: str, given: object) -> Operation:
 
 
 def parse_operation(text: str) -> Operation:
-    """One operation as the command line gives it: `rename a/** b/**`, `cast ** bfloat16`, `stack l/{} l axis=1`, or JSON.
+    """One operation as the command line gives it: `rename a/** b/**`, `cast ** bfloat16`, `stack l/{} l axis=1`, JSON.
 
     What follows the name are its arguments in order, or `name=value`; lists are written with commas.
 
