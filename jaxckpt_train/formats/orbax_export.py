@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import collections
 import functools
 import time
@@ -48,6 +49,7 @@ _TREES, _VALUES = (
     f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler",
 )
 _NUMBERS = (BoolLeaf, IntLeaf, FloatLeaf, ComplexLeaf)
+_ON_ONE_DEVICE = '{"sharding_type": "SingleDeviceSharding", "device_str": "cpu:0"}'
 _EMPTY = {"list": "List", "tuple": "Tuple", "dict": "Dict"}
 # TensorStore's own settings for a database that one process writes at a time, as Orbax has them.
 _DATABASE = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
@@ -161,9 +163,10 @@ def _leaves(committed: Committed, part: PartRecord) -> list[_Leaf]:
 def _leaf(subject: str, tree: TreeRecord, path: str, leaf: LeafRecord, array: ArrayRecord | None) -> _Leaf:
     keys = _keys(tree, path)
     if array is not None:
-        implementation = leaf.impl if isinstance(leaf, KeyLeaf) else None
-        is_numpy = getattr(leaf, "host", "jax") != "jax"
-        return _Leaf(path, keys, "np.ndarray" if is_numpy else "jax.Array", array, implementation=implementation)
+        if isinstance(leaf, KeyLeaf):
+            return _Leaf(path, keys, "jax.Array", array, implementation=leaf.impl)
+        # Not as an array of JAX: who restores it without a target would need the devices that it was on.
+        return _Leaf(path, keys, "np.ndarray", array)
     if isinstance(leaf, NoneLeaf):
         return _Leaf(path, keys, "None")
     if isinstance(leaf, EmptyLeaf):
@@ -209,7 +212,7 @@ def _write_tree(
         if leaf.value_type == "jax.Array":
             assert isinstance(leaf.content, ArrayRecord)
             value["write_shape"] = list(leaf.content.shape)
-            extra = None if leaf.implementation is None else {"random_key_impl": leaf.implementation}
+            extra = {"random_key_impl": leaf.implementation}
             array = {"param_name": leaf.parameter, "write_shape": list(leaf.content.shape)}
             arrays.append({"array_metadata": {**array, "chunk_shape": chunks[leaf.path], "ext_metadata": extra}})
         keys = [{"key": key, "key_type": kind} for key, kind in leaf.keys]
@@ -227,8 +230,14 @@ def _write_tree(
     if texts:
         attempt.write_file(f"{item}/{STRINGS}", msgspec.json.encode(texts))
     if arrays:
+        shardings = {_in_base64(each["array_metadata"]["param_name"]): _ON_ONE_DEVICE for each in arrays}
+        attempt.write_file(f"{item}/_sharding", msgspec.json.encode(shardings))
         attempt.add_folder(f"{item}/{ARRAY_METADATAS}")
         attempt.write_file(f"{item}/{ARRAY_METADATAS}/process_0", msgspec.json.encode({"array_metadatas": arrays}))
+
+
+def _in_base64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
 
 
 def _write_arrays(

@@ -117,7 +117,7 @@ def test_damage_is_found_whether_bytes_are_taken_over_or_made(saved: Path) -> No
     data[at + 5] ^= 1
     segment.write_bytes(bytes(data))
     for operations in ([Rename("model/embed", "e")], [Transpose("model/embed")], [Stack("model/layers/{}/norm", "n")]):
-        with pytest.raises(jct.CorruptCheckpointError, match="model/embed|'e'|leaf"):
+        with pytest.raises(jct.CorruptCheckpointError, match=r"model/embed|'e'|leaf"):
             load(saved, *operations)
     assert np.array_equal(load(saved, Drop("model/embed"))["model"]["layers"][0]["norm"], LAYERS[0]["norm"])
 

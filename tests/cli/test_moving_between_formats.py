@@ -1,0 +1,130 @@
+"""`jaxckpt import` and `jaxckpt export`: there and back again by every format, and a training that goes on from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner
+
+import jaxckpt_train as jct
+from jaxckpt_train.cli.app import app
+from tests.formats.states import llama, mnist
+from tests.formats.test_orbax_loads import blank
+from tests.steps.runs import flip_a_payload_byte, made_run, state_of, step_path
+from tests.tree.same_trees import assert_same, raw
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    """The output of a command that ends with this code."""
+    result = CliRunner().invoke(app, [str(each) for each in arguments])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def told(*arguments: object, code: int = 0) -> Any:
+    return json.loads(run(*arguments, "--json", code=code))
+
+
+def test_a_step_of_orbax_becomes_one_of_ours_byte_for_byte(tmp_path: Path) -> None:
+    state = llama()
+    with ocp.CheckpointManager(tmp_path / "orbax") as manager:
+        manager.save(12, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state)))
+    found = told("import", tmp_path / "orbax" / "12", tmp_path / "ours")
+    assert (found["kind"], found["plan"]) == ("Orbax", [])
+    assert jct.verify(tmp_path / "ours").ok
+    assert_same(jct.load(tmp_path / "ours", jax.tree.map(blank, state)), state)
+    assert jct.metadata(tmp_path / "ours").step == 12
+
+
+def test_what_is_imported_can_be_changed_and_cut_on_the_way(tmp_path: Path) -> None:
+    layers = [np.random.default_rng(n).normal(size=(4, 6)).astype(np.float32) for n in range(2)]
+    save_file({f"h.{n}.w": layer for n, layer in enumerate(layers)} | {"head": layers[0]}, tmp_path / "m.safetensors")
+    operations = tmp_path / "ops.yaml"
+    operations.write_text('- {op: rename, leaves: h.*.w, to: h/*}\n- {op: stack, leaves: "h/{}", to: layers}\n')
+    plan = run("import", tmp_path / "m.safetensors", tmp_path / "out", "--surgery", operations, "--dry-run")
+    assert "2. stack: 1 change" in plan
+    assert "layers float32[2,4,6]" in plan
+    assert not (tmp_path / "out").exists()
+    more = ["--surgery", operations, "--op", "transpose layers 0,2,1", "--only", "layers"]
+    run("import", tmp_path / "m.safetensors", tmp_path / "out", *more)
+    assert raw(jct.load(tmp_path / "out")["layers"]) == raw(np.stack([layer.T for layer in layers]))
+
+
+def train(state: Any, updates: int) -> list[float]:
+    """A few updates; their losses."""
+    losses = []
+    for number in range(updates):
+        grads = jax.tree.map(lambda leaf, n=number: leaf * 0.1 + n, state["params"])
+        moves, state["opt"] = optax.adam(1e-2).update(grads, state["opt"], state["params"])
+        state["params"] = optax.apply_updates(state["params"], moves)
+        losses.append(float(sum(leaf.sum() for leaf in jax.tree.leaves(state["params"]))))
+    return losses
+
+
+def test_a_training_goes_to_hugging_face_s_files_and_back_and_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    params = mnist().params
+    state = {"params": params, "opt": optax.adam(1e-2).init(params), "step": 3}
+    train(state, 3)
+    jct.save(tmp_path / "a", state)
+    found = told("export", tmp_path / "a", tmp_path / "hf", "--to", "safetensors")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    assert raw(tensors["params.Dense_0.kernel"]) == raw(state["params"]["Dense_0"]["kernel"])
+    assert found["left_out"] == ["opt/1"]
+    run("import", tmp_path / "hf", tmp_path / "b", "--op", "nest .")
+    back = jct.load(tmp_path / "b", jax.tree.map(blank, state), missing="keep")
+    assert_same(back, state)
+    assert train(back, 4) == train(state, 4)
+
+
+def test_a_run_goes_to_orbax_and_back(tmp_path: Path) -> None:
+    made_run(tmp_path / "run", 1, 2)
+    assert told("export", tmp_path / "run", tmp_path / "o" / "2", "--to", "orbax", "--item", "params")["files"] == [
+        "params"
+    ]
+    with ocp.CheckpointManager(tmp_path / "o") as manager:
+        restored = manager.restore(2, args=ocp.args.Composite(params=ocp.args.PyTreeRestore()))["params"]
+    assert raw(restored["w"]) == raw(state_of(2)["w"])
+    run("import", tmp_path / "o" / "2", tmp_path / "b")
+    assert raw(jct.load(tmp_path / "b")["w"]) == raw(state_of(2)["w"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["export", "{a}", "{out}", "--to", "torch"], 2, '--to: expected "safetensors" or "orbax", found \'torch\''),
+        (["export", "{a}", "{a}", "--to", "orbax"], 4, "exists; move it away"),
+        (["import", "{a}", "{a}"], 4, "exists; move it away"),
+        (["import", "{none}", "{out}"], 3, "none"),
+        (["import", "{a}", "{out}", "--op", "drop nothing"], 2, "no leaf fits 'nothing'"),
+        (["import", "{a}", "{out}", "--only", "nothing"], 2, "nothing selects none of"),
+        (["import", "{a}", "{out}", "--surgery", "{none}"], 4, "none"),
+        (["import", "{a}", "{out}", "--part", "data"], 2, "expected one of its checkpointables, found 'data'"),
+    ],
+)
+def test_what_is_wrong_is_told_in_a_line(tmp_path: Path, arguments: list[str], code: int, message: str) -> None:
+    jct.save(tmp_path / "a", {"w": np.ones(3)})
+    places = {"a": tmp_path / "a", "out": tmp_path / "out", "none": tmp_path / "none"}
+    given = [each.format(**places) if each.startswith("{") else each for each in arguments]
+    output = run(*given, code=code)
+    assert message in output
+    assert "Traceback" not in output
+    assert told(*given, code=code)["exit_code"] == code
+    assert not (tmp_path / "out").exists()
+
+
+def test_damage_is_told_and_nothing_is_left(tmp_path: Path) -> None:
+    made_run(tmp_path / "run", 1)
+    flip_a_payload_byte(step_path(tmp_path / "run", 1))
+    assert "are not what was saved" in run("import", tmp_path / "run", tmp_path / "out", code=1)
+    assert "are not what was saved" in run("export", tmp_path / "run", tmp_path / "out", "--to", "orbax", code=1)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["run"]

@@ -1,0 +1,66 @@
+"""Operations as the command line gives them: the same as those of Python and YAML."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.surgery.adding import Add
+from jaxckpt_train.surgery.joining import Fuse, Split, Stack, Unstack
+from jaxckpt_train.surgery.naming import Drop, Nest, Rename
+from jaxckpt_train.surgery.parsing import OPERATIONS, operations_of, parse_operation
+from jaxckpt_train.surgery.reforming import Cast, Pad, Reshape, Transpose, Truncate
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("rename model/** params/**", Rename("model/**", "params/**")),
+        ("rename leaves=a to=b", Rename("a", "b")),
+        ("nest", Nest()),
+        ("nest .", Nest(".")),
+        ("drop 'a b/**'", Drop("a b/**")),
+        ("stack layers/{}/** layers/**", Stack("layers/{}/**", "layers/**")),
+        ("stack layers/{} layers axis=-1", Stack("layers/{}", "layers", -1)),
+        ("unstack layers layers/{} 1", Unstack("layers", "layers/{}", 1)),
+        ("split */qkv */q,*/k,*/v axis=1 sizes=8,2,2", Split("*/qkv", ["*/q", "*/k", "*/v"], 1, [8, 2, 2])),
+        ("fuse */q,*/k */qk", Fuse(["*/q", "*/k"], "*/qk")),
+        ("transpose */kernel", Transpose("*/kernel")),
+        ("transpose */kernel 1,0", Transpose("*/kernel", [1, 0])),
+        ("reshape a 3,-1", Reshape("a", [3, -1])),
+        ("reshape a 12", Reshape("a", [12])),
+        ("cast ** bfloat16", Cast("**", "bfloat16")),
+        ("pad embed 16,none value=0.5", Pad("embed", [16, None], 0.5)),
+        ("truncate embed 4,none", Truncate("embed", [4, None])),
+        ("add lora/a 4,8 init=normal stddev=0.1 seed=3", Add("lora/a", [4, 8], init="normal", stddev=0.1, seed=3)),
+        ('{"op": "drop", "leaves": "a"}', Drop("a")),
+    ],
+)
+def test_a_line_is_an_operation(text: str, expected: Any) -> None:
+    assert parse_operation(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected one of rename, nest, "),
+        ("renam a b", "found 'renam', did you mean \"rename\""),
+        ("drop a b", "expected at most 1 arguments: leaves"),
+        ("rename a", r"\(rename\): expected to"),
+        ("drop 'a", "No closing quotation"),
+        ("{", "not JSON"),
+        ("cast a float31", "cast: dtype: expected the name of a dtype"),
+        ("transpose a 1,x", r"transpose: axes: expected a whole number from 0, found 'x'"),
+    ],
+)
+def test_what_is_none_is_refused(text: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        parse_operation(text)
+
+
+def test_each_operation_is_known_by_the_name_that_it_says() -> None:
+    assert all(kind.name == name for name, kind in OPERATIONS.items())
+    assert operations_of("surgery", None) == ()
+    assert operations_of("surgery", [Drop("a"), {"op": "nest"}]) == (Drop("a"), Nest())
