@@ -18,6 +18,7 @@ LAYERS = (
     "config_notices",
     "config_nodes",
     "hydra_job",
+    "moving",
     "looking",
     "steps",
     "checkpoint",

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import typer
 
+from jaxckpt_train.cli.cp import cp
 from jaxckpt_train.cli.diff import diff
 from jaxckpt_train.cli.ls import ls
+from jaxckpt_train.cli.mv import mv
+from jaxckpt_train.cli.output import flush_output
+from jaxckpt_train.cli.pin import pin
+from jaxckpt_train.cli.prune import prune
 from jaxckpt_train.cli.show import show
 from jaxckpt_train.cli.stats import stats
 from jaxckpt_train.cli.verify import scrub, verify
@@ -18,10 +23,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, show, stats, diff, verify, scrub):
+for command in (ls, show, stats, diff, verify, scrub, prune, pin, cp, mv):
     app.command()(command)
 
 
 def main() -> None:
     """Run it."""
-    app()
+    try:
+        app()
+    finally:
+        flush_output()

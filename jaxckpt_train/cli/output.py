@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import enum
+import io
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -77,6 +78,16 @@ def told_errors(as_json: bool) -> Iterator[None]:
         else:
             print(f"jaxckpt: {error}", *notes, sep="\n", file=sys.stderr)
         raise typer.Exit(int(code)) from error
+    except BrokenPipeError:
+        raise typer.Exit(int(Code.FINE)) from None  # whoever reads has seen enough, as `head`
+
+
+def flush_output() -> None:
+    """Print what is still to be printed; nobody who reads it is no error."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        sys.stdout = io.StringIO()  # the interpreter flushes it once more at its end, and would tell of that
 
 
 def print_json(value: Any) -> None:

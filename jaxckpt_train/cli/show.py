@@ -77,7 +77,7 @@ def _leaf_json(opened: Opened, name: str, leaf: LeafRecord, array: ArrayRecord |
     part, _, path = name.partition("/")
     found: dict[str, Any] = {"part": part, "path": path, "form": describe_saved(leaf, array)}
     if array is None:
-        return {**found, "value": _shown_value(python_value(name, leaf, opened.path))}
+        return {**found, "value": json_value(python_value(name, leaf, opened.path))}
     return {
         **found,
         "shape": list(array.shape),
@@ -88,8 +88,15 @@ def _leaf_json(opened: Opened, name: str, leaf: LeafRecord, array: ArrayRecord |
     }
 
 
-def _shown_value(value: Any) -> Any:
+def json_value(value: Any) -> Any:
+    """A plain value as JSON can hold it: integers, which JSON cuts, complex numbers and bytes are text."""
     return value if value is None or isinstance(value, bool | float | str) else str(value)
+
+
+def value_text(value: Any) -> str:
+    """A plain value for people, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}... ({len(text):,} letters)"
 
 
 def _part_bytes(opened: Opened, name: str) -> int:
@@ -122,8 +129,7 @@ def _print(opened: Opened, leaves: dict[str, tuple[LeafRecord, ArrayRecord | Non
 
 def _last(opened: Opened, name: str, leaf: LeafRecord, array: ArrayRecord | None) -> str:
     if array is None:
-        text = repr(python_value(name, leaf, opened.path))
-        return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..."
+        return value_text(python_value(name, leaf, opened.path))
     sharding = array.sharding
     if not isinstance(sharding, dict):
         return ""

@@ -1,0 +1,82 @@
+"""Where a copy goes: under the very name that was given, or into a directory with the name that the source has."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from jaxckpt_train.errors import DirectoryLockedError, SettingsError, StorageError
+from jaxckpt_train.looking.opening import Opened
+from jaxckpt_train.looking.run_look import has_steps
+from jaxckpt_train.steps.history import HISTORY_NAME
+from jaxckpt_train.steps.lock import LOCK_NAME, OwnerLock
+from jaxckpt_train.steps.step_names import check_step, parse_step_name, step_name
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.local import file_exists
+from jaxckpt_train.store.local_names import is_same_file
+from jaxckpt_train.store.transaction import is_committed
+from jaxckpt_train.value_checks import absolute_path
+
+
+def destination(backend: Backend, given: str, source: Opened) -> str:
+    """The absolute path that a copy gets.
+
+    Args:
+        backend: where.
+        given: as the user gave it; in a run's directory, and in one that ends with "/", the copy keeps its name.
+        source: what is copied.
+
+    Raises:
+        SettingsError: the path cannot be that of a copy of this source.
+        DirectoryLockedError: it is in a run that a live process owns, which would not know of it.
+        StorageError: the disk does not tell.
+    """
+    path = absolute_path("destination", given)
+    is_in_run = _is_run(backend, path)
+    final = path
+    if given.endswith("/") or is_in_run:
+        if is_committed(backend, path):
+            raise SettingsError(f"{path}: is a checkpoint, and nothing is put into one; to replace it, leave out the /")
+        final = f"{path}/{_name_of(source, is_in_run, path)}"
+    _refuse_within(source.path, final)
+    _refuse_owned(backend, os.path.dirname(final))
+    return final
+
+
+def _is_run(backend: Backend, path: str) -> bool:
+    try:
+        names = {entry.name for entry in backend.list(path)}
+        return bool(names & {LOCK_NAME, HISTORY_NAME}) or has_steps(backend, path)
+    except StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return False
+        raise
+
+
+def _name_of(source: Opened, is_in_run: bool, path: str) -> str:
+    """The name of the source's own directory; in a run that of its step."""
+    name, step = os.path.basename(source.path), source.committed.manifest.info.get("step")
+    if not is_in_run or parse_step_name(name) is not None:
+        return name
+    if not isinstance(step, int):
+        raise SettingsError(
+            f"{path}: is a run, and {source.path} does not say which step it is; give the whole name that it is to "
+            f"have there, such as {path}/{step_name(100)}"
+        )
+    return step_name(check_step(step))
+
+
+def _refuse_within(source: str, final: str) -> None:
+    if final == source or (file_exists(final) and is_same_file(source, final)):
+        raise SettingsError(f"{final}: expected another place than that of the source, found the same")
+    if final.startswith(f"{source}/"):
+        raise SettingsError(f"{final}: expected a place outside of the source, found one within {source}")
+
+
+def _refuse_owned(backend: Backend, folder: str) -> None:
+    owner = OwnerLock(backend, folder).owner() if file_exists(f"{folder}/{LOCK_NAME}") else None
+    if owner is not None and owner.is_alive:
+        raise DirectoryLockedError(
+            f"{folder}: owned by {owner.name}, which would not know of a step that is put there: stop it first, or "
+            "choose another directory"
+        )
