@@ -6,6 +6,7 @@ import typer
 
 from jaxckpt_train.cli.cp import cp
 from jaxckpt_train.cli.diff import diff
+from jaxckpt_train.cli.doctor import doctor
 from jaxckpt_train.cli.ls import ls
 from jaxckpt_train.cli.mv import mv
 from jaxckpt_train.cli.output import flush_output
@@ -23,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, show, stats, diff, verify, scrub, prune, pin, cp, mv):
+for command in (ls, show, stats, diff, verify, scrub, prune, pin, cp, mv, doctor):
     app.command()(command)
 
 

@@ -16,6 +16,7 @@ from jaxckpt_train.tree.leaf_records import LeafRecord, describe_saved, python_v
 from jaxckpt_train.tree.patterns import leaf_filter, suggestion
 
 MOST_LETTERS = 60
+MOST_EXACT = 1 << 53
 
 
 def show(
@@ -89,8 +90,10 @@ def _leaf_json(opened: Opened, name: str, leaf: LeafRecord, array: ArrayRecord |
 
 
 def json_value(value: Any) -> Any:
-    """A plain value as JSON can hold it: integers, which JSON cuts, complex numbers and bytes are text."""
-    return value if value is None or isinstance(value, bool | float | str) else str(value)
+    """A plain value as JSON can hold it: integers that readers of JSON would round, complex and bytes are text."""
+    if isinstance(value, int) and abs(value) > MOST_EXACT:
+        return str(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def value_text(value: Any) -> str:

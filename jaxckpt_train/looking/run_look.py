@@ -11,7 +11,9 @@ import msgspec
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError, StorageError
 from jaxckpt_train.steps.catalog import scan_with_notes
 from jaxckpt_train.steps.entry import Entry
+from jaxckpt_train.steps.history import HISTORY_NAME
 from jaxckpt_train.steps.lineage import left_behind, newest_generations
+from jaxckpt_train.steps.lock import LOCK_NAME
 from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.local import is_file
@@ -126,3 +128,18 @@ def has_steps(backend: Backend, directory: str) -> bool:
         StorageError: it cannot be read.
     """
     return any(parse_step_name(entry.name) is not None for entry in backend.list(directory))
+
+
+def is_run(backend: Backend, directory: str) -> bool:
+    """Whether a directory is, or was, a run's: it has steps, an owner or a history. One that is not there is none.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    try:
+        names = {entry.name for entry in backend.list(directory)}
+    except StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return False
+        raise
+    return bool(names & {LOCK_NAME, HISTORY_NAME}) or any(parse_step_name(name) is not None for name in names)

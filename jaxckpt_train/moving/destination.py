@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 
-from jaxckpt_train.errors import DirectoryLockedError, SettingsError, StorageError
+from jaxckpt_train.errors import DirectoryLockedError, SettingsError
 from jaxckpt_train.looking.opening import Opened
-from jaxckpt_train.looking.run_look import has_steps
-from jaxckpt_train.steps.history import HISTORY_NAME
+from jaxckpt_train.looking.run_look import is_run
 from jaxckpt_train.steps.lock import LOCK_NAME, OwnerLock
 from jaxckpt_train.steps.step_names import check_step, parse_step_name, step_name
 from jaxckpt_train.store.backend import Backend
@@ -32,7 +30,7 @@ def destination(backend: Backend, given: str, source: Opened) -> str:
         StorageError: the disk does not tell.
     """
     path = absolute_path("destination", given)
-    is_in_run = _is_run(backend, path)
+    is_in_run = is_run(backend, path)
     final = path
     if given.endswith("/") or is_in_run:
         if is_committed(backend, path):
@@ -41,16 +39,6 @@ def destination(backend: Backend, given: str, source: Opened) -> str:
     _refuse_within(source.path, final)
     _refuse_owned(backend, os.path.dirname(final))
     return final
-
-
-def _is_run(backend: Backend, path: str) -> bool:
-    try:
-        names = {entry.name for entry in backend.list(path)}
-        return bool(names & {LOCK_NAME, HISTORY_NAME}) or has_steps(backend, path)
-    except StorageError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            return False
-        raise
 
 
 def _name_of(source: Opened, is_in_run: bool, path: str) -> str:
