@@ -180,4 +180,5 @@ def _risk_text(risk: AtRisk) -> str:
     heard = age_text(risk.heard_s)
     if risk.is_live:
         return f"if the job died now: {updates} would be lost, as far as was heard {heard} ago"
-    return f"the last training ended {heard} ago ({risk.how}), and {updates} was lost"
+    was = "were" if risk.updates > 1 else "was"
+    return f"the last training ended {heard} ago ({risk.how}), and {updates} {was} lost"
