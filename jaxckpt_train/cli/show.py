@@ -127,7 +127,7 @@ def _print(opened: Opened, leaves: dict[str, tuple[LeafRecord, ArrayRecord | Non
     ]
     print_columns(["leaf", "form", "size", "sharding or value"], rows, [False, False, True, False])
     total = sum(nbytes_of(array) for _, array in leaves.values())
-    print(f"{len(leaves):,} leaves, {bytes_text(total)}")
+    print(f"{len(leaves):,} {'leaf' if len(leaves) == 1 else 'leaves'}, {bytes_text(total)}")
 
 
 def _last(opened: Opened, name: str, leaf: LeafRecord, array: ArrayRecord | None) -> str:

@@ -9,7 +9,7 @@ from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.plain_files import open_recorded
-from jaxckpt_train.store.transaction import Committed, open_committed
+from jaxckpt_train.store.transaction import Committed, is_gone, open_committed
 from jaxckpt_train.store.verify import file_problems, first_damage
 
 
@@ -51,7 +51,8 @@ def newest_whole_step(
         problem = _damage(backend, path, progress) if every_byte else missing_or_cut(backend, path)
         if problem is None:
             return NewestWhole(entry, damaged)
-        damaged[entry.step] = problem
+        if not is_gone(backend, path):  # else its owner has deleted it meanwhile
+            damaged[entry.step] = problem
     return NewestWhole(None, damaged)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 
-from jaxckpt_train.errors import DirectoryLockedError, SettingsError
+from jaxckpt_train.errors import CheckpointExistsError, DirectoryLockedError, SettingsError
 from jaxckpt_train.looking.opening import Opened
 from jaxckpt_train.looking.run_look import is_run
 from jaxckpt_train.steps.lock import LOCK_NAME, OwnerLock
 from jaxckpt_train.steps.step_names import check_step, parse_step_name, step_name
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.local import file_exists
-from jaxckpt_train.store.local_names import is_same_file
+from jaxckpt_train.store.local_names import is_directory, is_same_file
 from jaxckpt_train.store.transaction import is_committed
 from jaxckpt_train.value_checks import absolute_path
 
@@ -21,10 +21,11 @@ def destination(backend: Backend, given: str, source: Opened) -> str:
 
     Args:
         backend: where.
-        given: as the user gave it; in a run's directory, and in one that ends with "/", the copy keeps its name.
+        given: as the user gave it; in a run, and in what ends with "/" or is "." or "..", the copy keeps its name.
         source: what is copied.
 
     Raises:
+        CheckpointExistsError: a directory has the name, and is no checkpoint.
         SettingsError: the path cannot be that of a copy of this source.
         DirectoryLockedError: it is in a run that a live process owns, which would not know of it.
         StorageError: the disk does not tell.
@@ -32,10 +33,12 @@ def destination(backend: Backend, given: str, source: Opened) -> str:
     path = absolute_path("destination", given)
     is_in_run = is_run(backend, path)
     final = path
-    if given.endswith("/") or is_in_run:
+    if os.path.basename(given) in ("", ".", "..") or is_in_run:
         if is_committed(backend, path):
             raise SettingsError(f"{path}: is a checkpoint, and nothing is put into one; to replace it, leave out the /")
         final = f"{path}/{_name_of(source, is_in_run, path)}"
+    elif is_directory(path) and not is_committed(backend, path):
+        raise CheckpointExistsError(f"{path}: exists and is no checkpoint; to put the copy into it, add a / at the end")
     _refuse_within(source.path, final)
     _refuse_owned(backend, os.path.dirname(final))
     return final

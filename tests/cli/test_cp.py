@@ -182,10 +182,20 @@ def test_only_what_is_to_be_is_replaced(tmp_path: Path) -> None:
     assert told("show", tmp_path / "copy")["step"] == 2
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes.txt").write_text("mine")
-    assert "is no checkpoint" in refused("cp", directory, tmp_path / "folder", "--overwrite", code=4)
+    assert "is no checkpoint; to put the copy into it" in refused("cp", directory, tmp_path / "folder", code=4)
+    refused("cp", directory, tmp_path / "folder", "--overwrite", code=4)
     (tmp_path / "copy" / "notes.txt").write_text("mine")
     assert "found also notes.txt" in refused("cp", directory, tmp_path / "copy", "--overwrite", code=4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "folder", "run"]
+
+
+def test_in_the_working_directory_it_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_run(tmp_path / "run", 1)
+    (tmp_path / "here" / "deep").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here" / "deep")
+    assert told("cp", "../../run", ".")["path"] == str(step_path(Path.cwd(), 1))
+    assert told("cp", "../../run", "..")["path"] == str(step_path(tmp_path / "here", 1))
+    assert told("cp", "../../run", "name")["path"] == str(Path.cwd() / "name")
 
 
 def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
