@@ -9,7 +9,7 @@ from jaxckpt_train.cli.diff import diff
 from jaxckpt_train.cli.doctor import doctor
 from jaxckpt_train.cli.ls import ls
 from jaxckpt_train.cli.mv import mv
-from jaxckpt_train.cli.output import flush_output
+from jaxckpt_train.cli.output import flush_output, print_any_text
 from jaxckpt_train.cli.pin import pin
 from jaxckpt_train.cli.prune import prune
 from jaxckpt_train.cli.show import show
@@ -30,6 +30,7 @@ for command in (ls, show, stats, diff, verify, scrub, prune, pin, cp, mv, doctor
 
 def main() -> None:
     """Run it."""
+    print_any_text()
     try:
         app()
     finally:

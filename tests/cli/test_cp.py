@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.transaction import open_committed
 from tests.cli.commands import printed, refused, run, told
 from tests.cli.test_prune import OWNER
+from tests.conftest import REPO_ROOT
 from tests.steps.runs import (
     Clock,
     Counter,
@@ -299,3 +304,19 @@ def test_what_is_no_checkpoint_of_ours_is_not_copied(tmp_path: Path) -> None:
     truncate_the_manifest(step_path(directory, 1))
     refused("cp", step_path(directory, 1), tmp_path / "copy", code=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "w.safetensors"]
+
+
+def test_on_a_terminal_a_line_tells_how_far_it_is(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1)
+    ours, theirs = os.openpty()
+    with open(ours, "rb", buffering=0) as terminal:
+        command = [sys.executable, "-m", "jaxckpt_train.cli", "cp", str(directory), str(tmp_path / "copy")]
+        environment = {"PYTHONPATH": str(REPO_ROOT), "TERM": "xterm"}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=theirs, check=True, timeout=60)
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # that is how a terminal ends
+            while piece := terminal.read(4096):
+                shown += piece
+    assert b"copying" in shown
+    assert done.stdout.endswith(b" copied\n")

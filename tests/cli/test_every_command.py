@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -118,6 +119,22 @@ def test_whoever_reads_no_further_gets_no_traceback(directory: Path, arguments: 
     errors = process.stderr.read()
     process.stderr.close()
     assert (process.wait(timeout=60), errors) in [(0, b""), (1, b"")]
+
+
+def test_names_of_any_bytes_and_a_terminal_of_ascii_are_printed(tmp_path: Path) -> None:
+    folder = os.fsencode(tmp_path / "run-") + b"\xff"
+    made_run(Path(os.fsdecode(folder)), 1)
+    for arguments in (["show", folder], ["stats", folder], ["ls", folder], ["verify", folder], ["ls", folder + b"-"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "jaxckpt_train.cli", *arguments],
+            env={"PYTHONPATH": str(REPO_ROOT), "PYTHONIOENCODING": "ascii"},
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        assert b"Traceback" not in done.stderr, done.stderr.decode()
+        assert done.returncode == (3 if arguments[1] != folder else 0)
+        assert b"\\udcff" in done.stdout + done.stderr or arguments[0] in ("stats", "ls")
 
 
 def test_the_script_is_installed_and_is_the_same_as_the_module(directory: Path, run_python: RunPython) -> None:

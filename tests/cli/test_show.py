@@ -118,3 +118,11 @@ def test_what_is_no_checkpoint_ends_with_3(tmp_path: Path) -> None:
     assert "found an empty directory" in refused("show", tmp_path / "empty", code=3)
     refused("show", tmp_path / "file", code=3)
     assert "to take step 1 of" in refused("show", tmp_path / "empty", "--step", 1, code=3)
+
+
+def test_names_that_a_stranger_chose_do_nothing_to_the_terminal(tmp_path: Path) -> None:
+    jct.save(tmp_path / "c", {"\x1b[31mred\nline": np.zeros(1), "名": 1})
+    lines = printed("show", tmp_path / "c").splitlines()
+    assert "state/\\x1b[31mred\\nline" in [line.split()[0] for line in lines]
+    assert "state/名" in [line.split()[0] for line in lines]
+    assert "\x1b" not in "".join(lines)
