@@ -105,7 +105,7 @@ def _missing_folders(final: str) -> Iterator[str]:
         folder = os.path.dirname(folder)
 
 
-def noted_entry(backend: Backend, path: str, info: dict[str, Any]) -> Entry | None:
+def _noted_entry(backend: Backend, path: str, info: dict[str, Any]) -> Entry | None:
     """What the run of a step knows of it beside its manifest; None: it is no step, by its name."""
     run, name = os.path.split(path)
     parsed = parse_step_name(name)
@@ -118,7 +118,7 @@ def info_of_copy(backend: Backend, path: str, there: Committed) -> dict[str, Any
     Not how many notes its run has, which stay where they are; and a copy is not temporary, as somebody wants it.
     """
     info = dict(there.manifest.info)
-    entry = noted_entry(backend, path, info)
+    entry = _noted_entry(backend, path, info)
     if entry is not None and entry.metrics:
         info["metrics"] = {**metrics_to_json(entry.metrics)}
     if "notes" in info:
