@@ -6,8 +6,6 @@ import contextlib
 import datetime
 import functools
 import importlib.metadata
-import itertools
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -29,7 +27,6 @@ from jaxckpt_train.checkpointables.saving import (
     write_parts,
 )
 from jaxckpt_train.errors import (
-    CheckpointExistsError,
     CorruptCheckpointError,
     SettingsError,
     StorageError,
@@ -42,12 +39,11 @@ from jaxckpt_train.settings import StoreSettings, checked_settings
 from jaxckpt_train.sources import DEFAULT_NAME, OpenSource, use_source
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
-from jaxckpt_train.store.left_overs import is_left_over_name, remove_dead_attempts
-from jaxckpt_train.store.local import LocalBackend, file_exists
+from jaxckpt_train.store.final_name import refuse_existing, refuse_left_over_name, remove_left_overs
+from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.manifest import MAX_INFO_BYTES
-from jaxckpt_train.store.replaced import LOOKS, use_committed
-from jaxckpt_train.store.strangers import MOST_TOLD, strangers
-from jaxckpt_train.store.transaction import Committed, Transaction, is_committed
+from jaxckpt_train.store.replaced import use_committed
+from jaxckpt_train.store.transaction import Committed, Transaction
 from jaxckpt_train.store.verify import VerifyReport, verify_opened
 from jaxckpt_train.store.writer import Progress
 from jaxckpt_train.surgery.parsing import operations_of
@@ -58,7 +54,6 @@ from jaxckpt_train.value_checks import absolute_path, flag, named
 
 PathLike = str | os.PathLike[str]
 
-_log = logging.getLogger("jaxckpt_train")
 _BACKEND: Backend = LocalBackend()
 
 
@@ -180,8 +175,8 @@ def save_checkpointables_async(
     job = current()
     if job.processes > 1:
         return _save_in_job(job, final, checkpointables, custom_metadata, chosen, replace)
-    _refuse_name(final)
-    answer_of(final, lambda moved: _refuse_existing(final, replace))
+    refuse_left_over_name(final)
+    answer_of(final, lambda moved: refuse_existing(_BACKEND, final, replace))
     parts = stage_all(checkpointables, times, chosen)
     with undone_on_error(None, parts):
         info, movement = run_info(custom_metadata), movement_of(parts)
@@ -189,7 +184,7 @@ def save_checkpointables_async(
 
     def work() -> CheckpointMetadata:
         with undone_on_error(transaction, parts):
-            _remove_leftovers(final)
+            remove_left_overs(_BACKEND, final)
         done = write_parts(transaction, _BACKEND, parts, info, chosen, times, replace=replace, progress=movement)
         return describe(done)
 
@@ -209,11 +204,11 @@ def _save_in_job(
     """The same, together with the other processes of the job."""
 
     def begin() -> Transaction:
-        _refuse_name(final)
-        _refuse_existing(final, replace)
+        refuse_left_over_name(final)
+        refuse_existing(_BACKEND, final, replace)
         transaction = Transaction(_BACKEND, final, settings)
         with undone_on_error(transaction, ()):
-            _remove_leftovers(final)
+            remove_left_overs(_BACKEND, final)
         return transaction
 
     info = dict[str, Any]()
@@ -230,40 +225,6 @@ def _abort(transaction: Transaction) -> None:
     """Remove an attempt that nobody waits for; what stays is removed once this process is gone."""
     with contextlib.suppress(StorageError):
         transaction.abort()
-
-
-def _refuse_name(final: str) -> None:
-    if is_left_over_name(os.path.basename(final)):
-        raise SettingsError(
-            f"path: {final}: expected a name that no unfinished save may have: later saves clean up `.NAME.aside` and "
-            "`.NAME.tmp-...`; choose another one"
-        )
-
-
-def _refuse_existing(final: str, replace: bool) -> None:
-    if not file_exists(final):
-        return
-    # One look may meet what another process has just replaced, and is removing: the next one sees the new.
-    if not any(is_committed(_BACKEND, final) or not file_exists(final) for _ in range(LOOKS)):
-        raise CheckpointExistsError(f"{final}: exists and is no checkpoint; it is not replaced. Choose another path")
-    if not replace:
-        raise CheckpointExistsError(f"{final}: exists; pass overwrite=True to replace it, or choose another path")
-    for _ in range(LOOKS):
-        others = list(itertools.islice(strangers(_BACKEND, final, certain=False), MOST_TOLD))
-        if not others:
-            return
-    raise CheckpointExistsError(
-        f"{final}: expected nothing but a checkpoint to replace, found also {', '.join(others)}; move that away, or "
-        "choose another path"
-    )
-
-
-def _remove_leftovers(final: str) -> None:
-    """Make room; leftovers that stay are no reason not to save."""
-    try:
-        remove_dead_attempts(_BACKEND, final)
-    except StorageError as error:
-        _log.warning("%s: what an earlier attempt left could not be removed: %s", final, error)
 
 
 def load(

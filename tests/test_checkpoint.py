@@ -18,7 +18,7 @@ import safetensors.numpy
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxckpt_train as jct
-from jaxckpt_train import checkpoint
+from jaxckpt_train.store import final_name
 from jaxckpt_train.store.verify import verify_opened
 from tests.tree.same_trees import assert_same, raw
 
@@ -334,7 +334,7 @@ def test_what_another_process_is_replacing_right_now_is_looked_at_again(
     """It listed the old one, which was exchanged meanwhile and is being emptied."""
     jct.save(tmp_path / "c", state(1))
     looks = iter([False, False, True])
-    monkeypatch.setattr(checkpoint, "is_committed", lambda *_: next(looks))
+    monkeypatch.setattr(final_name, "is_committed", lambda *_: next(looks))
     jct.save(tmp_path / "c", state(2), overwrite=True)
     assert jct.load(tmp_path / "c")["n"] == 2
 

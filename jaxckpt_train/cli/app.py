@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import typer
 
+from jaxckpt_train.cli.cp import cp
 from jaxckpt_train.cli.diff import diff
+from jaxckpt_train.cli.doctor import doctor
 from jaxckpt_train.cli.exporting import export
 from jaxckpt_train.cli.importing import import_
 from jaxckpt_train.cli.ls import ls
+from jaxckpt_train.cli.mv import mv
+from jaxckpt_train.cli.output import flush_output, print_any_text
+from jaxckpt_train.cli.pin import pin
+from jaxckpt_train.cli.prune import prune
 from jaxckpt_train.cli.show import show
 from jaxckpt_train.cli.stats import stats
 from jaxckpt_train.cli.verify import scrub, verify
@@ -20,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, show, stats, diff, verify, scrub):
+for command in (ls, show, stats, diff, verify, scrub, prune, pin, cp, mv, doctor):
     app.command()(command)
 app.command("export")(export)
 app.command("import")(import_)
@@ -28,4 +34,8 @@ app.command("import")(import_)
 
 def main() -> None:
     """Run it."""
-    app()
+    print_any_text()
+    try:
+        app()
+    finally:
+        flush_output()

@@ -8,7 +8,7 @@ import typer
 
 from jaxckpt_train.cli.arguments import BACKEND, Json, absolute
 from jaxckpt_train.cli.output import Code, number_text, print_columns, print_json, progress, told_errors
-from jaxckpt_train.cli.show import nbytes_of
+from jaxckpt_train.cli.show import json_value, nbytes_of, value_text
 from jaxckpt_train.looking.leaf_diff import LeafDiff, diff_leaves, leaves_by_name
 from jaxckpt_train.looking.opening import Opened, open_at
 from jaxckpt_train.tree.patterns import leaf_filter
@@ -64,6 +64,8 @@ def _json_of(first: Opened, second: Opened, found: list[LeafDiff]) -> dict[str, 
                 "kind": each.kind,
                 "a": each.a or None,
                 "b": each.b or None,
+                "value_a": json_value(each.value_a),
+                "value_b": json_value(each.value_b),
                 "differing": each.differing,
                 "count": each.count,
                 "max_abs": each.max_abs,
@@ -84,9 +86,15 @@ def _print(found: list[LeafDiff]) -> None:
 
 
 def _row(each: LeafDiff) -> list[str]:
+    a, b = _side(each.a, each.value_a), _side(each.b, each.value_b)
     if each.kind in _ONLY:
-        return [each.name, f"{_ONLY[each.kind]}: {each.a or each.b}", "", "", ""]
-    if each.kind == "form":
-        return [each.name, f"{each.a} -> {each.b}", "", "", ""]
-    share = f"{each.differing:,} of {each.count:,}" if each.count else ""
+        return [each.name, f"{_ONLY[each.kind]}: {a or b}", "", "", ""]
+    if each.kind == "form" or not each.count:
+        return [each.name, f"{a} -> {b}", "", "", ""]
+    share = f"{each.differing:,} of {each.count:,}"
     return [each.name, each.a, share, number_text(each.max_abs), number_text(each.relative)]
+
+
+def _side(form: str, value: Any) -> str:
+    """What a leaf is in one of the two; of a plain one with its value."""
+    return form if value is None else f"{form} {value_text(value)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import enum
+import io
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -77,6 +78,22 @@ def told_errors(as_json: bool) -> Iterator[None]:
         else:
             print(f"jaxckpt: {error}", *notes, sep="\n", file=sys.stderr)
         raise typer.Exit(int(code)) from error
+    except BrokenPipeError:
+        raise typer.Exit(int(Code.FINE)) from None  # whoever reads has seen enough, as `head`
+
+
+def print_any_text() -> None:
+    """Have what a terminal cannot show printed as `\\udcff`: names may be any bytes, and it may know ASCII only."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def flush_output() -> None:
+    """Print what is still to be printed; nobody who reads it is no error."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        sys.stdout = io.StringIO()  # the interpreter flushes it once more at its end, and would tell of that
 
 
 def print_json(value: Any) -> None:
@@ -104,6 +121,7 @@ def print_columns(headings: Sequence[str], rows: Sequence[Sequence[str]], right:
 
     Rich's tables take seconds for ten thousand rows.
     """
+    rows = [[shown_text(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     lines = []
     for row in [headings, *rows]:
@@ -113,6 +131,11 @@ def print_columns(headings: Sequence[str], rows: Sequence[Sequence[str]], right:
         ]
         lines.append("  ".join(cells).rstrip())
     sys.stdout.write("\n".join(lines) + "\n")
+
+
+def shown_text(text: str) -> str:
+    """Text that a file says, in one line: nothing in it moves the cursor, or changes colours."""
+    return text if text.isprintable() else "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from jaxckpt_train.tree.leaf_records import LeafRecord, describe_saved, python_v
 from jaxckpt_train.tree.patterns import leaf_filter, suggestion
 
 MOST_LETTERS = 60
+MOST_EXACT = 1 << 53
 
 
 def show(
@@ -77,7 +78,7 @@ def _leaf_json(opened: Opened, name: str, leaf: LeafRecord, array: ArrayRecord |
     part, _, path = name.partition("/")
     found: dict[str, Any] = {"part": part, "path": path, "form": describe_saved(leaf, array)}
     if array is None:
-        return {**found, "value": _shown_value(python_value(name, leaf, opened.path))}
+        return {**found, "value": json_value(python_value(name, leaf, opened.path))}
     return {
         **found,
         "shape": list(array.shape),
@@ -88,8 +89,17 @@ def _leaf_json(opened: Opened, name: str, leaf: LeafRecord, array: ArrayRecord |
     }
 
 
-def _shown_value(value: Any) -> Any:
-    return value if value is None or isinstance(value, bool | float | str) else str(value)
+def json_value(value: Any) -> Any:
+    """A plain value as JSON can hold it: integers that readers of JSON would round, complex and bytes are text."""
+    if isinstance(value, int) and abs(value) > MOST_EXACT:
+        return str(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def value_text(value: Any) -> str:
+    """A plain value for people, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}... ({len(text):,} letters)"
 
 
 def _part_bytes(opened: Opened, name: str) -> int:
@@ -117,13 +127,12 @@ def _print(opened: Opened, leaves: dict[str, tuple[LeafRecord, ArrayRecord | Non
     ]
     print_columns(["leaf", "form", "size", "sharding or value"], rows, [False, False, True, False])
     total = sum(nbytes_of(array) for _, array in leaves.values())
-    print(f"{len(leaves):,} leaves, {bytes_text(total)}")
+    print(f"{len(leaves):,} {'leaf' if len(leaves) == 1 else 'leaves'}, {bytes_text(total)}")
 
 
 def _last(opened: Opened, name: str, leaf: LeafRecord, array: ArrayRecord | None) -> str:
     if array is None:
-        text = repr(python_value(name, leaf, opened.path))
-        return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..."
+        return value_text(python_value(name, leaf, opened.path))
     sharding = array.sharding
     if not isinstance(sharding, dict):
         return ""

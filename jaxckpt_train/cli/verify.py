@@ -43,7 +43,7 @@ def verify(path: Checkpoint, step: Step = None, as_json: Json = False) -> None:
 
 
 def scrub(run: Run, rate: Rate = None, as_json: Json = False) -> None:
-    """Verify all steps of a run, the newest first; beside one that is damaged its neighbours come next.
+    """Read every byte of all steps of a run, the newest first, and compare it with its digests.
 
     Changes nothing: a training that restores sets damaged steps aside by itself. Ends with 1 if a step is damaged.
     """
@@ -89,15 +89,7 @@ class _Pace:
 
 def _scrub(directory: str, looks: list[StepLook], pace: Any) -> dict[str, str | None]:
     """What is wrong with each step, in the order in which they were looked at."""
-    waiting, found = list(reversed(looks)), dict[str, str | None]()
-    while waiting:
-        look = waiting.pop(0)
-        found[look.name] = problem = _problem(directory, look, pace)
-        if problem is not None:  # a bad disk seldom hits one file alone
-            place = looks.index(look)
-            near = [each for each in looks[max(0, place - 1) : place + 2] if each in waiting]
-            waiting = near + [each for each in waiting if each not in near]
-    return found
+    return {look.name: _problem(directory, look, pace) for look in reversed(looks)}
 
 
 def _problem(directory: str, look: StepLook, pace: Any) -> str | None:

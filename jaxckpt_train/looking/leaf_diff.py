@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from jaxckpt_train.looking.leaf_stats import as_numbers
 from jaxckpt_train.looking.opening import Opened
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord
-from jaxckpt_train.tree.leaf_records import LeafRecord, describe_saved
+from jaxckpt_train.tree.leaf_records import LeafRecord, describe_saved, python_value
 
 
 @dataclasses.dataclass
@@ -24,6 +25,7 @@ class LeafDiff:
         name: its checkpointable and leaf path.
         kind: "only_a", "only_b", "form" (shape, dtype or kind differ), "value", "equal".
         a, b: what it is in each, as text; "": it is not there.
+        value_a, value_b: the values of plain Python leaves; None: of an array, or of nothing.
         differing, count: how many values differ bit by bit, of how many.
         max_abs: the largest difference; None: of a leaf that is no array, or has none of numbers.
         difference, norm: square roots of the sums of squares, of the differences and of the values in `a`.
@@ -33,6 +35,8 @@ class LeafDiff:
     kind: str
     a: str
     b: str
+    value_a: Any = None
+    value_b: Any = None
     differing: int = 0
     count: int = 0
     max_abs: float | None = None
@@ -81,6 +85,7 @@ def diff_leaves(
             continue
         one, other = of_a.get(name), of_b.get(name)
         found[name] = diff = _form(name, one, other)
+        diff.value_a, diff.value_b = _plain_value(a, name, one), _plain_value(b, name, other)
         if diff.kind != "value":
             continue
         assert one is not None
@@ -103,6 +108,10 @@ def _form(
     if one is None or other is None:
         return LeafDiff(name, "only_b" if one is None else "only_a", a, b)
     return LeafDiff(name, "value" if a == b else "form", a, b)
+
+
+def _plain_value(opened: Opened, name: str, leaf: tuple[LeafRecord, ArrayRecord | None] | None) -> Any:
+    return None if leaf is None or leaf[1] is not None else python_value(name, leaf[0], opened.path)
 
 
 def _same_digests(a: Opened, one: ArrayRecord, b: Opened, other: ArrayRecord) -> bool:

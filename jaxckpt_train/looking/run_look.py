@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from collections.abc import Sequence
 
 import msgspec
 
-from jaxckpt_train.errors import CheckpointError
+from jaxckpt_train.errors import CheckpointError, NotACheckpointError, StorageError
 from jaxckpt_train.steps.catalog import scan_with_notes
 from jaxckpt_train.steps.entry import Entry
+from jaxckpt_train.steps.history import HISTORY_NAME
 from jaxckpt_train.steps.lineage import left_behind, newest_generations
+from jaxckpt_train.steps.lock import LOCK_NAME
 from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.local import is_file
 from jaxckpt_train.store.manifest import NOT_JSON
 from jaxckpt_train.store.transaction import read_committed
 from jaxckpt_train.store.why_not import why_not_committed
@@ -54,8 +58,10 @@ def look_at_run(backend: Backend, directory: str) -> list[StepLook]:
     """The steps of a run, lowest first, also those that are damaged, left behind or not committed.
 
     Raises:
-        StorageError: the directory cannot be read.
+        NotACheckpointError: there is no such directory.
+        StorageError: it cannot be read.
     """
+    _refuse_nothing(backend, directory)
     entries, notes = scan_with_notes(backend, directory)
     left = left_behind(entries, notes.roll_back)
     current = {entry.name for entry in newest_generations([each for each in entries if each.name not in left])}
@@ -68,6 +74,17 @@ def newest_whole(looks: Sequence[StepLook]) -> StepLook | None:
     """The step that a restore would take; None: there is none."""
     good = [each for each in looks if each.entry is not None and each.is_current and each.problem is None]
     return max(good, key=lambda each: each.entry.order if each.entry is not None else (0, 0, 0), default=None)
+
+
+def _refuse_nothing(backend: Backend, directory: str) -> None:
+    """Raise NotACheckpointError if there is no such directory; StorageError: it cannot be read."""
+    try:
+        backend.list(directory)
+    except StorageError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        found = "a file" if is_file(directory) else "nothing"
+        raise NotACheckpointError(f"{directory}: expected a directory, found {found}") from error
 
 
 def _looked(backend: Backend, directory: str, entry: Entry, is_current: bool) -> StepLook:
@@ -111,3 +128,18 @@ def has_steps(backend: Backend, directory: str) -> bool:
         StorageError: it cannot be read.
     """
     return any(parse_step_name(entry.name) is not None for entry in backend.list(directory))
+
+
+def is_run(backend: Backend, directory: str) -> bool:
+    """Whether a directory is, or was, a run's: it has steps, an owner or a history. One that is not there is none.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    try:
+        names = {entry.name for entry in backend.list(directory)}
+    except StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return False
+        raise
+    return bool(names & {LOCK_NAME, HISTORY_NAME}) or any(parse_step_name(name) is not None for name in names)

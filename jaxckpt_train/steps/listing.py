@@ -11,7 +11,8 @@ from jaxckpt_train.steps.policy_arguments import metric_mode
 from jaxckpt_train.steps.policy_context import CheckpointInfo
 from jaxckpt_train.steps.ranking import rank_checkpoints
 from jaxckpt_train.steps.refusals import step_not_found
-from jaxckpt_train.steps.restoring import StepVanishedError, describe_listed
+from jaxckpt_train.steps.restored import StepVanishedError
+from jaxckpt_train.steps.restoring import describe_listed
 from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.steps.together import Together
 from jaxckpt_train.store.backend import Backend

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -47,6 +47,14 @@ class _Record(msgspec.Struct, frozen=True):
         if self.process == _UNKNOWN:
             return "a process that it does not tell (it is damaged)"
         return f"process {self.process.pid} on {self.process.host}"
+
+
+class Owner(NamedTuple):
+    """Who holds a lock, as text; whether it lives, as far as is known; and seconds since its last heartbeat."""
+
+    name: str
+    is_alive: bool
+    silent_s: float
 
 
 _UNKNOWN = ProcessIdentity(host="", pid=0, start="")  # of which only the heartbeat tells whether it lives
@@ -173,6 +181,14 @@ class OwnerLock:
             return False
         dead = None if found is None else is_dead(found.process)
         return found is not None and not dead and (dead is False or self._age_s() <= SILENCE_S)
+
+    def owner(self) -> Owner | None:
+        """Who holds the lock; waits for nobody. StorageError: the disk does not tell."""
+        found = self._read()
+        if found is None:
+            return None
+        dead, silent_s = is_dead(found.process), self._age_s()
+        return Owner(str(found), dead is False or (dead is None and silent_s <= SILENCE_S), silent_s)
 
     def _is_directory_gone(self) -> bool:
         try:

@@ -17,6 +17,7 @@ from jaxckpt_train.checkpointables.loading import load_parts
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError, free_frames
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.entry import Entry
+from jaxckpt_train.steps.restored import Restored, Skipped, StepVanishedError
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.store.replaced import UNREADABLE, is_removed, opened
@@ -41,14 +42,6 @@ _PROVEN = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
 _log = logging.getLogger("jaxckpt_train")
 
 
-class StepVanishedError(Exception):
-    """A step was deleted by its owner after it was listed."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
-
-
 class ByteMeter:
     """Counts the bytes that a load reports, and passes them on."""
 
@@ -62,39 +55,6 @@ class ByteMeter:
             self.bytes += done
         if self._progress is not None:
             self._progress(done)
-
-
-@dataclasses.dataclass(frozen=True)
-class Skipped:
-    """A step that could not be restored; whether its bytes are proven to be wrong, or only could not be read now."""
-
-    entry: Entry
-    problem: str
-    is_proven: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Restored:
-    """What a restore brought back, from which step, and past which it had to skip."""
-
-    entry: Entry
-    results: dict[str, Any]
-    skipped: list[Skipped]
-    bytes: int
-    restore_s: float
-    is_mended: bool = False  # it was set aside, and all of it was verified now
-    is_verified: bool = False  # all of it was compared by this; asked for only where another one was skipped
-
-    def record(self) -> dict[str, Any]:
-        """What the history says of it."""
-        return {
-            "step": self.entry.step,
-            "name": self.entry.name,
-            "bytes": self.bytes,
-            "restore_s": self.restore_s,
-            "bytes_per_s": round(self.bytes / self.restore_s),
-            "skipped": [each.entry.name for each in self.skipped] or None,
-        }
 
 
 def describe_listed(

@@ -36,7 +36,7 @@ from jaxckpt_train.steps.origin import Origin
 from jaxckpt_train.steps.past import Past
 from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy
 from jaxckpt_train.steps.refusals import refuse_again_or_below, step_not_found
-from jaxckpt_train.steps.restoring import Restored, StepVanishedError
+from jaxckpt_train.steps.restored import Restored, StepVanishedError
 from jaxckpt_train.steps.retention import Deleter, half_deleted, shown_name
 from jaxckpt_train.steps.run_log import RunLog
 from jaxckpt_train.steps.scrubber import Scrubber

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.steps.entry import Entry
-from jaxckpt_train.steps.restoring import Restored
+from jaxckpt_train.steps.restored import Restored
 
 _log = logging.getLogger("jaxckpt_train")
 

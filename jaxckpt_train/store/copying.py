@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend, Opener
 from jaxckpt_train.store.boxes import Box, box_elements, box_shape, cut_box, full_box
 from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.kept_chunks import kept_boxes
 from jaxckpt_train.store.layout import ArraySource, ChunkSource
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
@@ -60,6 +62,8 @@ def copy_checkpoint(
     info: Mapping[str, Any],
     parts: Sequence[str] | None = None,
     replace: bool = False,
+    keep_chunks: bool = False,
+    check: Callable[[str], object] = lambda directory: None,
     progress: Progress | None = None,
 ) -> Committed:
     """Write what an opened checkpoint holds as a checkpoint of ours, and commit it.
@@ -73,19 +77,28 @@ def copy_checkpoint(
         info: what the manifest says of it.
         parts: names of the checkpointables; None: all.
         replace: whether a checkpoint there is replaced.
+        keep_chunks: whether arrays are in the same chunks as in the source, but for very large ones.
+        check: called with the directory in which all is written and committed, before that gets its name; what it
+            raises is raised, and nothing is left of the copy.
         progress: called with numbers of bytes as they are written.
 
     Raises:
         CorruptCheckpointError: bytes of the source are not what was saved; nothing is left of the copy.
         StorageError: a file system refused.
     """
-    transaction = Transaction(backend, final, settings)
+    checked: list[str] = []
+
+    def check_once() -> None:  # it is called again if what was published has to be taken back
+        if not checked:
+            check(transaction.directory)
+            checked.append(transaction.directory)
+
+    transaction = Transaction(backend, final, settings, check_once)
     with _removed_on_error(transaction):
         segments: list[SegmentRecord] = []
-        records = []
-        for part in source.manifest.parts:
-            if parts is None or part.name in parts:
-                records.append(_copy_part(files, source, part, backend, transaction, segments, settings, progress))
+        copier = _Copier(files, source, backend, transaction, settings, keep_chunks, progress)
+        wanted = [part for part in source.manifest.parts if parts is None or part.name in parts]
+        records = [copier.copy_part(part, segments) for part in wanted]
         manifest = Manifest(
             FORMAT, FORMAT_VERSION, settings.digest, BLOCK_BYTES, tuple(segments), tuple(records), dict(info)
         )
@@ -104,34 +117,61 @@ def _removed_on_error(transaction: Transaction) -> Iterator[None]:
         raise
 
 
-def _copy_part(
-    files: Opener,
-    source: Committed,
-    part: PartRecord,
-    backend: Backend,
-    transaction: Transaction,
-    segments: list[SegmentRecord],
-    settings: StoreSettings,
-    progress: Progress | None,
-) -> PartRecord:
-    transaction.add_folder(part.name)
-    arrays = [_source_of(files, source, array, settings) for array in part.arrays]
-    written = write_arrays(
-        backend, transaction.directory, part.name, arrays, settings, first_segment=len(segments), progress=progress
-    )
-    segments.extend(written.segments)
-    copied = _copy_files(files, source, part, transaction, settings, progress)
-    return PartRecord(part.name, part.kind, written.arrays, copied, part.detail)
+@dataclasses.dataclass(frozen=True)
+class _Copier:
+    """Copies one checkpointable after the other."""
 
+    files: Opener
+    source: Committed
+    backend: Backend
+    transaction: Transaction
+    settings: StoreSettings
+    keep_chunks: bool
+    progress: Progress | None
 
-def _source_of(files: Opener, source: Committed, array: ArrayRecord, settings: StoreSettings) -> ArraySource:
-    dtype = DTYPES[array.dtype]
+    def copy_part(self, part: PartRecord, segments: list[SegmentRecord]) -> PartRecord:
+        """Copy one; its segments are added to those that there are."""
+        self.transaction.add_folder(part.name)
+        written = write_arrays(
+            self.backend,
+            self.transaction.directory,
+            part.name,
+            [self._source_of(array) for array in part.arrays],
+            self.settings,
+            first_segment=len(segments),
+            progress=self.progress,
+        )
+        segments.extend(written.segments)
+        return PartRecord(part.name, part.kind, written.arrays, tuple(self._copy_files(part)), part.detail)
 
-    def read(box: Box, target: np.ndarray) -> None:
-        read_box(files, source, array, box, target, settings)
+    def _source_of(self, array: ArrayRecord) -> ArraySource:
+        dtype = DTYPES[array.dtype]
 
-    chunks = [ChunkSource(box, _BoxToCome(box, dtype, read)) for box in chunk_boxes(array.shape, dtype.itemsize)]
-    return ArraySource(array.name, array.shape, dtype, chunks, None)
+        def read(box: Box, target: np.ndarray) -> None:
+            read_box(self.files, self.source, array, box, target, self.settings)
+
+        if self.keep_chunks:
+            boxes = kept_boxes(array, dtype.itemsize, CHUNK_BYTES)
+        else:
+            boxes = chunk_boxes(array.shape, dtype.itemsize)
+        chunks = [ChunkSource(box, _BoxToCome(box, dtype, read)) for box in boxes]
+        return ArraySource(array.name, array.shape, dtype, chunks, array.sharding)
+
+    def _copy_files(self, part: PartRecord) -> Iterator[FileRecord]:
+        folders = {part.name}
+        manifest = self.source.manifest
+        for record in part.files:
+            folder = record.file.rpartition("/")[0]
+            for depth in range(2, folder.count("/") + 2):
+                inner = "/".join(folder.split("/")[:depth])
+                if inner not in folders:
+                    folders.add(inner)
+                    self.transaction.add_folder(inner)
+            digest = manifest.digest if self.settings.verify_on_load and record.digests else None
+            data = read_recorded(self.files, self.source.directory, record, digest, manifest.block_bytes)
+            yield self.transaction.write_file(record.file, bytes(memoryview(data)))
+            if self.progress is not None:
+                self.progress(record.bytes)
 
 
 def chunk_boxes(shape: Sequence[int], itemsize: int, most: int = CHUNK_BYTES) -> list[Box]:
@@ -139,28 +179,3 @@ def chunk_boxes(shape: Sequence[int], itemsize: int, most: int = CHUNK_BYTES) ->
     if not math.prod(shape):
         return []
     return list(cut_box(full_box(shape), itemsize, most))
-
-
-def _copy_files(
-    files: Opener,
-    source: Committed,
-    part: PartRecord,
-    transaction: Transaction,
-    settings: StoreSettings,
-    progress: Progress | None,
-) -> tuple[FileRecord, ...]:
-    copied = []
-    folders = {part.name}
-    for record in part.files:
-        folder = record.file.rpartition("/")[0]
-        for depth in range(2, folder.count("/") + 2):
-            inner = "/".join(folder.split("/")[:depth])
-            if inner not in folders:
-                folders.add(inner)
-                transaction.add_folder(inner)
-        digest = source.manifest.digest if settings.verify_on_load and record.digests else None
-        data = read_recorded(files, source.directory, record, digest, source.manifest.block_bytes)
-        copied.append(transaction.write_file(record.file, bytes(memoryview(data))))
-        if progress is not None:
-            progress(record.bytes)
-    return tuple(copied)

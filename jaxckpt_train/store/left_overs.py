@@ -30,6 +30,12 @@ def attempts(backend: Backend, parent: str) -> list[tuple[str, str]]:
     return [(f"{parent}/{entry.name}", match["final"]) for entry, match in found if match is not None]
 
 
+def dead_attempts(backend: Backend, parent: str) -> list[str]:
+    """The names of the attempts below `parent` whose processes ran on this machine, and are gone."""
+    found = [(entry.name, _ATTEMPT.fullmatch(entry.name)) for entry in backend.list(parent)]
+    return [name for name, match in found if match is not None and is_dead_tag(match["tag"])]
+
+
 def remove_dead_attempts(backend: Backend, final: str) -> None:
     """Remove what attempts at this one checkpoint left whose processes ran on this machine and are gone.
 

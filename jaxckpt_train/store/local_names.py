@@ -199,6 +199,28 @@ def point_to(path: str, target: str | None) -> None:
     again(os.rename, beside, path)
 
 
+def link_target(path: str) -> str | None:
+    """What a link stands for, as it says; None: this is no link."""
+    try:
+        return again(os.readlink, path)
+    except OSError:
+        return None
+
+
+def is_same_file(path: str, other: str) -> bool:
+    """Whether two names lead to the same file or directory."""
+    try:
+        return os.path.samestat(again(os.stat, path), again(os.stat, other))
+    except FileNotFoundError:
+        return False
+
+
+def remove_if_empty(path: str) -> None:
+    """Remove a directory if nothing is in it; whatever the system says to that is fine."""
+    with contextlib.suppress(OSError):
+        again(os.rmdir, path)
+
+
 def exchange_names(first: str, second: str) -> bool:
     """Swap two names atomically; False where the kernel or file system cannot."""
     was_first = again(os.lstat, first)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train import checkpoint
+from jaxckpt_train import checkpoint, sources
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps import lock
@@ -18,6 +18,7 @@ from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.notes import NOTES_NAME
 from jaxckpt_train.steps.preservation_policies import LatestN
 from jaxckpt_train.steps.step_names import parse_step_name
+from jaxckpt_train.store import final_name
 from jaxckpt_train.store import machine as machine_module
 from jaxckpt_train.store.local import side_name
 from jaxckpt_train.store.machine import ProcessIdentity
@@ -259,6 +260,6 @@ def on(disk: CrashDisk) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "_BACKEND", disk)
-        patch.setattr(checkpoint, "file_exists", exists)
-        patch.setattr(checkpoint, "is_file", lambda path: disk.machine.live.find(path) in disk.machine.live.files)
+        patch.setattr(final_name, "file_exists", exists)
+        patch.setattr(sources, "is_file", lambda path: disk.machine.live.find(path) in disk.machine.live.files)
         yield

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train import checkpoint
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps import lock, notes, retention, taking, unkept
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.steps.run_directory import RunDirectory
-from jaxckpt_train.store import transaction
+from jaxckpt_train.store import final_name, transaction
 from tests.crash.crash_disk import CrashDisk, Machine
 from tests.crash.explorer import PROGRAMS, SETTINGS, explore, small_sizes
 from tests.crash.image import Sync
@@ -191,7 +190,7 @@ def test_attempts_of_the_dead_that_nobody_removes_are_found_out(program: str, mo
 
 
 def test_what_is_left_beside_a_single_checkpoint_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "remove_dead_attempts", lambda *_: None)
+    monkeypatch.setattr(final_name, "remove_dead_attempts", lambda *_: None)
     found_out("left over", "single", can_exchange=True)  # else what is left stands in the way of the next exchange
 
 

@@ -32,7 +32,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxckpt_train import checkpoint
+from jaxckpt_train import checkpoint, sources
 from jaxckpt_train.checkpointables.iterator_state import encode_state
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError
 from jaxckpt_train.settings import StoreSettings
@@ -193,7 +193,7 @@ class Targets:
         """A file of Flax's own, read as ours."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkpoint, "_BACKEND", planted({"/file/state": data}))
-            patch.setattr(checkpoint, "is_file", lambda path: True)
+            patch.setattr(sources, "is_file", lambda path: True)
             checkpoint.load("/file/state", settings=SETTINGS)
 
     def open(self, data: bytes) -> None:

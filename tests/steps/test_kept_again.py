@@ -13,7 +13,7 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.steps.preservation_policies import LatestN
-from jaxckpt_train.steps.restoring import Restored
+from jaxckpt_train.steps.restored import Restored
 from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.store.local import LocalBackend
 from tests.steps.fake_backends import RefusingBackend

@@ -1,0 +1,184 @@
+"""`jaxckpt doctor`: is all well with a run, and with the disk that it is on?"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import os
+import platform
+from typing import Annotated, Any
+
+import typer
+
+from jaxckpt_train.cli.arguments import BACKEND, Json, absolute
+from jaxckpt_train.cli.output import Code, age_text, bytes_text, print_json, progress, told_errors
+from jaxckpt_train.errors import CheckpointError, NotACheckpointError
+from jaxckpt_train.looking.run_health import AtRisk, RunHealth, health_of
+from jaxckpt_train.looking.run_look import is_run
+from jaxckpt_train.store.disk_trial import DiskTrial, try_disk
+from jaxckpt_train.store.file_system import IN_MEMORY, FileSystem, file_system_of
+from jaxckpt_train.store.local import file_exists
+from jaxckpt_train.store.local_names import is_directory
+
+PACKAGES = ("jaxckpt-train", "jax", "jaxlib", "numpy", "flax", "orbax-checkpoint", "grain")
+MIB = 1 << 20
+ROOM_FOR_STEPS = 2
+LEAST_FILES = 1000
+Path = Annotated[
+    str,
+    typer.Argument(
+        metavar="PATH", help="A run, or any directory to save to; it may not exist yet.", show_default=False
+    ),
+]
+Size = Annotated[
+    int, typer.Option("--size-mib", min=0, help="How large a file the disk is tried with; 0: it is not tried.")
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    path: str
+    versions: dict[str, str | None]
+    files: FileSystem
+    trial: DiskTrial | None
+    run: RunHealth | None
+    warnings: list[str]
+
+
+def doctor(path: Path, size_mib: Size = 256, as_json: Json = False) -> None:
+    """Look at a run and its disk: versions, room, speed, the owner, damaged steps, and what a crash would cost now.
+
+    The disk is tried with a file that has no name, so nothing of it is left. Ends with 1 if there is a warning.
+    """
+    with told_errors(as_json):
+        found = _look(absolute(path), size_mib * MIB, as_json)
+        if as_json:
+            print_json(_json_of(found))
+        else:
+            _print(found)
+        if found.warnings:
+            raise typer.Exit(int(Code.WRONG))
+
+
+def _look(path: str, nbytes: int, as_json: bool) -> _Found:
+    folder = path if file_exists(path) else os.path.dirname(path)
+    if not is_directory(folder):
+        found = "a file" if file_exists(folder) else "neither"
+        raise NotACheckpointError(f"{path}: expected a directory, or a path in a directory that exists, found {found}")
+    files, warnings = file_system_of(folder), list[str]()
+    run = health_of(BACKEND, path, datetime.datetime.now(datetime.UTC)) if is_run(BACKEND, path) else None
+    newest_bytes = None if run is None or run.newest is None else run.newest.nbytes
+    trial = None
+    try:
+        trial = _try(folder, min(nbytes, files.free_bytes // 4), as_json)
+    except CheckpointError as error:
+        warnings.append(f"the disk failed its trial: {error}")
+    warnings += _short_of_room(files, newest_bytes or 0)
+    warnings += [] if run is None else run.warnings()
+    return _Found(path, _versions(), files, trial, run, warnings)
+
+
+def _try(folder: str, nbytes: int, as_json: bool) -> DiskTrial | None:
+    if not nbytes:
+        return None
+    with progress("trying the disk", 2 * nbytes, as_json) as advance:
+        return try_disk(BACKEND, folder, nbytes, advance)
+
+
+def _short_of_room(files: FileSystem, newest_bytes: int) -> list[str]:
+    found = []
+    if files.free_bytes < max(MIB, ROOM_FOR_STEPS * newest_bytes):
+        found.append(
+            f"{bytes_text(files.free_bytes)} are free, and a step has {bytes_text(newest_bytes)}: free some space"
+        )
+    if files.free_files is not None and files.free_files < LEAST_FILES:
+        found.append(f"the file system takes {files.free_files} more files only: remove some")
+    if files.kind in IN_MEMORY:
+        found.append(f"{files.kind} at {files.mount} is memory: all in it is gone once this machine is started anew")
+    return found
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return versions
+
+
+def _json_of(found: _Found) -> dict[str, Any]:
+    run, trial = found.run, found.trial
+    disk = None if trial is None else {
+        "bytes": trial.nbytes, "direct_write": trial.direct_write, "direct_read": trial.direct_read,
+        "write_bytes_per_s": trial.write_bytes_per_s, "sync_s": trial.sync_s,
+        "read_bytes_per_s": trial.read_bytes_per_s, "small_file_s": trial.small_s,
+    }  # fmt: skip
+    return {
+        "path": found.path,
+        "versions": found.versions,
+        "file_system": found.files._asdict(),
+        "disk": disk,
+        "owner": None if run is None or run.owner is None else run.owner._asdict(),
+        "run": None if run is None else _json_of_run(run),
+        "at_risk": None if run is None or run.at_risk is None else dataclasses.asdict(run.at_risk),
+        "warnings": found.warnings,
+    }
+
+
+def _json_of_run(run: RunHealth) -> dict[str, Any]:
+    return {
+        "steps": run.committed,
+        "newest_step": None if run.newest is None else run.newest.step,
+        "newest_age_s": run.newest_age_s,
+        "newest_bytes": None if run.newest is None else run.newest.nbytes,
+        "damaged": run.damaged,
+        "uncommitted": run.uncommitted,
+        "left_overs": run.left_overs,
+    }
+
+
+def _print(found: _Found) -> None:
+    files, trial, run = found.files, found.trial, found.run
+    print(", ".join(f"{name} {version or 'not installed'}" for name, version in found.versions.items()))
+    print(f"file system: {files.kind} at {files.mount}, {bytes_text(files.free_bytes)} of "
+          f"{bytes_text(files.total_bytes)} free")  # fmt: skip
+    if trial is not None:
+        works = {True: "works", False: "does not work"}
+        print(f"direct I/O: writing {works[trial.direct_write]}, reading {works[trial.direct_read]}")
+        where = "" if trial.direct_read else " (from memory)"
+        print(f"disk: writes {bytes_text(int(trial.write_bytes_per_s))}/s, of which the sync takes "
+              f"{1000 * trial.sync_s:.1f} ms, reads {bytes_text(int(trial.read_bytes_per_s))}/s{where}, "
+              f"{bytes_text(trial.nbytes)} each; a small synced file takes {1000 * trial.small_s:.2f} ms")  # fmt: skip
+    if run is not None:
+        _print_run(run)
+    for warning in found.warnings:
+        print(f"warning: {warning}")
+
+
+def _print_run(run: RunHealth) -> None:
+    owner = run.owner
+    told = "nobody" if owner is None else f"{owner.name}, {'alive' if owner.is_alive else 'dead'}"
+    heard = "" if owner is None else f", last heard of {age_text(owner.silent_s)} ago"
+    print(f"owner: {told}{heard}")
+    print(f"steps: {run.committed:,} committed, {len(run.damaged):,} damaged; {len(run.uncommitted):,} not committed")
+    if run.newest is not None and run.newest_age_s is not None:
+        print(
+            f"newest whole step: {run.newest.step}, {age_text(run.newest_age_s)} old, {bytes_text(run.newest.nbytes)}"
+        )
+    if run.at_risk is not None:
+        print(_risk_text(run.at_risk))
+
+
+def _risk_text(risk: AtRisk) -> str:
+    since = "the beginning" if risk.since is None else f"step {risk.since}"
+    updates = (
+        f"{risk.updates:,} {'update' if risk.updates == 1 else 'updates'} since {since}" if risk.updates else "nothing"
+    )
+    heard = age_text(risk.heard_s)
+    if risk.is_live:
+        return f"if the job died now: {updates} would be lost, as far as was heard {heard} ago"
+    was = "were" if risk.updates > 1 else "was"
+    return f"the last training ended {heard} ago ({risk.how}), and {updates} {was} lost"

@@ -1,0 +1,139 @@
+"""The health of a run: its owner, steps that cannot be restored, left-overs, and what would be lost if it died now."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+
+from jaxckpt_train.errors import CheckpointError
+from jaxckpt_train.looking.run_look import StepLook, look_at_run
+from jaxckpt_train.looking.whole_steps import newest_whole_step
+from jaxckpt_train.steps.attempts import attempts_of
+from jaxckpt_train.steps.history import History
+from jaxckpt_train.steps.lineage import newest_generations
+from jaxckpt_train.steps.lock import SILENCE_S, Owner, OwnerLock
+from jaxckpt_train.steps.notes import Notes
+from jaxckpt_train.steps.pruning import current_line
+from jaxckpt_train.steps.retention import half_deleted
+from jaxckpt_train.steps.run_events import run_events
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.left_overs import dead_attempts
+
+MOST_TOLD = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class AtRisk:
+    """What is lost if the process at work dies now; of one that has ended, what was lost then.
+
+    Attributes:
+        is_live: whether it is at work.
+        how: how it ended, as the history says.
+        completed: how many updates were complete when it was last heard of.
+        since: the step that the next process goes on from; None: there is none.
+        updates: how many have to be done again.
+        heard_s: seconds since it was heard of.
+    """
+
+    is_live: bool
+    how: str
+    completed: int
+    since: int | None
+    updates: int
+    heard_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RunHealth:
+    """What was found.
+
+    Attributes:
+        owner: of the lock; None: nobody.
+        looks: all steps.
+        newest: the newest step that is whole, by its manifest and the sizes of its files.
+        newest_age_s: seconds since it was saved.
+        damaged: what is wrong with committed steps, by the names of their directories.
+        uncommitted: the same of what was never committed, or lost its COMMIT.
+        left_overs: what dead processes left, which the next owner removes.
+        at_risk: None: no process of the run has told how far it came.
+        unreadable: why the history cannot be read.
+    """
+
+    owner: Owner | None
+    looks: list[StepLook]
+    newest: StepLook | None
+    newest_age_s: float | None
+    damaged: dict[str, str]
+    uncommitted: dict[str, str]
+    left_overs: list[str]
+    at_risk: AtRisk | None
+    unreadable: str | None
+
+    @property
+    def committed(self) -> int:
+        """How many steps are committed."""
+        return sum(look.entry is not None for look in self.looks)
+
+    def warnings(self) -> list[str]:
+        """What is not as it should be."""
+        found = [f"{name}: {problem}" for name, problem in [*self.damaged.items(), *self.uncommitted.items()]]
+        if self.looks and self.newest is None:
+            found.append("none of the steps can be restored")
+        if self.owner is not None and self.owner.is_alive and self.owner.silent_s > SILENCE_S:
+            found.append(f"{self.owner.name} owns the run and has not been heard of for {self.owner.silent_s:.0f} s")
+        if self.left_overs:
+            more = ", ..." if len(self.left_overs) > MOST_TOLD else ""
+            found.append(
+                f"left by dead processes, and removed by the next one that saves: "
+                f"{', '.join(self.left_overs[:MOST_TOLD])}{more}"
+            )
+        return found + ([] if self.unreadable is None else [f"the history cannot be read: {self.unreadable}"])
+
+
+def health_of(backend: Backend, directory: str, now: datetime.datetime) -> RunHealth:
+    """Look at a run.
+
+    Raises:
+        NotACheckpointError: there is no such directory.
+        StorageError: it cannot be read.
+    """
+    owner, looks = OwnerLock(backend, directory).owner(), look_at_run(backend, directory)
+    entries = sorted((look.entry for look in looks if look.entry is not None), key=lambda entry: entry.order)
+    line = newest_generations(current_line(entries, Notes(backend, directory).roll_back))
+    whole = newest_whole_step(backend, directory, line, every_byte=False)
+    by_name = {look.name: look for look in looks}
+    newest = None if whole.entry is None else by_name[whole.entry.name]
+    found_out = {entry.name: whole.damaged[entry.step] for entry in line if entry.step in whole.damaged}
+    problems = {look.name: look.problem for look in looks if look.problem is not None}
+    uncommitted = {name: problem for name, problem in problems.items() if by_name[name].entry is None}
+    damaged = {name: problem for name, problem in {**found_out, **problems}.items() if name not in uncommitted}
+    at_risk, unreadable = _at_risk(backend, directory, owner, newest, now)
+    return RunHealth(
+        owner=owner,
+        looks=looks,
+        newest=newest,
+        newest_age_s=None if whole.entry is None else (now - whole.entry.time).total_seconds(),
+        damaged=damaged,
+        uncommitted=uncommitted,
+        left_overs=[*dead_attempts(backend, directory), *half_deleted(backend, directory)],
+        at_risk=at_risk,
+        unreadable=unreadable,
+    )
+
+
+def _at_risk(
+    backend: Backend, directory: str, owner: Owner | None, newest: StepLook | None, now: datetime.datetime
+) -> tuple[AtRisk | None, str | None]:
+    is_live = owner is not None and owner.is_alive
+    try:
+        attempts = attempts_of(run_events(History(backend, directory).events()), is_live=is_live)
+    except CheckpointError as error:
+        return None, str(error)
+    trained = [attempt for attempt in attempts if attempt.stretches]
+    if not trained:
+        return None, None
+    last, since = trained[-1], None if newest is None else newest.step
+    completed = last.stretches[-1].last
+    heard_s = max(0.0, (now - last.ended).total_seconds())
+    is_at_work = is_live and last is attempts[-1]
+    return AtRisk(is_at_work, last.how, completed, since, max(0, completed - (since or 0)), heard_s), None

@@ -1,0 +1,50 @@
+"""Runs a command of `jaxckpt` in this process, and gives what it has printed and how it has ended."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from typer.testing import CliRunner, Result
+
+from jaxckpt_train.cli.app import app
+
+
+def run(*arguments: str | int | os.PathLike[str]) -> Result:
+    """What came of it; an error that the command does not tell of is raised."""
+    done = CliRunner().invoke(
+        app, [os.fspath(each) if isinstance(each, os.PathLike) else str(each) for each in arguments]
+    )
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done
+
+
+def printed(*arguments: str | int | os.PathLike[str], code: int = 0) -> str:
+    """What a command prints that ends with this code."""
+    done = run(*arguments)
+    assert done.exit_code == code, done.output
+    return done.stdout
+
+
+def told(*arguments: str | int | os.PathLike[str], code: int = 0) -> dict[str, Any]:
+    """The JSON document of a command that ends with this code."""
+    done = run(*arguments, "--json")
+    assert done.exit_code == code, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def refused(*arguments: str | int | os.PathLike[str], code: int) -> str:
+    """The one line by which a command refuses, and ends with this code; as JSON it says the same."""
+    done = run(*arguments)
+    assert (done.exit_code, done.stdout) == (code, ""), done.output
+    begin, _, message = done.stderr.partition("jaxckpt: ")
+    assert begin == ""
+    assert message.endswith("\n")
+    as_json = told(*arguments, code=code)
+    assert set(as_json) == {"error", "message", "notes", "exit_code"}
+    assert as_json["exit_code"] == code
+    assert [as_json["message"], *as_json["notes"]] == message.splitlines()
+    return message.rstrip("\n")

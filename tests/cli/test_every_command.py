@@ -1,0 +1,163 @@
+"""What holds for every command of `jaxckpt`: its help, its start, wrong calls, and who reads what it prints."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer.main
+
+import jaxckpt_train as jct
+from jaxckpt_train.cli.app import app, main
+from jaxckpt_train.cli.output import Code, age_text, bytes_text, code_of
+from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError, StepNotFoundError
+from tests.cli.commands import run
+from tests.conftest import REPO_ROOT, RunPython
+from tests.steps.runs import made_run
+
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+every_command = pytest.mark.parametrize("name", sorted(COMMANDS))
+
+
+def test_all_of_them_are_here() -> None:
+    assert {"ls", "show", "stats", "diff", "verify", "scrub", "prune", "pin", "cp", "mv", "doctor"} <= set(COMMANDS)
+
+
+@every_command
+def test_its_help_says_what_it_and_each_option_is_for(name: str) -> None:
+    done = run(name, "--help")
+    assert done.exit_code == 0
+    assert run(name, "-h").stdout == done.stdout
+    first = COMMANDS[name].help.splitlines()[0]
+    assert first.endswith(".")
+    assert " ".join(first.split()[:4]) in " ".join(done.stdout.split())
+    options = [each for each in COMMANDS[name].params if each.name != "help"]
+    assert [each.name for each in options if each.param_type_name == "option" and not each.help] == []
+    assert all(option in done.stdout for each in options for option in each.opts if option.startswith("--"))
+    assert "--json" in done.stdout
+    assert run("--help").stdout.count(f" {name} ") >= 1
+
+
+@every_command
+def test_what_is_called_wrongly_ends_with_2_and_a_usage(name: str) -> None:
+    for arguments in ([name], [name, "a", "b", "--no-such-option"]):
+        done = run(*arguments)
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert "Usage:" in done.stderr
+
+
+def test_no_command_prints_the_help_and_an_unknown_one_ends_with_2() -> None:
+    assert "Commands" in run().output
+    assert run("no-such-command").exit_code == 2
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, and a checkpoint with so many leaves that their names fill a pipe."""
+    folder = tmp_path_factory.mktemp("some")
+    made_run(folder / "run", 1, 2, 3)
+    jct.save(folder / "many", {f"leaf-{number:05d}": np.zeros(1) for number in range(3000)})
+    return folder
+
+
+CALLS = {
+    "--help": ["--help"],
+    "ls": ["ls", "run"],
+    "show": ["show", "run"],
+    "stats": ["stats", "run"],
+    "diff": ["diff", "run", "run"],
+    "verify": ["verify", "run"],
+    "scrub": ["scrub", "run"],
+    "prune": ["prune", "run", "--keep-latest", "2"],
+    "prune --yes": ["prune", "run", "--keep-latest", "2", "--yes"],
+    "pin": ["pin", "run", "2"],
+    "cp": ["cp", "run", "copy", "--overwrite"],
+    "mv": ["mv", "copy", "moved", "--overwrite"],
+    "doctor": ["doctor", "run", "--size-mib", "1"],
+}
+PROGRAM = """
+import json, sys
+from jaxckpt_train.cli.app import main
+try:
+    main()
+except SystemExit as ended:
+    print("\\n" + json.dumps([ended.code, sorted({name.partition(".")[0] for name in sys.modules})]))
+"""
+
+
+def test_none_of_them_imports_jax(directory: Path, run_python: RunPython) -> None:
+    for name, arguments in CALLS.items():
+        done = run_python(PROGRAM, *arguments, cwd=directory, check=True)
+        code, modules = json.loads(done.stdout.splitlines()[-1])
+        assert code in (0, None), f"{name}: {done.stdout}{done.stderr}"
+        assert not {"jax", "jaxlib", "flax", "tensorstore", "orbax", "grain"} & set(modules), name
+
+
+@pytest.mark.parametrize(
+    "arguments", [["ls", "run"], ["show", "many"], ["show", "many", "--json"], ["--help"]], ids=" ".join
+)
+def test_whoever_reads_no_further_gets_no_traceback(directory: Path, arguments: list[str]) -> None:
+    """As `head` does; also where it ends before anything is printed."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxckpt_train.cli", *arguments],
+        cwd=directory,
+        env={"PYTHONPATH": str(REPO_ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(timeout=60), errors) in [(0, b""), (1, b"")]
+
+
+def test_names_of_any_bytes_and_a_terminal_of_ascii_are_printed(tmp_path: Path) -> None:
+    folder = os.fsencode(tmp_path / "run-") + b"\xff"
+    made_run(Path(os.fsdecode(folder)), 1)
+    for arguments in (["show", folder], ["stats", folder], ["ls", folder], ["verify", folder], ["ls", folder + b"-"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "jaxckpt_train.cli", *arguments],
+            env={"PYTHONPATH": str(REPO_ROOT), "PYTHONIOENCODING": "ascii"},
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        assert b"Traceback" not in done.stderr, done.stderr.decode()
+        assert done.returncode == (3 if arguments[1] != folder else 0)
+        assert b"\\udcff" in done.stdout + done.stderr or arguments[0] in ("stats", "ls")
+
+
+def test_the_script_is_installed_and_is_the_same_as_the_module(directory: Path, run_python: RunPython) -> None:
+    project = tomllib.loads((REPO_ROOT / "pyproject.toml").read_text())["project"]
+    module, _, name = project["scripts"]["jaxckpt"].partition(":")
+    assert getattr(importlib.import_module(module), name) is main
+    done = run_python(
+        "import runpy; runpy.run_module('jaxckpt_train.cli', run_name='__main__')", "ls", "run", cwd=directory
+    )
+    assert (done.returncode, done.stdout.splitlines()[0].split()) == (0, ["step", "size", "age", "state"])
+
+
+def test_every_error_has_a_code() -> None:
+    assert code_of(StepNotFoundError("no such step")) is Code.NOTHING
+    assert code_of(IncompleteCheckpointError("half of it")) is Code.WRONG
+    assert code_of(CorruptCheckpointError("a flipped bit")) is Code.WRONG
+    assert code_of(CheckpointError("anything else")) is Code.WRONG
+
+
+def test_sizes_and_ages_for_people() -> None:
+    assert [bytes_text(size) for size in (None, 0, 1023, 1024, 5 << 20, 3 << 40, 5000 << 40)] == [
+        "?", "0 B", "1023 B", "1.0 KiB", "5.0 MiB", "3.0 TiB", "5000.0 TiB",
+    ]  # fmt: skip
+    assert [age_text(age) for age in (-5, 0, 119, 120, 7199, 7200, 172800)] == [
+        "0 s", "0 s", "119 s", "2 min", "120 min", "2 h", "2 d",
+    ]  # fmt: skip

@@ -1,0 +1,89 @@
+"""`jaxckpt stats`: numbers as numpy calculates them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.looking import leaf_reads
+from tests.cli.commands import printed, refused, told
+from tests.steps.runs import flip_a_payload_byte, made_run, step_path
+
+RANDOM = np.random.default_rng(5)
+KEYS = {"part", "path", "count", "min", "max", "mean", "std", "norm", "nan", "inf", "zeros", "histogram"}
+
+
+def stats_of(tmp_path: Path, tree: dict[str, Any], *options: str, code: int = 0) -> dict[str, dict[str, Any]]:
+    jct.save(tmp_path / "c", tree, overwrite=True)
+    found = told("stats", tmp_path / "c", *options, code=code)
+    assert set(found) == {"path", "leaves"}
+    return {each["path"]: each for each in found["leaves"]}
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float64", "bfloat16", "float16", "int32", "int8", "uint8", "float8_e4m3fn"]
+)
+@pytest.mark.parametrize("piece_bytes", [leaf_reads.PIECE_BYTES, 1 << 10], ids=["one piece", "pieces"])
+def test_numbers_are_those_of_numpy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, piece_bytes: int
+) -> None:
+    monkeypatch.setattr(leaf_reads, "PIECE_BYTES", piece_bytes)
+    values = (RANDOM.standard_normal((67, 45)) * 20 + 30).astype(getattr(ml_dtypes, dtype, dtype))
+    found = stats_of(tmp_path, {"w": values})["w"]
+    assert set(found) == KEYS
+    exact = values.astype(np.float64)
+    assert (found["count"], found["min"], found["max"]) == (exact.size, exact.min(), exact.max())
+    np.testing.assert_allclose([found["mean"], found["std"]], [exact.mean(), exact.std()], rtol=1e-5)
+    np.testing.assert_allclose(found["norm"], np.linalg.norm(exact), rtol=1e-6)
+    assert (found["nan"], found["inf"], found["zeros"]) == (0, 0, int((exact == 0).sum()))
+    counts, edges = np.histogram(exact, 20)
+    assert found["histogram"]["counts"] == counts.tolist()
+    np.testing.assert_allclose(found["histogram"]["edges"], edges)
+
+
+def test_what_is_not_finite_is_counted_and_ends_with_1(tmp_path: Path) -> None:
+    values = np.array([1, np.nan, -2, np.inf, -np.inf, 0, np.nan], np.float32)
+    found = stats_of(tmp_path, {"bad": values, "good": np.ones(3)}, code=1)
+    bad = found["bad"]
+    assert (bad["nan"], bad["inf"], bad["zeros"], bad["count"]) == (2, 2, 1, 7)
+    assert (bad["min"], bad["max"], bad["mean"]) == (-2, 1, pytest.approx(-1 / 3))
+    assert sum(bad["histogram"]["counts"]) == 3
+    assert (found["good"]["nan"], found["good"]["std"]) == (0, 0)
+    assert "bad" in printed("stats", tmp_path / "c", code=1)
+
+
+def test_what_has_no_values_or_only_one(tmp_path: Path) -> None:
+    tree = {
+        "none": np.zeros((0, 4)),
+        "one": np.float32(3),
+        "all nan": np.full(2, np.nan),
+        "flags": np.array([True, False]),
+    }
+    found = stats_of(tmp_path, tree, code=1)
+    assert (found["none"]["count"], found["none"]["min"], found["none"]["mean"]) == (0, None, None)
+    assert (found["one"]["min"], found["one"]["histogram"]["counts"]) == (3, [1])
+    assert (found["all nan"]["min"], "histogram" in found["all nan"]) == (None, False)
+    assert (found["flags"]["mean"], found["flags"]["zeros"]) == (0.5, 1)
+
+
+def test_complex_values_count_by_their_size(tmp_path: Path) -> None:
+    found = stats_of(tmp_path, {"z": np.array([3 + 4j, 0, -5j])})["z"]
+    assert (found["min"], found["max"], found["norm"]) == (0, 5, pytest.approx(math.sqrt(50)))
+
+
+def test_only_leaves_that_are_chosen_are_read(tmp_path: Path) -> None:
+    found = stats_of(tmp_path, {"a": np.ones(2), "b": np.zeros(2), "n": 3}, "a", "n")
+    assert set(found) == {"a"}
+    assert "histogram" not in stats_of(tmp_path, {"a": np.ones(2)}, "--no-histogram")["a"]
+
+
+def test_damage_ends_with_1_and_names_the_file(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", 1)
+    flip_a_payload_byte(step_path(run, 1))
+    assert "p00000-s000.safetensors" in refused("stats", run, code=1)

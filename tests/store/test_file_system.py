@@ -1,0 +1,57 @@
+"""The file system of a directory: its kind by the table of mounts, and its room."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from jaxckpt_train.errors import StorageError
+from jaxckpt_train.store import file_system
+from jaxckpt_train.store.file_system import _mount_of, file_system_of
+
+MOUNTS = """\
+22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+30 22 0:25 / /dev/shm rw - tmpfs tmpfs rw
+31 22 0:26 / /data rw master:1 - nfs4 server:/export rw
+32 31 0:27 / /data/with\\040space rw - xfs /dev/sdb rw
+33 22 0:28 / /data rw - lustre mgs:/fs rw
+a line that is none
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("/", ("ext4", "/")),
+        ("/database", ("ext4", "/")),
+        ("/dev/shm/run", ("tmpfs", "/dev/shm")),
+        ("/data", ("lustre", "/data")),  # mounted over the other one
+        ("/data/run/a", ("lustre", "/data")),
+        ("/data/with space/run", ("xfs", "/data/with space")),
+    ],
+)
+def test_the_longest_mount_point_and_of_equals_the_last_one_counts(path: str, found: tuple[str, str]) -> None:
+    assert _mount_of(path, MOUNTS) == found
+
+
+def test_the_room_is_that_of_the_system(tmp_path: Path) -> None:
+    found, there = file_system_of(str(tmp_path)), os.statvfs(tmp_path)
+    assert found.total_bytes == there.f_blocks * there.f_frsize
+    assert 0 <= found.free_bytes <= found.total_bytes
+    assert found.free_files is None or found.free_files > 0
+    assert os.path.ismount(found.mount)
+    assert found.kind not in ("", "unknown")
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/dev/shm")
+    assert file_system_of(str(tmp_path / "link")).mount == file_system_of("/dev/shm").mount
+
+
+def test_a_system_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_system, "MOUNTS", str(tmp_path / "gone"))
+    assert file_system_of(str(tmp_path)).kind == "unknown"
+    with pytest.raises(StorageError, match="cannot look at the file system"):
+        file_system_of(str(tmp_path / "gone"))
