@@ -6,6 +6,7 @@ import typer
 
 from jaxckpt_train.cli.diff import diff
 from jaxckpt_train.cli.ls import ls
+from jaxckpt_train.cli.report import report
 from jaxckpt_train.cli.show import show
 from jaxckpt_train.cli.stats import stats
 from jaxckpt_train.cli.verify import scrub, verify
@@ -18,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, show, stats, diff, verify, scrub):
+for command in (ls, show, stats, diff, verify, scrub, report):
     app.command()(command)
 
 
