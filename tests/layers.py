@@ -60,7 +60,7 @@ ADAPTERS = {
         "report.charts_of_steps",
         "report.charts_of_time",
         "report.drawing",
-    },  # fmt: skip
+    },
     "cloudpickle": {"tree.colocated_calls"},
     "flax": {"checkpointables.nnx_objects", "checkpointables.flax_legacy"},
     "grain": {"checkpointables.grain_iterator"},
