@@ -52,7 +52,7 @@ def time_spent(processes: Sequence[Process], totals: Totals) -> Any:
             }
         )
         bars = chart.hbar(y="row", left="left", right="right", height=0.62, source=data, color=colour, line_width=0)
-        tell(chart, [("@row", name), ("took", "@took"), ("share", "@share{0.0} %")], [bars])
+        tell(chart, [("of", "@row"), ("in", name), ("took", "@took"), ("share", "@share{0.0} %")], [bars])
         items.append((name, [bars]))
         starts = ends
     legend(chart, items)

@@ -19,7 +19,7 @@ const Explorer = (() => {
     }
     const meaning = { "**": "[^]*", "*": "[^/]*", "?": "[^/]" };
     const pieces = pattern.match(/\*\*|\*|\?|[^*?]+/g);
-    const escape = (text) => text.replace(/[.+^${}()|[\]\\/-]/g, "\\$&");
+    const escape = (text) => text.replace(/[.+^${}()|[\]\\/]/g, "\\$&");
     const whole = new RegExp(`^(?:[^/]*/)?(?:${pieces.map((piece) => meaning[piece] || escape(piece)).join("")})$`, "u");
     return (name) => whole.test(name);
   }

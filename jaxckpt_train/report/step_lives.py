@@ -92,6 +92,9 @@ class _Lives:
 
     def hear(self, told: Told) -> None:
         name, parsed = told.text("name"), parse_step_name(told.text("name"))
+        if told.kind == "start" and told.event.step is not None:  # it had restored that before it took the directory
+            same = [life.name for life in self._there.values() if life.step == told.event.step]
+            self._restored(same[-1] if same else "")
         if parsed is None:
             return
         if told.kind == "save" and told.event.ok:
@@ -101,9 +104,12 @@ class _Lives:
             life.deleted = told.time
         elif told.kind == "set_aside" and name in self._there:
             self._there[name].set_aside = told.time
-        elif told.kind == "restore" and name in self._there:
-            later = itertools.dropwhile(lambda life: life.name != name, self._there.values())
-            self._passed_over = list(later)[1:]
+        elif told.kind == "restore":
+            self._restored(name)
+
+    def _restored(self, name: str) -> None:
+        later = itertools.dropwhile(lambda life: life.name != name, self._there.values())
+        self._passed_over = list(later)[1:]
 
     def _saved(self, told: Told, name: str, step: int) -> None:
         above = [life for life in self._there.values() if life.step >= step and life.name != name]

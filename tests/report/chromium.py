@@ -10,12 +10,12 @@ import select
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
-LIMIT_S = 60.0
+LIMIT_S = 30.0
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run",
     "--disable-extensions", "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -36,20 +36,31 @@ class Tab:
         errors: what went wrong in it: errors on the console, exceptions, what its policy refused.
     """
 
-    def __init__(self, browser: Browser, session: str) -> None:
-        self._browser, self._session = browser, session
+    def __init__(self, browser: Browser, target: str, session: str) -> None:
+        self._browser, self._target, self._session = browser, target, session
+        self._loaded: set[str] = set()
         self.requests: list[str] = []
         self.errors: list[str] = []
+
+    def watch(self) -> None:
+        """Hear of what happens in it."""
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.ask(f"{domain}.enable")
+        self.ask("Page.setLifecycleEventsEnabled", enabled=True)
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
         return self._browser.ask(method, self._session, **parameters)
 
     def open(self, file: Path) -> None:
         """Open a file, and wait until the page says that it has drawn all of its charts."""
-        self.ask("Page.navigate", url=file.as_uri())
+        self.go_to(file)
         self.wait_for("document.documentElement.dataset.ready === 'true'")
+
+    def go_to(self, file: Path) -> None:
+        """Open a file, and wait until it is loaded."""
+        loader = self.ask("Page.navigate", url=file.as_uri())["loaderId"]
+        while loader not in self._loaded:
+            self._browser.hear_next("Page.navigate")
 
     def show_as(self, scheme: str, width: int = 1200, height: int = 900) -> None:
         """Let the page see a system that is "light" or "dark", and a window of this size."""
@@ -94,9 +105,15 @@ class Tab:
         """What is seen as a PNG; `whole`: all of the page."""
         return base64.b64decode(self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"])
 
+    def close(self) -> None:
+        """Close it."""
+        self._browser.close_tab(self._target)
+
     def hear(self, event: dict[str, Any]) -> None:
         told = event["params"]
         match event["method"]:
+            case "Page.lifecycleEvent" if told["name"] == "load":
+                self._loaded.add(told["loaderId"])
             case "Network.requestWillBeSent" if not told["request"]["url"].startswith(("data:", "blob:")):
                 self.requests.append(told["request"]["url"])
             case "Runtime.exceptionThrown":
@@ -116,11 +133,15 @@ class Browser:
         self._tabs: dict[str, Tab] = {}
 
     def open_tab(self) -> Tab:
-        target = self.ask("Target.createTarget", url="about:blank")["targetId"]
+        context = self.ask("Target.createBrowserContext")["browserContextId"]  # which remembers nothing of others
+        target = self.ask("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
         session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        tab = Tab(self, session)
-        self._tabs[session] = tab
+        self._tabs[session] = tab = Tab(self, target, session)
+        tab.watch()
         return tab
+
+    def close_tab(self, target: str) -> None:
+        self.ask("Target.closeTarget", targetId=target)
 
     def ask(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
         self._number += 1
@@ -128,17 +149,21 @@ class Browser:
         if session is not None:
             message["sessionId"] = session
         os.write(self._to, json.dumps(message).encode() + b"\0")
-        end = time.monotonic() + LIMIT_S
-        while True:
-            answer = self._next(end, method)
-            if answer.get("id") == self._number:
-                assert "error" not in answer, (method, answer)
-                return dict(answer["result"])
-            tab = self._tabs.get(answer.get("sessionId", ""))
-            if tab is not None and "method" in answer:
-                tab.hear(answer)
+        while (answer := self.hear_next(method)).get("id") != self._number:
+            pass
+        assert "error" not in answer, (method, answer)
+        return dict(answer["result"])
 
-    def _next(self, end: float, method: str) -> dict[str, Any]:
+    def hear_next(self, method: str) -> dict[str, Any]:
+        """Wait for the next message, while `method` is under way; a tab hears of its own events."""
+        answer = self._next(method)
+        tab = self._tabs.get(answer.get("sessionId", ""))
+        if tab is not None and "method" in answer:
+            tab.hear(answer)
+        return answer
+
+    def _next(self, method: str) -> dict[str, Any]:
+        end = time.monotonic() + LIMIT_S
         while b"\0" not in self._left:
             ready, _, _ = select.select([self._back], [], [], max(0.0, end - time.monotonic()))
             assert ready, f"Chromium has not answered {method} in {LIMIT_S:g} seconds"
@@ -175,6 +200,3 @@ def chromium(program: str, profile: Path) -> Iterator[Browser]:
             process.kill()
             process.wait()
         os.close(back)
-
-
-Measured = Callable[[bytes], Any]
