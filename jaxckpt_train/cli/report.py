@@ -86,11 +86,12 @@ def _gathered(directory: str, changes: int | None, disk: bool, as_json: bool) ->
     from jaxckpt_train.report.gathering import gather
     from jaxckpt_train.report.run_reading import read_run
 
-    read = read_run(BACKEND, directory)
+    now = datetime.datetime.now(datetime.UTC)
+    read = read_run(BACKEND, directory, now)
     plan = plan_changes(read.looks, changes)
     rate = measure_disk(BACKEND, directory) if disk else None
     with progress("comparing", plan.bytes, as_json) as advance:
-        return gather(BACKEND, read, plan, datetime.datetime.now(datetime.UTC), rate, advance)
+        return gather(BACKEND, read, plan, now, rate, advance)
 
 
 def _write(path: str, gathered: Gathered, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""What all charts have in common: frame, colours, axes, legend and what is told at the pointer."""
+"""What all charts have in common: frame, colours, axes, names, and what is told at the pointer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from bokeh.models import ColumnDataSource, HoverTool, Range1d
-from bokeh.models.annotations import Legend
+from bokeh.models import BasicTickFormatter, ColumnDataSource, HoverTool, Range1d
 from bokeh.plotting import figure
 
 # Told apart by all who see colours differently, on a light and on a dark page. Text and lines of a chart get theirs in
@@ -30,7 +29,7 @@ def frame(height: int, y_label: str, **options: Any) -> Any:
     made.toolbar.active_scroll = None
     made.background_fill_color = made.border_fill_color = made.outline_line_color = None
     made.yaxis.axis_label = y_label
-    made.min_border_right = 24
+    made.min_border_left, made.min_border_right = 76, 24  # so that charts over time lie below each other
     for axis in (*made.xaxis, *made.yaxis):
         axis.axis_label_text_font_style = "normal"
         axis.axis_line_color = axis.minor_tick_line_color = None
@@ -81,15 +80,40 @@ MOMENT = "{%F %T.%3N}"
 
 
 def legend(chart: Any, items: Sequence[tuple[str, Sequence[Any]]]) -> None:
-    """A legend above the chart; a click on a name hides what it names. The names are ours, never those of files."""
-    if not items:
-        return
-    made: Any = Legend(items=[(name, list(renderers)) for name, renderers in items], orientation="horizontal")
-    made.click_policy = "hide"
-    made.border_line_color = made.background_fill_color = None
-    made.margin, made.padding, made.spacing = 2, 2, 14
-    made.label_standoff, made.glyph_width, made.glyph_height = 4, 16, 16
-    chart.add_layout(made, "above")
+    """What the page is to put above the chart: names with a mark each, that hide and show what they name.
+
+    The page does it, and not the library: it wraps where the page is narrow, and can be used by keys.
+
+    Args:
+        chart: it.
+        items: names, and what each names; the names are ours, never those of files.
+    """
+    chart.tags = [
+        {
+            "name": name,
+            "colour": _colour_of(renderers[0]),
+            "mark": _mark_of(renderers),
+            "ids": [r.id for r in renderers],
+        }
+        for name, renderers in items
+    ]
+
+
+def _colour_of(renderer: Any) -> str:
+    glyph = renderer.glyph
+    return str(getattr(glyph, "fill_color", None) or glyph.line_color)
+
+
+def _mark_of(renderers: Sequence[Any]) -> str:
+    """The shape of the last one, as the page knows it; bars are squares."""
+    glyph = renderers[-1].glyph
+    marker = getattr(glyph, "marker", None)
+    return str(marker) if marker is not None else "dashed" if type(glyph).__name__ == "Line" else "square"
+
+
+def plain_numbers() -> BasicTickFormatter:
+    """Whole numbers of an axis, without powers of ten."""
+    return BasicTickFormatter(use_scientific=False)
 
 
 def finite(value: float | None) -> float:

@@ -24,6 +24,7 @@ from jaxckpt_train.report.chart_frame import (
     frame,
     legend,
     milliseconds,
+    plain_numbers,
     source,
     tell,
     time_frame,
@@ -43,6 +44,7 @@ ASIDE = (0.0, 0.06, -0.06, 0.12, -0.12, 0.18, -0.18)  # so that dots of one pair
 def retention(steps: Sequence[StepLife], now: datetime.datetime, span: Range1d) -> Any:
     """A line for each step, from when it was saved until it was deleted; those that are there go on until now."""
     chart = time_frame(300, "step", span)
+    chart.yaxis.formatter = plain_numbers()
     items = []
     width = max(2.0, min(7.0, 160 / max(1, len(steps))))
     for state, colour in STATE_COLOURS.items():
@@ -120,7 +122,7 @@ def metric(values: Sequence[MetricValue]) -> Any:
     chart.line(x="step", y="value", source=data, line_color=BLUE, line_width=1.5, line_alpha=0.7)
     dots = chart.scatter(x="step", y="value", source=data, size=6, color=BLUE)
     tell(chart, [("step", "@step{0}"), ("value", "@value{0.000000}")], [dots])
-    chart.xaxis.axis_label = "step"
+    chart.xaxis.axis_label, chart.xaxis.formatter = "step", plain_numbers()
     return chart
 
 
@@ -153,7 +155,7 @@ def changes(pairs: Sequence[PairChange], most: int) -> Any:
     items = [("a leaf", [dots])]
     if whole:
         data = source({"pair": [name for name, _ in whole], "relative": [finite(value) for _, value in whole]})
-        bars = chart.scatter(x="pair", y="relative", source=data, marker="dash", size=70, line_width=3, color=ORANGE)
+        bars = chart.scatter(x="pair", y="relative", source=data, marker="dash", size=44, line_width=3, color=ORANGE)
         tell(chart, [("all values", "@pair"), ("relative change", "@relative{0.00e+0}")], [bars])
         items.append(("all values together", [bars]))
     legend(chart, items)

@@ -85,8 +85,9 @@ def _over_time(gathered: Gathered, limits: Limits, left_out: dict[str, str]) -> 
     if uses:
         charts["disk-use"] = charts_of_steps.disk_use(uses, now, span)
     for place in ("timeline", "save-times", "throughput"):
-        _tell(left_out, place, len(saves), len(gathered.saves), "saves", "the longest of its neighbours")
-    _tell(left_out, "retention", len(steps), len(gathered.steps), "steps", "those that are there first")
+        _tell(left_out, place, len(saves), len(gathered.saves), "saves", "of neighbours the longest")
+    _tell(left_out, "retention", len(steps), len(gathered.steps), "steps", "of neighbours one that is still there")
+    _tell(left_out, "disk-use", len(uses), len(gathered.disk_use), "changes", "of neighbours the largest")
     return charts
 
 
@@ -99,7 +100,7 @@ def _of_steps(gathered: Gathered, limits: Limits, left_out: dict[str, str]) -> d
     for number, values in enumerate(list(gathered.metrics.values())[:MOST_METRICS]):
         some = thinned(values, limits.points, lambda each: abs(each.value))
         charts[metric_place(number)] = charts_of_steps.metric(some)
-        _tell(left_out, metric_place(number), len(some), len(values), "values", "the largest of its neighbours")
+        _tell(left_out, metric_place(number), len(some), len(values), "values", "of neighbours the largest")
     pairs = shown_pairs(gathered)
     if any(leaf.relative is not None for pair in pairs for leaf in pair.leaves):
         most, room = max(len(pair.leaves) for pair in pairs), max(1, limits.changed_leaves // len(pairs))

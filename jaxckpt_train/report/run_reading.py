@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import errno
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError, StorageError
 from jaxckpt_train.looking.run_look import StepLook, look_at_run
 from jaxckpt_train.report.told_events import Told, told_events
 from jaxckpt_train.steps.history import HISTORY_NAME, History
-from jaxckpt_train.steps.lock import OwnerLock
+from jaxckpt_train.steps.lock import LOCK_NAME, OwnerLock
 from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store.backend import Backend
 
 MOST_WARNINGS = 20
+HEARD_S = 150.0  # whoever is at work notes how far it has come every minute
 _log = logging.getLogger("jaxckpt_train")
 
 
@@ -39,34 +41,47 @@ class RunRead:
     warnings: tuple[str, ...]
 
 
-def read_run(backend: Backend, directory: str) -> RunRead:
+def read_run(backend: Backend, directory: str, now: datetime.datetime) -> RunRead:
     """Read the history and look at the steps of a run.
+
+    Args:
+        backend: where.
+        directory: of the run.
+        now: the time, with a zone.
 
     Raises:
         NotACheckpointError: the directory has neither, or is not there.
         StorageError: it cannot be read.
     """
-    _check_is_run(backend, directory)
+    names = _names(backend, directory)
     with _heard() as warnings:
         lock = OwnerLock(backend, directory)
         was_live = lock.is_anybodys()
         told, left_out = _events(backend, directory, warnings)
         is_live = was_live or lock.is_anybodys()  # one may begin meanwhile, and one that ends says so first
+        is_live = is_live or (LOCK_NAME in names and _was_heard_of(told, now))
         looks = look_at_run(backend, directory)
     if left_out:
         _keep(warnings, f"{left_out} lines of {HISTORY_NAME} tell of no event of a run, and are left out")
     return RunRead(directory, tuple(told), tuple(looks), is_live, tuple(warnings))
 
 
-def _check_is_run(backend: Backend, directory: str) -> None:
+def _names(backend: Backend, directory: str) -> set[str]:
+    """The names in it, if it is a run's."""
     try:
-        names = [entry.name for entry in backend.list(directory)]
+        names = {entry.name for entry in backend.list(directory)}
     except StorageError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise NotACheckpointError(f"{directory}: expected the directory of a run, found none") from error
         raise
     if HISTORY_NAME not in names and all(parse_step_name(name) is None for name in names):
         raise NotACheckpointError(f"{directory}: expected a run, found neither a step nor a {HISTORY_NAME} in it")
+    return names
+
+
+def _was_heard_of(told: Sequence[Told], now: datetime.datetime) -> bool:
+    """Whether an owner has written a moment ago: who may not write here cannot ask for the age of its lock."""
+    return bool(told) and told[-1].kind != "end" and abs((now - told[-1].time).total_seconds()) < HEARD_S
 
 
 def _events(backend: Backend, directory: str, warnings: list[str]) -> tuple[list[Told], int]:

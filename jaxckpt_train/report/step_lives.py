@@ -88,6 +88,7 @@ class _Lives:
     def __init__(self) -> None:
         self.all: list[StepLife] = []
         self._there: dict[str, StepLife] = {}  # in the order in which they were saved
+        self._last = -1  # the step that was saved last
         self._passed_over: list[StepLife] = []  # by the last restore: left behind once the run saves
 
     def hear(self, told: Told) -> None:
@@ -112,7 +113,10 @@ class _Lives:
         self._passed_over = list(later)[1:]
 
     def _saved(self, told: Told, name: str, step: int) -> None:
-        above = [life for life in self._there.values() if life.step >= step and life.name != name]
+        above: list[StepLife] = []
+        if step <= self._last:  # else there is none, and all steps need not be looked at
+            above = [life for life in self._there.values() if life.step >= step and life.name != name]
+        self._last = step
         for life in [*self._passed_over, *above]:
             life.left = life.left or told.time
         self._passed_over = []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from jaxckpt_train.cli.app import app
@@ -175,6 +177,18 @@ print(time.perf_counter() - began, file=sys.stderr)
     # The fastest of several: noise of the machine only ever adds.
     took = [float(run_python(program, "report", tmp_path, "--json", check=True).stderr) for _ in range(5)]
     assert min(took) < MOST_START_S
+
+
+def test_the_documentation_tells_all_options_and_all_keys(tmp_path: Path, repo_root: Path) -> None:
+    page = (repo_root / "docs" / "report.md").read_text()
+    options = page.partition("## Options")[2].partition("## ")[0]
+    assert set(re.findall(r"^\| `.*?(--[a-z-]+)` \|", options, re.MULTILINE)) == {
+        option for each in get_command(app).commands["report"].params for option in each.opts if "--" in option
+    }  # fmt: skip
+    keys = set(
+        re.findall(r"`([a-z_]+)`", "".join(re.findall(r"^\| (`[^|]+) \|", page.partition("## The data")[2], re.M)))
+    )
+    assert keys == set(json.loads(report(made_run(tmp_path, 1), "--json")[1]))
 
 
 def test_its_help_says_what_it_is_for() -> None:

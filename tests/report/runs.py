@@ -70,5 +70,5 @@ def write_history(directory: Path, *events: Mapping[str, Any]) -> Path:
 
 def gathered_of(directory: Path, changes: int | None = None, made: datetime.datetime = NOW) -> Gathered:
     """What a report of a run tells."""
-    read = read_run(BACKEND, str(directory))
+    read = read_run(BACKEND, str(directory), made)
     return gather(BACKEND, read, plan_changes(read.looks, changes), made)

@@ -25,6 +25,7 @@ from tests.steps.runs import flip_a_payload_byte, made_run, step_path, truncate_
 LIGHT, DARK = (255, 255, 255), (0x14, 0x18, 0x1F)
 GREEN, ORANGE, BLUE = (0x2E, 0x9B, 0x6F), (0xDD, 0x84, 0x32), (0x3F, 0x7F, 0xBF)
 RED, GREY, PURPLE = (0xCF, 0x4A, 0x5A), (0x8B, 0x91, 0x9B), (0x8B, 0x6F, 0xC4)
+TWO_FRAMES = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 CHARTS = ["changes", "disk-use", "metric-0", "retention", "save-times", "throughput", "time-spent", "timeline"]
 
 
@@ -148,6 +149,22 @@ def test_the_pointer_tells_of_what_is_under_it(page_tab: Tab) -> None:
     })()""")
 
 
+def test_a_press_on_a_name_hides_and_shows_what_it_names(page_tab: Tab) -> None:
+    button = ".legend:has(+ #chart-timeline) button:nth-child(1)"
+    assert text_of(page_tab, button).endswith("finished")
+    before = like(pixels_of(page_tab, "#chart-timeline"), GREEN, within=40).sum()
+    page_tab.click(button)
+    page_tab.wait_for(f"document.querySelector('{button}').getAttribute('aria-pressed') === 'false'")
+    page_tab.value(TWO_FRAMES)
+    hidden = like(pixels_of(page_tab, "#chart-timeline"), GREEN, within=40).sum()
+    page_tab.click(button)
+    page_tab.value(TWO_FRAMES)
+    shown = like(pixels_of(page_tab, "#chart-timeline"), GREEN, within=40).sum()
+    assert hidden < 0.3 * before
+    assert shown == before
+    assert page_tab.errors == []
+
+
 def test_the_tree_is_opened_and_closed_by_a_click(page_tab: Tab) -> None:
     assert rows_of(page_tab) == ["state", "params", "step"]
     page_tab.click("#leaves details details summary")
@@ -231,13 +248,13 @@ def test_a_click_makes_the_page_and_its_charts_dark(page_tab: Tab) -> None:
     light = pixels_of(page_tab, "#chart-time-spent")
     page_tab.click("#theme")
     assert page_tab.value("document.documentElement.dataset.theme") == "dark"
-    page_tab.value("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    page_tab.value(TWO_FRAMES)
     dark = pixels_of(page_tab, "#chart-time-spent")
     assert like(light, LIGHT).mean() > 0.3
     assert like(dark, DARK).mean() > 0.3
     assert like(dark, LIGHT).sum() == 0
-    assert like(light, (0x1D, 0x24, 0x30), within=40).sum() > 20  # letters of the legend
-    assert like(dark, (0xE4, 0xE8, 0xEE), within=40).sum() > 20
+    assert like(light, (0x5B, 0x66, 0x75), within=30).sum() > 20  # letters of the axes
+    assert like(dark, (0x9A, 0xA6, 0xB5), within=30).sum() > 20
     np.testing.assert_array_equal(like(light, GREEN).sum(axis=1) > 30, like(dark, GREEN).sum(axis=1) > 30)
     assert page_tab.errors == []
 

@@ -142,7 +142,7 @@ def test_a_very_long_run_makes_a_page_of_a_limited_size_that_says_what_is_left_o
     page = page_of(dataclasses.replace(gathered, tree=leaves(30_000)))
     assert len(page.encode()) < MOST_BYTES
     words = words_of(page)
-    assert "of 6,000 saves are drawn: the longest of its neighbours." in words
+    assert "of 6,000 saves are drawn: of neighbours the longest." in words
     assert "The last 150 of 6,000; --json has all of them." in words
     assert "more metrics left out; --json has them." in words
     shown = len(data_of(page)["tree"]["leaves"])
