@@ -71,6 +71,19 @@ def text_of(tab: Tab, selector: str) -> str:
     return str(tab.value(f"document.querySelector({json.dumps(selector)}).innerText"))
 
 
+def pointed_at(tab: Tab, selector: str, right: int, down: int) -> str:
+    """What is told once the pointer is over an element, so many pixels from its corner."""
+    place = f"document.querySelector({json.dumps(selector)})"
+    tab.value(f"{place}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
+    box = tab.value(f"(box => [box.x, box.y])({place}.getBoundingClientRect())")
+    tab.ask("Input.dispatchMouseEvent", type="mouseMoved", x=round(box[0]) + right, y=round(box[1]) + down)
+    cells = (
+        "[...(document.querySelector('.bk-Tooltip')?.shadowRoot?.querySelectorAll('[class^=bk-tooltip-row]') ?? [])]"
+    )
+    tab.wait_for(f"{cells}.length > 1")
+    return str(tab.value(f"{cells}.map(cell => cell.textContent.trim()).join(' ')"))
+
+
 def rows_of(tab: Tab) -> list[str]:
     """The names of the leaves and branches that are shown."""
     return list(
@@ -121,6 +134,8 @@ def test_bars_are_as_long_as_what_they_stand_for(page_tab: Tab, preempted_run: P
     middle = int(bars[0]) + 5  # of the bar of the run, which comes first
     seen = {name: int(counts[middle]) for name, counts in in_row.items()}
     whole = sum(seen.values())
+    room = page_tab.value("Bokeh.documents[0].roots().find(chart => chart.name === 'time-spent').inner_width")
+    assert whole == pytest.approx(room, abs=6)
     told = {
         "useful": totals.useful_s, "lost": totals.lost_s, "blocked": totals.blocked_s, "resume": totals.to_resume_s,
         "between": totals.between_s, "other": totals.other_s,
@@ -138,15 +153,9 @@ def test_saves_and_processes_are_in_the_timeline(page_tab: Tab) -> None:
 
 
 def test_the_pointer_tells_of_what_is_under_it(page_tab: Tab) -> None:
-    page_tab.value("document.querySelector('#chart-time-spent').scrollIntoView({block: 'center', behavior: 'instant'})")
-    box = page_tab.value("(box => [box.x, box.y])(document.querySelector('#chart-time-spent').getBoundingClientRect())")
-    x, y = int(box[0]) + 150, int(box[1]) + 50
-    page_tab.ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    page_tab.wait_for("""(() => {
-      const inner = node => [...node.childNodes, ...(node.shadowRoot?.childNodes ?? [])];
-      const text = node => inner(node).map(text).join(" ") + (node.nodeType === 3 ? node.data : "");
-      return /the run[^]*useful updates[^]*share[^]*%/.test(text(document.body));
-    })()""")
+    found = pointed_at(page_tab, "#chart-timeline", 300, 20)
+    assert found.startswith("process: 1 ended: preempted where: ")
+    assert " steps: 0-24 " in found
 
 
 def test_a_press_on_a_name_hides_and_shows_what_it_names(page_tab: Tab) -> None:
@@ -253,8 +262,9 @@ def test_a_click_makes_the_page_and_its_charts_dark(page_tab: Tab) -> None:
     assert like(light, LIGHT).mean() > 0.3
     assert like(dark, DARK).mean() > 0.3
     assert like(dark, LIGHT).sum() == 0
-    assert like(light, (0x5B, 0x66, 0x75), within=30).sum() > 20  # letters of the axes
-    assert like(dark, (0x9A, 0xA6, 0xB5), within=30).sum() > 20
+    of_light, of_dark = (0xE6, 0xE9, 0xEE), (0x26, 0x2D, 0x38)  # lines of the grid
+    assert (like(light, of_light).sum() > 50, like(light, of_dark).sum()) == (True, 0)
+    assert (like(dark, of_dark).sum() > 50, like(dark, of_light).sum()) == (True, 0)
     np.testing.assert_array_equal(like(light, GREEN).sum(axis=1) > 30, like(dark, GREEN).sum(axis=1) > 30)
     assert page_tab.errors == []
 
@@ -339,6 +349,8 @@ def test_texts_of_files_do_nothing(tab: Tab, tmp_path: Path) -> None:
     assert tab.requests == [file.as_uri()]
     assert tab.errors == []
     assert {"timeline", "save-times", "throughput", "retention"} <= set(places(tab))
+    assert f"ended: {HOSTILE[1]} where: {HOSTILE[0]}, process 3" in pointed_at(tab, "#chart-timeline", 300, 20)
+    assert (tab.value("window.hacked"), tab.errors) == (None, [])
     assert HOSTILE[1] in text_of(tab, "body")
     tab.click("#leaf-pattern")
     tab.type("<script>")
