@@ -9,6 +9,8 @@ from jaxckpt_train.report.markup import Html, element, joined
 from jaxckpt_train.report.quantities import clipped
 from jaxckpt_train.report.tables import Table
 
+MOST_PROBLEMS = 25
+
 
 def table_html(table: Table, caption: str) -> Html:
     """A table that is scrolled by itself where it is wider than the page."""
@@ -90,5 +92,7 @@ def note(text: str) -> Html:
 
 def problems(title: str, texts: Sequence[str]) -> Html:
     """What is wrong, where everybody sees it."""
-    lines = [element("li", clipped(text, 600)) for text in texts]
+    lines = [element("li", clipped(text, 600)) for text in texts[:MOST_PROBLEMS]]
+    if len(texts) > MOST_PROBLEMS:
+        lines.append(element("li", f"and {len(texts) - MOST_PROBLEMS:,} more"))
     return element("div", element("strong", title), element("ul", lines), class_="problems", role="note")

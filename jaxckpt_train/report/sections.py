@@ -56,7 +56,7 @@ def summary(gathered: Gathered) -> Html:
         ("Useful time", percent_text(totals.share) if gathered.processes else "not known", _of_time(gathered)),
         ("Processes", f"{len(gathered.processes):,}", "one is at work" if gathered.is_live else "none is at work"),
         ("Saves", f"{sum(save.ok for save in gathered.saves):,}", f"{len(failed):,} failed"),
-        ("Blocked by saves", seconds_text(totals.blocked_s), _per_save(gathered)),
+        ("Blocked by saves", seconds_text(sum(save.blocked_s for save in gathered.saves)), _per_save(gathered)),
     ]
     wrong = [f"Step {step.step}, {step.name}: {step.problem}" for step in gathered.damaged]
     wrong += [f"Step {save.step} was not saved at {time_text(save.ended)}: {save.error}" for save in failed[-10:]]

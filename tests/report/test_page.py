@@ -210,6 +210,16 @@ def test_damaged_steps_are_told_first(tmp_path: Path) -> None:
     assert "step-0000000002" in said.partition("What could not be compared")[2]
 
 
+def test_of_very_many_damaged_steps_the_first_are_told(tmp_path: Path) -> None:
+    for number in range(40):
+        (tmp_path / f"step-{number:010d}").mkdir()
+    said = words(tmp_path)
+    assert "40 steps: 40 not committed." in said
+    assert "Step 24, step-0000000024: " in said
+    assert "Step 25, step-0000000025: " not in said
+    assert "and 15 more" in said
+
+
 def test_a_failed_save_is_told_first(tmp_path: Path) -> None:
     said = words(write_history(tmp_path, at(0, "start"), at(5, "save", ok=False, step=7, error="no space left")))
     assert "Step 7 was not saved at 2026-03-01 00:00:05: no space left" in said
