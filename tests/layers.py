@@ -18,6 +18,7 @@ LAYERS = (
     "config_notices",
     "config_nodes",
     "hydra_job",
+    "report",
     "initial_state",
     "moving",
     "looking",
@@ -60,6 +61,13 @@ WITH_JAX = {
 WITH_JAX |= {"checkpoint_metadata", "checkpointables", "tree", "multihost"}
 ADAPTERS = {
     "blake3": {"store.digests"},
+    "bokeh": {
+        "report.chart_frame",
+        "report.charts_of_goodput",
+        "report.charts_of_steps",
+        "report.charts_of_time",
+        "report.drawing",
+    },
     "cloudpickle": {"tree.colocated_calls"},
     "flax": {"checkpointables.nnx_objects", "checkpointables.flax_legacy"},
     "grain": {"checkpointables.grain_iterator"},
@@ -86,6 +94,7 @@ MAY_TOUCH_THE_DISK = {
     "store.machine": "it asks /proc about processes, and touches no data",
     "store.mailbox": "it finds pipes of other processes under /proc, and touches no disk",
     "store.shared_memory": "it finds memory of other processes under /proc, and touches no disk",
+    "report.page_files": "it reads the style and the scripts of a page, which lie beside it, and touches no data",
     "hydra_plugin": "it looks where its own presets lie, and touches no data",
     "testing.processes": "it has what the processes of a proof print in files, and ends them",
     "testing.record_files": "it has the records of a proof in a directory of their own; they are no checkpoint",

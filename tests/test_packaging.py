@@ -16,8 +16,8 @@ import jaxckpt_train
 
 # What only an adapter imports, when it is used.
 OPTIONAL = (
-    "blake3", "flax", "grain", "hydra", "keras", "omegaconf", "opentelemetry", "optax", "orbax", "prometheus_client",
-    "tensorstore", "typer",
+    "blake3", "bokeh", "flax", "grain", "hydra", "keras", "omegaconf", "opentelemetry", "optax", "orbax",
+    "prometheus_client", "tensorstore", "typer",
 )  # fmt: skip
 MOST_IMPORT_S = 0.15
 
@@ -106,6 +106,7 @@ def _pip(*arguments: str | Path) -> None:
 def test_the_wheel_holds_the_package_its_presets_and_its_plugin(wheel: Path, repo_root: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = [*(repo_root / "jaxckpt_train").rglob("*.py"), *(repo_root / "jaxckpt_train").rglob("*.pyi")]
+    sources += [file for kind in ("*.css", "*.js") for file in (repo_root / "jaxckpt_train" / "report").glob(kind)]
     here = {str(file.relative_to(repo_root)) for file in sources}
     presets = {f"jaxckpt_train/{file.relative_to(repo_root)}" for file in (repo_root / "configs").rglob("*.yaml")}
     wanted = here | presets | {"jaxckpt_train/py.typed", "hydra_plugins/jaxckpt_train_plugin.py"}

@@ -14,6 +14,7 @@ from jaxckpt_train.cli.mv import mv
 from jaxckpt_train.cli.output import flush_output, print_any_text
 from jaxckpt_train.cli.pin import pin
 from jaxckpt_train.cli.prune import prune
+from jaxckpt_train.cli.report import report
 from jaxckpt_train.cli.show import show
 from jaxckpt_train.cli.stats import stats
 from jaxckpt_train.cli.verify import scrub, verify
@@ -26,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, show, stats, diff, verify, scrub, prune, pin, cp, mv, doctor):
+for command in (ls, show, stats, diff, verify, scrub, prune, pin, cp, mv, report, doctor):
     app.command()(command)
 app.command("export")(export)
 app.command("import")(import_)

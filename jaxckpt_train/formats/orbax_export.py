@@ -230,8 +230,7 @@ def _write_tree(
     if texts:
         attempt.write_file(f"{item}/{STRINGS}", msgspec.json.encode(texts))
     if arrays:
-        keys = [leaf.parameter for leaf in leaves if leaf.value_type == "jax.Array"]
-        shardings = {_in_base64(parameter): _ON_ONE_DEVICE for parameter in keys}
+        shardings = {_in_base64(leaf.parameter): _ON_ONE_DEVICE for leaf in leaves if leaf.value_type == "jax.Array"}
         attempt.write_file(f"{item}/_sharding", msgspec.json.encode(shardings))
         attempt.add_folder(f"{item}/{ARRAY_METADATAS}")
         attempt.write_file(f"{item}/{ARRAY_METADATAS}/process_0", msgspec.json.encode({"array_metadatas": arrays}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxckpt_train.errors import SettingsError
@@ -90,10 +90,19 @@ class OpenTelemetrySink:
 
         kind, end_ns = str(event["event"]), round(moment_s(event) * _NS)
         start_ns = end_ns - round(figures(event).get(_TOOK[kind], 0.0) * _NS)
-        fields = {f"checkpoint.{name}": value for name, value in event.items() if name not in ("event", "time")}
-        attributes = {name: value for name, value in fields.items() if value is not None}
+        fields = {name: value for name, value in event.items() if name not in ("event", "time")}
+        attributes = {f"checkpoint.{name}": value for name, value in _flat(fields) if value is not None}
         # With a context of its own: what else this thread does is no part of the training.
         span = self._tracer.start_span(f"checkpoint.{kind}", Context(), attributes=attributes, start_time=start_ns)
         if event.get("ok") is False:
             span.set_status(StatusCode.ERROR, str(event.get("error", "")))
         span.end(end_ns)
+
+
+def _flat(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What is within a field, such as the metrics of a step, by both names: an attribute has one value."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}.{inner}", each) for inner, each in value.items())
+        else:
+            yield name, value

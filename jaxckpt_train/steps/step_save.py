@@ -111,6 +111,7 @@ class StepSave:
             self._take(request, checkpointables)
         self._record = {key: getattr(request, key) for key in ("step", "decide_s", "wait_s", "cost_s")}
         self._record["reason"] = str(request.reason)  # a plain text, which it may only look like
+        self._record["metrics"] = metrics_to_json(self.metrics) or None  # which a step that is deleted takes with it
         self._record["blocked_s"] = request.decide_s + request.wait_s + time.perf_counter() - started
 
     def _in_job(self) -> JobSave:

@@ -96,6 +96,14 @@ def test_a_save_is_a_span_from_its_call_to_its_commit(collected: Collected) -> N
     assert dict(span.attributes) == wanted
 
 
+def test_metrics_of_a_save_are_attributes_of_its_span(collected: Collected) -> None:
+    collected.sink({**SAVED, "metrics": {"loss": 0.5, "accuracy": "nan"}})
+    (span,) = collected.spans()
+    assert span.attributes is not None
+    found = {name: value for name, value in span.attributes.items() if "metrics" in name}
+    assert found == {"checkpoint.metrics.loss": 0.5, "checkpoint.metrics.accuracy": "nan"}
+
+
 def test_a_save_that_failed_is_a_span_that_says_why(collected: Collected) -> None:
     collected.sink(FAILED)
     (span,) = collected.spans()

@@ -272,6 +272,14 @@ def test_the_history_tells_what_each_save_cost(tmp_path: Path) -> None:
     assert restore["event"] == "restore"
 
 
+def test_the_history_tells_the_metrics_of_each_save_also_of_deleted_steps(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as manager:
+        save_steps(manager, 1, metrics={"loss": 0.5, "bad": math.nan})
+        save_steps(manager, 2)
+        told = [event.get("metrics") for event in manager.history.events() if event["event"] == "save"]
+    assert told == [{"loss": 0.5, "bad": "nan"}, None]
+
+
 def test_a_reader_sees_steps_as_they_are_committed(tmp_path: Path) -> None:
     reader = jct.StepManager(tmp_path)
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(2)) as owner:

@@ -1,0 +1,104 @@
+"""`jaxckpt report`: one page about a run."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jaxckpt_train.cli.arguments import BACKEND, Json, Run, absolute
+from jaxckpt_train.cli.output import Code, bytes_text, print_json, progress, told_errors
+from jaxckpt_train.errors import SettingsError
+
+if TYPE_CHECKING:
+    from jaxckpt_train.report.gathering import Gathered
+
+PAGE = "report.html"
+Output = Annotated[
+    str | None,
+    typer.Option(
+        "--output", "-o", metavar="FILE", help=f"The page to write; else {PAGE}, with --json none.", show_default=False
+    ),
+]
+ChangePairs = Annotated[
+    int | None,
+    typer.Option(
+        "--changes",
+        help="Compare the leaves of the last so many pairs of steps, 0: none; else of a few that are read quickly.",
+        min=0,
+        show_default=False,
+    ),
+]
+MeasureDisk = Annotated[
+    bool,
+    typer.Option("--measure-disk", help="Write 256 MiB beside the steps three times: what the disk takes."),
+]
+
+
+def report(
+    run: Run, output: Output = None, changes: ChangePairs = None, disk: MeasureDisk = False, as_json: Json = False
+) -> None:
+    """Make one HTML page about a run: what happened when, where the time went, its steps, metrics and tree.
+
+    The page needs nothing else to be opened, and fetches nothing. Only a report of before is replaced by it. With
+    --json the data is printed. Ends with 1 if a step that the run goes on from cannot be restored; the page says which.
+    """
+    with told_errors(as_json):
+        directory = absolute(run)
+        page = absolute(output) if output is not None else None if as_json else absolute(PAGE)
+        if page is not None:
+            _check(page)
+        gathered = _gathered(directory, changes, disk, as_json)
+        if page is not None:
+            _write(page, gathered, as_json)
+        if as_json:
+            _print(gathered)
+        if gathered.damaged:
+            for step in gathered.damaged if not as_json else ():
+                print(f"jaxckpt: {step.name}: {step.problem}", file=sys.stderr)
+            raise typer.Exit(int(Code.WRONG))
+
+
+def _print(gathered: Gathered) -> None:
+    from jaxckpt_train.report.gathering import gathered_json
+
+    print_json(gathered_json(gathered))
+
+
+def _check(page: str) -> None:
+    """Before anything that takes long."""
+    if importlib.util.find_spec("bokeh") is None:
+        raise SettingsError(
+            "report: a page needs the package bokeh: pip install jaxckpt-train[report]; --json needs nothing more"
+        )
+    from jaxckpt_train.report.page_writing import check_place
+
+    check_place(BACKEND, page)
+
+
+def _gathered(directory: str, changes: int | None, disk: bool, as_json: bool) -> Gathered:
+    # Here, as no other command needs it.
+    from jaxckpt_train.report.changes import plan_changes
+    from jaxckpt_train.report.disk_rate import measure_disk
+    from jaxckpt_train.report.gathering import gather
+    from jaxckpt_train.report.run_reading import read_run
+
+    now = datetime.datetime.now(datetime.UTC)
+    read = read_run(BACKEND, directory, now)
+    plan = plan_changes(read.looks, changes)
+    rate = measure_disk(BACKEND, directory) if disk else None
+    with progress("comparing", plan.bytes, as_json) as advance:
+        return gather(BACKEND, read, plan, now, rate, advance)
+
+
+def _write(path: str, gathered: Gathered, as_json: bool) -> None:
+    from jaxckpt_train.report.page import page_of
+    from jaxckpt_train.report.page_writing import write_page
+
+    page = page_of(gathered)
+    write_page(BACKEND, path, page)
+    if not as_json:
+        print(f"{path}: {bytes_text(len(page.encode()))}")

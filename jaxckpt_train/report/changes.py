@@ -1,0 +1,150 @@
+"""How far each leaf moved between consecutive steps that are kept: the newest pairs, as many as are wanted."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+from jaxckpt_train.errors import CheckpointError
+from jaxckpt_train.looking.leaf_diff import LeafDiff, diff_leaves
+from jaxckpt_train.looking.opening import OURS, Opened
+from jaxckpt_train.looking.run_look import StepLook
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.transaction import open_committed
+
+FEW_PAIRS = 4
+FEW_BYTES = 1 << 30
+"""What is compared where nobody has said how many pairs: seconds on any disk."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafChange:
+    """How a leaf changed.
+
+    Attributes:
+        kind: "value", or "only_a", "only_b", "form": there is no number then.
+        relative: the norm of the difference by that of the values before; None: there is none.
+    """
+
+    name: str
+    kind: str
+    relative: float | None
+    max_abs: float | None
+    differing: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PairChange:
+    """Two consecutive steps.
+
+    Attributes:
+        leaves: those that changed.
+        equal: how many did not.
+        relative: of all values together; None: of none that is a number.
+        problem: why they could not be compared; empty: they were.
+    """
+
+    before: int
+    after: int
+    leaves: tuple[LeafChange, ...] = ()
+    equal: int = 0
+    relative: float | None = None
+    problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """The pairs that were compared, oldest first, and what was left out, in a sentence; empty: nothing."""
+
+    pairs: tuple[PairChange, ...]
+    left_out: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Which pairs are to be compared, oldest first, how many bytes that may read, and what is left out."""
+
+    pairs: tuple[tuple[StepLook, StepLook], ...]
+    bytes: int
+    left_out: str
+
+
+def plan_changes(looks: Sequence[StepLook], wanted: int | None) -> Plan:
+    """Choose the newest pairs of steps.
+
+    Args:
+        looks: the steps that are there.
+        wanted: how many pairs; None: a few, as far as they are read quickly.
+    """
+    good = [look for look in looks if look.entry is not None and look.is_current and look.problem is None]
+    pairs = list(itertools.pairwise(good))
+    most, room = (FEW_PAIRS, FEW_BYTES) if wanted is None else (wanted, None)
+    chosen: list[tuple[StepLook, StepLook]] = []
+    total = 0
+    for pair in reversed(pairs[len(pairs) - min(most, len(pairs)) :]):
+        needed = sum(look.nbytes or 0 for look in pair)
+        if room is not None and total + needed > room:
+            break
+        chosen.append(pair)
+        total += needed
+    return Plan(tuple(reversed(chosen)), total, _left_out(len(pairs), len(chosen), wanted))
+
+
+def _left_out(there: int, chosen: int, wanted: int | None) -> str:
+    if chosen == there:
+        return ""
+    pairs = f"{there - chosen:,} of {there:,} pairs of consecutive steps were not compared"
+    if wanted is None:
+        return f"{pairs}, to be quick: `--changes {there}` compares all of them."
+    return f"{pairs}, as `--changes {wanted}` asked for."
+
+
+def compare(backend: Backend, directory: str, plan: Plan, progress: Callable[[int], object]) -> Changes:
+    """Compare the pairs of a plan; of one that cannot be read it is told why.
+
+    Args:
+        backend, directory: of the run.
+        plan: which ones.
+        progress: told of bytes as they are read.
+    """
+    pairs = tuple(_compared(backend, directory, *pair, progress) for pair in plan.pairs)
+    return Changes(pairs, plan.left_out)
+
+
+def _compared(
+    backend: Backend, directory: str, before: StepLook, after: StepLook, progress: Callable[[int], object]
+) -> PairChange:
+    try:
+        first, second = (_opened(backend, directory, look.name) for look in (before, after))
+        diffs = list(diff_leaves(first, second, progress=progress))
+    except CheckpointError as error:
+        return PairChange(before.step, after.step, problem=str(error))
+    changed = [diff for diff in diffs if diff.kind != "equal"]
+    return PairChange(
+        before.step,
+        after.step,
+        tuple(map(_leaf, changed)),
+        len(diffs) - len(changed),
+        _relative(diffs),
+    )
+
+
+def _opened(backend: Backend, directory: str, name: str) -> Opened:
+    return Opened(OURS, backend, open_committed(backend, f"{directory}/{name}"), StoreSettings(), directory)
+
+
+def _leaf(diff: LeafDiff) -> LeafChange:
+    return LeafChange(diff.name, diff.kind, diff.relative, diff.max_abs, diff.differing, diff.count)
+
+
+def _relative(diffs: Sequence[LeafDiff]) -> float | None:
+    """Of the values that were compared: those of equal leaves were not read."""
+    read = [diff for diff in diffs if diff.max_abs is not None]
+    if not read:
+        return None
+    difference, norm = (math.hypot(*values) for values in ([d.difference for d in read], [d.norm for d in read]))
+    return difference / norm if norm else math.inf if difference else 0.0

@@ -1,0 +1,120 @@
+"""Reads what the directory of a run tells: its history and its steps; what cannot be read is told, and left out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import errno
+import logging
+from collections.abc import Iterator, Sequence
+
+from jaxckpt_train.errors import CheckpointError, NotACheckpointError, StorageError
+from jaxckpt_train.looking.run_look import StepLook, look_at_run
+from jaxckpt_train.report.told_events import Told, told_events
+from jaxckpt_train.steps.history import HISTORY_NAME, History
+from jaxckpt_train.steps.lock import LOCK_NAME, OwnerLock
+from jaxckpt_train.steps.step_names import parse_step_name
+from jaxckpt_train.store.backend import Backend
+
+MOST_WARNINGS = 20
+HEARD_S = 150.0  # whoever is at work notes how far it has come every minute
+_log = logging.getLogger("jaxckpt_train")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRead:
+    """What is known of a run.
+
+    Attributes:
+        directory: of the run.
+        told: the events of its history, oldest first.
+        looks: its steps, lowest first.
+        is_live: whether a process is at work on it.
+        warnings: what could not be read.
+    """
+
+    directory: str
+    told: tuple[Told, ...]
+    looks: tuple[StepLook, ...]
+    is_live: bool
+    warnings: tuple[str, ...]
+
+
+def read_run(backend: Backend, directory: str, now: datetime.datetime) -> RunRead:
+    """Read the history and look at the steps of a run.
+
+    Args:
+        backend: where.
+        directory: of the run.
+        now: the time, with a zone.
+
+    Raises:
+        NotACheckpointError: the directory has neither, or is not there.
+        StorageError: it cannot be read.
+    """
+    names = _names(backend, directory)
+    with _heard() as warnings:
+        lock = OwnerLock(backend, directory)
+        was_live = lock.is_anybodys()
+        told, left_out = _events(backend, directory, warnings)
+        is_live = was_live or lock.is_anybodys()  # one may begin meanwhile, and one that ends says so first
+        is_live = is_live or (LOCK_NAME in names and _was_heard_of(told, now))
+        looks = look_at_run(backend, directory)
+    if left_out:
+        _keep(warnings, f"{left_out} lines of {HISTORY_NAME} tell of no event of a run, and are left out")
+    return RunRead(directory, tuple(told), tuple(looks), is_live, tuple(warnings))
+
+
+def _names(backend: Backend, directory: str) -> set[str]:
+    """The names in it, if it is a run's."""
+    try:
+        names = {entry.name for entry in backend.list(directory)}
+    except StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise NotACheckpointError(f"{directory}: expected the directory of a run, found none") from error
+        raise
+    if HISTORY_NAME not in names and all(parse_step_name(name) is None for name in names):
+        raise NotACheckpointError(f"{directory}: expected a run, found neither a step nor a {HISTORY_NAME} in it")
+    return names
+
+
+def _was_heard_of(told: Sequence[Told], now: datetime.datetime) -> bool:
+    """Whether an owner has written a moment ago: who may not write here cannot ask for the age of its lock."""
+    return bool(told) and told[-1].kind != "end" and abs((now - told[-1].time).total_seconds()) < HEARD_S
+
+
+def _events(backend: Backend, directory: str, warnings: list[str]) -> tuple[list[Told], int]:
+    try:
+        return told_events(History(backend, directory).events())
+    except CheckpointError as error:
+        _keep(warnings, f"the history cannot be read: {error}")
+        return [], 0
+
+
+@contextlib.contextmanager
+def _heard() -> Iterator[list[str]]:
+    """Within: what the package warns of is kept, and goes into the report instead of to standard error."""
+    warnings: list[str] = []
+    handler = _Keeper(warnings)
+    _log.addHandler(handler)
+    try:
+        yield warnings
+    finally:
+        _log.removeHandler(handler)
+
+
+class _Keeper(logging.Handler):
+    def __init__(self, warnings: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._warnings = warnings
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _keep(self._warnings, record.getMessage())
+
+
+def _keep(warnings: list[str], text: str) -> None:
+    if len(warnings) < MOST_WARNINGS:
+        warnings.append(text)
+    elif len(warnings) == MOST_WARNINGS:
+        warnings.append("more warnings of the same kind are left out")

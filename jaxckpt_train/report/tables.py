@@ -1,0 +1,198 @@
+"""The tables of a report: the data of each chart as text."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from jaxckpt_train.report.changes import PairChange
+from jaxckpt_train.report.gathering import Gathered
+from jaxckpt_train.report.leaf_sizes import TreeSizes
+from jaxckpt_train.report.metric_series import MetricValue
+from jaxckpt_train.report.processes import Process, Totals
+from jaxckpt_train.report.quantities import (
+    bytes_text,
+    count_text,
+    number_text,
+    percent_text,
+    rate_text,
+    seconds_text,
+    time_text,
+)
+from jaxckpt_train.report.step_lives import StepLife
+from jaxckpt_train.report.timeline import Mark, Restore, Save
+
+MOST_ROWS = 150
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Attributes:
+        headings: of its columns; one that ends with "#" is of numbers.
+        rows: text.
+        last: a row of totals; empty: none.
+        left_out: a sentence, where not all rows are there.
+    """
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    last: Sequence[str] = ()
+    left_out: str = ""
+
+
+def _cut(headings: Sequence[str], rows: Sequence[Sequence[str]], last: Sequence[str] = ()) -> Table:
+    """The last rows, where there are too many for a page."""
+    shown = rows[-MOST_ROWS:]
+    left_out = "" if len(shown) == len(rows) else f"The last {len(shown):,} of {len(rows):,}; `--json` has all of them."
+    return Table(headings, shown, last, left_out)
+
+
+def processes_table(processes: Sequence[Process], totals: Totals) -> Table:
+    """One row for each process, and the totals."""
+    headings = ["#", "began (UTC)", "ended", "where", "steps#", "useful#", "redone#", "saves#", "blocked#", "resume#"]
+    headings += ["wall#", "useful time#"]
+    rows = []
+    for each in processes:
+        steps = "-" if each.first_step is None else f"{each.first_step}-{each.last_step}"
+        first = [str(each.number), time_text(each.began), each.how, each.where, steps]
+        rows.append([*first, *_amounts(each, each.useful_s / each.wall_s if each.wall_s else 0.0)])
+    return _cut(headings, rows, ["", "total", "", "", "", *_amounts(totals, totals.share)])
+
+
+def _amounts(of: Process | Totals, share: float) -> list[str]:
+    saves = f"{of.saves:,}" + (f" and {of.failed_saves:,} failed" if of.failed_saves else "")
+    seconds = [seconds_text(each) for each in (of.blocked_s, of.to_resume_s, of.wall_s)]
+    useful = f"{seconds_text(of.useful_s)}, {percent_text(min(1.0, share))}"
+    return [count_text(of.useful_steps), count_text(of.redone_steps), saves, *seconds, useful]
+
+
+def spent_table(totals: Totals) -> Table:
+    """What the time of the run went into."""
+    parts = [
+        ("useful updates", totals.useful_s),
+        ("updates that were lost", totals.lost_s),
+        ("blocked by saves", totals.blocked_s),
+        ("until the loop had its state", totals.to_resume_s),
+        ("processes without updates", totals.other_s),
+        ("between processes", totals.between_s),
+    ]
+    whole = totals.wall_s
+    rows = [[name, seconds_text(each), percent_text(each / whole if whole else 0.0)] for name, each in parts]
+    return Table(["what", "time#", "share#"], rows, ["all", seconds_text(whole), ""])
+
+
+def saves_table(saves: Sequence[Save]) -> Table:
+    """How long each save took, and how fast it was."""
+    headings = ["step#", "ended (UTC)", "blocked#", "background#", "size#", "rate#", "reason", "outcome"]
+    rows = [
+        [
+            count_text(save.step),
+            time_text(save.ended),
+            seconds_text(save.blocked_s),
+            seconds_text(save.background_s),
+            bytes_text(save.bytes),
+            rate_text(save.bytes_per_s),
+            save.reason,
+            "committed" if save.ok else f"failed: {save.error}",
+        ]
+        for save in saves
+    ]
+    return _cut(headings, rows)
+
+
+def restores_table(restores: Sequence[Restore]) -> Table:
+    """What was restored."""
+    headings = ["step#", "ended (UTC)", "took#", "size#", "rate#", "damaged ones passed over"]
+    rows = [
+        [
+            count_text(each.step),
+            time_text(each.ended),
+            seconds_text(each.restore_s),
+            bytes_text(each.bytes),
+            rate_text(each.bytes_per_s),
+            ", ".join(each.skipped),
+        ]
+        for each in restores
+    ]
+    return _cut(headings, rows)
+
+
+def marks_table(marks: Sequence[Mark]) -> Table:
+    """The other events."""
+    words = {"preempted": "preemption", "set_aside": "step set aside", "take_over": "lock taken over"}
+    rows = [[time_text(mark.time), words[mark.kind], count_text(mark.step), mark.text] for mark in marks]
+    return _cut(["time (UTC)", "what", "step#", "why"], rows)
+
+
+def steps_table(steps: Sequence[StepLife]) -> Table:
+    """What became of each step; those that are there come last."""
+    headings = ["step#", "directory", "state", "saved (UTC)", "deleted (UTC)", "size#", "about it"]
+    ordered = [step for step in steps if not step.is_there] + [step for step in steps if step.is_there]
+    rows = [
+        [
+            count_text(step.step),
+            step.name,
+            step.state,
+            time_text(step.saved),
+            time_text(step.deleted),
+            bytes_text(step.bytes),
+            _about(step),
+        ]
+        for step in ordered
+    ]
+    return _cut(headings, rows)
+
+
+def _about(step: StepLife) -> str:
+    facts = [
+        "pinned" if step.pinned and step.state != "pinned" else "",
+        "temporary" if step.temporary and step.state != "temporary" else "",
+        f"left behind at {time_text(step.left)}" if step.left else "",
+        f"set aside at {time_text(step.set_aside)}" if step.set_aside else "",
+        step.problem,
+    ]
+    return "; ".join(filter(None, facts))
+
+
+def use_table(gathered: Gathered) -> Table:
+    """The room that steps took."""
+    rows = [[time_text(use.time), count_text(use.steps), bytes_text(use.bytes)] for use in gathered.disk_use]
+    return _cut(["from (UTC)", "steps#", "size#"], rows)
+
+
+def metric_table(values: Sequence[MetricValue]) -> Table:
+    """A metric by step."""
+    return _cut(["step#", "value#"], [[count_text(each.step), number_text(each.value)] for each in values])
+
+
+def largest_table(tree: TreeSizes, most: int = 50) -> Table:
+    """The largest leaves, for whoever has no JavaScript."""
+    largest = sorted(tree.leaves, key=lambda leaf: -leaf.bytes)[:most]
+    left_out = "" if len(largest) == len(tree.leaves) else f"The {most} largest of {len(tree.leaves):,} leaves."
+    rows = [[leaf.name, leaf.form, bytes_text(leaf.bytes)] for leaf in largest]
+    return Table(["leaf", "form", "size#"], rows, left_out=left_out)
+
+
+def changes_table(pairs: Sequence[PairChange], names: Sequence[str]) -> Table:
+    """Relative changes: one row for each leaf, one column for each pair; what moved most in the last one first."""
+    told = [{leaf.name: leaf for leaf in pair.leaves} for pair in pairs]
+    order: dict[str, float] = {}
+    for pair in told:  # the last one counts
+        for name, leaf in pair.items():
+            order[name] = leaf.relative if leaf.relative is not None and not math.isnan(leaf.relative) else math.inf
+    chosen = sorted(order, key=lambda name: -order[name])
+    words = {"only_a": "removed", "only_b": "new", "form": "another form"}
+    rows = []
+    for name in chosen[:MOST_ROWS]:
+        leaves = [pair.get(name) for pair in told]
+        cells = [
+            "equal" if leaf is None else words.get(leaf.kind) or number_text(leaf.relative) or "changed"
+            for leaf in leaves
+        ]
+        rows.append([name, *cells])
+    left_out = "" if len(rows) == len(chosen) else f"{len(rows):,} of {len(chosen):,} leaves; `--json` has all of them."
+    whole = [number_text(pair.relative) if pair.relative is not None else "equal" for pair in pairs]
+    return Table(["leaf", *(f"{name}#" for name in names)], rows, ["all values that changed", *whole], left_out)

@@ -1,0 +1,74 @@
+"""Runs to report on: by hand-made histories, and one that is really preempted and killed in processes of its own."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxckpt_train.report.changes import plan_changes
+from jaxckpt_train.report.gathering import Gathered, gather
+from jaxckpt_train.report.run_reading import read_run
+from jaxckpt_train.store.local import LocalBackend
+from tests.conftest import REPO_ROOT
+from tests.steps.runs import START
+
+BACKEND = LocalBackend()
+NOW = START + datetime.timedelta(days=1)
+LAST_STEP = 60
+# Saves every fifth step and keeps three; the loss of a step tells which it is. Says so after each update, and waits for
+# an answer, so that signals come at a step that is known.
+TRAINING = """
+import sys, signal
+import jax.numpy as jnp
+import jaxckpt_train as jct
+
+def state_of(step):
+    params = {"kernel": jnp.arange(6000.0).reshape(60, 100) + step, "bias": jnp.zeros(3)}
+    return {"params": params, "step": jnp.int32(step)}
+
+with jct.CheckpointCallback(sys.argv[1], save_interval_steps=5, keep_latest=3, keep_every_steps=20) as ckpt:
+    state = ckpt.resume(state_of(0))
+    for step in ckpt.steps(int(sys.argv[2])):
+        state = state_of(step + 1)
+        ckpt(state, metrics={"loss": 1 / (step + 1)})
+        if step + 1 == int(sys.argv[3]):
+            ckpt.wait_until_finished()
+            print("there", flush=True)
+            sys.stdin.readline()
+"""
+
+
+def train_until(directory: Path, step: int, how: signal.Signals | None) -> int:
+    """Train to a step, be sent a signal there or none, and go on; returns the exit code."""
+    command = [sys.executable, "-c", TRAINING, str(directory), str(LAST_STEP), str(step)]
+    environment = {"PYTHONPATH": str(REPO_ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PATH": "/usr/bin"}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"there\n"
+        if how is not None:
+            process.send_signal(how)
+        process.communicate(b"on\n" if how is not signal.SIGKILL else None, timeout=120)
+        return process.returncode
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def write_history(directory: Path, *events: Mapping[str, Any]) -> Path:
+    """A run of which only a history is left."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "history.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return directory
+
+
+def gathered_of(directory: Path, changes: int | None = None, made: datetime.datetime = NOW) -> Gathered:
+    """What a report of a run tells."""
+    read = read_run(BACKEND, str(directory), made)
+    return gather(BACKEND, read, plan_changes(read.looks, changes), made)

@@ -1,0 +1,125 @@
+"""What became of each step: from hand-made events and looks, and of real runs that were rolled back and damaged."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import jaxckpt_train as jct
+from jaxckpt_train.looking.run_look import StepLook, look_at_run
+from jaxckpt_train.report.step_lives import StepLife, disk_use_of, lives_of
+from jaxckpt_train.report.told_events import told_events
+from jaxckpt_train.steps.step_names import step_name
+from tests.report.runs import BACKEND, gathered_of
+from tests.steps.events import at
+from tests.steps.runs import START, made_run, save_steps, step_path, truncate_the_manifest
+
+
+def saved(second: float, step: int, generation: int = 0, **fields: Any) -> dict[str, Any]:
+    return at(second, "save", ok=True, step=step, name=step_name(step, generation), bytes=100 + step, **fields)
+
+
+def deleted(second: float, step: int) -> dict[str, Any]:
+    return at(second, "delete", name=step_name(step))
+
+
+def there(*steps: int, **fields: Any) -> list[StepLook]:
+    return [StepLook(step_name(step), step, None, 999, False, fields.get("problem")) for step in steps]
+
+
+def lives(*events: dict[str, Any], looks: list[StepLook] | None = None) -> list[StepLife]:
+    return lives_of(told_events(events)[0], looks or [])
+
+
+def second(number: float) -> datetime.datetime:
+    return START + datetime.timedelta(seconds=number)
+
+
+def test_a_step_lives_from_its_save_to_its_deletion() -> None:
+    one, two = lives(saved(1, 10), saved(5, 20), deleted(6, 10), looks=there(20))
+    assert (one.saved, one.deleted, one.state, one.bytes) == (second(1), second(6), "deleted", 110)
+    assert (two.saved, two.deleted, two.is_there) == (second(5), None, True)
+
+
+def test_a_name_that_is_given_again_is_another_step() -> None:
+    found = lives(saved(1, 10), deleted(2, 10), saved(3, 10), deleted(4, 10))
+    assert [(life.saved, life.deleted) for life in found] == [(second(1), second(2)), (second(3), second(4))]
+
+
+def test_a_step_that_somebody_removed_is_gone() -> None:
+    assert [life.state for life in lives(saved(1, 10))] == ["gone"]
+
+
+def test_a_deletion_of_a_step_that_nobody_told_of_is_told() -> None:
+    (life,) = lives(deleted(2, 10))
+    assert (life.saved, life.deleted, life.state) == (None, second(2), "deleted")
+
+
+def test_a_save_that_failed_and_names_that_are_none_make_no_step() -> None:
+    failed = {**saved(1, 10), "ok": False}
+    assert lives(failed, at(2, "save", ok=True, step=3, name="../../etc"), at(3, "delete", name="best")) == []
+
+
+def test_what_a_roll_back_left_behind_is_so_once_the_run_saves() -> None:
+    restored = at(4, "restore", step=10, name=step_name(10))
+    assert [life.left for life in lives(saved(1, 10), saved(2, 20), restored)] == [None, None]
+    found = lives(saved(1, 10), saved(2, 20), saved(3, 30), restored, saved(5, 15), looks=[])
+    assert {life.step: life.left for life in found} == {10: None, 20: second(5), 30: second(5), 15: None}
+
+
+def test_to_save_a_step_anew_leaves_what_came_after_it() -> None:
+    found = lives(saved(1, 10), saved(2, 20), saved(3, 10, generation=1))
+    assert [life.left for life in found] == [second(3), second(3), None]
+
+
+def test_the_room_is_that_of_the_steps_that_were_there_at_a_time() -> None:
+    uses = disk_use_of(lives(saved(1, 10), saved(5, 20), deleted(6, 10), saved(7, 30), looks=there(20, 30)))
+    assert [(use.time, use.steps, use.bytes) for use in uses] == [
+        (second(1), 1, 110), (second(5), 2, 230), (second(6), 1, 120), (second(7), 2, 250)
+    ]  # fmt: skip
+
+
+def test_states_of_a_real_run(tmp_path: Path) -> None:
+    policy = jct.AnyPreservationPolicy([jct.LatestN(3), jct.CustomSteps([1])])
+    with jct.StepManager(tmp_path, preservation_policy=policy) as manager:
+        save_steps(manager, 1, 2, 3, 4)
+        manager.pin(3)
+        save_steps(manager, 5, 6)
+    truncate_the_manifest(step_path(tmp_path, 5))
+    found = {life.step: life for life in gathered_of(tmp_path).steps}
+    assert {step: life.state for step, life in found.items()} == {
+        1: "kept", 2: "deleted", 3: "pinned", 4: "kept", 5: "damaged", 6: "kept"
+    }  # fmt: skip
+    assert "manifest" in found[5].problem
+    saved_at = [life.saved for life in found.values()]
+    assert None not in saved_at
+    assert saved_at == sorted(saved_at, key=str)
+
+
+def test_a_real_roll_back_leaves_steps_behind(tmp_path: Path) -> None:
+    made_run(tmp_path, 1, 2, 3)
+    with jct.StepManager(tmp_path) as manager:
+        manager.restore(step=1)
+        save_steps(manager, 4)
+    found = {life.step: (life.state, life.left is not None) for life in gathered_of(tmp_path).steps}
+    assert found == {1: ("kept", False), 2: ("left behind", True), 3: ("left behind", True), 4: ("kept", False)}
+
+
+def test_without_a_history_steps_tell_of_themselves(tmp_path: Path) -> None:
+    made_run(tmp_path, 1, 2)
+    (tmp_path / "history.jsonl").unlink()
+    looks = look_at_run(BACKEND, str(tmp_path))
+    times = [look.entry.time for look in looks if look.entry is not None]
+    found = lives_of([], looks)
+    assert [(life.step, life.state, life.saved) for life in found] == [(1, "kept", times[0]), (2, "kept", times[1])]
+    assert [life.bytes for life in found] == [look.nbytes for look in looks]
+
+
+def test_temporary_and_uncommitted_steps_are_told(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path) as manager:
+        save_steps(manager, 1)
+        manager.save(2, {"state": {"w": 1}}, temporary=True)
+        manager.wait()
+    (step_path(tmp_path, 1) / "COMMIT").unlink()
+    assert {life.step: life.state for life in gathered_of(tmp_path).steps} == {1: "not committed", 2: "temporary"}
