@@ -32,6 +32,7 @@ _HOMES = {
     "sinks.opentelemetry": ("OpenTelemetrySink",),
     "sinks.prometheus": ("PrometheusSink",),
     "sinks.writers": ("WriterSink",),
+    "steps.best_link": ("BestLink",),
     "steps.manager": ("StepManager",),
     "steps.step_save": ("SaveResult",),
     "steps.preservation_policies": (

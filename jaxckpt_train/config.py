@@ -171,8 +171,8 @@ class CheckpointConfig:
             )
         grace_s = DEFAULT_GRACE_S if self.grace_period_s is None else self.grace_period_s
         if self.max_run_time_s is not None and self.max_run_time_s <= grace_s:
-            why = "what it is unless it is set: set less" if self.grace_period_s is None else "which may be less"
-            longer = f"more than {_ROOT}.grace_period_s ({grace_s:g} seconds, {why})"
+            why = " unless you set it: set it to less" if self.grace_period_s is None else "; it may be less"
+            longer = f"more than {_ROOT}.grace_period_s, for which time is left at the end ({grace_s:g} seconds{why})"
             refuse(f"{_ROOT}.max_run_time_s", longer, self.max_run_time_s)
 
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.surgery.parsing import operations_of
-from jaxckpt_train.tree.restore import LoadOptions
 from jaxckpt_train.value_checks import known_keys, path_text
 
 _OPTIONS = ("only", "rename", "cast", "missing", "surgery")
@@ -21,6 +19,10 @@ def initial_state(subject: str, value: Any) -> Any:
     """
     if not isinstance(value, Mapping):
         return path_text(subject, value)
+    # Which need JAX: a configuration is looked at without.
+    from jaxckpt_train.surgery.parsing import operations_of
+    from jaxckpt_train.tree.restore import LoadOptions
+
     given = known_keys(subject, value, ("path", *_OPTIONS))
     if "path" not in given:
         raise SettingsError(f"{subject}: expected path, of a checkpoint, found {', '.join(given) or 'nothing'}")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
-from jaxckpt_train.errors import CheckpointError, NotACheckpointError, StorageError
+from jaxckpt_train.errors import NotACheckpointError, StorageError
 from jaxckpt_train.formats.foreign import Foreign
-from jaxckpt_train.formats.orbax_checkpoint import looks_like_orbax, open_orbax, steps_of
+from jaxckpt_train.formats.orbax_checkpoint import looks_like_orbax, open_orbax, orbax_steps
 from jaxckpt_train.formats.safetensors_files import SUFFIX, names_of, open_safetensors, open_safetensors_folder
 from jaxckpt_train.store.backend import Backend, Entry
 
@@ -47,22 +46,10 @@ def open_foreign_directory(backend: Backend, path: str) -> Foreign | None:
 
 def _refuse_run(backend: Backend, path: str, entries: Sequence[Entry]) -> None:
     """Name the steps of a run of Orbax."""
-    steps = steps_of(entries)
-    for name in list(steps.values())[-1:]:
-        with contextlib.suppress(StorageError):
-            inner = backend.list(f"{path}/{name}")
-            if looks_like_orbax(inner) or any(looks_like_orbax(_listed(backend, path, name, each)) for each in inner):
-                shown = ", ".join(map(str, list(steps)[-MOST_NAMED:]))
-                raise NotACheckpointError(
-                    f"{path}: a run of Orbax with {len(steps)} steps, the last ones {shown}; expected one of them, "
-                    f"such as {path}/{name}"
-                )
-
-
-def _listed(backend: Backend, path: str, step: str, entry: Entry) -> list[Entry]:
-    if entry.kind != "directory":
-        return []
-    try:
-        return backend.list(f"{path}/{step}/{entry.name}")
-    except CheckpointError:
-        return []
+    steps = orbax_steps(backend, path, entries)
+    if steps:
+        shown = ", ".join(map(str, list(steps)[-MOST_NAMED:]))
+        raise NotACheckpointError(
+            f"{path}: a run of Orbax with {len(steps)} steps, the last ones {shown}; expected one of them, "
+            f"such as {path}/{list(steps.values())[-1]}"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import re
 from collections.abc import Mapping, Sequence
@@ -218,6 +219,26 @@ def _step_info(backend: Backend, directory: str, entries: Sequence[Entry]) -> di
         time = datetime.datetime.fromtimestamp(ended / 1e9, datetime.UTC)
         info["created"] = time.isoformat(timespec="milliseconds")
     return info
+
+
+def orbax_steps(backend: Backend, directory: str, entries: Sequence[Entry]) -> dict[int, str]:
+    """The directories of a run's steps by their numbers, if its newest one is a step of Orbax.
+
+    Args:
+        backend: where.
+        directory: of the run.
+        entries: what is in it.
+    """
+    steps = steps_of(entries)
+    for name in list(steps.values())[-1:]:
+        with contextlib.suppress(StorageError):
+            inner = backend.list(f"{directory}/{name}")
+            folders = [each.name for each in inner if each.kind == "directory"]
+            if looks_like_orbax(inner) or any(
+                looks_like_orbax(backend.list(f"{directory}/{name}/{each}")) for each in folders
+            ):
+                return steps
+    return {}
 
 
 def steps_of(entries: Sequence[Entry]) -> dict[int, str]:

@@ -21,6 +21,7 @@ class WatchedSources:
 
     def __init__(self, sources: Sequence[NoticeSource]) -> None:
         self._sources = tuple(sources)
+        self._failing = set[int]()  # places of those whose failure was told
         self._process: int | None = None
 
     def __bool__(self) -> bool:
@@ -71,7 +72,18 @@ class WatchedSources:
                 _log.warning("%s: telling it that the job has left failed", type(source).__name__, exc_info=True)
 
     def _found(self) -> Iterator[Notice]:
-        for source in self._sources:
-            found = source.notice()
+        for place, source in enumerate(self._sources):
+            found = self._asked(place, source)
             if found is not None:
                 yield found if isinstance(found, Notice) else Notice(str(found))
+
+    def _asked(self, place: int, source: NoticeSource) -> object:
+        """What a source has found; one of the user's own that fails costs no training, and is told of once."""
+        try:
+            return source.notice()
+        except Exception:  # noqa: BLE001  # it is asked after each update
+            if place not in self._failing:
+                self._failing.add(place)
+                told = "%s: asking it for a notice failed; it is asked again, and not told of again"
+                _log.warning(told, type(source).__name__, exc_info=True)
+            return None

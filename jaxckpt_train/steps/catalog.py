@@ -15,6 +15,7 @@ from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError, Sto
 from jaxckpt_train.steps.entry import Entry, entry_from_manifest
 from jaxckpt_train.steps.lineage import in_order
 from jaxckpt_train.steps.notes import Notes
+from jaxckpt_train.steps.refusals import refuse_orbax_steps
 from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
@@ -64,7 +65,11 @@ def refuse_uncommitted(backend: Backend, directory: str, damaged: bool, progress
     """Raise CorruptCheckpointError if there are step directories, none of which can be restored.
 
     `progress` is called with 0 while the disk is waited for.
+
+    Raises:
+        SettingsError: there are steps of Orbax.
     """
+    answer_of(directory, lambda moved: refuse_orbax_steps(backend, directory), progress)
     names = sorted(answer_of(directory, lambda moved: _step_names(backend, directory), progress))
     if names:
         why = "damaged or not committed" if damaged else "not committed (copied in part, or links?)"

@@ -61,7 +61,7 @@ def choose(now: Situation) -> LeavingPlan:
     new, waits = f"saving step {now.unsaved}", now.running is not None
     first = f"finishing the save of step {now.running}, then " if waits else ""
     if now.left_s is None:
-        return LeavingPlan(True, f"{first}{new}: no time limit is known", waits)
+        return LeavingPlan(True, f"{first}{new}: no time limit is known, or it is over already", waits)
     if now.save_s is None:
         return LeavingPlan(True, f"{first}{new}: how long a save takes is not known yet", waits)
     if now.running is not None and now.step_s is not None:

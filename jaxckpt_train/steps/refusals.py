@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxckpt_train.errors import CheckpointExistsError, SettingsError, StepNotFoundError
+from jaxckpt_train.errors import CheckpointExistsError, SettingsError, StepNotFoundError, StorageError
+from jaxckpt_train.formats.orbax_checkpoint import orbax_steps
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.manifest import MANIFEST_NAME
@@ -21,6 +22,22 @@ def refuse_checkpoint(backend: Backend, directory: str) -> None:
         raise SettingsError(
             f"{directory}: is one checkpoint, and no directory of a run: give that of the run which it is a step of; "
             "to begin a new run with its state, give an empty one, and this as `init_from` (or to `jaxckpt_train.load`)"
+        )
+
+
+def refuse_orbax_steps(backend: Backend, directory: str) -> None:
+    """Raise SettingsError if a run is to begin anew where Orbax has left one: somebody means to go on from that."""
+    try:
+        entries = backend.list(directory)
+    except StorageError:
+        return  # there is none, or who saves there is told
+    steps = orbax_steps(backend, directory, entries)
+    if steps:
+        shown = ", ".join(map(str, list(steps)[-5:]))
+        raise SettingsError(
+            f"{directory}: expected a run of this package or an empty directory, found steps of Orbax, the last ones "
+            f"{shown}, which are not gone on from by themselves: load one by jaxckpt_train.load, or begin a new run "
+            f"with it (init_from={directory}/{list(steps.values())[-1]}), and choose another directory"
         )
 
 

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp1
 
 import jaxckpt_train as jct
+from jaxckpt_train.loops.orbax_manager import CheckpointManager
 from jaxckpt_train.tree.flatten import EMPTY, flatten
 from tests.formats.states import STATES, llama, mesh
 from tests.tree.same_trees import assert_same, raw
@@ -193,3 +194,15 @@ def test_damage_is_told_by_the_leaf(tmp_path: Path) -> None:
     (path / "manifest.ocdbt").write_text("")
     with pytest.raises(jct.NotACheckpointError, match="arrays of Orbax without _METADATA"):
         jct.load(path)
+
+
+def test_a_run_is_not_begun_anew_beside_steps_of_orbax(tmp_path: Path) -> None:
+    by_manager(tmp_path / "run", {"w": np.ones(3)})
+    before = sorted(each.name for each in (tmp_path / "run").rglob("*"))
+    message = r"found steps of Orbax, the last ones 12, .*init_from=.*/run/12"
+    with pytest.raises(jct.SettingsError, match=message), jct.CheckpointCallback(tmp_path / "run") as ckpt:
+        ckpt.resume({"w": np.zeros(3)})
+    with pytest.raises(jct.SettingsError, match=message):
+        CheckpointManager(tmp_path / "run")
+    left = [each.name for each in (tmp_path / "run").rglob("*") if each.name in before]
+    assert sorted(left) == before

@@ -73,8 +73,8 @@ def test_what_is_not_known_is_tried() -> None:
 
 
 def test_without_a_limit_all_is_saved() -> None:
-    assert plan(left_s=None)[3] == "saving step 120: no time limit is known"
-    why = "finishing the save of step 119, then saving step 120: no time limit is known"
+    assert plan(left_s=None)[3] == "saving step 120: no time limit is known, or it is over already"
+    why = "finishing the save of step 119, then saving step 120: no time limit is known, or it is over already"
     assert plan(left_s=None, running=119) == (True, True, False, why)
 
 

@@ -1,0 +1,42 @@
+"""The sources of a run together: one that fails, which may be the user's own, costs neither the others nor the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxckpt_train as jct
+from tests.steps.runs import state_of
+
+
+class Source:
+    """Tells of a notice, or fails."""
+
+    def __init__(self, found: Any = None) -> None:
+        self.found, self.asked = found, 0
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def notice(self) -> Any:
+        self.asked += 1
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
+
+
+def test_one_that_fails_ends_no_training_and_hides_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    failing, other = Source(ValueError("no such cloud")), Source()
+    ckpt = jct.CheckpointCallback(tmp_path, notices=[failing, other], on_preemption="raise", progress=False)
+    with pytest.raises(jct.Preempted) as left, ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(100):
+            other.found = "it is over" if step == 5 else None
+            ckpt(state_of(step + 1))
+    assert left.value.step == 6
+    assert failing.asked > 6
+    assert caplog.text.count("Source: asking it for a notice failed") == 1
+    assert "no such cloud" in caplog.text
