@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -114,29 +114,3 @@ class Ours:
 
     def completed(self, training: LmTraining, number: int, loss: Any) -> None:
         self._callback(metrics={"loss": loss})
-
-
-Make = Callable[[Path, Interval], Keeper]
-
-
-def _ours(name: str, directory: Path, interval: Interval) -> Keeper:
-    import jaxckpt_train as jct
-
-    policies: dict[str, Callable[[], Any]] = {
-        "ours_fixed": lambda: jct.FixedIntervalPolicy(interval.steps),
-        "ours_seconds": lambda: jct.EverySecondsPolicy(interval.seconds),
-        "ours_budget": lambda: jct.OverheadBudgetPolicy(0.035),
-        "ours_young_daly": lambda: jct.YoungDalyPolicy(),
-    }
-    return Ours(directory, policies[name]())
-
-
-def make_keeper(name: str, directory: Path, interval: Interval) -> Keeper:
-    """The subject with this name, on a run directory. Only the library that it needs is imported."""
-    if name == NOTHING:
-        return Nothing()
-    if name.startswith("ours"):
-        return _ours(name, directory, interval)
-    from benchmarks import goodput_orbax
-
-    return goodput_orbax.make_keeper(name, directory, interval)

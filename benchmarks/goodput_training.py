@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.goodput_keepers import make_keeper
 from benchmarks.goodput_log import Log
-from benchmarks.goodput_subjects import Interval, make_keeper
+from benchmarks.goodput_subjects import Interval
 from benchmarks.lm_training import configure, lm_training
 
 
