@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.util
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +13,8 @@ from jaxckpt_train.cli.output import Code, bytes_text, print_json, progress, tol
 from jaxckpt_train.errors import SettingsError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from jaxckpt_train.report.gathering import Gathered
 
 PAGE = "report.html"
@@ -49,11 +50,10 @@ def report(
     with told_errors(as_json):
         directory = absolute(run)
         page = absolute(output) if output is not None else None if as_json else absolute(PAGE)
-        if page is not None:
-            _check(page)
+        page_of = _checked_page_of(page) if page is not None else None
         gathered = _gathered(directory, changes, disk, as_json)
-        if page is not None:
-            _write(page, gathered, as_json)
+        if page is not None and page_of is not None:
+            _write(page, page_of(gathered), as_json)
         if as_json:
             _print(gathered)
         if gathered.damaged:
@@ -68,15 +68,19 @@ def _print(gathered: Gathered) -> None:
     print_json(gathered_json(gathered))
 
 
-def _check(page: str) -> None:
-    """Before anything that takes long."""
-    if importlib.util.find_spec("bokeh") is None:
+def _checked_page_of(path: str) -> Callable[[Gathered], str]:
+    """What makes a page; that it can be made and written there is seen to before anything that takes long."""
+    try:
+        from jaxckpt_train.report.page import page_of
+        from jaxckpt_train.report.page_writing import check_place
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "bokeh":
+            raise
         raise SettingsError(
             "report: a page needs the package bokeh: pip install jaxckpt-train[report]; --json needs nothing more"
-        )
-    from jaxckpt_train.report.page_writing import check_place
-
-    check_place(BACKEND, page)
+        ) from None
+    check_place(BACKEND, path)
+    return page_of
 
 
 def _gathered(directory: str, changes: int | None, disk: bool, as_json: bool) -> Gathered:
@@ -94,11 +98,9 @@ def _gathered(directory: str, changes: int | None, disk: bool, as_json: bool) ->
         return gather(BACKEND, read, plan, now, rate, advance)
 
 
-def _write(path: str, gathered: Gathered, as_json: bool) -> None:
-    from jaxckpt_train.report.page import page_of
+def _write(path: str, page: str, as_json: bool) -> None:
     from jaxckpt_train.report.page_writing import write_page
 
-    page = page_of(gathered)
     write_page(BACKEND, path, page)
     if not as_json:
         print(f"{path}: {bytes_text(len(page.encode()))}")
