@@ -9,8 +9,8 @@ import typer
 from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Patterns, Step, absolute
 from jaxckpt_train.cli.output import Code, number_text, print_columns, print_json, progress, told_errors
 from jaxckpt_train.cli.show import chosen_leaves, nbytes_of
-from jaxckpt_train.looking.leaf_reads import pieces_of, read_pieces
-from jaxckpt_train.looking.leaf_stats import BINS, Histogram, LeafStats
+from jaxckpt_train.looking.leaf_reads import over_pieces, pieces_of
+from jaxckpt_train.looking.leaf_stats import BINS, Histogram, LeafStats, stats_of
 from jaxckpt_train.looking.opening import Opened, open_at
 from jaxckpt_train.store.manifest import ArrayRecord
 
@@ -51,9 +51,9 @@ def stats(
 def _read(opened: Opened, arrays: dict[str, ArrayRecord], advance: Any) -> dict[str, LeafStats]:
     found = {name: LeafStats() for name in arrays}
     wanted = (piece for name, array in arrays.items() for piece in pieces_of(name, (array,)))
-    for piece, (data,) in read_pieces((opened,), wanted):
-        found[piece.name].add(data)
-        advance(data.nbytes)
+    for piece, of_it in over_pieces((opened,), wanted, lambda _, data: stats_of(data)):
+        found[piece.name].merge(of_it)
+        advance(piece.nbytes)
     return found
 
 
@@ -66,9 +66,9 @@ def _histograms(
         if each.least is not None and each.most is not None
     }
     wanted = (piece for name in bins for piece in pieces_of(name, (arrays[name],)))
-    for piece, (data,) in read_pieces((opened,), wanted):
-        bins[piece.name].add(data)
-        advance(data.nbytes)
+    for piece, counts in over_pieces((opened,), wanted, lambda each, data: bins[each.name].counts_of(data[0])):
+        bins[piece.name].counts += counts
+        advance(piece.nbytes)
     return bins
 
 

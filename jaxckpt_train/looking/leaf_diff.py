@@ -7,11 +7,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-
-from jaxckpt_train.looking.leaf_reads import Wanted, pieces_of, read_pieces
-from jaxckpt_train.looking.leaf_stats import as_numbers
+from jaxckpt_train.looking.leaf_reads import over_pieces, pieces_of
 from jaxckpt_train.looking.opening import Opened
+from jaxckpt_train.looking.value_distance import Distance, distance
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.tree.leaf_records import LeafRecord, describe_saved, python_value
@@ -135,36 +133,13 @@ def _compare(
     progress: Callable[[int], object],
 ) -> None:
     for name, one, _ in to_read:
-        found[name].count, found[name].max_abs = math.prod(one.shape), 0.0
-    wanted: Iterator[Wanted] = (piece for name, one, other in to_read for piece in pieces_of(name, (one, other)))
-    squares: dict[str, list[float]] = {name: [0.0, 0.0] for name, *_ in to_read}
-    for piece, (first, second) in read_pieces((a, b), wanted):
-        _add(found[piece.name], squares[piece.name], first, second)
-        progress(first.nbytes + second.nbytes)
-    for name, (difference, norm) in squares.items():
+        found[name].count = math.prod(one.shape)
+    wanted = (piece for name, one, other in to_read for piece in pieces_of(name, (one, other)))
+    sums = {name: Distance() for name, *_ in to_read}
+    for piece, of_it in over_pieces((a, b), wanted, lambda _, pair: distance(*pair)):
+        sums[piece.name] = sums[piece.name].plus(of_it)
+        progress(piece.nbytes)
+    for name, each in sums.items():
         diff = found[name]
-        diff.difference, diff.norm = math.sqrt(difference), math.sqrt(norm)
-        diff.kind = "value" if diff.differing else "equal"
-        if not diff.differing:
-            diff.max_abs = None
-
-
-def _add(diff: LeafDiff, squares: list[float], first: np.ndarray, second: np.ndarray) -> None:
-    same_bits = np.ascontiguousarray(first).view(np.uint8).reshape(-1) == np.ascontiguousarray(second).view(
-        np.uint8
-    ).reshape(-1)
-    one = as_numbers(first).reshape(-1)
-    finite = one[np.isfinite(one)]
-    squares[1] += float(np.dot(finite.astype(np.float64), finite.astype(np.float64)))
-    if same_bits.all():
-        return
-    diff.differing += int(np.count_nonzero(~same_bits.reshape(first.size, -1).all(axis=1)))
-    other = as_numbers(second).reshape(-1)
-    with np.errstate(invalid="ignore", over="ignore"):
-        apart = np.abs(one.astype(np.float64) - other.astype(np.float64))
-    both_nan = np.isnan(one) & np.isnan(other)
-    apart[both_nan] = 0.0
-    largest = float(apart.max()) if apart.size else 0.0
-    diff.max_abs = max(diff.max_abs or 0.0, largest) if not math.isnan(largest) else math.nan
-    known = apart[np.isfinite(apart)]
-    squares[0] += float(np.dot(known, known))
+        diff.differing, diff.difference, diff.norm = each.differing, math.sqrt(each.difference), math.sqrt(each.norm)
+        diff.kind, diff.max_abs = ("value", each.max_abs) if each.differing else ("equal", None)

@@ -53,6 +53,13 @@ class LeafStats:
         """The square root of the sum of the squares of the finite values."""
         return math.sqrt(self.squares)
 
+    def merge(self, other: LeafStats) -> None:
+        """Count what has been counted of other pieces, too."""
+        for name in ("count", "nan", "inf", "zeros", "total", "squares"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.least = min((each for each in (self.least, other.least) if each is not None), default=None)
+        self.most = max((each for each in (self.most, other.most) if each is not None), default=None)
+
     def add(self, piece: np.ndarray) -> None:
         """Count the values of a piece."""
         values = as_numbers(piece)
@@ -104,14 +111,13 @@ class Histogram:
         self.edges = np.linspace(least, most, bins + 1) if most > least else np.array([least, least])
         self.counts = np.zeros(max(1, len(self.edges) - 1), np.int64)
 
-    def add(self, piece: np.ndarray) -> None:
-        """Count the values of a piece; what is not finite is left out."""
+    def counts_of(self, piece: np.ndarray) -> np.ndarray:
+        """The counts of a piece alone; what is not finite is left out."""
         values = as_numbers(piece).reshape(-1)
         values = values[np.isfinite(values)]
         if len(self.edges) == 2 and self.edges[0] == self.edges[1]:
-            self.counts[0] += len(values)
-        else:
-            self.counts += np.histogram(values, self.edges)[0]
+            return np.array([len(values)], np.int64)
+        return np.histogram(values, self.edges)[0]
 
 
 def stats_of(pieces: Iterable[np.ndarray]) -> LeafStats:

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError
-from jaxckpt_train.looking.leaf_reads import Wanted, pieces_of, read_pieces
+from jaxckpt_train.looking.leaf_reads import Wanted, over_pieces, pieces_of
 from jaxckpt_train.looking.opening import Opened
 from jaxckpt_train.store.copying import CHUNK_BYTES
 from jaxckpt_train.store.dtypes import DTYPES
@@ -33,9 +33,13 @@ def refuse_another_content(source: Opened, copy: Opened) -> None:
         if one.files != other.files:
             raise _differs(copy, f"the files of {one.name!r}")
         to_read += _unsure(source, one, copy, other)
-    for wanted, (first, second) in read_pieces((source, copy), iter(to_read)):
-        if not np.array_equal(first.reshape(-1).view(np.uint8), second.reshape(-1).view(np.uint8)):
+    for wanted, is_same in over_pieces((source, copy), to_read, lambda _, pair: _same_bytes(*pair)):
+        if not is_same:
             raise _differs(copy, f"leaf {wanted.name!r}")
+
+
+def _same_bytes(first: np.ndarray, second: np.ndarray) -> bool:
+    return np.array_equal(first.reshape(-1).view(np.uint8), second.reshape(-1).view(np.uint8))
 
 
 def _unsure(source: Opened, one: PartRecord, copy: Opened, other: PartRecord) -> Iterator[Wanted]:

@@ -1,0 +1,81 @@
+"""How far arrays are apart: as numpy says of whole arrays in double precision, and of what it has no numbers for."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from jaxckpt_train.looking.value_distance import BLOCK, Distance, distance
+from jaxckpt_train.store.dtypes import DTYPES
+
+NUMBERS = sorted(set(DTYPES) - {"bool"})
+
+
+def values_of(dtype: np.dtype, count: int, seed: int) -> np.ndarray:
+    """A half, which every float has and every integer takes as 0, and 1; some of them changed by the seed."""
+    base = np.random.default_rng(1).choice(np.array([0.5, 1], np.float32), count)
+    base[np.random.default_rng(seed).integers(0, count, count // 9)] = 1
+    return base.astype(dtype)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("count", [1, BLOCK, 3 * BLOCK + 5])
+def test_sums_and_counts_are_those_of_numpy(name: str, count: int) -> None:
+    one, other = values_of(DTYPES[name], count, 2), values_of(DTYPES[name], count, 3)
+    exact, exact_other = one.astype(np.complex128), other.astype(np.complex128)
+    apart = np.abs(exact - exact_other)
+    found = distance(one, other)
+    assert found.differing == int((apart != 0).sum())
+    assert (found.max_abs, found.difference) == (apart.max(), (apart**2).sum())
+    assert found.norm == (np.abs(exact) ** 2).sum()
+
+
+def test_random_floats_are_compared_in_double_precision() -> None:
+    random = np.random.default_rng(4)
+    one = random.standard_normal((37, 1001)).astype(np.float32)
+    other = one + random.standard_normal(one.shape).astype(np.float32) * (random.random(one.shape) < 0.1)
+    found = distance(one, other)
+    apart = one.astype(np.float64) - other.astype(np.float64)
+    assert (found.differing, found.max_abs) == (int((one != other).sum()), np.abs(apart).max())
+    np.testing.assert_allclose([found.difference, found.norm], [(apart**2).sum(), (one.astype(float) ** 2).sum()])
+
+
+def test_what_is_equal_is_no_further_apart_for_what_is_not() -> None:
+    """Infinities that are the same, and nan in both, of whatever bits."""
+    payload = np.array([0x7FC00001], np.uint32).view(np.float32)[0]
+    one = np.array([np.inf, -np.inf, np.nan, np.nan, 1, 3], np.float32)
+    other = np.array([np.inf, -np.inf, np.nan, payload, 1, 1], np.float32)
+    assert distance(one, other) == Distance(differing=2, max_abs=2.0, difference=4.0, norm=10.0)
+
+
+def test_an_infinity_is_infinitely_far_from_others_and_nan_from_numbers_nobody_knows() -> None:
+    one, other = np.array([np.inf, 5.0]), np.array([1.0, 2.0])
+    assert distance(one, other) == Distance(2, math.inf, 9.0, 25.0)
+    assert math.isnan(distance(np.array([np.nan, 5.0]), other).max_abs)
+    many = np.zeros(2 * BLOCK)
+    many[0] = np.nan
+    later = np.zeros(2 * BLOCK)
+    later[-1] = 7
+    assert math.isnan(distance(many, later).max_abs)
+    assert math.isnan(distance(many[::-1], later).max_abs)
+
+
+def test_the_difference_of_complex_numbers_has_their_angle_in_it() -> None:
+    assert distance(np.array([1 + 0j, 3j]), np.array([-1 + 0j, 3j])) == Distance(1, 2.0, 4.0, 10.0)
+
+
+def test_large_integers_that_differ_by_little_are_not_rounded_first() -> None:
+    big = np.array([2**63 - 1, -(2**63)], np.int64)
+    assert distance(big, big - np.array([1, -1])).max_abs == 1.0
+    assert distance(np.array([2**64 - 1], np.uint64), np.array([0], np.uint64)).max_abs == 2.0**64
+    assert distance(np.array([-(2**63)], np.int64), np.array([2**63 - 1], np.int64)).max_abs == 2.0**64
+
+
+def test_zeros_of_another_sign_differ_by_nothing() -> None:
+    assert distance(np.array([0.0]), np.array([-0.0])) == Distance(1, 0.0, 0.0, 0.0)
+
+
+def test_nothing_is_no_distance() -> None:
+    assert distance(np.zeros((0, 3)), np.zeros((0, 3))) == Distance()
