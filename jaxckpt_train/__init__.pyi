@@ -44,6 +44,7 @@ from jaxckpt_train.settings import StoreSettings as StoreSettings
 from jaxckpt_train.sinks.opentelemetry import OpenTelemetrySink as OpenTelemetrySink
 from jaxckpt_train.sinks.prometheus import PrometheusSink as PrometheusSink
 from jaxckpt_train.sinks.writers import WriterSink as WriterSink
+from jaxckpt_train.steps.best_link import BestLink as BestLink
 from jaxckpt_train.steps.manager import StepManager as StepManager
 from jaxckpt_train.steps.preservation_policies import AnyPreservationPolicy as AnyPreservationPolicy
 from jaxckpt_train.steps.preservation_policies import BestN as BestN
