@@ -264,14 +264,9 @@ def undone_on_error(transaction: Transaction | None, parts: Sequence[StagedPart]
 
 
 def _undo(transaction: Transaction | None, parts: Sequence[StagedPart], error: BaseException) -> None:
-    """A disk that refuses even to remove the attempt must not hide why the save failed."""
     close_parts(parts)
-    if transaction is None:
-        return
-    try:
-        transaction.abort()
-    except OSError as second:
-        error.add_note(f"and the attempt {transaction.directory} could not be removed: {second}")
+    if transaction is not None:
+        transaction.abort_after(error)
 
 
 def close_parts(parts: Sequence[StagedPart]) -> None:

@@ -21,7 +21,8 @@ from jaxckpt_train.cli.output import bytes_text, print_json, progress, told_erro
 from jaxckpt_train.cli.show import nbytes_of
 from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.looking.opening import Opened, open_at
-from jaxckpt_train.surgery.leaves import Leaf
+from jaxckpt_train.surgery.leaves import Leaves
+from jaxckpt_train.surgery.operation import Change, Operation
 from jaxckpt_train.tree.patterns import leaf_filter
 
 GB = 10**9
@@ -80,20 +81,20 @@ def prepared(
     source = dataclasses.replace(opened, files=operated.files, committed=operated.committed)
     if only:
         selected = leaf_filter(only)
-        chosen = changed(source, name, (_Keep(selected, ", ".join(only)),))  # type: ignore[arg-type]
+        chosen = changed(source, name, (_Keep(selected, ", ".join(only)),))
         source = dataclasses.replace(source, files=chosen.files, committed=chosen.committed)
     return source, name, operated
 
 
-class _Keep:
-    """As an operation: leave out what was not chosen."""
+class _Keep(Operation):
+    """Leave out what was not chosen."""
 
     name = "only"
 
     def __init__(self, selected: Any, text: str) -> None:
         self._selected, self._text = selected, text
 
-    def apply(self, leaves: dict[str, Leaf], subject: str) -> list[tuple[str, str]]:
+    def apply(self, leaves: Leaves, subject: str) -> list[Change]:
         """Drop the others."""
         others = [name for name in leaves if not self._selected(name)]
         if len(others) == len(leaves):

@@ -11,10 +11,9 @@ from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Step, a
 from jaxckpt_train.cli.exporting import Only, prepared
 from jaxckpt_train.cli.operations import DryRun, Operations, OperationsFile, plan_json, print_plan
 from jaxckpt_train.cli.output import bytes_text, print_json, progress, told_errors
-from jaxckpt_train.errors import CheckpointExistsError
 from jaxckpt_train.looking.opening import metadata_of, open_at
+from jaxckpt_train.store.appearing import refuse_existing_name
 from jaxckpt_train.store.copying import copy_checkpoint
-from jaxckpt_train.store.local import file_exists
 
 Out = Annotated[str, typer.Argument(metavar="OUT", help="The checkpoint to write.", show_default=False)]
 
@@ -42,8 +41,7 @@ def import_(
         if not as_json:
             print_plan(plan)
         if not dry_run:
-            if file_exists(final):
-                raise CheckpointExistsError(f"{final}: exists; move it away, or choose another path")
+            refuse_existing_name(final)
             info = {"created": _now(), **metadata_of(opened), "imported_from": opened.path}
             with progress("writing", None, as_json) as advance:
                 committed = copy_checkpoint(

@@ -28,6 +28,7 @@ from jaxckpt_train.errors import (
     StorageError,
 )
 from jaxckpt_train.progress import progress_line
+from jaxckpt_train.report import quantities
 
 WIDE = 10_000  # letters, where no terminal cuts lines
 
@@ -147,14 +148,7 @@ def progress(text: str, total_bytes: int | None, as_json: bool) -> Iterator[Call
 
 def bytes_text(nbytes: int | None) -> str:
     """A number of bytes for people."""
-    if nbytes is None:
-        return "?"
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError("unreachable: the last unit takes all")
+    return "?" if nbytes is None else quantities.bytes_text(nbytes)
 
 
 def age_text(seconds: float) -> str:

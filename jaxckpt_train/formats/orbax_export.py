@@ -18,11 +18,12 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.appearing import appearing
 from jaxckpt_train.store.attempt import Attempt
 from jaxckpt_train.store.backend import Backend, Opener
+from jaxckpt_train.store.box_to_come import BoxToCome
 from jaxckpt_train.store.boxes import Box, box_shape, cut_box, full_box
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord, PartRecord, shown
 from jaxckpt_train.store.plain_files import read_recorded
-from jaxckpt_train.store.reader import Progress, read_box
+from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.tree.leaf_records import (
     BoolLeaf,
@@ -192,9 +193,7 @@ def _keys(tree: TreeRecord, path: str) -> tuple[tuple[str, int], ...]:
 
 
 def _read(files: Opener, committed: Committed, settings: StoreSettings, array: ArrayRecord, box: Box) -> np.ndarray:
-    data = np.empty(box_shape(box), DTYPES[array.dtype])
-    read_box(files, committed, array, box, data.reshape(-1).view(np.uint8), settings)
-    return data
+    return BoxToCome(files, committed, array, box, settings).fetch()
 
 
 def _write_tree(

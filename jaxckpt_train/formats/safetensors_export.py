@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -15,12 +15,13 @@ from jaxckpt_train.formats.safetensors_files import NAMED
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.appearing import appearing
 from jaxckpt_train.store.backend import Backend, Opener
-from jaxckpt_train.store.boxes import Box, box_elements, box_shape, cut_box, full_box
+from jaxckpt_train.store.box_to_come import BoxToCome
+from jaxckpt_train.store.boxes import cut_box, full_box
 from jaxckpt_train.store.digests import digest_function
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.layout import ChunkSource, PlacedChunk, SegmentLayout
 from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
-from jaxckpt_train.store.reader import Progress, read_box
+from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.store.segment import Tensor, encode_header
 from jaxckpt_train.store.segment_writer import SegmentWriter
 from jaxckpt_train.store.transaction import Committed
@@ -33,7 +34,6 @@ SHARD_BYTES = 5 * 10**9
 BAND_BYTES = 64 << 20
 _DTYPES = {ours: theirs for theirs, ours in NAMED.items()}
 _NUMBERS = {BoolLeaf: "bool", IntLeaf: "int64", FloatLeaf: "float64"}
-_Read = Callable[[Box, np.ndarray], None]
 
 
 class Exported(NamedTuple):
@@ -63,21 +63,6 @@ class _Tensor(NamedTuple):
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-class _Band:
-    """A part of an array, read when it is written."""
-
-    def __init__(self, box: Box, dtype: np.dtype, read: _Read) -> None:
-        self._box, self._read = box, read
-        self.shape, self.dtype = box_shape(box), dtype
-        self.size = box_elements(box)
-        self.nbytes = self.size * dtype.itemsize
-
-    def fetch(self) -> np.ndarray:
-        data = np.empty(self.shape, self.dtype)
-        self._read(self._box, data.reshape(-1).view(np.uint8))
-        return data
 
 
 def export_safetensors(
@@ -218,10 +203,5 @@ def _bands(files: Opener, committed: Committed, tensor: _Tensor, settings: Store
     if isinstance(tensor.content, np.ndarray):
         yield ChunkSource((), tensor.content)
         return
-    array = tensor.content
-
-    def read(box: Box, target: np.ndarray) -> None:
-        read_box(files, committed, array, box, target, settings)
-
     for box in cut_box(full_box(tensor.shape), tensor.dtype.itemsize, BAND_BYTES):
-        yield ChunkSource(box, _Band(box, tensor.dtype, read))
+        yield ChunkSource(box, BoxToCome(files, committed, tensor.content, box, settings))

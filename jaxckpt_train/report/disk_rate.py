@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from jaxckpt_train.store.backend import HALF_MADE, Files, Sink
+from jaxckpt_train.store.staging import aligned_buffer
 
 BLOCK_BYTES = 8 << 20
 BYTES = 256 << 20
 TRIES = 3
 THREADS = 2
-ALIGNMENT = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +53,7 @@ def measure_disk(files: Files, directory: str, nbytes: int = BYTES, tries: int =
 
 def _block() -> np.ndarray:
     """Bytes that nothing compresses, where direct I/O takes them from."""
-    memory = np.empty(BLOCK_BYTES + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    block = memory[start : start + BLOCK_BYTES]
+    block = aligned_buffer(BLOCK_BYTES)
     block[:] = np.random.default_rng(0).integers(0, 256, BLOCK_BYTES, np.uint8)
     return block
 

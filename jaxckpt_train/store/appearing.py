@@ -28,8 +28,7 @@ def appearing(backend: Backend, final: str, settings: StoreSettings) -> Iterator
         CheckpointExistsError: something is there.
         StorageError: the file system refused.
     """
-    if file_exists(final):
-        raise _exists(final)
+    refuse_existing_name(final)
     parent = os.path.dirname(final)
     backend.make_directory(parent, parents=True, sync=settings.durability == "full")
     attempt = Attempt(backend, begin_attempt(backend, final), settings)
@@ -45,6 +44,12 @@ def appearing(backend: Backend, final: str, settings: StoreSettings) -> Iterator
         raise
     if settings.durability == "full":
         backend.sync(parent)
+
+
+def refuse_existing_name(final: str) -> None:
+    """Raise CheckpointExistsError if anything has this name."""
+    if file_exists(final):
+        raise _exists(final)
 
 
 def _publish(backend: Backend, directory: str, final: str) -> None:

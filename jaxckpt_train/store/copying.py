@@ -8,12 +8,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from jaxckpt_train.errors import StorageError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend, Opener
-from jaxckpt_train.store.boxes import Box, box_elements, box_shape, cut_box, full_box
+from jaxckpt_train.store.box_to_come import BoxToCome
+from jaxckpt_train.store.boxes import Box, cut_box, full_box
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.kept_chunks import kept_boxes
 from jaxckpt_train.store.layout import ArraySource, ChunkSource
@@ -28,28 +26,12 @@ from jaxckpt_train.store.manifest import (
     SegmentRecord,
 )
 from jaxckpt_train.store.plain_files import read_recorded
-from jaxckpt_train.store.reader import Progress, read_box
+from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.store.transaction import Committed, Transaction
 from jaxckpt_train.store.writer import write_arrays
 
 CHUNK_BYTES = 256 << 20
 """A larger array is copied in chunks of at most so many bytes, each of which is in memory at a time."""
-
-
-class _BoxToCome:
-    """A box of an array of the source, read when its turn comes to be written."""
-
-    def __init__(self, box: Box, dtype: np.dtype, read: Callable[[Box, np.ndarray], None]) -> None:
-        self._box, self._read = box, read
-        self.shape, self.dtype = box_shape(box), dtype
-        self.size = box_elements(box)
-        self.nbytes = self.size * dtype.itemsize
-
-    def fetch(self) -> np.ndarray:
-        """Read it."""
-        data = np.empty(self.shape, self.dtype)
-        self._read(self._box, data.reshape(-1).view(np.uint8))
-        return data
 
 
 def copy_checkpoint(
@@ -110,10 +92,7 @@ def _removed_on_error(transaction: Transaction) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        try:
-            transaction.abort()
-        except StorageError as second:
-            error.add_note(f"and the attempt {transaction.directory} could not be removed: {second}")
+        transaction.abort_after(error)
         raise
 
 
@@ -146,15 +125,11 @@ class _Copier:
 
     def _source_of(self, array: ArrayRecord) -> ArraySource:
         dtype = DTYPES[array.dtype]
-
-        def read(box: Box, target: np.ndarray) -> None:
-            read_box(self.files, self.source, array, box, target, self.settings)
-
         if self.keep_chunks:
             boxes = kept_boxes(array, dtype.itemsize, CHUNK_BYTES)
         else:
             boxes = chunk_boxes(array.shape, dtype.itemsize)
-        chunks = [ChunkSource(box, _BoxToCome(box, dtype, read)) for box in boxes]
+        chunks = [ChunkSource(box, BoxToCome(self.files, self.source, array, box, self.settings)) for box in boxes]
         return ArraySource(array.name, array.shape, dtype, chunks, array.sharding)
 
     def _copy_files(self, part: PartRecord) -> Iterator[FileRecord]:

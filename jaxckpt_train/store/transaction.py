@@ -219,6 +219,13 @@ class Transaction(Attempt):
             self._backend.remove(f"{self.directory}/{COMMIT_NAME}")  # first: half of it is an attempt's, to who comes
         self._backend.remove(self.directory)
 
+    def abort_after(self, error: BaseException) -> None:
+        """Remove the attempt of a save that failed; a disk that refuses even that must not hide why: it is noted."""
+        try:
+            self.abort()
+        except OSError as second:
+            error.add_note(f"and the attempt {self.directory} could not be removed: {second}")
+
 
 def begin_attempt(backend: Backend, final: str) -> str:
     """Make a directory beside a name for what is to have it."""

@@ -18,7 +18,8 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.moving import checked_copy, sameness
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import copying, kept_chunks
+from jaxckpt_train.store import box_to_come, copying, kept_chunks
+from jaxckpt_train.store.box_to_come import BoxToCome
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.transaction import open_committed
 from tests.cli.commands import printed, refused, run, told
@@ -231,14 +232,14 @@ def test_nothing_is_put_into_a_run_that_lives(tmp_path: Path) -> None:
 def test_a_copy_that_came_out_otherwise_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As from memory that errs between a read and the write."""
     jct.save(tmp_path / "c", {"w": np.arange(5000, dtype=np.float32)})
-    fetch = copying._BoxToCome.fetch
+    fetch = BoxToCome.fetch
 
-    def flipped(self: copying._BoxToCome) -> np.ndarray:
+    def flipped(self: BoxToCome) -> np.ndarray:
         found = fetch(self)
         found[17] += 1
         return found
 
-    monkeypatch.setattr(copying._BoxToCome, "fetch", flipped)
+    monkeypatch.setattr(BoxToCome, "fetch", flipped)
     assert "leaf 'state/w' came out otherwise than in the source" in refused(
         "cp", tmp_path / "c", tmp_path / "copy", code=1
     )
@@ -266,14 +267,14 @@ def test_with_check_a_disk_that_gives_other_bytes_is_found_out(tmp_path: Path, m
 
 def test_a_source_that_goes_meanwhile_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
-    read_box = copying.read_box
+    read_box = box_to_come.read_box
 
     def gone(*arguments: Any) -> None:
         if step_path(directory, 1).exists():
             step_path(directory, 1).rename(directory / ".gone")
         read_box(*arguments)
 
-    monkeypatch.setattr(copying, "read_box", gone)
+    monkeypatch.setattr(box_to_come, "read_box", gone)
     done = run("cp", directory, tmp_path / "copy", "--step", 1)
     assert done.exit_code == 3
     assert "was removed while it was being read" in done.stderr

@@ -1,0 +1,40 @@
+"""A box of a stored array that is read when its turn comes to be written elsewhere."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backend import Opener
+from jaxckpt_train.store.boxes import Box, box_elements, box_shape
+from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.manifest import ArrayRecord
+from jaxckpt_train.store.reader import read_box
+from jaxckpt_train.store.transaction import Committed
+
+
+class BoxToCome:
+    """A box of an array of an opened checkpoint.
+
+    Args:
+        files: what the checkpoint is read from.
+        committed: the opened checkpoint.
+        array: which array of it.
+        box: which part of that.
+        settings: how it is verified.
+    """
+
+    def __init__(
+        self, files: Opener, committed: Committed, array: ArrayRecord, box: Box, settings: StoreSettings
+    ) -> None:
+        self._files, self._committed, self._array, self._box, self._settings = files, committed, array, box, settings
+        self.shape, self.dtype = box_shape(box), DTYPES[array.dtype]
+        self.size = box_elements(box)
+        self.nbytes = self.size * self.dtype.itemsize
+
+    def fetch(self) -> np.ndarray:
+        """Read it, into memory of its own; raises as `read_box`."""
+        data = np.empty(self.shape, self.dtype)
+        flat = data.reshape(-1).view(np.uint8)
+        read_box(self._files, self._committed, self._array, self._box, flat, self._settings)
+        return data
