@@ -80,9 +80,10 @@ class Peak:
         reset_peak()
         self.before = usage()
         self.private, self.samples = self.before.private, 0
-        self._stop = threading.Event()
+        self._looking, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._sample, name="memory-probe", daemon=True)
         self._thread.start()
+        self._looking.wait()  # what is measured begins where the samples have begun
         return self
 
     def __exit__(
@@ -109,6 +110,7 @@ class Peak:
             while not self._stop.is_set():
                 self.private = max(self.private, _parse(os.pread(fd, 8192, 0).decode("ascii")).private)
                 self.samples += 1
+                self._looking.set()
                 time.sleep(EVERY_S)
         finally:
             os.close(fd)
