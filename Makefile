@@ -126,6 +126,10 @@ bench-goodput: $(STAMP)  ## trainings that are killed again and again, kept by o
 bench-overhead: $(STAMP)  ## what a budget for saves really costs, on fast and slow disks (some twenty-five minutes; needs root)
 	$(BIN)/python -m benchmarks.overhead_budget --json build/bench-overhead.json --page docs/benchmarks
 
+.PHONY: bench-tools
+bench-tools: $(STAMP)  ## what imports, diffs and looks cost, beside Orbax and the disk (some ten minutes)
+	$(BIN)/python -m benchmarks.tools --json build/bench-tools.json --page docs/benchmarks
+
 bench-quick: $(STAMP)  ## less of the same in a few minutes
 	$(BIN)/python -m benchmarks.run --quick --json build/bench-quick.json --plots build/bench-quick
 
