@@ -17,6 +17,7 @@ from jaxckpt_train.store.manifest import (
     COMMIT_NAME,
     FORMAT,
     FORMAT_VERSION,
+    WHOLE_CHUNKS,
     ArrayRecord,
     FileRecord,
     Manifest,
@@ -29,8 +30,6 @@ from jaxckpt_train.tree.leaf_records import TreeRecord, encode_tree
 Direct = bool | Literal["auto"]
 Open = Callable[[Direct], Source]
 PYTREE, JSON = "pytree", "json"  # the kinds of our own handlers
-WHOLE_CHUNKS = 1 << 60
-"""Bytes of a block where a chunk can only be read whole, as one that is compressed."""
 
 
 @dataclasses.dataclass(frozen=True)

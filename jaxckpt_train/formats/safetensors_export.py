@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -16,11 +16,12 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.appearing import appearing
 from jaxckpt_train.store.backend import Backend, Opener
 from jaxckpt_train.store.box_to_come import BoxToCome
-from jaxckpt_train.store.boxes import cut_box, full_box
+from jaxckpt_train.store.boxes import Box, cut_box, full_box
 from jaxckpt_train.store.digests import digest_function
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.layout import ChunkSource, PlacedChunk, SegmentLayout
 from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
+from jaxckpt_train.store.read_ahead import BoxAhead, ReadAhead
 from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.store.segment import Tensor, encode_header
 from jaxckpt_train.store.segment_writer import SegmentWriter
@@ -34,6 +35,10 @@ SHARD_BYTES = 5 * 10**9
 BAND_BYTES = 64 << 20
 _DTYPES = {ours: theirs for theirs, ours in NAMED.items()}
 _NUMBERS = {BoolLeaf: "bool", IntLeaf: "int64", FloatLeaf: "float64"}
+
+
+_ToCome = Callable[[ArrayRecord, Sequence[Box]], Sequence[BoxAhead]]
+"""Some boxes of an array, each of which is read about when it is written."""
 
 
 class Exported(NamedTuple):
@@ -106,15 +111,14 @@ def export_safetensors(
     file_names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     file_names = file_names if count > 1 else ["model.safetensors"]
     told = {"format": "pt"} if metadata is None else metadata
-    layouts = [_layout(files, committed, shard, settings, told) for shard in shards]
-    with appearing(backend, final, settings) as attempt:
+    with ReadAhead(settings, committed.directory) as ahead, appearing(backend, final, settings) as attempt:
+
+        def to_come(array: ArrayRecord, boxes: Sequence[Box]) -> list[BoxAhead]:
+            return ahead.of([BoxToCome(files, committed, array, box, settings) for box in boxes])
+
+        layouts = [_layout(shard, to_come, told) for shard in shards]
         writers = [
-            SegmentWriter(
-                layout,
-                functools.partial(backend.create, f"{attempt.directory}/{name}", direct=settings.direct_io),
-                digest_function(settings.digest),
-                settings.durability != "none",
-            )
+            _writer(backend, f"{attempt.directory}/{name}", layout, settings)
             for layout, name in zip(layouts, file_names, strict=True)
         ]
         write_segments(backend, attempt.directory, writers, settings, progress)
@@ -122,6 +126,11 @@ def export_safetensors(
         if count > 1:
             attempt.write_file("model.safetensors.index.json", _index(shards, file_names, nbytes))
     return Exported(tuple(file_names), names, tuple(left_out), nbytes)
+
+
+def _writer(backend: Backend, path: str, layout: SegmentLayout, settings: StoreSettings) -> SegmentWriter:
+    create = functools.partial(backend.create, path, direct=settings.direct_io)
+    return SegmentWriter(layout, create, digest_function(settings.digest), settings.durability != "none")
 
 
 def _index(shards: Sequence[Sequence[_Tensor]], names: Sequence[str], nbytes: int) -> bytes:
@@ -179,9 +188,7 @@ def _shards(tensors: Sequence[_Tensor], most: int) -> Iterator[list[_Tensor]]:
     yield shard
 
 
-def _layout(
-    files: Opener, committed: Committed, shard: Sequence[_Tensor], settings: StoreSettings, metadata: Mapping[str, str]
-) -> SegmentLayout:
+def _layout(shard: Sequence[_Tensor], to_come: _ToCome, metadata: Mapping[str, str]) -> SegmentLayout:
     """One file: its head, and its tensors in bands, each read when its turn comes."""
     entries, at = list[Tensor](), 0
     for tensor in shard:
@@ -191,17 +198,17 @@ def _layout(
     chunks = []
     for number, (tensor, entry) in enumerate(zip(shard, entries, strict=True)):
         start = len(head) + entry.start
-        for source in _bands(files, committed, tensor, settings):
+        for source in _bands(tensor, to_come):
             chunks.append(PlacedChunk(number, source, start, source.data.nbytes))
             start += source.data.nbytes
     return SegmentLayout(head, chunks, len(head) + at)
 
 
-def _bands(files: Opener, committed: Committed, tensor: _Tensor, settings: StoreSettings) -> Iterator[ChunkSource]:
+def _bands(tensor: _Tensor, to_come: _ToCome) -> Iterator[ChunkSource]:
     if not tensor.nbytes:
         return
     if isinstance(tensor.content, np.ndarray):
         yield ChunkSource((), tensor.content)
         return
-    for box in cut_box(full_box(tensor.shape), tensor.dtype.itemsize, BAND_BYTES):
-        yield ChunkSource(box, BoxToCome(files, committed, tensor.content, box, settings))
+    boxes = list(cut_box(full_box(tensor.shape), tensor.dtype.itemsize, BAND_BYTES))
+    yield from (ChunkSource(*each) for each in zip(boxes, to_come(tensor.content, boxes), strict=True))

@@ -35,6 +35,9 @@ class BoxToCome:
     def fetch(self) -> np.ndarray:
         """Read it, into memory of its own; raises as `read_box`."""
         data = np.empty(self.shape, self.dtype)
-        flat = data.reshape(-1).view(np.uint8)
-        read_box(self._files, self._committed, self._array, self._box, flat, self._settings)
+        self.read_into(data.reshape(-1).view(np.uint8))
         return data
+
+    def read_into(self, target: np.ndarray) -> None:
+        """Read it into flat bytes of its size; raises as `read_box`."""
+        read_box(self._files, self._committed, self._array, self._box, target, self._settings)

@@ -14,11 +14,12 @@ from jaxckpt_train.store.box_to_come import BoxToCome
 from jaxckpt_train.store.boxes import Box, cut_box, full_box
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.kept_chunks import kept_boxes
-from jaxckpt_train.store.layout import ArraySource, ChunkSource
+from jaxckpt_train.store.layout import ArraySource, ChunkSource, alignment_class
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
     FORMAT,
     FORMAT_VERSION,
+    WHOLE_CHUNKS,
     ArrayRecord,
     FileRecord,
     Manifest,
@@ -26,6 +27,7 @@ from jaxckpt_train.store.manifest import (
     SegmentRecord,
 )
 from jaxckpt_train.store.plain_files import read_recorded
+from jaxckpt_train.store.read_ahead import ReadAhead
 from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.store.transaction import Committed, Transaction
 from jaxckpt_train.store.writer import write_arrays
@@ -111,26 +113,37 @@ class _Copier:
     def copy_part(self, part: PartRecord, segments: list[SegmentRecord]) -> PartRecord:
         """Copy one; its segments are added to those that there are."""
         self.transaction.add_folder(part.name)
-        written = write_arrays(
-            self.backend,
-            self.transaction.directory,
-            part.name,
-            [self._source_of(array) for array in part.arrays],
-            self.settings,
-            first_segment=len(segments),
-            progress=self.progress,
-        )
+        with ReadAhead(self.settings, self.source.directory) as ahead:
+            written = write_arrays(
+                self.backend,
+                self.transaction.directory,
+                part.name,
+                self._sources_of(part, ahead),
+                self.settings,
+                first_segment=len(segments),
+                progress=self.progress,
+            )
         segments.extend(written.segments)
         return PartRecord(part.name, part.kind, written.arrays, tuple(self._copy_files(part)), part.detail)
 
-    def _source_of(self, array: ArrayRecord) -> ArraySource:
-        dtype = DTYPES[array.dtype]
+    def _sources_of(self, part: PartRecord, ahead: ReadAhead) -> list[ArraySource]:
+        """The arrays, whose boxes are read in the order in which they are written."""
+        found = []
+        for array in part.arrays:
+            boxes = self._boxes_of(array)
+            to_come = ahead.of([BoxToCome(self.files, self.source, array, box, self.settings) for box in boxes])
+            chunks = [ChunkSource(*each) for each in zip(boxes, to_come, strict=True)]
+            found.append(ArraySource(array.name, array.shape, DTYPES[array.dtype], chunks, array.sharding))
+        ahead.order(lambda box: alignment_class(box.nbytes))
+        return found
+
+    def _boxes_of(self, array: ArrayRecord) -> list[Box]:
+        itemsize = DTYPES[array.dtype].itemsize
         if self.keep_chunks:
-            boxes = kept_boxes(array, dtype.itemsize, CHUNK_BYTES)
-        else:
-            boxes = chunk_boxes(array.shape, dtype.itemsize)
-        chunks = [ChunkSource(box, BoxToCome(self.files, self.source, array, box, self.settings)) for box in boxes]
-        return ArraySource(array.name, array.shape, dtype, chunks, array.sharding)
+            return kept_boxes(array, itemsize, CHUNK_BYTES)
+        if self.source.manifest.block_bytes >= WHOLE_CHUNKS:
+            return [chunk.box for chunk in array.chunks]  # each can only be read whole
+        return chunk_boxes(array.shape, itemsize)
 
     def _copy_files(self, part: PartRecord) -> Iterator[FileRecord]:
         folders = {part.name}

@@ -232,14 +232,13 @@ def test_nothing_is_put_into_a_run_that_lives(tmp_path: Path) -> None:
 def test_a_copy_that_came_out_otherwise_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As from memory that errs between a read and the write."""
     jct.save(tmp_path / "c", {"w": np.arange(5000, dtype=np.float32)})
-    fetch = BoxToCome.fetch
+    read_into = BoxToCome.read_into
 
-    def flipped(self: BoxToCome) -> np.ndarray:
-        found = fetch(self)
-        found[17] += 1
-        return found
+    def flipped(self: BoxToCome, target: np.ndarray) -> None:
+        read_into(self, target)
+        target[17] ^= 1
 
-    monkeypatch.setattr(BoxToCome, "fetch", flipped)
+    monkeypatch.setattr(BoxToCome, "read_into", flipped)
     assert "leaf 'state/w' came out otherwise than in the source" in refused(
         "cp", tmp_path / "c", tmp_path / "copy", code=1
     )

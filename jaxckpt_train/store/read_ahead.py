@@ -1,0 +1,153 @@
+"""Reads boxes on other threads before their turn comes to be written elsewhere, into memory that is used again."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.answers import Patience, Question, leave, put
+from jaxckpt_train.store.box_to_come import BoxToCome
+from jaxckpt_train.store.latch import LOOK_S
+from jaxckpt_train.store.segment import ALIGNMENT
+from jaxckpt_train.store.staging import fresh_area
+
+LEAST_BYTES = 1 << 20  # a smaller box is read when its turn comes: to ask another thread costs more than that
+AT_ONCE = 2
+
+
+class BoxAhead:
+    """A box of a `ReadAhead`: an array to come, as writers take it."""
+
+    def __init__(self, ahead: ReadAhead, box: BoxToCome, subject: str) -> None:
+        self._ahead, self.box, self.subject = ahead, box, subject
+        self.shape, self.dtype, self.size, self.nbytes = box.shape, box.dtype, box.size, box.nbytes
+        self.question: Question[np.ndarray] | None = None
+
+    def fetch(self) -> np.ndarray:
+        """Wait until it is read; raises as `read_box`, and CheckpointTimeoutError if its disk does not answer."""
+        return self._ahead.fetch(self)
+
+
+class ReadAhead:
+    """Boxes of a checkpoint, read about in the order in which they will be wanted.
+
+    Reads that have begun and what they gave take `read_budget_bytes` at most, but for one that is wanted at once: that
+    waits for nobody. Use it as a context manager: it reads nothing more at its end.
+
+    Args:
+        settings: the budget.
+        subject: what is read, for messages about a disk that does not answer.
+    """
+
+    def __init__(self, settings: StoreSettings, subject: str) -> None:
+        self._budget, self._subject = settings.read_budget_bytes, subject
+        self._waiting, self._begun = deque[BoxAhead](), list[BoxAhead]()
+        self._lock = threading.Lock()
+        self._memory = _KeptMemory(self._budget)
+
+    def __enter__(self) -> ReadAhead:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._waiting.clear()
+            begun, self._begun = self._begun, []
+        for each in begun:
+            if each.question is not None:
+                leave(each.question)
+
+    def of(self, boxes: Sequence[BoxToCome]) -> list[BoxAhead]:
+        """More boxes, which will be wanted after those before."""
+        found = [BoxAhead(self, box, self._subject) for box in boxes]
+        self._waiting.extend(each for each in found if each.nbytes >= LEAST_BYTES)
+        return found
+
+    def order(self, key: Callable[[BoxAhead], int]) -> None:
+        """Tell that those with a smaller key will be wanted first; before any is."""
+        self._waiting = deque(sorted(self._waiting, key=key))
+
+    def fetch(self, box: BoxAhead) -> np.ndarray:
+        """As `BoxAhead.fetch`."""
+        with self._lock:
+            question, read = box.question, None
+            if question is None:
+                read = self._read(box.box)
+                if box.nbytes >= LEAST_BYTES:
+                    self._waiting.remove(box)
+            self._begin_more()
+        if read is not None:
+            return read()
+        assert question is not None
+        patience = Patience(box.subject)
+        while not question.is_answered.wait(LOOK_S):
+            patience.waited(LOOK_S, 0)
+        with self._lock:
+            self._begun.remove(box)
+            self._begin_more()
+        return question.take()
+
+    def _begin_more(self) -> None:
+        """Begin what there is room for; the lock is held."""
+        while self._waiting and len(self._begun) < AT_ONCE and self._memory.has_room(self._waiting[0].nbytes):
+            box = self._waiting.popleft()
+            box.question = _question(self._read(box.box))
+            self._begun.append(box)
+            put(box.question)
+
+    def _read(self, box: BoxToCome) -> Callable[[], np.ndarray]:
+        """What reads a box; its memory is taken at once, and comes back when nothing refers to the array any more."""
+        memory = self._memory.take(box.nbytes)
+
+        def read() -> np.ndarray:
+            box.read_into(memory)
+            return memory.view(box.dtype).reshape(box.shape)
+
+        return read
+
+
+def _question(read: Callable[[], np.ndarray]) -> Question[np.ndarray]:
+    return Question(lambda moved: read())
+
+
+class _KeptMemory:
+    """Buffers of arrays that come and go: what comes back is lent again, as its first touch costs more than to read."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget, self._lent = budget_bytes, 0
+        self._returned, self._free = deque[mmap.mmap](), list[mmap.mmap]()
+
+    def has_room(self, size: int) -> bool:
+        """Whether so many bytes more are within the budget, or nothing is lent."""
+        self._take_back()
+        return self._lent == 0 or self._lent + size <= self._budget
+
+    def take(self, size: int) -> np.ndarray:
+        """A flat uint8 array at a page boundary, with whatever was in it."""
+        if size < LEAST_BYTES:
+            return np.empty(size, np.uint8)
+        self._take_back()
+        rounded = -(-size // ALIGNMENT) * ALIGNMENT
+        fitting = [area for area in self._free if rounded <= len(area) <= 2 * rounded]
+        if fitting:
+            area = min(fitting, key=len)
+            self._free.remove(area)
+        else:
+            while self._free and self._lent + sum(map(len, self._free)) + rounded > self._budget:
+                self._free.pop(0)
+            area = fresh_area(rounded)
+        self._lent += len(area)
+        array = np.frombuffer(area, np.uint8, size)
+        weakref.finalize(array, self._returned.append, area).atexit = False
+        return array
+
+    def _take_back(self) -> None:
+        while self._returned:
+            area = self._returned.popleft()
+            self._lent -= len(area)
+            self._free.append(area)

@@ -1,0 +1,163 @@
+"""Boxes that are read ahead: what comes, in which order, how much of it at a time, and what errors do."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import cast
+
+import numpy as np
+import pytest
+
+from jaxckpt_train.errors import CorruptCheckpointError
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.box_to_come import BoxToCome
+from jaxckpt_train.store.read_ahead import AT_ONCE, BoxAhead, ReadAhead
+
+MIB = 1 << 20
+
+
+@dataclasses.dataclass
+class FakeBox:
+    """Tells that it is read, waits until it may end, and gives its number."""
+
+    number: int
+    nbytes: int = 4 * MIB
+    may_end: threading.Event = dataclasses.field(default_factory=threading.Event)
+    error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.dtype, self.began = np.dtype(np.uint8), threading.Event()
+        self.shape, self.size = (self.nbytes,), self.nbytes
+
+    def read_into(self, target: np.ndarray) -> None:
+        self.began.set()
+        assert self.may_end.wait(60)
+        if self.error is not None:
+            raise self.error
+        target[:] = self.number
+
+
+def ahead_of(boxes: list[FakeBox], budget: int = 64 * MIB) -> tuple[ReadAhead, list[BoxAhead]]:
+    ahead = ReadAhead(StoreSettings(read_budget_bytes=budget), "run")
+    return ahead, ahead.of(cast("list[BoxToCome]", boxes))
+
+
+def free(count: int, **options: int) -> list[FakeBox]:
+    """Boxes that are read at once."""
+    boxes = [FakeBox(number, **options) for number in range(count)]
+    for box in boxes:
+        box.may_end.set()
+    return boxes
+
+
+def begun(boxes: list[FakeBox]) -> list[int]:
+    return [box.number for box in boxes if box.began.is_set()]
+
+
+def test_what_was_read_ahead_comes_in_whatever_order_it_is_wanted() -> None:
+    boxes = free(20)
+    with ahead_of(boxes)[0] as ahead:
+        coming = ahead.of(cast("list[BoxToCome]", boxes))
+        for number in np.random.default_rng(0).permutation(20):
+            assert np.array_equal(coming[number].fetch(), np.full(4 * MIB, number, np.uint8))
+
+
+def test_several_threads_get_each_their_own() -> None:
+    boxes = free(40, nbytes=MIB)
+    ahead, coming = ahead_of(boxes, budget=4 * MIB)
+    wrong: list[int] = []
+
+    def take(first: int) -> None:
+        for number in range(first, 40, 4):
+            if not np.array_equal(coming[number].fetch(), np.full(MIB, number, np.uint8)):
+                wrong.append(number)
+
+    with ahead:
+        threads = [threading.Thread(target=take, args=(first,)) for first in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert not wrong
+    assert begun(boxes) == list(range(40))
+
+
+def test_the_next_ones_are_read_while_the_first_is_written() -> None:
+    boxes = free(10)
+    ahead, coming = ahead_of(boxes)
+    with ahead:
+        first = coming[0].fetch()
+        for number in range(1, 1 + AT_ONCE):
+            assert boxes[number].began.wait(60)
+        assert begun(boxes) == list(range(1 + AT_ONCE))
+        assert first[0] == 0
+
+
+def test_no_more_than_the_budget_is_read_ahead_of_who_holds_what_he_took() -> None:
+    boxes = free(10)
+    ahead, coming = ahead_of(boxes, budget=8 * MIB)
+    with ahead:
+        held = [coming[0].fetch()]
+        held.append(coming[1].fetch())  # read ahead: both together are the budget
+        assert begun(boxes) == [0, 1]
+        held.append(coming[2].fetch())  # beyond it, as it is wanted at once
+        assert begun(boxes) == [0, 1, 2]
+        held.clear()
+        coming[3].fetch()
+        assert boxes[4].began.wait(60)
+
+
+def test_a_box_larger_than_the_budget_is_read() -> None:
+    boxes = free(3)
+    ahead, coming = ahead_of(boxes, budget=MIB)
+    with ahead:
+        assert [each.fetch()[0] for each in coming] == [0, 1, 2]
+
+
+def test_memory_that_came_back_is_used_again() -> None:
+    ahead, coming = ahead_of(free(12), budget=12 * MIB)
+    with ahead:
+        places = {each.fetch().ctypes.data for each in coming}
+    assert len(places) <= 3
+
+
+def test_small_ones_are_read_when_they_are_wanted() -> None:
+    boxes = free(10, nbytes=MIB - 1)
+    ahead, coming = ahead_of(boxes)
+    with ahead:
+        assert coming[3].fetch()[-1] == 3
+        assert begun(boxes) == [3]
+
+
+def test_those_with_a_smaller_key_are_read_first() -> None:
+    boxes = free(10)
+    ahead, coming = ahead_of(boxes)
+    with ahead:
+        ahead.order(lambda box: -cast("FakeBox", box.box).number)
+        coming[9].fetch()
+        assert boxes[8].began.wait(60)
+        assert not boxes[0].began.is_set()
+
+
+def test_an_error_is_raised_where_its_box_is_wanted() -> None:
+    boxes = free(4)
+    boxes[1].error = CorruptCheckpointError("damaged")
+    ahead, coming = ahead_of(boxes)
+    with ahead:
+        assert coming[0].fetch()[0] == 0
+        assert boxes[1].began.wait(60)
+        with pytest.raises(CorruptCheckpointError, match="damaged"):
+            coming[1].fetch()
+        assert coming[2].fetch()[0] == 2
+
+
+def test_the_end_waits_for_no_read() -> None:
+    boxes = free(4)
+    boxes[1].may_end.clear()
+    ahead, coming = ahead_of(boxes)
+    with ahead:
+        coming[0].fetch()
+        assert boxes[1].began.wait(60)
+    boxes[1].may_end.set()  # it was still being read, and nothing after the two that were
+    assert begun(boxes)[-1] < 3
