@@ -25,7 +25,7 @@ NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 BLOCK_BYTES = 4 << 20
 MIN_BLOCK_BYTES = 4096  # of which every size of a block is a multiple
 MAX_BLOCK_BYTES = 64 << 20  # what one block takes in memory when it is verified
-WHOLE_CHUNKS = 1 << 60  # bytes of a block where a chunk can only be read whole, as one of another tool's
+WHOLE_CHUNKS = 1 << 60  # bytes of a block where a chunk is read whole if it can be, as one of another tool's
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxckpt_train.store.boxes import Box, box_elements, element_span, intersect, is_contiguous_within, row_major_range
 from jaxckpt_train.store.made_once import made_once
-from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, Manifest
+from jaxckpt_train.store.manifest import BLOCK_BYTES, WHOLE_CHUNKS, ArrayRecord, ChunkRecord, Manifest
 from jaxckpt_train.store.segment import ALIGNMENT
 
 COALESCE_BYTES = 16 << 20
@@ -193,6 +193,11 @@ def _chunk_reads(
             yield _chunk_read(manifest, chunk, item, inside)
 
 
+def step_bytes(manifest: Manifest) -> int:
+    """A part of a chunk is read from one multiple of so many bytes to another: of the blocks that have digests."""
+    return manifest.block_bytes if manifest.block_bytes < WHOLE_CHUNKS else BLOCK_BYTES
+
+
 def parts_bytes(block_bytes: int) -> int:
     """How much is read at a time of what is only copied from, with digests of so many bytes each."""
     return max(PARTS_BYTES // block_bytes, 1) * block_bytes
@@ -230,7 +235,7 @@ def _clusters(
 
 def _chunk_read(manifest: Manifest, chunk: ChunkRecord, item: int, uses: Sequence[Use]) -> ChunkRead:
     spans = [element_span(use.common, chunk.box) for use in uses]
-    block = manifest.block_bytes
+    block = step_bytes(manifest)
     first_block = min(first for first, _ in spans) * item // block
     end = -(-max(last for _, last in spans) * item // block) * block
     return ChunkRead(

@@ -18,7 +18,7 @@ from jaxckpt_train.store.digests import HEX_DIGITS, HexDigest, digest_function
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ChunkRecord
 from jaxckpt_train.store.read_budget import ReadBudget, owner_of
-from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT, ChunkRead, Run, Use, Wanted
+from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT, ChunkRead, Run, Use, Wanted, step_bytes
 from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.sources import Sources
 from jaxckpt_train.store.staging import Arena, aligned_buffer, empty_array
@@ -184,7 +184,7 @@ class Reading:
         )
 
     def _hand_out(self, read: ChunkRead, data: np.ndarray, room: _Room, completed: list[ReadBox]) -> None:
-        skipped = read.first_block * self._manifest.block_bytes
+        skipped = read.first_block * step_bytes(self._manifest)
         for use in read.uses:
             want = self._wanted[use.wanted]
             dtype, box = DTYPES[want.array.dtype], want.boxes[use.box]
