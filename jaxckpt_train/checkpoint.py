@@ -245,7 +245,8 @@ def load(
 
     Args:
         path: of a checkpoint, of a step directory of a run, or of what another tool has written: a step or an item of
-            Orbax, a safetensors file or a folder of them, a msgpack file of Flax.
+            Orbax, a safetensors file or a folder of them, a msgpack file of Flax or a directory with several, of which
+            the newest is taken, as Flax does.
         like: the tree to load into, of arrays, `jax.ShapeDtypeStruct`, numpy arrays, values, PLACEHOLDER (leave this
             leaf alone), or NNX objects, which are restored in place. None: nested dicts and lists of numpy arrays.
         only: a pattern of leaf paths such as "params/**", several, or a predicate: only those are read; other leaves
@@ -292,7 +293,7 @@ def load_checkpointables(
     """Load several checkpointables by name, each into its target (None: without one).
 
     Args:
-        path: of a checkpoint, or of a step directory of a run.
+        path: as for `load`.
         targets: which, and into what; None: all, without targets.
         settings: how to read; None: the defaults.
         progress: called with numbers of bytes as they are read.

@@ -86,7 +86,7 @@ def _of_orbax_run(backend: Backend, path: str, entries: Sequence[Entry], step: i
     if step is None:
         raise NotACheckpointError(
             f"{path}: a run of Orbax with {len(steps)} steps, the last ones {shown}; expected one of them, "
-            f"such as {path}/{list(steps.values())[-1]}"
+            f"such as {path}/{list(steps.values())[-1]}; on the command line --step says which"
         )
     if step not in steps:
         raise StepNotFoundError(f"{path}: has no step {step}; the last ones are {shown}")

@@ -225,8 +225,13 @@ def test_arrays_that_lie_elsewhere_are_told(tmp_path: Path) -> None:
             jct.load(path)
 
 
-def test_a_run_begins_with_the_newest(tmp_path: Path) -> None:
+@pytest.mark.parametrize("directory", ["run", "old"])
+def test_a_run_begins_with_the_newest_also_in_the_same_directory(tmp_path: Path, directory: str) -> None:
     save(tmp_path / "old", 9, 10)
-    with jct.CheckpointCallback(tmp_path / "run", init_from=tmp_path / "old", progress=False) as ckpt:
-        state = ckpt.resume({"params": {"w": np.zeros((2, 3)), "b": np.zeros(3, np.float32)}})
-    assert_is(state, 10)
+    for step in (10, 11):
+        with jct.CheckpointCallback(tmp_path / directory, init_from=tmp_path / "old", progress=False) as ckpt:
+            state = ckpt.resume({"params": {"w": np.zeros((2, 3)), "b": np.zeros(3, np.float32)}})
+            assert_is(state, step)
+            ckpt(state_of(11))
+            ckpt.save_now()
+    assert_is(jct.load(tmp_path / "old" / "checkpoint_10"), 10)
