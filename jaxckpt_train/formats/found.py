@@ -90,4 +90,5 @@ def _of_orbax_run(backend: Backend, path: str, entries: Sequence[Entry], step: i
         )
     if step not in steps:
         raise StepNotFoundError(f"{path}: has no step {step}; the last ones are {shown}")
-    return _one(backend, f"{path}/{steps[step]}", backend.list(f"{path}/{steps[step]}"))
+    chosen = f"{path}/{steps[step]}"
+    return open_orbax(backend, chosen, backend.list(chosen))

@@ -88,8 +88,8 @@ def test_names_are_in_the_order_of_flax(found: list[str]) -> None:
 def test_what_is_temporary_and_what_jobs_lay_beside_is_no_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 5, 10)
     data = (tmp_path / "checkpoint_5").read_bytes()
-    for name in ("checkpoint_tmp", "checkpoint", "events.out.tfevents.17.host.1.0"):
-        (tmp_path / name).write_bytes(data[:100])
+    for name in ("checkpoint_tmp", "events.out.tfevents.17.host.1.0"):
+        (tmp_path / name).write_bytes(data[:-1])
     for name in ("checkpoint_10_gda", "checkpoint_11_gda", "checkpoint_11.orbax-checkpoint-tmp-1", "plots"):
         (tmp_path / name).mkdir()
     assert checkpoints.latest_checkpoint(str(tmp_path)) == f"{tmp_path}/checkpoint_10"

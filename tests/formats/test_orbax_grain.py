@@ -16,6 +16,8 @@ from orbax.checkpoint import v1 as ocp1
 from typer.testing import CliRunner
 
 import jaxckpt_train as jct
+from jaxckpt_train.checkpointables import registry
+from jaxckpt_train.checkpointables.grain_iterator import GrainHandler
 from jaxckpt_train.cli.app import app
 from tests.checkpointables.grain_pipelines import PIPELINES, SOURCE, loader, raw, take
 
@@ -170,3 +172,15 @@ def test_another_number_of_processes_and_files_that_are_wrong_are_told(tmp_path:
     )
     file.with_name("process_0-of-4.json").rename(file.with_name("process_1-of-1.json"))
     assert_refused(step, PIPELINES["map"](), "lacks the file of process 0 of 1", jct.CorruptCheckpointError)
+
+
+def test_a_handler_that_says_which_process_this_is_takes_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_registered", [])
+    jct.register_handler(grain.DatasetIterator, GrainHandler(processes=4, process=2))
+    iterator = _after(PIPELINES["map"](), 5)
+    file = by_manager(tmp_path, iterator) / "data" / "process_0-of-1.json"
+    file.rename(file.with_name("process_2-of-4.json"))
+    fresh = jct.load_checkpointables(tmp_path / "7", {"data": PIPELINES["map"]()})["data"]
+    assert take(fresh, 3) == take(iterator, 3)
