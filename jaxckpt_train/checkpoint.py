@@ -34,9 +34,10 @@ from jaxckpt_train.errors import (
 )
 from jaxckpt_train.jobs.coordinator import Coordinator
 from jaxckpt_train.multihost import current
+from jaxckpt_train.opened import DEFAULT_NAME, Opened
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings, checked_settings
-from jaxckpt_train.sources import DEFAULT_NAME, OpenSource, use_source
+from jaxckpt_train.sources import main_part, operated, options_for, use_source
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.final_name import refuse_existing, refuse_left_over_name, remove_left_overs
@@ -244,7 +245,8 @@ def load(
 
     Args:
         path: of a checkpoint, of a step directory of a run, or of what another tool has written: a step or an item of
-            Orbax, a safetensors file or a folder of them, a msgpack file of Flax.
+            Orbax, a safetensors file or a folder of them, a msgpack file of Flax or a directory with several, of which
+            the newest is taken, as Flax does.
         like: the tree to load into, of arrays, `jax.ShapeDtypeStruct`, numpy arrays, values, PLACEHOLDER (leave this
             leaf alone), or NNX objects, which are restored in place. None: nested dicts and lists of numpy arrays.
         only: a pattern of leaf paths such as "params/**", several, or a predicate: only those are read; other leaves
@@ -273,9 +275,9 @@ def load(
         there = absolute(path)
         operations = operations_of("surgery", surgery)
 
-        def load_main(source: OpenSource) -> Any:
-            name, changed = source.main_part(), source.operated(operations)
-            files, there, how = changed.files, changed.committed, changed.options(options)
+        def load_main(source: Opened) -> Any:
+            name, changed = main_part(source), operated(source, operations)
+            files, there, how = changed.files, changed.committed, options_for(changed, options)
             return load_parts(files, there, {name: like}, changed.settings, how, progress, loads)[name]
 
         return use_source(_BACKEND, there, load_main, chosen, progress)
@@ -291,7 +293,7 @@ def load_checkpointables(
     """Load several checkpointables by name, each into its target (None: without one).
 
     Args:
-        path: of a checkpoint, or of a step directory of a run.
+        path: as for `load`.
         targets: which, and into what; None: all, without targets.
         settings: how to read; None: the defaults.
         progress: called with numbers of bytes as they are read.
@@ -302,10 +304,10 @@ def load_checkpointables(
     chosen = checked_settings("settings", settings)
     loads = JobLoads(current(), chosen)
 
-    def load_named(source: OpenSource) -> dict[str, Any]:
+    def load_named(source: Opened) -> dict[str, Any]:
         names = [part.name for part in source.committed.manifest.parts]
         wanted = dict.fromkeys(names) if targets is None else targets
-        how = source.options(LoadOptions())
+        how = options_for(source, LoadOptions())
         return load_parts(source.files, source.committed, wanted, source.settings, how, progress, loads)
 
     with loads.told_on_error():

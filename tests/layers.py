@@ -26,6 +26,7 @@ LAYERS = (
     "checkpoint",
     "checkpoint_metadata",
     "sources",
+    "opened",
     "surgery",
     "checkpointables",
     "formats",

@@ -62,7 +62,8 @@ class Handler(Protocol):
         kind: recorded in the manifest; finds the handler again when there is no target.
         early: restored before the arrays of the checkpoint (iterators: their prefetch hides behind the arrays).
 
-    A handler may also have `compare(target, saved)`, which raises MismatchError where `restore` would: it is called for
+    A handler may also have `restores`, other kinds than its own that it restores, such as those of other tools. And it
+    may have `compare(target, saved)`, which raises MismatchError where `restore` would: it is called for
     all checkpointables before the first of them is restored, so that a mismatch of one leaves the others as they were.
     """
 

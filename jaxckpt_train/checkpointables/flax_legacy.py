@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import re
+from collections.abc import Iterator
 from typing import Any, cast
 
 from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all, write_parts
-from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError
+from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError, UnsupportedLeafError
+from jaxckpt_train.formats.flax_directory import ARRAYS_OF_A_JOB, FlaxFile
 from jaxckpt_train.pending import Movement
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
@@ -18,52 +21,89 @@ from jaxckpt_train.store.transaction import Committed, Transaction
 from jaxckpt_train.tree.paths import MAX_DEPTH
 
 _NAME = "state"
+_PLACEHOLDER = "//GDAPlaceholder:"
+_STEP = re.compile(r"(?:.*_)?([0-9]{1,18})", re.DOTALL)
+_MOST_NAMED = 5
 
 
-def open_flax_file(backend: Backend, path: str, settings: StoreSettings) -> tuple[MemoryBackend, Committed]:
-    """Open a Flax msgpack file as if it were a checkpoint with one pytree, `state`: in memory.
+def open_flax_file(backend: Backend, found: FlaxFile, settings: StoreSettings) -> tuple[MemoryBackend, Committed]:
+    """Open a Flax msgpack file as if it were a checkpoint with one pytree, `state`: in memory, at the same path.
 
     Args:
         backend: where.
-        path: of the file.
+        found: the file.
         settings: how it is going to be read.
 
     Raises:
         NotACheckpointError: the file is not of this form, or Flax is not installed to read it.
-        CorruptCheckpointError: it is, and holds what no tree of arrays is.
+        CorruptCheckpointError: it is, and holds what no tree of arrays is; or lies among those of Flax, and is not.
+        UnsupportedLeafError: some of its arrays are those of several processes, which lie elsewhere.
         StorageError: it cannot be read, or does not fit into memory.
     """
-    tree = _restore(backend, path)
+    tree, path = _restore(backend, found), found.path
+    _refuse_arrays_elsewhere(tree, path)
     memory, plain = MemoryBackend(), dataclasses.replace(settings, nonfinite="allow")  # nothing of the user's is saved
-    transaction = Transaction(memory, "/flax", plain)
+    memory.make_directory(path.rpartition("/")[0] or "/", parents=True, sync=False)
+    transaction = Transaction(memory, path, plain)
     parts = stage_all({_NAME: tree}, SaveTimes(), plain)
-    return memory, write_parts(transaction, memory, parts, {}, plain, SaveTimes(), replace=False, progress=Movement())
+    step = _STEP.fullmatch(path.rpartition("/")[2])
+    info = {} if step is None else {"step": int(step[1])}
+    return memory, write_parts(transaction, memory, parts, info, plain, SaveTimes(), replace=False, progress=Movement())
 
 
-def _restore(backend: Backend, path: str) -> Any:
-    folder, _, name = path.rpartition("/")
+def _restore(backend: Backend, found: FlaxFile) -> Any:
+    folder, _, name = found.path.rpartition("/")
     data = cast("bytes", memoryview(read_whole(backend, folder, name, limit=None)))  # msgpack takes any buffer
     try:
         from flax import serialization
     except ImportError as error:
         raise NotACheckpointError(
-            f"{path}: expected a checkpoint directory, found a file; if Flax wrote it, install Flax to read it"
+            f"{found.path}: expected a checkpoint directory, found a file; if Flax wrote it, install Flax to read it"
         ) from error
+    if not len(data):
+        raise _no_flax_file(found, "it is empty, as a full disk or a crash leaves it")
     try:
         tree = serialization.msgpack_restore(data)
     except MemoryError as error:
         there = f"this machine has {memory_bytes()}"
         raise StorageError(
-            errno.ENOMEM, f"its {len(data)} bytes do not fit into memory twice: {there}", path
+            errno.ENOMEM, f"its {len(data)} bytes do not fit into memory twice: {there}", found.path
         ) from error
     except Exception as error:  # a foreign parser: it believes the file's dtypes, shapes and lengths
-        raise NotACheckpointError(
-            f"{path}: expected a checkpoint directory or a Flax msgpack file, found a file that is neither "
-            f"({type(error).__name__}: {error})"
-        ) from error
+        raise _no_flax_file(found, f"{type(error).__name__}: {error}") from error
     if not isinstance(tree, dict):
-        raise CorruptCheckpointError(f"{path}: a Flax msgpack file of a {type(tree).__name__}, expected a map")
-    return _with_positions(tree, path)
+        raise CorruptCheckpointError(f"{found.path}: a Flax msgpack file of a {type(tree).__name__}, expected a map")
+    return _with_positions(tree, found.path)
+
+
+def _no_flax_file(found: FlaxFile, why: str) -> NotACheckpointError | CorruptCheckpointError:
+    """The error of a file that is none; among those of Flax it was one."""
+    if found.directory is not None:
+        return CorruptCheckpointError(f"{found.path}: expected a Flax msgpack file, found one that is none ({why})")
+    return NotACheckpointError(
+        f"{found.path}: expected a checkpoint directory or a Flax msgpack file, found a file that is neither ({why})"
+    )
+
+
+def _refuse_arrays_elsewhere(tree: Any, path: str) -> None:
+    """Raise UnsupportedLeafError if Flax has put arrays of several processes into a directory beside the file."""
+    names = list(_elsewhere(tree))
+    if names:
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        raise UnsupportedLeafError(
+            f"{path}: {', '.join(map(repr, names[:_MOST_NAMED]))}{more}: arrays of several processes, which Flax has "
+            f"saved in {path}{ARRAYS_OF_A_JOB} and which are not read here; restore them with Flax, in a job of as "
+            "many processes, and save the state here"
+        )
+
+
+def _elsewhere(node: Any) -> Iterator[str]:
+    """What stands for such an array, with its path."""
+    if isinstance(node, dict | list):
+        for child in node.values() if isinstance(node, dict) else node:
+            yield from _elsewhere(child)
+    elif isinstance(node, str) and node.startswith(_PLACEHOLDER):
+        yield node.removeprefix(_PLACEHOLDER)
 
 
 def _with_positions(node: Any, path: str, depth: int = 0) -> Any:

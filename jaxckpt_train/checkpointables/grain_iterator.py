@@ -12,6 +12,7 @@ from typing import Any
 from jaxckpt_train.checkpointables.contract import Json, Saved, Staged
 from jaxckpt_train.checkpointables.fingerprint import check_fingerprint, current_fingerprint
 from jaxckpt_train.checkpointables.grain_elastic import Counted, what_it_counts
+from jaxckpt_train.checkpointables.grain_of_orbax import own_state
 from jaxckpt_train.checkpointables.grain_pipeline import (
     DATA_LOADER,
     describe,
@@ -24,7 +25,9 @@ from jaxckpt_train.checkpointables.grain_pipeline import (
 )
 from jaxckpt_train.checkpointables.iterator_state import decode_state, encode_state
 from jaxckpt_train.checkpointables.per_process_value import refuse_missing
+from jaxckpt_train.checkpointables.pytree import JsonValue
 from jaxckpt_train.errors import CorruptCheckpointError, IteratorStateError, SettingsError, UnsupportedLeafError
+from jaxckpt_train.formats.orbax_grain import ORBAX_GRAIN
 from jaxckpt_train.multihost import current
 
 _log = logging.getLogger("jaxckpt_train")
@@ -61,6 +64,7 @@ class GrainHandler:
     """
 
     kind = "grain"
+    restores = (ORBAX_GRAIN,)
     early = True
 
     def __init__(
@@ -108,6 +112,8 @@ class GrainHandler:
             IteratorStateError: the position does not fit the target, which then is where it was.
             CorruptCheckpointError: the saved data is not what `stage` writes.
         """
+        if saved.kind == ORBAX_GRAIN:
+            return JsonValue(saved.value()) if target is None else self._restore_from_orbax(target, saved)
         data, state = _read(saved)
         if target is None:
             return {**data, "state": state}
@@ -121,13 +127,12 @@ class GrainHandler:
                 grain_version(),
             )
         self._check_run(target, data, saved)
-        before = _take_state(target)
-        _check_structure(data, state, decode_state(before), saved.name)
-        _set_state(target, state, before, saved.name)
-        start_prefetch = getattr(target, "start_prefetch", None)
-        if start_prefetch is not None:
-            start_prefetch()
-        return target
+        return _go_on_from(target, state, saved.name, data["grain_version"])
+
+    def _restore_from_orbax(self, target: Any, saved: Saved) -> Any:
+        """The same with what Grain's own handler had Orbax save: states alone, with nothing said about them."""
+        mark_absl_flags_parsed()
+        return _go_on_from(target, own_state(saved, *self._who()), saved.name, None)
 
     def _who(self) -> tuple[int, int]:
         """How many processes there are, and which of them this is."""
@@ -241,10 +246,21 @@ def _read(saved: Saved) -> tuple[Json, Any]:
         raise CorruptCheckpointError(f"iterator {saved.name!r}: the saved state cannot be read") from error
 
 
-def _check_structure(data: Json, saved: Any, found: Any, name: str) -> None:
+def _go_on_from(target: Any, state: Any, name: str, version: str | None) -> Any:
+    """Set the state if it is one of such a pipeline, and let it start prefetching."""
+    before = _take_state(target)
+    _check_structure(state, decode_state(before), name, version)
+    _set_state(target, state, before, name)
+    start_prefetch = getattr(target, "start_prefetch", None)
+    if start_prefetch is not None:
+        start_prefetch()
+    return target
+
+
+def _check_structure(saved: Any, found: Any, name: str, version: str | None) -> None:
     differences = structure_differences(saved, found)
     if differences:
-        versions = "" if data["grain_version"] == grain_version() else f", or by Grain {data['grain_version']}"
+        versions = "" if version in (None, grain_version()) else f", or by Grain {version}"
         raise IteratorStateError(
             f"iterator {name!r}: the saved state is of another pipeline{versions}:\n  "
             + "\n  ".join(differences)

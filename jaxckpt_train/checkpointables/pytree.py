@@ -10,6 +10,7 @@ from typing import Any
 from jaxckpt_train.checkpointables.contract import Json, Saved, Staged
 from jaxckpt_train.checkpointables.per_process_value import own_value, stage_own
 from jaxckpt_train.errors import MismatchError, UnsupportedLeafError
+from jaxckpt_train.formats.orbax_grain import ORBAX_GRAIN
 from jaxckpt_train.multihost import current
 
 
@@ -55,6 +56,7 @@ class JsonHandler:
     """A JsonValue."""
 
     kind = "json"
+    restores = (ORBAX_GRAIN,)  # as it is, where there is no iterator to set
     early = True
 
     def handles(self, value: object) -> bool:

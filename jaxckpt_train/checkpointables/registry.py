@@ -33,6 +33,7 @@ class _Registered:
         self._taken, self._handler = taken, handler
         self.kind: str = getattr(handler, "kind", f"{taken.__module__}.{taken.__qualname__}")
         self.early: bool = getattr(handler, "early", False)
+        self.restores: tuple[str, ...] = getattr(handler, "restores", ())
         self.compare: Callable[[Any, Saved], None] | None = getattr(handler, "compare", None)
 
     def handles(self, value: object) -> bool:
@@ -55,7 +56,8 @@ def register_handler(taken: type, handler: Any) -> None:
         taken: the type; instances of subclasses are taken too.
         handler: an object with `stage(value) -> Staged` and `restore(target, saved) -> value`; see
             `jaxckpt_train.checkpointables.contract`. Optional attributes: `kind` (text recorded in the checkpoint, by
-            which the handler is found when there is no target; default: the type's name), `early` and `compare`.
+            which the handler is found when there is no target; default: the type's name), `restores`, `early` and
+            `compare`.
 
     Raises:
         SettingsError: `taken` is no type, or the handler lacks a method.
@@ -91,6 +93,11 @@ def keeps_itself_current(value: object) -> bool:
     return handler.kind != _PYTREE.kind if is_current is None else bool(is_current(value))
 
 
+def _kinds_of(handler: Handler) -> tuple[str, ...]:
+    """The kinds that a handler restores: its own first."""
+    return handler.kind, *getattr(handler, "restores", ())
+
+
 def handler_for_load(target: object, kind: str, name: str) -> Handler:
     """The handler that restores a checkpointable of a kind into a target; without a target, the kind's own.
 
@@ -99,14 +106,14 @@ def handler_for_load(target: object, kind: str, name: str) -> Handler:
     """
     if target is None:
         for handler in [_PYTREE, *_handlers()]:
-            if handler.kind == kind:
+            if kind in _kinds_of(handler):
                 return handler
         raise MismatchError(
             f"checkpointable {name!r} is of kind {kind!r}, which no handler here knows; register it "
             "(jaxckpt_train.register_handler), or leave it out of what is loaded"
         )
     handler = handler_of(target)
-    if handler.kind != kind:
+    if kind not in _kinds_of(handler):
         raise MismatchError(
             f"checkpointable {name!r}: saved as {kind!r}, "
             f"but the target is a {type(target).__name__} ({handler.kind!r})"

@@ -20,7 +20,9 @@ Checkpoint = Annotated[
         show_default=False,
     ),
 ]
-Step = Annotated[int | None, typer.Option("--step", "-s", help="Of a run: which step.", show_default=False)]
+Step = Annotated[
+    int | None, typer.Option("--step", "-s", help="Of a run, also of Orbax or Flax: which step.", show_default=False)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Patterns = Annotated[
     list[str] | None,

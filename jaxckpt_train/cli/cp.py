@@ -8,9 +8,10 @@ import typer
 
 from jaxckpt_train.cli.arguments import BACKEND, Json, Step, absolute
 from jaxckpt_train.cli.output import bytes_text, print_json, progress, told_errors
-from jaxckpt_train.looking.opening import Opened, open_at
+from jaxckpt_train.looking.opening import open_at
 from jaxckpt_train.moving.checked_copy import copy_checked
 from jaxckpt_train.moving.destination import destination
+from jaxckpt_train.opened import Opened
 from jaxckpt_train.store.transaction import Committed
 
 Source = Annotated[

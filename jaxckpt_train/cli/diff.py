@@ -10,7 +10,8 @@ from jaxckpt_train.cli.arguments import BACKEND, Json, absolute
 from jaxckpt_train.cli.output import Code, number_text, print_columns, print_json, progress, told_errors
 from jaxckpt_train.cli.show import json_value, nbytes_of, value_text
 from jaxckpt_train.looking.leaf_diff import LeafDiff, diff_leaves, leaves_by_name
-from jaxckpt_train.looking.opening import Opened, open_at
+from jaxckpt_train.looking.opening import open_at
+from jaxckpt_train.opened import Opened
 from jaxckpt_train.tree.patterns import leaf_filter
 
 _ONLY = {"only_a": "only in the first", "only_b": "only in the second"}

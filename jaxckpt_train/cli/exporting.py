@@ -20,7 +20,8 @@ from jaxckpt_train.cli.operations import (
 from jaxckpt_train.cli.output import bytes_text, print_json, progress, told_errors
 from jaxckpt_train.cli.show import nbytes_of
 from jaxckpt_train.errors import MismatchError, SettingsError
-from jaxckpt_train.looking.opening import Opened, open_at
+from jaxckpt_train.looking.opening import open_at
+from jaxckpt_train.opened import Opened
 from jaxckpt_train.surgery.leaves import Leaves
 from jaxckpt_train.surgery.operation import Change, Operation
 from jaxckpt_train.tree.patterns import leaf_filter

@@ -9,7 +9,7 @@ from jaxckpt_train.cli.arguments import BACKEND, Json, Step, absolute
 from jaxckpt_train.cli.cp import Destination, Overwrite, Source, copied
 from jaxckpt_train.cli.output import bytes_text, print_json, told_errors
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.looking.opening import Opened, open_at
+from jaxckpt_train.looking.opening import open_at
 from jaxckpt_train.moving.destination import destination
 from jaxckpt_train.moving.source_removal import (
     refuse_to_remove_checkpoint,
@@ -17,6 +17,7 @@ from jaxckpt_train.moving.source_removal import (
     remove_checkpoint,
     remove_step,
 )
+from jaxckpt_train.opened import Opened
 from jaxckpt_train.steps.owned_run import owned_run
 from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store.local import file_exists

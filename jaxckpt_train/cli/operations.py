@@ -10,7 +10,7 @@ import typer
 from jaxckpt_train.cli.arguments import BACKEND, absolute
 from jaxckpt_train.cli.output import print_columns
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.looking.opening import Opened
+from jaxckpt_train.opened import Opened
 from jaxckpt_train.store.plain_files import read_whole
 from jaxckpt_train.surgery.operate import Operated, operate
 from jaxckpt_train.surgery.operation import Operation

@@ -9,7 +9,8 @@ from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Pattern
 from jaxckpt_train.cli.output import bytes_text, print_columns, print_json, told_errors
 from jaxckpt_train.errors import MismatchError
 from jaxckpt_train.looking.leaf_diff import leaves_by_name
-from jaxckpt_train.looking.opening import Opened, metadata_of, open_at
+from jaxckpt_train.looking.opening import metadata_of, open_at
+from jaxckpt_train.opened import Opened
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.tree.leaf_records import LeafRecord, describe_saved, python_value

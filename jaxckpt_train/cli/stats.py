@@ -11,7 +11,8 @@ from jaxckpt_train.cli.output import Code, number_text, print_columns, print_jso
 from jaxckpt_train.cli.show import chosen_leaves, nbytes_of
 from jaxckpt_train.looking.leaf_reads import over_pieces, pieces_of
 from jaxckpt_train.looking.leaf_stats import BINS, Histogram, LeafStats, stats_of
-from jaxckpt_train.looking.opening import Opened, open_at
+from jaxckpt_train.looking.opening import open_at
+from jaxckpt_train.opened import Opened
 from jaxckpt_train.store.manifest import ArrayRecord
 
 BARS = " ▁▂▃▄▅▆▇█"

@@ -10,8 +10,9 @@ import typer
 from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Run, Step, absolute
 from jaxckpt_train.cli.output import Code, bytes_text, print_json, progress, told_errors
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError, SettingsError
-from jaxckpt_train.looking.opening import OURS, open_at
+from jaxckpt_train.looking.opening import open_at
 from jaxckpt_train.looking.run_look import StepLook, look_at_run
+from jaxckpt_train.opened import OURS
 from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.store.verify import first_damage, verify_opened
 

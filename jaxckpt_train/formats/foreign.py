@@ -70,6 +70,14 @@ class ForeignTree:
     arrays: Sequence[ArrayRecord]
 
 
+@dataclasses.dataclass(frozen=True)
+class ForeignValue:
+    """A checkpointable that is a value, as JSON, and the kind of handler that restores it."""
+
+    kind: str
+    data: bytes
+
+
 class ForeignFiles:
     """An opener of what a foreign checkpoint was found to hold.
 
@@ -113,7 +121,7 @@ class HeldBytes:
 def foreign_checkpoint(
     kind: str,
     directory: str,
-    parts: Mapping[str, ForeignTree | bytes],
+    parts: Mapping[str, ForeignTree | ForeignValue],
     segments: Sequence[ForeignSegment],
     *,
     block_bytes: int = WHOLE_CHUNKS,
@@ -124,7 +132,7 @@ def foreign_checkpoint(
     Args:
         kind: the tool.
         directory: which messages name.
-        parts: the checkpointables by name: trees, and values as JSON.
+        parts: the checkpointables by name: trees, and values.
         segments: what the chunks of the arrays refer to, by their place in it.
         block_bytes: a chunk is read in pieces of this many bytes.
         info: as in a manifest: `step`, `created`, `metrics`, `custom_metadata`, as far as the tool tells them.
@@ -135,9 +143,9 @@ def foreign_checkpoint(
         if isinstance(part, ForeignTree):
             records.append(PartRecord(name, PYTREE, tuple(part.arrays), (), encode_tree(part.record)))
         else:
-            file = FileRecord(f"{name}/p00000.json", len(part), "")
-            opens[file.file] = _opens(f"{directory}/{file.file}", part)
-            records.append(PartRecord(name, JSON, (), (file,), msgspec.Raw(b"null")))
+            file = FileRecord(f"{name}/p00000.json", len(part.data), "")
+            opens[file.file] = _opens(f"{directory}/{file.file}", part.data)
+            records.append(PartRecord(name, part.kind, (), (file,), msgspec.Raw(b"null")))
     manifest = Manifest(
         format=FORMAT,
         format_version=FORMAT_VERSION,

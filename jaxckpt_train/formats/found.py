@@ -1,33 +1,42 @@
-"""Tells what another tool has written at a path, and opens that."""
+"""Tells what another tool has written at a path, and which one is meant where there are several."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxckpt_train.errors import NotACheckpointError, StorageError
+from jaxckpt_train.errors import NotACheckpointError, StepNotFoundError, StorageError
+from jaxckpt_train.formats.flax_directory import FlaxFile, chosen_name, flax_names
 from jaxckpt_train.formats.foreign import Foreign
 from jaxckpt_train.formats.orbax_checkpoint import looks_like_orbax, open_orbax, orbax_steps
 from jaxckpt_train.formats.safetensors_files import SUFFIX, names_of, open_safetensors, open_safetensors_folder
 from jaxckpt_train.store.backend import Backend, Entry
+from jaxckpt_train.store.transaction import is_committed
 
 MOST_NAMED = 5
+_OUR_STEP = "step-"
 
 
-def open_foreign_file(backend: Backend, path: str) -> Foreign | None:
-    """Open a file; None: it is none that is known here.
+def find_file(backend: Backend, path: str) -> Foreign | FlaxFile:
+    """What a file is: of safetensors by its name, else perhaps of Flax.
 
     Raises:
-        CorruptCheckpointError: it should be one by its name, and is not, or is damaged.
+        CorruptCheckpointError: it should be one of safetensors, and is not, or is damaged.
         StorageError: it cannot be read.
     """
-    return open_safetensors(backend, path) if path.endswith(SUFFIX) else None
+    return open_safetensors(backend, path) if path.endswith(SUFFIX) else FlaxFile(path)
 
 
-def open_foreign_directory(backend: Backend, path: str) -> Foreign | None:
-    """Open a directory; None: it is none that is known here.
+def find_in_directory(backend: Backend, path: str, step: int | None = None) -> Foreign | FlaxFile | None:
+    """What a directory is, or the one that is meant of several in it; None: nothing that is known here.
+
+    Args:
+        backend: where.
+        path: of the directory.
+        step: which one of several; None: of those of Flax the newest one.
 
     Raises:
-        NotACheckpointError: it is a run of several steps, one of which has to be chosen.
+        NotACheckpointError: it is a run of Orbax, a step of which has to be chosen, or has Flax's of several names.
+        StepNotFoundError: it has several, and no such step.
         CorruptCheckpointError: what is in it is damaged.
         StorageError: it cannot be read.
     """
@@ -35,21 +44,51 @@ def open_foreign_directory(backend: Backend, path: str) -> Foreign | None:
         entries = backend.list(path)
     except StorageError:
         return None
+    if step is None:
+        foreign = _one(backend, path, entries)
+        if foreign is not None:
+            return foreign
+    return _of_flax(backend, path, entries, step) or _of_orbax_run(backend, path, entries, step)
+
+
+def _one(backend: Backend, path: str, entries: Sequence[Entry]) -> Foreign | None:
     if looks_like_orbax(entries):
         return open_orbax(backend, path, entries)
     index, names = names_of(entry.name for entry in entries)
-    if index is not None or names:
-        return open_safetensors_folder(backend, path, index, names)
-    _refuse_run(backend, path, entries)
-    return None
+    return open_safetensors_folder(backend, path, index, names) if index is not None or names else None
 
 
-def _refuse_run(backend: Backend, path: str, entries: Sequence[Entry]) -> None:
-    """Name the steps of a run of Orbax."""
+def _of_flax(backend: Backend, path: str, entries: Sequence[Entry], step: int | None) -> Foreign | FlaxFile | None:
+    found = flax_names(backend, path, entries)
+    folders = [each.name for each in entries if each.kind == "directory"]
+    if found is None or any(each.startswith(_OUR_STEP) and is_committed(backend, f"{path}/{each}") for each in folders):
+        return None  # a run of ours that was begun in the same directory has newer ones
+    name = chosen_name(path, found, step)
+    if name not in folders:
+        is_newest = step is None
+        before = f"{path}/{found.names[-2]}" if is_newest and found.names[1:] else None
+        return FlaxFile(f"{path}/{name}", path, is_newest, before)
+    inner = backend.list(f"{path}/{name}")
+    if not looks_like_orbax(inner):
+        raise NotACheckpointError(
+            f"{path}/{name}: is the checkpoint of Flax that is meant in {path}, and holds nothing of Orbax; expected a "
+            "file, or what Flax has Orbax write"
+        )
+    return open_orbax(backend, f"{path}/{name}", inner)
+
+
+def _of_orbax_run(backend: Backend, path: str, entries: Sequence[Entry], step: int | None) -> Foreign | None:
+    """The step of a run of Orbax; without one its steps are named."""
     steps = orbax_steps(backend, path, entries)
-    if steps:
-        shown = ", ".join(map(str, list(steps)[-MOST_NAMED:]))
+    if not steps:
+        return None
+    shown = ", ".join(map(str, list(steps)[-MOST_NAMED:]))
+    if step is None:
         raise NotACheckpointError(
             f"{path}: a run of Orbax with {len(steps)} steps, the last ones {shown}; expected one of them, "
-            f"such as {path}/{list(steps.values())[-1]}"
+            f"such as {path}/{list(steps.values())[-1]}; on the command line --step says which"
         )
+    if step not in steps:
+        raise StepNotFoundError(f"{path}: has no step {step}; the last ones are {shown}")
+    chosen = f"{path}/{steps[step]}"
+    return open_orbax(backend, chosen, backend.list(chosen))

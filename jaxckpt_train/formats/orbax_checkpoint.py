@@ -11,8 +11,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError
-from jaxckpt_train.formats.foreign import Foreign, ForeignSegment, ForeignTree, foreign_checkpoint
+from jaxckpt_train.formats.foreign import (
+    JSON,
+    Foreign,
+    ForeignSegment,
+    ForeignTree,
+    ForeignValue,
+    foreign_checkpoint,
+)
 from jaxckpt_train.formats.orbax_arrays import OrbaxArray, open_arrays
+from jaxckpt_train.formats.orbax_grain import STATE_FILE, grain_states
 from jaxckpt_train.formats.orbax_metadata import (
     ARRAY_METADATAS,
     MAX_METADATA_BYTES,
@@ -39,13 +47,12 @@ TEMPORARY = ".orbax-checkpoint-tmp"
 MAX_JSON_BYTES = 256 << 20
 NAME = "state"
 _STEP = re.compile(r"(?:.*_)?0*(\d+)")
-_GRAIN = re.compile(r"process_(\d+)-of-(\d+)\.(json|txt)")
 
 
 class _Found(NamedTuple):
     """What of a checkpoint has been opened so far."""
 
-    parts: dict[str, ForeignTree | bytes]
+    parts: dict[str, ForeignTree | ForeignValue]
     segments: list[ForeignSegment]
     info: dict[str, Any]
 
@@ -53,7 +60,7 @@ class _Found(NamedTuple):
 def looks_like_orbax(entries: Sequence[Entry]) -> bool:
     """Whether a directory may be a step or an item of Orbax: by names alone."""
     names = {entry.name for entry in entries}
-    return bool(names & {TREE_METADATA, STEP_METADATA, OCDBT})
+    return bool(names & {TREE_METADATA, STEP_METADATA, OCDBT}) or any(map(STATE_FILE.fullmatch, names))
 
 
 def open_orbax(backend: Backend, directory: str, entries: Sequence[Entry]) -> Foreign:
@@ -76,6 +83,8 @@ def open_orbax(backend: Backend, directory: str, entries: Sequence[Entry]) -> Fo
     names = {entry.name for entry in entries}
     if names & {TREE_METADATA, OCDBT}:
         _add_tree(backend, directory, NAME, names, found)
+    elif any(map(STATE_FILE.fullmatch, names)):
+        _add_item(backend, directory, NAME, found)
     else:
         for entry in entries:
             if entry.kind == "directory" and is_plain_name(entry.name) and TEMPORARY not in entry.name:
@@ -90,15 +99,15 @@ def _add_item(backend: Backend, directory: str, name: str, found: _Found) -> Non
     if names & {TREE_METADATA, OCDBT}:
         _add_tree(backend, directory, name, names, found)
     elif JSON_ITEM in names:
-        found.parts[name] = _json_of(backend, directory, JSON_ITEM)
+        found.parts[name] = ForeignValue(JSON, _json_of(backend, directory, JSON_ITEM))
     elif METRICS in names:
         found.info["metrics"] = msgspec.json.decode(_json_of(backend, directory, METRICS))
     elif JAX_KEY in names:
         _add_key(backend, directory, name, found)
     else:
-        states = {each: _grain_state(backend, directory, each) for each in sorted(names) if _GRAIN.fullmatch(each)}
-        if states:
-            found.parts[name] = msgspec.json.encode(states)
+        states = grain_states(backend, directory, names)
+        if states is not None:
+            found.parts[name] = states
 
 
 def _add_key(backend: Backend, directory: str, name: str, found: _Found) -> None:
@@ -117,15 +126,6 @@ def _add_key(backend: Backend, directory: str, name: str, found: _Found) -> None
     is_typed = isinstance(told, Mapping) and told.get("typed") is True
     leaf = KeyLeaf(implementation) if is_typed and implementation else ArrayLeaf()
     found.parts[name] = ForeignTree(TreeRecord({}, {ROOT: leaf}), [array])
-
-
-def _grain_state(backend: Backend, directory: str, name: str) -> Any:
-    """The state of an iterator of Grain's: JSON of a data set's, text of a data loader's."""
-    data = bytes(memoryview(read_whole(backend, directory, name, MAX_JSON_BYTES)))
-    try:
-        return msgspec.json.decode(data)
-    except NOT_JSON:
-        return data.decode(errors="replace")
 
 
 def _json_of(backend: Backend, directory: str, name: str) -> bytes:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxckpt_train.looking.leaf_reads import over_pieces, pieces_of
-from jaxckpt_train.looking.opening import Opened
 from jaxckpt_train.looking.value_distance import Distance, distance
+from jaxckpt_train.opened import Opened
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.tree.leaf_records import LeafRecord, describe_saved, python_value

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from jaxckpt_train.looking.opening import Opened
+from jaxckpt_train.opened import Opened
 from jaxckpt_train.store.boxes import Box, box_elements, box_shape, cut_box, full_box
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord

@@ -2,68 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
-from jaxckpt_train.errors import CheckpointError, MismatchError, NotACheckpointError, StepNotFoundError, StorageError
+from jaxckpt_train.errors import CheckpointError, NotACheckpointError, StepNotFoundError, StorageError
+from jaxckpt_train.formats.flax_directory import FlaxFile
 from jaxckpt_train.formats.foreign import Foreign
-from jaxckpt_train.formats.found import open_foreign_directory, open_foreign_file
+from jaxckpt_train.formats.found import find_file, find_in_directory
 from jaxckpt_train.looking.run_look import has_steps, look_at_run, newest_whole
+from jaxckpt_train.opened import OURS, Opened, open_found
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backend import Backend, Opener
+from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.local import is_file
-from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
-from jaxckpt_train.store.transaction import Committed, open_committed
-from jaxckpt_train.tree.leaf_records import TreeRecord, decode_tree
-
-OURS = "jaxckpt_train"
-
-
-@dataclasses.dataclass(frozen=True)
-class Opened:
-    """An opened checkpoint.
-
-    Attributes:
-        kind: the tool that wrote it.
-        files: what it is read from.
-        committed: what it holds.
-        settings: how it is read.
-        run: the directory of its run, if it was found by that.
-    """
-
-    kind: str
-    files: Opener
-    committed: Committed
-    settings: StoreSettings
-    run: str | None = None
-
-    @property
-    def path(self) -> str:
-        """Where it is."""
-        return self.committed.directory
-
-    def trees(self) -> dict[str, TreeRecord]:
-        """The checkpointables that are trees, by name."""
-        parts = self.committed.manifest.parts
-        return {part.name: decode_tree(part, self.path) for part in parts if bytes(part.detail) != b"null"}
-
-    def arrays(self) -> dict[str, ArrayRecord]:
-        """All arrays, by the name of their checkpointable and their leaf path."""
-        return {f"{part.name}/{array.name}": array for part in self.committed.manifest.parts for array in part.arrays}
-
-    def part(self, name: str | None) -> PartRecord:
-        """A checkpointable by its name; None: `state`, or the only tree.
-
-        Raises:
-            MismatchError: there is none such.
-        """
-        trees = self.trees()
-        wanted = name or ("state" if "state" in trees else next(iter(trees), "") if len(trees) == 1 else "")
-        found = self.committed.manifest.part(wanted) if wanted else None
-        if found is None:
-            there = ", ".join(repr(part.name) for part in self.committed.manifest.parts) or "none"
-            raise MismatchError(f"{self.path}: expected one of its checkpointables, found {name!r}; it has {there}")
-        return found
+from jaxckpt_train.store.transaction import open_committed
 
 
 def open_at(backend: Backend, path: str, step: int | None = None, *, verify: bool = True) -> Opened:
@@ -72,29 +22,37 @@ def open_at(backend: Backend, path: str, step: int | None = None, *, verify: boo
     Args:
         backend: where.
         path: absolute; of a checkpoint, a run, or what Orbax, safetensors or Flax have written.
-        step: of a run; None: the newest that is whole.
+        step: of a run, or of a directory of Flax; None: the newest that is whole, of Flax's the newest.
         verify: whether digests are compared when it is read.
 
     Raises:
-        NotACheckpointError: there is none, or no such step.
+        NotACheckpointError: there is none, or no such step; or a step of a run of Orbax has to be chosen.
         CorruptCheckpointError: it is damaged.
         StorageError: it cannot be read.
     """
     settings = StoreSettings(verify_on_load=verify)
-    if is_file(path):
-        return _of_file(backend, path, settings)
     if _is_run(backend, path):
         name = _step_of(backend, path, step)
         return Opened(OURS, backend, open_committed(backend, f"{path}/{name}"), settings, path)
-    if step is not None:
-        raise NotACheckpointError(f"{path}: expected a run to take step {step} of, found none")
+    if step is not None or is_file(path):
+        return open_found(backend, _foreign(backend, path, step), settings)
     try:
         return Opened(OURS, backend, open_committed(backend, path), settings)
     except NotACheckpointError:
-        foreign = open_foreign_directory(backend, path)
-        if foreign is None:
+        found = find_in_directory(backend, path)
+        if found is None:
             raise
-    return _of_foreign(foreign, settings)
+    return open_found(backend, found, settings)
+
+
+def _foreign(backend: Backend, path: str, step: int | None) -> Foreign | FlaxFile:
+    """What another tool has written at a path: a file, or one of several in a directory."""
+    if step is None:
+        return find_file(backend, path)
+    found = None if is_file(path) else find_in_directory(backend, path, step)
+    if found is None:
+        raise NotACheckpointError(f"{path}: expected a run to take step {step} of, found none")
+    return found
 
 
 def _is_run(backend: Backend, path: str) -> bool:
@@ -116,21 +74,6 @@ def _step_of(backend: Backend, path: str, step: int | None) -> str:
         there = ", ".join(str(each.step) for each in looks[-5:]) or "none"
         raise StepNotFoundError(f"{path}: has no step {step}; the last ones are {there}")
     return next((each.name for each in same if each.is_current), same[-1].name)
-
-
-def _of_file(backend: Backend, path: str, settings: StoreSettings) -> Opened:
-    foreign = open_foreign_file(backend, path)
-    if foreign is not None:
-        return _of_foreign(foreign, settings)
-    from jaxckpt_train.checkpointables.flax_legacy import open_flax_file  # which needs Flax, and so JAX
-
-    memory, committed = open_flax_file(backend, path, settings)
-    return Opened("Flax", memory, dataclasses.replace(committed, directory=path), settings)
-
-
-def _of_foreign(foreign: Foreign, settings: StoreSettings) -> Opened:
-    unverified = dataclasses.replace(settings, verify_on_load=False)
-    return Opened(foreign.kind, foreign.files, foreign.committed, unverified)
 
 
 def metadata_of(opened: Opened) -> Mapping[str, object]:

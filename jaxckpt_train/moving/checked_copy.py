@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError
-from jaxckpt_train.looking.opening import OURS, Opened
 from jaxckpt_train.moving.sameness import refuse_another_content
+from jaxckpt_train.opened import OURS, Opened
 from jaxckpt_train.settings import DigestName, StoreSettings
 from jaxckpt_train.steps.entry import Entry, entry_from_manifest
 from jaxckpt_train.steps.history import metrics_to_json

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from jaxckpt_train.errors import CheckpointExistsError, DirectoryLockedError, SettingsError
-from jaxckpt_train.looking.opening import Opened
 from jaxckpt_train.looking.run_look import is_run
+from jaxckpt_train.opened import Opened
 from jaxckpt_train.steps.lock import LOCK_NAME, OwnerLock
 from jaxckpt_train.steps.step_names import check_step, parse_step_name, step_name
 from jaxckpt_train.store.backend import Backend

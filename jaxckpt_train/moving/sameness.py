@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError
 from jaxckpt_train.looking.leaf_reads import Wanted, over_pieces, pieces_of
-from jaxckpt_train.looking.opening import Opened
+from jaxckpt_train.opened import Opened
 from jaxckpt_train.store.copying import CHUNK_BYTES
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.kept_chunks import same_digests

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.looking.leaf_diff import LeafDiff, diff_leaves
-from jaxckpt_train.looking.opening import OURS, Opened
 from jaxckpt_train.looking.run_look import StepLook
+from jaxckpt_train.opened import OURS, Opened
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.transaction import open_committed

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxckpt_train.errors import CheckpointError
-from jaxckpt_train.looking.opening import OURS, Opened
 from jaxckpt_train.looking.run_look import newest_whole
+from jaxckpt_train.opened import OURS, Opened
 from jaxckpt_train.report.changes import Changes, Plan, compare
 from jaxckpt_train.report.disk_rate import DiskRate
 from jaxckpt_train.report.leaf_sizes import TreeSizes, tree_sizes

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from jaxckpt_train.looking.leaf_diff import leaves_by_name
-from jaxckpt_train.looking.opening import Opened
+from jaxckpt_train.opened import Opened
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.tree.leaf_records import describe_saved

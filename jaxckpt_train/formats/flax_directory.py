@@ -1,0 +1,149 @@
+"""The directories of `flax.training.checkpoints`: which names are checkpoints, their order, and which one is meant."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxckpt_train.errors import NotACheckpointError, StepNotFoundError, StorageError
+from jaxckpt_train.formats.orbax_metadata import TREE_METADATA
+from jaxckpt_train.store.backend import Backend, Entry
+
+DEFAULT_PREFIX = "checkpoint_"
+ARRAYS_OF_A_JOB = "_gda"  # the end of the name of a directory with arrays of several processes
+_ORBAX_TEMPORARY, _OCDBT = ".orbax-checkpoint-tmp", "manifest.ocdbt"
+_NUMBER = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)")
+_NUMBERED = re.compile(rf"(.*?){_NUMBER.pattern}", re.DOTALL)
+_MAPS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})  # how a map of msgpack begins, which is what Flax writes
+_MOST_PREFIXES, _MOST_LOOKED_INTO, _MOST_NAMED = 64, 4, 5
+
+
+@dataclasses.dataclass(frozen=True)
+class FlaxFile:
+    """A file that Flax may have written.
+
+    Attributes:
+        path: of it.
+        directory: in which it was found as a checkpoint of Flax; None: it was named by itself.
+        is_newest: whether it is the newest one there.
+        before: the path of the one before that, if there is one.
+    """
+
+    path: str
+    directory: str | None = None
+    is_newest: bool = False
+    before: str | None = None
+
+
+class FlaxNames(NamedTuple):
+    """The checkpoints in a directory: what their names begin with, and all names, the newest last."""
+
+    prefix: str
+    names: list[str]
+
+
+def in_flax_order(names: Iterable[str]) -> list[str]:
+    """Names as Flax sorts them: numbers by their values, signs and all, and what is between them as text."""
+    return sorted(sorted(names), key=_order_of)
+
+
+def _order_of(name: str) -> list[str | float]:
+    return [float(each) if place % 2 else each for place, each in enumerate(_NUMBER.split(name))]
+
+
+def flax_names(backend: Backend, directory: str, entries: Sequence[Entry]) -> FlaxNames | None:
+    """What Flax has left in a directory; None: nothing of that kind.
+
+    As for Flax, all that begins with the prefix is a checkpoint, but for what is temporary and the arrays of jobs.
+
+    Args:
+        backend: where.
+        directory: of them.
+        entries: what is in it.
+
+    Raises:
+        NotACheckpointError: there are several prefixes, and none of them is the one that Flax takes by itself.
+    """
+    kinds = {each.name: each.kind for each in entries if _may_be_one(each.name)}
+    files = [name for name, kind in kinds.items() if kind != "directory" and _NUMBERED.fullmatch(name)]
+    newest = next(reversed(_of_prefix(kinds, DEFAULT_PREFIX)), None)
+    if any(name.startswith(DEFAULT_PREFIX) for name in files) or (
+        newest is not None and kinds[newest] == "directory" and _is_orbax_item(backend, f"{directory}/{newest}")
+    ):
+        return FlaxNames(DEFAULT_PREFIX, _of_prefix(kinds, DEFAULT_PREFIX))
+    prefix = _other_prefix(backend, directory, files)
+    return None if prefix is None else FlaxNames(prefix, _of_prefix(kinds, prefix))
+
+
+def chosen_name(directory: str, found: FlaxNames, step: int | None) -> str:
+    """The name of a step; None: of the newest one.
+
+    Raises:
+        StepNotFoundError: there is no such step.
+    """
+    if step is None:
+        return found.names[-1]
+    numbers = {name: name.removeprefix(found.prefix) for name in found.names}
+    same = [name for name, number in numbers.items() if _NUMBER.fullmatch(number) and float(number) == step]
+    if not same:
+        there = ", ".join(list(numbers.values())[-_MOST_NAMED:])
+        raise StepNotFoundError(f"{directory}: has no step {step}; the last ones are {there}")
+    exact = f"{found.prefix}{step}"
+    return exact if exact in same else same[-1]
+
+
+def _may_be_one(name: str) -> bool:
+    return not name.endswith(ARRAYS_OF_A_JOB) and _ORBAX_TEMPORARY not in name
+
+
+def _of_prefix(names: Iterable[str], prefix: str) -> list[str]:
+    return in_flax_order(name for name in names if name.startswith(prefix) and name != f"{prefix}tmp")
+
+
+def _other_prefix(backend: Backend, directory: str, files: Sequence[str]) -> str | None:
+    """The one that all files with a number at their end begin with, as far as they begin as Flax's do."""
+    by_prefix: dict[str, list[str]] = {}
+    for name in in_flax_order(files):
+        match = _NUMBERED.fullmatch(name)
+        assert match is not None
+        by_prefix.setdefault(match[1], []).append(name)
+    newest = {
+        prefix: names[-1]
+        for prefix, names in itertools.islice(by_prefix.items(), _MOST_PREFIXES)
+        if any(_begins_as_map(backend, directory, name) for name in reversed(names[-_MOST_LOOKED_INTO:]))
+    }
+    shortest = min(newest, key=len, default=None)
+    if shortest is not None and not all(prefix.startswith(shortest) for prefix in newest):
+        shown = ", ".join(f"{directory}/{name}" for name in list(newest.values())[-_MOST_NAMED:])
+        raise NotACheckpointError(
+            f"{directory}: checkpoints of Flax with {len(newest)} prefixes, none of them {DEFAULT_PREFIX!r}, which "
+            f"Flax takes by itself; expected one of them, the newest of each are {shown}"
+        )
+    return shortest
+
+
+def _begins_as_map(backend: Backend, directory: str, name: str) -> bool:
+    first = np.zeros(1, np.uint8)
+    try:
+        source = backend.open(directory, name, direct=False)
+        try:
+            if source.size:
+                source.read_into(0, first, 1)
+        finally:
+            source.close()
+    except StorageError:
+        return False
+    return int(first[0]) in _MAPS
+
+
+def _is_orbax_item(backend: Backend, directory: str) -> bool:
+    """Whether Flax has written it by Orbax, as it does by default: one item, in no step with a name of its own."""
+    try:
+        return not {TREE_METADATA, _OCDBT}.isdisjoint(entry.name for entry in backend.list(directory))
+    except StorageError:
+        return False

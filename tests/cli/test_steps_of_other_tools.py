@@ -1,0 +1,84 @@
+"""`--step` of runs of Orbax and of directories of Flax: what it chooses, what is taken without it, and what is told."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import jaxckpt_train as jct
+from tests.cli.commands import printed, refused, told
+from tests.formats.flax_saves import save, state_of
+from tests.tree.same_trees import raw
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Sharding info not provided:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+def assert_is(path: Path, step: float) -> None:
+    assert raw(jct.load(path)["params"]["w"]) == raw(state_of(step)["params"]["w"])
+
+
+def orbax_run(directory: Path, *steps: int) -> Path:
+    with ocp.CheckpointManager(directory) as manager:
+        for step in steps:
+            manager.save(step, args=ocp.args.StandardSave(state_of(step)))
+    return directory
+
+
+def test_of_flax_s_the_newest_is_taken_or_the_step_that_is_named(tmp_path: Path) -> None:
+    save(tmp_path / "flax", 9, 10, 0.5 + 10)
+    found = told("show", tmp_path / "flax")
+    assert (found["path"], found["kind"], found.get("step")) == (f"{tmp_path}/flax/checkpoint_10.5", "Flax", None)
+    found = told("show", tmp_path / "flax", "--step", 9)
+    assert (found["path"], found["step"]) == (f"{tmp_path}/flax/checkpoint_9", 9)
+    (leaf,) = told("stats", tmp_path / "flax", "params/w", "--step", 9)["leaves"]
+    assert (leaf["min"], leaf["max"], leaf["count"]) == (9.0, 14.0, 6)
+    printed("import", tmp_path / "flax", tmp_path / "newest")
+    printed("import", tmp_path / "flax", tmp_path / "chosen", "--step", 10)
+    assert_is(tmp_path / "newest", 10.5)
+    assert_is(tmp_path / "chosen", 10)
+    assert jct.verify(tmp_path / "chosen").ok
+    assert jct.metadata(tmp_path / "chosen").step == 10
+    assert told("diff", tmp_path / "flax", tmp_path / "chosen", "--step-a", 10)["differences"] == []
+    (first, *_) = told("diff", tmp_path / "flax", tmp_path / "flax", "--step-a", 9, code=1)["differences"]
+    assert first["max_abs"] == 1.5
+    printed("export", tmp_path / "flax", tmp_path / "hf", "--to", "safetensors", "--step", 9)
+    assert raw(jct.load(tmp_path / "hf")["params.w"]) == raw(state_of(9)["params"]["w"])
+
+
+def test_of_orbax_s_a_step_has_to_be_named(tmp_path: Path) -> None:
+    run = orbax_run(tmp_path / "orbax", 9, 10)
+    assert "a run of Orbax with 2 steps, the last ones 9, 10; expected one of them" in refused("show", run, code=3)
+    found = told("show", run, "--step", 9)
+    assert (found["path"], found["kind"], found["step"]) == (f"{run}/9", "Orbax", 9)
+    printed("import", run, tmp_path / "ours", "--step", 10)
+    assert_is(tmp_path / "ours", 10)
+    assert told("diff", run, tmp_path / "ours", "--step-a", 10)["differences"] == []
+    assert told("stats", run, "params/w", "-s", 9)["leaves"][0]["max"] == 14.0
+    assert f"{run}: has no step 11; the last ones are 9, 10" in refused("show", run, "--step", 11, code=3)
+
+
+def test_what_cannot_be_chosen_is_told(tmp_path: Path) -> None:
+    save(tmp_path / "flax", 9, 10, 11)
+    jct.save(tmp_path / "single", {"w": np.ones(3)})
+    for command in ("show", "stats"):
+        message = refused(command, tmp_path / "flax", "--step", 12, code=3)
+        assert message == f"{tmp_path}/flax: has no step 12; the last ones are 9, 10, 11"
+    for path in (tmp_path / "flax" / "checkpoint_9", tmp_path / "single"):
+        assert refused("show", path, "--step", 9, code=3) == f"{path}: expected a run to take step 9 of, found none"
+    newest = tmp_path / "flax" / "checkpoint_11"
+    newest.write_bytes(newest.read_bytes()[:-7])
+    assert f"{newest}: expected a Flax msgpack file, found one" in refused("show", tmp_path / "flax", code=1)
+    assert f"give {tmp_path}/flax/checkpoint_10" in refused("import", tmp_path / "flax", tmp_path / "out", code=1)
+    assert not (tmp_path / "out").exists()
+    assert told("show", tmp_path / "flax", "--step", 10)["step"] == 10
+    message = refused("verify", tmp_path / "flax", "--step", 10, code=3)
+    assert "checkpoint_10: of Flax, which keeps no digests" in message
