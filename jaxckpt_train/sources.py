@@ -11,6 +11,7 @@ from jaxckpt_train.errors import MismatchError, NotACheckpointError
 from jaxckpt_train.formats.foreign import Foreign
 from jaxckpt_train.formats.found import open_foreign_directory, open_foreign_file
 from jaxckpt_train.formats.orbax_names import in_form_of
+from jaxckpt_train.formats.torch_checkpoint import KIND as PYTORCH
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend, Opener
@@ -45,7 +46,7 @@ class OpenSource:
 
     def options(self, options: LoadOptions) -> LoadOptions:
         """How a tree of it is loaded."""
-        return dataclasses.replace(options, forms=in_form_of) if self.kind == ORBAX else options
+        return dataclasses.replace(options, forms=in_form_of) if self.kind in (ORBAX, PYTORCH) else options
 
     def main_part(self) -> str:
         """The name of the checkpointable `state`, or of the only one.

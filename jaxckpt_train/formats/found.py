@@ -8,6 +8,7 @@ from jaxckpt_train.errors import NotACheckpointError, StorageError
 from jaxckpt_train.formats.foreign import Foreign
 from jaxckpt_train.formats.orbax_checkpoint import looks_like_orbax, open_orbax, orbax_steps
 from jaxckpt_train.formats.safetensors_files import SUFFIX, names_of, open_safetensors, open_safetensors_folder
+from jaxckpt_train.formats.torch_checkpoint import looks_like_torch, open_torch
 from jaxckpt_train.store.backend import Backend, Entry
 
 MOST_NAMED = 5
@@ -27,7 +28,7 @@ def open_foreign_directory(backend: Backend, path: str) -> Foreign | None:
     """Open a directory; None: it is none that is known here.
 
     Raises:
-        NotACheckpointError: it is a run of several steps, one of which has to be chosen.
+        NotACheckpointError: it is a run of several steps, one of which has to be chosen, or its save has not ended.
         CorruptCheckpointError: what is in it is damaged.
         StorageError: it cannot be read.
     """
@@ -37,6 +38,8 @@ def open_foreign_directory(backend: Backend, path: str) -> Foreign | None:
         return None
     if looks_like_orbax(entries):
         return open_orbax(backend, path, entries)
+    if looks_like_torch(entries):
+        return open_torch(backend, path, entries)
     index, names = names_of(entry.name for entry in entries)
     if index is not None or names:
         return open_safetensors_folder(backend, path, index, names)
