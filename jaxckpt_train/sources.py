@@ -83,7 +83,7 @@ def use_source(
 
     Args:
         backend: where.
-        path: of a checkpoint of ours, or of what Orbax, safetensors or Flax have written.
+        path: of a checkpoint of ours, or of what Orbax, PyTorch, safetensors or Flax have written.
         use: called with it.
         settings: how it is read.
         progress: called with 0 while it is waited for; what it raises ends that.

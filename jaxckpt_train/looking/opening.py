@@ -71,7 +71,7 @@ def open_at(backend: Backend, path: str, step: int | None = None, *, verify: boo
 
     Args:
         backend: where.
-        path: absolute; of a checkpoint, a run, or what Orbax, safetensors or Flax have written.
+        path: absolute; of a checkpoint, a run, or what Orbax, PyTorch, safetensors or Flax have written.
         step: of a run; None: the newest that is whole.
         verify: whether digests are compared when it is read.
 
