@@ -12,13 +12,14 @@ endif
 VERSION := $(shell $(PYTHON) -c "import sys; print('%d.%d.%d' % sys.version_info[:3])" 2>/dev/null)
 STAMP := $(VENV)/.installed-$(VERSION)
 TORCH_STAMP := .venv-torch/.installed
+TORCH_IMPORTS_STAMP := .venv-torch/.installed-imports
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WORKERS ?= 2
 # In the order of the files: by default those with few tests, which are the long ones, would come last, for one worker.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-quick test-distributed lint types format bench bench-jobs bench-quick bench-torch kill-campaign crash-states block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes scale docs docs-plots clean python-is-new-enough
+.PHONY: help venv demo test test-quick test-distributed lint types format bench bench-jobs bench-quick bench-torch torch-imports kill-campaign crash-states block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes scale docs docs-plots clean python-is-new-enough
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
@@ -139,6 +140,14 @@ bench-torch: $(TORCH_STAMP)  ## the environment for the PyTorch peers, some 6 GB
 $(TORCH_STAMP): benchmarks/torch-requirements.txt | python-is-new-enough
 	$(PYTHON) -m venv --clear .venv-torch
 	.venv-torch/bin/python -m pip --disable-pip-version-check --quiet install -r $<
+	touch $@
+
+# The tests that are left out where PyTorch is not installed: in its environment, with this package beside it.
+torch-imports: $(TORCH_IMPORTS_STAMP)  ## checkpoints that PyTorch itself has written, alone and in a job of two processes, are read (some 8 GB)
+	.venv-torch/bin/python -m pytest tests/formats/test_torch_metadata.py tests/formats/test_torch_loads.py tests/formats/test_torch_jobs.py
+
+$(TORCH_IMPORTS_STAMP): $(TORCH_STAMP) pyproject.toml constraints.txt
+	.venv-torch/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt -e '.[all,test]'
 	touch $@
 
 scale: $(STAMP)  ## jobs of up to 100,000 processes, planned and simulated, and JAX's key-value store (some ten minutes)

@@ -117,8 +117,8 @@ class CheckpointConfig:
         fingerprint: says what `data` is; its position is refused under another fingerprint, and so is that of any other
             Grain iterator. None: not compared.
         init_from: what a fresh run takes its state from; used only while the run has no checkpoint of its own: the path
-            of a checkpoint, also of Orbax, safetensors or Flax; or `path` with what `load` takes: `only` (the rest
-            stays as given), `rename`, `cast`, `missing`, `surgery`. None: the state as given.
+            of a checkpoint, also of Orbax, PyTorch, safetensors or Flax; or `path` with what `load` takes: `only` (the
+            rest stays as given), `rename`, `cast`, `missing`, `surgery`. None: the state as given.
         progress: a line on the terminal while saving: True, False, or "auto": only when there is a terminal.
         enabled: False: nothing is saved and nothing is restored.
         store: how bytes are written, checked and read.

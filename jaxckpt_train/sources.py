@@ -10,6 +10,7 @@ from jaxckpt_train.errors import MismatchError, NotACheckpointError
 from jaxckpt_train.formats.found import find_file, find_in_directory
 from jaxckpt_train.formats.orbax_names import in_form_of
 from jaxckpt_train.opened import DEFAULT_NAME, ORBAX, OURS, Opened, open_found
+from jaxckpt_train.formats.torch_checkpoint import KIND as PYTORCH
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
@@ -26,7 +27,7 @@ Progress = Callable[[int], object]
 
 def options_for(source: Opened, options: LoadOptions) -> LoadOptions:
     """How a tree of it is loaded."""
-    return dataclasses.replace(options, forms=in_form_of) if source.kind == ORBAX else options
+    return dataclasses.replace(options, forms=in_form_of) if source.kind in (ORBAX, PYTORCH) else options
 
 
 def main_part(source: Opened) -> str:
@@ -65,7 +66,7 @@ def use_source(
 
     Args:
         backend: where.
-        path: of a checkpoint of ours, or of what Orbax, safetensors or Flax have written.
+        path: of a checkpoint of ours, or of what Orbax, PyTorch, safetensors or Flax have written.
         use: called with it.
         settings: how it is read.
         progress: called with 0 while it is waited for; what it raises ends that.

@@ -79,11 +79,15 @@ ADAPTERS = {
     "pytest": {"pytest_plugin"},
     "rich": {"goodput_table", "progress"},
     "tensorstore": {"formats.orbax_arrays", "formats.orbax_export"},
+    "torch": {"formats.torch_items"},
     "typer": {"cli"},
     "yaml": {"cli.operations"},
 }
 # Never: code from a checkpoint must not run. The second line is for the disk, which only store/local.py touches.
 FORBIDDEN_STDLIB = {"marshal", "pickle", "shelve"}
+MAY_READ_A_PICKLE = {
+    "formats.torch_pickle": "PyTorch's metadata is one: it is read as records, and nothing else is made"
+}
 DISK_STDLIB = {"glob", "shutil", "tempfile"}
 FORBIDDEN_FILES = {"base.py", "common.py", "helpers.py", "misc.py", "types.py", "util.py", "utils.py"}
 

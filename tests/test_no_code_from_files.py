@@ -6,7 +6,8 @@ import ast
 
 import pytest
 
-from tests.test_layering import FORBIDDEN_STDLIB, MODULES, Module, foreign_imports
+from tests.layers import MAY_READ_A_PICKLE
+from tests.test_layering import FORBIDDEN_STDLIB, MODULES, Module, foreign_imports, imports_of
 
 EVALUATE = {"__import__", "compile", "eval", "exec"}
 # What runs or finds code by its name, or makes objects of whatever type a file names.
@@ -21,6 +22,8 @@ MAY_IMPORT_BY_NAME = {
     ("config_nodes", "importlib.import_module(__package__)"): "this package",
     ("config_nodes", "hydra.utils.instantiate"): "`_target_` of the user's configuration, not of a checkpoint",
 }
+
+UNPICKLER = {"pickle._Unpickler", "pickle._Unpickler.dispatch"}
 
 
 def code_from_text(module: Module) -> list[str]:
@@ -51,6 +54,24 @@ def code_from_text(module: Module) -> list[str]:
                 wrong = False
         if wrong and (module.name, ast.unparse(node)) not in MAY_IMPORT_BY_NAME:
             problems.append(f"{module.name}:{node.lineno} may run what a file says: {ast.unparse(node)}")
+    return problems
+
+
+def unpickling(module: Module) -> list[str]:
+    """Where the one file that may import `pickle` takes more of it than an unpickler to restrict."""
+    problems = []
+    for node in ast.walk(module.tree):
+        match node:
+            case ast.ImportFrom(module="pickle"):
+                problems.append(f"{module.name}:{node.lineno} imports from pickle, expected its names behind a dot")
+            case ast.Attribute(value=ast.Name(id="pickle"), attr=name) if not name.isupper():
+                if ast.unparse(node) not in UNPICKLER:
+                    problems.append(f"{module.name}:{node.lineno} uses {ast.unparse(node)}")
+            case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=name) if name not in (
+                "__init__",
+                "__new__",
+            ):
+                problems.append(f"{module.name}:{node.lineno} leaves to pickle what it should refuse: super().{name}")
     return problems
 
 
@@ -128,3 +149,27 @@ def test_what_only_looks_like_it_is_fine(line: str) -> None:
 def test_no_form_of_pickle_is_imported(name: str) -> None:
     for line in (f"import {name}", f"from {name} import loads", f"importlib.import_module({name!r})"):
         assert foreign_imports(Module("store.manifest", line)) != []
+
+
+def test_one_file_reads_a_pickle_and_takes_from_that_module_what_makes_data() -> None:
+    assert {name for name in MODULES for found in imports_of(MODULES[name]) if found.name == "pickle"} == {
+        *MAY_READ_A_PICKLE
+    }
+    for name in MAY_READ_A_PICKLE:
+        assert unpickling(MODULES[name]) == []
+        assert foreign_imports(Module(name, "import marshal")) != []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pickle.loads(data)",
+        "pickle.load(file)",
+        "pickle.Unpickler(file)",
+        "from pickle import loads",
+        "super().find_class(module, name)",
+        "super().load_reduce()",
+    ],
+)
+def test_more_than_that_is_found(line: str) -> None:
+    assert unpickling(Module("formats.torch_pickle", line)) != []

@@ -17,7 +17,7 @@ import jaxckpt_train
 # What only an adapter imports, when it is used.
 OPTIONAL = (
     "blake3", "bokeh", "flax", "grain", "hydra", "keras", "omegaconf", "opentelemetry", "optax", "orbax",
-    "prometheus_client", "tensorstore", "typer",
+    "prometheus_client", "tensorstore", "torch", "typer",
 )  # fmt: skip
 MOST_IMPORT_S = 0.15
 

@@ -16,7 +16,8 @@ Checkpoint = Annotated[
     str,
     typer.Argument(
         metavar="PATH",
-        help="A checkpoint, a step, or a run: its newest whole step; or what Orbax, safetensors or Flax have written.",
+        help="A checkpoint, a step, or a run: its newest whole step; "
+        "or what Orbax, PyTorch, safetensors or Flax have written.",
         show_default=False,
     ),
 ]

@@ -29,7 +29,7 @@ def import_(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Make a checkpoint of what Orbax, safetensors or Flax have written, changed on the way if that is asked for.
+    """Make a checkpoint of what Orbax, PyTorch, safetensors or Flax have written, changed on the way if that is wanted.
 
     Arrays pass through memory one after the other; what is written has digests from then on.
     """

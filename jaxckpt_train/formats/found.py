@@ -9,6 +9,7 @@ from jaxckpt_train.formats.flax_directory import FlaxFile, chosen_name, flax_nam
 from jaxckpt_train.formats.foreign import Foreign
 from jaxckpt_train.formats.orbax_checkpoint import looks_like_orbax, open_orbax, orbax_steps
 from jaxckpt_train.formats.safetensors_files import SUFFIX, names_of, open_safetensors, open_safetensors_folder
+from jaxckpt_train.formats.torch_checkpoint import looks_like_torch, open_torch
 from jaxckpt_train.store.backend import Backend, Entry
 from jaxckpt_train.store.transaction import is_committed
 
@@ -35,7 +36,8 @@ def find_in_directory(backend: Backend, path: str, step: int | None = None) -> F
         step: which one of several; None: of those of Flax the newest one.
 
     Raises:
-        NotACheckpointError: it is a run of Orbax, a step of which has to be chosen, or has Flax's of several names.
+        NotACheckpointError: it is a run of Orbax, a step of which has to be chosen, has Flax's of several names, or its
+            save has not ended.
         StepNotFoundError: it has several, and no such step.
         CorruptCheckpointError: what is in it is damaged.
         StorageError: it cannot be read.
@@ -54,6 +56,8 @@ def find_in_directory(backend: Backend, path: str, step: int | None = None) -> F
 def _one(backend: Backend, path: str, entries: Sequence[Entry]) -> Foreign | None:
     if looks_like_orbax(entries):
         return open_orbax(backend, path, entries)
+    if looks_like_torch(entries):
+        return open_torch(backend, path, entries)
     index, names = names_of(entry.name for entry in entries)
     return open_safetensors_folder(backend, path, index, names) if index is not None or names else None
 

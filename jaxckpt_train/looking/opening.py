@@ -21,7 +21,7 @@ def open_at(backend: Backend, path: str, step: int | None = None, *, verify: boo
 
     Args:
         backend: where.
-        path: absolute; of a checkpoint, a run, or what Orbax, safetensors or Flax have written.
+        path: absolute; of a checkpoint, a run, or what Orbax, PyTorch, safetensors or Flax have written.
         step: of a run, or of a directory of Flax; None: the newest that is whole, of Flax's the newest.
         verify: whether digests are compared when it is read.
 
