@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from jaxckpt_train.errors import NotACheckpointError, StorageError
 from jaxckpt_train.formats.foreign import Foreign
-from jaxckpt_train.formats.orbax_checkpoint import looks_like_orbax, open_orbax, orbax_steps
+from jaxckpt_train.formats.orbax_checkpoint import open_orbax
+from jaxckpt_train.formats.orbax_looks import has_orbax_names, holds_items, looks_like_orbax, orbax_steps
 from jaxckpt_train.formats.safetensors_files import SUFFIX, names_of, open_safetensors, open_safetensors_folder
 from jaxckpt_train.store.backend import Backend, Entry
 
@@ -35,12 +36,16 @@ def open_foreign_directory(backend: Backend, path: str) -> Foreign | None:
         entries = backend.list(path)
     except StorageError:
         return None
-    if looks_like_orbax(entries):
+    if has_orbax_names(entries):
         return open_orbax(backend, path, entries)
     index, names = names_of(entry.name for entry in entries)
     if index is not None or names:
         return open_safetensors_folder(backend, path, index, names)
+    if looks_like_orbax(backend, path, entries):
+        return open_orbax(backend, path, entries)
     _refuse_run(backend, path, entries)
+    if holds_items(backend, path, entries):
+        return open_orbax(backend, path, entries)
     return None
 
 
