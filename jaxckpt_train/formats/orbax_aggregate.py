@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -40,6 +40,39 @@ def decode_aggregate(data: bytes, path: str) -> OrbaxTree:
     tree = OrbaxTree.empty()
     _add(tree, found, ROOT, 0, path)
     return tree
+
+
+def encode_aggregate(leaves: Iterable[tuple[tuple[tuple[str, int], ...], Any]]) -> bytes:
+    """The file with the structure of a tree, without which versions before 0.5 restore nothing.
+
+    Args:
+        leaves: the keys of each, with 1 for a position in a sequence and 2 for a key of a mapping, and what it is
+            there: a placeholder of what is stored beside it, or text, None or an empty container.
+    """
+    root: dict[str, Any] = {}
+    sequences = set[int]()
+    for keys, value in leaves:
+        node = root
+        for depth, (key, kind) in enumerate(keys):
+            if kind == 1:
+                sequences.add(id(node))
+            node = node.setdefault(key, value if depth == len(keys) - 1 else {})
+    return msgspec.msgpack.encode(_with_sequences(root, sequences))
+
+
+def placeholder(parameter: str) -> str:
+    """What stands there for what is stored beside it."""
+    return f"{_PLACEHOLDERS[0]}{parameter}"
+
+
+def _with_sequences(node: Any, sequences: set[int]) -> Any:
+    if not isinstance(node, dict):
+        return node
+    children = {key: _with_sequences(child, sequences) for key, child in node.items()}
+    positions = [str(number) for number in range(len(children))]
+    if id(node) in sequences and set(positions) == set(children):
+        return [children[position] for position in positions]
+    return children
 
 
 def _add(tree: OrbaxTree, node: Any, name: str, depth: int, path: str) -> None:

@@ -68,7 +68,7 @@ class Values:
         return jax.device_put(values, NamedSharding(self._mesh, PartitionSpec("x", "y")))
 
     def several(self, layers):
-        return {"layer_%d" % number: self.array(DTYPES[number % 7], 3 + number, 5) for number in range(layers)}
+        return {f"layer_{number}": self.array(DTYPES[number % 7], 3 + number, 5) for number in range(layers)}
 
 
 def plain_tree(values, large):
@@ -343,13 +343,15 @@ def main():
         try:
             items = FORMS[form](folder / "saved", Values(options.seed, options.large), options.large)
         except Exception as error:  # noqa: BLE001  # whatever a version does that has no such form
-            shutil.rmtree(folder)
             traceback.print_exc()
-            print("%s: not there: %s: %s" % (form, type(error).__name__, str(error).split("\n")[0][:200]), flush=True)
+            print(f"{form}: not there: {type(error).__name__}: {str(error)[:200]!r}", flush=True)
             continue
         items = {name: {"json": item} if item is CONFIG else told(item) for name, item in items.items()}
         (folder / "expected.json").write_text(json.dumps(items, ensure_ascii=False))
-        print("%s: written" % form, flush=True)
+        print(f"{form}: written", flush=True)
+    for folder in options.folder.absolute().iterdir():  # now that nothing is written any more
+        if not (folder / "expected.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
