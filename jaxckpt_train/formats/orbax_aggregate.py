@@ -1,4 +1,4 @@
-"""What the msgpack file `checkpoint` of Orbax's first versions says of a tree: its structure, and small leaves inline."""
+"""What the msgpack file `checkpoint` of Orbax's first versions tells: a tree's structure, small leaves inline."""
 
 from __future__ import annotations
 

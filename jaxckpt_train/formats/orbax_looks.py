@@ -44,7 +44,7 @@ def has_orbax_names(entries: Sequence[Entry]) -> bool:
 
 
 def aggregate_of(backend: Backend, directory: str, entries: Sequence[Entry]) -> Entry | None:
-    """What is called `checkpoint`, which TensorFlow and others have too, if first versions of Orbax may have written it.
+    """What is called `checkpoint`, as others have one too, if it may be of first versions of Orbax; None else.
 
     It is a file of msgpack with a tree, or the directory of one array.
     """

@@ -71,7 +71,11 @@ def _structure(backend: Backend, directory: str, entries: Sequence[Entry], names
     if TREE_METADATA in names:
         path = f"{directory}/{TREE_METADATA}"
         tree = decode_tree_metadata(_bytes_of(backend, directory, TREE_METADATA), path)
-        if tree.elsewhere and aggregate is not None:
+        if tree.elsewhere and AGGREGATE not in names:
+            raise CorruptCheckpointError(
+                f"{directory}: lacks the file {AGGREGATE!r} with leaf {tree.elsewhere[0]!r}, which {TREE_METADATA} has"
+            )
+        if tree.elsewhere:
             tree.take(_aggregate(backend, directory), f"{directory}/{AGGREGATE}")
         return tree
     if aggregate is not None and aggregate.kind == "file":

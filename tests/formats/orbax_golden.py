@@ -44,7 +44,7 @@ def _tree(told: Mapping[str, Any]) -> Any:
         case "tuple":
             return tuple(_tree(child) for child in found)
         case "namedtuple":
-            return collections.namedtuple("Fields", found)(*map(_tree, found.values()))  # noqa: PYI024
+            return collections.namedtuple("Fields", found)(*map(_tree, found.values()))
         case "array":
             return _array(*found)
         case "bytes":

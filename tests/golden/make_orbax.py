@@ -47,7 +47,7 @@ class Values:
 
     def __init__(self, seed, large):
         self._random = np.random.RandomState(seed)
-        self._factor = 64 if large else 1
+        self._factors = (512, 8) if large else (1, 1)
         self._mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
 
     def numpy(self, dtype, *shape):
@@ -64,7 +64,7 @@ class Values:
 
     def sharded(self, dtype, rows, columns):
         """Over the devices, a chunk for each; larger in a campaign."""
-        values = self.numpy(dtype, rows * self._factor, columns)
+        values = self.numpy(dtype, rows * self._factors[0], columns * self._factors[1])
         return jax.device_put(values, NamedSharding(self._mesh, PartitionSpec("x", "y")))
 
     def several(self, layers):
@@ -159,7 +159,7 @@ def save_args_of(tree):
 def by_handler(path, tree, args=None, **options):
     known = inspect.signature(ocp.PyTreeCheckpointHandler.__init__).parameters
     if not set(options) <= set(known):
-        raise NotImplementedError("PyTreeCheckpointHandler has no %s" % ", ".join(set(options) - set(known)))
+        raise NotImplementedError(f"PyTreeCheckpointHandler has no {sorted(set(options) - set(known))}")
     checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options))
     checkpointer.save(path, tree, **(save_args_of(tree) if args is None else {"save_args": args}))
     done(checkpointer)

@@ -1,6 +1,6 @@
 """Restores a step that was exported for Orbax with the Orbax that is installed, and compares every byte.
 
-`python restore_orbax.py STEP EXPECTED`: STEP is a directory with the item `state`, EXPECTED as `make_orbax.py` writes it.
+`python restore_orbax.py STEP EXPECTED`: a directory with the item `state`, and what is in it, as `make_orbax.py` tells.
 """
 
 from __future__ import annotations
