@@ -20,6 +20,7 @@ _PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")  # the latter in the very fi
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3  # msgpack's extension types, as Flax has them
 _CHUNKED = "__msgpack_chunked_array__"
 _MOST_DIMENSIONS = 64
+_MOST_ELEMENTS = 1 << 58
 
 
 def decode_aggregate(data: bytes, path: str) -> OrbaxTree:
@@ -152,7 +153,10 @@ def _array(data: Any, subject: str) -> np.ndarray:
 
 
 def _check_shape(shape: Sequence[int], subject: str) -> None:
-    if len(shape) > _MOST_DIMENSIONS or any(not 0 <= size < 2**63 for size in shape):
+    too_large = (
+        math.prod(max(1, abs(size)) for size in shape) >= _MOST_ELEMENTS
+    )  # numpy has none, with a size of 0 or not
+    if len(shape) > _MOST_DIMENSIONS or min(shape, default=0) < 0 or too_large:
         raise CorruptCheckpointError(f"{subject}: expected the shape of an array, found {shown(list(shape))}")
 
 

@@ -53,6 +53,8 @@ def open_arrays(
         SettingsError: TensorStore is not installed.
         CorruptCheckpointError: one is not there, or damaged.
     """
+    if not names:
+        return {}
     try:
         import tensorstore as ts
     except ImportError as error:

@@ -247,6 +247,7 @@ def test_metadata_of_leaves_that_the_structure_lacks_is_told(tmp_path: Path) -> 
         (msgspec.msgpack.Ext(1, b"\x01"), "leaf 'a': expected an array, but"),
         (msgspec.msgpack.Ext(1, msgspec.msgpack.encode([[2], "float32", b"1234"])), r"4 bytes, expected 8 for float32"),
         (msgspec.msgpack.Ext(1, msgspec.msgpack.encode([[-1], "float32", b"1234"])), "expected the shape of an array"),
+        (msgspec.msgpack.Ext(1, msgspec.msgpack.encode([[0, 2**62], "int8", b""])), "expected the shape of an array"),
         (msgspec.msgpack.Ext(3, msgspec.msgpack.encode([[], "object", b""])), "an array of 'object', which is not"),
         (msgspec.msgpack.Ext(9, b""), "of msgpack's extension type 9, expected 1, 2 or 3"),
         (msgspec.msgpack.Ext(2, b"\x91\x01"), "expected a complex number, but"),
