@@ -150,6 +150,11 @@ $(TORCH_IMPORTS_STAMP): $(TORCH_STAMP) pyproject.toml constraints.txt
 	.venv-torch/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt -e '.[all,test]'
 	touch $@
 
+# Each version has an environment of its own in build/, which is kept: some 5 GB. ARGS="--only 0.2.7,0.12.8" for some.
+.PHONY: orbax-versions
+orbax-versions: $(STAMP)  ## checkpoints of twelve versions of the real Orbax are loaded, and exports restored by them (half an hour, then minutes)
+	$(BIN)/python -m tests.formats.orbax_versions $(ARGS)
+
 scale: $(STAMP)  ## jobs of up to 100,000 processes, planned and simulated, and JAX's key-value store (some ten minutes)
 	$(BIN)/python -m benchmarks.scale
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 from jaxckpt_train.errors import MismatchError, NotACheckpointError
 from jaxckpt_train.formats.found import find_file, find_in_directory
 from jaxckpt_train.formats.orbax_names import in_form_of
-from jaxckpt_train.opened import DEFAULT_NAME, ORBAX, OURS, Opened, open_found
 from jaxckpt_train.formats.torch_checkpoint import KIND as PYTORCH
+from jaxckpt_train.opened import DEFAULT_NAME, ORBAX, OURS, Opened, open_found
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from jaxckpt_train.errors import NotACheckpointError, StepNotFoundError, StorageError
 from jaxckpt_train.formats.flax_directory import FlaxFile, chosen_name, flax_names
 from jaxckpt_train.formats.foreign import Foreign
-from jaxckpt_train.formats.orbax_checkpoint import looks_like_orbax, open_orbax, orbax_steps
+from jaxckpt_train.formats.orbax_checkpoint import open_orbax
+from jaxckpt_train.formats.orbax_looks import has_orbax_names, holds_items, looks_like_orbax, orbax_steps
 from jaxckpt_train.formats.safetensors_files import SUFFIX, names_of, open_safetensors, open_safetensors_folder
 from jaxckpt_train.formats.torch_checkpoint import looks_like_torch, open_torch
 from jaxckpt_train.store.backend import Backend, Entry
@@ -50,16 +51,22 @@ def find_in_directory(backend: Backend, path: str, step: int | None = None) -> F
         foreign = _one(backend, path, entries)
         if foreign is not None:
             return foreign
-    return _of_flax(backend, path, entries, step) or _of_orbax_run(backend, path, entries, step)
+    several = _of_flax(backend, path, entries, step) or _of_orbax_run(backend, path, entries, step)
+    if several is None and step is None and holds_items(backend, path, entries):
+        return open_orbax(backend, path, entries)
+    return several
 
 
 def _one(backend: Backend, path: str, entries: Sequence[Entry]) -> Foreign | None:
-    if looks_like_orbax(entries):
+    """What a directory is by itself."""
+    if has_orbax_names(entries):
         return open_orbax(backend, path, entries)
     if looks_like_torch(entries):
         return open_torch(backend, path, entries)
     index, names = names_of(entry.name for entry in entries)
-    return open_safetensors_folder(backend, path, index, names) if index is not None or names else None
+    if index is not None or names:
+        return open_safetensors_folder(backend, path, index, names)
+    return open_orbax(backend, path, entries) if looks_like_orbax(backend, path, entries) else None
 
 
 def _of_flax(backend: Backend, path: str, entries: Sequence[Entry], step: int | None) -> Foreign | FlaxFile | None:
@@ -73,7 +80,7 @@ def _of_flax(backend: Backend, path: str, entries: Sequence[Entry], step: int | 
         before = f"{path}/{found.names[-2]}" if is_newest and found.names[1:] else None
         return FlaxFile(f"{path}/{name}", path, is_newest, before)
     inner = backend.list(f"{path}/{name}")
-    if not looks_like_orbax(inner):
+    if not looks_like_orbax(backend, f"{path}/{name}", inner):
         raise NotACheckpointError(
             f"{path}/{name}: is the checkpoint of Flax that is meant in {path}, and holds nothing of Orbax; expected a "
             "file, or what Flax has Orbax write"

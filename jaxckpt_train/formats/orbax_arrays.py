@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from jaxckpt_train.errors import CorruptCheckpointError, SettingsError
 from jaxckpt_train.formats.array_bytes import ArrayBytes, chunks_in_a_row, grid_boxes, record_of, size_of
 from jaxckpt_train.formats.foreign import ForeignSegment
-from jaxckpt_train.store.boxes import Box
+from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.dtypes import dtype_name, is_storable
 from jaxckpt_train.store.manifest import ArrayRecord, shown
 
@@ -32,7 +32,13 @@ class OrbaxArray(NamedTuple):
 
 
 def open_arrays(
-    directory: str, names: dict[str, str], *, use_ocdbt: bool, use_zarr3: bool, first_segment: int
+    directory: str,
+    names: dict[str, str],
+    *,
+    use_ocdbt: bool,
+    use_zarr3: bool,
+    first_segment: int,
+    databases: Collection[str] = (),
 ) -> dict[str, OrbaxArray]:
     """Open arrays; nothing of their content is read.
 
@@ -41,11 +47,14 @@ def open_arrays(
         names: of the parameters, by leaf path.
         use_ocdbt, use_zarr3: how they are stored.
         first_segment: the number of the first one's segment.
+        databases: folders below the item with an OCDBT database of their own, as first versions have them.
 
     Raises:
         SettingsError: TensorStore is not installed.
         CorruptCheckpointError: one is not there, or damaged.
     """
+    if not names:
+        return {}
     try:
         import tensorstore as ts
     except ImportError as error:
@@ -60,7 +69,9 @@ def open_arrays(
     for start in range(0, len(leaves), OPEN_AT_ONCE):
         some = leaves[start : start + OPEN_AT_ONCE]
         futures = [
-            ts.open(_spec(directory, names[leaf], use_ocdbt, use_zarr3), context=context, open=True, read=True)
+            ts.open(
+                _spec(directory, names[leaf], use_ocdbt, use_zarr3, databases), context=context, open=True, read=True
+            )
             for leaf in some
         ]
         for leaf, future in zip(some, futures, strict=True):
@@ -74,8 +85,13 @@ def open_arrays(
     return found
 
 
-def _spec(directory: str, name: str, use_ocdbt: bool, use_zarr3: bool) -> dict[str, Any]:
+def _spec(
+    directory: str, name: str, use_ocdbt: bool, use_zarr3: bool, databases: Collection[str] = ()
+) -> dict[str, Any]:
     driver = "zarr3" if use_zarr3 else "zarr"
+    folder, _, last = name.rpartition("/")
+    if folder and folder in databases:
+        directory, name, use_ocdbt = f"{directory}/{folder}", last, True
     if not use_ocdbt:
         return {"driver": driver, "kvstore": {"driver": "file", "path": f"{directory}/{name}/"}}
     base = {"driver": "file", "path": f"{directory}/"}
@@ -98,6 +114,25 @@ def _opened(directory: str, leaf: str, store: ts.TensorStore, segment: int) -> O
     read = functools.partial(read_box, f"{directory}: leaf {leaf!r}", store)
     source = functools.partial(_source, f"{directory}: leaf {leaf!r}", dtype, record, read)
     return OrbaxArray(record, ForeignSegment(f"arrays/{segment:06d}", size_of(record.chunks), source), store)
+
+
+def hold_array(subject: str, name: str, content: np.ndarray, segment: int) -> OrbaxArray:
+    """An array whose content is in memory.
+
+    Args:
+        subject: it, for messages.
+        name: its leaf path.
+        content: of it, in row-major order.
+        segment: the number of its segment.
+    """
+    chunks = chunks_in_a_row([full_box(content.shape)], content.dtype.itemsize, segment)
+    record = record_of(name, content.shape, dtype_name(content.dtype), chunks)
+
+    def read(box: Box, target: np.ndarray) -> None:
+        target[...] = content[tuple(slice(start, stop) for start, stop in box)]
+
+    source = functools.partial(_source, subject, content.dtype, record, read)
+    return OrbaxArray(record, ForeignSegment(f"arrays/{segment:06d}", size_of(record.chunks), source), None)
 
 
 def _cell(shape: Sequence[int], chunk: Sequence[int], itemsize: int) -> tuple[int, ...]:

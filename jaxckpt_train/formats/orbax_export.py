@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 
 from jaxckpt_train.errors import MismatchError, SettingsError, StorageError
+from jaxckpt_train.formats.orbax_aggregate import encode_aggregate, placeholder
+from jaxckpt_train.formats.orbax_looks import AGGREGATE
 from jaxckpt_train.formats.orbax_metadata import ARRAY_METADATAS, STRINGS, TREE_METADATA
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.appearing import appearing
@@ -225,6 +227,8 @@ def _write_tree(
     }
     attempt.take_in(item)
     attempt.write_file(f"{item}/{TREE_METADATA}", msgspec.json.encode(tree))
+    structure = encode_aggregate((leaf.keys, _in_structure(leaf)) for leaf in leaves)
+    attempt.write_file(f"{item}/{AGGREGATE}", structure)
     texts = {leaf.parameter: leaf.text for leaf in leaves if leaf.text is not None}
     if texts:
         attempt.write_file(f"{item}/{STRINGS}", msgspec.json.encode(texts))
@@ -233,6 +237,15 @@ def _write_tree(
         attempt.write_file(f"{item}/_sharding", msgspec.json.encode(shardings))
         attempt.add_folder(f"{item}/{ARRAY_METADATAS}")
         attempt.write_file(f"{item}/{ARRAY_METADATAS}/process_0", msgspec.json.encode({"array_metadatas": arrays}))
+
+
+def _in_structure(leaf: _Leaf) -> Any:
+    """What versions before 0.5 find of a leaf in the file with the structure."""
+    if leaf.text is not None:
+        return leaf.text
+    if leaf.content is not None:
+        return placeholder(leaf.parameter)
+    return {"Dict": {}, "List": [], "Tuple": []}.get(leaf.value_type)
 
 
 def _in_base64(text: str) -> str:

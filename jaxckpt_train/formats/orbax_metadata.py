@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, UnsupportedLeafError
 from jaxckpt_train.store.manifest import NOT_JSON, shown
@@ -15,6 +16,7 @@ from jaxckpt_train.tree.paths import MAX_DEPTH, ROOT, join, key_text
 
 TREE_METADATA, STRINGS, ARRAY_METADATAS = "_METADATA", "_strings.json", "array_metadatas"
 MAX_METADATA_BYTES = 512 << 20
+MOST_DIGITS = 4000  # of an integer that Python still reads
 _EMPTY = {"Dict": "dict", "List": "list", "Tuple": "tuple", "NamedTuple": "dict"}
 
 
@@ -24,6 +26,7 @@ class Kind(enum.Enum):
     ARRAY = "array"
     SCALAR = "scalar"
     STRING = "string"
+    UNKNOWN = "unknown"  # an array or a number: first versions do not say which
 
 
 _KINDS = {"jax.Array": Kind.ARRAY, "np.ndarray": Kind.ARRAY, "scalar": Kind.SCALAR, "string": Kind.STRING}
@@ -65,8 +68,10 @@ class OrbaxTree(NamedTuple):
 
     Attributes:
         containers: kinds of the containers that are no dicts, by path.
-        inline: the leaves that have no data, by leaf path.
+        inline: the leaves that have no data elsewhere, by leaf path.
         stored: the others.
+        held: the content of arrays that are `inline`.
+        elsewhere: the leaves that are in the file `checkpoint`, in the versions that have it.
         use_ocdbt: whether all arrays are in one OCDBT database; None: it is not said.
         use_zarr3: whether they are of the third version of zarr.
         custom_metadata: that was saved with the tree.
@@ -75,9 +80,34 @@ class OrbaxTree(NamedTuple):
     containers: dict[str, str]
     inline: dict[str, LeafRecord]
     stored: dict[str, StoredLeaf]
-    use_ocdbt: bool | None
-    use_zarr3: bool
-    custom_metadata: Any
+    held: dict[str, np.ndarray]
+    elsewhere: list[str]
+    use_ocdbt: bool | None = None
+    use_zarr3: bool = False
+    custom_metadata: Any = None
+
+    @staticmethod
+    def empty() -> OrbaxTree:
+        """One without leaves."""
+        return OrbaxTree({}, {}, {}, {}, [])
+
+    def take(self, other: OrbaxTree, path: str) -> None:
+        """Take over the leaves that are elsewhere from the tree of the file `checkpoint`.
+
+        Raises:
+            CorruptCheckpointError: one is not there.
+        """
+        for name in self.elsewhere:
+            if name in other.inline:
+                self.inline[name] = other.inline[name]
+            elif name in other.stored:
+                self.stored[name] = other.stored[name]
+            else:
+                raise CorruptCheckpointError(f"{path}: lacks leaf {name!r}, which the metadata of the tree has")
+            if name in other.held:
+                self.held[name] = other.held[name]
+            if name in other.containers:
+                self.containers[name] = other.containers[name]
 
 
 def decode_tree_metadata(data: bytes, path: str) -> OrbaxTree:
@@ -91,7 +121,9 @@ def decode_tree_metadata(data: bytes, path: str) -> OrbaxTree:
         found = msgspec.json.decode(data, type=_TreeMetadata)
     except NOT_JSON as error:
         raise CorruptCheckpointError(f"{path}: expected the metadata of an Orbax tree, but: {shown(error)}") from error
-    tree = OrbaxTree({}, {}, {}, found.use_ocdbt, bool(found.use_zarr3), found.custom_metadata)
+    tree = OrbaxTree.empty()._replace(
+        use_ocdbt=found.use_ocdbt, use_zarr3=bool(found.use_zarr3), custom_metadata=found.custom_metadata
+    )
     tuples = _tuples_of(found.value_metadata_tree)
     entries = list(found.tree_metadata.values())
     parents = {tuple(key.key for key in entry.key_metadata[:depth]) for entry in entries for depth in _below(entry)}
@@ -120,6 +152,8 @@ def _add(tree: OrbaxTree, entry: _Entry, tuples: set[tuple[str, ...]], path: str
         tree.inline[name] = NoneLeaf() if value_type == "None" else EmptyLeaf()
         if _EMPTY.get(value_type, "dict") != "dict":
             tree.containers[name] = _EMPTY[value_type]
+        if value_type not in ("None", *_EMPTY):
+            tree.elsewhere.append(name)
         return
     kind = _KINDS.get(value_type)
     if kind is None:
@@ -131,12 +165,24 @@ def _add(tree: OrbaxTree, entry: _Entry, tuples: set[tuple[str, ...]], path: str
 
 
 def _key_text(key: _Key, parent: str, path: str) -> str:
-    """A key as text; Orbax does not say whether a key of a mapping was an integer: one of digits is taken for one."""
-    if key.key.isascii() and key.key.isdigit() and str(int(key.key)) == key.key:
-        return key.key
-    if key.key_type == 1:
+    found = key_of_mapping(key.key, parent, path)
+    if key.key_type == 1 and not found.isdigit():
         raise CorruptCheckpointError(f"{path}: below {parent!r}: {shown(key.key)} is no position in a sequence")
-    return key_text(key.key, parent)
+    return found
+
+
+def key_of_mapping(key: str, parent: str, path: str) -> str:
+    """A key as text; Orbax does not say whether a key of a mapping was an integer: one of digits is taken for one.
+
+    Raises:
+        CorruptCheckpointError: it is no text that can be a key.
+    """
+    if key.isascii() and key.isdigit() and len(key) < MOST_DIGITS and str(int(key)) == key:
+        return key
+    try:
+        return key_text(key, parent)
+    except UnsupportedLeafError as error:
+        raise CorruptCheckpointError(f"{path}: {error}") from error
 
 
 def _tuples_of(text: str | None) -> set[tuple[str, ...]]:

@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxckpt_train.errors import CheckpointExistsError, SettingsError, StepNotFoundError, StorageError
-from jaxckpt_train.formats.orbax_checkpoint import orbax_steps
+from jaxckpt_train.formats.orbax_looks import orbax_steps
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.manifest import MANIFEST_NAME

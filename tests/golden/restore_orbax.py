@@ -1,0 +1,111 @@
+"""Restores a step that was exported for Orbax with the Orbax that is installed, and compares every byte.
+
+`python restore_orbax.py STEP EXPECTED`: a directory with the item `state`, and what is in it, as `make_orbax.py` tells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import jax
+import numpy as np
+import tensorstore as ts
+from make_orbax import VERSION, done, ocp, told
+
+LEAVES = {"array", "value", "bytes"}
+
+
+def leaves_of(node, path=()):
+    """The leaves of a tree as `told` tells it, by path: what kinds of containers they are in does not matter."""
+    ((kind, found),) = node.items()
+    if kind in LEAVES:
+        return {path: node}
+    children = found.items() if isinstance(found, dict) else enumerate(found)
+    return {key: leaf for name, child in children for key, leaf in leaves_of(child, (*path, str(name))).items()}
+
+
+def content(leaf):
+    """What has to be equal: numbers may have become arrays without dimensions."""
+    ((kind, found),) = leaf.items()
+    if kind == "array":
+        dtype, shape, _, data = found
+        return dtype, tuple(shape), data
+    if isinstance(found, (bool, int, float)):
+        dtype, shape, _, data = told(np.asarray(found))["array"]
+        return dtype, tuple(shape), data
+    return found
+
+
+def assert_equal(restored, expected):
+    found, wanted = leaves_of(told(restored)), leaves_of(expected)
+    wanted = {path: leaf for path, leaf in wanted.items() if leaf != {"value": None} or path in found}
+    found = {path: leaf for path, leaf in found.items() if leaf != {"value": None} or path in wanted}
+    assert sorted(found) == sorted(wanted), sorted(set(found) ^ set(wanted))
+    for path, leaf in wanted.items():
+        assert content(found[path]) == content(leaf), (path, found[path], leaf)
+
+
+def by_handler(step):
+    """By the class that all versions have."""
+    if VERSION < (0, 4):
+        context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": 1000000}, "file_io_concurrency": {"limit": 16}})
+        ocp.type_handlers.register_standard_handlers_with_options(use_ocdbt=True, ts_context=context)
+        checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True))
+    else:
+        checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    restored = checkpointer.restore(step / "state")
+    done(checkpointer)
+    return restored
+
+
+def by_manager(step):
+    if VERSION < (0, 5):
+        manager = ocp.CheckpointManager(step.parent, {"state": ocp.PyTreeCheckpointer()})
+        restored = manager.restore(int(step.name))["state"]
+    else:
+        names = {"item_names": ("state",)} if VERSION < (0, 7) else {}
+        manager = ocp.CheckpointManager(step.parent, **names)
+        args = ocp.args.Composite(state=ocp.args.PyTreeRestore())
+        restored = manager.restore(int(step.name), args=args)["state"]
+    done(manager)
+    return restored
+
+
+def by_standard(step):
+    checkpointer = ocp.StandardCheckpointer()
+    restored = checkpointer.restore(step / "state")
+    done(checkpointer)
+    return restored
+
+
+def by_v1(step):
+    from orbax.checkpoint import v1
+
+    return v1.load_pytree(step / "state")
+
+
+WAYS = {"handler": by_handler, "manager": by_manager, "standard": by_standard, "v1": by_v1}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("step", type=Path)
+    parser.add_argument("expected", type=Path)
+    options = parser.parse_args()
+    expected = json.loads(options.expected.read_text())["state"]
+    for way, restore in WAYS.items():
+        try:
+            assert_equal(jax.device_get(restore(options.step.absolute())), expected)
+        except Exception as error:  # noqa: BLE001  # whatever a version does that has no such form
+            traceback.print_exc()
+            print(f"{way}: no: {type(error).__name__}: {str(error)[:300]!r}", flush=True)
+            continue
+        print(f"{way}: restored", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
