@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError
+from jaxckpt_train.formats.held_pieces import HeldPieces
 from jaxckpt_train.store.boxes import Box, box_elements, box_shape, row_major_range
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord
 from jaxckpt_train.store.segment import ALIGNMENT
@@ -58,14 +60,19 @@ class ArrayBytes:
         dtype: of its elements.
         chunks: as `chunks_in_a_row` places them.
         read: reads a box of it; called from several threads.
+        held: where it costs as much to read a part of a chunk as all of it: keeps those that were read for a part,
+            while others may be asked for; the same at each opening.
     """
 
     alignment = 1
 
-    def __init__(self, name: str, dtype: np.dtype, chunks: Sequence[ChunkRecord], read: Read) -> None:
+    def __init__(
+        self, name: str, dtype: np.dtype, chunks: Sequence[ChunkRecord], read: Read, held: HeldPieces | None = None
+    ) -> None:
         self._name, self._dtype, self._chunks, self._read = name, dtype, chunks, read
         self._starts = [chunk.offset for chunk in chunks]
         self.size = size_of(chunks)
+        self._held = held
 
     def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
         """As `Source.read_into`: what lies between chunks stays as it is."""
@@ -89,6 +96,10 @@ class ArrayBytes:
 
     def _read_part(self, chunk: ChunkRecord, skipped: int, target: np.ndarray) -> None:
         """Read whole elements, whose bytes begin `skipped` after the first of the chunk."""
+        if self._held is not None and len(target) < chunk.length:
+            whole = self._held.get(chunk.offset, self._name, chunk.length, functools.partial(self._read_whole, chunk))
+            target[:] = whole[skipped : skipped + len(target)]
+            return
         itemsize = self._dtype.itemsize
         elements, at = target.view(self._dtype), 0
         first = skipped // itemsize
@@ -96,3 +107,8 @@ class ArrayBytes:
             count = box_elements(box)
             self._read(box, elements[at : at + count].reshape(box_shape(box)))
             at += count
+
+    def _read_whole(self, chunk: ChunkRecord) -> np.ndarray:
+        content = np.empty(chunk.length, np.uint8)
+        self._read(chunk.box, content.view(self._dtype).reshape(box_shape(chunk.box)))
+        return content

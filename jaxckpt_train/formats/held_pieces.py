@@ -51,9 +51,10 @@ class HeldPiece:
 
     def open(self, direct: Any) -> PieceBytes:
         """A source of its bytes."""
-        return PieceBytes(self._name, self._size, self._whole)
+        return PieceBytes(self._name, self._size, self.whole)
 
-    def _whole(self) -> np.ndarray:
+    def whole(self) -> np.ndarray:
+        """All of it."""
         with self._lock:
             content = None if self._content is None else self._content()
             if content is None:
@@ -61,6 +62,21 @@ class HeldPiece:
                 self._content = weakref.ref(content)
         self._newest.keep(content)
         return content
+
+
+class HeldPieces:
+    """Pieces of one array, by their places in it.
+
+    Args:
+        newest: keeps them a little longer than they are in use.
+    """
+
+    def __init__(self, newest: Newest) -> None:
+        self._newest, self._pieces = newest, dict[int, HeldPiece]()
+
+    def get(self, place: int, name: str, size: int, read: Callable[[], np.ndarray]) -> np.ndarray:
+        """All of a piece, flat uint8: read, unless it is held; see `HeldPiece`."""
+        return self._pieces.setdefault(place, HeldPiece(name, size, read, self._newest)).whole()
 
 
 class PieceBytes:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxckpt_train.errors import CorruptCheckpointError, SettingsError
 from jaxckpt_train.formats.array_bytes import ArrayBytes, chunks_in_a_row, grid_boxes, record_of, size_of
 from jaxckpt_train.formats.foreign import ForeignSegment
+from jaxckpt_train.formats.held_pieces import HeldPieces, Newest
 from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.dtypes import dtype_name, is_storable
 from jaxckpt_train.store.manifest import ArrayRecord, shown
@@ -65,7 +66,7 @@ def open_arrays(
         {"cache_pool#nodes": {"total_bytes_limit": CACHED_BYTES}, "file_io_concurrency": {"limit": 16}}
     )
     found: dict[str, OrbaxArray] = {}
-    leaves = list(names)
+    leaves, newest = list(names), Newest()
     for start in range(0, len(leaves), OPEN_AT_ONCE):
         some = leaves[start : start + OPEN_AT_ONCE]
         futures = [
@@ -81,7 +82,7 @@ def open_arrays(
                 raise CorruptCheckpointError(
                     f"{directory}: leaf {leaf!r}: the array {names[leaf]!r} cannot be opened: {shown(error)}"
                 ) from error
-            found[leaf] = _opened(directory, leaf, store, first_segment + len(found))
+            found[leaf] = _opened(directory, leaf, store, first_segment + len(found), newest)
     return found
 
 
@@ -101,7 +102,7 @@ def _spec(
     }
 
 
-def _opened(directory: str, leaf: str, store: ts.TensorStore, segment: int) -> OrbaxArray:
+def _opened(directory: str, leaf: str, store: ts.TensorStore, segment: int, newest: Newest) -> OrbaxArray:
     dtype, shape = np.dtype(store.dtype.numpy_dtype), tuple(store.shape)
     if not is_storable(dtype):
         raise CorruptCheckpointError(
@@ -111,8 +112,9 @@ def _opened(directory: str, leaf: str, store: ts.TensorStore, segment: int) -> O
     cell = _cell(shape, [size or whole for size, whole in zip(chunk, shape, strict=True)], dtype.itemsize)
     chunks = chunks_in_a_row(grid_boxes(shape, cell), dtype.itemsize, segment)
     record = record_of(leaf, shape, dtype_name(dtype), chunks)
-    read = functools.partial(read_box, f"{directory}: leaf {leaf!r}", store)
-    source = functools.partial(_source, f"{directory}: leaf {leaf!r}", dtype, record, read)
+    subject, held = f"{directory}: leaf {leaf!r}", HeldPieces(newest)
+    read = functools.partial(read_box, subject, store)
+    source = functools.partial(_source, subject, dtype, record, read, held=held)
     return OrbaxArray(record, ForeignSegment(f"arrays/{segment:06d}", size_of(record.chunks), source), store)
 
 
@@ -146,8 +148,10 @@ def _cell(shape: Sequence[int], chunk: Sequence[int], itemsize: int) -> tuple[in
     return tuple(cell)
 
 
-def _source(subject: str, dtype: np.dtype, record: ArrayRecord, read: Any, direct: Any) -> Any:
-    return ArrayBytes(subject, dtype, record.chunks, read)
+def _source(
+    subject: str, dtype: np.dtype, record: ArrayRecord, read: Any, direct: Any, held: HeldPieces | None = None
+) -> Any:
+    return ArrayBytes(subject, dtype, record.chunks, read, held)
 
 
 def read_box(subject: str, store: ts.TensorStore, box: Box, target: np.ndarray) -> None:

@@ -14,10 +14,13 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp1
+from safetensors.numpy import load_file
 
 import jaxckpt_train as jct
+from jaxckpt_train.formats import orbax_arrays
 from jaxckpt_train.loops.orbax_manager import CheckpointManager
 from jaxckpt_train.tree.flatten import EMPTY, flatten
+from tests.cli.commands import run
 from tests.formats.states import STATES, llama, mesh
 from tests.tree.same_trees import assert_same, raw
 
@@ -206,3 +209,34 @@ def test_a_run_is_not_begun_anew_beside_steps_of_orbax(tmp_path: Path) -> None:
         CheckpointManager(tmp_path / "run")
     left = [each.name for each in (tmp_path / "run").rglob("*") if each.name in before]
     assert sorted(left) == before
+
+
+def test_a_chunk_of_which_parts_are_asked_for_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a cast, a statistic or an export in bands: Orbax makes one chunk of an array on one device."""
+    wide = np.arange(12 << 20, dtype=np.float32).reshape(3 << 10, 4 << 10)  # 48 MiB
+    by_handler()(tmp_path / "orbax", {"wide": wide})
+    jct.save(tmp_path / "ours", {"wide": wide + np.float32(1)})
+    reads: list[str] = []
+    read_box = orbax_arrays.read_box
+
+    def counted(subject: str, *more: Any) -> None:
+        reads.append(subject)
+        read_box(subject, *more)
+
+    monkeypatch.setattr(orbax_arrays, "read_box", counted)
+
+    def once(*arguments: Any) -> None:
+        reads.clear()
+        assert run(*arguments).exit_code in (0, 1)
+        assert len(reads) == 1
+
+    once("stats", tmp_path / "orbax")
+    once("diff", tmp_path / "orbax", tmp_path / "ours")
+    once("import", tmp_path / "orbax", tmp_path / "cast", "--op", "cast ** float64")
+    once("import", tmp_path / "orbax", tmp_path / "turned", "--op", "transpose wide")
+    once("import", tmp_path / "orbax", tmp_path / "plain")
+    once("export", tmp_path / "orbax", tmp_path / "hf", "--to", "safetensors", "--op", "cast ** float64")
+    assert np.array_equal(jct.load(tmp_path / "cast")["wide"], wide.astype(np.float64))
+    assert np.array_equal(jct.load(tmp_path / "turned")["wide"], wide.T)
+    assert np.array_equal(jct.load(tmp_path / "plain")["wide"], wide)
+    assert np.array_equal(load_file(tmp_path / "hf" / "model.safetensors")["wide"], wide.astype(np.float64))
