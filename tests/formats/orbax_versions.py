@@ -27,23 +27,36 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "golden"
 
 
+NUMBERS = "arrays and numbers"
+
+
 class Version(NamedTuple):
-    """A version of Orbax, the Python that it runs on, and what of its time it needs."""
+    """A version of Orbax, the Python that it runs on, what of its time it needs, and which exports it restores."""
 
     orbax: str
     python: str
     needs: str
+    restores: str = "all"
 
 
 VERSIONS = [
     Version(
-        "0.1.8", "3.9", "jax==0.4.13 jaxlib==0.4.13 flax==0.6.9 numpy<2 scipy<1.13 tensorstore<0.1.40 ml_dtypes<0.3"
+        "0.1.8",
+        "3.9",
+        "jax==0.4.13 jaxlib==0.4.13 flax==0.6.9 numpy<2 scipy<1.13 tensorstore<0.1.40 ml_dtypes<0.3",
+        "none",
     ),
     Version(
-        "0.2.7", "3.9", "jax==0.4.13 jaxlib==0.4.13 flax==0.7.0 numpy<2 scipy<1.13 tensorstore<0.1.42 ml_dtypes<0.3"
+        "0.2.7",
+        "3.9",
+        "jax==0.4.13 jaxlib==0.4.13 flax==0.7.0 numpy<2 scipy<1.13 tensorstore<0.1.42 ml_dtypes<0.3",
+        NUMBERS,
     ),
     Version(
-        "0.3.5", "3.9", "jax==0.4.18 jaxlib==0.4.18 flax==0.7.2 numpy<2 scipy<1.13 tensorstore<0.1.46 ml_dtypes<0.3"
+        "0.3.5",
+        "3.9",
+        "jax==0.4.18 jaxlib==0.4.18 flax==0.7.2 numpy<2 scipy<1.13 tensorstore<0.1.46 ml_dtypes<0.3",
+        NUMBERS,
     ),
     Version("0.4.8", "3.10", "jax==0.4.23 jaxlib==0.4.23 flax==0.7.5 numpy<2 scipy<1.13 tensorstore<0.1.52"),
     Version("0.5.23", "3.10", "jax==0.4.30 jaxlib==0.4.30 flax==0.8.5 numpy<2 tensorstore<0.1.64"),
@@ -132,16 +145,19 @@ def restored_ways(python: str, form: Path, item: str, folder: Path) -> list[str]
 
 def row_of(version: Version, python: str, folder: Path, seed: int) -> tuple[str, int]:
     """A line of the table, and how many forms were not loaded equal."""
-    run_script(python, "make_orbax.py", folder, "--large", "--seed", str(seed))
-    forms = sorted(path.parent for path in folder.glob("*/expected.json"))
+    shutil.rmtree(folder, ignore_errors=True)
+    run_script(python, "make_orbax.py", folder / "saved", "--large", "--seed", str(seed))
+    forms = sorted(path.parent for path in folder.glob("saved/*/expected.json"))
     problems = {form.name: found for form in forms if (found := problem_of(form)) is not None}
+    read = ", ".join(form.name for form in forms if form.name not in problems)
+    whole = restored_ways(python, folder / "saved" / "default", "state", folder / "whole")
+    plain = restored_ways(python, folder / "saved" / "one-item", "default", folder / "plain")
+    restores = "all" if whole else NUMBERS if plain else "none"
+    if restores != version.restores:
+        problems["export"] = f"expected that it restores {version.restores}, found {restores}"
     for name, problem in problems.items():
         print(f"{version.orbax}: {name}: {problem}", flush=True)
-    read = ", ".join(form.name for form in forms if form.name not in problems)
-    whole = restored_ways(python, folder / "default", "state", folder / "export-whole")
-    plain = restored_ways(python, folder / "one-item", "default", folder / "export-plain")
-    restored = ", ".join(whole) or (f"{', '.join(plain)}: arrays and numbers" if plain else "no")
-    return f"| {version.orbax} | {read} | {restored} |", len(problems)
+    return f"| {version.orbax} | {read} | {restores}{': ' if plain else ''}{', '.join(whole or plain)} |", len(problems)
 
 
 def main() -> int:

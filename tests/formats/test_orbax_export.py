@@ -18,7 +18,7 @@ from jaxckpt_train.formats.orbax_export import export_orbax
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.transaction import open_committed
-from tests.formats.states import STATES
+from tests.formats.states import STATES, gemma
 from tests.formats.test_orbax_loads import blank
 from tests.tree.same_trees import assert_same, raw
 
@@ -81,6 +81,17 @@ def assert_same_content(found: Any, expected: Any) -> None:
             assert (leaf.dtype, leaf.shape, raw(leaf)) == (wanted.dtype, wanted.shape, raw(wanted))
         else:
             assert leaf == wanted
+
+
+def test_the_structure_for_first_versions_is_that_of_the_metadata(tmp_path: Path) -> None:
+    state = gemma()
+    jct.save(tmp_path / "a", state)
+    export(tmp_path / "a", tmp_path / "5")
+    (tmp_path / "5" / "state" / "_METADATA").unlink()
+    (tmp_path / "5" / "_CHECKPOINT_METADATA").unlink()
+    target = {**jax.tree.map(blank, state), "halves": list(jax.tree.map(blank, state["halves"]))}
+    found = jct.load(tmp_path / "5", target)
+    assert_same({**found, "halves": tuple(found["halves"])}, state)
 
 
 def test_several_items_have_names_of_their_own(tmp_path: Path) -> None:

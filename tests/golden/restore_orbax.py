@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
 import traceback
@@ -85,7 +86,9 @@ def by_standard(step):
 def by_v1(step):
     from orbax.checkpoint import v1
 
-    return v1.load_pytree(step / "state")
+    if "checkpointable_name" in inspect.signature(v1.load_pytree).parameters:
+        return v1.load_pytree(step, checkpointable_name="state")
+    return v1.load_pytree(step)
 
 
 WAYS = {"handler": by_handler, "manager": by_manager, "standard": by_standard, "v1": by_v1}
