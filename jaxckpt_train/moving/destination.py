@@ -11,7 +11,7 @@ from jaxckpt_train.steps.lock import LOCK_NAME, OwnerLock
 from jaxckpt_train.steps.step_names import check_step, parse_step_name, step_name
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.local import file_exists
-from jaxckpt_train.store.local_names import is_directory, is_same_file
+from jaxckpt_train.store.local_names import is_directory, is_same_file, real_path
 from jaxckpt_train.store.transaction import is_committed
 from jaxckpt_train.value_checks import absolute_path
 
@@ -60,7 +60,7 @@ def _name_of(source: Opened, is_in_run: bool, path: str) -> str:
 def _refuse_within(source: str, final: str) -> None:
     if final == source or (file_exists(final) and is_same_file(source, final)):
         raise SettingsError(f"{final}: expected another place than that of the source, found the same")
-    if final.startswith(f"{source}/"):
+    if f"{real_path(final)}/".startswith(f"{real_path(source)}/"):
         raise SettingsError(f"{final}: expected a place outside of the source, found one within {source}")
 
 

@@ -212,6 +212,8 @@ def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
     assert "found the same" in refused("cp", directory, directory, code=2)
     assert "found the same" in refused("cp", step, step_path(tmp_path / "alias", 1), "--overwrite", code=2)
     assert "outside of the source" in refused("cp", step, step / "copy", code=2)
+    assert "outside of the source" in refused("cp", tmp_path / "alias", step / "copy", code=2)
+    assert "outside of the source" in refused("cp", step, step_path(tmp_path / "alias", 1) / "a" / "copy", code=2)
     assert "is a checkpoint, and nothing is put into one" in refused("cp", step, f"{step}/", code=2)
     assert "later saves clean up" in refused("cp", step, tmp_path / ".copy.aside", code=2)
     assert "other stores" in refused("cp", step, "s3://bucket/copy", code=2)

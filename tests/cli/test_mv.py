@@ -121,6 +121,34 @@ def test_onto_itself_by_another_name_nothing_is_moved(tmp_path: Path) -> None:
     assert jct.load(tmp_path / "real" / "c") == {"w": 1}
 
 
+def test_into_itself_by_another_name_nothing_is_moved(tmp_path: Path) -> None:
+    """The copy would be removed with it."""
+    directory = made_run(tmp_path / "run", 1, 2)
+    jct.save(tmp_path / "real" / "c", {"w": 1})
+    (tmp_path / "alias").symlink_to(tmp_path)
+    before = files_below(tmp_path / "run"), files_below(tmp_path / "real")
+    inner = step_path(directory, 1) / "inner"
+    assert "outside of the source" in refused("mv", tmp_path / "alias" / "run", inner, "--step", 1, code=2)
+    inner = tmp_path / "real" / "c" / "deep" / "inner"
+    assert "outside of the source" in refused("mv", tmp_path / "alias" / "real" / "c", inner, code=2)
+    assert (files_below(tmp_path / "run"), files_below(tmp_path / "real")) == before
+
+
+def test_what_a_link_stands_for_stays_by_whatever_name_its_run_is_called(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1, 2, 3, 4)
+    (directory / "best").symlink_to(step_path(directory, 1))
+    (directory / "inside").symlink_to(f"{step_path(directory, 2)}/state")
+    (directory / "a").symlink_to("b")
+    (directory / "b").symlink_to(step_path(directory, 3))
+    (tmp_path / "alias").symlink_to(directory)
+    for step, link in ((1, "best"), (2, "inside")):
+        told_why = refused("mv", tmp_path / "alias", tmp_path / "new", "--step", step, code=2)
+        assert f"what the link '{link}' stands for" in told_why
+    assert "what the link" in refused("mv", tmp_path / "alias", tmp_path / "new", "--step", 3, code=2)
+    printed("prune", tmp_path / "alias", "--keep-latest", 1, "--yes")
+    assert jct.StepManager(directory).steps == [1, 2, 3, 4]
+
+
 def test_what_is_there_is_replaced_only_if_that_is_asked_for(tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"w": 1})
     jct.save(tmp_path / "b", {"w": 2})

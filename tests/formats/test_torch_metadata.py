@@ -200,7 +200,7 @@ def test_pytorch_is_not_imported_for_anything_else(tmp_path: Path, run_python: A
     program = f"""
 import sys
 import jaxckpt_train as jct
-from jaxckpt_train.formats.found import open_foreign_directory
+from jaxckpt_train.formats.found import find_in_directory
 jct.save({str(tmp_path / "a")!r}, {{"w": 1}})
 jct.load({str(tmp_path / "a")!r})
 print("torch" in sys.modules)
