@@ -14,10 +14,7 @@ from jaxckpt_train.cli.app import app
 from jaxckpt_train.report.page import MARK
 from tests.conftest import RunPython
 from tests.report.runs import write_history
-from tests.steps.events import at
 from tests.steps.runs import made_run, step_path, truncate_the_manifest
-
-MOST_START_S = 0.4
 
 
 def report(*arguments: object) -> tuple[int, str, str]:
@@ -159,24 +156,6 @@ print(sorted({"jax", "bokeh"} & {name.partition(".")[0] for name in sys.modules}
 """
     assert run_python(program, "report", run, "--json", check=True).stderr == "[]\n"
     assert run_python(program, "report", run, "-o", tmp_path / "a.html", check=True).stderr == "['bokeh']\n"
-
-
-def test_it_starts_quickly(tmp_path: Path, run_python: RunPython) -> None:
-    write_history(tmp_path, at(0, "start"))
-    program = """
-import time
-began = time.perf_counter()
-import sys
-from jaxckpt_train.cli.app import app
-try:
-    app(sys.argv[1:])
-except SystemExit:
-    pass
-print(time.perf_counter() - began, file=sys.stderr)
-"""
-    # The fastest of several: noise of the machine only ever adds.
-    took = [float(run_python(program, "report", tmp_path, "--json", check=True).stderr) for _ in range(5)]
-    assert min(took) < MOST_START_S
 
 
 def test_the_documentation_tells_all_options_and_all_keys(tmp_path: Path, repo_root: Path) -> None:
