@@ -9,11 +9,13 @@ import typer
 from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Patterns, Step, absolute
 from jaxckpt_train.cli.output import Code, number_text, print_columns, print_json, progress, told_errors
 from jaxckpt_train.cli.show import chosen_leaves, nbytes_of
+from jaxckpt_train.errors import MismatchError
 from jaxckpt_train.looking.leaf_reads import over_pieces, pieces_of
 from jaxckpt_train.looking.leaf_stats import BINS, Histogram, LeafStats, stats_of
 from jaxckpt_train.looking.opening import open_at
 from jaxckpt_train.opened import Opened
 from jaxckpt_train.store.manifest import ArrayRecord
+from jaxckpt_train.tree.leaf_records import LeafRecord, describe_saved
 
 BARS = " ▁▂▃▄▅▆▇█"
 WithHistogram = Annotated[
@@ -37,16 +39,27 @@ def stats(
         opened = open_at(BACKEND, absolute(path), step)
         chosen = chosen_leaves(opened, part, patterns)
         arrays = {name: array for name, (_, array) in chosen.items() if array is not None}
+        if patterns and not arrays:
+            raise MismatchError(_no_arrays(opened, patterns, chosen))
         total = sum(map(nbytes_of, arrays.values())) * (2 if histogram else 1)
         with progress("reading", total, as_json) as advance:
             found = _read(opened, arrays, advance)
             bins = _histograms(opened, arrays, found, advance) if histogram else {}
         if as_json:
             print_json({"path": opened.path, "leaves": [_json_of(name, found[name], bins.get(name)) for name in found]})
+        elif not found:
+            print(f"none of {len(chosen):,} {'leaf' if len(chosen) == 1 else 'leaves'} is an array")
         else:
             _print(found, bins)
         if any(each.nan or each.inf for each in found.values()):
             raise typer.Exit(int(Code.WRONG))
+
+
+def _no_arrays(opened: Opened, patterns: list[str], chosen: dict[str, tuple[LeafRecord, ArrayRecord | None]]) -> str:
+    told, first = ", ".join(map(repr, patterns)), next(iter(chosen))
+    what = f"{first!r}, {describe_saved(*chosen[first])}"
+    more = f", and {len(chosen) - 1} more" if len(chosen) > 1 else ""
+    return f"{opened.path}: {told} selects no arrays, only {what}{more}; `jaxckpt show` tells their values"
 
 
 def _read(opened: Opened, arrays: dict[str, ArrayRecord], advance: Any) -> dict[str, LeafStats]:

@@ -1,4 +1,4 @@
-"""Statistics of an array, from its pieces."""
+"""Statistics of an array, from its pieces: in double precision, of values of any size, block by block of a cache's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from jaxckpt_train.looking.moments import NO_MOMENTS, Moments, moments_of
+
 BINS = 20
+BLOCK = 1 << 15  # values at a time
 
 
 @dataclasses.dataclass
@@ -19,7 +22,7 @@ class LeafStats:
         count: of all values.
         nan, inf, zeros: of these.
         least, most: None: no value is finite.
-        total, squares: sums of the values and of their squares.
+        moments: the mean and the deviation.
     """
 
     count: int = 0
@@ -28,72 +31,62 @@ class LeafStats:
     zeros: int = 0
     least: float | None = None
     most: float | None = None
-    total: float = 0.0
-    squares: float = 0.0
-
-    @property
-    def finite(self) -> int:
-        """How many are finite."""
-        return self.count - self.nan - self.inf
+    moments: Moments = NO_MOMENTS
 
     @property
     def mean(self) -> float | None:
         """Of the finite values."""
-        return self.total / self.finite if self.finite else None
+        return self.moments.mean + self.moments.rest if self.moments.count else None
 
     @property
     def deviation(self) -> float | None:
         """The standard deviation of the finite values."""
-        if not self.finite:
-            return None
-        return math.sqrt(max(0.0, self.squares / self.finite - (self.total / self.finite) ** 2))
+        return self.moments.deviation if self.moments.count else None
 
     @property
     def norm(self) -> float:
-        """The square root of the sum of the squares of the finite values."""
-        return math.sqrt(self.squares)
+        """The square root of the sum of the squares of the finite values; inf: it is larger than any number."""
+        mean = self.moments.mean + self.moments.rest
+        return math.hypot(mean, self.moments.deviation) * math.sqrt(self.moments.count)
 
     def merge(self, other: LeafStats) -> None:
         """Count what has been counted of other pieces, too."""
-        for name in ("count", "nan", "inf", "zeros", "total", "squares"):
+        for name in ("count", "nan", "inf", "zeros"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.moments = self.moments.plus(other.moments)
         self.least = min((each for each in (self.least, other.least) if each is not None), default=None)
         self.most = max((each for each in (self.most, other.most) if each is not None), default=None)
 
     def add(self, piece: np.ndarray) -> None:
         """Count the values of a piece."""
-        values = as_numbers(piece)
-        self.count += values.size
-        is_nan, is_inf = np.isnan(values), np.isinf(values)
-        nan, inf = int(np.count_nonzero(is_nan)), int(np.count_nonzero(is_inf))
-        self.nan, self.inf = self.nan + nan, self.inf + inf
-        if nan or inf:
-            values = values[~(is_nan | is_inf)]
-        if not values.size:
-            return
-        self.zeros += values.size - int(np.count_nonzero(values))
+        flat = np.ascontiguousarray(piece).reshape(-1)
+        with np.errstate(all="ignore"):
+            for at in range(0, len(flat), BLOCK):
+                self.merge(_of_a_block(as_numbers(flat[at : at + BLOCK])))
+
+
+def _of_a_block(values: np.ndarray) -> LeafStats:
+    found = LeafStats(count=len(values))
+    least, most = float(values.min()), float(values.max())
+    if not (math.isfinite(least) and math.isfinite(most)):  # nan is both the least and the most of what it is in
+        found.nan = int(np.count_nonzero(np.isnan(values)))
+        found.inf = int(np.count_nonzero(np.isinf(values)))
+        values = values[np.isfinite(values)]
+        if not len(values):
+            return found
         least, most = float(values.min()), float(values.max())
-        self.least = least if self.least is None else min(self.least, least)
-        self.most = most if self.most is None else max(self.most, most)
-        with np.errstate(over="ignore"):
-            self.total += float(values.sum(dtype=np.float64))
-            flat = values.reshape(-1)
-            self.squares += float(np.dot(flat, flat)) if flat.dtype == np.float64 else _squares(flat)
-
-
-def _squares(values: np.ndarray, width: int = 1 << 20) -> float:
-    """In double precision, without a copy of all of it."""
-    total = 0.0
-    for at in range(0, len(values), width):
-        part = values[at : at + width].astype(np.float64)
-        total += float(np.dot(part, part))
-    return total
+    found.least, found.most = least, most
+    if least <= 0 <= most:
+        found.zeros = int(np.count_nonzero(values == 0))  # sooner than those that are not, of floats
+    found.moments = moments_of(values, max(abs(least), abs(most)))
+    return found
 
 
 def as_numbers(piece: np.ndarray) -> np.ndarray:
     """The values as float32 or float64, which numpy calculates with; integers of 64 bits may be rounded."""
     if piece.dtype.kind == "c" or "complex" in piece.dtype.name:
-        return np.abs(piece.astype(np.complex128))
+        with np.errstate(over="ignore"):
+            return np.abs(piece.astype(np.complex128))
     if piece.dtype in (np.float32, np.float64):
         return piece
     return piece.astype(np.float64 if piece.dtype.itemsize > 2 and piece.dtype.kind in "iu" else np.float32)
@@ -108,7 +101,7 @@ class Histogram:
     """
 
     def __init__(self, least: float, most: float, bins: int = BINS) -> None:
-        self.edges = np.linspace(least, most, bins + 1) if most > least else np.array([least, least])
+        self.edges = _edges(least, most, bins) if most > least else np.array([least, least])
         self.counts = np.zeros(max(1, len(self.edges) - 1), np.int64)
 
     def counts_of(self, piece: np.ndarray) -> np.ndarray:
@@ -118,6 +111,12 @@ class Histogram:
         if len(self.edges) == 2 and self.edges[0] == self.edges[1]:
             return np.array([len(values)], np.int64)
         return np.histogram(values, self.edges)[0]
+
+
+def _edges(least: float, most: float, bins: int) -> np.ndarray:
+    if math.isfinite(most - least):
+        return np.linspace(least, most, bins + 1)
+    return np.linspace(least / 2, most / 2, bins + 1) * 2  # no number is as large as the width of all bins
 
 
 def stats_of(pieces: Iterable[np.ndarray]) -> LeafStats:

@@ -72,6 +72,34 @@ def test_what_has_no_values_or_only_one(tmp_path: Path) -> None:
     assert (found["flags"]["mean"], found["flags"]["zeros"]) == (0.5, 1)
 
 
+def test_large_doubles_and_small_differences(tmp_path: Path) -> None:
+    tree = {
+        "large": np.array([1e200, 2e200]),
+        "widest": np.array([1.7e308, -1.7e308]),
+        "near": 1e8 + np.array([0, 0.001, 0.002]),
+    }
+    found = stats_of(tmp_path, tree)
+    assert (found["large"]["mean"], found["large"]["std"]) == (pytest.approx(1.5e200), pytest.approx(0.5e200))
+    assert found["large"]["norm"] == pytest.approx(math.sqrt(5) * 1e200)
+    assert (found["widest"]["mean"], found["widest"]["std"]) == (0, pytest.approx(1.7e308))
+    assert [found["widest"]["histogram"]["edges"][each] for each in (0, 10, -1)] == [-1.7e308, 0, 1.7e308]
+    assert found["widest"]["histogram"]["counts"] == [1, *[0] * 18, 1]
+    assert found["near"]["std"] == pytest.approx(tree["near"].std(), rel=1e-6)
+    assert "2e+200" in printed("stats", tmp_path / "c")
+
+
+def test_where_no_array_is_chosen_it_says_so(tmp_path: Path) -> None:
+    jct.save_checkpointables(tmp_path / "c", {"state": {"lr": 0.5, "n": 3}, "data": jct.JsonValue(1)})
+    message = refused("stats", tmp_path / "c", "lr", code=2)
+    assert message.endswith("'lr' selects no arrays, only 'state/lr', Python float; `jaxckpt show` tells their values")
+    assert "'*' selects no arrays, only 'state/lr', Python float, and 1 more;" in refused(
+        "stats", tmp_path / "c", "*", code=2
+    )
+    assert printed("stats", tmp_path / "c") == "none of 2 leaves is an array\n"
+    assert printed("stats", tmp_path / "c", "--part", "data") == "none of 0 leaves is an array\n"
+    assert told("stats", tmp_path / "c")["leaves"] == []
+
+
 def test_complex_values_count_by_their_size(tmp_path: Path) -> None:
     found = stats_of(tmp_path, {"z": np.array([3 + 4j, 0, -5j])})["z"]
     assert (found["min"], found["max"], found["norm"]) == (0, 5, pytest.approx(math.sqrt(50)))
