@@ -25,6 +25,8 @@ def grid_boxes(shape: Sequence[int], chunk_shape: Sequence[int]) -> list[Box]:
 
     An array without elements has none.
     """
+    if not math.prod(shape):
+        return []  # though one of its axes may have very many places
     cuts = [
         [(start, min(start + width, size)) for start in range(0, size, width)]
         for size, width in zip(shape, chunk_shape, strict=True)

@@ -12,7 +12,9 @@ import msgspec
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
+from jaxckpt_train.store.array_bounds import array_bytes
 from jaxckpt_train.store.backend import Opener, Source
+from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import (
     COMMIT_NAME,
     FORMAT,
@@ -23,9 +25,12 @@ from jaxckpt_train.store.manifest import (
     Manifest,
     PartRecord,
     SegmentRecord,
+    shown,
 )
+from jaxckpt_train.store.segment import MAX_DIMENSIONS
 from jaxckpt_train.store.transaction import CommitRecord, Committed
 from jaxckpt_train.tree.leaf_records import TreeRecord, encode_tree
+from jaxckpt_train.tree.paths import one_below_another
 
 Direct = bool | Literal["auto"]
 Open = Callable[[Direct], Source]
@@ -136,11 +141,15 @@ def foreign_checkpoint(
         segments: what the chunks of the arrays refer to, by their place in it.
         block_bytes: a chunk is read in pieces of this many bytes.
         info: as in a manifest: `step`, `created`, `metrics`, `custom_metadata`, as far as the tool tells them.
+
+    Raises:
+        CorruptCheckpointError: an array has a shape that none can have, or a leaf lies below another one.
     """
     opens = {segment.name: segment.open for segment in segments}
     records = []
     for name, part in parts.items():
         if isinstance(part, ForeignTree):
+            _check_tree(part, directory)
             records.append(PartRecord(name, PYTREE, tuple(part.arrays), (), encode_tree(part.record)))
         else:
             file = FileRecord(f"{name}/p00000.json", len(part.data), "")
@@ -158,6 +167,21 @@ def foreign_checkpoint(
     commit = msgspec.json.encode(CommitRecord(FORMAT, FORMAT_VERSION, 0, ""))  # who asks whether it is still there
     opens[COMMIT_NAME] = _opens(f"{directory}/{COMMIT_NAME}", commit)
     return Foreign(kind, ForeignFiles(opens), Committed(directory, manifest, ""))
+
+
+def _check_tree(tree: ForeignTree, directory: str) -> None:
+    """Refuse what could be copied into a checkpoint of ours, but never be opened there."""
+    for array in tree.arrays:
+        check_shape(array.shape, DTYPES[array.dtype].itemsize, f"{directory}: leaf {shown(array.name)}")
+    pair = one_below_another(tree.record.leaves)
+    if pair is not None:
+        raise CorruptCheckpointError(f"{directory}: leaf {shown(pair[0])} lies below leaf {shown(pair[1])}")
+
+
+def check_shape(shape: Sequence[int], itemsize: int, subject: str) -> None:
+    """Raise CorruptCheckpointError if no array can have this shape; the message begins with `subject`."""
+    if array_bytes(shape, itemsize) is None:
+        raise CorruptCheckpointError(f"{subject}: impossible shape {shown(list(shape[: MAX_DIMENSIONS + 1]))}")
 
 
 def _opens(name: str, data: bytes) -> Open:

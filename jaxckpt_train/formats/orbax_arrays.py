@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, SettingsError
 from jaxckpt_train.formats.array_bytes import ArrayBytes, chunks_in_a_row, grid_boxes, record_of, size_of
-from jaxckpt_train.formats.foreign import ForeignSegment
+from jaxckpt_train.formats.foreign import ForeignSegment, check_shape
 from jaxckpt_train.formats.held_pieces import HeldPieces, Newest
 from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.dtypes import dtype_name, is_storable
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 OPEN_AT_ONCE = 256
 LEAST_CHUNK_BYTES = 4 << 20  # smaller ones are read together
+MOST_PIECES = 1 << 22  # of an array: 16 TiB in the smallest ones
 CACHED_BYTES = 100 << 20  # of nodes of an OCDBT database
 
 
@@ -108,11 +110,17 @@ def _opened(directory: str, leaf: str, store: ts.TensorStore, segment: int, newe
         raise CorruptCheckpointError(
             f"{directory}: leaf {leaf!r}: an array of {store.dtype.name}, which is not known here"
         )
+    subject, held = f"{directory}: leaf {leaf!r}", HeldPieces(newest)
+    check_shape(shape, dtype.itemsize, subject)
     chunk = store.chunk_layout.read_chunk.shape or shape
     cell = _cell(shape, [size or whole for size, whole in zip(chunk, shape, strict=True)], dtype.itemsize)
+    count = math.prod(-(-size // width) for size, width in zip(shape, cell, strict=True))
+    if count > MOST_PIECES:
+        raise CorruptCheckpointError(
+            f"{subject}: shape {list(shape)}, {count:,} pieces, expected at most {MOST_PIECES:,}"
+        )
     chunks = chunks_in_a_row(grid_boxes(shape, cell), dtype.itemsize, segment)
     record = record_of(leaf, shape, dtype_name(dtype), chunks)
-    subject, held = f"{directory}: leaf {leaf!r}", HeldPieces(newest)
     read = functools.partial(read_box, subject, store)
     source = functools.partial(_source, subject, dtype, record, read, held=held)
     return OrbaxArray(record, ForeignSegment(f"arrays/{segment:06d}", size_of(record.chunks), source), store)
@@ -141,7 +149,7 @@ def _cell(shape: Sequence[int], chunk: Sequence[int], itemsize: int) -> tuple[in
     """What is read at a time: a chunk, or some of them along the first axis where they are small."""
     cell = [max(1, min(width, size)) for width, size in zip(chunk, shape, strict=True)]
     for axis in reversed(range(len(cell))):
-        wanted = -(-LEAST_CHUNK_BYTES // max(1, int(np.prod(cell)) * itemsize))
+        wanted = -(-LEAST_CHUNK_BYTES // max(1, math.prod(cell) * itemsize))
         cell[axis] = min(max(1, shape[axis]), cell[axis] * wanted)
         if cell[axis] < shape[axis]:
             break

@@ -44,6 +44,7 @@ from jaxckpt_train.tree.leaf_records import (
 from jaxckpt_train.tree.paths import ROOT, parse_key, split
 
 CHUNK_BYTES = 64 << 20
+MAX_RANK = 32  # TensorStore's
 AHEAD_BYTES = 256 << 20
 """So much of the arrays is on its way to the disk at a time."""
 _HANDLERS = "orbax.checkpoint._src.handlers"
@@ -125,7 +126,7 @@ def export_orbax(
             attempt.add_folder(item)
             if part.name in trees:
                 write = functools.partial(_read, files, committed, settings)
-                _write_tree(attempt, item, trees[part.name], write, compressed, progress)
+                _write_tree(attempt, item, committed.directory, trees[part.name], write, compressed, progress)
             else:
                 data = read_recorded(files, committed.directory, part.files[0], None, committed.manifest.block_bytes)
                 attempt.write_file(f"{item}/metadata", bytes(memoryview(data)))
@@ -166,6 +167,11 @@ def _leaves(committed: Committed, part: PartRecord) -> list[_Leaf]:
 def _leaf(subject: str, tree: TreeRecord, path: str, leaf: LeafRecord, array: ArrayRecord | None) -> _Leaf:
     keys = _keys(tree, path)
     if array is not None:
+        if len(array.shape) > MAX_RANK:
+            raise MismatchError(
+                f"{subject}: leaf {path!r} has {len(array.shape)} axes, of which Orbax has {MAX_RANK} at most; "
+                "give it another shape (the operation reshape)"
+            )
         if isinstance(leaf, KeyLeaf):
             return _Leaf(path, keys, "jax.Array", array, implementation=leaf.impl)
         # Not as an array of JAX: who restores it without a target would need the devices that it was on.
@@ -201,12 +207,13 @@ def _read(files: Opener, committed: Committed, settings: StoreSettings, array: A
 def _write_tree(
     attempt: Attempt,
     item: str,
+    subject: str,
     leaves: Sequence[_Leaf],
     read: Callable[[ArrayRecord, Box], np.ndarray],
     compressed: bool,
     progress: Progress | None,
 ) -> None:
-    chunks = _write_arrays(f"{attempt.directory}/{item}", leaves, read, compressed, progress)
+    chunks = _write_arrays(f"{attempt.directory}/{item}", subject, leaves, read, compressed, progress)
     entries, arrays = {}, []
     for leaf in leaves:
         value = {"value_type": leaf.value_type, "skip_deserialize": leaf.content is None and leaf.text is None}
@@ -254,6 +261,7 @@ def _in_base64(text: str) -> str:
 
 def _write_arrays(
     directory: str,
+    subject: str,
     leaves: Sequence[_Leaf],
     read: Callable[[ArrayRecord, Box], np.ndarray],
     compressed: bool,
@@ -291,7 +299,7 @@ def _write_arrays(
         try:
             store = ts.open(spec, context=context, create=True).result()
         except ValueError as error:
-            raise MismatchError(f"{directory}: leaf {leaf.path!r} of {dtype.name}: {shown(error)}") from error
+            raise MismatchError(f"{subject}: leaf {leaf.path!r} of {dtype.name}: {shown(error)}") from error
         for box in boxes:
             data = content if isinstance(content, np.ndarray) else read(content, box)
             settle(min(AHEAD_BYTES, data.nbytes))

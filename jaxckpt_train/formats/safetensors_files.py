@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -10,8 +12,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError, UnsupportedLeafError
-from jaxckpt_train.formats.foreign import Foreign, ForeignSegment, ForeignTree, foreign_checkpoint
+from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError, StorageError, UnsupportedLeafError
+from jaxckpt_train.formats.foreign import Foreign, ForeignSegment, ForeignTree, check_shape, foreign_checkpoint
 from jaxckpt_train.store.backend import Backend, Source
 from jaxckpt_train.store.boxes import full_box
 from jaxckpt_train.store.dtypes import DTYPES
@@ -26,7 +28,7 @@ from jaxckpt_train.store.manifest import (
     shown,
 )
 from jaxckpt_train.store.plain_files import read_whole
-from jaxckpt_train.store.segment import LENGTH_BYTES, MAX_DIMENSIONS
+from jaxckpt_train.store.segment import LENGTH_BYTES
 from jaxckpt_train.tree.leaf_records import ArrayLeaf, TreeRecord
 from jaxckpt_train.tree.paths import ROOT, key_text
 
@@ -87,7 +89,8 @@ def open_safetensors_folder(backend: Backend, folder: str, index: str | None, na
         names: of the files, for a folder without an index.
 
     Raises:
-        CorruptCheckpointError: a file is none, lacks a tensor that the index says it has, or a tensor is in two files.
+        CorruptCheckpointError: a file is none, or not there though the index names it, lacks a tensor that the index
+            says it has, or a tensor is in two files.
         StorageError: one cannot be read.
     """
     if index is None:
@@ -103,7 +106,7 @@ def _opened(
     segments, metadata = list[ForeignSegment](), dict[str, str]()
     for number, name in enumerate(names):
         path = f"{folder}/{name}"
-        header = read_header(backend, path)
+        header = read_header(backend, path) if weight_map is None else _indexed(backend, path)
         segments.append(ForeignSegment(name, header.size, functools.partial(_open, backend, path)))
         metadata |= header.metadata
         for tensor, entry in header.tensors.items():
@@ -120,6 +123,16 @@ def _opened(
     info = {"custom_metadata": metadata} if metadata else {}
     parts = {NAME: ForeignTree(record, list(arrays.values()))}
     return foreign_checkpoint("safetensors", subject, parts, segments, block_bytes=BLOCK_BYTES, info=info)
+
+
+def _indexed(backend: Backend, path: str) -> Header:
+    """The head of a file that an index names."""
+    try:
+        return read_header(backend, path)
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        raise CorruptCheckpointError(f"{path}: is not there, but the index names it") from error
 
 
 def leaf_name(tensor: str) -> str:
@@ -159,10 +172,14 @@ def _read(source: Source, offset: int, length: int, path: str) -> bytes:
 def _parsed(text: bytes, data_start: int, size: int, path: str) -> Header:
     try:
         raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
-        tensors = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
+        metadata = msgspec.json.decode(raw.get("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
+        entries = ((name, entry) for name, entry in raw.items() if name != "__metadata__")
+        tensors = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in entries}
     except NOT_JSON as error:
         raise CorruptCheckpointError(f"{path}: expected a safetensors file, but its head: {shown(error)}") from error
+    content = {"__metadata__": metadata, **tensors} if "__metadata__" in raw else tensors
+    if len(text.strip()) > len(msgspec.json.encode(content)):
+        _check_names(text, path)  # it is longer than what it says needs, and may say something twice
     if len(tensors) > MAX_ARRAYS:
         raise CorruptCheckpointError(f"{path}: {len(tensors):,} tensors, expected at most {MAX_ARRAYS:,}")
     at = 0
@@ -178,13 +195,28 @@ def _parsed(text: bytes, data_start: int, size: int, path: str) -> Header:
     return Header(tensors, metadata, data_start, size)
 
 
+def _check_names(text: bytes, path: str) -> None:
+    """Refuse a head in which a name stands twice: each reader would take another one of the two."""
+
+    def checked(pairs: list[tuple[str, Any]]) -> None:
+        names = set[str]()
+        for name, _ in pairs:
+            if name in names:
+                raise CorruptCheckpointError(f"{path}: {shown(name)} stands twice in its head")
+            names.add(name)
+
+    try:
+        json.loads(text, object_pairs_hook=checked)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path}: expected a safetensors file, but its head: {shown(error)}") from error
+
+
 def _check(name: str, entry: _Entry, path: str) -> None:
     dtype = NAMED.get(entry.dtype)
     if dtype is None:
         raise FormatVersionError(f"{path}: tensor {shown(name)} of dtype {shown(entry.dtype)}, which is not known here")
+    check_shape(entry.shape, DTYPES[dtype].itemsize, f"{path}: tensor {shown(name)}")
     start, stop = entry.data_offsets
-    if len(entry.shape) > MAX_DIMENSIONS or any(size < 0 for size in entry.shape) or start < 0:
-        raise CorruptCheckpointError(f"{path}: tensor {shown(name)} of shape {shown(entry.shape)}")
     if stop - start != math.prod(entry.shape) * DTYPES[dtype].itemsize:
         raise CorruptCheckpointError(
             f"{path}: tensor {shown(name)}: {stop - start} bytes do not fit {dtype}{list(entry.shape)}"

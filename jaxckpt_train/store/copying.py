@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxckpt_train.errors import UnsupportedLeafError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend, Opener
 from jaxckpt_train.store.box_to_come import BoxToCome
@@ -34,6 +35,7 @@ from jaxckpt_train.store.writer import write_arrays
 
 CHUNK_BYTES = 256 << 20
 """A larger array is copied in chunks of at most so many bytes, each of which is in memory at a time."""
+MOST_CHUNKS = 1 << 20
 
 
 def copy_checkpoint(
@@ -68,6 +70,8 @@ def copy_checkpoint(
 
     Raises:
         CorruptCheckpointError: bytes of the source are not what was saved; nothing is left of the copy.
+        UnsupportedLeafError: an array is larger than any that is copied.
+        MismatchError: a value of the source does not fit what an operation makes of it; nothing is left of the copy.
         StorageError: a file system refused.
     """
     checked: list[str] = []
@@ -143,7 +147,7 @@ class _Copier:
             return kept_boxes(array, itemsize, CHUNK_BYTES)
         if self.source.manifest.block_bytes >= WHOLE_CHUNKS:
             return [chunk.box for chunk in array.chunks]  # each can only be read whole
-        return chunk_boxes(array.shape, itemsize)
+        return chunk_boxes(array.shape, itemsize, f"{self.source.directory}: array {array.name!r}")
 
     def _copy_files(self, part: PartRecord) -> Iterator[FileRecord]:
         folders = {part.name}
@@ -162,8 +166,15 @@ class _Copier:
                 self.progress(record.bytes)
 
 
-def chunk_boxes(shape: Sequence[int], itemsize: int, most: int = CHUNK_BYTES) -> list[Box]:
-    """An array in boxes of at most `most` bytes, cut along its first axes; none of an array without elements."""
-    if not math.prod(shape):
+def chunk_boxes(shape: Sequence[int], itemsize: int, subject: str, most: int = CHUNK_BYTES) -> list[Box]:
+    """An array in boxes of at most `most` bytes, cut along its first axes; none of an array without elements.
+
+    Raises:
+        UnsupportedLeafError: it would be millions; the message begins with `subject`.
+    """
+    total = math.prod(shape) * itemsize
+    if not total:
         return []
+    if total > most * MOST_CHUNKS:
+        raise UnsupportedLeafError(f"{subject}: {total:,} bytes, expected at most {most * MOST_CHUNKS:,} to be copied")
     return list(cut_box(full_box(shape), itemsize, most))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from jaxckpt_train.errors import CorruptCheckpointError
+from jaxckpt_train.store.array_bounds import LIMIT, array_bytes
 from jaxckpt_train.store.boxes import Box, box_elements, full_box
 from jaxckpt_train.store.chunk_checks import MANY, SegmentRoom
 from jaxckpt_train.store.digests import HEX_DIGITS
@@ -36,10 +36,8 @@ from jaxckpt_train.store.segment import MAX_DIMENSIONS, MAX_HEADER_BYTES
 from jaxckpt_train.store.shardings import Shardings, decode_sharding
 from jaxckpt_train.store.tiling import check_corners, check_tiling, corners_of
 
-_LIMIT = 1 << 62
 _BETWEEN_FILES, _BETWEEN_ARRAYS, _BETWEEN_CHUNKS = b'"],["', b'},{"name":"', b'"],[['
 _LONGEST_PATH = 4096
-_LARGEST_EMPTY = (1 << 63) - 1  # numpy makes no array, JAX ends the process, where all but the zeros come to more bytes
 _MAX_BOX_BYTES = MAX_DIMENSIONS * len("[1000000000000000000,1000000000000000000],") + 2
 _MAX_DTYPE_LETTERS = 100
 
@@ -180,7 +178,7 @@ class _Decoding:
 
     def _all_segments(self, raw: msgspec.Raw) -> Iterator[SegmentRecord]:
         for segment in elements(raw, _BETWEEN_FILES, _segments, _segment):
-            if not 0 < segment.header_bytes <= segment.bytes < _LIMIT or segment.header_bytes > MAX_HEADER_BYTES + 8:
+            if not 0 < segment.header_bytes <= segment.bytes < LIMIT or segment.header_bytes > MAX_HEADER_BYTES + 8:
                 raise CorruptCheckpointError(f"{self._subject}: segment {shown(segment.file)} has impossible sizes")
             if len(segment.header_digest) != self._width:
                 raise CorruptCheckpointError(
@@ -191,7 +189,7 @@ class _Decoding:
 
     def _all_files(self, raw: msgspec.Raw) -> Iterator[FileRecord]:
         for file in elements(raw, _BETWEEN_FILES, _files, _file):
-            if not 0 <= file.bytes < _LIMIT or len(file.digests) != self._digits(file.bytes):
+            if not 0 <= file.bytes < LIMIT or len(file.digests) != self._digits(file.bytes):
                 raise CorruptCheckpointError(
                     f"{self._subject}: file {shown(file.file)} has an impossible size or digest"
                 )
@@ -255,19 +253,15 @@ class _Decoding:
 
     def _check_array(self, array: ArrayRecord, part: str) -> None:
         shape = array.shape
-        if len(shape) > MAX_DIMENSIONS or (shape and not (min(shape) >= 0 and max(shape) < _LIMIT)):
-            raise _impossible_shape(array, part)
         known = DTYPES.get(array.dtype)
         if known is None:
             if len(array.dtype) > _MAX_DTYPE_LETTERS:
                 raise CorruptCheckpointError(f"{part}: array {shown(array.name)}: dtype {shown(array.dtype)}")
             known = dtype_named(array.dtype, f"{part}: array {shown(array.name)}")
-        total = math.prod(shape) * known.itemsize
-        if total >= _LIMIT:
+        total = array_bytes(shape, known.itemsize)
+        if total is None:
             raise _impossible_shape(array, part)
         if total == 0:
-            if math.prod(size for size in shape if size) * known.itemsize > _LARGEST_EMPTY:
-                raise _impossible_shape(array, part)
             if array.chunks:
                 raise CorruptCheckpointError(f"{part}: array {shown(array.name)}: chunks of an array without elements")
             return

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.machine import memory_bytes
+from jaxckpt_train.surgery.fitting import held
 from jaxckpt_train.surgery.leaves import Leaf, Leaves
 from jaxckpt_train.surgery.names import wildcards
 from jaxckpt_train.surgery.operation import Change, Operation, whole_number
-from jaxckpt_train.surgery.views import Filled
+from jaxckpt_train.surgery.views import Constant, Filled, View
 from jaxckpt_train.tree.leaf_records import ArrayLeaf
 
 Make = Callable[[tuple[int, ...]], np.ndarray]
+_NORMAL_BYTES = 8  # a number of these before it is converted
 _NAMED = ("zeros", "ones", "normal")
 
 
@@ -56,8 +60,24 @@ class Add(Operation):
         """As the base class says."""
         if self.leaf in leaves:
             raise MismatchError(f"{subject}: leaf {self.leaf!r} is there already; drop it first, or leave this out")
-        leaves[self.leaf] = Leaf(ArrayLeaf(), Filled(self.shape, DTYPES[self.dtype], self._make))
+        leaves[self.leaf] = Leaf(ArrayLeaf(), self._view(subject))
         return [("nothing", f"{self.leaf} {leaves[self.leaf].text()}")]
+
+    def _view(self, subject: str) -> View:
+        dtype, whole = DTYPES[self.dtype], f"{subject}: leaf {self.leaf!r}"
+        if callable(self.init) or self.init == "normal":
+            size = math.prod(self.shape) * (dtype.itemsize if callable(self.init) else _NORMAL_BYTES)
+            if size > memory_bytes():
+                raise MismatchError(
+                    f"{whole}: {list(self.shape)} is made in memory as a whole, {size:,} bytes, of which this machine "
+                    f"has {memory_bytes():,}; add it with zeros, or in parts"
+                )
+            return Filled(self.shape, dtype, self._make, whole)
+        given = {"zeros": 0.0, "ones": 1.0}[self.init] if isinstance(self.init, str) else self.init
+        value = held(given, dtype)
+        if value is None:
+            raise MismatchError(f"{whole} of {self.dtype} cannot hold the value {given!r:.99}")
+        return Constant(self.shape, value)
 
     def _make(self, shape: tuple[int, ...]) -> np.ndarray:
         if callable(self.init):
@@ -65,8 +85,5 @@ class Add(Operation):
             if made.shape != shape:
                 raise MismatchError(f"add {self.leaf!r}: init gave shape {list(made.shape)}, expected {list(shape)}")
             return made
-        if self.init == "normal":
-            of_leaf = int.from_bytes(hashlib.sha256(self.leaf.encode()).digest()[:8], "little")
-            return np.random.Generator(np.random.Philox([self.seed, of_leaf])).standard_normal(shape) * self.stddev
-        value = {"zeros": 0.0, "ones": 1.0}.get(str(self.init), self.init)
-        return np.full(shape, value)
+        of_leaf = int.from_bytes(hashlib.sha256(self.leaf.encode()).digest()[:8], "little")
+        return np.random.Generator(np.random.Philox([self.seed, of_leaf])).standard_normal(shape) * self.stddev

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.store.boxes import full_box
+from jaxckpt_train.store.manifest import MAX_ARRAYS
 from jaxckpt_train.surgery.leaves import Leaf, Leaves, array_of, put
 from jaxckpt_train.surgery.names import INDEX, check_pattern, check_template, filled, matches, wildcards
 from jaxckpt_train.surgery.operation import Change, Operation, axis_of, whole_number
@@ -103,6 +104,8 @@ class Unstack(Operation):
         for name, texts in matches(self.leaves, leaves, subject).items():
             leaf, view = leaves[name], array_of(leaves[name], name, subject)
             axis = axis_of(self.axis, len(view.shape), name, subject)
+            if view.shape[axis] > MAX_ARRAYS:
+                raise MismatchError(f"{subject}: leaf {name!r} would become {view.shape[axis]:,}, expected fewer")
             new: Leaves = {}
             for number in range(view.shape[axis]):
                 box = list(full_box(view.shape))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
@@ -21,6 +22,7 @@ from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, PartRecord, S
 from jaxckpt_train.store.reader import read_box
 from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.transaction import Committed
+from jaxckpt_train.surgery.checks import check_leaves
 from jaxckpt_train.surgery.leaves import Leaf, Leaves
 from jaxckpt_train.surgery.operation import Change, Operation
 from jaxckpt_train.surgery.views import Stored, View
@@ -65,7 +67,9 @@ def operate(
     plan = []
     for number, operation in enumerate(operations):
         subject = f"{committed.directory}: operation {number + 1} of {len(operations)} ({operation.name})"
+        before = dict(leaves)
         plan.append((operation.name, tuple(operation.apply(leaves, subject))))
+        check_leaves(leaves, before, subject)
     return _made(files, committed, part, leaves, tuple(plan))
 
 
@@ -134,7 +138,7 @@ def _array(name: str, view: View, segments: list[SegmentRecord], opens: dict[str
     """The record of an array: chunks that are stored as they are, and others that a segment of its own makes."""
     chunks, made, at = list[ChunkRecord](), list[ChunkRecord](), 0
     own = len(segments)
-    for piece in view.pieces():
+    for piece in view.pieces() if math.prod(view.shape) else ():
         if piece.stored is not None:
             chunks.append(ChunkRecord(piece.box, *_place(piece.stored)))
             continue

@@ -12,6 +12,7 @@ import numpy as np
 from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.store.boxes import full_box
 from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.surgery.fitting import held
 from jaxckpt_train.surgery.leaves import Leaves, array_of
 from jaxckpt_train.surgery.names import matches
 from jaxckpt_train.surgery.operation import Change, Operation, whole_number
@@ -99,6 +100,8 @@ class Reshape(_EachArray):
 class Cast(_EachArray):
     """Convert arrays to another dtype; floats are rounded, and may become infinite.
 
+    Integers that do not fit are an error of what reads them.
+
     Args:
         leaves: a path or pattern.
         dtype: its name, such as "bfloat16".
@@ -119,7 +122,7 @@ class Cast(_EachArray):
             raise MismatchError(
                 f"{subject}: leaf {name!r} of {view.dtype.name} does not become {new.name}: that loses data"
             )
-        return CastView(view, new)
+        return CastView(view, new, f"{subject}: leaf {name!r} of {view.dtype.name}")
 
 
 def _sort(dtype: np.dtype) -> int:
@@ -174,7 +177,12 @@ class Pad(_ToShape):
             raise SettingsError(f"pad: value: expected a number, found {self.value!r}")
 
     def _changed(self, view: View, name: str, subject: str) -> View:
-        return Padded(view, self._new_shape(view, name, subject, larger=True), self.value)
+        value = held(self.value, view.dtype)
+        if value is None:
+            raise MismatchError(
+                f"{subject}: leaf {name!r} of {view.dtype.name} cannot hold the value {self.value!r:.99}"
+            )
+        return Padded(view, self._new_shape(view, name, subject, larger=True), value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ from jaxckpt_train.store.boxes import (
     slices_within,
 )
 from jaxckpt_train.store.manifest import ChunkRecord
+from jaxckpt_train.surgery.fitting import converted
 
 PIECE_BYTES = 16 << 20
 """At most so much of an array is made at a time, beside what it is made of."""
@@ -117,10 +118,11 @@ class Transposed(_OfOne):
 
 
 class Cast(_OfOne):
-    """Another dtype."""
+    """Another dtype; `subject` is what messages call it."""
 
-    def __init__(self, inner: View, dtype: np.dtype) -> None:
+    def __init__(self, inner: View, dtype: np.dtype, subject: str) -> None:
         super().__init__(inner, inner.shape, dtype)
+        self._subject = subject
 
     def pieces(self) -> Sequence[Piece]:
         """As the protocol says."""
@@ -128,8 +130,7 @@ class Cast(_OfOne):
 
     def read(self, box: Box, target: np.ndarray) -> None:
         """As the protocol says."""
-        with np.errstate(all="ignore"):
-            target[...] = self._read_inner(box).astype(self.dtype)
+        target[...] = converted(self._read_inner(box), self.dtype, self._subject, [start for start, _ in box])
 
 
 class Sliced(_OfOne):
@@ -224,9 +225,9 @@ class Joined:
 class Padded(_OfOne):
     """A larger array, with a value in what the other one lacks at its ends."""
 
-    def __init__(self, inner: View, shape: Sequence[int], value: float) -> None:
+    def __init__(self, inner: View, shape: Sequence[int], value: np.ndarray) -> None:
         super().__init__(inner, shape)
-        self._value = np.asarray(value).astype(self.dtype)
+        self._value = value
 
     def pieces(self) -> Sequence[Piece]:
         """As the protocol says."""
@@ -286,11 +287,28 @@ def _row_bands(box: Box, shape: Sequence[int], itemsize: int) -> Iterator[Box]:
         yield (*lead, (at, min(at + rows, stop)), *tail)
 
 
-class Filled:
-    """A new array; `make` gives all of it, once."""
+class Constant:
+    """A new array of one value."""
 
-    def __init__(self, shape: Sequence[int], dtype: np.dtype, make: Callable[[tuple[int, ...]], np.ndarray]) -> None:
-        self.shape, self.dtype, self._make = tuple(shape), dtype, make
+    def __init__(self, shape: Sequence[int], value: np.ndarray) -> None:
+        self.shape, self.dtype, self._value = tuple(shape), value.dtype, value
+
+    def pieces(self) -> Sequence[Piece]:
+        """As the protocol says."""
+        return _made(cut(full_box(self.shape), self.dtype.itemsize)) if math.prod(self.shape) else []
+
+    def read(self, box: Box, target: np.ndarray) -> None:
+        """As the protocol says."""
+        target[...] = self._value
+
+
+class Filled:
+    """A new array; `make` gives all of it, once; `subject` is what messages call it."""
+
+    def __init__(
+        self, shape: Sequence[int], dtype: np.dtype, make: Callable[[tuple[int, ...]], np.ndarray], subject: str
+    ) -> None:
+        self.shape, self.dtype, self._make, self._subject = tuple(shape), dtype, make, subject
         self._made: np.ndarray | None = None
 
     def pieces(self) -> Sequence[Piece]:
@@ -300,5 +318,6 @@ class Filled:
     def read(self, box: Box, target: np.ndarray) -> None:
         """As the protocol says."""
         if self._made is None:
-            self._made = np.asarray(self._make(self.shape)).astype(self.dtype)
+            found = np.asarray(self._make(self.shape))
+            self._made = converted(found, self.dtype, self._subject, [0] * found.ndim)
         target[...] = self._made[slices_within(box, full_box(self.shape))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Collection
 from typing import Any
 
 from jaxckpt_train.errors import UnsupportedLeafError
@@ -111,3 +112,20 @@ def join(parent: str, key: str) -> str:
 def split(path: str) -> list[str]:
     """The key texts of a path; none for the root."""
     return [] if path == ROOT else path.split("/")
+
+
+def one_below_another(leaves: Collection[str]) -> tuple[str, str] | None:
+    """A leaf path and another one that it lies below, which no tree can have; None: there is no such pair.
+
+    Each container is looked at once, however many leaves there are.
+    """
+    containers: set[str] = set()
+    for name in leaves:
+        at = name.rfind("/")
+        while at >= 0 and (container := name[:at]) not in containers:
+            containers.add(container)
+            at = container.rfind("/")
+    if ROOT in leaves:
+        return next(((name, ROOT) for name in leaves if name != ROOT), None)
+    above = next((name for name in leaves if name in containers), None)
+    return None if above is None else next((name, above) for name in leaves if name.startswith(f"{above}/"))

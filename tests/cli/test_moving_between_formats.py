@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -128,3 +129,40 @@ def test_damage_is_told_and_nothing_is_left(tmp_path: Path) -> None:
     assert "are not what was saved" in run("import", tmp_path / "run", tmp_path / "out", code=1)
     assert "are not what was saved" in run("export", tmp_path / "run", tmp_path / "out", "--to", "orbax", code=1)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "operation", "message"),
+    [
+        ({"a": np.ones(3), "a.b": np.ones(2)}, "nest", "(nest): leaf 'a/b' would lie below leaf 'a'"),
+        ({"s": np.ones(3), "w": np.ones(2)}, "rename w s/x", "(rename): leaf 's/x' would lie below leaf 's'"),
+        ({"i": np.ones(3)}, "add i/x 2", "(add): leaf 'i/x' would lie below leaf 'i'"),
+        ({"i": np.array([300, -1, 2**40])}, "cast i int8", "leaf 'i' of int64: 300 at [0] does not fit int8"),
+        ({"i": np.arange(3)}, "pad i 5 value=nan", "(pad): leaf 'i' of int64 cannot hold the value nan"),
+        ({"i": np.arange(3)}, "add z 1000000000000000000", "(add): leaf 'z' would be float32[1000000000000000000]"),
+    ],
+)
+def test_what_could_not_be_opened_or_is_other_values_is_not_written(
+    tmp_path: Path, tensors: dict[str, np.ndarray], operation: str, message: str
+) -> None:
+    save_file(tensors, tmp_path / "a.safetensors")
+    output = run("import", tmp_path / "a.safetensors", tmp_path / "out", "--op", operation, code=2)
+    assert message in output
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.safetensors"]
+
+
+@pytest.mark.parametrize("axes", [32, 33])
+def test_orbax_has_arrays_of_so_many_axes(tmp_path: Path, axes: int) -> None:
+    jct.save(tmp_path / "a", {"w": np.arange(2.0).reshape((1,) * (axes - 1) + (2,))})
+    output = run("export", tmp_path / "a", tmp_path / "5", "--to", "orbax", code=0 if axes == 32 else 2)
+    assert (tmp_path / "5").exists() == (axes == 32)
+    if axes == 33:
+        assert f"{tmp_path / 'a'}: leaf 'w' has 33 axes, of which Orbax has 32 at most" in output
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["a"]
+
+
+def test_a_dtype_that_orbax_lacks_is_told_by_the_checkpoint_s_name(tmp_path: Path) -> None:
+    jct.save(tmp_path / "a", {"w": np.zeros(2, ml_dtypes.uint4)})
+    output = run("export", tmp_path / "a", tmp_path / "5", "--to", "orbax", code=2)
+    assert f"{tmp_path / 'a'}: leaf 'w' of uint4" in output
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -240,3 +241,27 @@ def test_a_chunk_of_which_parts_are_asked_for_is_decoded_once(tmp_path: Path, mo
     assert np.array_equal(jct.load(tmp_path / "turned")["wide"], wide.T)
     assert np.array_equal(jct.load(tmp_path / "plain")["wide"], wide)
     assert np.array_equal(load_file(tmp_path / "hf" / "model.safetensors")["wide"], wide.astype(np.float64))
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [([1 << 62], "impossible shape"), ([0, 1 << 62], "impossible shape"), ([1 << 58], "pieces, expected at most")],
+)
+def test_an_array_that_says_it_is_huge_is_told_at_once(tmp_path: Path, shape: list[int], message: str) -> None:
+    path = by_handler(use_ocdbt=False)(tmp_path / "a", {"w": np.arange(4.0)})
+    found = json.loads((path / "w" / ".zarray").read_text())
+    changed = found | {"shape": shape, "chunks": [4] * len(shape)}
+    (path / "w" / ".zarray").write_text(json.dumps(changed))
+    with pytest.raises(jct.CorruptCheckpointError, match=f"leaf 'w'.*{message}"):
+        jct.load(path)
+
+
+def test_a_leaf_below_another_one_is_told(tmp_path: Path) -> None:
+    path = by_handler(use_ocdbt=False)(tmp_path / "a", {"w": np.arange(4.0), "w.x": np.arange(3.0)})
+    found = json.loads((path / "_METADATA").read_text())
+    keys = found["tree_metadata"]["('w.x',)"]["key_metadata"]
+    keys[:] = [{"key": "w", "key_type": 2}, {"key": "x", "key_type": 2}]
+    (path / "_METADATA").write_text(json.dumps(found))
+    with pytest.raises(jct.CorruptCheckpointError, match="leaf 'w/x' lies below leaf 'w'"):
+        jct.load(path)
+    assert run("import", path, tmp_path / "out").exit_code == 1

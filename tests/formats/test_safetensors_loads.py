@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 import jaxckpt_train as jct
+from tests.cli.commands import run
 from tests.formats.states import mesh
 from tests.tree.same_trees import raw
 
@@ -117,7 +118,18 @@ def header(text: bytes, data: bytes = b"") -> bytes:
         (header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}', bytes(8)), jct.CorruptCheckpointError,
          "begins at byte 4 of the data, expected 0"),
         (header(b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}', bytes(4)), jct.CorruptCheckpointError,
-         "of shape"),
+         "impossible shape"),
+        (header(b'{"a":{"dtype":"F32","shape":[0,1180591620717411303424],"data_offsets":[0,0]}}'),
+         jct.CorruptCheckpointError, r"tensor 'a': impossible shape \[0, 1180591620717411303424\]"),
+        (header(b'{"a":{"dtype":"F32","shape":[0,4611686018427387904],"data_offsets":[0,0]}}'),
+         jct.CorruptCheckpointError, "tensor 'a': impossible shape"),
+        (header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
+                b'"a":{"dtype":"I32","shape":[1],"data_offsets":[0,4]}}', bytes(4)),
+         jct.CorruptCheckpointError, "'a' stands twice in its head"),
+        (header(b'{"a":{"dtype":"F32","dtype":"I32","shape":[1],"data_offsets":[0,4]}}', bytes(4)),
+         jct.CorruptCheckpointError, "'dtype' stands twice in its head"),
+        (header(b'{"__metadata__":{"k":"1"},"__metadata__":{"k":"1"}}'), jct.CorruptCheckpointError,
+         "'__metadata__' stands twice in its head"),
         (header(b'{"a":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}', bytes(1)), jct.FormatVersionError,
          "tensor 'a' of dtype 'F4', which is not known here"),
     ],
@@ -149,5 +161,17 @@ def test_an_index_that_is_wrong_is_told(tmp_path: Path, change: dict[str, Any], 
 
 def test_a_file_that_an_index_names_may_be_missing(tmp_path: Path) -> None:
     (model(tmp_path) / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(jct.StorageError, match="model-00002-of-00002"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"00002-of-00002\.safetensors: is not there, but the index"):
         jct.load(tmp_path)
+    assert run("import", tmp_path, tmp_path / "out").exit_code == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_head_may_be_written_with_more_than_it_needs(tmp_path: Path) -> None:
+    head = {
+        "__metadata__": {"k": "\u00e9"},
+        "\u00e9/\t": {"dtype": "I32", "shape": [2], "data_offsets": [0, 8], "x": 1},
+    }
+    text = json.dumps(head, indent=1).encode() + b"  \n"
+    (tmp_path / "a.safetensors").write_bytes(header(text, np.array([1, 2], np.int32).tobytes()))
+    assert jct.load(tmp_path / "a.safetensors")["\u00e9/\t"].tolist() == [1, 2]

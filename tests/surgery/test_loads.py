@@ -143,6 +143,33 @@ def test_damage_is_found_whether_bytes_are_taken_over_or_made(saved: Path) -> No
         ([Pad("model/embed", [9, 8])], r"of shape \[10, 8\], expected one that is not larger than \[9, 8\]"),
         ([Truncate("model/embed", [11, 8])], r"expected one that is not smaller than \[11, 8\]"),
         ([Add("step", [1])], "leaf 'step' is there already"),
+        ([Add("step/x", [1])], r"operation 1 of 1 \(add\): leaf 'step/x' would lie below leaf 'step'"),
+        ([Add("empty/x", [1])], "leaf 'empty/x' would lie below leaf 'empty'"),
+        ([Rename("step", "key/a/b")], r"\(rename\): leaf 'key/a/b' would lie below leaf 'key'"),
+        ([Rename("step", "model/layers/0")], "leaf 'model/layers/0/.*' would lie below leaf 'model/layers/0'"),
+        ([Stack("model/layers/{}/norm", "model")], "leaf 'model/.*' would lie below leaf 'model'"),
+        ([Rename("step", "~")], "would lie below leaf '~'"),
+        ([Rename("step", "x/~fzz")], "'x/~fzz' is no path of a leaf"),
+        ([Rename("step", "/".join("x" * 201))], "is deeper than 200 levels"),
+        (
+            [Add("z", [10**18])],
+            r"leaf 'z' would be float32\[10+\], expected a shape that arrays can have, of at most 16",
+        ),
+        ([Add("z", [0, 2**62])], r"leaf 'z' would be float32\[0,4611686018427387904\], expected a shape"),
+        ([Add("z", [1] * 65)], "expected a shape that arrays can have"),
+        ([Add("z", [2**50], init="normal")], "is made in memory as a whole"),
+        ([Pad("model/embed", [10**18, None])], r"\(pad\): leaf 'model/embed' would be float32"),
+        ([Reshape("model/embed", [1] * 63 + [10, 8])], "expected a shape that arrays can have"),
+        ([Add("z", [0, 2**59]), Unstack("z", "z/{}", axis=1)], "leaf 'z' would become 576,460,752,303,423,488"),
+        ([Add("z", [2], "int64"), Pad("z", [3], value=float("nan"))], "'z' of int64 cannot hold the value nan"),
+        (
+            [Add("z", [2], "int64"), Pad("z", [3], value=1e30)],
+            r"\(pad\): leaf 'z' of int64 cannot hold the value 1e\+30",
+        ),
+        ([Add("z", [2], "int64"), Pad("z", [3], value=1.5)], "cannot hold the value 1.5"),
+        ([Add("z", [2], "uint8"), Pad("z", [3], value=-1)], "cannot hold the value -1"),
+        ([Add("z", [2], "float16"), Pad("z", [3], value=1e30)], "cannot hold the value"),
+        ([Add("z", [2], "int8", init=300)], r"\(add\): leaf 'z' of int8 cannot hold the value 300"),
     ],
 )
 def test_what_does_not_fit_is_told_before_anything_is_read(saved: Path, operations: list[Any], message: str) -> None:
@@ -170,6 +197,44 @@ def test_what_does_not_fit_is_told_before_anything_is_read(saved: Path, operatio
 def test_what_is_no_operation_is_refused_by_name(saved: Path, given: Any, message: str) -> None:
     with pytest.raises(jct.SettingsError, match=message):
         jct.load(saved, surgery=given)
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "message"),
+    [
+        (
+            np.array([3, 300, -1, 2**40]),
+            "int8",
+            r"'i' of int64: 300 at \[1\] does not fit int8, which holds -128 to 127",
+        ),
+        (np.array([[0, 5], [-1, 300]]), "uint64", r"'i' of int64: -1 at \[1, 0\] does not fit uint64"),
+        (np.array([2**63, 1], np.uint64), "int64", r"'i' of uint64: 9223372036854775808 at \[0\] does not fit int64"),
+        (np.array([7, 8], np.int32), "int4", r"'i' of int32: 8 at \[1\] does not fit int4, which holds -8 to 7"),
+    ],
+)
+def test_integers_that_do_not_fit_are_told_and_never_wrap(
+    tmp_path: Path, values: np.ndarray, dtype: str, message: str
+) -> None:
+    jct.save(tmp_path / "a", {"i": values})
+    with pytest.raises(jct.MismatchError, match=r"operation 1 of 1 \(cast\): leaf " + message):
+        load(tmp_path / "a", Cast("i", dtype))
+
+
+def test_integers_that_fit_are_cast(tmp_path: Path) -> None:
+    jct.save(tmp_path / "a", {"i": np.array([127, -128, 0]), "u": np.array([2**62], np.uint64)})
+    found = load(tmp_path / "a", Cast("i", "int8"), Cast("u", "int64"), Pad("i", [4], value=-128))
+    assert (found["i"].dtype, found["i"].tolist()) == (np.int8, [127, -128, 0, -128])
+    assert (found["u"].dtype, found["u"].tolist()) == (np.int64, [2**62])
+
+
+def test_what_a_function_gives_does_not_wrap_either(saved: Path) -> None:
+    with pytest.raises(jct.MismatchError, match=r"leaf 'z': 128 at \[128\] does not fit int8"):
+        load(saved, Add("z", [200], "int8", init=lambda shape: np.arange(shape[0])))
+
+
+def test_large_constants_are_made_in_pieces(saved: Path) -> None:
+    small = [{"op": "add", "leaf": "z", "shape": [2**40], "init": 1}, {"op": "truncate", "leaves": "z", "shape": [3]}]
+    assert jct.load(saved, surgery=small)["z"].tolist() == [1, 1, 1]
 
 
 def test_plain_data_will_do(saved: Path) -> None:

@@ -48,7 +48,7 @@ def transpose(draw: Any, view: View, array: np.ndarray) -> Both:
 
 def cast(draw: Any, view: View, array: np.ndarray) -> Both:
     dtype = np.dtype(draw(st.sampled_from(["int32", "float32", "int64"])))
-    return Cast(view, dtype), array.astype(dtype)
+    return Cast(view, dtype, "an array"), array.astype(dtype)
 
 
 def cut(draw: Any, view: View, array: np.ndarray) -> Both:
@@ -75,7 +75,7 @@ def join(draw: Any, view: View, array: np.ndarray) -> Both:
 def pad(draw: Any, view: View, array: np.ndarray) -> Both:
     more = [draw(st.integers(0, 2)) for _ in array.shape]
     padded = np.pad(array, [(0, each) for each in more], constant_values=7)
-    return Padded(view, padded.shape, 7), padded
+    return Padded(view, padded.shape, np.asarray(7, view.dtype)), padded
 
 
 def reshape(draw: Any, view: View, array: np.ndarray) -> Both:
@@ -153,7 +153,7 @@ def test_a_new_array_is_made_once() -> None:
         calls.append(shape)
         return np.arange(12.0).reshape(shape)
 
-    view = Filled((3, 4), np.dtype(np.float32), make)
+    view = Filled((3, 4), np.dtype(np.float32), make, "an array")
     for piece in view.pieces():
         found = np.empty(box_shape(piece.box), np.float32)
         view.read(piece.box, found)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import jaxckpt_train as jct
 from jaxckpt_train.store.manifest import is_plain_name
-from jaxckpt_train.tree.paths import ROOT, join, key_text, parse_key, split
+from jaxckpt_train.tree.paths import ROOT, join, key_text, one_below_another, parse_key, split
 
 TRICKY = [
     "",
@@ -201,3 +201,15 @@ def test_no_leaf_path_becomes_a_file_name(tmp_path: Path) -> None:
         "state",
     ]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c"]
+
+
+@given(st.lists(st.lists(st.sampled_from(["a", "b", "a.b", ""]), min_size=1, max_size=4).map("/".join), unique=True))
+def test_a_leaf_below_another_one_is_found(leaves: list[str]) -> None:
+    pairs = {(name, above) for name in leaves for above in leaves if name.startswith(f"{above}/")}
+    found = one_below_another(leaves)
+    assert found in pairs if pairs else found is None
+
+
+def test_below_the_root_lies_whatever_else_there_is() -> None:
+    assert one_below_another([ROOT]) is None
+    assert one_below_another([ROOT, "a"]) == ("a", ROOT)

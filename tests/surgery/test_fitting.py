@@ -1,0 +1,57 @@
+"""Numbers and integers that fit a dtype or do not: every pair of integer dtypes, and the limits of the floats."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from jaxckpt_train.errors import MismatchError
+from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.surgery.fitting import converted, held
+
+INTEGERS = [name for name in DTYPES if "int" in name] + ["bool"]
+VALUES = [0, 1, -1, 2, -2, 7, -8, 8, 127, -128, 255, 2**15, 2**31 - 1, -(2**31), 2**32, 2**63 - 1, -(2**63), 2**64 - 1]
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(INTEGERS, INTEGERS)))
+def test_each_integer_stays_what_it_is_or_is_refused(old: str, new: str) -> None:
+    for value in VALUES:
+        given, fits = held(value, DTYPES[old]), held(value, DTYPES[new]) is not None
+        if given is None:
+            continue
+        array = np.stack([np.zeros((), given.dtype), given])
+        if fits:
+            assert [int(each) for each in converted(array, DTYPES[new], "it", [0])] == [0, value]
+        else:
+            with pytest.raises(MismatchError, match=rf"it: {value} at \[5\] does not fit {new}, which holds"):
+                converted(array, DTYPES[new], "it", [4])
+
+
+def test_floats_go_on_to_be_rounded() -> None:
+    found = converted(np.array([1e30, 0.1, np.nan], np.float32), DTYPES["float16"], "it", [0])
+    assert (found[0], np.isnan(found[2])) == (np.inf, True)
+    assert float(found[1]) == float(np.float16(0.1))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fit", "unfit"),
+    [
+        ("int64", [0.0, -1, 2**63 - 1], [1.5, math.nan, math.inf, 1e30, 2**63]),
+        ("uint64", [2**64 - 1], [-1, 2**64]),
+        ("bool", [0, 1.0], [2, 0.5]),
+        ("float32", [0.1, 1e-60, math.nan, -math.inf], [1e39, 10**400]),
+        ("bfloat16", [1e30, 10**30, math.inf], [1e39]),
+        ("float8_e4m3fn", [448, math.nan], [1e30, math.inf]),
+        ("float4_e2m1fn", [6, 0.1], [1e30, math.nan, math.inf]),
+        ("float8_e8m0fnu", [2.0], [0.0, -1.0]),
+        ("complex64", [1.5, math.nan], [1e39]),
+    ],
+)
+def test_a_number_is_held_or_not(dtype: str, fit: list[float], unfit: list[float]) -> None:
+    if dtype not in DTYPES:
+        pytest.skip("this ml_dtypes lacks it")
+    assert all(held(value, DTYPES[dtype]) is not None for value in fit)
+    assert [value for value in unfit if held(value, DTYPES[dtype]) is not None] == []
