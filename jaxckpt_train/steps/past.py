@@ -31,7 +31,7 @@ class Past:
     def of(cls, events: Iterable[Mapping[str, Any]], last: int = 6) -> Past:
         """Read it from the events of a run, of which none is of a process that is at work."""
         listed = [*run_events(events)]
-        attempts = attempts_of(listed)
+        attempts = [each for each in attempts_of(listed) if each.is_of_the_training]
         failures = Failures(sum(each.has_lost_work for each in attempts), sum(each.wall_s for each in attempts))
         saves = [event for event in listed if event.event == "save" and event.ok][-last:]
         costs = [event.cost_s for event in saves if event.cost_s is not None]
