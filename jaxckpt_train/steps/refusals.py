@@ -53,7 +53,7 @@ def refuse_flax_checkpoints(backend: Backend, directory: str) -> None:
         )
 
 
-def _of_others(backend: Backend, directory: str, moved: Callable[[], None]) -> str:
+def of_others(backend: Backend, directory: str, moved: Callable[[], None] = lambda: None) -> str:
     """What other tools have left where a run is looked for; empty: nothing that is known here."""
     entries = _listed(backend, directory)
     steps = orbax_steps(backend, directory, entries)
@@ -158,6 +158,6 @@ def step_not_found(
     which = "" if step is None else f" {step}; committed are {steps}"
     others = ""
     if backend is not None and not there:
-        others = answer_of(directory, functools.partial(_of_others, backend, directory), progress)
+        others = answer_of(directory, functools.partial(of_others, backend, directory), progress)
     found = f"; found {others}, which jaxckpt_train.load loads" if others else ""
     return StepNotFoundError(f"{directory}: has no committed step{which}{found}")
