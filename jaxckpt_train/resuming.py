@@ -23,10 +23,11 @@ def initialise(manager: StepManager, values: dict[str, Any], init_from: Any, dep
 
     Raises:
         CorruptCheckpointError: there are steps, and none is whole.
+        SettingsError: there are steps of Orbax, or checkpoints of Flax and no `init_from`.
         MismatchError: what is loaded does not fit the state.
     """
     heeded = departure.heeded(None)
-    manager.check_fresh(heeded)
+    manager.check_fresh(heeded, beside_flax=init_from is not None)
     if init_from is not None:
         given, options = path_and_options(init_from)
         path, like = hydra_job.resolve_directory(given), values["state"]

@@ -213,7 +213,7 @@ def test_a_manager_of_ones_own_is_told_of_too(tmp_path: Path) -> None:
         assert told(manager.goodput()) == [("closed", 0, 30, 10, 20, 3), ("running", 20, 12, 2, 5, 2)]
     with jct.StepManager(tmp_path) as evaluation:
         evaluation.attach_metrics(12, {"loss": 1.0})
-    expected = [("closed", 0, 30, 10, 20, 3), ("closed", 20, 12, 2, 5, 2), ("closed", None, None, 0, 0, 0)]
+    expected = [("closed", 0, 30, 10, 20, 3), ("closed", 20, 12, 2, 5, 2)]
     assert told(evaluation.goodput()) == expected
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+from typing import Annotated
+
 import typer
 
 from jaxckpt_train.cli.cp import cp
@@ -19,9 +22,24 @@ from jaxckpt_train.cli.show import show
 from jaxckpt_train.cli.stats import stats
 from jaxckpt_train.cli.verify import scrub, verify
 
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(importlib.metadata.version("jaxckpt-train"))
+        raise typer.Exit
+
+
+def _before(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Look at runs and checkpoints, verify them, move them, and change them into other formats and back."""
+
+
 app = typer.Typer(
     name="jaxckpt",
-    help="Look at runs and checkpoints, verify them, move them, and change them into other formats and back.",
+    callback=_before,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

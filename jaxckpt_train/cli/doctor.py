@@ -39,6 +39,7 @@ Size = Annotated[
 @dataclasses.dataclass(frozen=True)
 class _Found:
     path: str
+    is_there: bool
     versions: dict[str, str | None]
     files: FileSystem
     trial: DiskTrial | None
@@ -76,7 +77,7 @@ def _look(path: str, nbytes: int, as_json: bool) -> _Found:
         warnings.append(f"the disk failed its trial: {error}")
     warnings += _short_of_room(files, newest_bytes or 0)
     warnings += [] if run is None else run.warnings()
-    return _Found(path, _versions(), files, trial, run, warnings)
+    return _Found(path, file_exists(path), _versions(), files, trial, run, warnings)
 
 
 def _try(folder: str, nbytes: int, as_json: bool) -> DiskTrial | None:
@@ -118,6 +119,7 @@ def _json_of(found: _Found) -> dict[str, Any]:
     }  # fmt: skip
     return {
         "path": found.path,
+        "is_there": found.is_there,
         "versions": found.versions,
         "file_system": found.files._asdict(),
         "disk": disk,
@@ -145,6 +147,8 @@ def _print(found: _Found) -> None:
     print(", ".join(f"{name} {version or 'not installed'}" for name, version in found.versions.items()))
     print(f"file system: {files.kind} at {files.mount}, {bytes_text(files.free_bytes)} of "
           f"{bytes_text(files.total_bytes)} free")  # fmt: skip
+    if not found.is_there:
+        print(f"{found.path}: is not there yet; looked at was the directory above it")
     if trial is not None:
         works = {True: "works", False: "does not work"}
         print(f"direct I/O: writing {works[trial.direct_write]}, reading {works[trial.direct_read]}")

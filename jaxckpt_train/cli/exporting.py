@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -18,8 +19,9 @@ from jaxckpt_train.cli.operations import (
     print_plan,
 )
 from jaxckpt_train.cli.output import bytes_text, print_json, progress, told_errors
-from jaxckpt_train.cli.show import nbytes_of
+from jaxckpt_train.cli.show import nbytes_of, part_bytes
 from jaxckpt_train.errors import MismatchError, SettingsError
+from jaxckpt_train.looking.leaf_diff import leaves_by_name
 from jaxckpt_train.looking.opening import open_at
 from jaxckpt_train.opened import Opened
 from jaxckpt_train.surgery.leaves import Leaves
@@ -60,24 +62,51 @@ def export(
             raise SettingsError(f'--to: expected "safetensors" or "orbax", found {to!r}')
         opened = open_at(BACKEND, absolute(path), step)
         source, name, plan = prepared(opened, part, only, surgery, op)
+        others = [] if part else [each.name for each in opened.committed.manifest.parts if each.name != name]
         told: dict[str, Any] = {"from": opened.path, "to": absolute(out), "format": to, "plan": plan_json(plan)}
         if not as_json:
             print_plan(plan)
-        if not dry_run:
+        if dry_run:
+            told |= to_be_written(source, [name])
+        else:
             told |= _write(source, name, told["to"], to, int(shard_gb * GB), separator, item, as_json)
         if as_json:
-            print_json(told)
-        elif not dry_run:
-            print(f"{told['to']}: {bytes_text(told['bytes'])}, {', '.join(told['files'])}")
-            if told["left_out"]:
-                print(f"left out, as they are no numbers: {', '.join(told['left_out'])}")
+            print_json({**told, "left_out": [*told.get("left_out", ()), *others]})
+            return
+        print(to_be_written_text(told) if dry_run else _written_text(told))
+        if told.get("left_out"):
+            print(f"left out, as they are no numbers: {', '.join(told['left_out'])}")
+        if others:
+            print(f"left out, as only {name!r} is written: {', '.join(map(repr, others))}", file=sys.stderr)
+
+
+def _written_text(told: dict[str, Any]) -> str:
+    return f"{told['to']}: {bytes_text(told['bytes'])}, {', '.join(told['files'])}"
+
+
+def to_be_written(source: Opened, parts: list[str]) -> dict[str, int]:
+    """How many leaves some parts of a checkpoint have, and how many bytes."""
+    leaves = sum(name.partition("/")[0] in parts for name in leaves_by_name(source))
+    return {"leaves": leaves, "bytes": sum(part_bytes(source, name) for name in parts)}
+
+
+def to_be_written_text(told: dict[str, Any]) -> str:
+    """What a dry run says of that."""
+    leaves = told["leaves"]
+    return f"{told['to']}: would have {leaves:,} {'leaf' if leaves == 1 else 'leaves'}, {bytes_text(told['bytes'])}"
 
 
 def prepared(
     opened: Opened, part: str | None, only: list[str] | None, surgery: str | None, op: list[str] | None
 ) -> tuple[Opened, str, Any]:
     """The checkpoint with its tree changed, and without what was not chosen; the name of that; and the plan."""
-    name = opened.part(part).name
+    found = opened.part(part)
+    name, trees = found.name, opened.trees()
+    if name not in trees:
+        raise MismatchError(
+            f"{opened.path}: expected a checkpointable that is a tree, found {name!r}, which is of kind "
+            f"{found.kind!r}; the trees are {', '.join(map(repr, trees)) or 'none'}"
+        )
     operated = changed(opened, name, chosen_operations(surgery, op))
     source = dataclasses.replace(opened, files=operated.files, committed=operated.committed)
     if only:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Step, absolute
-from jaxckpt_train.cli.exporting import Only, prepared
+from jaxckpt_train.cli.exporting import Only, prepared, to_be_written, to_be_written_text
 from jaxckpt_train.cli.operations import DryRun, Operations, OperationsFile, plan_json, print_plan
 from jaxckpt_train.cli.output import bytes_text, print_json, progress, told_errors
 from jaxckpt_train.looking.opening import metadata_of, open_at
@@ -40,7 +40,10 @@ def import_(
         told: dict[str, Any] = {"from": opened.path, "kind": opened.kind, "to": final, "plan": plan_json(plan)}
         if not as_json:
             print_plan(plan)
-        if not dry_run:
+        if dry_run:
+            parts = [each.name for each in source.committed.manifest.parts] if part is None else [name]
+            told |= to_be_written(source, parts)
+        else:
             refuse_existing_name(final)
             info = {"created": _now(), **metadata_of(opened), "imported_from": opened.path}
             with progress("writing", None, as_json) as advance:
@@ -57,8 +60,8 @@ def import_(
             told["bytes"] = committed.data_bytes
         if as_json:
             print_json(told)
-        elif not dry_run:
-            print(f"{final}: {bytes_text(told['bytes'])}")
+        else:
+            print(to_be_written_text(told) if dry_run else f"{final}: {bytes_text(told['bytes'])}")
 
 
 def _now() -> str:

@@ -10,7 +10,9 @@ import typer
 from jaxckpt_train.cli.arguments import BACKEND, Json, Run, absolute
 from jaxckpt_train.cli.output import Code, age_text, bytes_text, number_text, print_columns, print_json, told_errors
 from jaxckpt_train.errors import NotACheckpointError
+from jaxckpt_train.looking.opening import text_of_other
 from jaxckpt_train.looking.run_look import StepLook, look_at_run
+from jaxckpt_train.store.local import is_file
 
 
 def ls(run: Run, as_json: Json = False) -> None:
@@ -20,9 +22,11 @@ def ls(run: Run, as_json: Json = False) -> None:
     """
     with told_errors(as_json):
         directory = absolute(run)
-        looks = look_at_run(BACKEND, directory)
+        looks = look_at_run(BACKEND, directory) if not is_file(directory) else []
         if not looks:
-            raise NotACheckpointError(f"{directory}: expected a run, found no steps in it")
+            found = text_of_other(BACKEND, directory)
+            told = f"{found}; `jaxckpt show {directory}` tells of it" if found else "no steps in it"
+            raise NotACheckpointError(f"{directory}: expected a run, found {told}")
         now = datetime.datetime.now(datetime.UTC)
         if as_json:
             print_json({"run": directory, "steps": [_json_of(look) for look in looks]})
@@ -38,7 +42,7 @@ def _json_of(look: StepLook) -> dict[str, Any]:
         "step": look.step,
         "name": look.name,
         "bytes": look.nbytes,
-        "time": None if entry is None else entry.time,
+        "time": entry.time if entry is not None and entry.tells_time else None,
         "metrics": {} if entry is None else dict(entry.metrics or {}),
         "pinned": entry is not None and entry.pinned,
         "temporary": entry is not None and entry.temporary,
@@ -54,7 +58,7 @@ def _print(looks: list[StepLook], now: datetime.datetime) -> None:
     for look in looks:
         entry = look.entry
         metrics = {} if entry is None else entry.metrics or {}
-        age = "" if entry is None else age_text((now - entry.time).total_seconds())
+        age = age_text((now - entry.time).total_seconds()) if entry is not None and entry.tells_time else ""
         rows.append(
             [
                 str(look.step),

@@ -36,7 +36,9 @@ OperationsFile = Annotated[
         show_default=False,
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", "-n", help="Print what would be changed; write nothing.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", "-n", help="Print what would be changed and written; write nothing.")
+]
 
 
 def chosen_operations(file: str | None, texts: list[str] | None) -> tuple[Operation, ...]:

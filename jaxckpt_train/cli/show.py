@@ -69,7 +69,7 @@ def _json_of(opened: Opened, leaves: dict[str, tuple[LeafRecord, ArrayRecord | N
         "path": opened.path,
         "kind": opened.kind,
         **metadata_of(opened),
-        "parts": [{"name": part.name, "kind": part.kind, "bytes": _part_bytes(opened, part.name)} for part in parts],
+        "parts": [{"name": part.name, "kind": part.kind, "bytes": part_bytes(opened, part.name)} for part in parts],
         "bytes": opened.committed.data_bytes,
         "leaves": [_leaf_json(opened, name, *leaf) for name, leaf in leaves.items()],
     }
@@ -103,7 +103,8 @@ def value_text(value: Any) -> str:
     return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}... ({len(text):,} letters)"
 
 
-def _part_bytes(opened: Opened, name: str) -> int:
+def part_bytes(opened: Opened, name: str) -> int:
+    """Bytes of the data of a checkpointable, by its name."""
     part = opened.part(name) if name in opened.trees() else opened.committed.manifest.part(name)
     assert part is not None
     return sum(map(nbytes_of, part.arrays)) + sum(file.bytes for file in part.files)
@@ -116,7 +117,7 @@ def _print(opened: Opened, leaves: dict[str, tuple[LeafRecord, ArrayRecord | Non
         if about.get(name) not in (None, {}, ""):
             print(f"{name}: {about[name]}")
     for part in opened.committed.manifest.parts:
-        print(f"part {part.name}: {part.kind}, {bytes_text(_part_bytes(opened, part.name))}")
+        print(f"part {part.name}: {part.kind}, {bytes_text(part_bytes(opened, part.name))}")
     rows = [
         [
             name,

@@ -20,7 +20,7 @@ _ORBAX_TEMPORARY, _OCDBT = ".orbax-checkpoint-tmp", "manifest.ocdbt"
 _NUMBER = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)")
 _NUMBERED = re.compile(rf"(.*?){_NUMBER.pattern}", re.DOTALL)
 _MAPS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})  # how a map of msgpack begins, which is what Flax writes
-_MOST_PREFIXES, _MOST_LOOKED_INTO, _MOST_NAMED = 64, 4, 5
+_MOST_PREFIXES, _MOST_LOOKED_INTO, _MOST_NAMED, _HEAD_BYTES = 64, 4, 5, 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +80,23 @@ def flax_names(backend: Backend, directory: str, entries: Sequence[Entry]) -> Fl
     return None if prefix is None else FlaxNames(prefix, _of_prefix(kinds, prefix))
 
 
+def certain_checkpoints(backend: Backend, directory: str, entries: Sequence[Entry]) -> list[str]:
+    """The names of what nobody but Flax has left, the newest last: `flax_names`, where one of the last begins so.
+
+    Files of others may have such names, too: who asks this would refuse them.
+    """
+    try:
+        found = flax_names(backend, directory, entries)
+    except NotACheckpointError:  # of several prefixes
+        files = (each.name for each in entries if each.kind != "directory" and _may_be_one(each.name))
+        found = FlaxNames("", in_flax_order(name for name in files if _NUMBERED.fullmatch(name)))
+    if found is None:
+        return []
+    folders, last = {each.name for each in entries if each.kind == "directory"}, found.names[-_MOST_LOOKED_INTO:]
+    is_certain = any(each in folders or _begins_as_state(_head(backend, directory, each)) for each in reversed(last))
+    return found.names if is_certain else []
+
+
 def chosen_name(directory: str, found: FlaxNames, step: int | None) -> str:
     """The name of a step; None: of the newest one.
 
@@ -128,17 +145,29 @@ def _other_prefix(backend: Backend, directory: str, files: Sequence[str]) -> str
 
 
 def _begins_as_map(backend: Backend, directory: str, name: str) -> bool:
-    first = np.zeros(1, np.uint8)
+    head = _head(backend, directory, name)
+    return bool(head) and head[0] in _MAPS
+
+
+def _begins_as_state(head: bytes) -> bool:
+    """Whether these are the first bytes of a map with text as its first key: those of a pickle are none."""
+    key = head[{0xDE: 3, 0xDF: 5}.get(head[0], 1) :] if head and head[0] in _MAPS else b""
+    return bool(key) and (0xA0 <= key[0] < 0xC0 or 0xD9 <= key[0] <= 0xDB)
+
+
+def _head(backend: Backend, directory: str, name: str) -> bytes:
+    """The first bytes of a file; none if it cannot be read."""
     try:
         source = backend.open(directory, name, direct=False)
         try:
-            if source.size:
-                source.read_into(0, first, 1)
+            data = np.empty(min(source.size, _HEAD_BYTES), np.uint8)
+            if len(data):
+                source.read_into(0, data, len(data))
         finally:
             source.close()
     except StorageError:
-        return False
-    return int(first[0]) in _MAPS
+        return b""
+    return data.tobytes()
 
 
 def _is_orbax_item(backend: Backend, directory: str) -> bool:

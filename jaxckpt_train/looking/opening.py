@@ -11,9 +11,10 @@ from jaxckpt_train.formats.found import find_file, find_in_directory
 from jaxckpt_train.looking.run_look import has_steps, look_at_run, newest_whole
 from jaxckpt_train.opened import OURS, Opened, open_found
 from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.steps.refusals import of_others
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.local import is_file
-from jaxckpt_train.store.transaction import open_committed
+from jaxckpt_train.store.transaction import is_committed, open_committed
 
 
 def open_at(backend: Backend, path: str, step: int | None = None, *, verify: bool = True) -> Opened:
@@ -43,6 +44,25 @@ def open_at(backend: Backend, path: str, step: int | None = None, *, verify: boo
         if found is None:
             raise
     return open_found(backend, found, settings)
+
+
+def text_of_other(backend: Backend, path: str) -> str:
+    """What is at a path that is no run of ours, for a message; empty: nothing that is known here.
+
+    Raises:
+        CorruptCheckpointError, NotACheckpointError: another tool has left it, and none of it can be opened.
+        StorageError: it cannot be read.
+    """
+    if is_file(path):
+        return "a file"
+    found = of_others(backend, path)
+    if found:
+        return found
+    if is_committed(backend, path):
+        return "one checkpoint of this package"
+    other = find_in_directory(backend, path)
+    kind = "Flax" if isinstance(other, FlaxFile) else "" if other is None else other.kind
+    return f"a checkpoint of {kind}" if kind else ""
 
 
 def _foreign(backend: Backend, path: str, step: int | None) -> Foreign | FlaxFile:

@@ -66,14 +66,16 @@ class Totals:
 
 
 def processes_of(told: Sequence[Told], is_live: bool) -> tuple[list[Process], Totals]:
-    """The processes that these events tell of, in order, and their totals.
+    """The processes of a training that these events tell of, in order, and their totals.
 
     Args:
         told: oldest first.
         is_live: whether the last one is at work.
     """
-    attempts = attempts_of((each.event for each in told), is_live=is_live)
+    all_of_them = attempts_of((each.event for each in told), is_live=is_live)
     starts = [each for each in told if each.kind == "start"]
+    of_the_training = [pair for pair in zip(all_of_them, starts, strict=True) if pair[0].is_of_the_training]
+    attempts, starts = [attempt for attempt, _ in of_the_training], [start for _, start in of_the_training]
     found = goodput(attempts)
     rows = zip(attempts, found.attempts, starts, strict=True)
     processes = [_process(number, *row) for number, row in enumerate(rows, 1)]

@@ -47,6 +47,7 @@ class Attempt:
         blocked_s: seconds that saves held up the loop.
         to_resume_s: seconds from `began` until the loop had its state.
         follows: the step that was last committed before it began; 0: none was.
+        tends: whether it took the directory for a command, as `jaxckpt pin` and `prune` do.
     """
 
     began: datetime.datetime
@@ -59,6 +60,7 @@ class Attempt:
     to_resume_s: float = 0.0
     follows: int = 0
     has_resumed: bool = False
+    tends: bool = False
 
     @property
     def wall_s(self) -> float:
@@ -74,6 +76,12 @@ class Attempt:
     def has_lost_work(self) -> bool:
         """Whether it had its state, and ended without the chance to save: killed, late, or with an error."""
         return bool(self.stretches) and self.how not in (FINISHED, CLOSED, PREEMPTED, RUNNING)
+
+    @property
+    def is_of_the_training(self) -> bool:
+        """Whether it may have had a loop: of a command's process older histories tell no more than that it came."""
+        has_left_nothing = self.how == CLOSED and not (self.stretches or self.saves or self.failed_saves)
+        return not self.tends and not has_left_nothing
 
     def hear(self, event: RunEvent) -> None:
         """Take note of an event of it."""
@@ -151,7 +159,7 @@ def attempts_of(
     for event in events:
         if event.event == "start":
             follows = found[-1].safe_step if found else 0
-            found.append(Attempt(event.time, event.time, follows=follows))
+            found.append(Attempt(event.time, event.time, follows=follows, tends=event.tends))
             if event.step is not None:  # it had restored that before
                 found[-1].takes_up(event.step)
         elif found:

@@ -15,7 +15,7 @@ from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError, Sto
 from jaxckpt_train.steps.entry import Entry, entry_from_manifest
 from jaxckpt_train.steps.lineage import in_order
 from jaxckpt_train.steps.notes import Notes
-from jaxckpt_train.steps.refusals import refuse_orbax_steps
+from jaxckpt_train.steps.refusals import refuse_flax_checkpoints, refuse_orbax_steps
 from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
@@ -61,13 +61,19 @@ def scan_with_notes(
         names = now  # the owner deleted a step while it was looked at, and has saved another
 
 
-def refuse_uncommitted(backend: Backend, directory: str, damaged: bool, progress: Progress | None = None) -> None:
+def refuse_uncommitted(
+    backend: Backend, directory: str, damaged: bool, progress: Progress | None = None, beside_flax: bool = False
+) -> None:
     """Raise CorruptCheckpointError if there are step directories, none of which can be restored.
 
-    `progress` is called with 0 while the disk is waited for.
+    Args:
+        backend, directory: where the run is.
+        damaged: whether steps were set aside.
+        progress: called with 0 while the disk is waited for.
+        beside_flax: whether a run may begin beside checkpoints of Flax.
 
     Raises:
-        SettingsError: there are steps of Orbax.
+        SettingsError: there are steps of Orbax, or checkpoints of Flax.
     """
     answer_of(directory, lambda moved: refuse_orbax_steps(backend, directory), progress)
     names = sorted(answer_of(directory, lambda moved: _step_names(backend, directory), progress))
@@ -77,6 +83,8 @@ def refuse_uncommitted(backend: Backend, directory: str, damaged: bool, progress
             f"{directory}: has {', '.join(names[:5])}, but each of its steps is {why}; copy them anew, or "
             "move them away to start from the beginning"
         )
+    if not beside_flax:
+        answer_of(directory, lambda moved: refuse_flax_checkpoints(backend, directory), progress)
 
 
 def tell_of_uncommitted(backend: Backend, directory: str, told: set[str]) -> None:

@@ -59,6 +59,11 @@ class Entry:
         """Which save it is; a name alone may be given again."""
         return (self.name, self.time)
 
+    @property
+    def tells_time(self) -> bool:
+        """Whether its manifest says when it was saved."""
+        return self.time != _LONG_AGO
+
     def info(self) -> CheckpointInfo:
         """The entry as policies see it."""
         return CheckpointInfo(self.step, self.time, self.metrics, self.pinned, self.temporary)

@@ -74,7 +74,8 @@ class Goodput:
 
 
 def goodput(attempts: Sequence[Attempt]) -> Goodput:
-    """The goodput of a run, of which these are the processes in order."""
+    """The goodput of a run, of which these are the processes in order; what only tended it is left out."""
+    attempts = [attempt for attempt in attempts if attempt.is_of_the_training]
     if not attempts:
         return Goodput()
     _complete(attempts)

@@ -103,9 +103,13 @@ class StepManager(RunNotes):
         self._closed, self._guard = False, threading.RLock()  # each save has its turn
         free_in_child(self)
 
-    def check_fresh(self, progress: Progress | None = None) -> None:
-        """Raise CorruptCheckpointError if there are step directories, none of them whole; `progress`: of waits."""
-        self._together.led("looking for steps", lambda: self._run.check_fresh(progress), time.monotonic)
+    def check_fresh(self, progress: Progress | None = None, *, beside_flax: bool = False) -> None:
+        """Raise CorruptCheckpointError if there are step directories, none of them whole; `progress`: of waits.
+
+        Where no loop of this run has had its state yet, checkpoints of Flax are refused, but for `beside_flax`.
+        """
+        may_be = beside_flax or self._run.past.has_begun
+        self._together.led("looking for steps", lambda: self._run.check_fresh(progress, may_be), time.monotonic)
 
     def own(self) -> None:
         """Take the directory for this process and clean what dead owners left; the first save does so by itself.

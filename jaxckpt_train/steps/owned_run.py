@@ -36,6 +36,7 @@ def owned_run(backend: Backend, directory: str, policy: PreservationPolicy | Non
     if not answer_of(directory, lambda moved: scan(backend, directory)):
         raise NotACheckpointError(f"{directory}: expected a run, found no committed steps in it")
     run = RunDirectory(backend, directory, policy, _now)
+    run.log.tends = True
     try:
         run.own()
         yield run

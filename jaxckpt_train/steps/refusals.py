@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from jaxckpt_train.errors import CheckpointExistsError, SettingsError, StepNotFoundError, StorageError
+from jaxckpt_train.formats.flax_directory import certain_checkpoints
 from jaxckpt_train.formats.orbax_looks import orbax_steps
 from jaxckpt_train.steps.entry import Entry
+from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.backend import Entry as Listed
 from jaxckpt_train.store.manifest import MANIFEST_NAME
+from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.store.transaction import is_committed
 
+_MOST_NAMED = 5
 Seen = Mapping[str, datetime.datetime | None]
 """When each step of a run was saved, by the names of the directories; None where that could not be read."""
 
@@ -27,18 +33,47 @@ def refuse_checkpoint(backend: Backend, directory: str) -> None:
 
 def refuse_orbax_steps(backend: Backend, directory: str) -> None:
     """Raise SettingsError if a run is to begin anew where Orbax has left one: somebody means to go on from that."""
-    try:
-        entries = backend.list(directory)
-    except StorageError:
-        return  # there is none, or who saves there is told
-    steps = orbax_steps(backend, directory, entries)
+    steps = orbax_steps(backend, directory, _listed(backend, directory))
     if steps:
-        shown = ", ".join(map(str, list(steps)[-5:]))
         raise SettingsError(
-            f"{directory}: expected a run of this package or an empty directory, found steps of Orbax, the last ones "
-            f"{shown}, which are not gone on from by themselves: load one by jaxckpt_train.load, or begin a new run "
+            f"{directory}: expected a run of this package or an empty directory, found {_orbax_text(steps)}, "
+            "which are not gone on from by themselves: load one by jaxckpt_train.load, or begin a new run "
             f"with it (init_from={directory}/{list(steps.values())[-1]}), and choose another directory"
         )
+
+
+def refuse_flax_checkpoints(backend: Backend, directory: str) -> None:
+    """As `refuse_orbax_steps`, of what `flax.training.checkpoints` has left."""
+    names = certain_checkpoints(backend, directory, _listed(backend, directory))
+    if names:
+        raise SettingsError(
+            f"{directory}: expected a run of this package or an empty directory, found {_flax_text(names)}, "
+            "which are not gone on from by themselves: load one by jaxckpt_train.load, or begin a new run with it "
+            f"(init_from={directory}/{names[-1]}), and choose another directory"
+        )
+
+
+def of_others(backend: Backend, directory: str, moved: Callable[[], None] = lambda: None) -> str:
+    """What other tools have left where a run is looked for; empty: nothing that is known here."""
+    entries = _listed(backend, directory)
+    steps = orbax_steps(backend, directory, entries)
+    names = [] if steps else certain_checkpoints(backend, directory, entries)
+    return _orbax_text(steps) if steps else _flax_text(names) if names else ""
+
+
+def _listed(backend: Backend, directory: str) -> list[Listed]:
+    try:
+        return list(backend.list(directory))
+    except StorageError:
+        return []  # there is none, or who saves there is told
+
+
+def _orbax_text(steps: Mapping[int, str]) -> str:
+    return f"steps of Orbax, the last ones {', '.join(map(str, list(steps)[-_MOST_NAMED:]))}"
+
+
+def _flax_text(names: Sequence[str]) -> str:
+    return f"checkpoints of Flax, the last ones {', '.join(names[-_MOST_NAMED:])}"
 
 
 def refuse_again_or_below(directory: str, step: int, line: Sequence[Entry], restored: Entry | None) -> None:
@@ -103,14 +138,26 @@ def _is_seen(entry: Entry, seen: Seen) -> bool:
     return entry.name in seen and (not entry.is_certain or seen[entry.name] in (None, entry.time))
 
 
-def step_not_found(directory: str, step: int | None, there: Iterable[Entry]) -> StepNotFoundError:
+def step_not_found(
+    directory: str,
+    step: int | None,
+    there: Collection[Entry],
+    backend: Backend | None = None,
+    progress: Progress | None = None,
+) -> StepNotFoundError:
     """What to say where a run has no such step.
 
     Args:
         directory: of the run.
         step: which was asked for; None: any.
         there: what it has.
+        backend: where to look for what other tools have left, if it has nothing; None: nowhere.
+        progress: called with 0 while the disk is waited for.
     """
     steps = ", ".join(str(each) for each in sorted({entry.step for entry in there})) or "none"
     which = "" if step is None else f" {step}; committed are {steps}"
-    return StepNotFoundError(f"{directory}: has no committed step{which}")
+    others = ""
+    if backend is not None and not there:
+        others = answer_of(directory, functools.partial(of_others, backend, directory), progress)
+    found = f"; found {others}, which jaxckpt_train.load loads" if others else ""
+    return StepNotFoundError(f"{directory}: has no committed step{which}{found}")

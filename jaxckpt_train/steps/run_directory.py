@@ -128,10 +128,10 @@ class RunDirectory:
         self._next_save.found(self._entries, self._notes.roll_back)
         self._infos = None
 
-    def check_fresh(self, progress: Progress | None = None) -> None:
+    def check_fresh(self, progress: Progress | None = None, beside_flax: bool = False) -> None:
         """Raise CorruptCheckpointError if there are step directories, but none that is committed and whole."""
         if not self.entries(progress):
-            refuse_uncommitted(self._backend, self._directory, bool(self.damaged(progress)), progress)
+            refuse_uncommitted(self._backend, self._directory, bool(self.damaged(progress)), progress, beside_flax)
             self._origin.nothing()
 
     def entries(self, progress: Progress | None = None) -> list[Entry]:
@@ -183,7 +183,7 @@ class RunDirectory:
         if not found:
             if wanted is None and damaged:  # as who restores asks
                 self._origin.nothing()
-            raise step_not_found(self._directory, step, entries)
+            raise step_not_found(self._directory, step, entries, self._backend, progress)
         return found
 
     def with_entries(

@@ -23,6 +23,7 @@ class RunEvent(msgspec.Struct):
     step: _Step | None = None
     completed: _Step | None = None  # by a loop that goes back
     ok: bool | None = None
+    tends: bool = False  # it took the directory for a command such as `jaxckpt pin`
     how: str | None = None
     blocked_s: _Seconds = 0.0
     save_s: _Seconds = 0.0

@@ -32,6 +32,7 @@ class RunLog:
 
     Attributes:
         completed: how many updates are complete; None: nobody has said.
+        tends: whether the process takes the run for a command, and has no loop.
         ends_as: how it ends: "closed", or what whoever knows better has set.
     """
 
@@ -43,7 +44,7 @@ class RunLog:
     ) -> None:
         self._history, self._clock, self._monotonic = history, clock, monotonic
         self.completed: int | None = None
-        self.ends_as = CLOSED
+        self.ends_as, self.tends = CLOSED, False
         self._began_at: float | None = None
         self._noted: tuple[float, int | None] = (0.0, None)
 
@@ -51,7 +52,7 @@ class RunLog:
         """The process owns the run; `step`: that it has restored before."""
         self._began_at = self._monotonic()
         self._noted = self._began_at, None
-        self._note("start", {"step": step, **run_facts()})
+        self._note("start", {"step": step, "tends": self.tends or None, **run_facts()})
 
     def resumed(self, step: int, resume_s: float, progress: Progress | None = None) -> None:
         """The loop has its state, that of this step, so many seconds after it has begun to look for it.

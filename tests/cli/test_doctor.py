@@ -29,7 +29,7 @@ from tests.steps.runs import (
 )
 
 SMALL = ("--size-mib", 1)
-KEYS = {"path", "versions", "file_system", "disk", "owner", "run", "at_risk", "warnings"}
+KEYS = {"path", "is_there", "versions", "file_system", "disk", "owner", "run", "at_risk", "warnings"}
 TRAINING = """
 import sys, datetime
 import jax.numpy as jnp
@@ -64,6 +64,10 @@ def test_of_a_plain_directory_it_tells_versions_room_and_speed(tmp_path: Path) -
 
 def test_a_directory_that_is_not_there_yet_is_not_made(tmp_path: Path) -> None:
     found = told("doctor", tmp_path / "new", *SMALL)
+    assert not found["is_there"]
+    assert told("doctor", tmp_path, *SMALL)["is_there"]
+    assert f"{tmp_path / 'new'}: is not there yet" in printed("doctor", tmp_path / "new", *SMALL)
+    assert "is not there" not in printed("doctor", tmp_path, *SMALL)
     assert (found["path"], found["disk"]["bytes"]) == (str(tmp_path / "new"), 1 << 20)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")

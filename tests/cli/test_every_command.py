@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -52,6 +53,11 @@ def test_what_is_called_wrongly_ends_with_2_and_a_usage(name: str) -> None:
         done = run(*arguments)
         assert (done.exit_code, done.stdout) == (2, "")
         assert "Usage:" in done.stderr
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert run("--version").stdout == importlib.metadata.version("jaxckpt-train") + "\n"
+    assert run("--version", "no-such-command").exit_code == 0
 
 
 def test_no_command_prints_the_help_and_an_unknown_one_ends_with_2() -> None:

@@ -117,10 +117,10 @@ def test_where_there_is_no_run_it_ends_with_3(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
     assert "expected a directory, found nothing" in refused("ls", tmp_path / "gone", code=3)
-    assert "expected a directory, found a file" in refused("ls", tmp_path / "file", code=3)
+    assert "expected a run, found a file; `jaxckpt show" in refused("ls", tmp_path / "file", code=3)
     assert "found nothing" in refused("ls", tmp_path / "file" / "below", code=3)
     assert "found no steps" in refused("ls", tmp_path / "empty", code=3)
-    assert "found no steps" in refused("ls", tmp_path / "single", code=3)
+    assert "found one checkpoint of this package" in refused("ls", tmp_path / "single", code=3)
     assert "other stores cannot be read" in refused("ls", "gs://bucket/run", code=2)
 
 
@@ -141,3 +141,13 @@ def test_a_relative_path_and_a_home_are_understood(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("HOME", str(tmp_path))
     assert told("ls", "run") == told("ls", "~/run") == told("ls", run)
     shutil.rmtree(run)
+
+
+def test_a_step_whose_manifest_is_broken_has_no_age(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1, 2)
+    truncate_the_manifest(step_path(directory, 2))
+    _, second = told("ls", directory, code=1)["steps"]
+    assert (second["step"], second["time"]) == (2, None)
+    row = rows(printed("ls", directory, code=1))
+    assert row[1].endswith(" s ok")
+    assert " d " not in row[2]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import grain
 import jax
 import ml_dtypes
 import numpy as np
@@ -166,3 +167,39 @@ def test_a_dtype_that_orbax_lacks_is_told_by_the_checkpoint_s_name(tmp_path: Pat
     output = run("export", tmp_path / "a", tmp_path / "5", "--to", "orbax", code=2)
     assert f"{tmp_path / 'a'}: leaf 'w' of uint4" in output
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a"]
+
+
+@pytest.mark.parametrize("to", ["orbax", "safetensors"])
+def test_a_position_in_the_data_is_named_as_left_out(tmp_path: Path, to: str) -> None:
+    data = iter(grain.MapDataset.range(10).to_iter_dataset())
+    next(data)
+    jct.save_checkpointables(tmp_path / "a", {"state": {"w": np.ones(3)}, "data": data})
+    arguments = ["export", str(tmp_path / "a"), str(tmp_path / "b"), "--to", to]
+    result = CliRunner().invoke(app, [*arguments, "--dry-run"])
+    assert result.stdout == f"{tmp_path / 'b'}: would have 1 leaf, 24 B\n"
+    assert result.stderr == "left out, as only 'state' is written: 'data'\n"
+    found = told(*arguments, "--dry-run")
+    assert (found["leaves"], found["bytes"], found["left_out"]) == (1, 24, ["data"])
+    assert not (tmp_path / "b").exists()
+    assert told(*arguments)["left_out"] == ["data"]
+    assert jct.load(tmp_path / "b")["w"].tolist() == [1, 1, 1]
+    assert told(*arguments[:2], tmp_path / "c", *arguments[3:], "--part", "state")["left_out"] == []
+
+
+def test_a_part_that_is_no_tree_is_told_so(tmp_path: Path) -> None:
+    data = iter(grain.MapDataset.range(10).to_iter_dataset())
+    jct.save_checkpointables(tmp_path / "a", {"state": {"w": np.ones(3)}, "data": data})
+    for command in (["export", "--to", "orbax"], ["import"]):
+        message = run(*command, tmp_path / "a", tmp_path / "b", "--part", "data", code=2)
+        assert "expected a checkpointable that is a tree, found 'data', which is of kind 'grain" in message
+        assert "the trees are 'state'" in message
+
+
+def test_a_dry_run_of_an_import_tells_what_would_be_there(tmp_path: Path) -> None:
+    save_file({"w": np.ones((2, 3), np.float32), "b": np.ones(3, np.float32)}, tmp_path / "m.safetensors")
+    arguments = ["import", tmp_path / "m.safetensors", tmp_path / "out"]
+    assert run(*arguments, "--dry-run") == f"{tmp_path / 'out'}: would have 2 leaves, 36 B\n"
+    assert run(*arguments, "--only", "b", "-n") == f"{tmp_path / 'out'}: would have 1 leaf, 12 B\n"
+    found = told(*arguments, "--dry-run")
+    assert (found["leaves"], found["bytes"]) == (2, 36)
+    assert told(*arguments)["bytes"] >= 36

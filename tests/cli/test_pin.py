@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,18 @@ def test_a_step_below_0_is_refused_with_2(tmp_path: Path) -> None:
     done = run("pin", tmp_path, "--", -1)
     assert (done.exit_code, done.stdout) == (2, "")
     assert "step: expected 0 to" in done.stderr
+
+
+def test_a_command_is_no_process_of_the_training(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1, 2, 3)
+    before = jct.StepManager(directory).goodput()
+    told("pin", directory, 2)
+    told("prune", directory, "--keep-latest", 1, "--yes")
+    told("pin", directory, 2, "--off")
+    told("mv", directory / "step-0000000002", tmp_path / "away")
+    shutil.move(directory, tmp_path / "moved")
+    assert jct.StepManager(tmp_path / "moved").goodput() == before
+    events = [*jct.StepManager(tmp_path / "moved").history.events()]
+    assert [event.get("tends") for event in events if event["event"] == "start"] == [None, True, True, True, True]
+    found = told("report", tmp_path / "moved", "-o", tmp_path / "page.html")
+    assert len(found["processes"]) == 1

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from safetensors.numpy import save_file
 
 import jaxckpt_train as jct
 from tests.cli.commands import printed, refused, told
@@ -82,3 +83,24 @@ def test_what_cannot_be_chosen_is_told(tmp_path: Path) -> None:
     assert told("show", tmp_path / "flax", "--step", 10)["step"] == 10
     message = refused("verify", tmp_path / "flax", "--step", 10, code=3)
     assert "checkpoint_10: of Flax, which keeps no digests" in message
+
+
+def test_ls_says_what_another_tool_has_left(tmp_path: Path) -> None:
+    found = {
+        orbax_run(tmp_path / "orbax", 3, 12): "steps of Orbax, the last ones 3, 12",
+        tmp_path / "orbax" / "12": "a checkpoint of Orbax",
+        tmp_path / "flax": "checkpoints of Flax, the last ones checkpoint_9, checkpoint_10",
+        tmp_path / "ours": "one checkpoint of this package",
+        tmp_path / "folder": "a checkpoint of safetensors",
+        tmp_path / "folder" / "model.safetensors": "a file",
+    }
+    save(tmp_path / "flax", 9, 10)
+    jct.save(tmp_path / "ours", {"w": np.ones(3)})
+    (tmp_path / "folder").mkdir()
+    save_file({"w": np.ones(3)}, tmp_path / "folder" / "model.safetensors")
+    for path, text in found.items():
+        assert refused("ls", path, code=3) == (
+            f"{path}: expected a run, found {text}; `jaxckpt show {path}` tells of it"
+        )
+    (tmp_path / "empty").mkdir()
+    assert refused("ls", tmp_path / "empty", code=3).endswith("expected a run, found no steps in it")

@@ -17,6 +17,8 @@ import jaxckpt_train as jct
 from jaxckpt_train.errors import NonFiniteError, Preempted
 from jaxckpt_train.steps import run_log
 from jaxckpt_train.steps.leaving_plan import Situation, choose
+from jaxckpt_train.steps.owned_run import owned_run
+from jaxckpt_train.store.local import LocalBackend
 from tests.docs.pages import ROOT, Page, pages
 from tests.steps.runs import Clock, Counter, flip_a_payload_byte, state_of, step_path
 
@@ -84,6 +86,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         log.started()
         log.completed = 24
         log.beat()
+    with owned_run(LocalBackend(), str(directory)):  # as `jaxckpt pin` does
+        pass
     found: dict[str, set[str]] = {}
     for event in ckpt.manager.history.events():
         found.setdefault(event["event"], set()).update(event.keys() - {"event", "time"})

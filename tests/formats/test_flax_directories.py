@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import jaxckpt_train as jct
 from jaxckpt_train import checkpoint
 from jaxckpt_train.formats.flax_directory import in_flax_order
+from jaxckpt_train.loops.orbax_manager import CheckpointManager
 from jaxckpt_train.store.local import LocalBackend
 from tests.formats.flax_saves import save, state_of
 from tests.steps.runs import made_run
@@ -235,3 +236,53 @@ def test_a_run_begins_with_the_newest_also_in_the_same_directory(tmp_path: Path,
             ckpt(state_of(11))
             ckpt.save_now()
     assert_is(jct.load(tmp_path / "old" / "checkpoint_10"), 10)
+
+
+@pytest.mark.parametrize("prefix", ["checkpoint_", "actor_"])
+@pytest.mark.parametrize("orbax", [False, True])
+def test_a_run_is_not_begun_anew_beside_checkpoints_of_flax(tmp_path: Path, prefix: str, orbax: bool) -> None:
+    save(tmp_path, 9, 10, orbax=orbax, prefix=prefix)
+    found = (
+        "steps of Orbax, the last ones 9, 10" if orbax else f"checkpoints of Flax, the last ones {prefix}9, {prefix}10"
+    )
+    message = rf"found {found}, .*init_from=.*/{prefix}10\), and choose another"
+    for _ in range(2):  # what the first one has left in the directory changes nothing
+        with pytest.raises(jct.SettingsError, match=message), jct.CheckpointCallback(tmp_path) as ckpt:
+            ckpt.resume({"w": np.zeros(3)})
+    with pytest.raises(jct.SettingsError, match=message), jct.CheckpointCallback(tmp_path) as ckpt:
+        ckpt({"w": np.zeros(3)})
+    with pytest.raises(jct.SettingsError, match=message):
+        CheckpointManager(tmp_path)
+    with pytest.raises(jct.StepNotFoundError, match=f"has no committed step; found {found}, which"):
+        jct.StepManager(tmp_path).restore({"state": {"w": np.zeros(3)}})
+    if prefix == "checkpoint_" and not orbax:
+        assert_is(jct.load(tmp_path), 10)
+
+
+def test_a_run_is_not_begun_anew_beside_flaxs_of_several_prefixes(tmp_path: Path) -> None:
+    save(tmp_path, 10, prefix="actor_")
+    save(tmp_path, 10, prefix="critic_")
+    with pytest.raises(jct.SettingsError, match="checkpoints of Flax, the last ones actor_10, critic_10"):
+        jct.CheckpointCallback(tmp_path).resume({"w": np.zeros(3)})
+
+
+def test_a_run_that_has_begun_goes_on_beside_what_flax_writes(tmp_path: Path) -> None:
+    """A program may do both; and one that was killed before its first save has begun all the same."""
+    with jct.CheckpointCallback(tmp_path) as ckpt:
+        ckpt.resume({"w": np.zeros(3)})
+    save(tmp_path, 10)
+    with jct.CheckpointCallback(tmp_path) as ckpt:
+        ckpt.resume({"w": np.zeros(3)})
+        ckpt({"w": np.ones(3)})
+        ckpt.save_now()
+    (tmp_path / "history.jsonl").unlink()
+    with jct.CheckpointCallback(tmp_path) as ckpt:
+        assert ckpt.resume({"w": np.zeros(3)})["w"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["checkpoint_3", "replay_3"])
+def test_files_of_others_with_such_names_are_no_reason_to_refuse(tmp_path: Path, name: str) -> None:
+    for number, content in enumerate([b"", b"\x80\x04\x95rest of a pickle", b"\x89HDF\r\n\x1a\n", b"text", b"\xde"]):
+        (tmp_path / f"{name}{number}").write_bytes(content)
+    with jct.CheckpointCallback(tmp_path) as ckpt:
+        ckpt.resume({"w": np.zeros(3)})

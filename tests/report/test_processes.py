@@ -21,7 +21,7 @@ RUN = (
     at(150, "resumed", step=50, resume_s=20.0),
     at(230, "save", step=130, ok=True),
     at(230, "end", how="finished", step=130),
-    at(240, "start", pid=13),
+    at(240, "start", pid=13, tends=True),
     at(245, "end", how="closed"),
 )
 
@@ -31,26 +31,25 @@ def test_each_process_is_a_row_with_how_it_ended() -> None:
     assert [(row.number, row.how, row.where) for row in rows] == [
         (1, "killed", "node-1, process 11, Slurm job 7, restart 2"),
         (2, "finished", "node-2, process 12"),
-        (3, "closed", "process 13"),
     ]
     assert [(row.first_step, row.last_step, row.useful_steps, row.redone_steps) for row in rows] == [
-        (0, 100, 50, 50), (50, 130, 80, 0), (None, None, 0, 0)
+        (0, 100, 50, 50), (50, 130, 80, 0)
     ]  # fmt: skip
-    assert [(row.saves, row.failed_saves) for row in rows] == [(1, 1), (1, 0), (0, 0)]
+    assert [(row.saves, row.failed_saves) for row in rows] == [(1, 1), (1, 0)]
     assert rows[1].began == START + datetime.timedelta(seconds=130)
 
 
 def test_what_the_time_went_into_adds_up() -> None:
     rows, totals = processes_of(told_events(RUN)[0], is_live=False)
     assert [(row.useful_s, row.lost_s, row.other_s, row.blocked_s, row.to_resume_s) for row in rows] == [
-        (45.0, 45.0, 0.0, 10.0, 10.0), (80.0, 0.0, 0.0, 0.0, 20.0), (0.0, 0.0, 5.0, 0.0, 0.0)
+        (45.0, 45.0, 0.0, 10.0, 10.0), (80.0, 0.0, 0.0, 0.0, 20.0)
     ]  # fmt: skip
     for row in rows:
         parts = (row.useful_s, row.lost_s, row.other_s, row.blocked_s, row.to_resume_s)
         assert sum(parts) == pytest.approx(row.wall_s)
     parts = (totals.useful_s, totals.lost_s, totals.other_s, totals.blocked_s, totals.to_resume_s, totals.between_s)
-    assert sum(parts) == pytest.approx(totals.wall_s) == pytest.approx(245.0)
-    assert totals.share == pytest.approx(125 / 245)
+    assert sum(parts) == pytest.approx(totals.wall_s) == pytest.approx(230.0)
+    assert totals.share == pytest.approx(125 / 230)
     assert (totals.saves, totals.failed_saves, totals.redone_steps) == (2, 1, 50)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,10 +54,19 @@ def test_processes_without_a_state_change_nothing() -> None:
     died = [at(15, "start"), at(16, "end", how="MismatchError")]
     pinned = [at(17, "start"), at(18, "end", how="closed")]
     events = [*life(0, 0, 10, 15, None), *died, *pinned, *life(20, 10, 30, 30)]
-    assert counts(*events) == [(10, 5), (0, 0), (0, 0), (20, 0)]
-    assert counts(*life(0, 0, 10, 10), *pinned) == [(10, 0), (0, 0)]  # also as the last one
+    assert counts(*events) == [(10, 5), (0, 0), (20, 0)]
+    assert counts(*life(0, 0, 10, 10), *pinned) == [(10, 0)]  # also as the last one
+    assert goodput(attempts(*life(0, 0, 10, 10), *pinned)).wall_s == goodput(attempts(*life(0, 0, 10, 10))).wall_s
     _, unready, *_ = goodput(attempts(*events)).attempts
     assert (unready.first_step, unready.last_step, unready.useful_s) == (None, None, 0.0)
+
+
+@pytest.mark.parametrize("ending", [[at(18, "end", how="closed")], []])
+def test_a_command_is_no_process_of_the_training_however_it_ends(ending: list[dict[str, Any]]) -> None:
+    events = [*life(0, 0, 10, 15, None), at(17, "start", tends=True), at(17, "delete", name="step-0000000010"), *ending]
+    assert counts(*events) == [(15, 0)]
+    assert counts(*events, *life(20, 10, 30, 30)) == [(10, 5), (20, 0)]
+    assert [each.how for each in goodput(attempts(*events, is_live=not ending)).attempts] == ["killed"]
 
 
 def test_several_that_were_killed_before_they_saved_are_all_redone() -> None:
