@@ -10,6 +10,8 @@ from jaxckpt_train.errors import SettingsError
 
 Only = str | Sequence[str] | Callable[[str], bool] | None
 
+_MOST_NAMED = 3
+_MOST_COMPARED = 1000  # more take seconds
 _PIECES = re.compile(r"\*\*|\*|\?|[^*?]+")
 _MEANING = {"**": ".*", "*": "[^/]*", "?": "[^/]"}
 
@@ -35,6 +37,13 @@ def leaf_filter(only: Only) -> Callable[[str], bool]:
 
 def _expression(pattern: str) -> str:
     return "".join(_MEANING.get(piece, re.escape(piece)) for piece in _PIECES.findall(pattern))
+
+
+def alike(name: str, names: Collection[str]) -> list[str]:
+    """The few of the names that end as this one does, the shortest first; else those that resemble it."""
+    ends = [each for each in names if each.endswith(f"/{name}")]
+    near = ends or (difflib.get_close_matches(name, names, _MOST_NAMED, 0.7) if len(names) <= _MOST_COMPARED else [])
+    return sorted(near, key=len)[:_MOST_NAMED] if ends else near
 
 
 def suggestion(only: Only, names: Collection[str]) -> str:
