@@ -46,8 +46,14 @@ def alike(name: str, names: Collection[str]) -> list[str]:
     return sorted(near, key=len)[:_MOST_NAMED] if ends else near
 
 
-def suggestion(only: Only, names: Collection[str]) -> str:
-    """A question that names a pattern like those given that does select something; empty if none is found."""
+def suggestion(only: Only, names: Collection[str], fits: Callable[[str], Callable[[str], bool]] = leaf_filter) -> str:
+    """A question that names a pattern like those given that does select something; empty if none is found.
+
+    Args:
+        only: the patterns that select nothing.
+        names: of leaves.
+        fits: what makes a predicate of a pattern.
+    """
     patterns = [only] if isinstance(only, str) else only
     if callable(patterns) or patterns is None:
         return ""
@@ -55,7 +61,21 @@ def suggestion(only: Only, names: Collection[str]) -> str:
         plain = pattern.strip("/").removesuffix("/*").removesuffix("/**")
         tops = difflib.get_close_matches(plain.partition("/")[0], {name.partition("/")[0] for name in names}, 1)
         _, slash, rest = plain.partition("/")
-        for tried in (plain, f"{plain}/**", *(f"{top}{slash}{rest}/**" for top in tops), *tops):
-            if any(map(leaf_filter(tried), names)):
+        corrected = _with_known_keys(pattern, names)
+        ways = (f"{top}{slash}{rest}/**" for top in tops)
+        for tried in (plain, f"{plain}/**", corrected, f"{corrected}/**", *ways, *tops):
+            if any(map(fits(tried), names)):
                 return f', did you mean "{tried}"?'
     return ""
+
+
+def _with_known_keys(pattern: str, names: Collection[str]) -> str:
+    """A pattern with the nearest key that there is for each one without wildcards that is none."""
+    known = {key for name in names for key in name.split("/")}
+    if len(known) > _MOST_COMPARED:
+        return pattern
+    keys = pattern.split("/")
+    unknown = [number for number, key in enumerate(keys) if key not in known and not set(key) & set("*?{")]
+    for number in unknown:
+        keys[number] = next(iter(difflib.get_close_matches(keys[number], known, 1)), keys[number])
+    return "/".join(keys)
