@@ -106,7 +106,11 @@ def test_a_run_goes_to_orbax_and_back(tmp_path: Path) -> None:
         (["import", "{a}", "{a}"], 4, "exists; move it away"),
         (["import", "{none}", "{out}"], 3, "none"),
         (["import", "{a}", "{out}", "--op", "drop nothing"], 2, "no leaf fits 'nothing'"),
-        (["import", "{a}", "{out}", "--only", "nothing"], 2, "nothing selects none of"),
+        (
+            ["import", "{a}", "{out}", "--only", "nothing"],
+            2,
+            "--only 'nothing' selects none of the 1 leaves that are there",
+        ),
         (["import", "{a}", "{out}", "--surgery", "{none}"], 4, "none"),
         (["import", "{a}", "{out}", "--part", "data"], 2, "expected one of its checkpointables, found 'data'"),
     ],
@@ -120,6 +124,18 @@ def test_what_is_wrong_is_told_in_a_line(tmp_path: Path, arguments: list[str], c
     assert "Traceback" not in output
     assert told(*given, code=code)["exit_code"] == code
     assert not (tmp_path / "out").exists()
+
+
+def test_only_chooses_of_what_the_operations_leave(tmp_path: Path) -> None:
+    jct.save(tmp_path / "a", {"hidden": {"kernel": np.ones(3)}, "step": 3})
+    command = ["import", tmp_path / "a", tmp_path / "b", "--op", "rename hidden/** params/**", "--only"]
+    message = run(*command, "parms/**", code=2)
+    assert "--only 'parms/**' selects none of the 2 leaves that are there after all operations, did you" in message
+    assert 'did you mean "params/**"?' in message
+    assert "operation 1 of 1" not in message
+    run(*command, "hidden/**", code=2)
+    run(*command, "params/**")
+    assert list(jct.load(tmp_path / "b")) == ["params"]
 
 
 def test_a_plan_has_the_shape_of_all_that_is_fused(tmp_path: Path) -> None:
