@@ -80,9 +80,13 @@ def _no_flax_file(found: FlaxFile, why: str) -> NotACheckpointError | CorruptChe
     """The error of a file that is none; among those of Flax it was one."""
     if found.directory is not None:
         return CorruptCheckpointError(f"{found.path}: expected a Flax msgpack file, found one that is none ({why})")
-    return NotACheckpointError(
-        f"{found.path}: expected a checkpoint directory or a Flax msgpack file, found a file that is neither ({why})"
-    )
+    expected = f"{found.path}: expected a checkpoint directory or a Flax msgpack file"
+    if found.path.endswith(".json"):
+        folder = found.path.rpartition("/")[0] or "/"
+        return NotACheckpointError(
+            f"{expected}, found a JSON file; of a checkpoint or a model give the folder, {folder}"
+        )
+    return NotACheckpointError(f"{expected}, found a file that is neither ({why})")
 
 
 def _refuse_arrays_elsewhere(tree: Any, path: str) -> None:

@@ -26,13 +26,18 @@ from jaxckpt_train.looking.opening import open_at
 from jaxckpt_train.opened import Opened
 from jaxckpt_train.surgery.leaves import Leaves
 from jaxckpt_train.surgery.operation import Change, Operation
-from jaxckpt_train.tree.patterns import leaf_filter
+from jaxckpt_train.tree.patterns import leaf_filter, suggestion
 
 GB = 10**9
 Out = Annotated[str, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)]
 To = Annotated[str, typer.Option("--to", help="safetensors (as Hugging Face lays models out), or orbax (a step).")]
 Only = Annotated[
-    list[str] | None, typer.Option("--only", help="Leaf paths or patterns to write; else all.", show_default=False)
+    list[str] | None,
+    typer.Option(
+        "--only",
+        help="Leaf paths or patterns to write, as the operations leave the tree; else all.",
+        show_default=False,
+    ),
 ]
 ShardGb = Annotated[float, typer.Option("--shard-gb", help="safetensors: a file has at most so many GB of tensors.")]
 Separator = Annotated[str, typer.Option("--separator", help="safetensors: between the keys of a path in a name.")]
@@ -110,8 +115,7 @@ def prepared(
     operated = changed(opened, name, chosen_operations(surgery, op))
     source = dataclasses.replace(opened, files=operated.files, committed=operated.committed)
     if only:
-        selected = leaf_filter(only)
-        chosen = changed(source, name, (_Keep(selected, ", ".join(only)),))
+        chosen = changed(source, name, (_Keep(only, opened.path),))
         source = dataclasses.replace(source, files=chosen.files, committed=chosen.committed)
     return source, name, operated
 
@@ -121,14 +125,19 @@ class _Keep(Operation):
 
     name = "only"
 
-    def __init__(self, selected: Any, text: str) -> None:
-        self._selected, self._text = selected, text
+    def __init__(self, only: list[str], path: str) -> None:
+        self._only, self._path = only, path
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
         """Drop the others."""
-        others = [name for name in leaves if not self._selected(name)]
+        selected = leaf_filter(self._only)
+        others = [name for name in leaves if not selected(name)]
         if len(others) == len(leaves):
-            raise MismatchError(f"{subject}: {self._text} selects none of {len(leaves)} leaves")
+            told = " ".join(f"--only {pattern!r}" for pattern in self._only)
+            hint = suggestion(self._only, leaves)
+            raise MismatchError(
+                f"{self._path}: {told} selects none of the {len(leaves)} leaves that are there after all operations{hint}"
+            )
         for name in others:
             del leaves[name]
         return []

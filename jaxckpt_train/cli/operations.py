@@ -48,13 +48,15 @@ def chosen_operations(file: str | None, texts: list[str] | None) -> tuple[Operat
         SettingsError: one is none, or the file holds no list of them.
         StorageError: the file cannot be read.
     """
-    found: tuple[Operation, ...] = ()
+    found, texts = tuple[Operation, ...](), texts or []
     if file is not None:
         path = absolute(file)
         folder, _, name = path.rpartition("/")
         data = bytes(memoryview(read_whole(BACKEND, folder or "/", name, MOST_BYTES)))
-        found = operations_of(path, _decoded(path, data))
-    return (*found, *(parse_operation(text) for text in texts or ()))
+        given = _decoded(path, data)
+        found = operations_of(path, given, len(given) + len(texts) if isinstance(given, list) else None)
+    first, in_all = len(found) + 1, len(found) + len(texts)
+    return (*found, *(parse_operation(text, number, in_all) for number, text in enumerate(texts, first)))
 
 
 def _decoded(path: str, data: bytes) -> Any:

@@ -15,7 +15,7 @@ from jaxckpt_train.store.machine import memory_bytes
 from jaxckpt_train.surgery.fitting import held
 from jaxckpt_train.surgery.leaves import Leaf, Leaves
 from jaxckpt_train.surgery.names import wildcards
-from jaxckpt_train.surgery.operation import Change, Operation, whole_number
+from jaxckpt_train.surgery.operation import Change, Operation, check_dtype, whole_number
 from jaxckpt_train.surgery.views import Constant, Filled, View
 from jaxckpt_train.tree.leaf_records import ArrayLeaf
 
@@ -50,8 +50,7 @@ class Add(Operation):
         if wildcards(self.leaf):
             raise SettingsError(f"add: leaf: expected one path without wildcards, found {self.leaf!r}")
         object.__setattr__(self, "shape", tuple(whole_number("add: shape", size, least=0) for size in self.shape))
-        if self.dtype not in DTYPES:
-            raise SettingsError(f'add: dtype: expected the name of a dtype such as "bfloat16", found {self.dtype!r}')
+        check_dtype("add: dtype", self.dtype)
         is_number = isinstance(self.init, int | float) and not isinstance(self.init, bool)
         if not (is_number or callable(self.init) or self.init in _NAMED):
             raise SettingsError(f"add: init: expected {', '.join(_NAMED)}, a number or a function, found {self.init!r}")

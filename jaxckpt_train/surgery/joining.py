@@ -13,6 +13,8 @@ from jaxckpt_train.surgery.names import INDEX, check_pattern, check_template, fi
 from jaxckpt_train.surgery.operation import Change, Operation, axis_of, whole_number
 from jaxckpt_train.surgery.views import Joined, Sliced
 
+_MOST_TOLD = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class Stack(Operation):
@@ -31,12 +33,15 @@ class Stack(Operation):
 
     def __post_init__(self) -> None:
         self._check_patterns("leaves", "to")
-        check_template("stack", self.leaves, self.to)
         whole_number("stack: axis", self.axis)
-        if INDEX not in wildcards(self.leaves) or INDEX in wildcards(self.to):
+        if INDEX not in wildcards(self.leaves):
             raise SettingsError(
-                f"stack: expected {INDEX} in leaves, and not in to, found {self.leaves!r} and {self.to!r}"
+                f"stack: expected {INDEX} in leaves, where the number of the layer stands, found {self.leaves!r}; "
+                f"write it there, such as {_with_index(self.leaves)!r}"
             )
+        if INDEX in wildcards(self.to):
+            raise SettingsError(f"stack: expected no {INDEX} in to, which is one array, found {self.to!r}")
+        check_template("stack", self.leaves, self.to)
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
         """As the base class says."""
@@ -54,8 +59,17 @@ class Stack(Operation):
         return changes
 
 
+def _with_index(pattern: str) -> str:
+    """A pattern with the index in the place of what may have been meant by it, or an example of one."""
+    keys = pattern.split("/")
+    for place, key in enumerate(keys):
+        if key == "*" or key.isdigit():
+            return "/".join([*keys[:place], INDEX, *keys[place + 1 :]])
+    return f"layers/{INDEX}/**"
+
+
 def _join(
-    leaves: Leaves, names: Sequence[str], to: str, axis: int, subject: str, changes: list[Change], *, new: bool
+    leaves: Leaves, names: list[str], to: str, axis: int, subject: str, changes: list[Change], *, new: bool
 ) -> None:
     views = [array_of(leaves[name], name, subject) for name in names]
     first = views[0]
@@ -64,13 +78,16 @@ def _join(
         sizes = [size for number, size in enumerate(view.shape) if new or number != place]
         wanted = [size for number, size in enumerate(first.shape) if new or number != place]
         if view.dtype != first.dtype or len(view.shape) != len(first.shape) or sizes != wanted:
-            raise MismatchError(
-                f"{subject}: leaf {name!r} is {leaves[name].text()}, expected one that fits {names[0]!r}, "
-                f"{leaves[names[0]].text()}"
-            )
+            alike = "of one shape and dtype" if new else f"of one dtype, and of one shape but for axis {place}"
+            told = _told(leaves, [*names[:1], name] if new else names)
+            raise MismatchError(f"{subject}: leaf {name!r} does not fit {names[0]!r}: expected {alike}, found {told}")
     joined = leaves[names[0]].with_view(Joined(views, place, new=new))
-    told = ", ".join(names[:3]) + (f", ... ({len(names)})" if len(names) > 3 else "")
-    changes.append((f"{told} {leaves[names[0]].text()}", f"{to} {joined.text()}"))
+    if new:  # which are all alike
+        told = ", ".join(names[:3]) + (f", ... ({len(names)})" if len(names) > 3 else "")
+        told = f"{told} {leaves[names[0]].text()}"
+    else:
+        told = _told(leaves, names)
+    changes.append((told, f"{to} {joined.text()}"))
     put(leaves, {to: joined}, set(names), subject)
 
 
@@ -174,6 +191,11 @@ class Split(Operation):
         if sum(self.sizes) != width:
             raise MismatchError(f"{subject}: leaf {name!r}: sizes are {sum(self.sizes)} in all, expected {width}")
         return self.sizes
+
+
+def _told(leaves: Leaves, names: Sequence[str]) -> str:
+    more = f", ... ({len(names)})" if len(names) > _MOST_TOLD else ""
+    return ", ".join(f"{name} {leaves[name].text()}" for name in names[:_MOST_TOLD]) + more
 
 
 def _patterns(subject: str, given: object) -> tuple[str, ...]:

@@ -65,8 +65,7 @@ def matches(pattern: str, names: Collection[str], subject: str) -> dict[str, tup
     """
     found = {name: groups for name in names if (groups := taken(pattern, name)) is not None}
     if not found:
-        listed = ", ".join(map(repr, sorted(names)[:5])) + (", ..." if len(names) > 5 else "")
-        raise MismatchError(
-            f"{subject}: no leaf fits {pattern!r}{suggestion(pattern, names)}; there are {listed or 'none'}"
-        )
+        hint = suggestion(pattern, names, lambda tried: lambda name: taken(tried, name) is not None)
+        listed = ", ".join(map(repr, sorted(names)[:5])) + (", ..." if len(names) > 5 else "") or "none"
+        raise MismatchError(f"{subject}: no leaf fits {pattern!r}{hint or f'; there are {listed}'}")
     return found

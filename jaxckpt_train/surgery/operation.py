@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import abc
+import re
 from typing import ClassVar
 
 from jaxckpt_train.errors import MismatchError, SettingsError
+from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.surgery.leaves import Leaves
 from jaxckpt_train.surgery.names import check_pattern
+from jaxckpt_train.value_checks import nearest
 
 Change = tuple[str, str]
 """What was, and what is instead of it, as text."""
@@ -30,6 +33,16 @@ class Operation(abc.ABC):
     def _check_patterns(self, *fields: str) -> None:
         for field in fields:
             check_pattern(f"{self.name}: {field}", getattr(self, field))
+
+
+def check_dtype(subject: str, name: object) -> None:
+    """Raise SettingsError, with the one that may be meant, unless it is the name of a dtype."""
+    if name in DTYPES:
+        return
+    short = re.fullmatch("(bf|fp|f)([0-9]+)", str(name))
+    meant = f"{'bfloat' if short[1] == 'bf' else 'float'}{short[2]}" if short else ""
+    hint = f', did you mean "{meant}"?' if meant in DTYPES else nearest(name, DTYPES)
+    raise SettingsError(f'{subject}: expected the name of a dtype such as "bfloat16", found {name!r}{hint}')
 
 
 def whole_number(subject: str, value: object, *, least: int | None = None) -> int:

@@ -26,8 +26,13 @@ _LISTS = {"axes", "shape", "sizes", "into"}
 _TEXTS = {"leaves", "to", "leaf", "dtype", "separator"}
 
 
-def operations_of(subject: str, given: object) -> tuple[Operation, ...]:
+def operations_of(subject: str, given: object, in_all: int | None = None) -> tuple[Operation, ...]:
     """Operations, or mappings such as `{"op": "rename", "leaves": "a/**", "to": "b/**"}`, in their order.
+
+    Args:
+        subject: what gives them.
+        given: they.
+        in_all: how many there are with those that come after them; None: no more.
 
     Raises:
         SettingsError: one is no operation, or has other arguments than it takes; the message begins with `subject`.
@@ -36,7 +41,15 @@ def operations_of(subject: str, given: object) -> tuple[Operation, ...]:
         return ()
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
         raise SettingsError(f"{subject}: expected a list of operations, found {given!r}")
-    return tuple(_operation_of(f"{subject}[{number}]", each) for number, each in enumerate(given))
+    return tuple(
+        _operation_of(f"{subject}: {place_of(number, in_all or len(given))}", each)
+        for number, each in enumerate(given, 1)
+    )
+
+
+def place_of(number: int, in_all: int) -> str:
+    """Which of several operations one is, in the same words everywhere."""
+    return f"operation {number} of {in_all}"
 
 
 def _operation_of(subject: str, given: object) -> Operation:
@@ -64,24 +77,29 @@ def _operation_of(subject: str, given: object) -> Operation:
     try:
         operation: Operation = kind(**arguments)
     except SettingsError as error:
-        raise SettingsError(f"{subject}: {error}") from error
+        raise SettingsError(f"{subject} ({name}): {str(error).removeprefix(f'{name}: ')}") from error
     except TypeError as error:
         raise SettingsError(f"{subject} ({name}): {error}") from error
     return operation
 
 
-def parse_operation(text: str) -> Operation:
+def parse_operation(text: str, number: int = 1, in_all: int = 1) -> Operation:
     """One operation as the command line gives it: `rename a/** b/**`, `cast ** bfloat16`, `stack l/{} l axis=1`, JSON.
 
     What follows the name are its arguments in order, or `name=value`; lists are written with commas.
 
+    Args:
+        text: it.
+        number: which one it is, from 1.
+        in_all: of how many.
+
     Raises:
         SettingsError: it is none.
     """
-    subject = f"operation {text!r}"
+    subject = f"{text!r}: {place_of(number, in_all)}"
     if text.lstrip().startswith("{"):
         try:
-            return operations_of(subject, [msgspec.json.decode(text)])[0]
+            return _operation_of(subject, msgspec.json.decode(text))
         except msgspec.DecodeError as error:
             raise SettingsError(f"{subject}: not JSON: {error}") from error
     try:
@@ -94,16 +112,22 @@ def parse_operation(text: str) -> Operation:
         raise SettingsError(
             f"{subject}: expected one of {', '.join(OPERATIONS)}, found {name!r}{nearest(name, OPERATIONS)}"
         )
+    return _operation_of(subject, {"op": kind.name, **_arguments(f"{subject} ({kind.name})", kind, words[1:])})
+
+
+def _arguments(subject: str, kind: type[Any], words: Sequence[str]) -> dict[str, Any]:
     fields = [field.name for field in dataclasses.fields(kind)]
-    given: dict[str, Any] = {"op": words[0]}
-    for place, word in enumerate(words[1:]):
+    given: dict[str, Any] = {}
+    for place, word in enumerate(words):
         name, equals, value = word.partition("=")
+        if equals and name not in fields and (hint := nearest(name, fields)):
+            raise SettingsError(f'{subject}: unknown argument "{name}"{hint} It takes {", ".join(fields)}')
         if not equals or name not in fields:
             if place >= len(fields):
                 raise SettingsError(f"{subject}: expected at most {len(fields)} arguments: {', '.join(fields)}")
             name, value = fields[place], word
         given[name] = _value(name, value)
-    return operations_of(subject, [given])[0]
+    return given
 
 
 def _value(name: str, text: str) -> Any:
@@ -114,7 +138,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def _single(text: str) -> Any:
-    if text in ("none", "null", ""):
+    if text.lower() in ("none", "null", ""):
         return None
     for convert in (int, float):
         try:

@@ -15,7 +15,7 @@ from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.surgery.fitting import held
 from jaxckpt_train.surgery.leaves import Leaves, array_of
 from jaxckpt_train.surgery.names import matches
-from jaxckpt_train.surgery.operation import Change, Operation, whole_number
+from jaxckpt_train.surgery.operation import Change, Operation, check_dtype, whole_number
 from jaxckpt_train.surgery.views import Cast as CastView
 from jaxckpt_train.surgery.views import Padded, Reshaped, Sliced, Transposed, View
 
@@ -56,14 +56,18 @@ class Transpose(_EachArray):
         self._check_patterns("leaves")
         if self.axes is not None:
             axes = tuple(whole_number("transpose: axes", axis, least=0) for axis in self.axes)
-            if sorted(axes) != list(range(len(axes))):
-                raise SettingsError(f"transpose: axes: expected each of 0 to {len(axes) - 1} once, found {list(axes)}")
+            if len(set(axes)) != len(axes):
+                raise SettingsError(f"transpose: axes: expected each axis once, found {list(axes)}")
             object.__setattr__(self, "axes", axes)
 
     def _changed(self, view: View, name: str, subject: str) -> View:
         axes = tuple(reversed(range(len(view.shape)))) if self.axes is None else self.axes
-        if len(axes) != len(view.shape):
-            raise MismatchError(f"{subject}: leaf {name!r} has {len(view.shape)} axes, expected {len(axes)}")
+        if sorted(axes) != list(range(len(view.shape))):
+            last = len(view.shape) - 1
+            wanted = f"each of 0 to {last} once" if last > 0 else "0 alone" if last == 0 else "none"
+            raise MismatchError(
+                f"{subject}: leaf {name!r} has {last + 1} axes: axes: expected {wanted}, found {list(axes)}"
+            )
         return Transposed(view, axes)
 
 
@@ -113,8 +117,7 @@ class Cast(_EachArray):
 
     def __post_init__(self) -> None:
         self._check_patterns("leaves")
-        if self.dtype not in DTYPES:
-            raise SettingsError(f'cast: dtype: expected the name of a dtype such as "bfloat16", found {self.dtype!r}')
+        check_dtype("cast: dtype", self.dtype)
 
     def _changed(self, view: View, name: str, subject: str) -> View:
         new = DTYPES[self.dtype]

@@ -1,4 +1,4 @@
-"""Compares what a checkpoint holds with what a target wants, and reports all differences at once."""
+"""Compares what a checkpoint holds with what a target wants, and words each difference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from jaxckpt_train.tree.leaf_records import (
 )
 from jaxckpt_train.tree.target import Want
 
-SHOWN_DIFFERENCES = 50
 _ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
 
 
@@ -131,28 +130,10 @@ def missing_line(name: str, want: Want) -> str:
     return f"leaf {name!r}: not in the checkpoint, wanted {describe_want(want)}"
 
 
-def unexpected_line(name: str, saved: LeafRecord, array: ArrayRecord | None) -> str:
-    """A leaf that the checkpoint has and the target has not."""
-    return f"leaf {name!r}: saved {describe_saved(saved, array)}, not in the target"
-
-
-_ADVICE = (
-    'If the model has changed, load what fits by `jaxckpt_train.load(path, like, missing="keep")`, which keeps leaves '
-    "of `like` that the checkpoint lacks (`only=` leaves others out; `rename=` and `cast=True` convert), and save that"
-)
-
-
-def raise_differences(subject: str, lines: Sequence[str]) -> None:
-    """Raise one MismatchError for all differences, if there are any."""
-    if not lines:
-        return
-    shown = "\n".join(f"  {line}" for line in lines[:SHOWN_DIFFERENCES])
-    more = f"\n  and {len(lines) - SHOWN_DIFFERENCES} more" if len(lines) > SHOWN_DIFFERENCES else ""
-    raise MismatchError(
-        f"{subject}: the checkpoint and the target differ in {len(lines)} "
-        f"{'leaf' if len(lines) == 1 else 'leaves'}; nothing was read:\n{shown}{more}\n{_ADVICE}",
-        tuple(lines),
-    )
+def unexpected_line(name: str, saved: LeafRecord, array: ArrayRecord | None, near: Sequence[str]) -> str:
+    """A leaf that the checkpoint has and the target has not, which has others that are called nearly so."""
+    there = f", which has {', '.join(map(repr, near))}" if near else ""
+    return f"leaf {name!r}: saved {describe_saved(saved, array)}, not in the target{there}"
 
 
 def _line(name: str, saved: LeafRecord, array: ArrayRecord | None, want: Want, hint: str) -> str:

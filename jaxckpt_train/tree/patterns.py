@@ -10,6 +10,8 @@ from jaxckpt_train.errors import SettingsError
 
 Only = str | Sequence[str] | Callable[[str], bool] | None
 
+_MOST_NAMED = 3
+_MOST_COMPARED = 1000  # more take seconds
 _PIECES = re.compile(r"\*\*|\*|\?|[^*?]+")
 _MEANING = {"**": ".*", "*": "[^/]*", "?": "[^/]"}
 
@@ -37,8 +39,21 @@ def _expression(pattern: str) -> str:
     return "".join(_MEANING.get(piece, re.escape(piece)) for piece in _PIECES.findall(pattern))
 
 
-def suggestion(only: Only, names: Collection[str]) -> str:
-    """A question that names a pattern like those given that does select something; empty if none is found."""
+def alike(name: str, names: Collection[str]) -> list[str]:
+    """The few of the names that end as this one does, the shortest first; else those that resemble it."""
+    ends = [each for each in names if each.endswith(f"/{name}")]
+    near = ends or (difflib.get_close_matches(name, names, _MOST_NAMED, 0.7) if len(names) <= _MOST_COMPARED else [])
+    return sorted(near, key=len)[:_MOST_NAMED] if ends else near
+
+
+def suggestion(only: Only, names: Collection[str], fits: Callable[[str], Callable[[str], bool]] = leaf_filter) -> str:
+    """A question that names a pattern like those given that does select something; empty if none is found.
+
+    Args:
+        only: the patterns that select nothing.
+        names: of leaves.
+        fits: what makes a predicate of a pattern.
+    """
     patterns = [only] if isinstance(only, str) else only
     if callable(patterns) or patterns is None:
         return ""
@@ -46,7 +61,21 @@ def suggestion(only: Only, names: Collection[str]) -> str:
         plain = pattern.strip("/").removesuffix("/*").removesuffix("/**")
         tops = difflib.get_close_matches(plain.partition("/")[0], {name.partition("/")[0] for name in names}, 1)
         _, slash, rest = plain.partition("/")
-        for tried in (plain, f"{plain}/**", *(f"{top}{slash}{rest}/**" for top in tops), *tops):
-            if any(map(leaf_filter(tried), names)):
+        corrected = _with_known_keys(pattern, names)
+        ways = (f"{top}{slash}{rest}/**" for top in tops)
+        for tried in (plain, f"{plain}/**", corrected, f"{corrected}/**", *ways, *tops):
+            if any(map(fits(tried), names)):
                 return f', did you mean "{tried}"?'
     return ""
+
+
+def _with_known_keys(pattern: str, names: Collection[str]) -> str:
+    """A pattern with the nearest key that there is for each one without wildcards that is none."""
+    known = {key for name in names for key in name.split("/")}
+    if len(known) > _MOST_COMPARED:
+        return pattern
+    keys = pattern.split("/")
+    unknown = [number for number, key in enumerate(keys) if key not in known and not set(key) & set("*?{")]
+    for number in unknown:
+        keys[number] = next(iter(difflib.get_close_matches(keys[number], known, 1)), keys[number])
+    return "/".join(keys)

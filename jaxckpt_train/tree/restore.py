@@ -24,6 +24,7 @@ from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.tree.arrivals import Arrivals, Destination
 from jaxckpt_train.tree.colocated_devices import runs_on_hosts
 from jaxckpt_train.tree.colocated_reads import HostLeaf, HostReads, dtype_of
+from jaxckpt_train.tree.differences import Differences, raise_differences
 from jaxckpt_train.tree.flatten import EMPTY, PLACEHOLDER, Flat, flatten, unflatten
 from jaxckpt_train.tree.given_shardings import shardings_by_name
 from jaxckpt_train.tree.host_values import weak_or_put
@@ -42,10 +43,7 @@ from jaxckpt_train.tree.mismatch import (
     exact_array,
     inexact_line,
     leaf_difference,
-    missing_line,
-    raise_differences,
     rename_map,
-    unexpected_line,
 )
 from jaxckpt_train.tree.paths import ROOT
 from jaxckpt_train.tree.patterns import Only, leaf_filter, suggestion
@@ -176,7 +174,7 @@ class TreeRestore:
         leaves: Mapping[str, Any],
     ) -> set[str]:
         """Raise all differences at once; returns the leaves that keep the target's own value."""
-        lines, kept = [], set()
+        differences, kept = Differences(self._subject, keeps=options.missing == "keep"), set()
         for name, want in wants.items():
             if name not in saved_names:
                 if want.form == "skip":
@@ -184,20 +182,22 @@ class TreeRestore:
                 if options.missing == "keep" and not isinstance(leaves[name], jax.ShapeDtypeStruct):
                     kept.add(name)
                 else:
-                    lines.append(missing_line(name, want))
+                    differences.missing(name, want)
                 continue
             saved = saved_names[name]
-            line = leaf_difference(name, self.record.leaves[saved], self._arrays.get(saved), want, cast=options.cast)
+            array = self._arrays.get(saved)
+            line = leaf_difference(name, self.record.leaves[saved], array, want, cast=options.cast)
             line = line or self._inexact_number(name, saved, want)
             if line is not None:
-                lines.append(line)
+                differences.unlike(line, array, want)
         skipped = tuple("" if name == ROOT else f"{name}/" for name, leaf in leaves.items() if leaf is PLACEHOLDER)
+        free = [name for name in leaves if name not in saved_names]
         for name, saved in saved_names.items():
             if name not in wants and selected(name) and not name.startswith(skipped):
-                lines.append(unexpected_line(name, self.record.leaves[saved], self._arrays.get(saved)))
-        if options.only is not None and not lines and not any(map(selected, leaves)):
+                differences.unexpected(name, self.record.leaves[saved], self._arrays.get(saved), free)
+        if options.only is not None and not differences and not any(map(selected, leaves)):
             raise self._selects_none(options.only, leaves)
-        raise_differences(self._subject, lines)
+        differences.raise_all()
         return kept
 
     def _inexact_number(self, name: str, saved: str, want: Want) -> str | None:

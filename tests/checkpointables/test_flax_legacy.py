@@ -142,3 +142,16 @@ def test_many_files_whose_keys_cannot_be_sorted_leave_the_thread_as_it_was(tmp_p
         with pytest.raises(jct.CorruptCheckpointError, match="keys differ in kind"):
             jct.load(file)
     assert levels() == before
+
+
+def test_of_a_json_file_of_a_checkpoint_or_model_the_folder_is_asked_for(tmp_path: Path) -> None:
+    jct.save(tmp_path / "ours", {"w": np.ones(3)})
+    (tmp_path / "hf").mkdir()
+    for name in ("config.json", "model.safetensors.index.json"):
+        (tmp_path / "hf" / name).write_text('{"a": 1}')
+    for path in (*tmp_path.glob("ours/*.json"), *tmp_path.glob("hf/*.json")):
+        with pytest.raises(
+            jct.NotACheckpointError, match=f"found a JSON file; of a .* give the folder, {path.parent}$"
+        ):
+            jct.load(path)
+    assert list(tmp_path.glob("ours/*.json"))

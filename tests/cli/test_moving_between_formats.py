@@ -108,7 +108,11 @@ def test_a_run_goes_to_orbax_and_back(tmp_path: Path) -> None:
         (["import", "{a}", "{a}"], 4, "exists; move it away"),
         (["import", "{none}", "{out}"], 3, "none"),
         (["import", "{a}", "{out}", "--op", "drop nothing"], 2, "no leaf fits 'nothing'"),
-        (["import", "{a}", "{out}", "--only", "nothing"], 2, "nothing selects none of"),
+        (
+            ["import", "{a}", "{out}", "--only", "nothing"],
+            2,
+            "--only 'nothing' selects none of the 1 leaves that are there",
+        ),
         (["import", "{a}", "{out}", "--surgery", "{none}"], 4, "none"),
         (["import", "{a}", "{out}", "--part", "data"], 2, "expected one of its checkpointables, found 'data'"),
     ],
@@ -122,6 +126,39 @@ def test_what_is_wrong_is_told_in_a_line(tmp_path: Path, arguments: list[str], c
     assert "Traceback" not in output
     assert told(*given, code=code)["exit_code"] == code
     assert not (tmp_path / "out").exists()
+
+
+def test_only_chooses_of_what_the_operations_leave(tmp_path: Path) -> None:
+    jct.save(tmp_path / "a", {"hidden": {"kernel": np.ones(3)}, "step": 3})
+    command = ["import", tmp_path / "a", tmp_path / "b", "--op", "rename hidden/** params/**", "--only"]
+    message = run(*command, "parms/**", code=2)
+    assert "--only 'parms/**' selects none of the 2 leaves that are there after all operations, did you" in message
+    assert 'did you mean "params/**"?' in message
+    assert "operation 1 of 1" not in message
+    run(*command, "hidden/**", code=2)
+    run(*command, "params/**")
+    assert list(jct.load(tmp_path / "b")) == ["params"]
+
+
+def test_a_plan_has_the_shape_of_all_that_is_fused(tmp_path: Path) -> None:
+    jct.save(tmp_path / "a", {"k": np.ones((2, 3)), "q": np.ones((5, 3))})
+    output = run("import", tmp_path / "a", tmp_path / "b", "--op", "fuse q,k qk", "--dry-run")
+    assert " ".join(output.split()) == "1. fuse: 1 change q float64[5,3], k float64[2,3] -> qk float64[7,3]"
+
+
+def test_operations_of_a_file_and_of_the_command_line_are_counted_together(tmp_path: Path) -> None:
+    jct.save(tmp_path / "a", {"x": np.ones(3)})
+    file = tmp_path / "s.json"
+    command = ["import", tmp_path / "a", tmp_path / "b", "--surgery", file]
+
+    def failed(given: list[dict[str, str]], *texts: str) -> str:
+        file.write_text(json.dumps(given))
+        return run(*command, *(word for text in texts for word in ("--op", text)), code=2)
+
+    nest = {"op": "nest"}
+    assert "s.json: operation 2 of 3 (drop): expected leaves" in failed([nest, {"op": "drop"}], "nest")
+    assert "'drop': operation 3 of 3 (drop): expected leaves" in failed([nest], "nest", "drop")
+    assert "operation 3 of 3 (pad): leaf 'x' has 1 axes" in failed([nest], "nest", "pad x 5,None")
 
 
 def test_damage_is_told_and_nothing_is_left(tmp_path: Path) -> None:

@@ -96,7 +96,10 @@ init_from:
         ({"surgery": []}, "checkpoint.init_from: expected path, of a checkpoint, found surgery"),
         ({"path": "a", "onyl": "b"}, 'checkpoint.init_from: unknown key "onyl", did you mean "only"'),
         ({"path": "a", "missing": "maybe"}, 'checkpoint.init_from: missing: expected "error" or "keep"'),
-        ({"path": "a", "surgery": [{"op": "cut"}]}, r"checkpoint.init_from.surgery\[0\]: op: expected one of"),
+        (
+            {"path": "a", "surgery": [{"op": "cut"}]},
+            r"checkpoint.init_from.surgery: operation 1 of 1: op: expected one of",
+        ),
         (7, "checkpoint.init_from: expected"),
     ],
 )

@@ -33,6 +33,7 @@ from jaxckpt_train.surgery.reforming import Cast, Pad, Reshape, Transpose, Trunc
         ("reshape a 12", Reshape("a", [12])),
         ("cast ** bfloat16", Cast("**", "bfloat16")),
         ("pad embed 16,none value=0.5", Pad("embed", [16, None], 0.5)),
+        ("pad embed 16,None,NULL", Pad("embed", [16, None, None])),
         ("truncate embed 4,none", Truncate("embed", [4, None])),
         ("add lora/a 4,8 init=normal stddev=0.1 seed=3", Add("lora/a", [4, 8], init="normal", stddev=0.1, seed=3)),
         ('{"op": "drop", "leaves": "a"}', Drop("a")),
@@ -51,8 +52,17 @@ def test_a_line_is_an_operation(text: str, expected: Any) -> None:
         ("rename a", r"\(rename\): expected to"),
         ("drop 'a", "No closing quotation"),
         ("{", "not JSON"),
-        ("cast a float31", "cast: dtype: expected the name of a dtype"),
-        ("transpose a 1,x", r"transpose: axes: expected a whole number from 0, found 'x'"),
+        ("cast a float31", r"^'cast a float31': operation 1 of 1 \(cast\): dtype: expected the name of a dtype"),
+        ("cast a bf16", "found 'bf16', did you mean \"bfloat16\"\\?$"),
+        ("cast a f32", 'did you mean "float32"\\?$'),
+        ("cast a fp16", 'did you mean "float16"\\?$'),
+        ("cast a f16", 'did you mean "float16"\\?$'),
+        ("add a 3 dtype=f64", 'did you mean "float64"\\?$'),
+        (
+            "transpose x axis=0,1",
+            r'\(transpose\): unknown argument "axis", did you mean "axes"\? It takes leaves, axes',
+        ),
+        ("transpose a 1,x", r"\(transpose\): axes: expected a whole number from 0, found 'x'"),
     ],
 )
 def test_what_is_none_is_refused(text: str, message: str) -> None:

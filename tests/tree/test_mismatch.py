@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.tree.mismatch import SHOWN_DIFFERENCES, can_cast, exact_array, rename_map
+from jaxckpt_train.tree.differences import SHOWN_DIFFERENCES
+from jaxckpt_train.tree.mismatch import can_cast, exact_array, rename_map
 from tests.tree.same_trees import assert_same
 
 S = jax.ShapeDtypeStruct
@@ -88,7 +89,7 @@ def test_one_error_lists_every_difference_before_anything_is_read(tmp_path: Path
         "leaf 'text': saved Python str, wanted Python int",
         "leaf 'inexact': saved Python float 0.1, wanted float32[], which does not hold it exactly",
         "leaf 'huge': saved Python int 1180591620717411303424, wanted int32[], which does not hold it exactly",
-        "leaf 'empty': saved an empty container, not in the target",
+        "leaf 'empty': saved an empty container, not in the target, which has 'empty/0'",
         "leaf 'empty/0': not in the checkpoint, wanted Python int",
     }
     assert all(line in str(caught.value) for line in caught.value.differences)
@@ -259,3 +260,38 @@ def test_rename_rules() -> None:
         rename_map(names, {"odl/**": "new/**"})
     with pytest.raises(jct.MismatchError, match="two saved leaves would get the same path"):
         rename_map(names, {"single": "rest"})
+
+
+def message_of(path: Path, like: Any, **options: Any) -> str:
+    with pytest.raises(jct.MismatchError) as caught:
+        jct.load(path, like, **options)
+    return str(caught.value)
+
+
+def test_a_leaf_that_the_target_lacks_is_told_with_those_that_end_so_or_look_like_it(tmp_path: Path) -> None:
+    path = saved_without_data(tmp_path / "c", {"hidden": {"kernel": np.ones(3)}, "embedding": np.ones(2), "x": 1})
+    state = {"hidden": {"kernel": np.ones(3)}, "embeddings": np.ones(2)}
+    like = ({"x": 1, **state}, {"opt_state": {"mu": state}})
+    lines = message_of(path, like, only="hidden/**").splitlines()
+    assert lines[1] == (
+        "  leaf 'hidden/kernel': saved float64[3], not in the target, which has '0/hidden/kernel', "
+        "'1/opt_state/mu/hidden/kernel'"
+    )
+    message = message_of(path, state, only="emb*")
+    assert "leaf 'embedding': saved float64[2], not in the target, which has 'embeddings'" in message
+    assert message_of(path, state, only="x").splitlines()[1].endswith("saved Python int, not in the target")
+
+
+def test_what_helps_is_told_and_nothing_else(tmp_path: Path) -> None:
+    path = saved_without_data(tmp_path / "c", {"a": np.ones(3), "b": np.ones(2)})
+    keeps, shapes, leaves_out = 'missing="keep" keeps leaves of', "surgery= changes shapes (pad,", "only= leaves leaves"
+    lacking = message_of(path, {"a": np.ones(3), "b": np.ones(2), "c": 1})
+    assert (keeps in lacking, shapes in lacking, leaves_out in lacking) == (True, False, False)
+    larger = message_of(path, {"a": np.ones(4), "b": np.ones(2), "c": 1}, missing="keep")
+    assert (keeps in larger, shapes in larger, leaves_out in larger) == (False, True, True)
+    assert "`jaxckpt_train.load` (and save that) or `init_from`" in larger
+    without_value = message_of(path, {"a": np.ones(3), "b": np.ones(2), "c": S((1,), F32)}, missing="keep")
+    assert keeps not in without_value
+    assert "a jax.ShapeDtypeStruct is none: give arrays" in without_value
+    cast = message_of(path, {"a": np.ones(3, np.int32), "b": np.ones(2)})
+    assert (keeps in cast, shapes in cast, leaves_out in cast) == (False, False, True)
