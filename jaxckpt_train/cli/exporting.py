@@ -136,7 +136,8 @@ class _Keep(Operation):
             told = " ".join(f"--only {pattern!r}" for pattern in self._only)
             hint = suggestion(self._only, leaves)
             raise MismatchError(
-                f"{self._path}: {told} selects none of the {len(leaves)} leaves that are there after all operations{hint}"
+                f"{self._path}: {told} selects none of the {len(leaves)} leaves that are there after all operations"
+                f"{hint}"
             )
         for name in others:
             del leaves[name]
