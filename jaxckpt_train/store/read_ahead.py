@@ -138,8 +138,7 @@ class _KeptMemory:
             area = min(fitting, key=len)
             self._free.remove(area)
         else:
-            while self._free and self._lent + sum(map(len, self._free)) + rounded > self._budget:
-                self._free.pop(0)
+            self._forget(rounded)
             area = fresh_area(rounded)
         self._lent += len(area)
         array = np.frombuffer(area, np.uint8, size)
@@ -151,3 +150,9 @@ class _KeptMemory:
             area = self._returned.popleft()
             self._lent -= len(area)
             self._free.append(area)
+        self._forget(0)
+
+    def _forget(self, more: int) -> None:
+        """Let go of free ones that would be beyond the budget, with so many bytes more."""
+        while self._free and self._lent + sum(map(len, self._free)) + more > self._budget:
+            self._free.pop(0)
