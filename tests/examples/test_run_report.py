@@ -22,7 +22,7 @@ def test_the_page_is_about_what_happened(run_example: Any, tmp_path: Path) -> No
     assert "SIGKILL after update 600: it left with -9" in printed
     assert all(word in page.read_text() for word in ("preempted", "killed", "finished", "pinned", "loss"))
     found = json.loads(CliRunner().invoke(app, ["report", str(directory / "checkpoints"), "--json"]).stdout)
-    assert [each["how"] for each in found["processes"]] == ["preempted", "closed", "killed", "finished"]
+    assert [each["how"] for each in found["processes"]] == ["preempted", "killed", "finished"]
     assert [step["state"] for step in found["steps"] if step["pinned"]] == ["pinned"]
     assert found["metrics"]["loss"][-1]["step"] == 900
 

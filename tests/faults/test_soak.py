@@ -39,7 +39,7 @@ def test_a_training_that_leaks_is_found_out_by_each_of_its_leaks(tmp_path: Path)
     assert STEP in TRAINING
     leaks = "".join(f"                step % 3 or {leak}\n" for leak in LEAKS.values())
     leaking = TRAINING.replace(STEP, f"{STEP}{leaks}").replace("def tell", "hoard = []\ndef tell")
-    problems = soak(8, 0, 0.05, tmp_path, leaking).problems
+    problems = soak(14, 0, 0.05, tmp_path, leaking).problems
     assert all(any(problem.startswith(kind) for problem in problems) for kind in LEAKS), problems
 
 
