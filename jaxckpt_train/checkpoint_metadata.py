@@ -21,6 +21,7 @@ from jaxckpt_train.tree.leaf_records import (
     TreeRecord,
     decode_tree,
     describe_saved,
+    has_tree,
     python_value,
 )
 from jaxckpt_train.tree.rebuild import rebuild
@@ -113,7 +114,7 @@ def describe(committed: Committed) -> CheckpointMetadata:
 
 def _describe_part(part: PartRecord, directory: str) -> CheckpointableMetadata:
     size = sum(map(_array_bytes, part.arrays)) + sum(file.bytes for file in part.files)
-    if bytes(part.detail) == b"null":
+    if not has_tree(part):
         return CheckpointableMetadata(part.name, part.kind, {}, size, None)
     record: TreeRecord = decode_tree(part, directory)
     arrays = {array.name: array for array in part.arrays}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+from collections.abc import Mapping
 
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError, StorageError
 from jaxckpt_train.formats.flax_directory import FlaxFile
@@ -11,9 +12,10 @@ from jaxckpt_train.formats.foreign import Foreign
 from jaxckpt_train.formats.found import find_in_directory
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend, Opener
+from jaxckpt_train.store.made_once import made_once
 from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
 from jaxckpt_train.store.transaction import Committed
-from jaxckpt_train.tree.leaf_records import TreeRecord, decode_tree
+from jaxckpt_train.tree.leaf_records import TreeRecord, decode_tree, has_tree
 
 OURS, ORBAX, FLAX = "jaxckpt_train", "Orbax", "Flax"
 DEFAULT_NAME = "state"
@@ -42,10 +44,11 @@ class Opened:
         """Where it is."""
         return self.committed.directory
 
-    def trees(self) -> dict[str, TreeRecord]:
-        """The checkpointables that are trees, by name."""
+    @made_once
+    def trees(self) -> Mapping[str, TreeRecord]:
+        """The checkpointables that are trees, by name; CorruptCheckpointError if one is damaged."""
         parts = self.committed.manifest.parts
-        return {part.name: decode_tree(part, self.path) for part in parts if bytes(part.detail) != b"null"}
+        return {part.name: decode_tree(part, self.path) for part in parts if has_tree(part)}
 
     def arrays(self) -> dict[str, ArrayRecord]:
         """All arrays, by the name of their checkpointable and their leaf path."""
@@ -57,7 +60,7 @@ class Opened:
         Raises:
             MismatchError: there is none such.
         """
-        trees = self.trees()
+        trees = self.trees
         wanted = name or (DEFAULT_NAME if DEFAULT_NAME in trees else next(iter(trees), "") if len(trees) == 1 else "")
         found = self.committed.manifest.part(wanted) if wanted else None
         if found is None:

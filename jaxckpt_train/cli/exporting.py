@@ -106,7 +106,7 @@ def prepared(
 ) -> tuple[Opened, str, Any]:
     """The checkpoint with its tree changed, and without what was not chosen; the name of that; and the plan."""
     found = opened.part(part)
-    name, trees = found.name, opened.trees()
+    name, trees = found.name, opened.trees
     if name not in trees:
         raise MismatchError(
             f"{opened.path}: expected a checkpointable that is a tree, found {name!r}, which is of kind "

@@ -105,7 +105,7 @@ def value_text(value: Any) -> str:
 
 def part_bytes(opened: Opened, name: str) -> int:
     """Bytes of the data of a checkpointable, by its name."""
-    part = opened.part(name) if name in opened.trees() else opened.committed.manifest.part(name)
+    part = opened.part(name) if name in opened.trees else opened.committed.manifest.part(name)
     assert part is not None
     return sum(map(nbytes_of, part.arrays)) + sum(file.bytes for file in part.files)
 

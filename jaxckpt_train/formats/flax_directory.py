@@ -8,19 +8,18 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from jaxckpt_train.errors import NotACheckpointError, StepNotFoundError, StorageError
+from jaxckpt_train.formats.msgpack_heads import begins_as_text, first_bytes
+from jaxckpt_train.formats.orbax_looks import OCDBT, TEMPORARY
 from jaxckpt_train.formats.orbax_metadata import TREE_METADATA
 from jaxckpt_train.store.backend import Backend, Entry
 
 DEFAULT_PREFIX = "checkpoint_"
 ARRAYS_OF_A_JOB = "_gda"  # the end of the name of a directory with arrays of several processes
-_ORBAX_TEMPORARY, _OCDBT = ".orbax-checkpoint-tmp", "manifest.ocdbt"
 _NUMBER = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)")
 _NUMBERED = re.compile(rf"(.*?){_NUMBER.pattern}", re.DOTALL)
 _MAPS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})  # how a map of msgpack begins, which is what Flax writes
-_MOST_PREFIXES, _MOST_LOOKED_INTO, _MOST_NAMED, _HEAD_BYTES = 64, 4, 5, 6
+_MOST_PREFIXES, _MOST_LOOKED_INTO, _MOST_NAMED = 64, 4, 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +114,7 @@ def chosen_name(directory: str, found: FlaxNames, step: int | None) -> str:
 
 
 def _may_be_one(name: str) -> bool:
-    return not name.endswith(ARRAYS_OF_A_JOB) and _ORBAX_TEMPORARY not in name
+    return not name.endswith(ARRAYS_OF_A_JOB) and TEMPORARY not in name
 
 
 def _of_prefix(names: Iterable[str], prefix: str) -> list[str]:
@@ -152,27 +151,20 @@ def _begins_as_map(backend: Backend, directory: str, name: str) -> bool:
 def _begins_as_state(head: bytes) -> bool:
     """Whether these are the first bytes of a map with text as its first key: those of a pickle are none."""
     key = head[{0xDE: 3, 0xDF: 5}.get(head[0], 1) :] if head and head[0] in _MAPS else b""
-    return bool(key) and (0xA0 <= key[0] < 0xC0 or 0xD9 <= key[0] <= 0xDB)
+    return begins_as_text(key)
 
 
 def _head(backend: Backend, directory: str, name: str) -> bytes:
     """The first bytes of a file; none if it cannot be read."""
     try:
-        source = backend.open(directory, name, direct=False)
-        try:
-            data = np.empty(min(source.size, _HEAD_BYTES), np.uint8)
-            if len(data):
-                source.read_into(0, data, len(data))
-        finally:
-            source.close()
+        return first_bytes(backend, directory, name)[0]
     except StorageError:
         return b""
-    return data.tobytes()
 
 
 def _is_orbax_item(backend: Backend, directory: str) -> bool:
     """Whether Flax has written it by Orbax, as it does by default: one item, in no step with a name of its own."""
     try:
-        return not {TREE_METADATA, _OCDBT}.isdisjoint(entry.name for entry in backend.list(directory))
+        return not {TREE_METADATA, OCDBT}.isdisjoint(entry.name for entry in backend.list(directory))
     except StorageError:
         return False

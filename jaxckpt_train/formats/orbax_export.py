@@ -39,6 +39,7 @@ from jaxckpt_train.tree.leaf_records import (
     StrLeaf,
     TreeRecord,
     decode_tree,
+    has_tree,
     python_value,
 )
 from jaxckpt_train.tree.paths import ROOT, parse_key, split
@@ -111,7 +112,7 @@ def export_orbax(
     """
     chosen = [part for part in committed.manifest.parts if parts is None or part.name in parts]
     names = {part.name: (items or {}).get(part.name, part.name) for part in chosen}
-    trees = {part.name: _leaves(committed, part) for part in chosen if bytes(part.detail) != b"null"}
+    trees = {part.name: _leaves(committed, part) for part in chosen if has_tree(part)}
     others = [part for part in chosen if part.name not in trees]
     for part in others:
         if part.kind != "json" or len(part.files) != 1:

@@ -6,9 +6,8 @@ import contextlib
 import re
 from collections.abc import Sequence
 
-import numpy as np
-
 from jaxckpt_train.errors import StorageError
+from jaxckpt_train.formats.msgpack_heads import begins_as_text, first_bytes
 from jaxckpt_train.formats.orbax_grain import STATE_FILE
 from jaxckpt_train.formats.orbax_metadata import TREE_METADATA
 from jaxckpt_train.store.backend import Backend, Entry
@@ -56,20 +55,9 @@ def aggregate_of(backend: Backend, directory: str, entries: Sequence[Entry]) -> 
         if found.kind == "directory":
             inner = backend.list(f"{directory}/{AGGREGATE}")
             return found if any(entry.name == ZARR for entry in inner) else None
-        if found.kind == "file" and _is_msgpack_tree(*_head(backend, directory)):
+        if found.kind == "file" and _is_msgpack_tree(*first_bytes(backend, directory, AGGREGATE)):
             return found
     return None
-
-
-def _head(backend: Backend, directory: str) -> tuple[bytes, int]:
-    """The first bytes of the file, and how many there are."""
-    source = backend.open(directory, AGGREGATE, direct=False)
-    try:
-        data = np.empty(min(source.size, 6), np.uint8)
-        source.read_into(0, data, len(data))
-        return data.tobytes(), source.size
-    finally:
-        source.close()
 
 
 def _is_msgpack_tree(head: bytes, size: int) -> bool:
@@ -83,14 +71,10 @@ def _is_msgpack_tree(head: bytes, size: int) -> bool:
     if first in (0x80, 0x90):  # one without children, and nothing after it
         return size == 1
     if first in (0xDE, 0xDF):
-        return _is_text(head[3 if first == 0xDE else 5 :])
+        return begins_as_text(head[3 if first == 0xDE else 5 :])
     if first in (0xDC, 0xDD):
         return _is_node(head[3 if first == 0xDC else 5 :])
-    return (0x80 < first < 0x90 and _is_text(head[1:])) or (0x90 < first < 0xA0 and _is_node(head[1:]))
-
-
-def _is_text(head: bytes) -> bool:
-    return bool(head) and (0xA0 <= head[0] < 0xC0 or 0xD9 <= head[0] <= 0xDB)
+    return (0x80 < first < 0x90 and begins_as_text(head[1:])) or (0x90 < first < 0xA0 and _is_node(head[1:]))
 
 
 def _is_node(head: bytes) -> bool:

@@ -18,6 +18,7 @@ from jaxckpt_train.formats.torch_pickle import (
     TensorEntry,
     read_metadata_pickle,
 )
+from jaxckpt_train.store.array_bounds import LIMIT
 from jaxckpt_train.store.boxes import Box, box_elements
 from jaxckpt_train.store.manifest import MAX_ARRAYS, is_plain_name, shown
 from jaxckpt_train.store.quiet_gc import paused_collection
@@ -30,7 +31,6 @@ KNOWN_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128 "
     "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu".split()
 )
-MAX_BYTES = 1 << 62
 
 
 class Item(NamedTuple):
@@ -147,7 +147,7 @@ def _numbers(found: Any, subject: str) -> tuple[int, ...]:
 
 
 def _number(found: Any, subject: str) -> int:
-    if type(found) is not int or not 0 <= found < MAX_BYTES:
+    if type(found) is not int or not 0 <= found < LIMIT:
         what = shown(found) if type(found) is int else type(found).__name__
         raise CorruptCheckpointError(f"{subject}: expected a size or a place, found {what}")
     return found

@@ -21,8 +21,8 @@ def diff_containers(a: Opened, b: Opened, selected: Callable[[str], bool] = lamb
     """
     if a.kind != b.kind:
         return
-    of_b = b.trees()
-    for part, mine in a.trees().items():
+    of_b = b.trees
+    for part, mine in a.trees.items():
         theirs = of_b.get(part)
         paths = [] if theirs is None else _of_other_kinds(mine.containers, theirs.containers)
         if theirs is None or not paths:

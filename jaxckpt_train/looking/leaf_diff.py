@@ -53,7 +53,7 @@ def leaves_by_name(opened: Opened) -> dict[str, tuple[LeafRecord, ArrayRecord | 
     """All leaves of all trees, by the name of the checkpointable and the leaf path."""
     arrays = opened.arrays()
     found = {}
-    for part, record in opened.trees().items():
+    for part, record in opened.trees.items():
         for name, leaf in record.leaves.items():
             full = f"{part}/{name}"
             found[full] = (leaf, arrays.get(full))

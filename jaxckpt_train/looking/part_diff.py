@@ -11,6 +11,7 @@ from jaxckpt_train.looking.leaf_diff import LeafDiff
 from jaxckpt_train.opened import Opened
 from jaxckpt_train.store.manifest import FileRecord, PartRecord
 from jaxckpt_train.store.plain_files import read_recorded
+from jaxckpt_train.tree.leaf_records import has_tree
 
 
 def parts_to_compare(a: Opened, b: Opened) -> dict[str, tuple[PartRecord | None, PartRecord | None]]:
@@ -18,12 +19,7 @@ def parts_to_compare(a: Opened, b: Opened) -> dict[str, tuple[PartRecord | None,
     of_a, of_b = ({part.name: part for part in each.committed.manifest.parts} for each in (a, b))
     names = [*of_a, *(name for name in of_b if name not in of_a)]
     pairs = {name: (of_a.get(name), of_b.get(name)) for name in names}
-    return {name: pair for name, pair in pairs.items() if any(each is not None and not is_tree(each) for each in pair)}
-
-
-def is_tree(part: PartRecord) -> bool:
-    """Whether a checkpointable has leaves."""
-    return bytes(part.detail) != b"null"
+    return {name: pair for name, pair in pairs.items() if any(each is not None and not has_tree(each) for each in pair)}
 
 
 def diff_parts(a: Opened, b: Opened, selected: Callable[[str], bool] = lambda name: True) -> Iterator[LeafDiff]:
@@ -41,7 +37,7 @@ def diff_parts(a: Opened, b: Opened, selected: Callable[[str], bool] = lambda na
             continue
         if one is None or other is None:
             yield LeafDiff(name, "only_b" if one is None else "only_a", _kind(one), _kind(other))
-        elif one.kind != other.kind or is_tree(one) != is_tree(other):
+        elif one.kind != other.kind or has_tree(one) != has_tree(other):
             yield LeafDiff(name, "form", _kind(one), _kind(other))
         else:
             mine, theirs = ({file.file: file for file in part.files} for part in (one, other))

@@ -35,22 +35,22 @@ def refuse_orbax_steps(backend: Backend, directory: str) -> None:
     """Raise SettingsError if a run is to begin anew where Orbax has left one: somebody means to go on from that."""
     steps = orbax_steps(backend, directory, _listed(backend, directory))
     if steps:
-        raise SettingsError(
-            f"{directory}: expected a run of this package or an empty directory, found {_orbax_text(steps)}, "
-            "which are not gone on from by themselves: load one by jaxckpt_train.load, or begin a new run "
-            f"with it (init_from={directory}/{list(steps.values())[-1]}), and choose another directory"
-        )
+        raise _not_gone_on_from(directory, _orbax_text(steps), list(steps.values())[-1])
 
 
 def refuse_flax_checkpoints(backend: Backend, directory: str) -> None:
     """As `refuse_orbax_steps`, of what `flax.training.checkpoints` has left."""
     names = certain_checkpoints(backend, directory, _listed(backend, directory))
     if names:
-        raise SettingsError(
-            f"{directory}: expected a run of this package or an empty directory, found {_flax_text(names)}, "
-            "which are not gone on from by themselves: load one by jaxckpt_train.load, or begin a new run with it "
-            f"(init_from={directory}/{names[-1]}), and choose another directory"
-        )
+        raise _not_gone_on_from(directory, _flax_text(names), names[-1])
+
+
+def _not_gone_on_from(directory: str, found: str, newest: str) -> SettingsError:
+    return SettingsError(
+        f"{directory}: expected a run of this package or an empty directory, found {found}, which are not gone on "
+        "from by themselves: load one by jaxckpt_train.load, or begin a new run with it "
+        f"(init_from={directory}/{newest}), and choose another directory"
+    )
 
 
 def of_others(backend: Backend, directory: str, moved: Callable[[], None] = lambda: None) -> str:

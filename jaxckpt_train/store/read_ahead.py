@@ -24,8 +24,8 @@ AT_ONCE = 2
 class BoxAhead:
     """A box of a `ReadAhead`: an array to come, as writers take it."""
 
-    def __init__(self, ahead: ReadAhead, box: BoxToCome, subject: str) -> None:
-        self._ahead, self.box, self.subject = ahead, box, subject
+    def __init__(self, ahead: ReadAhead, box: BoxToCome) -> None:
+        self._ahead, self.box = ahead, box
         self.shape, self.dtype, self.size, self.nbytes = box.shape, box.dtype, box.size, box.nbytes
         self.question: Question[np.ndarray] | None = None
 
@@ -64,7 +64,7 @@ class ReadAhead:
 
     def of(self, boxes: Sequence[BoxToCome]) -> list[BoxAhead]:
         """More boxes, which will be wanted after those before."""
-        found = [BoxAhead(self, box, self._subject) for box in boxes]
+        found = [BoxAhead(self, box) for box in boxes]
         self._waiting.extend(each for each in found if each.nbytes >= LEAST_BYTES)
         return found
 
@@ -84,7 +84,7 @@ class ReadAhead:
         if read is not None:
             return read()
         assert question is not None
-        patience = Patience(box.subject)
+        patience = Patience(self._subject)
         while not question.is_answered.wait(LOOK_S):
             patience.waited(LOOK_S, 0)
         with self._lock:

@@ -26,7 +26,7 @@ from jaxckpt_train.surgery.checks import check_leaves
 from jaxckpt_train.surgery.leaves import Leaf, Leaves
 from jaxckpt_train.surgery.operation import Change, Operation
 from jaxckpt_train.surgery.views import Stored, View
-from jaxckpt_train.tree.leaf_records import TreeRecord, decode_tree, encode_tree
+from jaxckpt_train.tree.leaf_records import TreeRecord, decode_tree, encode_tree, has_tree
 from jaxckpt_train.tree.paths import ROOT, split
 
 
@@ -60,7 +60,7 @@ def operate(
         MismatchError: there is no such tree, or an operation does not fit it.
     """
     part = committed.manifest.part(name)
-    if part is None or bytes(part.detail) == b"null":
+    if part is None or not has_tree(part):
         there = ", ".join(repr(part.name) for part in committed.manifest.parts)
         raise MismatchError(f"{committed.directory}: expected a tree {name!r} to change, found {there or 'nothing'}")
     leaves = _leaves_of(files, committed, part, settings)

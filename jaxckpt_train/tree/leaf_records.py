@@ -94,6 +94,11 @@ def encode_tree(record: TreeRecord) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(record))
 
 
+def has_tree(part: PartRecord) -> bool:
+    """Whether a checkpointable is a tree, with leaves, and no value of another kind."""
+    return bytes(part.detail) != b"null"
+
+
 def decode_tree(part: PartRecord, subject: str) -> TreeRecord:
     """The tree of a checkpointable.
 
