@@ -276,39 +276,64 @@ def _write_arrays(
             "export: what Orbax reads is written through TensorStore: pip install 'jaxckpt-train[orbax]'"
         ) from error
     context = ts.Context({"file_io_concurrency": {"limit": 16}})
-    waiting: collections.deque[tuple[int, Any]] = collections.deque()
     shapes: dict[str, list[int]] = {}
-    left = AHEAD_BYTES
-
-    def settle(until: int) -> None:
-        nonlocal left
-        while waiting and left < until:
-            nbytes, future = waiting.popleft()
-            _result(directory, future)
-            left += nbytes
-            if progress is not None:
-                progress(nbytes)
-
-    for leaf in leaves:
-        content = leaf.content
-        if content is None:
-            continue
-        dtype = DTYPES[content.dtype] if isinstance(content, ArrayRecord) else content.dtype
-        boxes = list(cut_box(full_box(content.shape), dtype.itemsize, CHUNK_BYTES))
-        shapes[leaf.path] = list(box_shape(boxes[0]))
-        spec = _spec(directory, leaf.parameter, content.shape, shapes[leaf.path], dtype, compressed)
-        try:
-            store = ts.open(spec, context=context, create=True).result()
-        except ValueError as error:
-            raise MismatchError(f"{subject}: leaf {leaf.path!r} of {dtype.name}: {shown(error)}") from error
-        for box in boxes:
-            data = content if isinstance(content, np.ndarray) else read(content, box)
-            settle(min(AHEAD_BYTES, data.nbytes))
-            part = store[tuple(slice(start, stop) for start, stop in box)] if box else store
-            waiting.append((data.nbytes, part.write(data).commit))
-            left -= data.nbytes
-    settle(AHEAD_BYTES + 1)
+    with _Writes(directory, progress) as writes:
+        for leaf in leaves:
+            content = leaf.content
+            if content is None:
+                continue
+            dtype = DTYPES[content.dtype] if isinstance(content, ArrayRecord) else content.dtype
+            boxes = list(cut_box(full_box(content.shape), dtype.itemsize, CHUNK_BYTES))
+            shapes[leaf.path] = list(box_shape(boxes[0]))
+            spec = _spec(directory, leaf.parameter, content.shape, shapes[leaf.path], dtype, compressed)
+            try:
+                store = ts.open(spec, context=context, create=True).result()
+            except ValueError as error:
+                raise MismatchError(f"{subject}: leaf {leaf.path!r} of {dtype.name}: {shown(error)}") from error
+            for box in boxes:
+                data = content if isinstance(content, np.ndarray) else read(content, box)
+                writes.make_room(data.nbytes)
+                part = store[tuple(slice(start, stop) for start, stop in box)] if box else store
+                writes.add(data.nbytes, part.write(data).commit)
     return shapes
+
+
+class _Writes:
+    """Writes of TensorStore that are on their way; at the end, also by an error, none is."""
+
+    def __init__(self, directory: str, progress: Progress | None) -> None:
+        self._directory, self._progress = directory, progress
+        self._waiting: collections.deque[tuple[int, Any]] = collections.deque()
+        self._left = AHEAD_BYTES
+
+    def __enter__(self) -> _Writes:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            if kind is None:
+                self._settle(AHEAD_BYTES + 1)
+        finally:  # after an error: what is still written would come into a directory that is being removed
+            for _, future in self._waiting:
+                future.exception()
+
+    def make_room(self, nbytes: int) -> None:
+        """Wait until so many bytes more may be on their way; raises StorageError if a write has failed."""
+        self._settle(min(AHEAD_BYTES, nbytes))
+
+    def add(self, nbytes: int, future: Any) -> None:
+        """A write has begun."""
+        self._waiting.append((nbytes, future))
+        self._left -= nbytes
+
+    def _settle(self, until: int) -> None:
+        while self._waiting and self._left < until:
+            nbytes, future = self._waiting[0]
+            _result(self._directory, future)
+            self._waiting.popleft()
+            self._left += nbytes
+            if self._progress is not None:
+                self._progress(nbytes)
 
 
 def _result(directory: str, future: Any) -> None:

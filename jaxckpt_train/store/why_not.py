@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterable, Sequence
 
 from jaxckpt_train.errors import IncompleteCheckpointError, NotACheckpointError, StorageError
-from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.backend import Backend, Entry
 from jaxckpt_train.store.manifest import COMMIT_NAME, MANIFEST_NAME
 
 
@@ -16,13 +17,14 @@ def why_not_committed(backend: Backend, directory: str) -> NotACheckpointError:
     except StorageError as error:
         found = "a file" if error.errno == errno.ENOTDIR else "nothing"
         return NotACheckpointError(f"{directory}: expected a checkpoint directory, found {found}")
-    if MANIFEST_NAME in names or any(_holds_data(backend, f"{directory}/{name}") for name in names):
+    inside = {name: _in_folder(backend, f"{directory}/{name}") for name in names}
+    if MANIFEST_NAME in names or any(map(_holds_data, inside.values())):
         return IncompleteCheckpointError(f"{directory}: has no {COMMIT_NAME}: never committed, or copied in part")
-    inside = [name for name in names if not name.startswith(".") and _holds_commit(backend, f"{directory}/{name}")]
-    if inside:
+    committed = [name for name in names if not name.startswith(".") and _holds_commit(inside[name])]
+    if committed:
         return NotACheckpointError(
-            f"{directory}: not one checkpoint but a directory of {len(inside)}; pass one of them, such as "
-            f"{directory}/{inside[-1]}"
+            f"{directory}: not one checkpoint but a directory of {len(committed)}; pass one of them, such as "
+            f"{directory}/{committed[-1]}"
         )
     listing = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "an empty directory"
     return NotACheckpointError(
@@ -30,17 +32,18 @@ def why_not_committed(backend: Backend, directory: str) -> NotACheckpointError:
     )
 
 
-def _holds_commit(backend: Backend, folder: str) -> bool:
-    """One that may not be looked into, as `lost+found`, counts as none."""
+def _in_folder(backend: Backend, folder: str) -> Sequence[Entry]:
+    """One that may not be looked into, as `lost+found`, counts as empty."""
     try:
-        return any(entry.name == COMMIT_NAME for entry in backend.list(folder))
+        return backend.list(folder)
     except StorageError:
-        return False
+        return ()
 
 
-def _holds_data(backend: Backend, folder: str) -> bool:
+def _holds_commit(entries: Iterable[Entry]) -> bool:
+    return any(entry.name == COMMIT_NAME for entry in entries)
+
+
+def _holds_data(entries: Iterable[Entry]) -> bool:
     """Whether this is the folder of a checkpointable with a file of process 0 in it."""
-    try:
-        return any(entry.kind == "file" and entry.name.startswith("p00000") for entry in backend.list(folder))
-    except StorageError:
-        return False
+    return any(entry.kind == "file" and entry.name.startswith("p00000") for entry in entries)

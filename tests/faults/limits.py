@@ -25,12 +25,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+import pytest
 
 from jaxckpt_train.checkpointables.registry import handler_of
 from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.preservation_policies import LatestN
 from tests.faults.campaign_end import leave_with, those_that_can
+from tests.faults.flaws import FLAWS
 from tests.faults.forking import LONGEST_S, Tell, forked
 from tests.faults.known_states import KEPT, SETTINGS, checkpointables_of, token_in
 from tests.faults.native_programs import by_kind, look_at_run, looked
@@ -168,7 +170,7 @@ def memory(found: Found, folder: Path) -> None:
     Less than that, and Python waits for ever for a new thread (python/cpython#140746).
     """
     for at in (1, 2):
-        for more in (MIB, 4 * MIB, 9 * MIB, 16 * MIB, 17 * MIB, 24 * MIB, 40 * MIB, 64 * MIB):
+        for more in (MIB, *(each * MIB for each in (4, 9, 16, 17, 24, 32, 36, 40, 44, 64))):
             limit = lambda more=more: so_much_memory(more)  # noqa: E731
             trial(found, "memory", f"{more} at step {at}", folder / f"memory{at}-{more}", limit, at)
 
@@ -267,7 +269,10 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limits", nargs="+", choices=LIMITS, default=list(LIMITS))
+    parser.add_argument("--flaw", choices=FLAWS, help="a control: what a writer could do wrong")
     chosen, started = parser.parse_args(), time.monotonic()
+    if chosen.flaw:
+        FLAWS[chosen.flaw](pytest.MonkeyPatch())
     names = those_that_can(chosen.limits, why_not)
     warnings.simplefilter("ignore")
     logging.getLogger("jaxckpt_train").disabled = True
