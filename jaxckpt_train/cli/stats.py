@@ -11,7 +11,7 @@ from jaxckpt_train.cli.output import Code, number_text, print_columns, print_jso
 from jaxckpt_train.cli.show import chosen_leaves, nbytes_of
 from jaxckpt_train.errors import MismatchError
 from jaxckpt_train.looking.leaf_reads import over_pieces, pieces_of
-from jaxckpt_train.looking.leaf_stats import BINS, Histogram, LeafStats, stats_of
+from jaxckpt_train.looking.leaf_stats import BINS, Histogram, LeafStats
 from jaxckpt_train.looking.opening import open_at
 from jaxckpt_train.opened import Opened
 from jaxckpt_train.store.manifest import ArrayRecord
@@ -65,8 +65,8 @@ def _no_arrays(opened: Opened, patterns: list[str], chosen: dict[str, tuple[Leaf
 def _read(opened: Opened, arrays: dict[str, ArrayRecord], advance: Any) -> dict[str, LeafStats]:
     found = {name: LeafStats() for name in arrays}
     wanted = (piece for name, array in arrays.items() for piece in pieces_of(name, (array,)))
-    for piece, of_it in over_pieces((opened,), wanted, lambda _, data: stats_of(data)):
-        found[piece.name].merge(of_it)
+    for piece, (values,) in over_pieces((opened,), wanted):
+        found[piece.name].add(values)
         advance(piece.nbytes)
     return found
 
@@ -80,8 +80,8 @@ def _histograms(
         if each.least is not None and each.most is not None
     }
     wanted = (piece for name in bins for piece in pieces_of(name, (arrays[name],)))
-    for piece, counts in over_pieces((opened,), wanted, lambda each, data: bins[each.name].counts_of(data[0])):
-        bins[piece.name].counts += counts
+    for piece, (values,) in over_pieces((opened,), wanted):
+        bins[piece.name].add(values)
         advance(piece.nbytes)
     return bins
 

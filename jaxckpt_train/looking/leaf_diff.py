@@ -136,10 +136,10 @@ def _compare(
         found[name].count = math.prod(one.shape)
     wanted = (piece for name, one, other in to_read for piece in pieces_of(name, (one, other)))
     sums = {name: Distance() for name, *_ in to_read}
-    for piece, of_it in over_pieces((a, b), wanted, lambda _, pair: distance(*pair)):
-        sums[piece.name] = sums[piece.name].plus(of_it)
+    for piece, (first, second) in over_pieces((a, b), wanted):
+        sums[piece.name] = sums[piece.name].plus(distance(first, second))
         progress(piece.nbytes)
     for name, each in sums.items():
         diff = found[name]
-        diff.differing, diff.difference, diff.norm = each.differing, math.sqrt(each.difference), math.sqrt(each.norm)
+        diff.differing, diff.difference, diff.norm = each.differing, each.difference, each.norm
         diff.kind, diff.max_abs = ("value", each.max_abs) if each.differing else ("equal", None)

@@ -1,12 +1,11 @@
-"""Reads arrays of opened checkpoints piece by piece, and has what is read looked at, on several threads."""
+"""Reads arrays of opened checkpoints piece by piece, on other threads, ahead of who looks at them."""
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,10 +14,11 @@ from jaxckpt_train.store.boxes import Box, box_elements, box_shape, cut_box, ful
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.store.reader import read_box
+from jaxckpt_train.store.staging import empty_array
 
-PIECE_BYTES = 32 << 20
-AHEAD = 4  # pieces that are being read, or looked at, at a time
-Result = TypeVar("Result")
+PIECE_BYTES = 16 << 20
+AHEAD = 6  # pieces that are being read, wait, or are looked at, at a time
+READERS = 4
 
 
 class Wanted(NamedTuple):
@@ -42,43 +42,40 @@ def pieces_of(name: str, arrays: Sequence[ArrayRecord]) -> Iterator[Wanted]:
             yield Wanted(name, box, arrays)
 
 
-Use = Callable[[Wanted, Sequence[np.ndarray]], Result]
+def over_pieces(opened: Sequence[Opened], wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, list[np.ndarray]]]:
+    """Each piece, in the order given, with an array of each of the checkpoints.
 
-
-def over_pieces(
-    opened: Sequence[Opened], wanted: Iterable[Wanted], use: Use[Result]
-) -> Iterator[tuple[Wanted, Result]]:
-    """What `use` makes of each piece, in the order given.
-
-    `use` is called on several threads, with an array of each of the checkpoints, whose memory is used again afterwards.
+    Other threads read ahead; what is to be done with a piece is for the caller's thread alone: calls of numpy that are
+    short keep several threads waiting for each other. The arrays are read into again when the next piece is asked for.
 
     Raises:
         CorruptCheckpointError: bytes are not what was saved.
         StorageError: they cannot be read.
     """
-    kept = _Kept()
 
-    def used(each: Wanted) -> Result:
+    def read(each: Wanted, memory: _Memory) -> list[np.ndarray]:
         arrays = zip(opened, each.arrays, strict=True)
-        return use(each, [_read(one, array, each.box, kept, place) for place, (one, array) in enumerate(arrays)])
+        return [_read(one, array, each.box, memory, place) for place, (one, array) in enumerate(arrays)]
 
-    with ThreadPoolExecutor(AHEAD, thread_name_prefix="jaxckpt-look") as pool:
-        waiting: deque[tuple[Wanted, Future[Result]]] = deque()
+    free = [_Memory() for _ in range(AHEAD)]
+    with ThreadPoolExecutor(READERS, thread_name_prefix="jaxckpt-look") as pool:
+        waiting: deque[tuple[Wanted, _Memory, Future[list[np.ndarray]]]] = deque()
         try:
             for each in wanted:
-                waiting.append((each, pool.submit(used, each)))
-                if len(waiting) > AHEAD:
-                    first, future = waiting.popleft()
+                memory = free.pop()
+                waiting.append((each, memory, pool.submit(read, each, memory)))
+                if not free:
+                    first, memory, future = waiting.popleft()
                     yield first, future.result()
-            while waiting:
-                first, future = waiting.popleft()
+                    free.append(memory)
+            for first, _, future in waiting:
                 yield first, future.result()
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-class _Kept(threading.local):
-    """Memory of a thread that is used again: fresh memory costs more than reading into it."""
+class _Memory:
+    """Memory that is used again: fresh memory costs more than reading into it."""
 
     def __init__(self) -> None:
         self._all: dict[int, np.ndarray] = {}
@@ -87,12 +84,12 @@ class _Kept(threading.local):
         """So many bytes, other ones for each place."""
         found = self._all.get(place)
         if found is None or found.size < size:
-            self._all[place] = found = np.empty(size, np.uint8)
+            self._all[place] = found = empty_array((size,), np.dtype(np.uint8))
         return found[:size]
 
 
-def _read(opened: Opened, array: ArrayRecord, box: Box, kept: _Kept, place: int) -> np.ndarray:
+def _read(opened: Opened, array: ArrayRecord, box: Box, memory: _Memory, place: int) -> np.ndarray:
     dtype = DTYPES[array.dtype]
-    data = kept.bytes(place, box_elements(box) * dtype.itemsize)
+    data = memory.bytes(place, box_elements(box) * dtype.itemsize)
     read_box(opened.files, opened.committed, array, box, data, opened.settings)
     return data.view(dtype).reshape(box_shape(box))

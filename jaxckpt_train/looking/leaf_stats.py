@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 
 import numpy as np
 
-from jaxckpt_train.looking.moments import NO_MOMENTS, Moments, moments_of
+from jaxckpt_train.looking.moments import HUGE, NO_MOMENTS, TINY, Moments, moments_of
 
 BINS = 20
-BLOCK = 1 << 15  # values at a time
+BLOCK = 1 << 14  # values at a time, whose temporary arrays the allocator keeps
 
 
 @dataclasses.dataclass
@@ -104,24 +103,29 @@ class Histogram:
         self.edges = _edges(least, most, bins) if most > least else np.array([least, least])
         self.counts = np.zeros(max(1, len(self.edges) - 1), np.int64)
 
-    def counts_of(self, piece: np.ndarray) -> np.ndarray:
-        """The counts of a piece alone; what is not finite is left out."""
-        values = as_numbers(piece).reshape(-1)
-        values = values[np.isfinite(values)]
-        if len(self.edges) == 2 and self.edges[0] == self.edges[1]:
-            return np.array([len(values)], np.int64)
-        return np.histogram(values, self.edges)[0]
+    def add(self, piece: np.ndarray) -> None:
+        """Count the values of a piece; what is not finite is left out."""
+        flat = np.ascontiguousarray(piece).reshape(-1)
+        for at in range(0, len(flat), BLOCK):
+            values = as_numbers(flat[at : at + BLOCK])
+            is_finite = np.isfinite(values)
+            self.counts += self._counts_of(values if is_finite.all() else values[is_finite])
+
+    def _counts_of(self, values: np.ndarray) -> np.ndarray | int:
+        least, most, bins = float(self.edges[0]), float(self.edges[-1]), len(self.counts)
+        if least == most:
+            return len(values)
+        if not TINY < most - least < HUGE:
+            return np.histogram(values, self.edges)[0]
+        place = np.multiply(np.subtract(values, least, dtype=np.float64), bins / (most - least)).astype(np.int32)
+        np.minimum(place, bins - 1, out=place)
+        # Rounding may have put what is next to an edge on the other side of it.
+        np.subtract(place, values < self.edges.take(place), out=place, casting="unsafe")
+        np.add(place, (values >= self.edges.take(place + 1)) & (place < bins - 1), out=place, casting="unsafe")
+        return np.bincount(place, minlength=bins)
 
 
 def _edges(least: float, most: float, bins: int) -> np.ndarray:
     if math.isfinite(most - least):
         return np.linspace(least, most, bins + 1)
     return np.linspace(least / 2, most / 2, bins + 1) * 2  # no number is as large as the width of all bins
-
-
-def stats_of(pieces: Iterable[np.ndarray]) -> LeafStats:
-    """The statistics of an array of these pieces."""
-    found = LeafStats()
-    for piece in pieces:
-        found.add(piece)
-    return found

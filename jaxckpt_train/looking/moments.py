@@ -62,12 +62,12 @@ def moments_of(values: np.ndarray, largest: float) -> Moments:
     mean = max(-most, min(most, float(wide.sum()) / count))
     apart = np.subtract(wide, mean, out=None if wide is values else wide)
     rest = float(apart.sum()) / count
-    deviation = min(most, math.sqrt(max(0.0, _squares(apart) / count - rest * rest)))
+    deviation = min(most, math.sqrt(max(0.0, sum_of_squares(apart) / count - rest * rest)))
     return Moments(count, *(math.ldexp(each, exponent) for each in (mean, rest, deviation)))
 
 
-def _squares(values: np.ndarray) -> float:
-    """The sum of the squares; by few at a time, as BLAS has threads for more, which wait for each other."""
+def sum_of_squares(values: np.ndarray) -> float:
+    """Of a flat array; by few at a time, as BLAS has threads for more, which wait for each other."""
     parts = (values[at : at + _FEW] for at in range(0, len(values), _FEW))
     return sum(float(np.dot(part, part)) for part in parts)
 

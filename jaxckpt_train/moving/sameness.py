@@ -33,8 +33,8 @@ def refuse_another_content(source: Opened, copy: Opened) -> None:
         if one.files != other.files:
             raise _differs(copy, f"the files of {one.name!r}")
         to_read += _unsure(source, one, copy, other)
-    for wanted, is_same in over_pieces((source, copy), to_read, lambda _, pair: _same_bytes(*pair)):
-        if not is_same:
+    for wanted, pair in over_pieces((source, copy), to_read):
+        if not _same_bytes(*pair):
             raise _differs(copy, f"leaf {wanted.name!r}")
 
 
