@@ -65,10 +65,11 @@ def _imports(options: argparse.Namespace, directory: Path, size: Size, interface
     _turn("make_orbax", options, path=source, interface=interface, **arrays)
     _turn("make_orbax", options, path=small, interface=interface, **SMALL)
     import_, warm = ["import", source, f"{out}/a"], ["import", small, f"{out}/small"]
+    both = {"path": source, "warm": small, "nbytes": size.arrays * size.array_bytes}
     turns: dict[str, Callable[[], dict[str, Any]]] = {
-        "load by Orbax": lambda: _turn("load_by_orbax", options, path=source, warm=small, interface=interface),
-        "load by ours": lambda: _turn("load_by_us", options, path=source, warm=small, **arrays),
-        "import": lambda: _turn("command", options, arguments=import_, warm=warm),
+        "load by Orbax": lambda: _turn("load_by_orbax", options, interface=interface, **both),
+        "load by ours": lambda: _turn("load_by_us", options, **both, **arrays),
+        "import": lambda: _turn("command", options, arguments=import_, warm=warm, nbytes=both["nbytes"]),
     }
     found = _in_turn(options, turns, Path(source), lambda: cost_command.remove(Path(out)))
     for each in (source, small):
@@ -82,10 +83,12 @@ def _diff(options: argparse.Namespace, directory: Path, size: Size) -> dict[str,
     _turn("make_pair", options, folder=folder, arrays=size.pair_arrays, array_bytes=size.array_bytes)
     _turn("make_pair", options, folder=small, **SMALL)
     both, warm = ["diff", f"{folder}/a", f"{folder}/b"], ["diff", f"{small}/a", f"{small}/b"]
+    nbytes = 2 * size.pair_arrays * size.array_bytes
     turns: dict[str, Callable[[], dict[str, Any]]] = {
-        "read both, raw": lambda: _turn("read_both", options, folder=folder),
-        "load both": lambda: _turn("load_both", options, folder=folder, warm=small),
-        "diff": lambda: _turn("command", options, arguments=both, warm=warm),
+        "read both, raw": lambda: _turn("read_both", options, folder=folder, nbytes=nbytes),
+        "read both, verified": lambda: _turn("read_both_verified", options, folder=folder, warm=small, nbytes=nbytes),
+        "load both": lambda: _turn("load_both", options, folder=folder, warm=small, nbytes=nbytes),
+        "diff": lambda: _turn("command", options, arguments=both, warm=warm, nbytes=nbytes),
     }
     found = _in_turn(options, turns, Path(folder), lambda: None)
     for each in (folder, small):
@@ -110,11 +113,13 @@ def _in_turn(
 
 def _commands(options: argparse.Namespace, directory: Path, size: Size) -> dict[str, list[float]]:
     """Whole commands, from the shell to their end."""
-    run, leaves = directory / "run", directory / "leaves"
+    few, run, leaves = directory / "few", directory / "run", directory / "leaves"
+    _turn("make_run", options, run=str(few), steps=3)
     _turn("make_run", options, run=str(run), steps=size.steps)
     _turn("make_leaves", options, path=str(leaves), leaves=size.leaves)
     asked = {
         "--help": ["--help"],
+        "ls, 3 steps": ["ls", str(few)],
         f"ls, {size.steps:,} steps": ["ls", str(run)],
         f"show, {size.leaves:,} leaves": ["show", str(leaves)],
     }

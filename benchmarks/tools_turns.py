@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import host_memory
 from benchmarks.memory_probe import Peak
 
 MIB = 1 << 20
@@ -56,9 +57,13 @@ def _shapes(arrays: int, array_bytes: int) -> dict[str, tuple[int, int]]:
     return {f"layer_{number:03d}": (array_bytes // 4096, 1024) for number in range(arrays)}
 
 
-def _measured(call: Callable[[], object], before: Callable[[], object]) -> dict[str, Any]:
-    """Seconds, and the most memory that it had beyond what there was before; modules are imported by then."""
+def _measured(call: Callable[[], object], before: Callable[[], object], nbytes: int) -> dict[str, Any]:
+    """Seconds, and the most memory that it had beyond what there was before; modules are imported by then.
+
+    Memory for so many bytes is there before, whoever is measured: see `host_memory`.
+    """
     before()
+    host_memory.make_present(nbytes)
     with Peak() as peak:
         started = time.perf_counter()
         found = call()
@@ -67,7 +72,7 @@ def _measured(call: Callable[[], object], before: Callable[[], object]) -> dict[
     return {"seconds": seconds, "peak_bytes": peak.extra, "private_bytes": peak.extra_private}
 
 
-def load_by_orbax(path: str, warm: str, interface: str) -> dict[str, Any]:
+def load_by_orbax(path: str, warm: str, nbytes: int, interface: str) -> dict[str, Any]:
     """A load of Orbax's into JAX arrays on this host, to the end; `warm` is a small one that comes before."""
     import jax
     import orbax.checkpoint as ocp
@@ -75,12 +80,12 @@ def load_by_orbax(path: str, warm: str, interface: str) -> dict[str, Any]:
 
     jax.devices()
     if interface == "v1":
-        return _measured(lambda: jax.block_until_ready(v1.load_pytree(path)), lambda: v1.load_pytree(warm))
-    with ocp.StandardCheckpointer() as checkpointer:
-        return _measured(lambda: jax.block_until_ready(checkpointer.restore(path)), lambda: checkpointer.restore(warm))
+        return _measured(lambda: jax.block_until_ready(v1.load_pytree(path)), lambda: v1.load_pytree(warm), nbytes)
+    with ocp.StandardCheckpointer() as restorer:
+        return _measured(lambda: jax.block_until_ready(restorer.restore(path)), lambda: restorer.restore(warm), nbytes)
 
 
-def load_by_us(path: str, warm: str, arrays: int, array_bytes: int) -> dict[str, Any]:
+def load_by_us(path: str, warm: str, nbytes: int, arrays: int, array_bytes: int) -> dict[str, Any]:
     """A load of ours of the same into JAX arrays on this host, to the end."""
     import jax
 
@@ -88,10 +93,10 @@ def load_by_us(path: str, warm: str, arrays: int, array_bytes: int) -> dict[str,
 
     jax.devices()
     target = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in _shapes(arrays, array_bytes).items()}
-    return _measured(lambda: jax.block_until_ready(jct.load(path, target)), lambda: jct.load(warm))
+    return _measured(lambda: jax.block_until_ready(jct.load(path, target)), lambda: jct.load(warm), nbytes)
 
 
-def command(arguments: list[str], warm: list[str]) -> dict[str, Any]:
+def command(arguments: list[str], warm: list[str], nbytes: int) -> dict[str, Any]:
     """A command of `jaxckpt` in this process, without its start; `warm` is a small one that comes before."""
     from jaxckpt_train.cli.app import app
 
@@ -99,10 +104,10 @@ def command(arguments: list[str], warm: list[str]) -> dict[str, Any]:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
             app(arguments)
 
-    return _measured(lambda: run(arguments), lambda: run(warm))
+    return _measured(lambda: run(arguments), lambda: run(warm), nbytes)
 
 
-def load_both(folder: str, warm: str) -> dict[str, Any]:
+def load_both(folder: str, warm: str, nbytes: int) -> dict[str, Any]:
     """Both of two steps into numpy arrays, one after the other, verified."""
     import jaxckpt_train as jct
 
@@ -110,17 +115,33 @@ def load_both(folder: str, warm: str) -> dict[str, Any]:
         for name in ("a", "b"):
             jct.load(f"{folder}/{name}")
 
-    return _measured(lambda: both(folder), lambda: both(warm))
+    return _measured(lambda: both(folder), lambda: both(warm), nbytes)
 
 
-def read_both(folder: str) -> dict[str, Any]:
+def read_both_verified(folder: str, warm: str, nbytes: int) -> dict[str, Any]:
+    """Both of two steps read as `diff` reads them, piece by piece into memory that is used again, and verified."""
+    from jaxckpt_train.looking.leaf_reads import over_pieces, pieces_of
+    from jaxckpt_train.looking.opening import open_at
+    from jaxckpt_train.store.local import LocalBackend
+
+    def both(folder: str) -> None:
+        pair = [open_at(LocalBackend(), f"{folder}/{name}") for name in ("a", "b")]
+        arrays = [opened.arrays() for opened in pair]
+        wanted = (piece for name in arrays[0] for piece in pieces_of(name, [each[name] for each in arrays]))
+        for _ in over_pieces(pair, wanted):
+            pass
+
+    return _measured(lambda: both(folder), lambda: both(warm), nbytes)
+
+
+def read_both(folder: str, nbytes: int) -> dict[str, Any]:
     """The files of both, read by direct calls of 64 MiB into memory that is there already: what the disk gives."""
     from jaxckpt_train.store.staging import aligned_buffer
 
     files = [str(path) for path in sorted(Path(folder).rglob("*.safetensors"))]
     buffer = aligned_buffer(64 * MIB)
     buffer[:] = 0
-    return _measured(lambda: [_read(file, buffer) for file in files], lambda: None)
+    return _measured(lambda: [_read(file, buffer) for file in files], lambda: None, nbytes)
 
 
 def _read(path: str, buffer: np.ndarray) -> None:

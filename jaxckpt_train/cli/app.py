@@ -1,30 +1,64 @@
-"""The command `jaxckpt`: its subcommands, each in a module of its own."""
+"""The command `jaxckpt`: its subcommands, each in a module of its own that is imported when it is asked for."""
 
 from __future__ import annotations
 
-import importlib.metadata
-from typing import Annotated
+import gc
+import importlib
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from jaxckpt_train.cli.cp import cp
-from jaxckpt_train.cli.diff import diff
-from jaxckpt_train.cli.doctor import doctor
-from jaxckpt_train.cli.exporting import export
-from jaxckpt_train.cli.importing import import_
-from jaxckpt_train.cli.ls import ls
-from jaxckpt_train.cli.mv import mv
 from jaxckpt_train.cli.output import flush_output, print_any_text
-from jaxckpt_train.cli.pin import pin
-from jaxckpt_train.cli.prune import prune
-from jaxckpt_train.cli.report import report
-from jaxckpt_train.cli.show import show
-from jaxckpt_train.cli.stats import stats
-from jaxckpt_train.cli.verify import scrub, verify
+
+COMMANDS = {
+    "ls": "ls:ls",
+    "show": "show:show",
+    "stats": "stats:stats",
+    "diff": "diff:diff",
+    "verify": "verify:verify",
+    "scrub": "verify:scrub",
+    "prune": "prune:prune",
+    "pin": "pin:pin",
+    "cp": "cp:cp",
+    "mv": "mv:mv",
+    "report": "report:report",
+    "doctor": "doctor:doctor",
+    "export": "exporting:export",
+    "import": "importing:import_",
+}
+"""Where each is: module of this package, and function."""
+
+
+class _OnDemand(TyperGroup):
+    """Commands that are imported one by one: all of them together take as long as Python and numpy do."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, function = COMMANDS[cmd_name].partition(":")
+        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        single.command(cmd_name, context_settings=_HELP)(
+            getattr(importlib.import_module(f"jaxckpt_train.cli.{module}"), function)
+        )
+        return typer.main.get_command(single)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in COMMANDS:  # one that is nearly that is suggested
+            self.commands.update({name: self.get_command(ctx, name) for name in COMMANDS})
+        return super().resolve_command(ctx, args)
+
+
+_HELP = {"help_option_names": ["-h", "--help"]}
 
 
 def _print_version(is_wanted: bool) -> None:
     if is_wanted:
+        import importlib.metadata
+
         print(importlib.metadata.version("jaxckpt-train"))
         raise typer.Exit
 
@@ -39,20 +73,18 @@ def _before(
 
 app = typer.Typer(
     name="jaxckpt",
+    cls=_OnDemand,
     callback=_before,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=_HELP,
 )
-for command in (ls, show, stats, diff, verify, scrub, prune, pin, cp, mv, report, doctor):
-    app.command()(command)
-app.command("export")(export)
-app.command("import")(import_)
 
 
 def main() -> None:
     """Run it."""
+    gc.set_threshold(100_000)  # what is imported stays: to look through it again and again takes a tenth of a start
     print_any_text()
     try:
         app()

@@ -7,11 +7,18 @@ import os
 import re
 from typing import Any
 
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from jaxckpt_train.cli.app import app
 
 SECONDS = re.compile(r"\d+ s ago")  # some pass from one call to the next
+
+
+def all_commands() -> dict[str, Any]:
+    """What typer makes of each, by name."""
+    group: Any = get_command(app)
+    return {name: group.get_command(None, name) for name in group.list_commands(None)}
 
 
 def run(*arguments: str | int | os.PathLike[str]) -> Result:

@@ -10,21 +10,19 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import typer.main
 
 import jaxckpt_train as jct
-from jaxckpt_train.cli.app import app, main
+from jaxckpt_train.cli.app import main
 from jaxckpt_train.cli.output import Code, age_text, bytes_text, code_of
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError, StepNotFoundError
-from tests.cli.commands import run
+from tests.cli.commands import all_commands, run
 from tests.conftest import REPO_ROOT, RunPython
 from tests.steps.runs import made_run
 
-COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS = all_commands()
 every_command = pytest.mark.parametrize("name", sorted(COMMANDS))
 
 
@@ -97,6 +95,20 @@ try:
 except SystemExit as ended:
     print("\\n" + json.dumps([ended.code, sorted({name.partition(".")[0] for name in sys.modules})]))
 """
+
+
+def test_each_is_imported_when_it_is_asked_for(directory: Path, run_python: RunPython) -> None:
+    program = PROGRAM.replace('{name.partition(".")[0] for name in sys.modules}', "sys.modules")
+    done = run_python(program, "ls", "run", cwd=directory, check=True)
+    modules = set(json.loads(done.stdout.splitlines()[-1])[1])
+    assert "jaxckpt_train.cli.ls" in modules
+    assert not {"jaxckpt_train.cli.cp", "jaxckpt_train.surgery.parsing", "jaxckpt_train.report"} & modules
+
+
+def test_one_that_is_nearly_another_is_suggested() -> None:
+    done = run("verfy", "run")
+    assert done.exit_code == 2
+    assert "Did you mean 'verify'?" in " ".join(done.output.split())
 
 
 def test_none_of_them_imports_jax(directory: Path, run_python: RunPython) -> None:

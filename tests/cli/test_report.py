@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from jaxckpt_train.cli.app import app
 from jaxckpt_train.report.page import MARK
+from tests.cli.commands import all_commands
 from tests.conftest import RunPython
 from tests.report.runs import write_history
 from tests.steps.runs import made_run, step_path, truncate_the_manifest
@@ -162,7 +162,7 @@ def test_the_documentation_tells_all_options_and_all_keys(tmp_path: Path, repo_r
     page = (repo_root / "docs" / "report.md").read_text()
     options = page.partition("## Options")[2].partition("## ")[0]
     assert set(re.findall(r"^\| `.*?(--[a-z-]+)` \|", options, re.MULTILINE)) == {
-        option for each in get_command(app).commands["report"].params for option in each.opts if "--" in option
+        option for each in all_commands()["report"].params for option in each.opts if "--" in option
     }  # fmt: skip
     keys = set(
         re.findall(r"`([a-z_]+)`", "".join(re.findall(r"^\| (`[^|]+) \|", page.partition("## The data")[2], re.M)))
