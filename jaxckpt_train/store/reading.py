@@ -22,6 +22,7 @@ from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT, ChunkRead, Run, Use, W
 from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.sources import Sources
 from jaxckpt_train.store.staging import Arena, aligned_buffer, empty_array
+from jaxckpt_train.store.straight_reads import straight_target
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.store.warm_memory import WarmMemory
 
@@ -107,6 +108,9 @@ class Reading:
         if run.is_destination and not run.passing:
             return self._read_into(run, self._arena.take(size))
         if run.is_parts:
+            place = straight_target(run, self._wanted)
+            if place is not None:
+                return self._read_straight(run, place)
             with self._counted(size), self._warm.lent(size) as memory:
                 return self._read_into(run, memory)
         if not run.passing:
@@ -137,19 +141,31 @@ class Reading:
         finally:
             self._budget.give(size)
 
+    def _read_straight(self, run: Run, place: np.ndarray) -> list[ReadBox]:
+        self._read_and_verify(run, place)
+        ((use,),) = (read.uses for read in run.reads)
+        want, completed = self._wanted[use.wanted], list[ReadBox]()
+        dtype = DTYPES[want.array.dtype]
+        self._begin_part(use, want, dtype)
+        self._end_part(use, want, place.size // dtype.itemsize, completed)
+        return completed
+
     def _read_into(self, run: Run, memory: np.ndarray) -> list[ReadBox]:
-        at = run.start
-        for start, stop in _pieces(run, self._manifest.block_bytes):
-            at = self._read_up_to(run, memory, at, stop)
-            self._verify_all(run, memory, start, stop)
-            if self._progress is not None:
-                self._progress(stop - start)
+        self._read_and_verify(run, memory)
         room, completed = _Room(run), list[ReadBox]()
         for read in run.reads:
             self._hand_out(read, memory[read.start - run.start : read.stop - run.start], room, completed)
         if run.passing and room.memory is not None:
             weakref.finalize(owner_of(room.memory), self._budget.give, run.moved_bytes).atexit = False
         return completed
+
+    def _read_and_verify(self, run: Run, memory: np.ndarray) -> None:
+        at = run.start
+        for start, stop in _pieces(run, self._manifest.block_bytes):
+            at = self._read_up_to(run, memory, at, stop)
+            self._verify_all(run, memory, start, stop)
+            if self._progress is not None:
+                self._progress(stop - start)
 
     def _read_up_to(self, run: Run, memory: np.ndarray, at: int, stop: int) -> int:
         """Read whole pages from `at` on, until `stop` is there; no page twice, since what was verified must stay."""
@@ -238,15 +254,25 @@ class Reading:
         return self._arena.take(size).view(dtype).reshape(shape)
 
     def _copy_part(self, use: Use, part: np.ndarray, completed: list[ReadBox]) -> None:
-        key, want = (use.wanted, use.box), self._wanted[use.wanted]
-        box = want.boxes[use.box]
+        want = self._wanted[use.wanted]
+        target = self._begin_part(use, want, part.dtype)
+        target[slices_within(use.common, want.boxes[use.box])] = part
+        self._end_part(use, want, part.size, completed)
+
+    def _begin_part(self, use: Use, want: Wanted, dtype: np.dtype) -> np.ndarray:
+        """The box that a part belongs to."""
+        key, box = (use.wanted, use.box), want.boxes[use.box]
         with self._lock:
             if key not in self._parts:
-                self._parts[key] = self._new_box(want, box_shape(box), part.dtype), box_elements(box)
-            target = self._parts[key][0]
-        target[slices_within(use.common, box)] = part
+                self._parts[key] = self._new_box(want, box_shape(box), dtype), box_elements(box)
+            return self._parts[key][0]
+
+    def _end_part(self, use: Use, want: Wanted, elements: int, completed: list[ReadBox]) -> None:
+        """So many elements of the box are there."""
+        key = (use.wanted, use.box)
         with self._lock:
-            left = self._parts[key][1] - part.size
+            target, left = self._parts[key]
+            left -= elements
             self._parts[key] = target, left
             if left == 0:
                 completed.append(ReadBox(*key, target))
