@@ -97,18 +97,24 @@ def preempted(processes: int, devices: int, victim: int, done: int, cwd: Path) -
     return losses
 
 
-def test_it_is_preempted_and_goes_on_with_as_many_and_with_others(tmp_path: Path) -> None:
-    cwd = tmp_path / "interrupted"
+@pytest.mark.parametrize(
+    ("processes", "victims", "others"), [(2, [1], 1), pytest.param(4, [2, 0], 2, marks=pytest.mark.full)]
+)
+def test_it_is_preempted_and_goes_on_with_as_many_and_with_others(
+    tmp_path: Path, processes: int, victims: list[int], others: int
+) -> None:
+    cwd, devices = tmp_path / "interrupted", 8 // processes
     cwd.mkdir()
-    first = preempted(4, 2, 2, 0, cwd)
-    second = preempted(4, 2, 0, len(first), cwd)
-    steps = len(first) + len(second) + 3
-    third = Training(2, 4, f"steps={steps}", cwd=cwd)
-    assert third.end() == [0, 0], third.told()
+    losses: list[str] = []
+    for victim in victims:
+        losses += preempted(processes, devices, victim, len(losses), cwd)
+    steps = len(losses) + 3
+    last = Training(others, 8 // others, f"steps={steps}", cwd=cwd)
+    assert last.end() == [0] * others, last.told()
     (tmp_path / "whole").mkdir()
-    whole = Training(4, 2, f"steps={steps}", cwd=tmp_path / "whole")
-    assert whole.end() == [0] * 4, whole.told()
-    assert first + second + third.losses() == whole.losses()
+    whole = Training(processes, devices, f"steps={steps}", cwd=tmp_path / "whole")
+    assert whole.end() == [0] * processes, whole.told()
+    assert losses + last.losses() == whole.losses()
     for place in (cwd, tmp_path / "whole"):
         step = jct.load_checkpointables(place / "runs" / "lm" / f"step-{steps:010d}", {"data": None})
         assert step["data"]["state"] == {"next_index": steps}

@@ -71,8 +71,8 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path, job_of: 
     ("request_by", "process"),
     [
         ({"signal": signal.SIGTERM}, 2),
-        ({"signal": signal.SIGUSR1}, 0),
-        ({"file": "leave"}, 2),
+        pytest.param({"signal": signal.SIGUSR1}, 0, marks=pytest.mark.full),
+        pytest.param({"file": "leave"}, 2, marks=pytest.mark.full),
         pytest.param({"signal": signal.SIGTERM}, 0, marks=pytest.mark.full),
         pytest.param({"signal": signal.SIGUSR1}, 2, marks=pytest.mark.full),
         pytest.param({"file": "leave"}, 0, marks=pytest.mark.full),

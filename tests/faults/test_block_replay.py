@@ -39,7 +39,10 @@ def test_what_was_acknowledged_is_there_whatever_the_device_kept(tmp_path: Path,
     assert found.with_saves > 4
 
 
-@pytest.mark.parametrize(("program", "durability"), [("run", "file"), ("run", "none"), ("single", "none")])
+@pytest.mark.parametrize(
+    ("program", "durability"),
+    [("run", "file"), pytest.param("run", "none", marks=pytest.mark.full), ("single", "none")],
+)
 def test_saves_that_do_not_sync_are_found_out(tmp_path: Path, kind: str, program: str, durability: Any) -> None:
     """What of it the file system syncs by itself differs from run to run."""
     settings = StoreSettings(durability=durability)
