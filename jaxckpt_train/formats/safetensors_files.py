@@ -6,13 +6,20 @@ import errno
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError, StorageError, UnsupportedLeafError
+from jaxckpt_train.errors import (
+    CorruptCheckpointError,
+    FormatVersionError,
+    NotACheckpointError,
+    StorageError,
+    UnsupportedLeafError,
+)
 from jaxckpt_train.formats.foreign import Foreign, ForeignSegment, ForeignTree, check_shape, foreign_checkpoint
 from jaxckpt_train.store.backend import Backend, Source
 from jaxckpt_train.store.boxes import full_box
@@ -33,6 +40,8 @@ from jaxckpt_train.tree.leaf_records import ArrayLeaf, TreeRecord
 from jaxckpt_train.tree.paths import ROOT, key_text
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
+MOST_FILES = 10_000  # of one model
+_NUMBERED = re.compile(r"(?P<prefix>.+)-(?P<number>[0-9]{2,})-of-(?P<count>[0-9]{2,})\.safetensors", re.DOTALL)
 MAX_HEADER_BYTES = 100_000_000  # what safetensors itself reads at most
 MAX_INDEX_BYTES = 256 << 20
 NAME = "state"
@@ -72,10 +81,15 @@ def open_safetensors(backend: Backend, path: str) -> Foreign:
     """Open one file.
 
     Raises:
+        NotACheckpointError: it is one of several files of a model.
         CorruptCheckpointError: it is none, or damaged.
         StorageError: it cannot be read.
     """
     folder, _, name = path.rpartition("/")
+    if _missing([name]):
+        raise NotACheckpointError(
+            f"{path}: by its name one of several files of a model; pass the folder that holds all of them, {folder}"
+        )
     return _opened(backend, path, folder, [name], None)
 
 
@@ -89,11 +103,15 @@ def open_safetensors_folder(backend: Backend, folder: str, index: str | None, na
         names: of the files, for a folder without an index.
 
     Raises:
-        CorruptCheckpointError: a file is none, or not there though the index names it, lacks a tensor that the index
-            says it has, or a tensor is in two files.
+        CorruptCheckpointError: a file is none, or not there though the index or the others' names say so, lacks a
+            tensor that the index says it has, or a tensor is in two files.
         StorageError: one cannot be read.
     """
     if index is None:
+        missing = _missing(names)
+        if missing:
+            more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise CorruptCheckpointError(f"{folder}/{missing[0]}: is not there, by the names of the others{more}")
         return _opened(backend, folder, folder, names, None)
     weight_map = _read_index(backend, folder, index)
     return _opened(backend, folder, folder, list(dict.fromkeys(weight_map.values())), weight_map)
@@ -123,6 +141,19 @@ def _opened(
     info = {"custom_metadata": metadata} if metadata else {}
     parts = {NAME: ForeignTree(record, list(arrays.values()))}
     return foreign_checkpoint("safetensors", subject, parts, segments, block_bytes=BLOCK_BYTES, info=info)
+
+
+def _missing(names: Sequence[str]) -> list[str]:
+    """Files that are not among these, though they say that they are one of so many (`model-00001-of-00002`)."""
+    found = []
+    for prefix, width, count in dict.fromkeys(
+        (match["prefix"], len(match["number"]), match["count"]) for match in map(_NUMBERED.fullmatch, names) if match
+    ):
+        if int(count) > MOST_FILES:
+            continue  # no number of files
+        wanted = (f"{prefix}-{number:0{width}}-of-{count}{SUFFIX}" for number in range(1, int(count) + 1))
+        found += [name for name in wanted if name not in names]
+    return found
 
 
 def _indexed(backend: Backend, path: str) -> Header:

@@ -59,7 +59,11 @@ def converted(array: np.ndarray, dtype: np.dtype, subject: str, start: Sequence[
                 f"{high}; convert to a wider dtype, or leave this leaf as it is"
             )
     with np.errstate(all="ignore"):
-        return array.astype(dtype)
+        try:
+            return array.astype(dtype)
+        except TypeError:  # of small floats, ml_dtypes does not know each pair; all of them are exact in double precision
+            is_complex = "complex" in array.dtype.name or "complex" in dtype.name
+            return array.astype(np.complex128 if is_complex else np.float64).astype(dtype)
 
 
 def _range_of(dtype: np.dtype) -> tuple[int, int]:

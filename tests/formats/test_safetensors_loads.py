@@ -167,6 +167,23 @@ def test_a_file_that_an_index_names_may_be_missing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_files_that_count_themselves_are_all_there_without_an_index_too(tmp_path: Path) -> None:
+    (model(tmp_path) / "model.safetensors.index.json").unlink()
+    assert_all(jct.load(tmp_path))
+    first, second = sorted(tmp_path.iterdir())
+    for one in (first, second):
+        with pytest.raises(
+            jct.NotACheckpointError, match="one of several files of a model; pass the folder that holds"
+        ):
+            jct.load(one)
+    second.unlink()
+    with pytest.raises(jct.CorruptCheckpointError, match=r"00002-of-00002\.safetensors: is not there, by the names"):
+        jct.load(tmp_path)
+    first.rename(tmp_path / "model-00001-of-00001.safetensors")
+    assert list(jct.load(tmp_path)) == list(TENSORS)[:3]
+    assert list(jct.load(tmp_path / "model-00001-of-00001.safetensors")) == list(TENSORS)[:3]
+
+
 def test_a_head_may_be_written_with_more_than_it_needs(tmp_path: Path) -> None:
     head = {
         "__metadata__": {"k": "\u00e9"},

@@ -30,6 +30,17 @@ def test_each_integer_stays_what_it_is_or_is_refused(old: str, new: str) -> None
                 converted(array, DTYPES[new], "it", [4])
 
 
+FLOATS = sorted(name for name in DTYPES if "float" in name)
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(FLOATS, FLOATS)))
+def test_each_float_becomes_each_other_with_what_both_have(old: str, new: str) -> None:
+    array = np.array([1, 2, 4], np.float32).astype(DTYPES[old])
+    found = converted(array, DTYPES[new], "it", [0])
+    assert found.dtype == DTYPES[new]
+    assert found.astype(np.float64).tolist() == [1, 2, 4]
+
+
 def test_floats_go_on_to_be_rounded() -> None:
     found = converted(np.array([1e30, 0.1, np.nan], np.float32), DTYPES["float16"], "it", [0])
     assert (found[0], np.isnan(found[2])) == (np.inf, True)
