@@ -16,6 +16,7 @@ BY_NAME = {"import_module", "find_spec", "locate", "resolve_name", "instantiate"
 MAY_IMPORT_BY_NAME = {
     ("__init__", "importlib.import_module(f'{__name__}.{_HOME_OF[name]}')"): "its own modules, from its own table",
     ("__init__", "importlib.import_module(f'{__name__}.{name}')"): "its own modules, from its own table",
+    ("cli.app", "importlib.import_module(f'jaxckpt_train.cli.{module}')"): "its own modules, from its own table",
     ("testing.run_target", "import runpy"): "a proof runs the script that the user's own test names",
     ("testing.run_target", "importlib.import_module(target.module)"): "the module of the function that the test gives",
     ("testing.run_target", "importlib.util.find_spec"): "the script that the user's own test names as a module",
