@@ -145,14 +145,14 @@ def _opened(
 
 def _missing(names: Sequence[str]) -> list[str]:
     """Files that are not among these, though they say that they are one of so many (`model-00001-of-00002`)."""
-    found = []
+    found, there = [], set(names)
     for prefix, width, count in dict.fromkeys(
         (match["prefix"], len(match["number"]), match["count"]) for match in map(_NUMBERED.fullmatch, names) if match
     ):
         if int(count) > MOST_FILES:
             continue  # no number of files
         wanted = (f"{prefix}-{number:0{width}}-of-{count}{SUFFIX}" for number in range(1, int(count) + 1))
-        found += [name for name in wanted if name not in names]
+        found += [name for name in wanted if name not in there]
     return found
 
 

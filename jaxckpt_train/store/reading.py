@@ -143,7 +143,7 @@ class Reading:
 
     def _read_straight(self, run: Run, place: np.ndarray) -> list[ReadBox]:
         self._read_and_verify(run, place)
-        ((use,),) = (read.uses for read in run.reads)
+        (use,) = run.reads[0].uses
         want, completed = self._wanted[use.wanted], list[ReadBox]()
         dtype = DTYPES[want.array.dtype]
         self._begin_part(use, want, dtype)

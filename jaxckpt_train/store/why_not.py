@@ -17,7 +17,7 @@ def why_not_committed(backend: Backend, directory: str) -> NotACheckpointError:
     except StorageError as error:
         found = "a file" if error.errno == errno.ENOTDIR else "nothing"
         return NotACheckpointError(f"{directory}: expected a checkpoint directory, found {found}")
-    inside = {name: _in_folder(backend, f"{directory}/{name}") for name in names}
+    inside = {} if MANIFEST_NAME in names else {name: _in_folder(backend, f"{directory}/{name}") for name in names}
     if MANIFEST_NAME in names or any(map(_holds_data, inside.values())):
         return IncompleteCheckpointError(f"{directory}: has no {COMMIT_NAME}: never committed, or copied in part")
     committed = [name for name in names if not name.startswith(".") and _holds_commit(inside[name])]

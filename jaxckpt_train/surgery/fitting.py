@@ -61,9 +61,8 @@ def converted(array: np.ndarray, dtype: np.dtype, subject: str, start: Sequence[
     with np.errstate(all="ignore"):
         try:
             return array.astype(dtype)
-        except (
-            TypeError
-        ):  # of small floats, ml_dtypes does not know each pair; all of them are exact in double precision
+        except TypeError:
+            # Of small floats ml_dtypes does not know each pair; all of them are exact in double precision.
             is_complex = "complex" in array.dtype.name or "complex" in dtype.name
             return array.astype(np.complex128 if is_complex else np.float64).astype(dtype)
 

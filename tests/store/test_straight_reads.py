@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +12,12 @@ from hypothesis import strategies as st
 
 import jaxckpt_train as jct
 from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backend import Source
 from jaxckpt_train.store.boxes import box_elements
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.reader import read_box
 from jaxckpt_train.store.staging import aligned_buffer
 from jaxckpt_train.store.transaction import Committed, open_committed
-from jaxckpt_train.store.warm_memory import WarmMemory
 from tests.steps.runs import flip_a_payload_byte
 
 MIB = 1 << 20
@@ -31,27 +32,54 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def read(committed: Committed, rows: slice, target: np.ndarray, columns: slice = slice(0, 1024)) -> None:
+class Watched:
+    """A source that tells into which memory it was read."""
+
+    def __init__(self, source: Source, places: list[np.ndarray]) -> None:
+        self._source, self._places = source, places
+        self.size, self.alignment, self.close = source.size, source.alignment, source.close
+
+    def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
+        if offset:  # not the head of a segment
+            self._places.append(data)
+        self._source.read_into(offset, data, needed)
+
+
+class WatchedBackend(LocalBackend):
+    def __init__(self) -> None:
+        self.places: list[np.ndarray] = []
+
+    def open(self, directory: str, name: str, *, direct: Any) -> Any:
+        return Watched(super().open(directory, name, direct=direct), self.places)
+
+
+def read(
+    committed: Committed,
+    rows: slice,
+    target: np.ndarray,
+    columns: slice = slice(0, 1024),
+    backend: LocalBackend | None = None,
+) -> None:
     (array,) = committed.manifest.parts[0].arrays
     box = ((rows.start, rows.stop), (columns.start, columns.stop))
     assert len(target) == box_elements(box)
-    read_box(LocalBackend(), committed, array, box, target, StoreSettings())
+    read_box(backend or LocalBackend(), committed, array, box, target, StoreSettings())
 
 
-def test_whole_blocks_are_read_where_they_are_wanted_without_other_memory(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lent(self: WarmMemory, size: int) -> None:
-        raise AssertionError("memory that is copied from")
-
+def test_whole_blocks_are_read_where_they_are_wanted_without_other_memory(saved: Path) -> None:
     committed = open_committed(LocalBackend(), str(saved))
-    monkeypatch.setattr(WarmMemory, "lent", lent)
     for rows in (slice(0, 12 * 1024), slice(0, 4096), slice(4096, 8192)):
         target = aligned_buffer((rows.stop - rows.start) * 1024)
-        read(committed, rows, target)
+        backend = WatchedBackend()
+        read(committed, rows, target, backend=backend)
         assert target.tobytes() == VALUES[rows].tobytes()
-    with pytest.raises(AssertionError, match="copied from"):  # what is read is no page of the target
-        read(committed, slice(0, 4096), aligned_buffer(4 * MIB + 64)[64:])
+        assert sum(place.size for place in backend.places) == target.size
+        assert all(np.shares_memory(place, target) for place in backend.places)
+    backend, target = WatchedBackend(), aligned_buffer(4 * MIB + 64)[64:]  # what is read is no page of this one
+    read(committed, slice(0, 4096), target, backend=backend)
+    assert target.tobytes() == VALUES[:4096].tobytes()
+    assert backend.places
+    assert not any(np.shares_memory(place, target) for place in backend.places)
 
 
 @given(st.data())
