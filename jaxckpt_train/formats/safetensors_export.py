@@ -111,7 +111,10 @@ def export_safetensors(
     file_names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     file_names = file_names if count > 1 else ["model.safetensors"]
     told = {"format": "pt"} if metadata is None else metadata
-    with ReadAhead(settings, committed.directory) as ahead, appearing(backend, final, settings) as attempt:
+    with (
+        ReadAhead(settings.read_budget_bytes, committed.directory) as ahead,
+        appearing(backend, final, settings) as attempt,
+    ):
 
         def to_come(array: ArrayRecord, boxes: Sequence[Box]) -> list[BoxAhead]:
             return ahead.of([BoxToCome(files, committed, array, box, settings) for box in boxes])

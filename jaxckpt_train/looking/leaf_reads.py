@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxckpt_train.opened import Opened
-from jaxckpt_train.store.boxes import Box, box_elements, box_shape, cut_box, full_box
+from jaxckpt_train.store.box_to_come import BoxToCome
+from jaxckpt_train.store.boxes import Box, box_elements, cut_box, full_box
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord
-from jaxckpt_train.store.reader import read_box
-from jaxckpt_train.store.staging import empty_array
+from jaxckpt_train.store.read_ahead import BoxAhead, ReadAhead
 
 PIECE_BYTES = 16 << 20
-AHEAD = 6  # pieces that are being read, wait, or are looked at, at a time
-READERS = 4
+KNOWN = 16  # pieces that are known before they are wanted: small ones between large ones must not end the reading ahead
+AT_ONCE = 4  # reads of each checkpoint
 
 
 class Wanted(NamedTuple):
@@ -46,50 +46,33 @@ def over_pieces(opened: Sequence[Opened], wanted: Iterable[Wanted]) -> Iterator[
     """Each piece, in the order given, with an array of each of the checkpoints.
 
     Other threads read ahead; what is to be done with a piece is for the caller's thread alone: calls of numpy that are
-    short keep several threads waiting for each other. The arrays are read into again when the next piece is asked for.
+    short keep several threads waiting for each other. Who lets go of an array before the next comes has its memory
+    used again; together they take the read budget.
 
     Raises:
         CorruptCheckpointError: bytes are not what was saved.
         StorageError: they cannot be read.
+        CheckpointTimeoutError: a disk does not answer.
     """
-
-    def read(each: Wanted, memory: _Memory) -> list[np.ndarray]:
-        arrays = zip(opened, each.arrays, strict=True)
-        return [_read(one, array, each.box, memory, place) for place, (one, array) in enumerate(arrays)]
-
-    free = [_Memory() for _ in range(AHEAD)]
-    with ThreadPoolExecutor(READERS, thread_name_prefix="jaxckpt-look") as pool:
-        waiting: deque[tuple[Wanted, _Memory, Future[list[np.ndarray]]]] = deque()
-        try:
-            for each in wanted:
-                memory = free.pop()
-                waiting.append((each, memory, pool.submit(read, each, memory)))
-                if not free:
-                    first, memory, future = waiting.popleft()
-                    yield first, future.result()
-                    free.append(memory)
-            for first, _, future in waiting:
-                yield first, future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    with contextlib.ExitStack() as stack:
+        aheads = [stack.enter_context(_ahead_of(each, len(opened))) for each in opened]
+        known: deque[tuple[Wanted, list[BoxAhead]]] = deque()
+        for each in wanted:
+            boxes = zip(aheads, opened, each.arrays, strict=True)
+            known.append((each, [_box_ahead(ahead, one, array, each.box) for ahead, one, array in boxes]))
+            if len(known) > KNOWN:
+                yield _fetched(*known.popleft())
+        while known:
+            yield _fetched(*known.popleft())
 
 
-class _Memory:
-    """Memory that is used again: fresh memory costs more than reading into it."""
-
-    def __init__(self) -> None:
-        self._all: dict[int, np.ndarray] = {}
-
-    def bytes(self, place: int, size: int) -> np.ndarray:
-        """So many bytes, other ones for each place."""
-        found = self._all.get(place)
-        if found is None or found.size < size:
-            self._all[place] = found = empty_array((size,), np.dtype(np.uint8))
-        return found[:size]
+def _ahead_of(opened: Opened, count: int) -> ReadAhead:
+    return ReadAhead(opened.settings.read_budget_bytes // count, opened.path, AT_ONCE)
 
 
-def _read(opened: Opened, array: ArrayRecord, box: Box, memory: _Memory, place: int) -> np.ndarray:
-    dtype = DTYPES[array.dtype]
-    data = memory.bytes(place, box_elements(box) * dtype.itemsize)
-    read_box(opened.files, opened.committed, array, box, data, opened.settings)
-    return data.view(dtype).reshape(box_shape(box))
+def _box_ahead(ahead: ReadAhead, opened: Opened, array: ArrayRecord, box: Box) -> BoxAhead:
+    return ahead.of([BoxToCome(opened.files, opened.committed, array, box, opened.settings)])[0]
+
+
+def _fetched(wanted: Wanted, boxes: list[BoxAhead]) -> tuple[Wanted, list[np.ndarray]]:
+    return wanted, [box.fetch() for box in boxes]

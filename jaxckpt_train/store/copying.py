@@ -117,7 +117,7 @@ class _Copier:
     def copy_part(self, part: PartRecord, segments: list[SegmentRecord]) -> PartRecord:
         """Copy one; its segments are added to those that there are."""
         self.transaction.add_folder(part.name)
-        with ReadAhead(self.settings, self.source.directory) as ahead:
+        with ReadAhead(self.settings.read_budget_bytes, self.source.directory) as ahead:
             written = write_arrays(
                 self.backend,
                 self.transaction.directory,

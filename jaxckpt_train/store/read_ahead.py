@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.answers import Patience, Question, leave, put
 from jaxckpt_train.store.box_to_come import BoxToCome
 from jaxckpt_train.store.latch import LOOK_S
@@ -37,19 +36,20 @@ class BoxAhead:
 class ReadAhead:
     """Boxes of a checkpoint, read about in the order in which they will be wanted.
 
-    Reads that have begun and what they gave take `read_budget_bytes` at most, but for one that is wanted at once: that
-    waits for nobody. Use it as a context manager: it reads nothing more at its end.
+    Reads that have begun and what they gave take the budget at most, but for one that is wanted at once: that waits for
+    nobody. Use it as a context manager: it reads nothing more at its end.
 
     Args:
-        settings: the budget.
+        budget_bytes: how much memory is lent at a time.
         subject: what is read, for messages about a disk that does not answer.
+        at_once: how many are being read, or wait to be fetched, at a time.
     """
 
-    def __init__(self, settings: StoreSettings, subject: str) -> None:
-        self._budget, self._subject = settings.read_budget_bytes, subject
+    def __init__(self, budget_bytes: int, subject: str, at_once: int = AT_ONCE) -> None:
+        self._subject, self._at_once = subject, at_once
         self._waiting, self._begun = deque[BoxAhead](), list[BoxAhead]()
         self._lock = threading.Lock()
-        self._memory = _KeptMemory(self._budget)
+        self._memory = _KeptMemory(budget_bytes)
 
     def __enter__(self) -> ReadAhead:
         return self
@@ -94,7 +94,7 @@ class ReadAhead:
 
     def _begin_more(self) -> None:
         """Begin what there is room for; the lock is held."""
-        while self._waiting and len(self._begun) < AT_ONCE and self._memory.has_room(self._waiting[0].nbytes):
+        while self._waiting and len(self._begun) < self._at_once and self._memory.has_room(self._waiting[0].nbytes):
             box = self._waiting.popleft()
             box.question = _question(self._read(box.box))
             self._begun.append(box)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.errors import CorruptCheckpointError
-from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.box_to_come import BoxToCome
 from jaxckpt_train.store.read_ahead import AT_ONCE, BoxAhead, ReadAhead
 
@@ -38,8 +37,8 @@ class FakeBox:
         target[:] = self.number
 
 
-def ahead_of(boxes: list[FakeBox], budget: int = 64 * MIB) -> tuple[ReadAhead, list[BoxAhead]]:
-    ahead = ReadAhead(StoreSettings(read_budget_bytes=budget), "run")
+def ahead_of(boxes: list[FakeBox], budget: int = 64 * MIB, at_once: int = AT_ONCE) -> tuple[ReadAhead, list[BoxAhead]]:
+    ahead = ReadAhead(budget, "run", at_once)
     return ahead, ahead.of(cast("list[BoxToCome]", boxes))
 
 
@@ -83,14 +82,15 @@ def test_several_threads_get_each_their_own() -> None:
     assert begun(boxes) == list(range(40))
 
 
-def test_the_next_ones_are_read_while_the_first_is_written() -> None:
+@pytest.mark.parametrize("at_once", [1, AT_ONCE, 5])
+def test_the_next_ones_are_read_while_the_first_is_written(at_once: int) -> None:
     boxes = free(10)
-    ahead, coming = ahead_of(boxes)
+    ahead, coming = ahead_of(boxes, at_once=at_once)
     with ahead:
         first = coming[0].fetch()
-        for number in range(1, 1 + AT_ONCE):
+        for number in range(1, 1 + at_once):
             assert boxes[number].began.wait(60)
-        assert begun(boxes) == list(range(1 + AT_ONCE))
+        assert begun(boxes) == list(range(1 + at_once))
         assert first[0] == 0
 
 
