@@ -19,6 +19,7 @@ from jaxckpt_train.tree.leaf_records import TreeRecord, decode_tree, has_tree
 
 OURS, ORBAX, FLAX = "jaxckpt_train", "Orbax", "Flax"
 DEFAULT_NAME = "state"
+IMPORTED_KIND = "imported_kind"  # in the manifest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,11 @@ class Opened:
     committed: Committed
     settings: StoreSettings
     run: str | None = None
+
+    @property
+    def wrote_tree(self) -> object:
+        """The tool whose form the trees have: of an import it is the one that it came from."""
+        return self.committed.manifest.info.get(IMPORTED_KIND, self.kind) if self.kind == OURS else self.kind
 
     @property
     def path(self) -> str:

@@ -27,7 +27,7 @@ Progress = Callable[[int], object]
 
 def options_for(source: Opened, options: LoadOptions) -> LoadOptions:
     """How a tree of it is loaded."""
-    return dataclasses.replace(options, forms=in_form_of) if source.kind in (ORBAX, PYTORCH) else options
+    return dataclasses.replace(options, forms=in_form_of) if source.wrote_tree in (ORBAX, PYTORCH) else options
 
 
 def main_part(source: Opened) -> str:

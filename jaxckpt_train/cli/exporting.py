@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from typing import Annotated, Any
 
@@ -23,10 +24,11 @@ from jaxckpt_train.cli.show import nbytes_of, part_bytes
 from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.looking.leaf_diff import leaves_by_name
 from jaxckpt_train.looking.opening import open_at
+from jaxckpt_train.moving.destination import refuse_owned
 from jaxckpt_train.opened import Opened
 from jaxckpt_train.surgery.leaves import Leaves
 from jaxckpt_train.surgery.operation import Change, Operation
-from jaxckpt_train.tree.patterns import leaf_filter, suggestion
+from jaxckpt_train.tree.patterns import idle_pattern, leaf_filter, suggestion
 
 GB = 10**9
 Out = Annotated[str, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)]
@@ -74,6 +76,7 @@ def export(
         if dry_run:
             told |= to_be_written(source, [name])
         else:
+            refuse_owned(BACKEND, os.path.dirname(told["to"]))
             told |= _write(source, name, told["to"], to, int(shard_gb * GB), separator, item, as_json)
         if as_json:
             print_json({**told, "left_out": [*told.get("left_out", ()), *others]})
@@ -130,16 +133,14 @@ class _Keep(Operation):
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
         """Drop the others."""
-        selected = leaf_filter(self._only)
-        others = [name for name in leaves if not selected(name)]
-        if len(others) == len(leaves):
-            told = " ".join(f"--only {pattern!r}" for pattern in self._only)
-            hint = suggestion(self._only, leaves)
+        idle = idle_pattern(self._only, leaves)
+        if idle is not None:
             raise MismatchError(
-                f"{self._path}: {told} selects none of the {len(leaves)} leaves that are there after all operations"
-                f"{hint}"
+                f"{self._path}: --only {idle!r} selects none of the {len(leaves)} leaves that are there after all "
+                f"operations{suggestion(idle, leaves)}"
             )
-        for name in others:
+        selected = leaf_filter(self._only)
+        for name in [name for name in leaves if not selected(name)]:
             del leaves[name]
         return []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from typing import Annotated, Any
 
 import typer
@@ -11,9 +12,12 @@ from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Step, a
 from jaxckpt_train.cli.exporting import Only, prepared, to_be_written, to_be_written_text
 from jaxckpt_train.cli.operations import DryRun, Operations, OperationsFile, plan_json, print_plan
 from jaxckpt_train.cli.output import bytes_text, print_json, progress, told_errors
-from jaxckpt_train.looking.opening import metadata_of, open_at
+from jaxckpt_train.looking.opening import metadata_of, open_at, told_of_import
+from jaxckpt_train.moving.destination import refuse_owned
 from jaxckpt_train.store.appearing import refuse_existing_name
 from jaxckpt_train.store.copying import copy_checkpoint
+from jaxckpt_train.store.final_name import refuse_left_over_name, remove_left_overs
+from jaxckpt_train.store.local import file_exists
 
 Out = Annotated[str, typer.Argument(metavar="OUT", help="The checkpoint to write.", show_default=False)]
 
@@ -44,8 +48,8 @@ def import_(
             parts = [each.name for each in source.committed.manifest.parts] if part is None else [name]
             told |= to_be_written(source, parts)
         else:
-            refuse_existing_name(final)
-            info = {"created": _now(), **metadata_of(opened), "imported_from": opened.path}
+            _make_room(final)
+            info = {"created": _now(), **metadata_of(opened), **told_of_import(opened)}
             with progress("writing", None, as_json) as advance:
                 committed = copy_checkpoint(
                     source.files,
@@ -62,6 +66,16 @@ def import_(
             print_json(told)
         else:
             print(to_be_written_text(told) if dry_run else f"{final}: {bytes_text(told['bytes'])}")
+
+
+def _make_room(final: str) -> None:
+    """Refuse a name that is taken or must not be; remove what an import that was killed has left of this one."""
+    refuse_existing_name(final)
+    refuse_left_over_name(final)
+    folder = os.path.dirname(final)
+    refuse_owned(BACKEND, folder)
+    if file_exists(folder):
+        remove_left_overs(BACKEND, final)
 
 
 def _now() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Patterns, Step, absolute
@@ -14,7 +15,7 @@ from jaxckpt_train.opened import Opened
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.tree.leaf_records import LeafRecord, describe_saved, python_value
-from jaxckpt_train.tree.patterns import leaf_filter, suggestion
+from jaxckpt_train.tree.patterns import Only, idle_pattern, leaf_filter, suggestion
 
 MOST_LETTERS = 60
 MOST_EXACT = 1 << 53
@@ -49,13 +50,18 @@ def chosen_leaves(
         leaves = {name: leaf for name, leaf in leaves.items() if name.startswith(f"{part}/")}
     if not patterns:
         return leaves
-    selected = leaf_filter(patterns)
-    found = {name: leaf for name, leaf in leaves.items() if selected(name) or selected(name.partition("/")[2])}
-    if not found:
-        paths = [name.partition("/")[2] for name in leaves]
-        told = ", ".join(map(repr, patterns))
-        raise MismatchError(f"{opened.path}: {told} selects none of {len(leaves)} leaves{suggestion(patterns, paths)}")
-    return found
+    idle = idle_pattern(patterns, leaves, _selection)
+    if idle is not None:
+        hint = suggestion(idle, [name.partition("/")[2] for name in leaves])
+        raise MismatchError(f"{opened.path}: {idle!r} selects none of {len(leaves)} leaves{hint}")
+    selected = _selection(patterns)
+    return {name: leaf for name, leaf in leaves.items() if selected(name)}
+
+
+def _selection(only: Only) -> Callable[[str], bool]:
+    """Of leaf paths with the name of their checkpointable before them."""
+    chosen = leaf_filter(only)
+    return lambda name: chosen(name) or chosen(name.partition("/")[2])
 
 
 def nbytes_of(array: ArrayRecord | None) -> int:

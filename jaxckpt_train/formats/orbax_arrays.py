@@ -12,6 +12,7 @@ import numpy as np
 from jaxckpt_train.errors import CorruptCheckpointError, SettingsError
 from jaxckpt_train.formats.array_bytes import ArrayBytes, chunks_in_a_row, grid_boxes, record_of, size_of
 from jaxckpt_train.formats.foreign import ForeignSegment, check_shape
+from jaxckpt_train.formats.foreign_calls import foreign_call
 from jaxckpt_train.formats.held_pieces import HeldPieces, Newest
 from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.dtypes import dtype_name, is_storable
@@ -79,7 +80,8 @@ def open_arrays(
         ]
         for leaf, future in zip(some, futures, strict=True):
             try:
-                store = future.result()
+                with foreign_call():
+                    store = future.result()
             except ValueError as error:
                 raise CorruptCheckpointError(
                     f"{directory}: leaf {leaf!r}: the array {names[leaf]!r} cannot be opened: {shown(error)}"
@@ -173,6 +175,7 @@ def read_box(subject: str, store: ts.TensorStore, box: Box, target: np.ndarray) 
     part = store[tuple(slice(start, stop) for start, stop in box)] if box else store
     wanted = part.translate_to[0] if box else part
     try:
-        ts.array(target, copy=False).write(wanted).result()
+        with foreign_call():
+            ts.array(target, copy=False).write(wanted).result()
     except ValueError as error:
         raise CorruptCheckpointError(f"{subject}: box {box} cannot be read: {shown(error)}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jaxckpt_train.errors import CorruptCheckpointError
+from jaxckpt_train.formats.foreign_calls import foreign_call
 from jaxckpt_train.formats.orbax_arrays import OrbaxArray
 from jaxckpt_train.store.manifest import shown
 from jaxckpt_train.tree.leaf_records import ArrayLeaf, LeafRecord, record_value
@@ -20,7 +21,8 @@ def scalar_leaves(directory: str, arrays: Mapping[str, OrbaxArray]) -> dict[str,
     found: dict[str, LeafRecord] = {}
     for leaf, future in futures.items():
         try:
-            value = future.result()
+            with foreign_call():
+                value = future.result()
         except ValueError as error:
             raise CorruptCheckpointError(f"{directory}: leaf {leaf!r} cannot be read: {shown(error)}") from error
         record = record_value(leaf, value.item()) if value.shape == () else None

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, SettingsError, StorageError
+from jaxckpt_train.formats.foreign_calls import foreign_call
 from jaxckpt_train.formats.torch_metadata import KNOWN_DTYPES, Item
 from jaxckpt_train.store.boxes import Box, box_elements, box_shape
 from jaxckpt_train.store.dtypes import DTYPES
@@ -108,8 +109,9 @@ class TorchItems:
         try:
             reader = self._checkpoint.FileSystemReader(self._directory)
             reader.set_up_storage_reader(self._checkpoint.metadata.Metadata({}, storage_data=named), True)
-            reader.read_data(self._planner.LoadPlan(reads), planner).wait()
-        except (CorruptCheckpointError, MemoryError):
+            with foreign_call():
+                reader.read_data(self._planner.LoadPlan(reads), planner).wait()
+        except (CorruptCheckpointError, StorageError, MemoryError):
             raise
         except OSError as error:
             raise StorageError(error.errno or 0, error.strerror or shown(error), self._directory) from error

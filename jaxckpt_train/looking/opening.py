@@ -9,7 +9,7 @@ from jaxckpt_train.formats.flax_directory import FlaxFile
 from jaxckpt_train.formats.foreign import Foreign
 from jaxckpt_train.formats.found import find_file, find_in_directory
 from jaxckpt_train.looking.run_look import has_steps, look_at_run, newest_whole
-from jaxckpt_train.opened import OURS, Opened, open_found
+from jaxckpt_train.opened import IMPORTED_KIND, OURS, Opened, open_found
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.refusals import of_others
 from jaxckpt_train.store.backend import Backend
@@ -101,6 +101,12 @@ def metadata_of(opened: Opened) -> Mapping[str, object]:
     info = opened.committed.manifest.info
     known = ("step", "created", "metrics", "custom_metadata", "versions", "temporary")
     return {name: info[name] for name in known if name in info}
+
+
+def told_of_import(opened: Opened) -> Mapping[str, object]:
+    """What the manifest of its import says of where that comes from; the kind is that of the first of several."""
+    first = None if opened.wrote_tree == OURS else opened.wrote_tree
+    return {"imported_from": opened.path} | ({} if first is None else {IMPORTED_KIND: first})
 
 
 def is_damage(error: CheckpointError) -> bool:

@@ -40,7 +40,7 @@ def destination(backend: Backend, given: str, source: Opened) -> str:
     elif is_directory(path) and not is_committed(backend, path):
         raise CheckpointExistsError(f"{path}: exists and is no checkpoint; to put the copy into it, add a / at the end")
     _refuse_within(source.path, final)
-    _refuse_owned(backend, os.path.dirname(final))
+    refuse_owned(backend, os.path.dirname(final))
     return final
 
 
@@ -64,7 +64,8 @@ def _refuse_within(source: str, final: str) -> None:
         raise SettingsError(f"{final}: expected a place outside of the source, found one within {source}")
 
 
-def _refuse_owned(backend: Backend, folder: str) -> None:
+def refuse_owned(backend: Backend, folder: str) -> None:
+    """Raise DirectoryLockedError if a directory is a run that a live process owns."""
     owner = OwnerLock(backend, folder).owner() if file_exists(f"{folder}/{LOCK_NAME}") else None
     if owner is not None and owner.is_alive:
         raise DirectoryLockedError(

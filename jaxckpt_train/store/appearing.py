@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 from collections.abc import Iterator
 
@@ -11,8 +12,11 @@ from jaxckpt_train.errors import CheckpointExistsError, StorageError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.attempt import Attempt
 from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.left_overs import remove_dead_exports
 from jaxckpt_train.store.local import file_exists
 from jaxckpt_train.store.transaction import begin_attempt
+
+_log = logging.getLogger("jaxckpt_train")
 
 
 @contextlib.contextmanager
@@ -31,6 +35,7 @@ def appearing(backend: Backend, final: str, settings: StoreSettings) -> Iterator
     refuse_existing_name(final)
     parent = os.path.dirname(final)
     backend.make_directory(parent, parents=True, sync=settings.durability == "full")
+    _remove_dead(backend, final)
     attempt = Attempt(backend, begin_attempt(backend, final), settings)
     try:
         yield attempt
@@ -50,6 +55,14 @@ def refuse_existing_name(final: str) -> None:
     """Raise CheckpointExistsError if anything has this name."""
     if file_exists(final):
         raise _exists(final)
+
+
+def _remove_dead(backend: Backend, final: str) -> None:
+    """Make room; what stays is no reason not to go on."""
+    try:
+        remove_dead_exports(backend, final)
+    except StorageError as error:
+        _log.warning("%s: what an earlier export left could not be removed: %s", final, error)
 
 
 def _publish(backend: Backend, directory: str, final: str) -> None:

@@ -12,7 +12,9 @@ from jaxckpt_train.store.backend import Backend, Entry
 from jaxckpt_train.store.late_sync import sync_directory
 from jaxckpt_train.store.local import side_name
 from jaxckpt_train.store.machine import is_dead_tag, is_tag_of_another_boot
+from jaxckpt_train.store.manifest import COMMIT_NAME
 from jaxckpt_train.store.removal import first_strangers, keep, remove_left_over, remove_replaced, renamed
+from jaxckpt_train.store.strangers import listed
 from jaxckpt_train.store.transaction import attempt_paths, is_committed
 
 _ATTEMPT = re.compile(r"\.(?P<final>.+)\.tmp-(?P<tag>[0-9a-f]{8}-[0-9a-f]{8}-[0-9]+-[0-9]+)-[0-9]+", re.DOTALL)
@@ -62,6 +64,26 @@ def remove_dead_attempts(backend: Backend, final: str) -> None:
     if removals:
         sync_directory(backend, parent)
     refused = [error for remove in removals if (error := _refusal(remove))]
+    if refused:
+        raise refused[0]
+
+
+def remove_dead_exports(backend: Backend, final: str) -> None:
+    """Remove what exports of this name left whose processes ran on this machine and are gone: it is of any form.
+
+    What has a COMMIT is an older checkpoint, which a save has replaced: it is for the next save to look at.
+
+    Raises:
+        StorageError: some of it could not be removed; the rest is.
+    """
+    parent, name = os.path.split(final)
+    refused = list[StorageError]()
+    for entry in backend.list(parent):
+        match, path = _ATTEMPT.fullmatch(entry.name), os.path.join(parent, entry.name)
+        if match is None or match["final"] != name or entry.kind != "directory" or not is_dead_tag(match["tag"]):
+            continue
+        if all(each.name != COMMIT_NAME for each in listed(backend, path)):
+            refused += filter(None, [_refusal(functools.partial(backend.remove, path))])
     if refused:
         raise refused[0]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxckpt_train.errors import MismatchError, SettingsError
-from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.dtypes import DTYPES, is_inexact
 from jaxckpt_train.store.machine import memory_bytes
 from jaxckpt_train.surgery.fitting import held
 from jaxckpt_train.surgery.leaves import Leaf, Leaves
@@ -54,6 +54,11 @@ class Add(Operation):
         is_number = isinstance(self.init, int | float) and not isinstance(self.init, bool)
         if not (is_number or callable(self.init) or self.init in _NAMED):
             raise SettingsError(f"add: init: expected {', '.join(_NAMED)}, a number or a function, found {self.init!r}")
+        whole_number("add: seed", self.seed, least=0)
+        if isinstance(self.stddev, bool) or not isinstance(self.stddev, int | float) or not 0 <= self.stddev < math.inf:
+            raise SettingsError(f"add: stddev: expected a number from 0, found {self.stddev!r}")
+        if self.init == "normal" and not is_inexact(DTYPES[self.dtype]):
+            raise SettingsError(f"add: dtype: expected one of floats for normal, found {self.dtype!r}")
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
         """As the base class says."""
@@ -78,11 +83,16 @@ class Add(Operation):
             raise MismatchError(f"{whole} of {self.dtype} cannot hold the value {given!r:.99}")
         return Constant(self.shape, value)
 
+    def _is_complex(self) -> bool:
+        return np.issubdtype(DTYPES[self.dtype], np.complexfloating)
+
     def _make(self, shape: tuple[int, ...]) -> np.ndarray:
         if callable(self.init):
             made = np.asarray(self.init(shape))
             if made.shape != shape:
                 raise MismatchError(f"add {self.leaf!r}: init gave shape {list(made.shape)}, expected {list(shape)}")
+            if np.iscomplexobj(made) and not self._is_complex():
+                raise MismatchError(f"add {self.leaf!r}: init gave {made.dtype}, which {self.dtype} cannot hold")
             return made
         of_leaf = int.from_bytes(hashlib.sha256(self.leaf.encode()).digest()[:8], "little")
         return np.random.Generator(np.random.Philox([self.seed, of_leaf])).standard_normal(shape) * self.stddev

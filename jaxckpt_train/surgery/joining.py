@@ -158,6 +158,8 @@ class Split(Operation):
         object.__setattr__(self, "into", _patterns("split: into", self.into))
         for template in self.into:
             check_template("split", self.leaves, template)
+            if self.into.count(template) > 1:
+                raise SettingsError(f"split: into: expected another name for each part, found {template!r} again")
         whole_number("split: axis", self.axis)
         if self.sizes is not None:
             sizes = tuple(whole_number("split: sizes", size, least=0) for size in self.sizes)

@@ -180,6 +180,8 @@ def rename_map(names: Sequence[str], rules: Mapping[str, str]) -> dict[str, str]
         raise MismatchError(
             f"rename: no saved leaf fits {', '.join(map(repr, idle))}; saved are {', '.join(names[:20])}"
         )
-    if len(set(renamed.values())) != len(renamed):
-        raise MismatchError("rename: two saved leaves would get the same path")
+    olds = dict[str, str]()
+    for old, new in renamed.items():
+        if olds.setdefault(new, old) != old:
+            raise MismatchError(f"rename: saved leaves {olds[new]!r} and {old!r} would both get the path {new!r}")
     return renamed

@@ -35,6 +35,21 @@ def leaf_filter(only: Only) -> Callable[[str], bool]:
     return lambda name: any(expression.fullmatch(name) for expression in compiled)
 
 
+def idle_pattern(
+    only: Only, names: Collection[str], fits: Callable[[Only], Callable[[str], bool]] = leaf_filter
+) -> Only:
+    """The first of the patterns that selects nothing: one that is misspelt must not pass for chosen. None: all do.
+
+    Args:
+        only: as it was given.
+        names: of leaves.
+        fits: what makes a predicate of a pattern.
+    """
+    if only is None or callable(only) or isinstance(only, str) or not only:
+        return None if only is None or any(map(fits(only), names)) else only
+    return next((pattern for pattern in only if not any(map(fits(pattern), names))), None)
+
+
 def _expression(pattern: str) -> str:
     return "".join(_MEANING.get(piece, re.escape(piece)) for piece in _PIECES.findall(pattern))
 

@@ -45,8 +45,8 @@ from jaxckpt_train.tree.mismatch import (
     leaf_difference,
     rename_map,
 )
-from jaxckpt_train.tree.paths import ROOT
-from jaxckpt_train.tree.patterns import Only, leaf_filter, suggestion
+from jaxckpt_train.tree.paths import ROOT, one_below_another
+from jaxckpt_train.tree.patterns import Only, idle_pattern, leaf_filter, suggestion
 from jaxckpt_train.tree.placement import Placement, default_platform, device_placement, host_placement
 from jaxckpt_train.tree.read_once import JobLoads, ReadTogether, read_together
 from jaxckpt_train.tree.rebuild import rebuild
@@ -195,8 +195,9 @@ class TreeRestore:
         for name, saved in saved_names.items():
             if name not in wants and selected(name) and not name.startswith(skipped):
                 differences.unexpected(name, self.record.leaves[saved], self._arrays.get(saved), free)
-        if options.only is not None and not differences and not any(map(selected, leaves)):
-            raise self._selects_none(options.only, leaves)
+        if not differences:
+            # A pattern may be of what a placeholder skips; one at least has to be of the target.
+            self._refuse_idle(options.only, {**saved_names, **leaves} if any(map(selected, leaves)) else leaves)
         differences.raise_all()
         return kept
 
@@ -207,10 +208,14 @@ class TreeRestore:
         value = python_value(saved, record, self._subject)
         return inexact_line(name, value, want) if exact_array(value, want.dtype) is None else None
 
-    def _selects_none(self, only: Only, names: Collection[str]) -> MismatchError:
-        hint = suggestion(only, names)
+    def _refuse_idle(self, only: Only, names: Collection[str]) -> None:
+        """Raise MismatchError for a pattern that selects nothing."""
+        idle = idle_pattern(only, names)
+        if idle is None:
+            return
+        hint = suggestion(idle, names)
         listed = ", ".join(map(repr, sorted(names)[:5])) + (", ..." if len(names) > 5 else "")
-        return MismatchError(f"{self._subject}: only={only!r} selects none of {len(names)} leaves{hint}: {listed}")
+        raise MismatchError(f"{self._subject}: only={idle!r} selects none of {len(names)} leaves{hint}: {listed}")
 
     def _load_all(
         self,
@@ -222,8 +227,9 @@ class TreeRestore:
     ) -> Any:
         given = shardings_by_name(options.shardings)
         chosen = [old for old, new in names.items() if selected(new)]
-        if not chosen and options.only is not None:
-            raise self._selects_none(options.only, names.values())
+        self._refuse_idle(options.only, names.values())
+        if options.rename and (pair := one_below_another(set(names.values()))):
+            raise MismatchError(f"{self._subject}: rename: leaf {pair[0]!r} would lie below leaf {pair[1]!r}")
         jobs = [self._job(old, self._own_want(old, given(names[old]))) for old in chosen]
         loads.expect(job.want.sharding for job in jobs)
         lines = [

@@ -48,6 +48,28 @@ def test_a_step_of_orbax_becomes_one_of_ours_byte_for_byte(tmp_path: Path) -> No
     assert jct.metadata(tmp_path / "ours").step == 12
 
 
+def test_an_import_fits_the_target_that_its_source_fits(tmp_path: Path) -> None:
+    """Orbax has no form of its own for empty NamedTuples, variables of NNX and keys that are digits."""
+    params = {"a": np.arange(3.0, dtype=np.float32), "b": np.ones(2, np.float32)}
+    adam = optax.adam(1e-3)
+    opt = jax.tree.map(np.asarray, adam.update(params, adam.init(params))[1])
+    state = {"params": params, "opt": opt, "n": {"v": {"value": np.arange(4)}, "0": 1}}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", state)
+    like: dict[str, Any] = jax.tree.map(np.zeros_like, state)
+    like["n"] = {"v": np.zeros(4, int), "0": 0}
+    wanted = {**state, "n": {"v": np.arange(4), "0": 1}}
+    assert_same(jct.load(tmp_path / "orbax", like), wanted)
+    run("import", tmp_path / "orbax", tmp_path / "ours")
+    run("import", tmp_path / "ours", tmp_path / "again", "--op", "rename n/** n/**")
+    run("cp", tmp_path / "again", tmp_path / "copy")
+    for name in ("ours", "again", "copy"):
+        assert_same(jct.load(tmp_path / name, like), wanted)
+        assert_same(jct.load_checkpointables(tmp_path / name, {"state": like})["state"], wanted)
+    with jct.CheckpointCallback(tmp_path / "run", init_from=tmp_path / "copy", save_interval_steps=1) as ckpt:
+        assert_same(ckpt.resume(like), wanted)
+
+
 def test_what_is_imported_can_be_changed_and_cut_on_the_way(tmp_path: Path) -> None:
     layers = [np.random.default_rng(n).normal(size=(4, 6)).astype(np.float32) for n in range(2)]
     save_file({f"h.{n}.w": layer for n, layer in enumerate(layers)} | {"head": layers[0]}, tmp_path / "m.safetensors")
@@ -126,6 +148,14 @@ def test_what_is_wrong_is_told_in_a_line(tmp_path: Path, arguments: list[str], c
     assert "Traceback" not in output
     assert told(*given, code=code)["exit_code"] == code
     assert not (tmp_path / "out").exists()
+
+
+def test_each_pattern_of_only_chooses_something(tmp_path: Path) -> None:
+    jct.save(tmp_path / "a", {"w": np.ones(3), "v": np.ones(2)})
+    message = run("import", tmp_path / "a", tmp_path / "b", "--only", "w", "--only", "q", code=2)
+    assert "--only 'q' selects none of the 2 leaves" in message
+    assert "'q' selects none of 2 leaves" in run("show", tmp_path / "a", "w", "q", code=2)
+    assert not (tmp_path / "b").exists()
 
 
 def test_only_chooses_of_what_the_operations_leave(tmp_path: Path) -> None:

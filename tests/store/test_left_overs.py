@@ -10,7 +10,7 @@ import pytest
 
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.store import machine
-from jaxckpt_train.store.left_overs import remove_dead_attempts
+from jaxckpt_train.store.left_overs import remove_dead_attempts, remove_dead_exports
 from jaxckpt_train.store.memory import MemoryBackend
 
 BEFORE_A_POWER_CUT = re.sub(r"^([0-9a-f]+)-[0-9a-f]+-", r"\1-00000000-", machine.process_tag())
@@ -44,6 +44,24 @@ def test_one_that_cannot_be_removed_is_told_and_the_others_go(refused: int) -> N
     backend.refused = ""
     remove_dead_attempts(backend, "/run/c")
     assert attempts[refused] not in {f"/run/{entry.name}" for entry in backend.list("/run")}
+
+
+def test_of_dead_exports_all_goes_but_what_is_a_checkpoint() -> None:
+    tag = re.sub(r"-[0-9]+-[0-9]+$", "-1-1", machine.process_tag())
+    backend, mine = Refusing(""), machine.process_tag()
+    gone = [f"/d/.c.tmp-{tag}-{number}" for number in range(2)]
+    stay = [f"/d/.c.tmp-{tag}-2", f"/d/.c.tmp-{mine}-0", f"/d/.other.tmp-{tag}-0", "/d/c.tmp"]
+    for path in gone + stay:
+        backend.make_directory(f"{path}/state", parents=True, sync=False)
+        backend.write_new(f"{path}/model.safetensors", b"half")
+    backend.write_new(f"{stay[0]}/COMMIT", b"{}")
+    backend.refused = gone[0]
+    with pytest.raises(StorageError, match="cannot be removed"):
+        remove_dead_exports(backend, "/d/c")
+    assert {f"/d/{entry.name}" for entry in backend.list("/d")} == {gone[0], *stay}
+    backend.refused = ""
+    remove_dead_exports(backend, "/d/c")
+    assert {f"/d/{entry.name}" for entry in backend.list("/d")} == set(stay)
 
 
 @pytest.mark.parametrize("pid", ["99999999999999999999", str(1 << 31)])

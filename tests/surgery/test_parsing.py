@@ -62,6 +62,10 @@ def test_a_line_is_an_operation(text: str, expected: Any) -> None:
             "transpose x axis=0,1",
             r'\(transpose\): unknown argument "axis", did you mean "axes"\? It takes leaves, axes',
         ),
+        ("split a p,p,q axis=1", r"\(split\): into: expected another name for each part, found 'p' again"),
+        ("add a 3 init=normal seed=-1", r"\(add\): seed: expected a whole number from 0, found -1"),
+        ("add a 3 init=normal stddev=nan", r"\(add\): stddev: expected a number from 0, found nan"),
+        ("add a 3 init=normal dtype=int32", r"\(add\): dtype: expected one of floats for normal, found 'int32'"),
         ("transpose a 1,x", r"\(transpose\): axes: expected a whole number from 0, found 'x'"),
     ],
 )

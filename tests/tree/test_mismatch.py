@@ -258,7 +258,7 @@ def test_rename_rules() -> None:
     }
     with pytest.raises(jct.MismatchError, match=r"rename: no saved leaf fits 'odl/.*'; saved are old/a, old/b/c"):
         rename_map(names, {"odl/**": "new/**"})
-    with pytest.raises(jct.MismatchError, match="two saved leaves would get the same path"):
+    with pytest.raises(jct.MismatchError, match="saved leaves 'single' and 'rest' would both get the path 'rest'"):
         rename_map(names, {"single": "rest"})
 
 

@@ -153,10 +153,23 @@ def test_a_cast_that_fails_on_an_accelerator_is_raised(monkeypatch: pytest.Monke
         jct.load(tmp_path / "c", like, cast=True, settings=chosen)
 
 
-@pytest.mark.parametrize("only", ["params", "/params/**", "params/*", "param/**", ["nothing", "params/"]])
+@pytest.mark.parametrize("only", ["params", "/params/**", "params/*", "param/**", ["params/**", "params/"]])
 def test_a_pattern_that_chooses_nothing_is_answered_with_one_that_does(path: Path, only: Any) -> None:
     with pytest.raises(jct.MismatchError, match=r'selects none of 6 leaves, did you mean "params/\*\*"\?: \'opt/'):
         jct.load(path, only=only)
+
+
+@pytest.mark.parametrize("like", [None, state(1.0)], ids=["no target", "target"])
+def test_each_of_several_patterns_chooses_something(path: Path, like: Any) -> None:
+    with pytest.raises(jct.MismatchError, match=r"only='typo/\*\*' selects none of 6 leaves"):
+        jct.load(path, like, only=["params/**", "typo/**"])
+    with pytest.raises(jct.MismatchError, match=r"only=\[\] selects none of 6 leaves"):
+        jct.load(path, like, only=[])
+
+
+def test_a_leaf_that_a_rename_would_put_below_another_is_told_before_anything_is_read(path: Path) -> None:
+    with pytest.raises(jct.MismatchError, match=r"leaf 'params/dense/kernel/x' would lie below leaf '.*/kernel'"):
+        jct.load(path, rename={"params/dense/bias": "params/dense/kernel/x"})
 
 
 def test_a_pattern_like_nothing_is_answered_with_names(path: Path) -> None:

@@ -1,0 +1,75 @@
+"""`jaxckpt import` and `export` that were killed, or that would write into a training: what is left, and what goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from tests.cli.commands import refused, told
+from tests.steps.runs import REPO_ROOT, made_run, state_of
+
+WAYS = {"import": ["import"], "safetensors": ["export", "--to", "safetensors"], "orbax": ["export", "--to", "orbax"]}
+
+
+def names(path: Path) -> set[str]:
+    return {each.name for each in path.iterdir()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_killed_one_left_goes_with_the_next(tmp_path: Path, way: str) -> None:
+    state = {f"w{number}": np.random.default_rng(number).random(8 << 20) for number in range(2)}
+    jct.save(tmp_path / "a", state)
+    command, *options = WAYS[way]
+    words = [sys.executable, "-m", "jaxckpt_train.cli", command, str(tmp_path / "a"), str(tmp_path / "b"), *options]
+    process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(REPO_ROOT)}, stdout=subprocess.DEVNULL)
+    while names(tmp_path) == {"a"}:  # until it has begun to write
+        assert process.poll() is None
+    process.kill()
+    process.wait()
+    (left,) = names(tmp_path) - {"a"}
+    assert left.startswith(".b.tmp-")
+    told(command, tmp_path / "a", tmp_path / "b", *options)
+    assert names(tmp_path) == {"a", "b"}
+    found = jct.load(tmp_path / "b")
+    assert {name: value.tobytes() for name, value in found.items()} == {
+        name: value.tobytes() for name, value in state.items()
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_put_into_a_run_that_a_training_owns(tmp_path: Path, way: str) -> None:
+    jct.save(tmp_path / "a", {"w": np.ones(3)})
+    command, *options = WAYS[way]
+    made_run(tmp_path / "run", 1)
+    with jct.StepManager(tmp_path / "run") as manager:
+        manager.save(2, state_of(2))
+        manager.wait()
+        before = names(tmp_path / "run")
+        message = refused(command, tmp_path / "a", tmp_path / "run" / "step-0000000099", *options, code=4)
+        assert names(tmp_path / "run") == before
+    assert "owned by" in message
+    assert "would not know of a step that is put there" in message
+
+
+def test_a_name_of_left_overs_is_refused(tmp_path: Path) -> None:
+    jct.save(tmp_path / "a", {"w": np.ones(3)})
+    name = ".b.tmp-00000000-00000000-1-1-0"
+    assert "no unfinished save may have" in refused("import", tmp_path / "a", tmp_path / name, code=2)
+    assert names(tmp_path) == {"a"}
+
+
+def test_the_manifest_says_where_an_import_comes_from(tmp_path: Path) -> None:
+    jct.save(tmp_path / "a", {"w": np.ones(3)})
+    told("export", tmp_path / "a", tmp_path / "orbax", "--to", "orbax")
+    told("import", tmp_path / "orbax", tmp_path / "b")
+    told("import", tmp_path / "b", tmp_path / "c")
+    for name, source in (("b", "orbax"), ("c", "b")):
+        info = json.loads((tmp_path / name / "manifest.json").read_bytes())["info"]
+        assert (info["imported_from"], info["imported_kind"]) == (str(tmp_path / source), "Orbax")
