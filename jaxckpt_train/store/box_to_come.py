@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from jaxckpt_train.settings import StoreSettings
@@ -9,7 +11,8 @@ from jaxckpt_train.store.backend import Opener
 from jaxckpt_train.store.boxes import Box, box_elements, box_shape
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord
-from jaxckpt_train.store.reader import read_box
+from jaxckpt_train.store.read_plan import Wanted
+from jaxckpt_train.store.reader import read_box, read_boxes
 from jaxckpt_train.store.transaction import Committed
 
 
@@ -37,6 +40,15 @@ class BoxToCome:
         data = np.empty(self.shape, self.dtype)
         self.read_into(data.reshape(-1).view(np.uint8))
         return data
+
+    def read_with(self, others: Sequence[BoxToCome]) -> list[np.ndarray]:
+        """It and others of the same checkpoint, read together, which takes far less than one after the other.
+
+        Raises:
+            As `read_boxes`.
+        """
+        wanted = [Wanted(each._array, [each._box]) for each in (self, *others)]
+        return [arrays[0] for arrays in read_boxes(self._files, self._committed, wanted, self._settings)]
 
     def read_into(self, target: np.ndarray) -> None:
         """Read it into flat bytes of its size; raises as `read_box`."""

@@ -16,7 +16,8 @@ from jaxckpt_train.store.latch import LOOK_S
 from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.staging import fresh_area
 
-LEAST_BYTES = 1 << 20  # a smaller box is read when its turn comes: to ask another thread costs more than that
+LEAST_BYTES = 1 << 20  # a smaller box is read when its turn comes, with small ones that come after it
+TOGETHER_BYTES, TOGETHER = 4 << 20, 1024  # of such boxes
 AT_ONCE = 2
 
 
@@ -27,6 +28,7 @@ class BoxAhead:
         self._ahead, self.box = ahead, box
         self.shape, self.dtype, self.size, self.nbytes = box.shape, box.dtype, box.size, box.nbytes
         self.question: Question[np.ndarray] | None = None
+        self.together: tuple[_Together, int] | None = None
 
     def fetch(self) -> np.ndarray:
         """Wait until it is read; raises as `read_box`, and CheckpointTimeoutError if its disk does not answer."""
@@ -47,7 +49,7 @@ class ReadAhead:
 
     def __init__(self, budget_bytes: int, subject: str, at_once: int = AT_ONCE) -> None:
         self._subject, self._at_once = subject, at_once
-        self._waiting, self._begun = deque[BoxAhead](), list[BoxAhead]()
+        self._waiting, self._begun, self._small = deque[BoxAhead](), list[BoxAhead](), deque[BoxAhead]()
         self._lock = threading.Lock()
         self._memory = _KeptMemory(budget_bytes)
 
@@ -57,6 +59,7 @@ class ReadAhead:
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self._waiting.clear()
+            self._small.clear()
             begun, self._begun = self._begun, []
         for each in begun:
             if each.question is not None:
@@ -65,21 +68,24 @@ class ReadAhead:
     def of(self, boxes: Sequence[BoxToCome]) -> list[BoxAhead]:
         """More boxes, which will be wanted after those before."""
         found = [BoxAhead(self, box) for box in boxes]
-        self._waiting.extend(each for each in found if each.nbytes >= LEAST_BYTES)
+        for each in found:
+            (self._small if each.nbytes < LEAST_BYTES else self._waiting).append(each)
         return found
 
     def order(self, key: Callable[[BoxAhead], int]) -> None:
         """Tell that those with a smaller key will be wanted first; before any is."""
-        self._waiting = deque(sorted(self._waiting, key=key))
+        self._waiting, self._small = deque(sorted(self._waiting, key=key)), deque(sorted(self._small, key=key))
 
     def fetch(self, box: BoxAhead) -> np.ndarray:
         """As `BoxAhead.fetch`."""
+        if box.nbytes < LEAST_BYTES:
+            together, place = self._together(box)
+            return together.take(place)
         with self._lock:
             question, read = box.question, None
             if question is None:
                 read = self._read(box.box)
-                if box.nbytes >= LEAST_BYTES:
-                    self._waiting.remove(box)
+                self._waiting.remove(box)
             self._begin_more()
         if read is not None:
             return read()
@@ -91,6 +97,24 @@ class ReadAhead:
             self._begun.remove(box)
             self._begin_more()
         return question.take()
+
+    def _together(self, box: BoxAhead) -> tuple[_Together, int]:
+        """What a small box is read with, and its place in that: those that will be wanted next."""
+        with self._lock:
+            if box.together is None:
+                at = self._small.index(box)  # 0 where they are wanted in their order
+                self._small.rotate(-at)
+                some, nbytes = list[BoxAhead](), 0
+                while self._small and len(some) < TOGETHER and (not some or nbytes < TOGETHER_BYTES):
+                    some.append(self._small.popleft())
+                    nbytes += some[-1].nbytes
+                self._small.rotate(at)
+                together = _Together([each.box for each in some])
+                for place, each in enumerate(some):
+                    each.together = together, place
+            self._begin_more()
+            assert box.together is not None
+            return box.together
 
     def _begin_more(self) -> None:
         """Begin what there is room for; the lock is held."""
@@ -115,6 +139,24 @@ def _question(read: Callable[[], np.ndarray]) -> Question[np.ndarray]:
     return Question(lambda moved: read())
 
 
+class _Together:
+    """Boxes of which the first that is fetched has all of them read."""
+
+    def __init__(self, boxes: Sequence[BoxToCome]) -> None:
+        self._boxes, self._lock = boxes, threading.Lock()
+        self._found: list[np.ndarray | None] = []
+
+    def take(self, place: int) -> np.ndarray:
+        """One of them; it is not kept."""
+        with self._lock:
+            if not self._found:
+                first, *others = self._boxes
+                self._found = [*first.read_with(others)]
+            found, self._found[place] = self._found[place], None
+        assert found is not None
+        return found
+
+
 class _KeptMemory:
     """Buffers of arrays that come and go: what comes back is lent again, as its first touch costs more than to read."""
 
@@ -129,8 +171,6 @@ class _KeptMemory:
 
     def take(self, size: int) -> np.ndarray:
         """A flat uint8 array at a page boundary, with whatever was in it."""
-        if size < LEAST_BYTES:
-            return np.empty(size, np.uint8)
         self._take_back()
         rounded = -(-size // ALIGNMENT) * ALIGNMENT
         fitting = [area for area in self._free if rounded <= len(area) <= 2 * rounded]

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Callable, Collection, Sequence
 
-from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.errors import MismatchError, SettingsError
 
 Only = str | Sequence[str] | Callable[[str], bool] | None
 
@@ -48,6 +48,16 @@ def idle_pattern(
     if only is None or callable(only) or isinstance(only, str) or not only:
         return None if only is None or any(map(fits(only), names)) else only
     return next((pattern for pattern in only if not any(map(fits(pattern), names))), None)
+
+
+def refuse_idle_pattern(subject: str, only: Only, names: Collection[str]) -> None:
+    """Raise MismatchError if one of the patterns of a load selects nothing."""
+    idle = idle_pattern(only, names)
+    if idle is not None:
+        listed = ", ".join(map(repr, sorted(names)[:5])) + (", ..." if len(names) > 5 else "")
+        raise MismatchError(
+            f"{subject}: only={idle!r} selects none of {len(names)} leaves{suggestion(idle, names)}: {listed}"
+        )
 
 
 def _expression(pattern: str) -> str:

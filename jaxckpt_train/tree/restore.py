@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -46,7 +46,7 @@ from jaxckpt_train.tree.mismatch import (
     rename_map,
 )
 from jaxckpt_train.tree.paths import ROOT, one_below_another
-from jaxckpt_train.tree.patterns import Only, idle_pattern, leaf_filter, suggestion
+from jaxckpt_train.tree.patterns import Only, leaf_filter, refuse_idle_pattern
 from jaxckpt_train.tree.placement import Placement, default_platform, device_placement, host_placement
 from jaxckpt_train.tree.read_once import JobLoads, ReadTogether, read_together
 from jaxckpt_train.tree.rebuild import rebuild
@@ -197,7 +197,8 @@ class TreeRestore:
                 differences.unexpected(name, self.record.leaves[saved], self._arrays.get(saved), free)
         if not differences:
             # A pattern may be of what a placeholder skips; one at least has to be of the target.
-            self._refuse_idle(options.only, {**saved_names, **leaves} if any(map(selected, leaves)) else leaves)
+            known = {**saved_names, **leaves} if any(map(selected, leaves)) else leaves
+            refuse_idle_pattern(self._subject, options.only, known)
         differences.raise_all()
         return kept
 
@@ -207,15 +208,6 @@ class TreeRestore:
             return None
         value = python_value(saved, record, self._subject)
         return inexact_line(name, value, want) if exact_array(value, want.dtype) is None else None
-
-    def _refuse_idle(self, only: Only, names: Collection[str]) -> None:
-        """Raise MismatchError for a pattern that selects nothing."""
-        idle = idle_pattern(only, names)
-        if idle is None:
-            return
-        hint = suggestion(idle, names)
-        listed = ", ".join(map(repr, sorted(names)[:5])) + (", ..." if len(names) > 5 else "")
-        raise MismatchError(f"{self._subject}: only={idle!r} selects none of {len(names)} leaves{hint}: {listed}")
 
     def _load_all(
         self,
@@ -227,7 +219,7 @@ class TreeRestore:
     ) -> Any:
         given = shardings_by_name(options.shardings)
         chosen = [old for old, new in names.items() if selected(new)]
-        self._refuse_idle(options.only, names.values())
+        refuse_idle_pattern(self._subject, options.only, names.values())
         if options.rename and (pair := one_below_another(set(names.values()))):
             raise MismatchError(f"{self._subject}: rename: leaf {pair[0]!r} would lie below leaf {pair[1]!r}")
         jobs = [self._job(old, self._own_want(old, given(names[old]))) for old in chosen]

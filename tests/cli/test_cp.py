@@ -233,7 +233,7 @@ def test_nothing_is_put_into_a_run_that_lives(tmp_path: Path) -> None:
 
 def test_a_copy_that_came_out_otherwise_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As from memory that errs between a read and the write."""
-    jct.save(tmp_path / "c", {"w": np.arange(5000, dtype=np.float32)})
+    jct.save(tmp_path / "c", {"w": np.arange(500_000, dtype=np.float32)})
     read_into = BoxToCome.read_into
 
     def flipped(self: BoxToCome, target: np.ndarray) -> None:
@@ -268,14 +268,14 @@ def test_with_check_a_disk_that_gives_other_bytes_is_found_out(tmp_path: Path, m
 
 def test_a_source_that_goes_meanwhile_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
-    read_box = box_to_come.read_box
+    read_boxes = box_to_come.read_boxes
 
-    def gone(*arguments: Any) -> None:
+    def gone(*arguments: Any) -> Any:
         if step_path(directory, 1).exists():
             step_path(directory, 1).rename(directory / ".gone")
-        read_box(*arguments)
+        return read_boxes(*arguments)
 
-    monkeypatch.setattr(box_to_come, "read_box", gone)
+    monkeypatch.setattr(box_to_come, "read_boxes", gone)
     done = run("cp", directory, tmp_path / "copy", "--step", 1)
     assert done.exit_code == 3
     assert "was removed while it was being read" in done.stderr

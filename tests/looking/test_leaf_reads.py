@@ -112,3 +112,21 @@ def test_a_disk_that_does_not_answer_is_given_up(
             list(over_pieces([opened], wanted_of(opened)))
     finally:
         backend.answers.set()
+
+
+class _CountingBackend(LocalBackend):
+    def __init__(self) -> None:
+        self.opened = 0
+
+    def open(self, directory: str, name: str, *, direct: Any) -> Any:
+        self.opened += 1
+        return super().open(directory, name, direct=direct)
+
+
+def test_small_leaves_are_read_together(tmp_path: Path) -> None:
+    tree = {f"{number:04d}": np.full(4, number) for number in range(3000)}
+    opened = opened_of(tmp_path / "a", tree, backend := _CountingBackend())
+    backend.opened = 0
+    found = {wanted.name: arrays[0].tobytes() for wanted, arrays in over_pieces([opened], wanted_of(opened))}
+    assert found == {f"state/{name}": value.tobytes() for name, value in tree.items()}
+    assert backend.opened < 30

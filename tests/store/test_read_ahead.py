@@ -11,7 +11,7 @@ import pytest
 
 from jaxckpt_train.errors import CorruptCheckpointError
 from jaxckpt_train.store.box_to_come import BoxToCome
-from jaxckpt_train.store.read_ahead import AT_ONCE, BoxAhead, ReadAhead
+from jaxckpt_train.store.read_ahead import AT_ONCE, TOGETHER, BoxAhead, ReadAhead
 
 MIB = 1 << 20
 
@@ -29,12 +29,18 @@ class FakeBox:
         self.dtype, self.began = np.dtype(np.uint8), threading.Event()
         self.shape, self.size = (self.nbytes,), self.nbytes
 
+    def read_with(self, others: list[FakeBox]) -> list[np.ndarray]:
+        found = [np.empty(each.nbytes, np.uint8) for each in (self, *others)]
+        for each, target in zip((self, *others), found, strict=True):
+            each.read_into(target)
+        return found
+
     def read_into(self, target: np.ndarray) -> None:
         self.began.set()
         assert self.may_end.wait(60)
         if self.error is not None:
             raise self.error
-        target[:] = self.number
+        target[:] = self.number % 251
 
 
 def ahead_of(boxes: list[FakeBox], budget: int = 64 * MIB, at_once: int = AT_ONCE) -> tuple[ReadAhead, list[BoxAhead]]:
@@ -122,12 +128,53 @@ def test_memory_that_came_back_is_used_again() -> None:
     assert len(places) <= 3
 
 
-def test_small_ones_are_read_when_they_are_wanted() -> None:
-    boxes = free(10, nbytes=MIB - 1)
+def test_small_ones_are_read_when_they_are_wanted_with_those_that_come_next() -> None:
+    boxes = free(12, nbytes=MIB - 1)
     ahead, coming = ahead_of(boxes)
     with ahead:
         assert coming[3].fetch()[-1] == 3
-        assert begun(boxes) == [3]
+        assert begun(boxes) == [3, 4, 5, 6, 7]  # the first of which together are 4 MiB
+        assert coming[0].fetch()[0] == 0
+        assert begun(boxes) == [*range(8), 8, 9]
+        for number in (9, 1, 11, 2, *range(4, 9), 10):
+            assert np.array_equal(coming[number].fetch(), np.full(MIB - 1, number, np.uint8))
+
+
+def test_no_more_than_so_many_small_ones_are_read_together() -> None:
+    boxes = free(TOGETHER + 2, nbytes=8)
+    ahead, coming = ahead_of(boxes)
+    with ahead:
+        coming[0].fetch()
+        assert begun(boxes) == list(range(TOGETHER))
+
+
+def test_small_ones_wait_for_no_large_one_between_them() -> None:
+    boxes = [FakeBox(number, 8 if number % 2 else 4 * MIB) for number in range(8)]
+    for box in boxes[1::2]:
+        box.may_end.set()
+    ahead, coming = ahead_of(boxes)
+    with ahead:
+        assert [each.fetch()[0] for each in coming[1::2]] == [1, 3, 5, 7]
+        for box in boxes[::2]:
+            box.may_end.set()
+        assert [each.fetch()[0] for each in coming[::2]] == [0, 2, 4, 6]
+
+
+def test_threads_that_want_small_ones_get_each_their_own() -> None:
+    boxes = free(3000, nbytes=32)
+    ahead, coming = ahead_of(boxes)
+    wrong: list[int] = []
+
+    def take(first: int) -> None:
+        wrong.extend(n for n in range(first, 3000, 4) if not (coming[n].fetch() == n % 251).all())
+
+    with ahead:
+        threads = [threading.Thread(target=take, args=(first,)) for first in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert not wrong
 
 
 def test_those_with_a_smaller_key_are_read_first() -> None:
