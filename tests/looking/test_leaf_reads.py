@@ -124,7 +124,7 @@ class _CountingBackend(LocalBackend):
 
 
 def test_small_leaves_are_read_together(tmp_path: Path) -> None:
-    tree = {f"{number:04d}": np.full(4, number) for number in range(3000)}
+    tree = {f"n{number:04d}": np.full(4, number) for number in range(3000)}
     opened = opened_of(tmp_path / "a", tree, backend := _CountingBackend())
     backend.opened = 0
     found = {wanted.name: arrays[0].tobytes() for wanted, arrays in over_pieces([opened], wanted_of(opened))}
