@@ -17,7 +17,7 @@ from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.store.read_ahead import BoxAhead, ReadAhead
 
 PIECE_BYTES = 16 << 20
-KNOWN = 16  # pieces that are known before they are wanted: small ones between large ones must not end the reading ahead
+KNOWN = 1024  # pieces that are known before they are wanted: small ones are read together with those that come next
 AT_ONCE = 4  # reads of each checkpoint
 
 
