@@ -40,4 +40,4 @@ def _forms(name: str) -> Iterator[str]:
 
 
 def _with_text_keys(name: str) -> str:
-    return "/".join(f"~s{key}" if key.isdigit() else key for key in name.split("/"))
+    return "/".join(f"~s{key}" if key.removeprefix("-").isdigit() else key for key in name.split("/"))

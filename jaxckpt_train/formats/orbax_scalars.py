@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jaxckpt_train.errors import CorruptCheckpointError
-from jaxckpt_train.formats.orbax_arrays import OrbaxArray
+from jaxckpt_train.formats.orbax_arrays import TOLD_LETTERS, OrbaxArray
 from jaxckpt_train.store.manifest import shown
 from jaxckpt_train.tree.leaf_records import ArrayLeaf, LeafRecord, record_value
 
@@ -22,7 +22,9 @@ def scalar_leaves(directory: str, arrays: Mapping[str, OrbaxArray]) -> dict[str,
         try:
             value = future.result()
         except ValueError as error:
-            raise CorruptCheckpointError(f"{directory}: leaf {leaf!r} cannot be read: {shown(error)}") from error
+            raise CorruptCheckpointError(
+                f"{directory}: leaf {leaf!r} cannot be read: {shown(error, TOLD_LETTERS)}"
+            ) from error
         record = record_value(leaf, value.item()) if value.shape == () else None
         found[leaf] = ArrayLeaf("scalar") if record is None else record
     return found
