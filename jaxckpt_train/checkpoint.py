@@ -19,7 +19,6 @@ from jaxckpt_train.checkpointables.loading import expect_parts, load_parts
 from jaxckpt_train.checkpointables.saving import (
     SaveTimes,
     begin_save,
-    encode_value,
     movement_of,
     stage_all,
     undone_on_error,
@@ -41,6 +40,7 @@ from jaxckpt_train.sources import main_part, operated, options_for, use_source
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.final_name import refuse_existing, refuse_left_over_name, remove_left_overs
+from jaxckpt_train.store.json_values import encode_value
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.manifest import MAX_INFO_BYTES
 from jaxckpt_train.store.replaced import use_committed
@@ -75,7 +75,8 @@ def run_info(custom_metadata: Any = None, **more: Any) -> dict[str, Any]:
         SettingsError: all of it is too much for a manifest, which is read whenever a checkpoint is looked at.
     """
     try:
-        custom = msgspec.json.decode(encode_value(custom_metadata))  # a copy: the manifest is encoded later
+        encoded = encode_value(custom_metadata, is_strict=True)
+        custom = msgspec.json.decode(encoded)  # a copy: the manifest is encoded later
     except UnsupportedLeafError as error:
         raise UnsupportedLeafError(f"custom_metadata: {error}") from error
     versions = {"jaxckpt_train": package_version(), "jax": jax.__version__}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError, StorageError
 from jaxckpt_train.formats.flax_directory import FlaxFile
-from jaxckpt_train.formats.foreign import Foreign
+from jaxckpt_train.formats.foreign import PYTREE, Foreign
 from jaxckpt_train.formats.found import find_in_directory
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend, Opener
@@ -65,13 +65,23 @@ class Opened:
 
         Raises:
             MismatchError: there is none such.
+            CorruptCheckpointError: it is a tree of another tool that is damaged.
         """
         trees = self.trees
-        wanted = name or (DEFAULT_NAME if DEFAULT_NAME in trees else next(iter(trees), "") if len(trees) == 1 else "")
+        state = self.committed.manifest.part(DEFAULT_NAME)
+        is_state = state is not None and (has_tree(state) or state.kind == PYTREE)
+        wanted = name or (DEFAULT_NAME if is_state else next(iter(trees), "") if len(trees) == 1 else "")
         found = self.committed.manifest.part(wanted) if wanted else None
         if found is None:
             there = ", ".join(repr(part.name) for part in self.committed.manifest.parts) or "none"
+            if name is None and len(trees) > 1:
+                raise MismatchError(
+                    f"{self.path}: has no checkpointable {DEFAULT_NAME!r} but several trees, "
+                    f"{', '.join(map(repr, trees))}; choose one with --part"
+                )
             raise MismatchError(f"{self.path}: expected one of its checkpointables, found {name!r}; it has {there}")
+        if found.kind == PYTREE and not has_tree(found) and found.files:
+            self.files.open(self.path, found.files[0].file, direct=False).close()  # which tells why it has none
         return found
 
 

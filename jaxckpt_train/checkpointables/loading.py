@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 
 from jaxckpt_train.checkpointables.contract import Json
@@ -19,6 +18,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.answers import answer_of, have_closed
 from jaxckpt_train.store.backend import Opener
 from jaxckpt_train.store.held_files import HeldFiles
+from jaxckpt_train.store.json_values import decode_value
 from jaxckpt_train.store.made_once import made_once
 from jaxckpt_train.store.manifest import NOT_JSON, FileRecord, PartRecord
 from jaxckpt_train.store.plain_files import read_recorded
@@ -27,6 +27,7 @@ from jaxckpt_train.store.replaced import refuse_another
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.store.verify import file_problems
 from jaxckpt_train.tree.given_shardings import wanted_shardings
+from jaxckpt_train.tree.leaf_records import has_tree
 from jaxckpt_train.tree.patterns import Only
 from jaxckpt_train.tree.read_once import JobLoads
 from jaxckpt_train.tree.restore import LoadOptions, TreeRestore
@@ -67,6 +68,8 @@ class OpenPart:
 
     @made_once
     def _restore(self) -> TreeRestore:
+        if not has_tree(self._part) and self._part.files:
+            self.value()  # of another tool, and its tree is gone: reading it tells so
         return TreeRestore(self._files, self._committed, self._part, self._settings)
 
     def value(self) -> Json:
@@ -78,7 +81,7 @@ class OpenPart:
         digest = manifest.digest if self._settings.verify_on_load else None
         data = self._asked(lambda moved: self._read_value(record, digest))
         try:
-            return msgspec.json.decode(data)
+            return decode_value(data)
         except NOT_JSON as error:
             raise CorruptCheckpointError(f"{self._committed.directory}/{name}: not JSON: {error}") from error
 

@@ -46,7 +46,7 @@ class JsonValue:
     """Marks plain data (None, bool, int, float, str, lists, dicts with text keys) that is stored as a JSON file.
 
     Unlike a pytree it is loaded as it was saved, whatever its structure is by then: use it for configurations and
-    notes. As the target of a load give `JsonValue(None)` or nothing.
+    notes. As the target of a load give `JsonValue(None)` or nothing. NaN and infinities come back, too.
     """
 
     value: Json

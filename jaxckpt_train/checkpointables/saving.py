@@ -22,6 +22,7 @@ from jaxckpt_train.pending import LAST_PATIENCE_S, Movement, PendingSave, start_
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.digests import digest_function
+from jaxckpt_train.store.json_values import encode_value
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
     FORMAT,
@@ -319,19 +320,3 @@ def _write_part(
 def value_file(name: str, process: int = 0) -> str:
     """The file of a checkpointable that is a value, of one process; the first one's may stand for all."""
     return f"{name}/p{process:05d}.json"
-
-
-def encode_value(value: Any) -> bytes:
-    """Plain data as JSON.
-
-    Raises:
-        UnsupportedLeafError: it would not come back as it is.
-    """
-    try:
-        data = msgspec.json.encode(value)
-        same = msgspec.json.decode(data) == value
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UnsupportedLeafError(f"not JSON: {error}") from error
-    if not same:
-        raise UnsupportedLeafError("would not come back from JSON as it is (a tuple, nan, a key that is no text?)")
-    return data

@@ -83,6 +83,22 @@ class ForeignValue:
     data: bytes
 
 
+@dataclasses.dataclass(frozen=True)
+class ForeignDamage:
+    """A checkpointable that should be there and cannot be read; who reads it is told, and the others are whole.
+
+    Attributes:
+        kind: of the handler that restored it.
+        message: of the error.
+    """
+
+    kind: str
+    message: str
+
+
+ForeignPart = ForeignTree | ForeignValue | ForeignDamage
+
+
 class ForeignFiles:
     """An opener of what a foreign checkpoint was found to hold.
 
@@ -126,7 +142,7 @@ class HeldBytes:
 def foreign_checkpoint(
     kind: str,
     directory: str,
-    parts: Mapping[str, ForeignTree | ForeignValue],
+    parts: Mapping[str, ForeignPart],
     segments: Sequence[ForeignSegment],
     *,
     block_bytes: int = WHOLE_CHUNKS,
@@ -137,7 +153,7 @@ def foreign_checkpoint(
     Args:
         kind: the tool.
         directory: which messages name.
-        parts: the checkpointables by name: trees, and values.
+        parts: the checkpointables by name: trees, values, and what is damaged.
         segments: what the chunks of the arrays refer to, by their place in it.
         block_bytes: a chunk is read in pieces of this many bytes.
         info: as in a manifest: `step`, `created`, `metrics`, `custom_metadata`, as far as the tool tells them.
@@ -152,8 +168,9 @@ def foreign_checkpoint(
             _check_tree(part, directory)
             records.append(PartRecord(name, PYTREE, tuple(part.arrays), (), encode_tree(part.record)))
         else:
-            file = FileRecord(f"{name}/p00000.json", len(part.data), "")
-            opens[file.file] = _opens(f"{directory}/{file.file}", part.data)
+            size = len(part.data) if isinstance(part, ForeignValue) else 0
+            file = FileRecord(f"{name}/p00000.json", size, "")
+            opens[file.file] = _opens_part(f"{directory}/{file.file}", part)
             records.append(PartRecord(name, part.kind, (), (file,), msgspec.Raw(b"null")))
     manifest = Manifest(
         format=FORMAT,
@@ -186,3 +203,14 @@ def check_shape(shape: Sequence[int], itemsize: int, subject: str) -> None:
 
 def _opens(name: str, data: bytes) -> Open:
     return lambda direct: cast("Source", HeldBytes(name, data))
+
+
+def _opens_part(name: str, part: ForeignValue | ForeignDamage) -> Open:
+    if isinstance(part, ForeignValue):
+        return _opens(name, part.data)
+    message = part.message
+
+    def fail(direct: Direct) -> Source:
+        raise CorruptCheckpointError(message)
+
+    return fail

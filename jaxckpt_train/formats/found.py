@@ -93,11 +93,15 @@ def _of_orbax_run(backend: Backend, path: str, entries: Sequence[Entry], step: i
     steps = orbax_steps(backend, path, entries)
     if not steps:
         return None
-    shown = ", ".join(map(str, list(steps)[-MOST_NAMED:]))
+    shown, newest = ", ".join(map(str, list(steps)[-MOST_NAMED:])), f"{path}/{list(steps.values())[-1]}"
+    if step is None and len(steps) == 1:
+        raise NotACheckpointError(
+            f"{path}: a run of Orbax with 1 step; expected that, {newest}; on the command line --step {shown}"
+        )
     if step is None:
         raise NotACheckpointError(
             f"{path}: a run of Orbax with {len(steps)} steps, the last ones {shown}; expected one of them, "
-            f"such as {path}/{list(steps.values())[-1]}; on the command line --step says which"
+            f"such as {newest}; on the command line --step says which"
         )
     if step not in steps:
         raise StepNotFoundError(f"{path}: has no step {step}; the last ones are {shown}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ OPEN_AT_ONCE = 256
 LEAST_CHUNK_BYTES = 4 << 20  # smaller ones are read together
 MOST_PIECES = 1 << 22  # of an array: 16 TiB in the smallest ones
 CACHED_BYTES = 100 << 20  # of nodes of an OCDBT database
+TOLD_LETTERS = 2000  # of an error of TensorStore, which names a file
 
 
 class OrbaxArray(NamedTuple):
@@ -43,6 +45,7 @@ def open_arrays(
     use_zarr3: bool,
     first_segment: int,
     databases: Collection[str] = (),
+    is_whole: bool = False,
 ) -> dict[str, OrbaxArray]:
     """Open arrays; nothing of their content is read.
 
@@ -52,6 +55,7 @@ def open_arrays(
         use_ocdbt, use_zarr3: how they are stored.
         first_segment: the number of the first one's segment.
         databases: folders below the item with an OCDBT database of their own, as first versions have them.
+        is_whole: every chunk was written: one that is missing is damage, and not zeros.
 
     Raises:
         SettingsError: TensorStore is not installed.
@@ -72,36 +76,39 @@ def open_arrays(
     leaves, newest = list(names), Newest()
     for start in range(0, len(leaves), OPEN_AT_ONCE):
         some = leaves[start : start + OPEN_AT_ONCE]
-        futures = [
-            ts.open(
-                _spec(directory, names[leaf], use_ocdbt, use_zarr3, databases), context=context, open=True, read=True
-            )
-            for leaf in some
-        ]
+        futures = []
+        for leaf in some:
+            spec = _spec(directory, names[leaf], use_ocdbt, use_zarr3, databases, is_whole)
+            with _told(directory, leaf, names[leaf]):  # a name may be no path
+                futures.append(ts.open(spec, context=context, open=True, read=True))
         for leaf, future in zip(some, futures, strict=True):
-            try:
-                with foreign_call():
-                    store = future.result()
-            except ValueError as error:
-                raise CorruptCheckpointError(
-                    f"{directory}: leaf {leaf!r}: the array {names[leaf]!r} cannot be opened: {shown(error)}"
-                ) from error
+            with _told(directory, leaf, names[leaf]), foreign_call():
+                store = future.result()
             found[leaf] = _opened(directory, leaf, store, first_segment + len(found), newest)
     return found
 
 
+@contextlib.contextmanager
+def _told(directory: str, leaf: str, name: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise CorruptCheckpointError(
+            f"{directory}: leaf {leaf!r}: the array {name!r} cannot be opened: {shown(error, TOLD_LETTERS)}"
+        ) from error
+
+
 def _spec(
-    directory: str, name: str, use_ocdbt: bool, use_zarr3: bool, databases: Collection[str] = ()
+    directory: str, name: str, use_ocdbt: bool, use_zarr3: bool, databases: Collection[str], is_whole: bool
 ) -> dict[str, Any]:
-    driver = "zarr3" if use_zarr3 else "zarr"
+    spec = {"driver": "zarr3" if use_zarr3 else "zarr", "fill_missing_data_reads": not is_whole}
     folder, _, last = name.rpartition("/")
     if folder and folder in databases:
         directory, name, use_ocdbt = f"{directory}/{folder}", last, True
-    if not use_ocdbt:
-        return {"driver": driver, "kvstore": {"driver": "file", "path": f"{directory}/{name}/"}}
+    if not use_ocdbt:  # an array whose name is empty lies in the item's own directory
+        return spec | {"kvstore": {"driver": "file", "path": f"{directory}/{name}/" if name else f"{directory}/"}}
     base = {"driver": "file", "path": f"{directory}/"}
-    return {
-        "driver": driver,
+    return spec | {
         "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/", "cache_pool": "cache_pool#nodes"},
     }
 
@@ -178,4 +185,4 @@ def read_box(subject: str, store: ts.TensorStore, box: Box, target: np.ndarray) 
         with foreign_call():
             ts.array(target, copy=False).write(wanted).result()
     except ValueError as error:
-        raise CorruptCheckpointError(f"{subject}: box {box} cannot be read: {shown(error)}") from error
+        raise CorruptCheckpointError(f"{subject}: box {box} cannot be read: {shown(error, TOLD_LETTERS)}") from error

@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError
+from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedLeafError
 from jaxckpt_train.formats.foreign import (
     JSON,
     Foreign,
+    ForeignDamage,
+    ForeignPart,
     ForeignSegment,
     ForeignTree,
     ForeignValue,
     foreign_checkpoint,
 )
 from jaxckpt_train.formats.orbax_grain import STATE_FILE, grain_states
-from jaxckpt_train.formats.orbax_looks import STEP_METADATA, TEMPORARY, is_item_folder, is_tree, step_number
+from jaxckpt_train.formats.orbax_looks import STEP_METADATA, TEMPORARY, is_item_folder, is_tree
+from jaxckpt_train.formats.orbax_step import MAX_JSON_BYTES, is_of_any_object, kind_of, read_step
 from jaxckpt_train.formats.orbax_trees import open_tree
 from jaxckpt_train.store.backend import Backend, Entry
+from jaxckpt_train.store.json_values import decode_told, decode_value, encode_value
 from jaxckpt_train.store.manifest import NOT_JSON, is_plain_name, shown
 from jaxckpt_train.store.plain_files import read_whole
 from jaxckpt_train.tree.leaf_records import ArrayLeaf, KeyLeaf, TreeRecord
 from jaxckpt_train.tree.paths import ROOT
 
-JSON_ITEM, METRICS, JAX_KEY = "metadata", "metrics", "jax_random_key"
+JSON_ITEM, SECOND_JSON_ITEM, METRICS, JAX_KEY = "metadata", "data.json", "metrics", "jax_random_key"
+DONE = "commit_success.txt"
+MOST_NAMED = 5
 _KEY_WIDTHS = {2: "threefry2x32", 4: "rbg"}
-MAX_JSON_BYTES = 256 << 20
 NAME = "state"
 
 
 class _Found(NamedTuple):
     """What of a checkpoint has been opened so far."""
 
-    parts: dict[str, ForeignTree | ForeignValue]
+    parts: dict[str, ForeignPart]
     segments: list[ForeignSegment]
     info: dict[str, Any]
 
@@ -56,7 +60,8 @@ def open_orbax(backend: Backend, directory: str, entries: Sequence[Entry]) -> Fo
     """
     if TEMPORARY in directory.rpartition("/")[2]:
         raise NotACheckpointError(f"{directory}: a save of Orbax that has not ended; expected a step that was finished")
-    found = _Found({}, [], _step_info(backend, directory, entries))
+    info, handlers = read_step(backend, directory, entries)
+    found = _Found({}, [], info)
     if is_tree(backend, directory, entries):
         _add_tree(backend, directory, NAME, entries, found)
     elif any(STATE_FILE.fullmatch(entry.name) for entry in entries):
@@ -65,8 +70,12 @@ def open_orbax(backend: Backend, directory: str, entries: Sequence[Entry]) -> Fo
         for entry in entries:
             if is_item_folder(entry) and is_plain_name(entry.name):
                 _add_item(backend, f"{directory}/{entry.name}", entry.name, found)
+        _add_missing(backend, directory, entries, handlers, found)
     if not found.parts:
         raise NotACheckpointError(f"{directory}: has metadata of Orbax, and no item that is known here")
+    damaged = [part for part in found.parts.values() if isinstance(part, ForeignDamage)]
+    if len(damaged) == len(found.parts):
+        raise CorruptCheckpointError(damaged[0].message)
     return foreign_checkpoint("Orbax", directory, found.parts, found.segments, info=found.info)
 
 
@@ -75,16 +84,23 @@ def _add_item(backend: Backend, directory: str, name: str, found: _Found) -> Non
     names = {entry.name for entry in entries}
     if is_tree(backend, directory, entries):
         _add_tree(backend, directory, name, entries, found)
-    elif JSON_ITEM in names:
-        found.parts[name] = ForeignValue(JSON, _json_of(backend, directory, JSON_ITEM))
+    elif JSON_ITEM in names or SECOND_JSON_ITEM in names:
+        found.parts[name] = _json_item(backend, directory, JSON_ITEM if JSON_ITEM in names else SECOND_JSON_ITEM)
     elif METRICS in names:
-        found.info["metrics"] = msgspec.json.decode(_json_of(backend, directory, METRICS))
+        _add_metrics(backend, directory, name, found)
     elif JAX_KEY in names:
         _add_key(backend, directory, name, found)
     else:
         states = grain_states(backend, directory, names)
         if states is not None:
             found.parts[name] = states
+
+
+def _add_metrics(backend: Backend, directory: str, name: str, found: _Found) -> None:
+    try:
+        found.info["metrics"] = _json_of(backend, directory, METRICS)
+    except CorruptCheckpointError as error:
+        found.parts[name] = ForeignDamage(JSON, str(error))
 
 
 def _add_key(backend: Backend, directory: str, name: str, found: _Found) -> None:
@@ -94,7 +110,7 @@ def _add_key(backend: Backend, directory: str, name: str, found: _Found) -> None
     """
     inner = _Found({}, found.segments, {})
     _add_item(backend, f"{directory}/{JAX_KEY}", name, inner)
-    told = msgspec.json.decode(_json_of(backend, f"{directory}/{JAX_KEY}_metadata", JSON_ITEM))
+    told = _json_of(backend, f"{directory}/{JAX_KEY}_metadata", JSON_ITEM)
     part = inner.parts.get(name)
     if not isinstance(part, ForeignTree) or len(part.arrays) != 1:
         raise CorruptCheckpointError(f"{directory}/{JAX_KEY}: expected one array, the data of a PRNG key")
@@ -105,12 +121,25 @@ def _add_key(backend: Backend, directory: str, name: str, found: _Found) -> None
     found.parts[name] = ForeignTree(TreeRecord({}, {ROOT: leaf}), [array])
 
 
-def _json_of(backend: Backend, directory: str, name: str) -> bytes:
-    data = bytes(memoryview(read_whole(backend, directory, name, MAX_JSON_BYTES)))
+def _json_item(backend: Backend, directory: str, name: str) -> ForeignValue | ForeignDamage:
     try:
-        return msgspec.json.encode(msgspec.json.decode(data))
+        data = _bytes_of(backend, directory, name)
+        return ForeignValue(JSON, encode_value(decode_value(data)))
+    except (*NOT_JSON, UnsupportedLeafError) as error:
+        return ForeignDamage(JSON, f"{directory}/{name}: expected JSON, but: {shown(error)}")
+    except CorruptCheckpointError as error:
+        return ForeignDamage(JSON, str(error))
+
+
+def _json_of(backend: Backend, directory: str, name: str) -> Any:
+    try:
+        return decode_told(_bytes_of(backend, directory, name))
     except NOT_JSON as error:
         raise CorruptCheckpointError(f"{directory}/{name}: expected JSON, but: {shown(error)}") from error
+
+
+def _bytes_of(backend: Backend, directory: str, name: str) -> bytes:
+    return bytes(memoryview(read_whole(backend, directory, name, MAX_JSON_BYTES)))
 
 
 def _add_tree(backend: Backend, directory: str, name: str, entries: Sequence[Entry], found: _Found) -> None:
@@ -121,25 +150,27 @@ def _add_tree(backend: Backend, directory: str, name: str, entries: Sequence[Ent
         found.info.setdefault("custom_metadata", tree.custom_metadata)
 
 
-def _step_info(backend: Backend, directory: str, entries: Sequence[Entry]) -> dict[str, Any]:
-    """What the step says of itself, as a manifest of ours would."""
-    info: dict[str, Any] = {}
-    step = step_number(directory.rpartition("/")[2])
-    if step is not None:
-        info["step"] = step
-    if all(entry.name != STEP_METADATA for entry in entries):
-        return info
-    data = bytes(memoryview(read_whole(backend, directory, STEP_METADATA, MAX_JSON_BYTES)))
-    try:
-        told = msgspec.json.decode(data, type=dict[str, Any])
-    except NOT_JSON as error:
-        raise CorruptCheckpointError(f"{directory}/{STEP_METADATA}: expected JSON, but: {shown(error)}") from error
-    metrics, custom, ended = told.get("metrics"), told.get("custom_metadata"), told.get("commit_timestamp_nsecs")
-    if isinstance(metrics, Mapping):
-        info["metrics"] = dict(metrics)
-    if custom:
-        info["custom_metadata"] = custom
-    if isinstance(ended, int):
-        time = datetime.datetime.fromtimestamp(ended / 1e9, datetime.UTC)
-        info["created"] = time.isoformat(timespec="milliseconds")
-    return info
+def _add_missing(
+    backend: Backend, directory: str, entries: Sequence[Entry], handlers: Mapping[str, str], found: _Found
+) -> None:
+    """What the step says that it has, and that is not there: who wants it is told, all else is loaded.
+
+    What a handler of the user's own has written is left alone.
+    """
+    folders = {entry.name for entry in entries if is_item_folder(entry)}
+    for name, handler in handlers.items():
+        if name in found.parts or not is_plain_name(name):
+            continue
+        path, kind, is_folder = f"{directory}/{name}", kind_of(handler), name in folders
+        files = [entry.name for entry in backend.list(path) if entry.name != DONE] if is_folder else []
+        if METRICS in files:
+            continue  # which became metadata of the step
+        if kind == JSON and len(files) == 1:
+            found.parts[name] = _json_item(backend, path, files[0])  # whatever name its handler was given
+        elif not is_folder or (kind is not None and not (files and is_of_any_object(handler))):
+            what = ", ".join(sorted(files)[:MOST_NAMED]) or ("an empty folder" if is_folder else "no such folder")
+            found.parts[name] = ForeignDamage(
+                kind or JSON,
+                f"{path}: expected what {shown(handler.rpartition('.')[2])} wrote, which {STEP_METADATA} names, "
+                f"found {what}; bring it back from a copy, or load the others by their names",
+            )

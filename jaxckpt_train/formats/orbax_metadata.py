@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, UnsupportedLeafError
+from jaxckpt_train.store.json_values import decode_told
 from jaxckpt_train.store.manifest import NOT_JSON, shown
 from jaxckpt_train.tree.leaf_records import EmptyLeaf, LeafRecord, NoneLeaf
 from jaxckpt_train.tree.paths import MAX_DEPTH, ROOT, join, key_text
@@ -53,6 +54,7 @@ class _TreeMetadata(msgspec.Struct, frozen=True):
     use_zarr3: bool | None = False
     custom_metadata: Any = None
     value_metadata_tree: str | None = None
+    store_array_data_equal_to_fill_value: bool | None = False
 
 
 class StoredLeaf(NamedTuple):
@@ -75,6 +77,7 @@ class OrbaxTree(NamedTuple):
         use_ocdbt: whether all arrays are in one OCDBT database; None: it is not said.
         use_zarr3: whether they are of the third version of zarr.
         custom_metadata: that was saved with the tree.
+        is_whole: every chunk of the arrays was written; versions that do not say so left out chunks of zeros.
     """
 
     containers: dict[str, str]
@@ -85,6 +88,7 @@ class OrbaxTree(NamedTuple):
     use_ocdbt: bool | None = None
     use_zarr3: bool = False
     custom_metadata: Any = None
+    is_whole: bool = False
 
     @staticmethod
     def empty() -> OrbaxTree:
@@ -118,11 +122,14 @@ def decode_tree_metadata(data: bytes, path: str) -> OrbaxTree:
         UnsupportedLeafError: a leaf is of a type that only a handler of the user's own knows.
     """
     try:
-        found = msgspec.json.decode(data, type=_TreeMetadata)
+        found = decode_told(data, _TreeMetadata)
     except NOT_JSON as error:
         raise CorruptCheckpointError(f"{path}: expected the metadata of an Orbax tree, but: {shown(error)}") from error
     tree = OrbaxTree.empty()._replace(
-        use_ocdbt=found.use_ocdbt, use_zarr3=bool(found.use_zarr3), custom_metadata=found.custom_metadata
+        use_ocdbt=found.use_ocdbt,
+        use_zarr3=bool(found.use_zarr3),
+        custom_metadata=found.custom_metadata,
+        is_whole=bool(found.store_array_data_equal_to_fill_value),
     )
     tuples = _tuples_of(found.value_metadata_tree)
     entries = list(found.tree_metadata.values())
@@ -172,12 +179,12 @@ def _key_text(key: _Key, parent: str, path: str) -> str:
 
 
 def key_of_mapping(key: str, parent: str, path: str) -> str:
-    """A key as text; Orbax does not say whether a key of a mapping was an integer: one of digits is taken for one.
+    """A key as text; Orbax does not say whether a key of a mapping was an integer: what reads as one is taken for one.
 
     Raises:
         CorruptCheckpointError: it is no text that can be a key.
     """
-    if key.isascii() and key.isdigit() and len(key) < MOST_DIGITS and str(int(key)) == key:
+    if key.isascii() and key.removeprefix("-").isdigit() and len(key) < MOST_DIGITS and str(int(key)) == key:
         return key
     try:
         return key_text(key, parent)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 from jaxckpt_train.tree.flatten import EMPTY, Flat
 from jaxckpt_train.tree.leaf_records import EmptyLeaf, LeafRecord, NoneLeaf, TreeRecord
 
+_NUMBER = re.compile(r"~s-?[0-9]+")
 VALUE = "/value"  # of a variable of Flax NNX, which Orbax takes for a container
 
 
@@ -23,9 +25,12 @@ def in_form_of(target: Flat, record: TreeRecord, names: Mapping[str, str]) -> tu
     """
     wanted = dict(zip(target.names, target.leaves, strict=True))
     taken, leaves, found = set(names.values()) & wanted.keys(), dict[str, LeafRecord](record.leaves), dict[str, str]()
+    plain = dict[str, list[str]]()
+    for name in wanted:
+        plain.setdefault(_plain(name), []).append(name)
     for saved, name in names.items():
-        other = None if name in wanted else next((each for each in _forms(name) if each in wanted.keys() - taken), None)
-        found[saved] = name if other is None else other
+        others = (each for form in _forms(name) for each in plain.get(form, ()) if each not in taken)
+        found[saved] = name if name in wanted else next(others, name)
         taken.add(found[saved])
         if isinstance(leaves[saved], NoneLeaf) and wanted.get(found[saved]) is EMPTY:
             leaves[saved] = EmptyLeaf()
@@ -33,11 +38,11 @@ def in_form_of(target: Flat, record: TreeRecord, names: Mapping[str, str]) -> tu
 
 
 def _forms(name: str) -> Iterator[str]:
-    plain = name.removesuffix(VALUE)
-    for form in (plain, _with_text_keys(name), _with_text_keys(plain)):
-        if form != name:
-            yield form
+    yield _plain(name)
+    if name.endswith(VALUE):
+        yield _plain(name.removesuffix(VALUE))
 
 
-def _with_text_keys(name: str) -> str:
-    return "/".join(f"~s{key}" if key.isdigit() else key for key in name.split("/"))
+def _plain(name: str) -> str:
+    """With the digits alone of each key that may be text or an integer."""
+    return "/".join(key[2:] if _NUMBER.fullmatch(key) else key for key in name.split("/"))

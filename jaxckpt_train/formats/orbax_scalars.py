@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from jaxckpt_train.errors import CorruptCheckpointError
 from jaxckpt_train.formats.foreign_calls import foreign_call
-from jaxckpt_train.formats.orbax_arrays import OrbaxArray
+from jaxckpt_train.formats.orbax_arrays import TOLD_LETTERS, OrbaxArray
 from jaxckpt_train.store.manifest import shown
 from jaxckpt_train.tree.leaf_records import ArrayLeaf, LeafRecord, record_value
 
@@ -24,7 +24,9 @@ def scalar_leaves(directory: str, arrays: Mapping[str, OrbaxArray]) -> dict[str,
             with foreign_call():
                 value = future.result()
         except ValueError as error:
-            raise CorruptCheckpointError(f"{directory}: leaf {leaf!r} cannot be read: {shown(error)}") from error
+            raise CorruptCheckpointError(
+                f"{directory}: leaf {leaf!r} cannot be read: {shown(error, TOLD_LETTERS)}"
+            ) from error
         record = record_value(leaf, value.item()) if value.shape == () else None
         found[leaf] = ArrayLeaf("scalar") if record is None else record
     return found

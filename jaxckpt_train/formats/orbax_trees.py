@@ -99,12 +99,13 @@ def _open_arrays(
     backend: Backend, directory: str, names: set[str], tree: OrbaxTree, first_segment: int
 ) -> dict[str, OrbaxArray]:
     parameters = {leaf: each.parameter for leaf, each in tree.stored.items() if each.kind is not Kind.STRING}
+    use_ocdbt = OCDBT in names if tree.use_ocdbt is None else tree.use_ocdbt
     for leaf, parameter in parameters.items():
-        if parameter.startswith("/") or ".." in parameter.split("/"):
+        is_path = not use_ocdbt or tree.stored[leaf].kind is Kind.UNKNOWN  # else it is a key in the database
+        if is_path and (parameter.startswith("/") or ".." in parameter.split("/")):
             raise CorruptCheckpointError(
                 f"{directory}: leaf {leaf!r}: the array {parameter!r} would lie outside of the checkpoint"
             )
-    use_ocdbt = OCDBT in names if tree.use_ocdbt is None else tree.use_ocdbt
     try:
         return open_arrays(
             directory,
@@ -113,6 +114,7 @@ def _open_arrays(
             use_zarr3=tree.use_zarr3,
             first_segment=first_segment,
             databases=_databases(backend, directory, tree),
+            is_whole=tree.is_whole,
         )
     except CorruptCheckpointError as error:
         if ROOT in tree.stored and tree.stored[ROOT].kind is Kind.UNKNOWN and AGGREGATE not in names:

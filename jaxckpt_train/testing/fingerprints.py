@@ -18,6 +18,7 @@ from jaxckpt_train.checkpointables.registry import handler_of
 from jaxckpt_train.errors import UnsupportedLeafError
 from jaxckpt_train.store.digests import digest_function
 from jaxckpt_train.store.dtypes import dtype_name
+from jaxckpt_train.store.json_values import encode_value
 from jaxckpt_train.testing.record_files import digests_of_files
 from jaxckpt_train.testing.records import OBJECT, SMALL_BYTES, Batch, Leaf, Leaves
 from jaxckpt_train.tree.flatten import EMPTY, flatten
@@ -41,7 +42,7 @@ def leaves_of(checkpointables: Mapping[str, Any], keep: Keep) -> Leaves:
             files = digests_of_files(staged.write_files)
             found |= {f"{name}/{path}": Leaf("file", (), digest.decode()) for path, digest in files.items()}
         elif staged.tree is NOTHING:
-            content = msgspec.json.encode(staged.value)
+            content = encode_value(staged.value)
             found[name] = _small(Leaf("JSON", (len(content),), _digest(content)), content)
         else:
             found |= _tree_leaves(name, staged.tree, keep)

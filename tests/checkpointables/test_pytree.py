@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -46,9 +47,15 @@ def test_unusual_json_values(value: Any, tmp_path: Path) -> None:
     assert round_trip(tmp_path / "c", value) == value
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, {"a": [-math.inf, 1, {"b": math.nan, "ü": "ü", "c": None}]}])
+def test_numbers_that_are_none_come_back(value: Any, tmp_path: Path) -> None:
+    assert repr(round_trip(tmp_path / "c", value)) == repr(value)
+    assert jct.verify(tmp_path / "c").ok
+
+
 @pytest.mark.parametrize(
     "value",
-    [(1, 2), {1: 2}, float("nan"), float("inf"), {1, 2}, b"bytes", np.arange(2), jnp.ones(2), object(), [{"a": (1,)}]],
+    [(1, 2), {1: 2}, {1: math.nan}, (math.inf,), {1, 2}, b"b", np.arange(2), jnp.ones(2), object(), [{"a": (1,)}]],
     ids=lambda value: type(value).__name__,
 )
 def test_what_json_would_change_is_refused(value: Any, tmp_path: Path) -> None:

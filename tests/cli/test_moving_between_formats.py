@@ -50,7 +50,7 @@ def test_a_step_of_orbax_becomes_one_of_ours_byte_for_byte(tmp_path: Path) -> No
 
 def test_an_import_fits_the_target_that_its_source_fits(tmp_path: Path) -> None:
     """Orbax has no form of its own for empty NamedTuples, variables of NNX and keys that are digits."""
-    params = {"a": np.arange(3.0, dtype=np.float32), "b": np.ones(2, np.float32)}
+    params = {"a": np.arange(3.0, dtype=np.float32), "layers": {"0": np.ones(2, np.float32), "-1": np.zeros(1)}}
     adam = optax.adam(1e-3)
     opt = jax.tree.map(np.asarray, adam.update(params, adam.init(params))[1])
     state = {"params": params, "opt": opt, "n": {"v": {"value": np.arange(4)}, "0": 1}}
