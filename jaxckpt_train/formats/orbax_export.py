@@ -1,9 +1,8 @@
-"""Writes trees and values as a step that Orbax restores, by either of its interfaces; arrays through TensorStore."""
+"""Writes trees and values as a step that Orbax restores, by either of its interfaces."""
 
 from __future__ import annotations
 
 import base64
-import collections
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,18 +11,18 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from jaxckpt_train.errors import MismatchError, SettingsError, StorageError
+from jaxckpt_train.errors import MismatchError
 from jaxckpt_train.formats.orbax_aggregate import encode_aggregate, placeholder
 from jaxckpt_train.formats.orbax_looks import AGGREGATE
 from jaxckpt_train.formats.orbax_metadata import ARRAY_METADATAS, STRINGS, TREE_METADATA
+from jaxckpt_train.formats.orbax_writes import AHEAD_BYTES, ToWrite, write_arrays
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.appearing import appearing
 from jaxckpt_train.store.attempt import Attempt
 from jaxckpt_train.store.backend import Backend, Opener
 from jaxckpt_train.store.box_to_come import BoxToCome
-from jaxckpt_train.store.boxes import Box, box_shape, cut_box, full_box
-from jaxckpt_train.store.dtypes import DTYPES
-from jaxckpt_train.store.manifest import ArrayRecord, PartRecord, shown
+from jaxckpt_train.store.boxes import Box
+from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
 from jaxckpt_train.store.plain_files import read_recorded
 from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.store.transaction import Committed
@@ -44,10 +43,7 @@ from jaxckpt_train.tree.leaf_records import (
 )
 from jaxckpt_train.tree.paths import ROOT, parse_key, split
 
-CHUNK_BYTES = 64 << 20
 MAX_RANK = 32  # TensorStore's
-AHEAD_BYTES = 256 << 20
-"""So much of the arrays is on its way to the disk at a time."""
 _HANDLERS = "orbax.checkpoint._src.handlers"
 _TREES, _VALUES = (
     f"{_HANDLERS}.pytree_checkpoint_handler.PyTreeCheckpointHandler",
@@ -56,8 +52,6 @@ _TREES, _VALUES = (
 _NUMBERS = (BoolLeaf, IntLeaf, FloatLeaf, ComplexLeaf)
 _ON_ONE_DEVICE = '{"sharding_type": "SingleDeviceSharding", "device_str": "cpu:0"}'
 _EMPTY = {"list": "List", "tuple": "Tuple", "dict": "Dict"}
-# TensorStore's own settings for a database that one process writes at a time, as Orbax has them.
-_DATABASE = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
 
 
 class _Leaf(NamedTuple):
@@ -120,14 +114,21 @@ def export_orbax(
                 f"{committed.directory}: {part.name!r} is of kind {part.kind!r}, which Orbax has nothing for; leave it "
                 "out"
             )
+    write = functools.partial(
+        write_arrays,
+        subject=committed.directory,
+        read=functools.partial(_read, files, committed, settings),
+        compressed=compressed,
+        ahead_bytes=min(AHEAD_BYTES, settings.read_budget_bytes),
+        progress=progress,
+    )
     began = time.time_ns()
     with appearing(backend, final, settings) as attempt:
         for part in chosen:
             item = names[part.name]
             attempt.add_folder(item)
             if part.name in trees:
-                write = functools.partial(_read, files, committed, settings)
-                _write_tree(attempt, item, committed.directory, trees[part.name], write, compressed, progress)
+                _write_tree(attempt, item, trees[part.name], write)
             else:
                 data = read_recorded(files, committed.directory, part.files[0], None, committed.manifest.block_bytes)
                 attempt.write_file(f"{item}/metadata", bytes(memoryview(data)))
@@ -208,13 +209,11 @@ def _read(files: Opener, committed: Committed, settings: StoreSettings, array: A
 def _write_tree(
     attempt: Attempt,
     item: str,
-    subject: str,
     leaves: Sequence[_Leaf],
-    read: Callable[[ArrayRecord, Box], np.ndarray],
-    compressed: bool,
-    progress: Progress | None,
+    write: Callable[[str, Sequence[ToWrite]], Mapping[str, list[int]]],
 ) -> None:
-    chunks = _write_arrays(f"{attempt.directory}/{item}", subject, leaves, read, compressed, progress)
+    contents = [ToWrite(leaf.path, leaf.parameter, leaf.content) for leaf in leaves if leaf.content is not None]
+    chunks = write(f"{attempt.directory}/{item}", contents)
     entries, arrays = {}, []
     for leaf in leaves:
         value = {"value_type": leaf.value_type, "skip_deserialize": leaf.content is None and leaf.text is None}
@@ -258,101 +257,3 @@ def _in_structure(leaf: _Leaf) -> Any:
 
 def _in_base64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
-
-
-def _write_arrays(
-    directory: str,
-    subject: str,
-    leaves: Sequence[_Leaf],
-    read: Callable[[ArrayRecord, Box], np.ndarray],
-    compressed: bool,
-    progress: Progress | None,
-) -> dict[str, list[int]]:
-    """Write the data of all leaves; the shapes of their chunks by leaf path."""
-    try:
-        import tensorstore as ts
-    except ImportError as error:
-        raise SettingsError(
-            "export: what Orbax reads is written through TensorStore: pip install 'jaxckpt-train[orbax]'"
-        ) from error
-    context = ts.Context({"file_io_concurrency": {"limit": 16}})
-    shapes: dict[str, list[int]] = {}
-    with _Writes(directory, progress) as writes:
-        for leaf in leaves:
-            content = leaf.content
-            if content is None:
-                continue
-            dtype = DTYPES[content.dtype] if isinstance(content, ArrayRecord) else content.dtype
-            boxes = list(cut_box(full_box(content.shape), dtype.itemsize, CHUNK_BYTES))
-            shapes[leaf.path] = list(box_shape(boxes[0]))
-            spec = _spec(directory, leaf.parameter, content.shape, shapes[leaf.path], dtype, compressed)
-            try:
-                store = ts.open(spec, context=context, create=True).result()
-            except ValueError as error:
-                raise MismatchError(f"{subject}: leaf {leaf.path!r} of {dtype.name}: {shown(error)}") from error
-            for box in boxes:
-                data = content if isinstance(content, np.ndarray) else read(content, box)
-                writes.make_room(data.nbytes)
-                part = store[tuple(slice(start, stop) for start, stop in box)] if box else store
-                writes.add(data.nbytes, part.write(data).commit)
-    return shapes
-
-
-class _Writes:
-    """Writes of TensorStore that are on their way; at the end, also by an error, none is."""
-
-    def __init__(self, directory: str, progress: Progress | None) -> None:
-        self._directory, self._progress = directory, progress
-        self._waiting: collections.deque[tuple[int, Any]] = collections.deque()
-        self._left = AHEAD_BYTES
-
-    def __enter__(self) -> _Writes:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        try:
-            if kind is None:
-                self._settle(AHEAD_BYTES + 1)
-        finally:  # after an error: what is still written would come into a directory that is being removed
-            for _, future in self._waiting:
-                future.exception()
-
-    def make_room(self, nbytes: int) -> None:
-        """Wait until so many bytes more may be on their way; raises StorageError if a write has failed."""
-        self._settle(min(AHEAD_BYTES, nbytes))
-
-    def add(self, nbytes: int, future: Any) -> None:
-        """A write has begun."""
-        self._waiting.append((nbytes, future))
-        self._left -= nbytes
-
-    def _settle(self, until: int) -> None:
-        while self._waiting and self._left < until:
-            nbytes, future = self._waiting[0]
-            _result(self._directory, future)
-            self._waiting.popleft()
-            self._left += nbytes
-            if self._progress is not None:
-                self._progress(nbytes)
-
-
-def _result(directory: str, future: Any) -> None:
-    try:
-        future.result()
-    except (ValueError, OSError) as error:
-        raise StorageError(getattr(error, "errno", None) or 5, f"TensorStore: {shown(error)}", directory) from error
-
-
-def _spec(
-    directory: str, name: str, shape: Sequence[int], chunk: Sequence[int], dtype: np.dtype, compressed: bool
-) -> dict[str, Any]:
-    database = {
-        "driver": "ocdbt",
-        "base": {"driver": "file", "path": f"{directory}/"},
-        "path": f"{name}/",
-        "config": _DATABASE,
-    }
-    compressor = {"id": "zstd", "level": 1} if compressed else None
-    metadata = {"shape": list(shape), "chunks": [max(1, size) for size in chunk], "compressor": compressor}
-    options = {"store_data_equal_to_fill_value": True, "dtype": dtype.name}
-    return {"driver": "zarr", "kvstore": database, "metadata": metadata, **options}
