@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,10 +12,12 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from jaxckpt_train.errors import MismatchError
+from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.formats.orbax_aggregate import encode_aggregate, placeholder
-from jaxckpt_train.formats.orbax_looks import AGGREGATE
+from jaxckpt_train.formats.orbax_checkpoint import METRICS
+from jaxckpt_train.formats.orbax_looks import AGGREGATE, STEP_METADATA
 from jaxckpt_train.formats.orbax_metadata import ARRAY_METADATAS, STRINGS, TREE_METADATA
+from jaxckpt_train.formats.orbax_names import VALUE
 from jaxckpt_train.formats.orbax_writes import AHEAD_BYTES, ToWrite, write_arrays
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.appearing import appearing
@@ -22,9 +25,10 @@ from jaxckpt_train.store.attempt import Attempt
 from jaxckpt_train.store.backend import Backend, Opener
 from jaxckpt_train.store.box_to_come import BoxToCome
 from jaxckpt_train.store.boxes import Box
-from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
+from jaxckpt_train.store.manifest import ArrayRecord, PartRecord, is_plain_name, what_is_a_plain_name
 from jaxckpt_train.store.plain_files import read_recorded
 from jaxckpt_train.store.reader import Progress
+from jaxckpt_train.store.stored_metrics import metrics_from_json
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.tree.leaf_records import (
     BoolLeaf,
@@ -49,7 +53,7 @@ _TREES, _VALUES = (
     f"{_HANDLERS}.pytree_checkpoint_handler.PyTreeCheckpointHandler",
     f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler",
 )
-_NUMBERS = (BoolLeaf, IntLeaf, FloatLeaf, ComplexLeaf)
+_NUMBERS = (BoolLeaf, IntLeaf, FloatLeaf)
 _ON_ONE_DEVICE = '{"sharding_type": "SingleDeviceSharding", "device_str": "cpu:0"}'
 _EMPTY = {"list": "List", "tuple": "Tuple", "dict": "Dict"}
 
@@ -99,13 +103,13 @@ def export_orbax(
 
     Raises:
         MismatchError: a leaf or checkpointable is of a kind that Orbax has nothing for.
-        SettingsError: TensorStore is not installed.
+        SettingsError: an item cannot have such a name, or TensorStore is not installed.
         CheckpointExistsError: something is at `final`.
         CorruptCheckpointError: bytes of the checkpoint are not what was saved.
         StorageError: the file system refused.
     """
     chosen = [part for part in committed.manifest.parts if parts is None or part.name in parts]
-    names = {part.name: (items or {}).get(part.name, part.name) for part in chosen}
+    names = _item_names([part.name for part in chosen], items or {})
     trees = {part.name: _leaves(committed, part) for part in chosen if has_tree(part)}
     others = [part for part in chosen if part.name not in trees]
     for part in others:
@@ -133,17 +137,50 @@ def export_orbax(
                 data = read_recorded(files, committed.directory, part.files[0], None, committed.manifest.block_bytes)
                 attempt.write_file(f"{item}/metadata", bytes(memoryview(data)))
         handlers = {names[part.name]: _TREES if part.name in trees else _VALUES for part in chosen}
-        attempt.write_file("_CHECKPOINT_METADATA", _step_metadata(committed, handlers, began))
+        metrics = metrics_from_json(committed.manifest.info.get("metrics"))
+        if metrics and METRICS not in handlers:
+            _write_metrics(attempt, metrics)
+            handlers[METRICS] = _VALUES
+        attempt.write_file(STEP_METADATA, _step_metadata(committed, handlers, began))
     return tuple(names.values())
 
 
+def _item_names(parts: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for part in parts:
+        name = given.get(part, part)
+        if part in given and (not isinstance(name, str) or not is_plain_name(name) or name in (METRICS, STEP_METADATA)):
+            expected = f"the name of a folder ({what_is_a_plain_name()}, {METRICS}, {STEP_METADATA})"
+            raise SettingsError(f"export: the item of {part!r}: expected {expected}, found {name!r}")
+        if name in names.values():
+            raise SettingsError(f"export: expected a name of its own for each item, found {name!r} for two")
+        names[part] = name
+    return names
+
+
+def _write_metrics(attempt: Attempt, metrics: Mapping[str, float]) -> None:
+    """As the item that Orbax has for them, in the JSON of Python, which has names for nan and inf."""
+    attempt.add_folder(METRICS)
+    attempt.write_file(f"{METRICS}/{METRICS}", json.dumps(metrics).encode())
+
+
+def is_nnx_state(part: PartRecord, subject: str) -> bool:
+    """Whether a tree has state of Flax NNX that Orbax restores as nested dicts only.
+
+    In a target of `nnx.state` each variable is to Orbax a container with one leaf, `value`. A checkpoint does not
+    say which leaves were variables: an operation names them.
+    """
+    tree = decode_tree(part, subject)
+    has_states = any(container.startswith("object flax.nnx.") for container in tree.containers.values())
+    return has_states and not any(name.endswith(VALUE) for name in tree.leaves)
+
+
 def _step_metadata(committed: Committed, handlers: Mapping[str, str], began: int) -> bytes:
-    info = committed.manifest.info
-    custom, metrics = info.get("custom_metadata"), info.get("metrics")
+    custom = committed.manifest.info.get("custom_metadata")
     return msgspec.json.encode(
         {
             "item_handlers": dict(handlers),
-            "metrics": metrics if isinstance(metrics, Mapping) else {},
+            "metrics": {},
             "performance_metrics": {},
             "init_timestamp_nsecs": began,
             "commit_timestamp_nsecs": time.time_ns(),
@@ -178,6 +215,8 @@ def _leaf(subject: str, tree: TreeRecord, path: str, leaf: LeafRecord, array: Ar
             return _Leaf(path, keys, "jax.Array", array, implementation=leaf.impl)
         # Not as an array of JAX: who restores it without a target would need the devices that it was on.
         return _Leaf(path, keys, "np.ndarray", array)
+    if isinstance(leaf, NoneLeaf | EmptyLeaf) and not keys:
+        raise MismatchError(f"{subject}: a tree without leaves, which Orbax has nothing for: it saves none either")
     if isinstance(leaf, NoneLeaf):
         return _Leaf(path, keys, "None")
     if isinstance(leaf, EmptyLeaf):
@@ -186,6 +225,8 @@ def _leaf(subject: str, tree: TreeRecord, path: str, leaf: LeafRecord, array: Ar
     value = python_value(path, leaf, subject)
     if isinstance(leaf, StrLeaf):
         return _Leaf(path, keys, "string", text=value)
+    if isinstance(leaf, ComplexLeaf):  # none of Orbax's numbers: it would refuse to restore the whole item
+        return _Leaf(path, keys, "np.ndarray", np.asarray(value))
     if not isinstance(leaf, _NUMBERS) or (isinstance(leaf, IntLeaf) and not -(2**63) <= value < 2**63):
         raise MismatchError(
             f"{subject}: leaf {path!r}: {'an integer beyond 64 bits' if isinstance(leaf, IntLeaf) else 'bytes'}, which "
@@ -199,7 +240,7 @@ def _keys(tree: TreeRecord, path: str) -> tuple[tuple[str, int], ...]:
     for depth, key in enumerate(keys):
         container = tree.containers.get("/".join(keys[:depth]) or ROOT, "dict").partition(" ")[0]
         found.append((str(parse_key(key)), 1 if container in ("list", "tuple") else 2))
-    return tuple(found) or (("value", 2),)
+    return tuple(found)
 
 
 def _read(files: Opener, committed: Committed, settings: StoreSettings, array: ArrayRecord, box: Box) -> np.ndarray:

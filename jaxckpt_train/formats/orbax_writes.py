@@ -207,7 +207,7 @@ def _spec(directory: str, array: ToWrite, chunk: Sequence[int], compressed: bool
     database = {
         "driver": "ocdbt",
         "base": {"driver": "file", "path": f"{directory}/"},
-        "path": f"{array.name}/",
+        "path": f"{array.name}/" if array.name else "",  # a tree that is one array
         "config": _DATABASE,
     }
     compressor = {"id": "zstd", "level": 1} if compressed else None
