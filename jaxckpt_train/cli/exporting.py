@@ -23,7 +23,7 @@ from jaxckpt_train.cli.output import bytes_text, print_json, progress, told_erro
 from jaxckpt_train.cli.show import nbytes_of, part_bytes
 from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.looking.leaf_diff import leaves_by_name
-from jaxckpt_train.looking.opening import open_at
+from jaxckpt_train.looking.opening import metadata_of, open_at
 from jaxckpt_train.opened import Opened
 from jaxckpt_train.surgery.leaves import Leaves
 from jaxckpt_train.surgery.operation import Change, Operation
@@ -160,6 +160,11 @@ class _Keep(Operation):
         return []
 
 
+def _texts(custom: object) -> dict[str, str]:
+    """Of custom metadata what a safetensors file can hold."""
+    return {name: text for name, text in custom.items() if isinstance(text, str)} if isinstance(custom, dict) else {}
+
+
 def _write(
     source: Opened, name: str, out: str, to: str, shard_bytes: int, separator: str, item: str | None, as_json: bool
 ) -> dict[str, Any]:
@@ -178,6 +183,7 @@ def _write(
                 source.settings,
                 separator=separator,
                 shard_bytes=shard_bytes,
+                metadata=_texts(metadata_of(source).get("custom_metadata")) | {"format": "pt"},
                 progress=advance,
             )
             return {"bytes": found.nbytes, "files": list(found.files), "left_out": list(found.left_out)}

@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from orbax.checkpoint import v1 as ocp1
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
@@ -148,6 +149,19 @@ def test_what_is_wrong_is_told_in_a_line(tmp_path: Path, arguments: list[str], c
     assert "Traceback" not in output
     assert told(*given, code=code)["exit_code"] == code
     assert not (tmp_path / "out").exists()
+
+
+def test_metadata_of_a_safetensors_file_goes_along(tmp_path: Path) -> None:
+    told_there = {"format": "np", "made by": "us", "größe": "1"}
+    save_file({"w": np.ones(3)}, tmp_path / "m.safetensors", metadata=told_there)
+    run("import", tmp_path / "m.safetensors", tmp_path / "a")
+    assert jct.metadata(tmp_path / "a").custom_metadata == told_there
+    run("export", tmp_path / "a", tmp_path / "out", "--to", "safetensors")
+    with safe_open(tmp_path / "out" / "model.safetensors", "np") as file:
+        assert file.metadata() == told_there | {"format": "pt"}
+    jct.save(tmp_path / "b", {"w": np.ones(3)}, custom_metadata={"by": "us", "seed": 3})
+    run("export", tmp_path / "b", tmp_path / "c", "--to", "safetensors")
+    assert jct.metadata(tmp_path / "c").custom_metadata == {"by": "us", "format": "pt"}
 
 
 class Model(nnx.Module):
