@@ -196,7 +196,11 @@ def test_nnx_state_goes_to_orbax_as_dicts_and_by_an_operation_as_its_variables(
     assert "NNX" not in run(*command, tmp_path / "b", "--to", "orbax", "--op", "rename ** **/value")
     as_dicts, there = (tuple(nnx.to_pure_dict(state) for state in states(seed)) for seed in (0, 1))
     assert_same_content(restore(tmp_path / "plain" / "state", there), as_dicts)
-    assert_same_content(restore(tmp_path / "b" / "state", states(1)), states(0))
+    restored = restore(tmp_path / "b" / "state", states(1))
+    assert_same_content(restored, states(0))
+    model = Model(2)
+    nnx.update(model, restored[0])
+    assert_same_content(nnx.state(model), states(0)[0])
     assert_same(jct.load(tmp_path / "b", states(1)), states(0))
 
 
