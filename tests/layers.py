@@ -78,7 +78,7 @@ ADAPTERS = {
     "prometheus_client": {"sinks.prometheus"},
     "pytest": {"pytest_plugin"},
     "rich": {"goodput_table", "progress"},
-    "tensorstore": {"formats.orbax_arrays", "formats.orbax_export"},
+    "tensorstore": {"formats.orbax_arrays", "formats.orbax_writes"},
     "torch": {"formats.torch_items"},
     "typer": {"cli"},
     "yaml": {"cli.operations"},

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
+from tests.cli.commands import refused
 from tests.file_content import content
 from tests.store.checkpoints import rewrite
 from tests.tree.same_trees import assert_same
@@ -318,6 +319,18 @@ def test_a_full_disk(overwrite: bool, mounted: Callable[[str], Path]) -> None:
     assert jct.verify(disk / "c").ok
     assert [entry.name for entry in disk.iterdir()] == ["c"]  # and the half of it is gone
     jct.save(disk / "small", STATE)
+
+
+@pytest.mark.parametrize("leaves", [1, 100])
+def test_a_full_disk_is_told_as_that_by_an_export_to_orbax(
+    leaves: int, mounted: Callable[[str], Path], tmp_path: Path
+) -> None:
+    disk = mounted("size=3m")
+    values = np.random.default_rng(0).normal(size=(leaves, (20 << 20) // 8 // leaves))  # in one piece, or many small
+    jct.save(tmp_path / "c", {f"v{number}": value for number, value in enumerate(values)})
+    message = refused("export", tmp_path / "c", disk / "out", "--to", "orbax", code=4)
+    assert "cannot write through TensorStore: No space left on device; free some space" in message
+    assert list(disk.iterdir()) == []
 
 
 FULL_AT_EXIT = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import sys
 from typing import Annotated, Any
@@ -23,14 +24,19 @@ from jaxckpt_train.cli.output import bytes_text, print_json, progress, told_erro
 from jaxckpt_train.cli.show import nbytes_of, part_bytes
 from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.looking.leaf_diff import leaves_by_name
-from jaxckpt_train.looking.opening import open_at
+from jaxckpt_train.looking.opening import metadata_of, open_at
 from jaxckpt_train.moving.destination import refuse_owned
 from jaxckpt_train.opened import Opened
 from jaxckpt_train.surgery.leaves import Leaves
 from jaxckpt_train.surgery.operation import Change, Operation
 from jaxckpt_train.tree.patterns import idle_pattern, leaf_filter, suggestion
+from jaxckpt_train.value_checks import refuse
 
 GB = 10**9
+_NNX = (
+    "Orbax restores this state of Flax NNX onto nested dicts (nnx.to_pure_dict); onto nnx.state(model) with "
+    "--op 'rename ** **/value'"
+)
 Out = Annotated[str, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)]
 To = Annotated[str, typer.Option("--to", help="safetensors (as Hugging Face lays models out), or orbax (a step).")]
 Only = Annotated[
@@ -67,6 +73,7 @@ def export(
     with told_errors(as_json):
         if to not in ("safetensors", "orbax"):
             raise SettingsError(f'--to: expected "safetensors" or "orbax", found {to!r}')
+        shard_bytes = _bytes_of(shard_gb)
         opened = open_at(BACKEND, absolute(path), step)
         source, name, plan = prepared(opened, part, only, surgery, op)
         others = [] if part else [each.name for each in opened.committed.manifest.parts if each.name != name]
@@ -77,15 +84,24 @@ def export(
             told |= to_be_written(source, [name])
         else:
             refuse_owned(BACKEND, os.path.dirname(told["to"]))
-            told |= _write(source, name, told["to"], to, int(shard_gb * GB), separator, item, as_json)
+            told |= _write(source, name, told["to"], to, shard_bytes, separator, item, as_json)
         if as_json:
             print_json({**told, "left_out": [*told.get("left_out", ()), *others]})
             return
         print(to_be_written_text(told) if dry_run else _written_text(told))
         if told.get("left_out"):
             print(f"left out, as they are no numbers: {', '.join(told['left_out'])}")
+        for note in told.get("notes", ()):
+            print(note, file=sys.stderr)
         if others:
             print(f"left out, as only {name!r} is written: {', '.join(map(repr, others))}", file=sys.stderr)
+
+
+def _bytes_of(shard_gb: float) -> int:
+    shard_bytes = shard_gb * GB
+    if not 1 <= shard_bytes < math.inf:  # nan neither
+        refuse("--shard-gb", "a number of GB above 0", shard_gb)
+    return int(shard_bytes)
 
 
 def _written_text(told: dict[str, Any]) -> str:
@@ -145,6 +161,11 @@ class _Keep(Operation):
         return []
 
 
+def _texts(custom: object) -> dict[str, str]:
+    """Of custom metadata what a safetensors file can hold."""
+    return {name: text for name, text in custom.items() if isinstance(text, str)} if isinstance(custom, dict) else {}
+
+
 def _write(
     source: Opened, name: str, out: str, to: str, shard_bytes: int, separator: str, item: str | None, as_json: bool
 ) -> dict[str, Any]:
@@ -163,12 +184,13 @@ def _write(
                 source.settings,
                 separator=separator,
                 shard_bytes=shard_bytes,
+                metadata=_texts(metadata_of(source).get("custom_metadata")) | {"format": "pt"},
                 progress=advance,
             )
             return {"bytes": found.nbytes, "files": list(found.files), "left_out": list(found.left_out)}
-        from jaxckpt_train.formats.orbax_export import export_orbax
+        from jaxckpt_train.formats.orbax_export import export_orbax, is_nnx_state
 
-        items = {name: item} if item else None
+        items = None if item is None else {name: item}
         names = export_orbax(
             source.files,
             source.committed,
@@ -179,4 +201,5 @@ def _write(
             items=items,
             progress=advance,
         )
-    return {"bytes": total, "files": list(names), "left_out": []}
+        notes = [_NNX] if is_nnx_state(part, source.path) else []
+    return {"bytes": total, "files": list(names), "left_out": [], "notes": notes}

@@ -53,6 +53,8 @@ def encode_aggregate(leaves: Iterable[tuple[tuple[tuple[str, int], ...], Any]]) 
     root: dict[str, Any] = {}
     sequences = set[int]()
     for keys, value in leaves:
+        if not keys:  # the tree is this leaf
+            return msgspec.msgpack.encode(value)
         node = root
         for depth, (key, kind) in enumerate(keys):
             if kind == 1:

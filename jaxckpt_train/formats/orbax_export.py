@@ -1,10 +1,10 @@
-"""Writes trees and values as a step that Orbax restores, by either of its interfaces; arrays through TensorStore."""
+"""Writes trees and values as a step that Orbax restores, by either of its interfaces."""
 
 from __future__ import annotations
 
 import base64
-import collections
 import functools
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,20 +12,23 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from jaxckpt_train.errors import MismatchError, SettingsError, StorageError
+from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.formats.orbax_aggregate import encode_aggregate, placeholder
-from jaxckpt_train.formats.orbax_looks import AGGREGATE
+from jaxckpt_train.formats.orbax_checkpoint import METRICS
+from jaxckpt_train.formats.orbax_looks import AGGREGATE, STEP_METADATA
 from jaxckpt_train.formats.orbax_metadata import ARRAY_METADATAS, STRINGS, TREE_METADATA
+from jaxckpt_train.formats.orbax_names import VALUE
+from jaxckpt_train.formats.orbax_writes import AHEAD_BYTES, ToWrite, write_arrays
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.appearing import appearing
 from jaxckpt_train.store.attempt import Attempt
 from jaxckpt_train.store.backend import Backend, Opener
 from jaxckpt_train.store.box_to_come import BoxToCome
-from jaxckpt_train.store.boxes import Box, box_shape, cut_box, full_box
-from jaxckpt_train.store.dtypes import DTYPES
-from jaxckpt_train.store.manifest import ArrayRecord, PartRecord, shown
+from jaxckpt_train.store.boxes import Box
+from jaxckpt_train.store.manifest import ArrayRecord, PartRecord, is_plain_name, what_is_a_plain_name
 from jaxckpt_train.store.plain_files import read_recorded
 from jaxckpt_train.store.reader import Progress
+from jaxckpt_train.store.stored_metrics import metrics_from_json
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.tree.leaf_records import (
     BoolLeaf,
@@ -44,20 +47,15 @@ from jaxckpt_train.tree.leaf_records import (
 )
 from jaxckpt_train.tree.paths import ROOT, parse_key, split
 
-CHUNK_BYTES = 64 << 20
 MAX_RANK = 32  # TensorStore's
-AHEAD_BYTES = 256 << 20
-"""So much of the arrays is on its way to the disk at a time."""
 _HANDLERS = "orbax.checkpoint._src.handlers"
 _TREES, _VALUES = (
     f"{_HANDLERS}.pytree_checkpoint_handler.PyTreeCheckpointHandler",
     f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler",
 )
-_NUMBERS = (BoolLeaf, IntLeaf, FloatLeaf, ComplexLeaf)
+_NUMBERS = (BoolLeaf, IntLeaf, FloatLeaf)
 _ON_ONE_DEVICE = '{"sharding_type": "SingleDeviceSharding", "device_str": "cpu:0"}'
 _EMPTY = {"list": "List", "tuple": "Tuple", "dict": "Dict"}
-# TensorStore's own settings for a database that one process writes at a time, as Orbax has them.
-_DATABASE = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
 
 
 class _Leaf(NamedTuple):
@@ -105,13 +103,13 @@ def export_orbax(
 
     Raises:
         MismatchError: a leaf or checkpointable is of a kind that Orbax has nothing for.
-        SettingsError: TensorStore is not installed.
+        SettingsError: an item cannot have such a name, or TensorStore is not installed.
         CheckpointExistsError: something is at `final`.
         CorruptCheckpointError: bytes of the checkpoint are not what was saved.
         StorageError: the file system refused.
     """
     chosen = [part for part in committed.manifest.parts if parts is None or part.name in parts]
-    names = {part.name: (items or {}).get(part.name, part.name) for part in chosen}
+    names = _item_names([part.name for part in chosen], items or {})
     trees = {part.name: _leaves(committed, part) for part in chosen if has_tree(part)}
     others = [part for part in chosen if part.name not in trees]
     for part in others:
@@ -120,29 +118,69 @@ def export_orbax(
                 f"{committed.directory}: {part.name!r} is of kind {part.kind!r}, which Orbax has nothing for; leave it "
                 "out"
             )
+    write = functools.partial(
+        write_arrays,
+        subject=committed.directory,
+        read=functools.partial(_read, files, committed, settings),
+        compressed=compressed,
+        ahead_bytes=min(AHEAD_BYTES, settings.read_budget_bytes),
+        progress=progress,
+    )
     began = time.time_ns()
     with appearing(backend, final, settings) as attempt:
         for part in chosen:
             item = names[part.name]
             attempt.add_folder(item)
             if part.name in trees:
-                write = functools.partial(_read, files, committed, settings)
-                _write_tree(attempt, item, committed.directory, trees[part.name], write, compressed, progress)
+                _write_tree(attempt, item, trees[part.name], write)
             else:
                 data = read_recorded(files, committed.directory, part.files[0], None, committed.manifest.block_bytes)
                 attempt.write_file(f"{item}/metadata", bytes(memoryview(data)))
         handlers = {names[part.name]: _TREES if part.name in trees else _VALUES for part in chosen}
-        attempt.write_file("_CHECKPOINT_METADATA", _step_metadata(committed, handlers, began))
+        metrics = metrics_from_json(committed.manifest.info.get("metrics"))
+        if metrics and METRICS not in handlers:
+            _write_metrics(attempt, metrics)
+            handlers[METRICS] = _VALUES
+        attempt.write_file(STEP_METADATA, _step_metadata(committed, handlers, began))
     return tuple(names.values())
 
 
+def _item_names(parts: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for part in parts:
+        name = given.get(part, part)
+        if part in given and (not isinstance(name, str) or not is_plain_name(name) or name in (METRICS, STEP_METADATA)):
+            expected = f"the name of a folder ({what_is_a_plain_name()}, {METRICS}, {STEP_METADATA})"
+            raise SettingsError(f"export: the item of {part!r}: expected {expected}, found {name!r}")
+        if name in names.values():
+            raise SettingsError(f"export: expected a name of its own for each item, found {name!r} for two")
+        names[part] = name
+    return names
+
+
+def _write_metrics(attempt: Attempt, metrics: Mapping[str, float]) -> None:
+    """As the item that Orbax has for them, in the JSON of Python, which has names for nan and inf."""
+    attempt.add_folder(METRICS)
+    attempt.write_file(f"{METRICS}/{METRICS}", json.dumps(metrics).encode())
+
+
+def is_nnx_state(part: PartRecord, subject: str) -> bool:
+    """Whether a tree has state of Flax NNX that Orbax restores as nested dicts only.
+
+    In a target of `nnx.state` each variable is to Orbax a container with one leaf, `value`. A checkpoint does not
+    say which leaves were variables: an operation names them.
+    """
+    tree = decode_tree(part, subject)
+    has_states = any(container.startswith("object flax.nnx.") for container in tree.containers.values())
+    return has_states and not any(name.endswith(VALUE) for name in tree.leaves)
+
+
 def _step_metadata(committed: Committed, handlers: Mapping[str, str], began: int) -> bytes:
-    info = committed.manifest.info
-    custom, metrics = info.get("custom_metadata"), info.get("metrics")
+    custom = committed.manifest.info.get("custom_metadata")
     return msgspec.json.encode(
         {
             "item_handlers": dict(handlers),
-            "metrics": metrics if isinstance(metrics, Mapping) else {},
+            "metrics": {},
             "performance_metrics": {},
             "init_timestamp_nsecs": began,
             "commit_timestamp_nsecs": time.time_ns(),
@@ -177,6 +215,8 @@ def _leaf(subject: str, tree: TreeRecord, path: str, leaf: LeafRecord, array: Ar
             return _Leaf(path, keys, "jax.Array", array, implementation=leaf.impl)
         # Not as an array of JAX: who restores it without a target would need the devices that it was on.
         return _Leaf(path, keys, "np.ndarray", array)
+    if isinstance(leaf, NoneLeaf | EmptyLeaf) and not keys:
+        raise MismatchError(f"{subject}: a tree without leaves, which Orbax has nothing for: it saves none either")
     if isinstance(leaf, NoneLeaf):
         return _Leaf(path, keys, "None")
     if isinstance(leaf, EmptyLeaf):
@@ -185,6 +225,8 @@ def _leaf(subject: str, tree: TreeRecord, path: str, leaf: LeafRecord, array: Ar
     value = python_value(path, leaf, subject)
     if isinstance(leaf, StrLeaf):
         return _Leaf(path, keys, "string", text=value)
+    if isinstance(leaf, ComplexLeaf):  # none of Orbax's numbers: it would refuse to restore the whole item
+        return _Leaf(path, keys, "np.ndarray", np.asarray(value))
     if not isinstance(leaf, _NUMBERS) or (isinstance(leaf, IntLeaf) and not -(2**63) <= value < 2**63):
         raise MismatchError(
             f"{subject}: leaf {path!r}: {'an integer beyond 64 bits' if isinstance(leaf, IntLeaf) else 'bytes'}, which "
@@ -198,7 +240,7 @@ def _keys(tree: TreeRecord, path: str) -> tuple[tuple[str, int], ...]:
     for depth, key in enumerate(keys):
         container = tree.containers.get("/".join(keys[:depth]) or ROOT, "dict").partition(" ")[0]
         found.append((str(parse_key(key)), 1 if container in ("list", "tuple") else 2))
-    return tuple(found) or (("value", 2),)
+    return tuple(found)
 
 
 def _read(files: Opener, committed: Committed, settings: StoreSettings, array: ArrayRecord, box: Box) -> np.ndarray:
@@ -208,13 +250,11 @@ def _read(files: Opener, committed: Committed, settings: StoreSettings, array: A
 def _write_tree(
     attempt: Attempt,
     item: str,
-    subject: str,
     leaves: Sequence[_Leaf],
-    read: Callable[[ArrayRecord, Box], np.ndarray],
-    compressed: bool,
-    progress: Progress | None,
+    write: Callable[[str, Sequence[ToWrite]], Mapping[str, list[int]]],
 ) -> None:
-    chunks = _write_arrays(f"{attempt.directory}/{item}", subject, leaves, read, compressed, progress)
+    contents = [ToWrite(leaf.path, leaf.parameter, leaf.content) for leaf in leaves if leaf.content is not None]
+    chunks = write(f"{attempt.directory}/{item}", contents)
     entries, arrays = {}, []
     for leaf in leaves:
         value = {"value_type": leaf.value_type, "skip_deserialize": leaf.content is None and leaf.text is None}
@@ -258,101 +298,3 @@ def _in_structure(leaf: _Leaf) -> Any:
 
 def _in_base64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
-
-
-def _write_arrays(
-    directory: str,
-    subject: str,
-    leaves: Sequence[_Leaf],
-    read: Callable[[ArrayRecord, Box], np.ndarray],
-    compressed: bool,
-    progress: Progress | None,
-) -> dict[str, list[int]]:
-    """Write the data of all leaves; the shapes of their chunks by leaf path."""
-    try:
-        import tensorstore as ts
-    except ImportError as error:
-        raise SettingsError(
-            "export: what Orbax reads is written through TensorStore: pip install 'jaxckpt-train[orbax]'"
-        ) from error
-    context = ts.Context({"file_io_concurrency": {"limit": 16}})
-    shapes: dict[str, list[int]] = {}
-    with _Writes(directory, progress) as writes:
-        for leaf in leaves:
-            content = leaf.content
-            if content is None:
-                continue
-            dtype = DTYPES[content.dtype] if isinstance(content, ArrayRecord) else content.dtype
-            boxes = list(cut_box(full_box(content.shape), dtype.itemsize, CHUNK_BYTES))
-            shapes[leaf.path] = list(box_shape(boxes[0]))
-            spec = _spec(directory, leaf.parameter, content.shape, shapes[leaf.path], dtype, compressed)
-            try:
-                store = ts.open(spec, context=context, create=True).result()
-            except ValueError as error:
-                raise MismatchError(f"{subject}: leaf {leaf.path!r} of {dtype.name}: {shown(error)}") from error
-            for box in boxes:
-                data = content if isinstance(content, np.ndarray) else read(content, box)
-                writes.make_room(data.nbytes)
-                part = store[tuple(slice(start, stop) for start, stop in box)] if box else store
-                writes.add(data.nbytes, part.write(data).commit)
-    return shapes
-
-
-class _Writes:
-    """Writes of TensorStore that are on their way; at the end, also by an error, none is."""
-
-    def __init__(self, directory: str, progress: Progress | None) -> None:
-        self._directory, self._progress = directory, progress
-        self._waiting: collections.deque[tuple[int, Any]] = collections.deque()
-        self._left = AHEAD_BYTES
-
-    def __enter__(self) -> _Writes:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        try:
-            if kind is None:
-                self._settle(AHEAD_BYTES + 1)
-        finally:  # after an error: what is still written would come into a directory that is being removed
-            for _, future in self._waiting:
-                future.exception()
-
-    def make_room(self, nbytes: int) -> None:
-        """Wait until so many bytes more may be on their way; raises StorageError if a write has failed."""
-        self._settle(min(AHEAD_BYTES, nbytes))
-
-    def add(self, nbytes: int, future: Any) -> None:
-        """A write has begun."""
-        self._waiting.append((nbytes, future))
-        self._left -= nbytes
-
-    def _settle(self, until: int) -> None:
-        while self._waiting and self._left < until:
-            nbytes, future = self._waiting[0]
-            _result(self._directory, future)
-            self._waiting.popleft()
-            self._left += nbytes
-            if self._progress is not None:
-                self._progress(nbytes)
-
-
-def _result(directory: str, future: Any) -> None:
-    try:
-        future.result()
-    except (ValueError, OSError) as error:
-        raise StorageError(getattr(error, "errno", None) or 5, f"TensorStore: {shown(error)}", directory) from error
-
-
-def _spec(
-    directory: str, name: str, shape: Sequence[int], chunk: Sequence[int], dtype: np.dtype, compressed: bool
-) -> dict[str, Any]:
-    database = {
-        "driver": "ocdbt",
-        "base": {"driver": "file", "path": f"{directory}/"},
-        "path": f"{name}/",
-        "config": _DATABASE,
-    }
-    compressor = {"id": "zstd", "level": 1} if compressed else None
-    metadata = {"shape": list(shape), "chunks": [max(1, size) for size in chunk], "compressor": compressor}
-    options = {"store_data_equal_to_fill_value": True, "dtype": dtype.name}
-    return {"driver": "zarr", "kvstore": database, "metadata": metadata, **options}

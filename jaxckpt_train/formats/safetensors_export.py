@@ -33,6 +33,7 @@ from jaxckpt_train.tree.paths import parse_key, split
 SHARD_BYTES = 5 * 10**9
 """As Hugging Face's tools cut models by default."""
 BAND_BYTES = 64 << 20
+_METADATA = "__metadata__"
 _DTYPES = {ours: theirs for theirs, ours in NAMED.items()}
 _NUMBERS = {BoolLeaf: "bool", IntLeaf: "int64", FloatLeaf: "float64"}
 
@@ -98,13 +99,15 @@ def export_safetensors(
         progress: called with numbers of bytes as they are written.
 
     Raises:
-        MismatchError: two leaves would get one name, or a dtype has none in safetensors.
+        MismatchError: two leaves would get one name, or one the name that the format keeps for its metadata, or a
+            dtype has none in safetensors.
+        SettingsError: `shard_bytes` is no whole number above 0.
         CheckpointExistsError: something is at `final`.
         CorruptCheckpointError: bytes of the checkpoint are not what was saved.
         StorageError: the file system refused.
     """
-    if shard_bytes < 1:
-        raise SettingsError(f"export: shard_bytes: expected bytes above 0, found {shard_bytes}")
+    if not isinstance(shard_bytes, int) or isinstance(shard_bytes, bool) or shard_bytes < 1:
+        raise SettingsError(f"export: shard_bytes: expected a whole number of bytes above 0, found {shard_bytes!r}")
     tensors, names, left_out = _tensors(committed, part, separator)
     shards = list(_shards(tensors, shard_bytes))
     count = len(shards)
@@ -151,6 +154,11 @@ def _tensors(committed: Committed, part: PartRecord, separator: str) -> tuple[li
             left_out.append(leaf)
             continue
         name = separator.join(str(parse_key(key)) for key in split(leaf)) or "value"
+        if name == _METADATA:
+            raise MismatchError(
+                f"{committed.directory}: leaf {leaf!r} would be called {name!r}, which in a safetensors file is its "
+                f"metadata, so that nobody could read it; rename the leaf (--op 'rename {leaf} metadata'), or drop it"
+            )
         dtype = DTYPES[content.dtype] if isinstance(content, ArrayRecord) else content.dtype
         if dtype.name not in _DTYPES:
             raise MismatchError(

@@ -32,23 +32,11 @@ from jaxckpt_train.store.local_names import (
     rename_all,
     rename_to_new,
 )
+from jaxckpt_train.store.refusal import refusal
 
 DIRECT_ALIGNMENT = 4096
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no link is followed, and no pipe waited for
-_ADVICE = {
-    errno.ENOSPC: "free some space or choose another directory",
-    errno.EDQUOT: "your quota is used up: free some space or choose another directory",
-    errno.EACCES: "this user may not do that there: choose another directory or change its permissions",
-    errno.EPERM: "this user may not do that there: choose another directory or change its permissions",
-    errno.EROFS: "the file system is read-only: choose another directory",
-    errno.ENOTDIR: "a file is where a directory should be: choose another path (or is it a link to nothing?)",
-    errno.ELOOP: "it is a symbolic link, none of which is followed to a file: put the file itself in its place",
-    errno.EMFILE: "too many open files: raise `ulimit -n`",
-    errno.EFBIG: "a file may not be that large: raise `ulimit -f`, or set a smaller `segment_bytes`",
-    errno.ENAMETOOLONG: "choose a shorter path",
-    errno.EIO: "the disk or its connection failed: do not trust it further",
-}
 
 _durable_ways: dict[str, tuple[object, ...]] = {}  # marks of directories that are on the disk with their names
 _NO_DIRECT = 'this system or file system has no direct I/O, and direct_io=True asks for nothing else; use "auto"'
@@ -62,9 +50,7 @@ def _storage(action: str, path: str) -> Iterator[None]:
     except StorageError:
         raise
     except OSError as error:
-        code = error.errno or errno.EIO
-        advice = f"; {_ADVICE[code]}" if code in _ADVICE else ""
-        raise StorageError(code, f"cannot {action}: {error.strerror or os.strerror(code)}{advice}", path) from error
+        raise refusal(error.errno or errno.EIO, action, path, error.strerror) from error
 
 
 def _is_aligned(offset: int, view: memoryview) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
+from orbax.checkpoint import v1 as ocp1
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 import jaxckpt_train as jct
 from jaxckpt_train.cli.app import app
 from tests.formats.states import llama, mnist
+from tests.formats.test_orbax_export import assert_same_content
 from tests.formats.test_orbax_loads import blank
 from tests.steps.runs import flip_a_payload_byte, made_run, state_of, step_path
 from tests.tree.same_trees import assert_same, raw
@@ -127,6 +132,24 @@ def test_a_run_goes_to_orbax_and_back(tmp_path: Path) -> None:
     [
         (["export", "{a}", "{out}", "--to", "torch"], 2, '--to: expected "safetensors" or "orbax", found \'torch\''),
         (["export", "{a}", "{a}", "--to", "orbax"], 4, "exists; move it away"),
+        *(
+            (
+                ["export", "{a}", "{out}", "--to", "safetensors", f"--shard-gb={size}"],
+                2,
+                f"--shard-gb: expected a number of GB above 0, found {float(size)}",
+            )
+            for size in ("nan", "inf", "-inf", "1e300", "0", "-1")
+        ),
+        *(
+            (
+                ["export", "{a}", "{out}", "--to", "orbax", f"--item={name}"],
+                2,
+                "the item of 'state': expected the name of a folder (letters, digits, '_', '-' and '.', not '.' or '-' "
+                "first, at most 200 of them, none of COMMIT, manifest.json, metrics, _CHECKPOINT_METADATA), "
+                f"found {name!r}",
+            )
+            for name in ("../evil", "a/b", "", "..", "metrics", "_CHECKPOINT_METADATA")
+        ),
         (["import", "{a}", "{a}"], 4, "exists; move it away"),
         (["import", "{none}", "{out}"], 3, "none"),
         (["import", "{a}", "{out}", "--op", "drop nothing"], 2, "no leaf fits 'nothing'"),
@@ -156,6 +179,59 @@ def test_each_pattern_of_only_chooses_something(tmp_path: Path) -> None:
     assert "--only 'q' selects none of the 2 leaves" in message
     assert "'q' selects none of 2 leaves" in run("show", tmp_path / "a", "w", "q", code=2)
     assert not (tmp_path / "b").exists()
+
+
+def test_metadata_of_a_safetensors_file_goes_along(tmp_path: Path) -> None:
+    told_there = {"format": "np", "made by": "us", "größe": "1"}
+    save_file({"w": np.ones(3)}, tmp_path / "m.safetensors", metadata=told_there)
+    run("import", tmp_path / "m.safetensors", tmp_path / "a")
+    assert jct.metadata(tmp_path / "a").custom_metadata == told_there
+    run("export", tmp_path / "a", tmp_path / "out", "--to", "safetensors")
+    with safe_open(tmp_path / "out" / "model.safetensors", "np") as file:
+        assert file.metadata() == told_there | {"format": "pt"}
+    jct.save(tmp_path / "b", {"w": np.ones(3)}, custom_metadata={"by": "us", "seed": 3})
+    run("export", tmp_path / "b", tmp_path / "c", "--to", "safetensors")
+    assert jct.metadata(tmp_path / "c").custom_metadata == {"by": "us", "format": "pt"}
+
+
+class Model(nnx.Module):
+    def __init__(self, seed: int) -> None:
+        rngs = nnx.Rngs(seed)
+        self.layers = nnx.List([nnx.Linear(3, 4, rngs=rngs), nnx.Linear(4, 2, rngs=rngs)])
+        self.norm, self.dropout = nnx.BatchNorm(4, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+
+def by_standard(item: Path, target: Any) -> Any:
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(item, target)
+
+
+def by_second_interface(item: Path, target: Any) -> Any:
+    return ocp1.load(item.parent, target, checkpointable_name=item.name)
+
+
+@pytest.mark.parametrize("restore", [by_standard, by_second_interface])
+def test_nnx_state_goes_to_orbax_as_dicts_and_by_an_operation_as_its_variables(
+    tmp_path: Path, restore: Callable[[Path, Any], Any]
+) -> None:
+    def states(seed: int) -> Any:
+        model = Model(seed)
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        optimizer.update(model, jax.tree.map(jax.numpy.ones_like, nnx.state(model, nnx.Param)))
+        return nnx.state(model), nnx.state(optimizer)
+
+    jct.save(tmp_path / "a", states(0))
+    command = ["export", tmp_path / "a"]
+    assert "onto nnx.state(model) with --op 'rename ** **/value'" in run(*command, tmp_path / "plain", "--to", "orbax")
+    assert "NNX" not in run(*command, tmp_path / "b", "--to", "orbax", "--op", "rename ** **/value")
+    as_dicts, there = (tuple(nnx.to_pure_dict(state) for state in states(seed)) for seed in (0, 1))
+    assert_same_content(restore(tmp_path / "plain" / "state", there), as_dicts)
+    restored = restore(tmp_path / "b" / "state", states(1))
+    assert_same_content(restored, states(0))
+    model = Model(2)
+    nnx.update(model, restored[0])
+    assert_same_content(nnx.state(model), states(0)[0])
+    assert_same(jct.load(tmp_path / "b", states(1)), states(0))
 
 
 def test_only_chooses_of_what_the_operations_leave(tmp_path: Path) -> None:

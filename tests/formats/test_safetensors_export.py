@@ -102,3 +102,20 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     with pytest.raises(jct.CheckpointExistsError, match="out: exists; move it away"):
         export(tmp_path / "a", tmp_path / "out")
     assert (tmp_path / "out").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("state", "separator"), [({"__metadata__": np.ones(1)}, "."), ({"__meta": {"data__": np.ones(1)}}, "")]
+)
+def test_a_name_that_the_format_keeps_for_its_metadata_is_refused(tmp_path: Path, state: Any, separator: str) -> None:
+    jct.save(tmp_path / "a", {"w": np.ones(2)} | state)
+    with pytest.raises(jct.MismatchError, match="would be called '__metadata__', which in a safetensors file is its"):
+        export(tmp_path / "a", tmp_path / "out", separator=separator)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a"]
+
+
+@pytest.mark.parametrize("shard_bytes", [0, -1, 1.5, float("nan"), float("inf"), True, "5"])
+def test_what_is_no_number_of_bytes_is_refused(tmp_path: Path, shard_bytes: Any) -> None:
+    jct.save(tmp_path / "a", {"w": np.ones(2)})
+    with pytest.raises(jct.SettingsError, match="shard_bytes: expected a whole number of bytes above 0, found"):
+        export(tmp_path / "a", tmp_path / "out", shard_bytes=shard_bytes)
