@@ -29,8 +29,10 @@ class NoticeSource(Protocol):
     One source belongs to one callback. Of the processes of a job each has its own; what one notices, all act on.
 
     A source may have another method, `left(step)`: called once the job has left on request, by whatever notice, in
-    process 0 only, with the committed step (None: there is none) and the run directory let go of. It is waited for up
-    to ten seconds, and at least one, by what is left of the grace period.
+    process 0 only, with the committed step (None: there is none) and the run directory let go of. Sources are told one
+    after the other. Each is waited for as many seconds as its attribute `left_timeout_s` says, without one ten, and
+    within what is left of the grace period, but at least one. What takes longer is told of by a warning, and left
+    behind; `stop` comes then.
     """
 
     def start(self) -> None:

@@ -6,9 +6,12 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from jaxckpt_train.notices.source import Notice, NoticeSource
+from jaxckpt_train.value_checks import seconds
 
+TELLING_S = 10.0  # that a source may take which does not say how long it may, once it is told that the job has left
 _log = logging.getLogger("jaxckpt_train")
 
 
@@ -17,10 +20,14 @@ class WatchedSources:
 
     Args:
         sources: in the order in which they are asked.
+
+    Raises:
+        SettingsError: the `left_timeout_s` of one is no number of seconds.
     """
 
     def __init__(self, sources: Sequence[NoticeSource]) -> None:
         self._sources = tuple(sources)
+        self._limits_s = [_limit_s(source) for source in self._sources]
         self._failing = set[int]()  # places of those whose failure was told
         self._process: int | None = None
 
@@ -58,18 +65,12 @@ class WatchedSources:
         """When the machine is gone; infinity: nobody says."""
         return min((each.leave_by for each in self._found() if each.leave_by is not None), default=math.inf)
 
-    def left(self, step: int | None) -> None:
-        """Tell those who want to know that the job has left; not in a fork of the process that did."""
+    def to_tell(self) -> list[tuple[Any, float]]:
+        """Those who want to know when the job has left, and seconds that each may take; none in a fork."""
         if os.getpid() != self._process:
-            return
-        for source in self._sources:
-            left = getattr(source, "left", None)
-            if left is None:
-                continue
-            try:
-                left(step)
-            except Exception:  # noqa: BLE001  # a thread's edge; a source of the user's own
-                _log.warning("%s: telling it that the job has left failed", type(source).__name__, exc_info=True)
+            return []
+        both = zip(self._sources, self._limits_s, strict=True)
+        return [(source, limit_s) for source, limit_s in both if getattr(source, "left", None) is not None]
 
     def _found(self) -> Iterator[Notice]:
         for place, source in enumerate(self._sources):
@@ -87,3 +88,9 @@ class WatchedSources:
                 told = "%s: asking it for a notice failed; it is asked again, and not told of again"
                 _log.warning(told, type(source).__name__, exc_info=True)
             return None
+
+
+def _limit_s(source: NoticeSource) -> float:
+    """How long a source may take over it when it is told that the job has left."""
+    limit_s = getattr(source, "left_timeout_s", None)
+    return TELLING_S if limit_s is None else seconds(f"{type(source).__name__}.left_timeout_s", limit_s)
