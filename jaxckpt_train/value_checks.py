@@ -153,7 +153,7 @@ def optional(check: Check) -> Check:
 
 def signals(subject: str, value: Any) -> list[str]:
     """Names of signals that a process can catch."""
-    if isinstance(value, str) or not isinstance(value, Collection):
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Collection):
         refuse(subject, "a list of names of signals, such as [SIGTERM]", value)
     catchable = set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}
     for name in value:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from typing import Protocol
+
+from jaxckpt_train.value_checks import refuse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,11 +19,23 @@ class Notice:
             None: when the loop looks.
         leave_by: when the machine is gone, in seconds of `time.monotonic()`: nothing is waited for beyond that, however
             long the grace period is. None: not known.
+
+    Raises:
+        SettingsError: the reason is no text, or a time is no number.
     """
 
     reason: str
     asked_at: float | None = None
     leave_by: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.reason, str):
+            refuse("Notice.reason", "text", self.reason)
+        for name in ("asked_at", "leave_by"):
+            found: object = getattr(self, name)
+            is_number = isinstance(found, numbers.Real) and not isinstance(found, bool)
+            if found is not None and not (is_number and found == found):
+                refuse(f"Notice.{name}", "seconds of time.monotonic(), or None", found)
 
 
 class NoticeSource(Protocol):

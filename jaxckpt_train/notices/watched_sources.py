@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxckpt_train.notices.source import Notice, NoticeSource
-from jaxckpt_train.value_checks import seconds
+from jaxckpt_train.value_checks import refuse, seconds
 
 TELLING_S = 10.0  # that a source may take which does not say how long it may, once it is told that the job has left
 _log = logging.getLogger("jaxckpt_train")
@@ -76,12 +76,17 @@ class WatchedSources:
         for place, source in enumerate(self._sources):
             found = self._asked(place, source)
             if found is not None:
-                yield found if isinstance(found, Notice) else Notice(str(found))
+                yield found
 
-    def _asked(self, place: int, source: NoticeSource) -> object:
+    def _asked(self, place: int, source: NoticeSource) -> Notice | None:
         """What a source has found; one of the user's own that fails costs no training, and is told of once."""
         try:
-            return source.notice()
+            found: object = source.notice()
+            if found is None or isinstance(found, Notice):
+                return found
+            if not isinstance(found, str):  # False, say, is no request to leave
+                refuse(f"{type(source).__name__}.notice()", "a Notice, its reason as text, or None", found)
+            return Notice(found)
         except Exception:  # noqa: BLE001  # it is asked after each update
             if place not in self._failing:
                 self._failing.add(place)
