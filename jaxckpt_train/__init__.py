@@ -48,7 +48,7 @@ _HOMES = {
     "store.verify": ("VerifyReport",),
     "tree.flatten": ("PLACEHOLDER",),
 }  # fmt: skip
-_MODULES = ("testing",)
+_MODULES = ("errors", "testing")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = sorted([*_HOME_OF, *_MODULES])

@@ -1,5 +1,6 @@
 """The public names with their types, for type checkers; `__init__.py` imports each when it is first used."""
 
+from jaxckpt_train import errors as errors
 from jaxckpt_train import testing as testing
 from jaxckpt_train.callback import CheckpointCallback as CheckpointCallback
 from jaxckpt_train.checkpoint import load as load

@@ -31,6 +31,7 @@ from jaxckpt_train.steps.goodput import Goodput
 from jaxckpt_train.steps.history import savable_metrics
 from jaxckpt_train.steps.loop_state import LoopState, refuse_to_continue
 from jaxckpt_train.steps.policy_context import PreservationPolicy, SavePolicy
+from jaxckpt_train.steps.refusals import refuse_behind
 from jaxckpt_train.steps.save_policies import has_temporary
 from jaxckpt_train.steps.step_save import SaveResult
 
@@ -261,6 +262,7 @@ class CheckpointCallback(LoopForms):
     ) -> SaveResult:
         loop = self._loop
         assert loop.last is not None
+        refuse_behind(self.manager.directory, loop.step, self._saved)
         metrics = savable_metrics(loop.metrics) if force else loop.metrics
         with with_fingerprint(self._fingerprint), self.manager.telling_later():
             more: dict[str, Any] = {"metrics": metrics, "force": force, "reason": reason, "timeout_s": timeout_s}

@@ -10,9 +10,11 @@ from jaxckpt_train import hydra_job
 from jaxckpt_train.config import DEFAULT_GRACE_S
 from jaxckpt_train.config_notices import build_notices
 from jaxckpt_train.multihost import current, preemption_service
+from jaxckpt_train.sinks.feed import checked_sinks
 from jaxckpt_train.steps.best_link import BestLink
 from jaxckpt_train.steps.departure import Departure
 from jaxckpt_train.steps.manager import StepManager
+from jaxckpt_train.steps.policy_arguments import require_policy
 from jaxckpt_train.steps.policy_choice import choose_preservation_policy, choose_save_policy
 from jaxckpt_train.steps.policy_context import SavePolicy
 from jaxckpt_train.steps.preemption import PreemptionWatch
@@ -23,6 +25,8 @@ Arguments = Mapping[str, Any]  # of CheckpointCallback by name, checked
 
 def save_policy_of(given: Arguments) -> SavePolicy:
     """When it saves."""
+    if given["save_policy"] is not None:
+        require_policy("checkpoint.save_policy", given["save_policy"], "should_save")
     names = ("save_interval_steps", "save_interval_secs", "save_policy", "temporary_interval_secs")
     return choose_save_policy(*(given[name] for name in names))
 
@@ -32,6 +36,9 @@ def manager_of(given: Arguments, policy: SavePolicy) -> StepManager:
     problem = hydra_job.hydra_directory_problem(given["directory"]) if given["enabled"] else None
     if problem is not None:
         _log.warning("%s", problem)
+    if given["keep_policy"] is not None:
+        require_policy("checkpoint.keep_policy", given["keep_policy"], "should_preserve")
+    checked_sinks("checkpoint.sinks", given["sinks"])
     kept = ("keep_latest", "keep_every_steps", "keep_best", "best_metric", "best_mode", "keep_policy")
     return StepManager(
         hydra_job.run_directory(given["directory"]),

@@ -84,7 +84,8 @@ def instantiated(subject: str, node: Any, wanted: Wanted) -> Any:
 def _own(subject: str, name: str, arguments: Mapping[str, Any], wanted: Wanted) -> Any:
     package = importlib.import_module(__package__)  # when called, not when imported: this is a lower layer
     if name not in package.__all__:
-        raise SettingsError(f'{subject}: {__package__} has no {wanted.kind} "{name}"{nearest(name, package.__all__)}')
+        like = [each for each in package.__all__ if nearest(name, [each]) and wanted.is_ours(getattr(package, each))]
+        raise SettingsError(f'{subject}: {__package__} has no {wanted.kind} "{name}"{nearest(name, like)}')
     make = getattr(package, name)
     if not wanted.is_ours(make):
         refuse(subject, f"a {wanted.kind}", f"{__package__}.{name}")
@@ -94,7 +95,10 @@ def _own(subject: str, name: str, arguments: Mapping[str, Any], wanted: Wanted) 
         signature.bind(**arguments)
     except TypeError as error:
         raise SettingsError(f"{subject}: {name}{signature}: {error}") from error
-    return make(**arguments)
+    try:
+        return make(**arguments)
+    except SettingsError as error:
+        raise SettingsError(f"{subject}: {error}") from error
 
 
 def _foreign(subject: str, target: str, arguments: Mapping[str, Any]) -> Any:

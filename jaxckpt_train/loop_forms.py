@@ -6,10 +6,12 @@ import abc
 from collections.abc import Mapping
 from typing import Any
 
+from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.steps.departure import Departure
 from jaxckpt_train.steps.hooks import LoopHook
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.step_save import SaveResult
+from jaxckpt_train.value_checks import whole
 
 
 class LoopForms(abc.ABC):
@@ -64,7 +66,7 @@ class LoopForms(abc.ABC):
                 or 0, as in Flax's examples, which call `hook(step)` within `for step in range(...)`.
 
         Raises:
-            SettingsError: `first_step` is neither 0 nor 1.
+            SettingsError: `first_step` is neither 0 nor 1, or no function was given.
         """
         return LoopHook(self, get_state, get_metrics, first_step)
 
@@ -75,5 +77,13 @@ class LoopForms(abc.ABC):
             info: has the `state` after the update number `step`, which is counted from 0. Of a state that says itself
                 what of it is to be saved, by a `saveable_state`, that is saved.
             force: save it whatever the policy says.
+
+        Raises:
+            SettingsError: `info` has no state, or no number of the update.
         """
-        self.save(int(info.step) + 1, getattr(info.state, "saveable_state", info.state), force=force)
+        for name in ("state", "step"):
+            if not hasattr(info, name):
+                found = f"one {type(info).__name__} without `{name}`"
+                raise SettingsError(f"on_step: info: expected an object with `state` and `step`, found {found}")
+        step = whole(-1)("on_step: info.step", info.step)
+        self.save(step + 1, getattr(info.state, "saveable_state", info.state), force=force)

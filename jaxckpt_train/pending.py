@@ -227,7 +227,7 @@ class PendingSave(Generic[T]):
             if until():
                 return "asked to leave meanwhile"
             if end_s <= time.monotonic():
-                return f"not committed after {timeout_s:.3g} s"
+                return f"not committed after {timeout_s:.3g} s" if timeout_s else "not committed yet"
             if patience_s is not None and self.movement.waited_s >= patience_s:
                 return self._no_further()
 

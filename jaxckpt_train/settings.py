@@ -7,6 +7,7 @@ import math
 from typing import Any, Literal
 
 from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.value_checks import shown
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -36,7 +37,8 @@ _MINIMUM = {
     "io_threads": 1,
     "scrub_bytes_per_s": 0,
 }
-_MAXIMUM = {"io_threads": MOST_IO_THREADS}  # threads stay until the process ends
+_MAXIMUM = dict.fromkeys(_MINIMUM, 1 << 50)  # of bytes: more than any machine has, and what C can count
+_MAXIMUM["io_threads"] = MOST_IO_THREADS  # threads stay until the process ends
 _WORDS: dict[str, tuple[str, ...]] = {"io_threads": ("auto",)}  # what may stand for a number
 
 
@@ -120,14 +122,12 @@ class StoreSettings:
             value, words = getattr(self, name), _WORDS.get(name, ())
             if isinstance(value, str) and value in words:
                 continue
-            most = _MAXIMUM.get(name, math.inf)
+            most = _MAXIMUM[name]
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
                 unit = " of bytes" if name.endswith("_bytes") else ""
-                wanted = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
                 more = "".join(f" or {word!r}" for word in words)
-                raise SettingsError(
-                    f"StoreSettings.{name}: expected a whole number{unit} {wanted}{more}, found {value!r}"
-                )
+                wanted = f"a whole number{unit} from {least} to {most}{more}"
+                raise SettingsError(f"StoreSettings.{name}: expected {wanted}, found {shown(value)}")
         limit_s = self.barrier_timeout_s
         if not isinstance(limit_s, (int, float)) or isinstance(limit_s, bool) or not 0 < limit_s < math.inf:
             raise SettingsError(f"StoreSettings.barrier_timeout_s: expected seconds above 0, found {limit_s!r}")

@@ -20,7 +20,18 @@ _URL = re.compile("[A-Za-z][A-Za-z0-9+.-]*:/")  # one slash is all that pathlib 
 
 def refuse(subject: str, expected: str, found: object) -> NoReturn:
     """Raise a SettingsError: what was expected of the subject, and what was found."""
-    raise SettingsError(f"{subject}: expected {expected}, found {found!r}")
+    raise SettingsError(f"{subject}: expected {expected}, found {shown(found)}")
+
+
+def shown(found: object, letters: int = 200) -> str:
+    """How a message tells of a value, however long that is; nothing in it moves the cursor of a terminal."""
+    if isinstance(found, (str, bytes)):
+        return repr(found) if len(found) <= letters else f"{found[:letters]!r}..."
+    try:
+        told = repr(found)
+    except Exception:  # noqa: BLE001  # a type of the user's own, or a number of more digits than Python writes
+        return f"one {type(found).__name__} that cannot be shown"
+    return told if len(told) <= letters else f"{told[:letters]}..."
 
 
 def text(subject: str, value: Any) -> str:
@@ -142,7 +153,7 @@ def optional(check: Check) -> Check:
 
 def signals(subject: str, value: Any) -> list[str]:
     """Names of signals that a process can catch."""
-    if isinstance(value, str) or not isinstance(value, Collection):
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Collection):
         refuse(subject, "a list of names of signals, such as [SIGTERM]", value)
     catchable = set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}
     for name in value:

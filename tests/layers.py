@@ -107,7 +107,7 @@ MAY_TOUCH_THE_DISK = {
 }
 # What of `os` and `os.path` touches no disk. `environ` is not here either: no environment variable is a knob.
 OS_WITHOUT_DISK = {"PathLike", "_exit", "cpu_count", "fspath", "getpid", "path", "register_at_fork", "sep", "strerror"}
-OS_WITHOUT_DISK |= {"PRIO_PROCESS", "fsdecode", "fsencode", "setpriority"}
+OS_WITHOUT_DISK |= {"PRIO_PROCESS", "fsdecode", "fsencode", "killpg", "setpriority"}
 OS_PATH_WITHOUT_DISK = {"abspath", "basename", "dirname", "expanduser", "isabs", "join", "normpath", "relpath", "split"}
 PATH_METHODS_ON_DISK = set(
     "chmod exists glob hardlink_to is_dir is_file is_symlink iterdir lstat mkdir read_bytes read_text rglob rmdir "

@@ -22,6 +22,10 @@ from jaxckpt_train import hydra_job
         ({"signals": ("SIGKILL",)}, "that a process can catch"),
         ({"signals": [["SIGTERM"]]}, "that a process can catch"),
         ({"keep_latest": 0}, "checkpoint.keep_latest"),
+        ({"signals": {}}, "checkpoint.signals: expected a list of names of signals"),
+        ({"save_policy": 5}, r"checkpoint.save_policy: expected an object with should_save\(...\), found 5"),
+        ({"keep_policy": 5}, r"checkpoint.keep_policy: expected an object with should_preserve\(...\), found 5"),
+        ({"sinks": [5]}, r"checkpoint.sinks\[0\]: expected an object that is called with every event, found 5"),
         ({"fingerprint": "v\udcff"}, "checkpoint.fingerprint: expected valid Unicode"),
     ],
 )

@@ -132,3 +132,36 @@ def test_a_sink_that_cannot_be_built_is_refused_by_its_place(sinks: Any, said: s
 def test_a_policy_is_no_place_for_a_sink() -> None:
     with pytest.raises(jct.SettingsError, match=r"expected a policy, found 'jaxckpt_train.PrometheusSink'"):
         callback_arguments({"save_policy": {"_target_": "jaxckpt_train.PrometheusSink", "port": 0}})
+
+
+@pytest.mark.parametrize(
+    ("node", "said"),
+    [
+        (
+            {"_target_": "jaxckpt_train.FixedIntervalPolicy", "interval": -1},
+            r"save_policy: FixedIntervalPolicy.interval",
+        ),
+        (
+            {
+                "_target_": "jaxckpt_train.AnySavePolicy",
+                "policies": [
+                    {"_target_": "jaxckpt_train.InitialSavePolicy"},
+                    {"_target_": "jaxckpt_train.FixedIntervalPolicy", "interval": -1},
+                ],
+            },
+            r"save_policy.policies\[1\]: FixedIntervalPolicy.interval: expected a whole number of at least 1, found -1",
+        ),
+        (
+            {"_target_": "jaxckpt_train.AnySavePolicy", "policies": {"a": 1}},
+            r"save_policy: AnySavePolicy.policies: expected a sequence of policies .* found {'a': 1}",
+        ),
+        ({"_target_": "jaxckpt_train.Nope"}, 'save_policy: jaxckpt_train has no policy "Nope"$'),
+        (
+            {"_target_": "jaxckpt_train.FixedIntervalPolcy"},
+            'no policy "FixedIntervalPolcy", did you mean "FixedIntervalPolicy"',
+        ),
+    ],
+)
+def test_a_policy_that_cannot_be_built_is_told_with_its_place(node: Any, said: str) -> None:
+    with pytest.raises(jct.SettingsError, match=said):
+        callback_arguments({"save_policy": node})

@@ -44,8 +44,13 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_no_module_has_a_public_name_but_one_that_is_public_itself(repo_root: Path) -> None:
     # Importing jaxckpt_train.x puts the module x over whatever jaxckpt_train.x was before.
     modules = {entry.stem for entry in (repo_root / "jaxckpt_train").iterdir()}
-    assert modules & set(jaxckpt_train.__all__) == {"testing"}
+    assert modules & set(jaxckpt_train.__all__) == {"errors", "testing"}
     assert jaxckpt_train.testing is importlib.import_module("jaxckpt_train.testing")
+
+
+def test_the_errors_are_there_without_an_import_of_their_own(run_python) -> None:
+    program = "import jaxckpt_train as jct; assert jct.errors.SettingsError is jct.SettingsError"
+    run_python(program, check=True)
 
 
 def test_public_names_say_what_they_are_for() -> None:

@@ -19,7 +19,7 @@ from jaxckpt_train.steps.save_policies import (
     PreemptionCheckpointingPolicy,
     SpecificStepsPolicy,
 )
-from jaxckpt_train.value_checks import one_of, optional, whole
+from jaxckpt_train.value_checks import one_of, optional, refuse, whole
 
 _log = logging.getLogger("jaxckpt_train")
 _REFUSED = {
@@ -113,6 +113,8 @@ class CheckpointManagerOptions:
             "max_to_keep": optional(whole(1)),
             "keep_period": optional(whole(1)),
             "best_mode": one_of("min", "max"),
+            "best_fn": optional(_function),
+            "should_save_fn": optional(_function),
         }
         for name, check in checks.items():
             check(f"CheckpointManagerOptions.{name}", getattr(self, name))
@@ -136,6 +138,10 @@ class CheckpointManagerOptions:
         """What is called once a step is on the disk."""
         found: Callable[[], Any] | None = getattr(self.async_options, "post_finalization_callback", None)
         return found
+
+
+def _function(subject: str, value: Any) -> Any:
+    return value if callable(value) else refuse(subject, "a function, or None", value)
 
 
 def read_options(options: Any) -> CheckpointManagerOptions:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from email.message import Message
 from typing import Any
 
-from jaxckpt_train.value_checks import refuse
+from jaxckpt_train.value_checks import refuse, shown
 
 MOST_BYTES = 16 * 1024
 _SHOWN = 60
@@ -46,9 +46,8 @@ class Answer:
 
     def unusable(self, expected: str) -> NoAnswerError:
         """What to raise if it is not what was expected."""
-        text = self.text()
-        shown = text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
-        return NoAnswerError(f"{self.asked}: expected {expected}, found status {self.status} and {shown!r}")
+        found = shown(self.text(), _SHOWN)
+        return NoAnswerError(f"{self.asked}: expected {expected}, found status {self.status} and {found}")
 
 
 class MetadataServer:
@@ -85,8 +84,7 @@ class MetadataServer:
             with self._opener.open(request, timeout=self._timeout_s) as response:
                 body, missing = response.read(MOST_BYTES + 1), response.length
         except (OSError, http.client.HTTPException, ValueError) as error:
-            reason = error.reason if isinstance(error, urllib.error.URLError) else error
-            raise NoAnswerError(f"{asked}: {reason or type(reason).__name__}") from error
+            raise NoAnswerError(f"{asked}: {_why(error)}") from error
         if len(body) > MOST_BYTES:
             raise NoAnswerError(f"{asked}: the answer is longer than {MOST_BYTES} bytes")
         if missing:
@@ -96,6 +94,15 @@ class MetadataServer:
     def hang_up(self) -> None:
         """End the request under way, from another thread; those after it fail."""
         self._line.hang_up()
+
+
+def _why(error: Exception) -> str:
+    """What went wrong, for messages. What is no error of the system may have in it all that the server has sent."""
+    reason = error.reason if isinstance(error, urllib.error.URLError) else error
+    kind, told = type(reason).__name__, str(reason)
+    if isinstance(reason, OSError) and not isinstance(reason, http.client.HTTPException):
+        return told or kind
+    return f"{kind} {shown(told, _SHOWN)}" if told else kind
 
 
 class _Line:

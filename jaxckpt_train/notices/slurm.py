@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import signal
 import subprocess
 
 from jaxckpt_train.notices.source import Notice
 from jaxckpt_train.notices.surroundings import slurm_job
-from jaxckpt_train.value_checks import flag, seconds
+from jaxckpt_train.store.latch import Latch
+from jaxckpt_train.value_checks import flag, seconds, shown
 
 _log = logging.getLogger("jaxckpt_train")
 _SHOWN = 300
+ENDING_S = 1.0  # what it may take until a `scontrol` that was ended is gone, and that was told
 
 
 class SlurmNotice:
@@ -23,7 +28,10 @@ class SlurmNotice:
 
     Args:
         requeue: False: only the facts are told.
-        timeout_s: seconds that `scontrol` may take.
+        timeout_s: seconds that `scontrol` may take; less if less is left of the grace period. It is ended then.
+
+    Attributes:
+        left_timeout_s: seconds that `left` may take.
 
     Raises:
         SettingsError: an argument is wrong.
@@ -34,6 +42,8 @@ class SlurmNotice:
     def __init__(self, requeue: bool = True, timeout_s: float = 10.0) -> None:
         self._requeue = flag("SlurmNotice: requeue", requeue)
         self._timeout_s = seconds("SlurmNotice: timeout_s", timeout_s)
+        self.left_timeout_s = self._timeout_s + ENDING_S
+        self._command: _Command | None = None
 
     def start(self) -> None:
         """Say which job this is."""
@@ -47,7 +57,9 @@ class SlurmNotice:
             _log.info("Slurm job %s, requeued %d times", job.id, job.restarts)
 
     def stop(self) -> None:
-        """Nothing to end."""
+        """End what is under way of a requeue, which is told."""
+        if self._command is not None:
+            self._command.end()
 
     def notice(self) -> Notice | None:
         """None: signals are noticed as such."""
@@ -58,27 +70,73 @@ class SlurmNotice:
         job = slurm_job()
         if job is None or not self._requeue:
             return
-        problem = self._problem(["scontrol", "requeue", "Incomplete", job.id])
-        if problem is None:
-            begins = "begins anew, as no step is saved" if step is None else f"goes on from step {step}"
-            _log.warning("Slurm was asked to requeue job %s, which %s", job.id, begins)
-        else:
-            _log.warning("Slurm job %s is not requeued: %s; submit it again", job.id, problem)
+        self._command = command = _Command("scontrol", "requeue", "Incomplete", job.id)
+        try:
+            problem = command.problem(self._timeout_s)
+            if problem is None:
+                begins = "begins anew, as no step is saved" if step is None else f"goes on from step {step}"
+                _log.warning("Slurm was asked to requeue job %s, which %s", job.id, begins)
+            elif command.was_ended:  # it may have been heard all the same
+                advice = "look for it with squeue, and submit it again if it is not there"
+                _log.warning("Slurm job %s may not be requeued: %s; %s", job.id, problem, advice)
+            else:
+                _log.warning("Slurm job %s is not requeued: %s; submit it again", job.id, problem)
+        finally:
+            command.is_told.open()
 
-    def _problem(self, command: list[str]) -> str | None:
+
+class _Command:
+    """A program that is run once, and ended with all that it has started if that takes too long.
+
+    Attributes:
+        was_ended: whether it was.
+        is_told: opened by who has told what became of it.
+    """
+
+    def __init__(self, *command: str) -> None:
+        self._command, self._text = command, " ".join(command)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner, self.was_ended, self.is_told = os.getpid(), False, Latch()
+
+    def problem(self, timeout_s: float) -> str | None:
         """Run it; why it did not work."""
         try:
-            done = subprocess.run(
-                command,
+            process = subprocess.Popen(
+                self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                timeout=self._timeout_s,
-                check=False,
+                start_new_session=True,  # so that all that it starts can be ended, and no signal of this job ends it
             )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return f"{' '.join(command)}: {error}"
-        if done.returncode == 0:
-            return None
-        said = done.stdout[:_SHOWN].decode(errors="replace").strip()
-        return f"{' '.join(command)} left with {done.returncode}: {said}"
+        except OSError as error:
+            return f"{self._text}: {error}"
+        with process:
+            self._process = process
+            if self.was_ended:
+                self._kill(process)
+            try:
+                said, _ = process.communicate(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                self.was_ended = True
+                self._kill(process)
+                return f"{self._text} timed out after {timeout_s:g} seconds and was ended"
+        if self.was_ended:
+            return f"{self._text} was ended, as there was no time left for it"
+        return None if process.returncode == 0 else f"{self._text} left with {process.returncode}: {_said(said)}"
+
+    def end(self) -> None:
+        """End it, and wait a moment until that is told; a fork of the process that runs it does not."""
+        if os.getpid() == self._owner and not self.is_told.is_open():
+            self.was_ended = True
+            if self._process is not None:
+                self._kill(self._process)
+            self.is_told.wait(ENDING_S)
+
+    def _kill(self, process: subprocess.Popen[bytes]) -> None:
+        if process.poll() is None:
+            with contextlib.suppress(OSError):  # it has ended by itself
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _said(output: bytes) -> str:
+    return shown(output[: _SHOWN + 1].decode(errors="replace").strip(), _SHOWN)

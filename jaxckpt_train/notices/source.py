@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from typing import Protocol
+
+from jaxckpt_train.value_checks import refuse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,11 +19,23 @@ class Notice:
             None: when the loop looks.
         leave_by: when the machine is gone, in seconds of `time.monotonic()`: nothing is waited for beyond that, however
             long the grace period is. None: not known.
+
+    Raises:
+        SettingsError: the reason is no text, or a time is no number.
     """
 
     reason: str
     asked_at: float | None = None
     leave_by: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.reason, str):
+            refuse("Notice.reason", "text", self.reason)
+        for name in ("asked_at", "leave_by"):
+            found: object = getattr(self, name)
+            is_number = isinstance(found, numbers.Real) and not isinstance(found, bool)
+            if found is not None and not (is_number and found == found):
+                refuse(f"Notice.{name}", "seconds of time.monotonic(), or None", found)
 
 
 class NoticeSource(Protocol):
@@ -29,8 +44,10 @@ class NoticeSource(Protocol):
     One source belongs to one callback. Of the processes of a job each has its own; what one notices, all act on.
 
     A source may have another method, `left(step)`: called once the job has left on request, by whatever notice, in
-    process 0 only, with the committed step (None: there is none) and the run directory let go of. It is waited for up
-    to ten seconds, and at least one, by what is left of the grace period.
+    process 0 only, with the committed step (None: there is none) and the run directory let go of. Sources are told one
+    after the other. Each is waited for as many seconds as its attribute `left_timeout_s` says, without one ten, and
+    within what is left of the grace period, but at least one. What takes longer is told of by a warning, and left
+    behind; `stop` comes then.
     """
 
     def start(self) -> None:

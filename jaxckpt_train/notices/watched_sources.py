@@ -6,9 +6,12 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from jaxckpt_train.notices.source import Notice, NoticeSource
+from jaxckpt_train.value_checks import refuse, seconds
 
+TELLING_S = 10.0  # that a source may take which does not say how long it may, once it is told that the job has left
 _log = logging.getLogger("jaxckpt_train")
 
 
@@ -17,10 +20,14 @@ class WatchedSources:
 
     Args:
         sources: in the order in which they are asked.
+
+    Raises:
+        SettingsError: the `left_timeout_s` of one is no number of seconds.
     """
 
     def __init__(self, sources: Sequence[NoticeSource]) -> None:
         self._sources = tuple(sources)
+        self._limits_s = [_limit_s(source) for source in self._sources]
         self._failing = set[int]()  # places of those whose failure was told
         self._process: int | None = None
 
@@ -58,32 +65,37 @@ class WatchedSources:
         """When the machine is gone; infinity: nobody says."""
         return min((each.leave_by for each in self._found() if each.leave_by is not None), default=math.inf)
 
-    def left(self, step: int | None) -> None:
-        """Tell those who want to know that the job has left; not in a fork of the process that did."""
+    def to_tell(self) -> list[tuple[Any, float]]:
+        """Those who want to know when the job has left, and seconds that each may take; none in a fork."""
         if os.getpid() != self._process:
-            return
-        for source in self._sources:
-            left = getattr(source, "left", None)
-            if left is None:
-                continue
-            try:
-                left(step)
-            except Exception:  # noqa: BLE001  # a thread's edge; a source of the user's own
-                _log.warning("%s: telling it that the job has left failed", type(source).__name__, exc_info=True)
+            return []
+        both = zip(self._sources, self._limits_s, strict=True)
+        return [(source, limit_s) for source, limit_s in both if getattr(source, "left", None) is not None]
 
     def _found(self) -> Iterator[Notice]:
         for place, source in enumerate(self._sources):
             found = self._asked(place, source)
             if found is not None:
-                yield found if isinstance(found, Notice) else Notice(str(found))
+                yield found
 
-    def _asked(self, place: int, source: NoticeSource) -> object:
+    def _asked(self, place: int, source: NoticeSource) -> Notice | None:
         """What a source has found; one of the user's own that fails costs no training, and is told of once."""
         try:
-            return source.notice()
+            found: object = source.notice()
+            if found is None or isinstance(found, Notice):
+                return found
+            if not isinstance(found, str):  # False, say, is no request to leave
+                refuse(f"{type(source).__name__}.notice()", "a Notice, its reason as text, or None", found)
+            return Notice(found)
         except Exception:  # noqa: BLE001  # it is asked after each update
             if place not in self._failing:
                 self._failing.add(place)
                 told = "%s: asking it for a notice failed; it is asked again, and not told of again"
                 _log.warning(told, type(source).__name__, exc_info=True)
             return None
+
+
+def _limit_s(source: NoticeSource) -> float:
+    """How long a source may take over it when it is told that the job has left."""
+    limit_s = getattr(source, "left_timeout_s", None)
+    return TELLING_S if limit_s is None else seconds(f"{type(source).__name__}.left_timeout_s", limit_s)

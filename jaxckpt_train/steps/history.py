@@ -20,11 +20,13 @@ from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.manifest import NOT_JSON
 from jaxckpt_train.store.per_process import free_in_child
 from jaxckpt_train.store.plain_files import read_end, read_ends
+from jaxckpt_train.value_checks import shown
 
 HISTORY_NAME = "history.jsonl"
 MOST_BYTES = 256 << 20
 """More than 500,000 events take; of a larger file both ends are read."""
 RECENT_BYTES = 8 << 20
+MOST_TOLD = 5
 _log = logging.getLogger("jaxckpt_train")
 
 
@@ -108,13 +110,18 @@ class History:
             _log.warning(
                 "%s: too large to be read whole: what lies in the middle, to byte %d, is left out", path, start
             )
+        left_out = 0
         for number, line in enumerate(b"\n".join(data for _, data in pieces).split(b"\n"), 1):
             if not line:
                 continue
             try:
                 yield msgspec.json.decode(line, type=dict[str, Any])
             except NOT_JSON as error:
-                _log.warning("%s: line %d is left out: %s", path, number, error)
+                left_out += 1
+                if left_out <= MOST_TOLD:
+                    _log.warning("%s: line %d is left out: %s", path, number, error)
+        if left_out > MOST_TOLD:
+            _log.warning("%s: and %d more lines are left out", path, left_out - MOST_TOLD)
 
 
 def _encoded(record: Mapping[str, Any]) -> bytes:
@@ -140,7 +147,7 @@ def plain_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
         SettingsError: a name is not text that can be stored, or a value is not a single number.
     """
     if metrics is not None and not isinstance(metrics, Mapping):
-        raise SettingsError(f"metrics: expected a mapping of names to numbers, found {metrics!r}")
+        raise SettingsError(f"metrics: expected a mapping of names to numbers, found {shown(metrics)}")
     plain = {}
     for name, value in (metrics or {}).items():
         if not isinstance(name, str):
@@ -151,12 +158,14 @@ def plain_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
         except UnicodeEncodeError as error:
             raise SettingsError(f"metrics: expected names of valid Unicode, found {name!r}; rename it") from error
         except (TypeError, ValueError, OverflowError) as error:
-            raise SettingsError(f"metric {name!r}: expected a single number, found {value!r}") from error
+            raise SettingsError(f"metric {name!r}: expected a single number, found {shown(value)}") from error
     return plain
 
 
 def _single(value: Any) -> Any:
-    """The one Python value of a metric; text is none, also if it spells a number."""
+    """The one Python value of a metric; text is none, also if it spells a number, nor is what is masked."""
+    if np.ma.is_masked(value):
+        raise TypeError("masked")
     single = np.asarray(value).item()
     if isinstance(single, str | bytes):
         raise TypeError("text")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.value_checks import whole
+from jaxckpt_train.value_checks import refuse, whole
 
 
 class LoopHook:
@@ -20,7 +20,7 @@ class LoopHook:
             from 0.
 
     Raises:
-        SettingsError: `first_step` is neither 0 nor 1.
+        SettingsError: `first_step` is neither 0 nor 1, or no function was given.
     """
 
     def __init__(
@@ -31,6 +31,9 @@ class LoopHook:
         first_step: int = 1,
     ) -> None:
         self._callback, self._get_state, self._get_metrics = callback, get_state, get_metrics
+        _check_function("as_hook: get_state", "returns the state", get_state)
+        if get_metrics is not None:
+            _check_function("as_hook: get_metrics", "returns metrics, or None", get_metrics)
         self._first_step = whole(0, 1)("as_hook: first_step", first_step)
 
     def __call__(self, step: int, t: float | None = None) -> bool:
@@ -44,8 +47,11 @@ class LoopHook:
             Whether the step is being saved.
 
         Raises:
-            SettingsError: the number is below that of the first update.
+            SettingsError: the number is none, or below that of the first update.
         """
+        if isinstance(step, bool) or not hasattr(step, "__index__"):
+            refuse("hook(step)", "the number of the update, a whole number", step)
+        step = step.__index__()
         completed = step + 1 - self._first_step
         if completed < 1:
             raise SettingsError(
@@ -55,3 +61,9 @@ class LoopHook:
             )
         metrics = None if self._get_metrics is None else self._get_metrics()
         return bool(self._callback(self._get_state(), metrics=metrics, step=completed).saved)
+
+
+def _check_function(subject: str, does: str, found: object) -> None:
+    if not callable(found):  # a whole state is no good text
+        kind = type(found).__name__
+        raise SettingsError(f"{subject}: expected a function without arguments that {does}, found one {kind}")

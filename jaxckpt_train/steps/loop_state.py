@@ -42,7 +42,7 @@ class LoopState:
     """
 
     def __init__(self, warns: bool = True) -> None:
-        self._warns = warns
+        self._warns = self._warns_of_steps_back = warns
         self.completed = 0
         self.called = self.in_steps = self.broken = False
         self.num_steps: int | None = None
@@ -97,6 +97,8 @@ class LoopState:
             SettingsError: within `updates`, a step that is not the one under way.
         """
         if not self.in_steps:
+            if step is not None and check_step(step) < self.completed:
+                self._warn_of_a_step_back(step)
             following = self.completed + (0 if self._is_under_way() else 1)
             self.completed = following if step is None else check_step(step)
         elif step is not None and check_step(step) != self.completed:
@@ -105,6 +107,17 @@ class LoopState:
                 "ckpt.steps() leave `step` out"
             )
         self.called = True
+
+    def _warn_of_a_step_back(self, step: int) -> None:
+        """Once, and now: it may be long until a save is due, which will be refused."""
+        if self._warns_of_steps_back:
+            self._warns_of_steps_back = False
+            _log.warning(
+                "ckpt(...) is told of update %d after update %d: number updates over the whole training, from "
+                "ckpt.completed_steps on after a resume; a step below the last that is saved cannot be saved",
+                step,
+                self.completed,
+            )
 
     def has_begun_another(self) -> bool:
         """Whether an update was begun that the loop has not told of: the data is at a later position."""

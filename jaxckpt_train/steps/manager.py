@@ -134,7 +134,7 @@ class StepManager(RunNotes):
 
     def should_save(self, step: int, metrics: Mapping[str, Any] | None = None) -> bool:
         """As `decide`, without the reason."""
-        return self.decide(step, metrics).save
+        return self.decide(check_step(step), metrics).save
 
     def is_saved(self, step: int) -> bool:
         """Whether a step that this process has saved is committed, or on its way; in a job, as all processes see it."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.value_checks import whole
+from jaxckpt_train.value_checks import refuse, whole
 
 Mode = Literal["min", "max"]
 
@@ -81,8 +81,8 @@ def require_policy(subject: str, policy: Any, method: str) -> None:
 
 def child_policies(subject: str, value: object, method: str) -> tuple[Any, ...]:
     """`value` as a tuple of at least one policy, each with the method `method`."""
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise SettingsError(f"{subject}: expected a sequence of policies with {method}(...), found {value!r}")
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
+        refuse(subject, f"a sequence of policies with {method}(...)", value)
     children = tuple(value)
     if not children:
         raise SettingsError(f"{subject}: expected at least one policy, found none")

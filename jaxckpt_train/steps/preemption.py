@@ -20,11 +20,10 @@ from jaxckpt_train.notices.watched_sources import WatchedSources
 from jaxckpt_train.pending import call_within
 from jaxckpt_train.steps.job_preemption import Agreement, Alone, ByExchange, ByService
 from jaxckpt_train.steps.signal_handlers import SignalHandler
+from jaxckpt_train.steps.telling import tell_sources
 from jaxckpt_train.store.local import file_exists
 
 FILE_POLL_S = LOOK_S = 1.0
-# For telling sources that the job has left: what is left of the grace period, within these.
-LEAST_TELLING_S, MOST_TELLING_S = 1.0, 10.0
 _log = logging.getLogger("jaxckpt_train")
 
 
@@ -251,8 +250,7 @@ class PreemptionWatch:
         left, self._left = self._left, None  # once
         if left is not None and self._sources and self._is_first:
             step, ends_at = left
-            left_s = MOST_TELLING_S if ends_at is None else ends_at - self._monotonic()
-            call_within(lambda: self._sources.left(step), min(MOST_TELLING_S, max(LEAST_TELLING_S, left_s)))
+            tell_sources(self._sources, step, math.inf if ends_at is None else ends_at - self._monotonic())
 
     def reached(self) -> bool:
         """Whether the job was asked to leave; the same answer on all processes. Costs a microsecond."""

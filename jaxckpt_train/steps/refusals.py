@@ -104,6 +104,17 @@ def refuse_again_or_below(directory: str, step: int, line: Sequence[Entry], rest
         )
 
 
+def refuse_behind(directory: str, step: int, saved: int | None) -> None:
+    """Raise SettingsError if a loop, which cannot overwrite or restore as it goes, is to save a step below its last."""
+    if saved is not None and step < saved:
+        raise SettingsError(
+            f"{directory}: expected a step above {saved}, which is saved already, found {step}: number updates over "
+            "the whole training (ckpt.steps(...) does, or begin at ckpt.completed_steps after a resume). To go back to "
+            "an earlier step and train on from there give it as `init_from` to a run in a new directory, or use "
+            "jaxckpt_train.StepManager, by restore(step=...)"
+        )
+
+
 def seen_of(entries: Sequence[Entry]) -> Seen:
     """What a process has seen of a run."""
     return {entry.name: entry.time if entry.is_certain else None for entry in entries}

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from jaxckpt_train.store.dtypes import DTYPES
@@ -26,11 +27,13 @@ class Attempt:
         files: of it.
         plan: what it was to do.
         exit_code: below 0 for a signal; None: it hung, and was ended.
+        ignores: by its name, whether a metric is left out.
     """
 
     files: ProcessFiles
     plan: Plan
     exit_code: int | None
+    ignores: Callable[[str], bool] = lambda name: False
 
     @functools.cached_property
     def _lines(self) -> Sequence[Resumed | Update | Stopped]:
@@ -44,7 +47,17 @@ class Attempt:
     @functools.cached_property
     def updates(self) -> list[Update]:
         """The updates that it told of, in their order."""
-        return [line for line in self._lines if isinstance(line, Update)]
+        return [self._without_ignored(line) for line in self._lines if isinstance(line, Update)]
+
+    def _without_ignored(self, update: Update) -> Update:
+        metrics = {name: leaf for name, leaf in update.metrics.items() if not self.ignores(name)}
+        return msgspec.structs.replace(update, metrics=metrics) if len(metrics) < len(update.metrics) else update
+
+    @functools.cached_property
+    def ignored(self) -> set[str]:
+        """The metrics that are left out."""
+        updates = [line for line in self._lines if isinstance(line, Update)]
+        return {name for update in updates for name in update.metrics if self.ignores(name)}
 
     @functools.cached_property
     def by_step(self) -> dict[int, Update]:
@@ -94,6 +107,7 @@ class Runner:
         how: they are interrupted.
         timeout_s: of each process.
         start: runs a plan, as `run_child` does.
+        ignores: by its name, whether a metric is left out of all that is compared.
     """
 
     target: Target
@@ -101,6 +115,7 @@ class Runner:
     how: How
     timeout_s: float
     start: Callable[[Path, Path, float], int | None] = run_child
+    ignores: Callable[[str], bool] = lambda name: False
 
     def run(self, name: str, number: int, stop_at: int | None = None, values_from: int | None = None) -> Attempt:
         """Run one process.
@@ -125,7 +140,7 @@ class Runner:
             time.monotonic() + self.timeout_s,
         )
         code = self.start(files.write_plan(plan), files.log, self.timeout_s)
-        attempt = Attempt(files, plan, code)
+        attempt = Attempt(files, plan, code, self.ignores)
         _check_that_it_can_be_compared(attempt, f"the {name} run, process {number}")
         return attempt
 

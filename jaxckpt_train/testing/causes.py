@@ -99,9 +99,10 @@ def _not_repeatable(evidence: Evidence) -> Iterator[Cause]:
             "make it from a fixed seed",
         )
         return
-    if evidence.is_rounding:
+    if evidence.is_rounding and not evidence.metrics_that_differ_anyway:
         yield dataclasses.replace(_DEVICE, seen=f"{seen}, by no more than rounding")
     yield from _drawn(evidence, " without a seed")
+    yield from _from_the_clock(evidence, seen)
     yield Cause(
         "the run is not repeatable: something random without a seed (a key made from the time, a generator, "
         "os.urandom), or the order of a set, which is another in each process",
@@ -109,6 +110,16 @@ def _not_repeatable(evidence: Evidence) -> Iterator[Cause]:
         "seed it; sort what comes from a set; then prove the resume",
     )
     yield _DEVICE
+
+
+def _from_the_clock(evidence: Evidence, seen: str) -> Iterator[Cause]:
+    names = evidence.metrics_that_differ_anyway
+    if names:
+        yield Cause(
+            "a metric that is taken from the clock, such as updates per second: it is another in each run",
+            f"{seen}, and in nothing but metrics: {', '.join(names[:3])}",
+            f"leave it out: ignore_metrics={names}; what else differs is told then",
+        )
 
 
 def _drawn(evidence: Evidence, how: str = ", and its state is not saved") -> Iterator[Cause]:
@@ -238,6 +249,13 @@ def _state_not_taken(evidence: Evidence) -> Iterator[Cause]:
 
 def _usual(evidence: Evidence) -> Iterator[Cause]:
     """What explains a difference anywhere, and is seen directly."""
+    if evidence.tells_what_was_restored:
+        step = evidence.attempt.updates[0].step
+        yield Cause(
+            "ckpt(...) is given the state from before the update, and not the new one: it saves one update too little",
+            f"what it is given in update {step}, the first one after the resume, is what ckpt.resume has returned",
+            "call ckpt(state) after the update, with the state that the update returns",
+        )
     if evidence.never_restored:
         names = ", ".join(evidence.never_restored)
         yield Cause(

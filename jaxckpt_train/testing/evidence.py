@@ -166,6 +166,40 @@ class Evidence:
         return None
 
     @functools.cached_property
+    def metrics_that_differ_anyway(self) -> list[str]:
+        """If two runs differ of which none was interrupted, and in nothing but their metrics: which metrics do."""
+        kinds = self.kinds if self.again is self.attempts[0] else self.twin
+        if set(kinds) != {"metric"}:
+            return []
+        found: dict[str, None] = {}
+        for update in self.straight.updates:
+            other = self.again.by_step.get(update.step)
+            pairs = (
+                {}
+                if other is None
+                else {name: (leaf, other.metrics.get(name)) for name, leaf in update.metrics.items()}
+            )
+            found |= {name: None for name, (leaf, its) in pairs.items() if its is None or not leaf.same(its)}
+        return list(found)
+
+    @functools.cached_property
+    def tells_what_was_restored(self) -> bool:
+        """Whether the first update after the resume has left all as it was restored, and in the other run it did not.
+
+        Then the loop has given `ckpt(...)` what it had before the update.
+        """
+        start = self.attempt.resumed_at
+        if start is None or not self.attempt.updates or self.first.kind not in ("leaf", "metric"):
+            return False
+        restored, update = self.attempt.start.leaves, self.attempt.updates[0]
+        before, after = self.straight.by_step.get(start), self.straight.by_step.get(update.step)
+        if before is None or after is None or not update.leaves:
+            return False
+        stays = all(name in restored and leaf.same(restored[name]) for name, leaf in update.leaves.items())
+        moves = any(name in before.leaves and not leaf.same(before.leaves[name]) for name, leaf in after.leaves.items())
+        return stays and moves
+
+    @functools.cached_property
     def factor(self) -> float | None:
         """If all that differs of the state has moved in the same direction in both runs: how much further it has.
 

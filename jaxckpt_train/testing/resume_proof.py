@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from jaxckpt_train.testing.failures import ResumeNotExactError
 from jaxckpt_train.testing.record_files import How, new_directory, remove
 from jaxckpt_train.testing.report import report
 from jaxckpt_train.testing.run_target import MakeRun, target_of
-from jaxckpt_train.value_checks import one_of, seconds, whole
+from jaxckpt_train.tree.patterns import leaf_filter
+from jaxckpt_train.value_checks import one_of, refuse, seconds, whole
 
 TIMEOUT_S = 300.0
 
@@ -32,6 +33,7 @@ class ResumeProof:
         resumed_at: the steps that it went on from.
         compared_updates: how many updates after a resume were compared; those done twice count twice.
         compared_batches: how many batches in them; 0: none were seen, see docs/resume-proof.md.
+        ignored_metrics: the metrics that were not compared, as `ignore_metrics` says.
     """
 
     updates: int
@@ -39,6 +41,7 @@ class ResumeProof:
     resumed_at: tuple[int, ...]
     compared_updates: int
     compared_batches: int
+    ignored_metrics: tuple[str, ...] = ()
 
 
 def assert_resume_exact(
@@ -47,6 +50,7 @@ def assert_resume_exact(
     kill_at: int | Sequence[int],
     how: How = "kill",
     timeout_s: float = TIMEOUT_S,
+    ignore_metrics: str | Sequence[str] = (),
     directory: str | os.PathLike[str] | None = None,
 ) -> ResumeProof:
     """Run a training loop with and without an interruption, in processes of their own, and compare every update.
@@ -62,6 +66,8 @@ def assert_resume_exact(
         how: "kill": by SIGKILL, once the save under way is committed. "preempt": by SIGTERM, so that it saves and
             leaves. "raise": by an error out of `ckpt(...)`.
         timeout_s: seconds for each process, after which it counts as hung.
+        ignore_metrics: metrics that are not compared, as what is taken from the clock: a name, a pattern such as
+            "*_per_s", or several. Of metrics within metrics "timing/**".
         directory: a new or empty one for all that the runs leave; None: a temporary one. It is removed if all is equal.
 
     Returns:
@@ -76,8 +82,9 @@ def assert_resume_exact(
     stops = _stops(kill_at)
     one_of("kill", "preempt", "raise")("resume proof: how", how)
     limit_s = seconds("resume proof: timeout_s", timeout_s)
-    target = target_of(make_run)
-    runner = Runner(target, new_directory(None if directory is None else Path(directory)), how, limit_s)
+    ignores, target = _ignored(ignore_metrics), target_of(make_run)
+    place = new_directory(None if directory is None else Path(directory))
+    runner = Runner(target, place, how, limit_s, ignores=ignores)
     try:
         return prove(runner, stops)
     except AssertionError as failure:
@@ -105,6 +112,13 @@ def _stops(kill_at: int | Sequence[int]) -> list[int]:
     return stops
 
 
+def _ignored(patterns: str | Sequence[str]) -> Callable[[str], bool]:
+    given: Any = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(given, Collection) or not all(isinstance(each, str) and each for each in given):
+        refuse("resume proof: ignore_metrics", 'a name or pattern of metrics, such as "*_per_s", or several', patterns)
+    return leaf_filter(list(given))
+
+
 def _evidence(runner: Runner, attempts: list[Attempt], straight: Attempt, kinds: dict[Kind, Difference]) -> Evidence:
     """Once there is a difference: whether the run is the same each time at all."""
     again = run_uninterrupted(runner, "uninterrupted-again", attempts[1].resumed_at or 0)
@@ -123,4 +137,5 @@ def _proof(stops: Sequence[int], attempts: list[Attempt], straight: Attempt) -> 
         tuple(attempt.resumed_at or 0 for attempt in attempts[1:]),
         len(resumed),
         sum(not batch.unseen() for update in resumed if not update.elsewhere for batch in update.batches),
+        tuple(sorted(straight.ignored)),
     )

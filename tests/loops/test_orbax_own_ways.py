@@ -377,3 +377,11 @@ def test_what_a_program_imports_is_there() -> None:
     assert all(hasattr(orbax_manager, name) and hasattr(ocp, name) for name in ("CheckpointManager", "args"))
     theirs = {name for name in dir(ocp.args) if name.endswith(("Save", "Restore"))} - {"ProtoSave", "ProtoRestore"}
     assert theirs <= set(dir(args))
+
+
+@pytest.mark.parametrize("name", ["best_fn", "should_save_fn"])
+def test_an_option_that_is_no_function_is_refused_when_it_is_given(name: str) -> None:
+    with pytest.raises(
+        jct.SettingsError, match=f"CheckpointManagerOptions.{name}: expected a function, or None, found 5"
+    ):
+        CheckpointManagerOptions(**{name: 5})  # type: ignore[arg-type]

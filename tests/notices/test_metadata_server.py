@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from jaxckpt_train.notices.metadata_server import MetadataServer, NoAnswerError
@@ -79,3 +81,32 @@ def test_an_unusable_answer_is_shown_in_short() -> None:
         error = MetadataServer("url", server.url, 60.0).ask("/", {}).unusable("TRUE")
         assert str(error).startswith(f"GET {server.url}/: expected TRUE, found status 200 and '")
         assert len(str(error)) < 300
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (b"\x1b[2J\x1b]0;owned\x07" + b"A" * 56000, r"BadStatusLine '\\x1b\[2J\\x1b\]0;owned\\x07A*'\.\.\.$"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: \x1b[2J\r\n\r\n", r"the answer|RemoteDisconnected|$"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n\x1b[2J" + b"z" * 9000, ""),
+        (b"HTTP/1.1 200 OK\r\n" + b"X: \x1b[2J" * 20000, ""),
+        (b"HTTP/1.1 999999 \x1b[2J\r\n\r\n", "BadStatusLine"),
+    ],
+    ids=["no status line", "length", "chunks", "header", "status"],
+)
+def test_nothing_that_a_server_sends_is_told_as_it_is_or_at_length(sent: bytes, said: str) -> None:
+    def respond(handler: Handler, server: Server) -> None:
+        handler.wfile.write(sent)
+        handler.wfile.flush()
+        handler.close_connection = True
+
+    with Server(respond) as server:
+        try:
+            answer = MetadataServer("url", server.url, 60.0).ask("/", {})
+        except NoAnswerError as error:
+            told = str(error)
+        else:
+            told = str(answer.unusable("TRUE"))
+        assert told.isprintable()
+        assert len(told) < 300
+        assert re.search(said, told), told

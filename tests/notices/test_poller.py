@@ -196,14 +196,15 @@ print("ready", flush=True)
 sys.stdin.readline()
 child = os.fork()
 if child == 0:
-    sources.left(3)
+    assert sources.to_tell() == []
     sources.stop()
     assert threading.active_count() == 1 and source.notice() is None
     os._exit(7)
 print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 while source.notice() is None:
     threading.Event().wait(0.01)
-sources.left(4)
+[(told, _)] = sources.to_tell()
+told.left(4)
 sources.stop()
 print("threads", threading.active_count(), "jax" in sys.modules)
 """

@@ -40,3 +40,36 @@ def test_one_that_fails_ends_no_training_and_hides_no_other(tmp_path: Path, capl
     assert failing.asked > 6
     assert caplog.text.count("Source: asking it for a notice failed") == 1
     assert "no such cloud" in caplog.text
+
+
+class Wrong(Source):
+    """Makes a notice that is none."""
+
+    def notice(self) -> Any:
+        self.asked += 1
+        return self.found()
+
+
+@pytest.mark.parametrize(
+    ("makes", "said"),
+    [
+        (lambda: jct.Notice("the cluster", leave_by="y"), "Notice.leave_by: expected seconds of time.monotonic()"),  # type: ignore[arg-type]
+        (lambda: jct.Notice("the cluster", asked_at=float("nan")), "Notice.asked_at: expected seconds of"),
+        (lambda: jct.Notice(5), "Notice.reason: expected text, found 5"),  # type: ignore[arg-type]
+        (lambda: False, "Wrong.notice(): expected a Notice, its reason as text, or None, found False"),
+    ],
+)
+def test_one_whose_notice_is_wrong_is_told_of_once_and_asked_again(
+    tmp_path: Path, makes: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong, other = Wrong(makes), Source()
+    ckpt = jct.CheckpointCallback(tmp_path, notices=[wrong, other], on_preemption="raise", progress=False)
+    with pytest.raises(jct.Preempted) as left, ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(100):
+            other.found = "it is over" if step == 5 else None
+            ckpt(state_of(step + 1))
+    assert left.value.step == 6
+    assert wrong.asked > 6
+    assert caplog.text.count("Wrong: asking it for a notice failed; it is asked again") == 1
+    assert said in caplog.text

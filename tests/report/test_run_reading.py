@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,20 @@ def test_lines_that_are_damaged_are_told_and_not_printed(tmp_path: Path, capfd: 
     assert capfd.readouterr().err == ""
 
 
+class WarningBackend(LocalBackend):
+    """Has much to say."""
+
+    def list(self, path: str) -> Any:
+        for number in range(500):
+            logging.getLogger("jaxckpt_train").warning("%s: warning %d", path, number)
+        return super().list(path)
+
+
 def test_of_very_many_warnings_the_first_are_kept(tmp_path: Path) -> None:
     (tmp_path / "history.jsonl").write_bytes(b"x\n" * 500)
     read = read_run(BACKEND, str(tmp_path), NOW)
+    assert read.warnings[-1].endswith("history.jsonl: and 495 more lines are left out")
+    read = read_run(WarningBackend(), str(tmp_path), NOW)
     assert len(read.warnings) == MOST_WARNINGS + 1
     assert read.warnings[-1] == "more warnings of the same kind are left out"
 

@@ -214,3 +214,30 @@ def test_seconds_are_noted_to_the_microsecond_and_nothing_else_is_rounded(tmp_pa
     (event,) = history.events()
     assert (event["write_s"], event["share"], event["bytes_per_s"]) == (0.123457, 0.1234567891, 12)
     assert event["blocked_s"] is None  # which JSON has for it
+
+
+def test_of_a_history_that_is_damaged_all_over_a_few_lines_are_told_of_and_then_how_many_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    history = History(LocalBackend(), str(tmp_path))
+    history.add("a", START)
+    with (tmp_path / HISTORY_NAME).open("ab") as file:
+        file.write(b"\xff\n" * 1000)
+    history.add("b", START)
+    assert [event["event"] for event in history.events()] == ["a", "b"]
+    told = [message.partition("history.jsonl: ")[2] for message in caplog.messages]
+    assert [text.partition(" is left out")[0] for text in told] == [
+        *[f"line {number}" for number in range(2, 7)],
+        "and 995 more lines are left out",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(np.ma.masked, "masked"), (10**400, "1000*[.]{3}$"), (10**5000, "one int")],
+    ids=["masked", "400 digits", "5000 digits"],
+)
+def test_a_metric_that_is_no_number_is_told_in_short(value: object, said: str) -> None:
+    with pytest.raises(SettingsError, match=f"metric 'loss': expected a single number, found {said}") as caught:
+        plain_metrics({"loss": value})
+    assert len(str(caught.value)) < 300

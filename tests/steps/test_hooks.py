@@ -130,3 +130,63 @@ def test_a_loop_that_calls_save_is_preempted_too(tmp_path: Path) -> None:
         ckpt.save(1, state_of(1))
         raise AssertionError("the loop went on")
     assert jct.StepManager(tmp_path / "run").steps == [1]
+
+
+def told_three(directory: Path) -> jct.CheckpointCallback:
+    ckpt = jct.CheckpointCallback(str(directory), save_interval_steps=1)
+    ckpt.resume(state_of(0))
+    for step in (1, 2, 3):
+        ckpt(state_of(step), step=step)
+    return ckpt
+
+
+@pytest.mark.parametrize("step", [2, 0])
+def test_a_step_back_is_refused_with_what_a_loop_can_do(tmp_path: Path, step: int) -> None:
+    with told_three(tmp_path) as ckpt:
+        with pytest.raises(
+            jct.SettingsError, match=f"expected a step above 3, .* found {step}: number updates"
+        ) as caught:
+            ckpt(state_of(step), step=step)
+        assert "overwrite" not in str(caught.value)
+        assert "a new directory" in str(caught.value)
+        assert "jaxckpt_train.StepManager" in str(caught.value)
+        ckpt(state_of(4), step=4)
+    assert jct.StepManager(tmp_path).steps == [1, 2, 3, 4]
+
+
+def test_a_hook_that_goes_back_is_told_so_at_once_and_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with jct.CheckpointCallback(str(tmp_path), save_interval_steps=100) as ckpt:
+        ckpt.resume(state_of(0))
+        hook = ckpt.as_hook(lambda: state_of(1))
+        for step in (1, 2, 2, 3):
+            hook(step)
+        assert caplog.messages == []
+        hook(1)
+        assert caplog.messages[0].startswith("ckpt(...) is told of update 1 after update 3: number updates over the")
+        hook(0 + 1)
+        hook(4)
+        assert len(caplog.messages) == 1
+
+
+def test_what_is_no_step_no_function_and_no_info_is_told_so(tmp_path: Path) -> None:
+    with callback(tmp_path) as ckpt:
+        ckpt.resume(state_of(0))
+        with pytest.raises(jct.SettingsError, match="step: expected a whole number of completed updates, found 'x'"):
+            ckpt.should_save("x")  # type: ignore[arg-type]
+        with pytest.raises(jct.SettingsError, match=r"hook\(step\): expected the number of the update, .* found 'x'"):
+            ckpt.as_hook(lambda: state_of(1))("x")  # type: ignore[arg-type]
+        with pytest.raises(
+            jct.SettingsError, match=r"as_hook: get_state: expected a function without .* found one dict"
+        ):
+            ckpt.as_hook(state_of(1))
+        with pytest.raises(jct.SettingsError, match=r"as_hook: get_metrics: expected a function .* found one int"):
+            ckpt.as_hook(lambda: state_of(1), get_metrics=5)
+        for info, said in (
+            (5, "info: expected an object with `state` and `step`, found one int without `state`"),
+            (SimpleNamespace(step=1), "info: .* found one SimpleNamespace without `state`"),
+            (SimpleNamespace(state=state_of(1)), "info: .* found one SimpleNamespace without `step`"),
+            (SimpleNamespace(step="x", state=state_of(1)), "info.step: expected a whole number .* found 'x'"),
+        ):
+            with pytest.raises(jct.SettingsError, match=f"on_step: {said}"):
+                ckpt.on_step(info)
+    assert jct.StepManager(tmp_path).steps == []

@@ -17,7 +17,7 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.multihost import SingleProcess
 from jaxckpt_train.notices.watched_sources import WatchedSources
-from jaxckpt_train.steps import preemption
+from jaxckpt_train.steps import telling
 from jaxckpt_train.steps.departure import Departure
 from jaxckpt_train.steps.preemption import PreemptionWatch
 from tests.in_time import in_time
@@ -177,35 +177,61 @@ def test_only_process_0_tells() -> None:
     assert source.calls == ["start", "stop"]
 
 
-@pytest.mark.parametrize("left_s", [None, 0.0, 3.0, 1e6])
-def test_telling_takes_no_longer_than_there_is(left_s: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preemption, "LEAST_TELLING_S", 0.01)
-    monkeypatch.setattr(preemption, "MOST_TELLING_S", 0.05)
-    hanging, others = threading.Event(), Told()
+class Hanging(Told):
+    """One that is never done, until it is let go on."""
 
-    class Hanging(Told):
-        def left(self, step: int | None) -> None:
-            hanging.wait()
+    def __init__(self, left_timeout_s: Any = None) -> None:
+        super().__init__()
+        self.left_timeout_s, self.go = left_timeout_s, threading.Event()
 
-    watch, _ = watch_of(Hanging(), others)
+    def left(self, step: int | None) -> None:
+        self.go.wait()
+        super().left(step)
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "left_s", "told_s"), [(0.3, None, "0.3"), (0.3, 1e6, "0.3"), (60.0, 0.5, "0.4"), (60.0, 0.0, "0.1")]
+)
+def test_one_that_is_not_done_in_time_is_told_of_and_keeps_no_other_from_being_told(
+    limit_s: float, left_s: float | None, told_s: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the time that it says itself, within that which there is; a little of it is kept for those after it."""
+    monkeypatch.setattr(telling, "LEAST_S", 0.1)
+    hanging, other = Hanging(limit_s), Told()
+    watch, _ = watch_of(hanging, other)
     watch.start()
     watch.leaves(7, left_s)
     watch.stop()
-    assert others.calls == ["start", "stop"]
-    hanging.set()
-    until(lambda: others.calls == ["start", "stop", ("left", 7)])
+    assert other.calls == ["start", ("left", 7), "stop"]
+    assert hanging.calls == ["start", "stop"]
+    assert f"Hanging: told that the job has left, it is not done after {told_s} s and not waited for" in caplog.text
+    assert len(caplog.messages) == 1
+    hanging.go.set()
+    until(lambda: hanging.calls == ["start", "stop", ("left", 7)])
+
+
+def test_who_does_not_say_how_long_it_may_take_is_given_ten_seconds() -> None:
+    named, plain, silent = Hanging(30), Told(), Silent()
+    sources = WatchedSources([named, plain, silent])
+    sources.start()
+    assert sources.to_tell() == [(named, 30.0), (plain, 10.0)]
+    with pytest.raises(
+        jct.SettingsError, match=r"Hanging\.left_timeout_s: expected a finite number of seconds above 0"
+    ):
+        WatchedSources([Hanging(-1)])
 
 
 def test_a_source_that_fails_at_the_end_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     good = Told()
-    sources = WatchedSources([Broken(), good])
-    sources.start()
-    sources.left(3)
-    sources.stop()
+    watch, _ = watch_of(Broken(), good)
+    watch.start()
+    watch.leaves(3, None)
+    watch.stop()
     assert good.calls == ["start", ("left", 3), "stop"]
     assert "Broken: telling it that the job has left failed" in caplog.text
     assert "Broken: stopping it failed" in caplog.text
     assert "ValueError: left" in caplog.text
+    assert len(caplog.messages) == 2
 
 
 def test_a_source_that_cannot_be_started_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from jaxckpt_train.testing.run_target import ScriptTarget
 MakeRun = Callable[[Path], object]
 
 
-def prove_here(make_run: MakeRun, directory: Path, *kill_at: int) -> ResumeProof:
+def prove_here(
+    make_run: MakeRun, directory: Path, *kill_at: int, ignores: Callable[[str], bool] = lambda name: False
+) -> ResumeProof:
     """As `assert_resume_exact(..., how="raise")`, without processes of their own, and of any function."""
 
     def start(plan_file: Path, log: Path, timeout_s: float) -> int:
@@ -32,4 +34,4 @@ def prove_here(make_run: MakeRun, directory: Path, *kill_at: int) -> ResumeProof
         return 0
 
     not_run = ScriptTarget(())
-    return prove(Runner(not_run, directory, "raise", 60.0, start), kill_at)
+    return prove(Runner(not_run, directory, "raise", 60.0, start, ignores), kill_at)

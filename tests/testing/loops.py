@@ -6,6 +6,7 @@ import os
 import queue
 import random
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -124,13 +125,16 @@ def train(directory: Path, mistake: str = "", told: bool = True, updates: int = 
         for _ in ckpt.steps(updates):
             noise = float(own.normal()) if mistake == "own generator" else 0.0
             noise += drawn(mistake) if mistake in DRAWS - {"own generator"} else 0.0
-            rate = 0.1 / (1 + count) if mistake.startswith("schedule") else 0.05
+            rate = 0.1 / (1 + count) if "schedule" in mistake else 0.05
             rate *= 0.5 if mistake == "late counter" and count == 4 else 1.0
+            before = state
             state, loss = update(state, next(taken), rate, noise)
             count += 1
             ema.add(state["w"])
             saved = {"w": state["w"]} if mistake == "optimizer left out" else state
+            saved = before if mistake == "state before" else saved
             metrics = {"loss": loss} | ({"learning_rate": rate} if mistake == "schedule that is told" else {})
+            metrics |= {"updates_per_s": time.perf_counter()} if mistake.startswith("clock") else {}
             more = {"ema": ema} if mistake in ("forgetful object", "object not restored") else {}
             ckpt(saved, metrics=metrics if told else None, **more)
 

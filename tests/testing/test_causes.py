@@ -57,6 +57,7 @@ TOLD = {
     "object not restored": ("update 4: ema/count differs: 4 (uninterrupted) vs 1", "saved, and never restored: ema"),
     "data not given": ("update 4: loss differs", "the data is not given to ckpt.resume"),
     "state not taken": ("update 4: loss differs", "the loop goes on with the state that it gave to ckpt.resume"),
+    "state before": ("update 4: loss differs", "ckpt(...) is given the state from before the update"),
     "optimizer left out": ("update 4: state/w float64[3] differs", "the optimizer's state is left out"),
     "schedule": ("update 4: state/w float64[3] differs", COUNTER),
     "schedule that is told": ("update 4: learning_rate differs: 0.025 (uninterrupted) vs 0.1 (resumed at 3)", COUNTER),
@@ -96,6 +97,30 @@ def test_a_key_that_is_not_saved_is_found_and_one_that_is_saved_is_fine(tmp_path
     assert str(error).startswith("update 4: loss differs")
     assert error.causes[0].startswith(KEY)
     assert "seen: nothing that is saved is a PRNG key" in str(error)
+
+
+CLOCK = "a metric that is taken from the clock"
+
+
+def test_a_metric_from_the_clock_is_named_and_can_be_left_out(tmp_path: Path) -> None:
+    """The loop is right; in nothing but that metric it differs from itself."""
+    clocked = functools.partial(train, mistake="clock")
+    error = failure(clocked, tmp_path, 5)
+    assert str(error).startswith("update 1: updates_per_s differs")
+    assert error.causes[0].startswith(CLOCK)
+    said = " ".join(str(error).split())
+    assert "in nothing but metrics: updates_per_s do: leave it out: ignore_metrics=['updates_per_s'];" in said
+    proof = prove_here(clocked, tmp_path / "left out", 5, ignores=lambda name: name == "updates_per_s")
+    assert (proof.compared_updates, proof.ignored_metrics) == (6, ("updates_per_s",))
+
+
+def test_a_mistake_behind_a_metric_from_the_clock_is_found_once_that_is_left_out(tmp_path: Path) -> None:
+    both = functools.partial(train, mistake="clock and schedule")
+    error = failure(both, tmp_path, 5)
+    assert error.causes[0].startswith(CLOCK)
+    with pytest.raises(ResumeNotExactError, match=r"update 4: state/w") as caught:
+        prove_here(both, tmp_path / "left out", 5, ignores=lambda name: name == "updates_per_s")
+    assert caught.value.causes[0].startswith(COUNTER)
 
 
 def with_two_keys(directory: Path) -> None:

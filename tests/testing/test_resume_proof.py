@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.testing import ResumeNotExactError, ResumeProof, assert_resume_exact
 from jaxckpt_train.testing.record_files import How
 from tests.testing.loops import train, train_with_key
@@ -25,6 +26,19 @@ def test_a_loop_that_resumes_exactly_is_proven(how: How, resumed_at: tuple[int, 
 def test_a_loop_with_a_key_in_its_state_survives_an_error(tmp_path: Path) -> None:
     proof = assert_resume_exact(train_with_key, kill_at=5, how="raise", directory=tmp_path / "proof")
     assert proof == ResumeProof(9, (5,), (3,), 6, 6)
+
+
+@pytest.mark.parametrize("ignored", ["*_per_s", ["updates_per_s", "other"]])
+def test_a_metric_that_is_taken_from_the_clock_is_left_out(ignored: Any, tmp_path: Path) -> None:
+    clocked = functools.partial(train, mistake="clock")
+    proof = assert_resume_exact(clocked, kill_at=5, ignore_metrics=ignored, directory=tmp_path / "proof")
+    assert proof == ResumeProof(9, (5,), (3,), 6, 6, ("updates_per_s",))
+
+
+@pytest.mark.parametrize("ignored", [5, ["a", 5], [""], "", None, lambda name: True])
+def test_what_is_no_name_of_a_metric_is_refused(ignored: Any) -> None:
+    with pytest.raises(SettingsError, match="resume proof: ignore_metrics: expected a name or pattern of metrics"):
+        assert_resume_exact(train, kill_at=5, ignore_metrics=ignored)
 
 
 MISTAKES: dict[str, tuple[Any, str, str]] = {
