@@ -84,7 +84,9 @@ class WatchedSources:
             found: object = source.notice()
             if found is None or isinstance(found, Notice):
                 return found
-            if not isinstance(found, str):  # False, say, is no request to leave
+            if isinstance(found, bool):  # nobody means another thing by it, and to refuse True would cost the last step
+                return Notice(type(source).__name__) if found else None
+            if not isinstance(found, str):
                 refuse(f"{type(source).__name__}.notice()", "a Notice, its reason as text, or None", found)
             return Notice(found)
         except Exception:  # noqa: BLE001  # it is asked after each update

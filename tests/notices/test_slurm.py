@@ -85,7 +85,7 @@ def test_what_hinders_it_is_told(
 ) -> None:
     put_on_path(tmp_path / "bin", "scontrol" if script else "other", script or "", monkeypatch)
     in_slurm_job(monkeypatch)
-    jct.SlurmNotice(timeout_s=0.2).left(40)
+    jct.SlurmNotice(timeout_s=60).left(40)
     assert len(caplog.records) == 1
     assert "Slurm job 1234 is not requeued: scontrol requeue Incomplete 1234" in caplog.text
     assert "submit it again" in caplog.text

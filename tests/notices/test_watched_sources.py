@@ -56,7 +56,7 @@ class Wrong(Source):
         (lambda: jct.Notice("the cluster", leave_by="y"), "Notice.leave_by: expected seconds of time.monotonic()"),  # type: ignore[arg-type]
         (lambda: jct.Notice("the cluster", asked_at=float("nan")), "Notice.asked_at: expected seconds of"),
         (lambda: jct.Notice(5), "Notice.reason: expected text, found 5"),  # type: ignore[arg-type]
-        (lambda: False, "Wrong.notice(): expected a Notice, its reason as text, or None, found False"),
+        (lambda: 0, "Wrong.notice(): expected a Notice, its reason as text, or None, found 0"),
     ],
 )
 def test_one_whose_notice_is_wrong_is_told_of_once_and_asked_again(
@@ -73,3 +73,15 @@ def test_one_whose_notice_is_wrong_is_told_of_once_and_asked_again(
     assert wrong.asked > 6
     assert caplog.text.count("Wrong: asking it for a notice failed; it is asked again") == 1
     assert said in caplog.text
+
+
+def test_a_source_that_gives_a_truth_value_means_it(tmp_path: Path) -> None:
+    steps = iter([False] * 5)
+    source = Wrong(lambda: next(steps, True))
+    ckpt = jct.CheckpointCallback(tmp_path, notices=[source], on_preemption="raise", progress=False)
+    with pytest.raises(jct.Preempted) as left, ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(100):
+            ckpt(state_of(step + 1))
+    assert left.value.step < 10
+    assert "Wrong" in str(left.value)
