@@ -31,6 +31,7 @@ class Opened:
         committed: what it holds.
         settings: how it is read: what has no digests cannot be verified.
         run: the directory of its run, if it was found by that.
+        skipped: the names of newer steps of its run that cannot be restored.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class Opened:
     committed: Committed
     settings: StoreSettings
     run: str | None = None
+    skipped: tuple[str, ...] = ()
 
     @property
     def path(self) -> str:

@@ -68,6 +68,7 @@ def test_a_copy_holds_all_that_the_source_does(tmp_path: Path) -> None:
     found = told("cp", tmp_path / "run", tmp_path / "copy")
     assert found == {
         "source": str(step), "path": str(tmp_path / "copy"), "bytes": jct.metadata(step).bytes, "read_again": False,
+        "skipped": [],
     }  # fmt: skip
     ours, theirs = manifest_of(step), manifest_of(tmp_path / "copy")
     assert theirs.info == ours.info

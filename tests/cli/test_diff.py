@@ -23,7 +23,7 @@ def differences(tmp_path: Path, a: dict[str, Any], b: dict[str, Any], code: int 
     jct.save(tmp_path / "a", a, overwrite=True)
     jct.save(tmp_path / "b", b, overwrite=True)
     found = told("diff", tmp_path / "a", tmp_path / "b", code=code)
-    assert set(found) == {"a", "b", "equal", "differences"}
+    assert set(found) == {"a", "b", "equal", "differences", "skipped_a", "skipped_b"}
     assert all(set(each) == KEYS for each in found["differences"])
     return {each["path"]: each for each in found["differences"]}
 

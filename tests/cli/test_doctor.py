@@ -86,7 +86,7 @@ def test_of_a_run_it_tells_the_newest_step_and_changes_nothing(tmp_path: Path) -
     before = files_below(directory)
     found = told("doctor", directory, *SMALL)
     assert set(found["run"]) == {
-        "steps", "newest_step", "newest_age_s", "newest_bytes", "damaged", "uncommitted", "left_overs",
+        "steps", "newest_step", "newest_age_s", "newest_bytes", "damaged", "uncommitted", "unreadable", "left_overs",
     }  # fmt: skip
     assert (found["run"]["steps"], found["run"]["newest_step"]) == (2, 2)
     assert found["run"]["newest_bytes"] == jct.metadata(step_path(directory, 2)).bytes
