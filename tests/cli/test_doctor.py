@@ -224,3 +224,17 @@ def test_a_history_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:
     found = told("doctor", directory, *SMALL, code=1)
     assert found["at_risk"] is None
     assert "the history cannot be read" in found["warnings"][0]
+
+
+def test_a_link_to_nothing_is_told_as_one(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    assert "found a link to nothing" in refused("doctor", tmp_path / "link", code=3)
+
+
+def test_how_a_training_ended_is_told_in_one_line(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1, 2)
+    history = directory / "history.jsonl"
+    history.write_text(history.read_text().replace('"closed"', '"clo\\u001b[31m\\nsed"'))
+    text = printed("doctor", directory, *SMALL)
+    assert r"(clo\x1b[31m\nsed)" in text
+    assert all(line.isprintable() for line in text.splitlines())
