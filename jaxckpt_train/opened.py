@@ -32,6 +32,7 @@ class Opened:
         committed: what it holds.
         settings: how it is read: what has no digests cannot be verified.
         run: the directory of its run, if it was found by that.
+        skipped: the names of newer steps of its run that cannot be restored.
     """
 
     kind: str
@@ -39,6 +40,7 @@ class Opened:
     committed: Committed
     settings: StoreSettings
     run: str | None = None
+    skipped: tuple[str, ...] = ()
 
     @property
     def wrote_tree(self) -> object:

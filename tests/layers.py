@@ -94,6 +94,7 @@ FORBIDDEN_FILES = {"base.py", "common.py", "helpers.py", "misc.py", "types.py", 
 MAY_TOUCH_THE_DISK = {
     "store.local": "it is the one that does",
     "store.local_names": "it is the part of store.local that renames",
+    "cli.streams": "it keeps the numbers of standard streams that are closed, and touches no data",
     "store.file_system": "it asks of which kind and size a file system is, and touches no data",
     "notices.surroundings": "it tells facts of the environment, such as the Slurm job, and touches no disk",
     "store.machine": "it asks /proc about processes, and touches no data",

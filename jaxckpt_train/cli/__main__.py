@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from jaxckpt_train.cli.app import main
+from jaxckpt_train.cli.start import main
 
 main()

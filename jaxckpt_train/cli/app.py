@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
+import itertools
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from jaxckpt_train.cli.output import flush_output, print_any_text
+from jaxckpt_train.cli.output import Code, print_json
+from jaxckpt_train.cli.streams import standard_streams
 
 COMMANDS = {
     "ls": "ls:ls",
@@ -30,6 +34,23 @@ COMMANDS = {
 """Where each is: module of this package, and function."""
 
 
+_WANTS_JSON = "jaxckpt_train.json"
+_UsageError: Any = typer.BadParameter.__base__  # of typer itself or of click, by the version of typer
+
+
+@contextlib.contextmanager
+def _told_misuse(ctx: Any) -> Iterator[None]:
+    """Within: who wants JSON is told so of a wrong call, too."""
+    try:
+        yield
+    except _UsageError as error:
+        if not ctx.meta[_WANTS_JSON]:
+            raise
+        message = error.format_message()
+        print_json({"error": "UsageError", "message": message, "notes": [], "exit_code": int(Code.USAGE)})
+        raise typer.Exit(int(Code.USAGE)) from None
+
+
 class _OnDemand(TyperGroup):
     """Commands that are imported one by one: all of them together take as long as Python and numpy do."""
 
@@ -45,6 +66,15 @@ class _OnDemand(TyperGroup):
             getattr(importlib.import_module(f"jaxckpt_train.cli.{module}"), function)
         )
         return typer.main.get_command(single)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        ctx.meta[_WANTS_JSON] = "--json" in itertools.takewhile(lambda each: each != "--", args)
+        with _told_misuse(ctx):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _told_misuse(ctx):
+            return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in COMMANDS:  # one that is nearly that is suggested
@@ -85,8 +115,5 @@ app = typer.Typer(
 def main() -> None:
     """Run it."""
     gc.set_threshold(100_000)  # what is imported stays: to look through it again and again takes a tenth of a start
-    print_any_text()
-    try:
+    with standard_streams():
         app()
-    finally:
-        flush_output()

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from jaxckpt_train.cli.arguments import BACKEND, Json, Step, absolute
-from jaxckpt_train.cli.output import bytes_text, print_json, progress, told_errors
+from jaxckpt_train.cli.output import bytes_text, print_json, print_text, progress, told_errors
 from jaxckpt_train.looking.opening import open_at
 from jaxckpt_train.moving.checked_copy import copy_checked
 from jaxckpt_train.moving.destination import destination
@@ -48,9 +48,10 @@ def cp(
         final = destination(BACKEND, dst, source)
         done = copied(source, final, overwrite, check, as_json)
         if as_json:
-            print_json({"source": source.path, "path": final, "bytes": done.data_bytes, "read_again": check})
+            told = {"source": source.path, "path": final, "bytes": done.data_bytes, "read_again": check}
+            print_json({**told, "skipped": source.skipped})
         else:
-            print(f"{source.path} -> {final}: {bytes_text(done.data_bytes)} copied")
+            print_text(f"{source.path} -> {final}: {bytes_text(done.data_bytes)} copied")
 
 
 def copied(source: Opened, final: str, overwrite: bool, check: bool, as_json: bool) -> Committed:

@@ -106,6 +106,8 @@ def _json_of(first: Opened, second: Opened, found: list[LeafDiff]) -> dict[str, 
             for each in found
             if each.kind != "equal"
         ],
+        "skipped_a": first.skipped,
+        "skipped_b": second.skipped,
     }
 
 

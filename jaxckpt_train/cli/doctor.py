@@ -12,14 +12,14 @@ from typing import Annotated, Any
 import typer
 
 from jaxckpt_train.cli.arguments import BACKEND, Json, absolute
-from jaxckpt_train.cli.output import Code, age_text, bytes_text, print_json, progress, told_errors
+from jaxckpt_train.cli.output import Code, age_text, bytes_text, print_json, print_text, progress, told_errors
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError
 from jaxckpt_train.looking.run_health import AtRisk, RunHealth, health_of
 from jaxckpt_train.looking.run_look import is_run
 from jaxckpt_train.store.disk_trial import DiskTrial, try_disk
 from jaxckpt_train.store.file_system import IN_MEMORY, FileSystem, file_system_of
-from jaxckpt_train.store.local import file_exists
-from jaxckpt_train.store.local_names import is_directory
+from jaxckpt_train.store.local import file_exists, is_file
+from jaxckpt_train.store.local_names import is_directory, link_target
 
 PACKAGES = ("jaxckpt-train", "jax", "jaxlib", "numpy", "flax", "orbax-checkpoint", "grain")
 MIB = 1 << 20
@@ -65,7 +65,7 @@ def doctor(path: Path, size_mib: Size = 256, as_json: Json = False) -> None:
 def _look(path: str, nbytes: int, as_json: bool) -> _Found:
     folder = path if file_exists(path) else os.path.dirname(path)
     if not is_directory(folder):
-        found = "a file" if file_exists(folder) else "neither"
+        found = _what_is_at(folder)
         raise NotACheckpointError(f"{path}: expected a directory, or a path in a directory that exists, found {found}")
     files, warnings = file_system_of(folder), list[str]()
     run = health_of(BACKEND, path, datetime.datetime.now(datetime.UTC)) if is_run(BACKEND, path) else None
@@ -78,6 +78,15 @@ def _look(path: str, nbytes: int, as_json: bool) -> _Found:
     warnings += _short_of_room(files, newest_bytes or 0)
     warnings += [] if run is None else run.warnings()
     return _Found(path, file_exists(path), _versions(), files, trial, run, warnings)
+
+
+def _what_is_at(path: str) -> str:
+    """What there is in place of a directory."""
+    if is_file(path):
+        return "a file"
+    if link_target(path) is not None:
+        return "a link to nothing"
+    return "something else" if file_exists(path) else "neither"
 
 
 def _try(folder: str, nbytes: int, as_json: bool) -> DiskTrial | None:
@@ -138,42 +147,45 @@ def _json_of_run(run: RunHealth) -> dict[str, Any]:
         "newest_bytes": None if run.newest is None else run.newest.nbytes,
         "damaged": run.damaged,
         "uncommitted": run.uncommitted,
+        "unreadable": run.refused,
         "left_overs": run.left_overs,
     }
 
 
 def _print(found: _Found) -> None:
     files, trial, run = found.files, found.trial, found.run
-    print(", ".join(f"{name} {version or 'not installed'}" for name, version in found.versions.items()))
-    print(f"file system: {files.kind} at {files.mount}, {bytes_text(files.free_bytes)} of "
+    print_text(", ".join(f"{name} {version or 'not installed'}" for name, version in found.versions.items()))
+    print_text(f"file system: {files.kind} at {files.mount}, {bytes_text(files.free_bytes)} of "
           f"{bytes_text(files.total_bytes)} free")  # fmt: skip
     if not found.is_there:
-        print(f"{found.path}: is not there yet; looked at was the directory above it")
+        print_text(f"{found.path}: is not there yet; looked at was the directory above it")
     if trial is not None:
         works = {True: "works", False: "does not work"}
         print(f"direct I/O: writing {works[trial.direct_write]}, reading {works[trial.direct_read]}")
         where = "" if trial.direct_read else " (from memory)"
-        print(f"disk: writes {bytes_text(int(trial.write_bytes_per_s))}/s, of which the sync takes "
+        print_text(f"disk: writes {bytes_text(int(trial.write_bytes_per_s))}/s, of which the sync takes "
               f"{1000 * trial.sync_s:.1f} ms, reads {bytes_text(int(trial.read_bytes_per_s))}/s{where}, "
               f"{bytes_text(trial.nbytes)} each; a small synced file takes {1000 * trial.small_s:.2f} ms")  # fmt: skip
     if run is not None:
         _print_run(run)
     for warning in found.warnings:
-        print(f"warning: {warning}")
+        print_text(f"warning: {warning}")
 
 
 def _print_run(run: RunHealth) -> None:
     owner = run.owner
     told = "nobody" if owner is None else f"{owner.name}, {'alive' if owner.is_alive else 'dead'}"
     heard = "" if owner is None else f", last heard of {age_text(owner.silent_s)} ago"
-    print(f"owner: {told}{heard}")
-    print(f"steps: {run.committed:,} committed, {len(run.damaged):,} damaged; {len(run.uncommitted):,} not committed")
+    print_text(f"owner: {told}{heard}")
+    unread = f"; {len(run.refused):,} cannot be read" if run.refused else ""
+    counts = f"{run.committed:,} committed, {len(run.damaged):,} damaged; {len(run.uncommitted):,} not committed"
+    print(f"steps: {counts}{unread}")
     if run.newest is not None and run.newest_age_s is not None:
-        print(
+        print_text(
             f"newest whole step: {run.newest.step}, {age_text(run.newest_age_s)} old, {bytes_text(run.newest.nbytes)}"
         )
     if run.at_risk is not None:
-        print(_risk_text(run.at_risk))
+        print_text(_risk_text(run.at_risk))
 
 
 def _risk_text(risk: AtRisk) -> str:

@@ -20,7 +20,7 @@ from jaxckpt_train.cli.operations import (
     plan_json,
     print_plan,
 )
-from jaxckpt_train.cli.output import bytes_text, print_json, progress, told_errors
+from jaxckpt_train.cli.output import bytes_text, print_json, print_text, progress, told_errors
 from jaxckpt_train.cli.show import nbytes_of, part_bytes
 from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.looking.leaf_diff import leaves_by_name
@@ -78,6 +78,7 @@ def export(
         source, name, plan = prepared(opened, part, only, surgery, op)
         others = [] if part else [each.name for each in opened.committed.manifest.parts if each.name != name]
         told: dict[str, Any] = {"from": opened.path, "to": absolute(out), "format": to, "plan": plan_json(plan)}
+        told["skipped"] = opened.skipped
         if not as_json:
             print_plan(plan)
         if dry_run:
@@ -88,9 +89,9 @@ def export(
         if as_json:
             print_json({**told, "left_out": [*told.get("left_out", ()), *others]})
             return
-        print(to_be_written_text(told) if dry_run else _written_text(told))
+        print_text(to_be_written_text(told) if dry_run else _written_text(told))
         if told.get("left_out"):
-            print(f"left out, as they are no numbers: {', '.join(told['left_out'])}")
+            print_text(f"left out, as they are no numbers: {', '.join(told['left_out'])}")
         for note in told.get("notes", ()):
             print(note, file=sys.stderr)
         if others:

@@ -11,7 +11,7 @@ import typer
 from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Step, absolute
 from jaxckpt_train.cli.exporting import Only, prepared, to_be_written, to_be_written_text
 from jaxckpt_train.cli.operations import DryRun, Operations, OperationsFile, plan_json, print_plan
-from jaxckpt_train.cli.output import bytes_text, print_json, progress, told_errors
+from jaxckpt_train.cli.output import bytes_text, print_json, print_text, progress, told_errors
 from jaxckpt_train.looking.opening import metadata_of, open_at, told_of_import
 from jaxckpt_train.moving.destination import refuse_owned
 from jaxckpt_train.store.appearing import refuse_existing_name
@@ -42,6 +42,7 @@ def import_(
         opened = open_at(BACKEND, absolute(path), step)
         source, name, plan = prepared(opened, part, only, surgery, op)
         told: dict[str, Any] = {"from": opened.path, "kind": opened.kind, "to": final, "plan": plan_json(plan)}
+        told["skipped"] = opened.skipped
         if not as_json:
             print_plan(plan)
         if dry_run:
@@ -65,7 +66,7 @@ def import_(
         if as_json:
             print_json(told)
         else:
-            print(to_be_written_text(told) if dry_run else f"{final}: {bytes_text(told['bytes'])}")
+            print_text(to_be_written_text(told) if dry_run else f"{final}: {bytes_text(told['bytes'])}")
 
 
 def _make_room(final: str) -> None:

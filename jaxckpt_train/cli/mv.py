@@ -7,7 +7,7 @@ import os
 
 from jaxckpt_train.cli.arguments import BACKEND, Json, Step, absolute
 from jaxckpt_train.cli.cp import Destination, Overwrite, Source, copied
-from jaxckpt_train.cli.output import bytes_text, print_json, told_errors
+from jaxckpt_train.cli.output import bytes_text, print_json, print_text, told_errors
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.looking.opening import open_at
 from jaxckpt_train.moving.destination import destination
@@ -40,9 +40,10 @@ def mv(src: Source, dst: Destination, step: Step = None, overwrite: Overwrite = 
         if file_exists(source.path):
             raise StorageError(errno.EBUSY, f"is copied to {final}, but the source was not removed", source.path)
         if as_json:
-            print_json({"source": source.path, "path": final, "bytes": nbytes, "removed": True})
+            told = {"source": source.path, "path": final, "bytes": nbytes, "removed": True}
+            print_json({**told, "skipped": source.skipped})
         else:
-            print(f"{source.path} -> {final}: {bytes_text(nbytes)} moved")
+            print_text(f"{source.path} -> {final}: {bytes_text(nbytes)} moved")
 
 
 def _move_step(source: Opened, final: str, overwrite: bool, as_json: bool) -> int:

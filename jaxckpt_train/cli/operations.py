@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from jaxckpt_train.cli.arguments import BACKEND, absolute
-from jaxckpt_train.cli.output import print_columns
+from jaxckpt_train.cli.output import print_columns, print_text
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.opened import Opened
 from jaxckpt_train.store.plain_files import read_whole
@@ -71,7 +71,7 @@ def _decoded(path: str, data: bytes) -> Any:
     try:
         return yaml.safe_load(data)
     except yaml.YAMLError as error:
-        raise SettingsError(f"{path}: neither JSON nor YAML: {error}") from error
+        raise SettingsError(f"{path}: neither JSON nor YAML: {' '.join(str(error).split())}") from error
 
 
 def changed(opened: Opened, part: str, operations: tuple[Operation, ...]) -> Operated:
@@ -89,7 +89,7 @@ def plan_json(operated: Operated) -> list[dict[str, Any]]:
 def print_plan(operated: Operated) -> None:
     """The plan for people; of very many changes of one operation the first ones."""
     for number, (name, changes) in enumerate(operated.plan, 1):
-        print(f"{number}. {name}: {len(changes)} {'change' if len(changes) == 1 else 'changes'}")
+        print_text(f"{number}. {name}: {len(changes)} {'change' if len(changes) == 1 else 'changes'}")
         rows = [["  " + old, "->", new] for old, new in changes[:MOST_SHOWN]]
         if rows:
             print_columns(rows[0], rows[1:], [False, False, False])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import enum
-import io
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ from jaxckpt_train.errors import (
     SettingsError,
     StorageError,
 )
-from jaxckpt_train.progress import progress_line
+from jaxckpt_train.progress import progress_line, wants_progress
 from jaxckpt_train.report import quantities
 
 WIDE = 10_000  # letters, where no terminal cuts lines
@@ -77,24 +76,19 @@ def told_errors(as_json: bool) -> Iterator[None]:
         if as_json:
             print_json({"error": type(error).__name__, "message": str(error), "notes": notes, "exit_code": int(code)})
         else:
-            print(f"jaxckpt: {error}", *notes, sep="\n", file=sys.stderr)
+            print_error(str(error), *notes)
         raise typer.Exit(int(code)) from error
-    except BrokenPipeError:
-        raise typer.Exit(int(Code.FINE)) from None  # whoever reads has seen enough, as `head`
 
 
-def print_any_text() -> None:
-    """Have what a terminal cannot show printed as `\\udcff`: names may be any bytes, and it may know ASCII only."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+def print_error(text: str, *notes: str) -> None:
+    """Tell of an error, or warn, in one line and one for each note; nothing where standard error is closed."""
+    if sys.stderr is not None:
+        print(f"jaxckpt: {shown_text(text)}", *map(shown_text, notes), sep="\n", file=sys.stderr)
 
 
-def flush_output() -> None:
-    """Print what is still to be printed; nobody who reads it is no error."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        sys.stdout = io.StringIO()  # the interpreter flushes it once more at its end, and would tell of that
+def print_text(text: str) -> None:
+    """Print one line, whatever names are in it."""
+    print(shown_text(text))
 
 
 def print_json(value: Any) -> None:
@@ -123,6 +117,7 @@ def print_columns(headings: Sequence[str], rows: Sequence[Sequence[str]], right:
     Rich's tables take seconds for ten thousand rows.
     """
     rows = [[shown_text(cell) for cell in row] for row in rows]
+    headings = [shown_text(cell) for cell in headings]
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     lines = []
     for row in [headings, *rows]:
@@ -142,7 +137,7 @@ def shown_text(text: str) -> str:
 @contextlib.contextmanager
 def progress(text: str, total_bytes: int | None, as_json: bool) -> Iterator[Callable[[int], None]]:
     """A line on the terminal while something long is under way; none where standard error is none."""
-    with progress_line(text, total_bytes, sys.stderr.isatty() and not as_json) as advance:
+    with progress_line(text, total_bytes, wants_progress("auto") and not as_json) as advance:
         yield advance or (lambda nbytes: None)
 
 

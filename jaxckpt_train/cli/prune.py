@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from jaxckpt_train.cli.arguments import BACKEND, Json, Run, absolute
-from jaxckpt_train.cli.output import Code, bytes_text, print_columns, print_json, progress, told_errors
+from jaxckpt_train.cli.output import Code, bytes_text, print_columns, print_json, print_text, progress, told_errors
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.looking.prune_plan import PrunePlan, plan_pruning
 from jaxckpt_train.steps.lock import OwnerLock
@@ -60,7 +60,7 @@ def prune(
 
     Always kept: the newest step, the newest that is whole, pinned steps, what a link in the run stands for, and what
     cannot be judged. Nothing is deleted while a live process owns the run: that ends with 4. Ends with 1 if the newest
-    step is damaged.
+    step is damaged, or cannot be read.
     """
     with told_errors(as_json):
         directory, pruning = absolute(run), Pruning(_policies(keep_latest, keep_every, keep_best, metric, mode))
@@ -80,7 +80,7 @@ def prune(
             _print(plan, yes, failed, owned_by)
         if failed:
             raise typer.Exit(int(Code.REFUSED))
-        if plan.damaged:
+        if plan.damaged or plan.refused:
             raise typer.Exit(int(Code.WRONG))
 
 
@@ -145,4 +145,4 @@ def _print(plan: PrunePlan, yes: bool, failed: list[str], owned_by: str | None) 
     else:
         print(f"{count} would go: {freed}. Nothing is deleted yet: --yes does it")
         if owned_by is not None:
-            print(f"{owned_by} owns the run: --yes is refused while it lives")
+            print_text(f"{owned_by} owns the run: --yes is refused while it lives")

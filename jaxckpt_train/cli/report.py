@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jaxckpt_train.cli.arguments import BACKEND, Json, Run, absolute
-from jaxckpt_train.cli.output import Code, bytes_text, print_json, progress, told_errors
+from jaxckpt_train.cli.output import Code, bytes_text, print_error, print_json, print_text, progress, told_errors
 from jaxckpt_train.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def report(
             _print(gathered)
         if gathered.damaged:
             for step in gathered.damaged if not as_json else ():
-                print(f"jaxckpt: {step.name}: {step.problem}", file=sys.stderr)
+                print_error(f"{step.name}: {step.problem}")
             raise typer.Exit(int(Code.WRONG))
 
 
@@ -103,4 +102,4 @@ def _write(path: str, page: str, as_json: bool) -> None:
 
     write_page(BACKEND, path, page)
     if not as_json:
-        print(f"{path}: {bytes_text(len(page.encode()))}")
+        print_text(f"{path}: {bytes_text(len(page.encode()))}")

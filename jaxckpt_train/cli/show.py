@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Patterns, Step, absolute
-from jaxckpt_train.cli.output import bytes_text, print_columns, print_json, told_errors
+from jaxckpt_train.cli.output import bytes_text, print_columns, print_json, print_text, told_errors
 from jaxckpt_train.errors import MismatchError
 from jaxckpt_train.looking.leaf_diff import leaves_by_name
 from jaxckpt_train.looking.opening import metadata_of, open_at
@@ -78,6 +78,7 @@ def _json_of(opened: Opened, leaves: dict[str, tuple[LeafRecord, ArrayRecord | N
         "parts": [{"name": part.name, "kind": part.kind, "bytes": part_bytes(opened, part.name)} for part in parts],
         "bytes": opened.committed.data_bytes,
         "leaves": [_leaf_json(opened, name, *leaf) for name, leaf in leaves.items()],
+        "skipped": opened.skipped,
     }
 
 
@@ -118,12 +119,12 @@ def part_bytes(opened: Opened, name: str) -> int:
 
 def _print(opened: Opened, leaves: dict[str, tuple[LeafRecord, ArrayRecord | None]]) -> None:
     about = metadata_of(opened)
-    print(f"{opened.path}  ({opened.kind})")
+    print_text(f"{opened.path}  ({opened.kind})")
     for name in ("step", "created", "metrics", "custom_metadata", "versions"):
         if about.get(name) not in (None, {}, ""):
-            print(f"{name}: {about[name]}")
+            print_text(f"{name}: {about[name]}")
     for part in opened.committed.manifest.parts:
-        print(f"part {part.name}: {part.kind}, {bytes_text(part_bytes(opened, part.name))}")
+        print_text(f"part {part.name}: {part.kind}, {bytes_text(part_bytes(opened, part.name))}")
     rows = [
         [
             name,

@@ -46,7 +46,8 @@ def stats(
             found = _read(opened, arrays, advance)
             bins = _histograms(opened, arrays, found, advance) if histogram else {}
         if as_json:
-            print_json({"path": opened.path, "leaves": [_json_of(name, found[name], bins.get(name)) for name in found]})
+            leaves = [_json_of(name, found[name], bins.get(name)) for name in found]
+            print_json({"path": opened.path, "leaves": leaves, "skipped": opened.skipped})
         elif not found:
             print(f"none of {len(chosen):,} {'leaf' if len(chosen) == 1 else 'leaves'} is an array")
         else:

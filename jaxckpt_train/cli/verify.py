@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Run, Step, absolute
-from jaxckpt_train.cli.output import Code, bytes_text, print_json, progress, told_errors
+from jaxckpt_train.cli.output import Code, bytes_text, print_json, print_text, progress, told_errors
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError, SettingsError
 from jaxckpt_train.looking.opening import open_at
 from jaxckpt_train.looking.run_look import StepLook, look_at_run
 from jaxckpt_train.opened import OURS
+from jaxckpt_train.store.backend import is_refusal
 from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.store.verify import first_damage, verify_opened
 
@@ -26,27 +27,35 @@ MIB = 1 << 20
 
 
 def verify(path: Checkpoint, step: Step = None, as_json: Json = False) -> None:
-    """Read every byte of a checkpoint and compare it with its digests. Ends with 1 if something is damaged."""
+    """Read every byte of a checkpoint and compare it with its digests.
+
+    Ends with 1 if something is damaged, with 4 if some of it cannot be read.
+    """
     with told_errors(as_json):
         opened = open_at(BACKEND, absolute(path), step)
         if opened.kind != OURS:
             raise NotACheckpointError(f"{opened.path}: of {opened.kind}, which keeps no digests to compare with")
         with progress("verifying", None, as_json) as advance:
             report = verify_opened(BACKEND, opened.committed, opened.settings, advance)
+        size = bytes_text(report.checked_bytes)
+        compared = f"not all of {size} compared" if report.refused else f"{size} compared"
+        state = "ok" if report.ok else "DAMAGED" if report.is_damaged else "CANNOT BE READ"
         if as_json:
             told = {"path": opened.path, "ok": report.ok, "bytes": report.checked_bytes, "problems": report.problems}
-            print_json(told)
+            print_json({**told, "damaged": report.is_damaged, "skipped": opened.skipped})
         else:
-            print(*report.problems, sep="\n", end="\n" if report.problems else "")
-            print(f"{opened.path}: {'ok' if report.ok else 'DAMAGED'}, {bytes_text(report.checked_bytes)} compared")
+            for problem in report.problems:
+                print_text(problem)
+            print_text(f"{opened.path}: {state}, {compared}")
         if not report.ok:
-            raise typer.Exit(int(Code.WRONG))
+            raise typer.Exit(int(Code.WRONG if report.is_damaged else Code.REFUSED))
 
 
 def scrub(run: Run, rate: Rate = None, as_json: Json = False) -> None:
     """Read every byte of all steps of a run, the newest first, and compare it with its digests.
 
-    Changes nothing: a training that restores sets damaged steps aside by itself. Ends with 1 if a step is damaged.
+    Changes nothing: a training that restores sets damaged steps aside by itself. Ends with 1 if a step is damaged, with
+    4 if none is and one cannot be read.
     """
     with told_errors(as_json):
         if rate is not None and not rate > 0:
@@ -63,15 +72,18 @@ def scrub(run: Run, rate: Rate = None, as_json: Json = False) -> None:
                 advance(nbytes)
 
             found = _scrub(directory, looks, read)
-        damaged = {name: problem for name, problem in found.items() if problem is not None}
+        damaged, refused = sum(each.is_damaged for each in found), sum(each.is_refused for each in found)
         if as_json:
-            print_json({"run": directory, "steps": [{"name": name, "problem": each} for name, each in found.items()]})
+            steps = [{"name": each.name, "problem": each.problem, "damaged": each.is_damaged} for each in found]
+            print_json({"run": directory, "steps": steps})
         else:
-            for name, problem in damaged.items():
-                print(f"{name}: {problem}")
-            print(f"{len(found)} steps, {len(damaged)} damaged, {bytes_text(pace.nbytes)} read")
-        if damaged:
-            raise typer.Exit(int(Code.WRONG))
+            for each in found:
+                if each.problem is not None:
+                    print_text(f"{each.name}: {each.problem}")
+            unread = f", {refused} cannot be read" if refused else ""
+            print(f"{len(found)} steps, {damaged} damaged{unread}, {bytes_text(pace.nbytes)} read")
+        if damaged or refused:
+            raise typer.Exit(int(Code.WRONG if damaged else Code.REFUSED))
 
 
 class _Pace:
@@ -88,15 +100,32 @@ class _Pace:
                 self._latch.wait(ahead_s)
 
 
-def _scrub(directory: str, looks: list[StepLook], pace: Any) -> dict[str, str | None]:
-    """What is wrong with each step, in the order in which they were looked at."""
-    return {look.name: _problem(directory, look, pace) for look in reversed(looks)}
+class _Scrubbed(NamedTuple):
+    """What was found of a step: a problem, or none; whether it is only that the storage has refused to read it."""
+
+    name: str
+    problem: str | None
+    is_refused: bool = False
+
+    @property
+    def is_damaged(self) -> bool:
+        return self.problem is not None and not self.is_refused
 
 
-def _problem(directory: str, look: StepLook, pace: Any) -> str | None:
+def _scrub(directory: str, looks: list[StepLook], pace: Any) -> list[_Scrubbed]:
+    """What is wrong with each step, the newest first; nothing of those that their owner has deleted meanwhile."""
+    found = []
+    for look in reversed(looks):
+        each = _scrubbed(directory, look, pace)
+        if each.problem is None or look.name in {entry.name for entry in BACKEND.list(directory)}:
+            found.append(each)
+    return found
+
+
+def _scrubbed(directory: str, look: StepLook, pace: Any) -> _Scrubbed:
     if look.problem is not None:
-        return look.problem
+        return _Scrubbed(look.name, look.problem, look.refusal is not None)
     try:
-        return first_damage(BACKEND, f"{directory}/{look.name}", pace)
+        return _Scrubbed(look.name, first_damage(BACKEND, f"{directory}/{look.name}", pace))
     except CheckpointError as error:
-        return str(error)
+        return _Scrubbed(look.name, str(error), is_refusal(error))

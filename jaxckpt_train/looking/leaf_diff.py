@@ -43,9 +43,11 @@ class LeafDiff:
 
     @property
     def relative(self) -> float | None:
-        """The norm of the differences by that of the values in `a`."""
+        """The norm of the finite differences by that of the values in `a`; nan: none is finite."""
         if self.max_abs is None:
             return None
+        if not self.difference and not math.isfinite(self.max_abs):
+            return math.nan
         return self.difference / self.norm if self.norm else math.inf if self.difference else 0.0
 
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 
-from jaxckpt_train.errors import CheckpointError, NotACheckpointError, StepNotFoundError, StorageError
+from jaxckpt_train.errors import (
+    CorruptCheckpointError,
+    NotACheckpointError,
+    StepNotFoundError,
+    StorageError,
+)
 from jaxckpt_train.formats.flax_directory import FlaxFile
 from jaxckpt_train.formats.foreign import Foreign
 from jaxckpt_train.formats.found import find_file, find_in_directory
-from jaxckpt_train.looking.run_look import has_steps, look_at_run, newest_whole
+from jaxckpt_train.looking.run_look import StepLook, has_steps, look_at_run, newest_whole, passed_over
 from jaxckpt_train.opened import IMPORTED_KIND, OURS, Opened, open_found
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.refusals import of_others
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.local import is_file
 from jaxckpt_train.store.transaction import is_committed, open_committed
+
+_log = logging.getLogger("jaxckpt_train")
 
 
 def open_at(backend: Backend, path: str, step: int | None = None, *, verify: bool = True) -> Opened:
@@ -28,13 +36,13 @@ def open_at(backend: Backend, path: str, step: int | None = None, *, verify: boo
 
     Raises:
         NotACheckpointError: there is none, or no such step; or a step of a run of Orbax has to be chosen.
-        CorruptCheckpointError: it is damaged.
-        StorageError: it cannot be read.
+        CorruptCheckpointError: it is damaged; of a run, if no step is given, all of its steps are.
+        StorageError: it cannot be read, or a newer step cannot, which may be whole.
     """
     settings = StoreSettings(verify_on_load=verify)
     if _is_run(backend, path):
-        name = _step_of(backend, path, step)
-        return Opened(OURS, backend, open_committed(backend, f"{path}/{name}"), settings, path)
+        name, skipped = _step_of(backend, path, step)
+        return Opened(OURS, backend, open_committed(backend, f"{path}/{name}"), settings, path, skipped)
     if step is not None or is_file(path):
         return open_found(backend, _foreign(backend, path, step), settings)
     try:
@@ -82,13 +90,35 @@ def _is_run(backend: Backend, path: str) -> bool:
         return False
 
 
-def _step_of(backend: Backend, path: str, step: int | None) -> str:
+def _step_of(backend: Backend, path: str, step: int | None) -> tuple[str, tuple[str, ...]]:
+    """The name of a step, and of those that are passed over for it."""
     looks = look_at_run(backend, path)
-    if step is None:
-        found = newest_whole(looks)
-        if found is None:
+    return _newest_of(path, looks) if step is None else (_named(path, looks, step), ())
+
+
+def _newest_of(path: str, looks: Sequence[StepLook]) -> tuple[str, tuple[str, ...]]:
+    """The newest whole step; one that is newer and damaged is warned of, and one that may be whole is an error."""
+    found = newest_whole(looks)
+    bad = passed_over(looks, found)
+    refused = next((look.refusal for look in bad if look.refusal is not None), None)
+    if refused is not None:
+        if found is not None:
+            hint = f"it may be the newest that is whole; to take an older one, give its number: --step {found.step}"
+            raise StorageError(refused.errno, f"{refused.strerror}; {hint}", refused.filename) from refused
+        raise refused
+    if found is None:
+        if not bad:
             raise StepNotFoundError(f"{path}: has no step that can be restored; `jaxckpt ls {path}` says why")
-        return found.name
+        raise CorruptCheckpointError(
+            f"{path}: none of its steps can be restored; `jaxckpt ls {path}` says why of each, and of {bad[0].name}: "
+            f"{bad[0].problem}"
+        )
+    for look in bad:
+        _log.warning("%s/%s is passed over: %s", path, look.name, look.problem)
+    return found.name, tuple(look.name for look in bad)
+
+
+def _named(path: str, looks: Sequence[StepLook], step: int) -> str:
     same = [each for each in looks if each.step == step]
     if not same:
         there = ", ".join(str(each.step) for each in looks[-5:]) or "none"
@@ -107,8 +137,3 @@ def told_of_import(opened: Opened) -> Mapping[str, object]:
     """What the manifest of its import says of where that comes from; the kind is that of the first of several."""
     first = None if opened.wrote_tree == OURS else opened.wrote_tree
     return {"imported_from": opened.path} | ({} if first is None else {IMPORTED_KIND: first})
-
-
-def is_damage(error: CheckpointError) -> bool:
-    """Whether an error tells of damage, and not of a wrong question."""
-    return type(error).__name__ in ("CorruptCheckpointError", "IncompleteCheckpointError", "FormatVersionError")

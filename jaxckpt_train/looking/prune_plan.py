@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 from collections.abc import Callable
 
-from jaxckpt_train.errors import CorruptCheckpointError, MismatchError, NotACheckpointError
+from jaxckpt_train.errors import CorruptCheckpointError, MismatchError, NotACheckpointError, StorageError
 from jaxckpt_train.looking.run_links import links_to_steps
 from jaxckpt_train.looking.run_look import StepLook, look_at_run
 from jaxckpt_train.looking.whole_steps import newest_whole_step
@@ -40,10 +40,12 @@ class PrunePlan:
     Attributes:
         steps: of the run, also those that are not committed, which stay.
         damaged: what is wrong with steps that are newer than the newest whole one, by step.
+        refused: why others of these could not be read, by step.
     """
 
     steps: list[Planned]
     damaged: dict[int, str]
+    refused: dict[int, StorageError]
 
     @property
     def going(self) -> list[Planned]:
@@ -78,7 +80,7 @@ def plan_pruning(
         NotACheckpointError: there is no run.
         CorruptCheckpointError: none of its steps is whole.
         MismatchError: no step has the metric by which the best are kept.
-        StorageError: the disk does not tell.
+        StorageError: none that can be read is whole.
     """
     looks = look_at_run(backend, directory)
     entries = sorted((look.entry for look in looks if look.entry is not None), key=lambda entry: entry.order)
@@ -88,14 +90,17 @@ def plan_pruning(
     roll_back = Notes(backend, directory).roll_back
     newest = newest_generations(current_line(entries, roll_back))
     found = newest_whole_step(backend, directory, newest, every_byte=every_byte, progress=reading)
+    if found.entry is None and found.refused:
+        raise next(iter(found.refused.values()))
     if found.entry is None:
         raise CorruptCheckpointError(f"{directory}: none of its steps is whole, so all stay; `jaxckpt scrub` tells why")
     links = links_to_steps(backend, directory)
     pruning.safe |= {entry.step: f"the link {links[entry.name]!r}" for entry in newest if entry.name in links}
-    pruning.safe |= {found.entry.step: "newest that is whole"} if found.damaged else {}
+    pruning.safe |= {found.entry.step: "newest that is whole"} if found.damaged or found.refused else {}
+    pruning.safe |= {step: f"cannot be read: {error}" for step, error in found.refused.items()}
     pruning.safe |= {step: f"damaged: {problem}" for step, problem in found.damaged.items()}
     by_name = {fate.entry.name: fate for fate in fates(entries, roll_back, pruning, now)}
-    return PrunePlan([_planned(look, by_name.get(look.name)) for look in looks], found.damaged)
+    return PrunePlan([_planned(look, by_name.get(look.name)) for look in looks], found.damaged, found.refused)
 
 
 def _planned(look: StepLook, fate: Fate | None) -> Planned:

@@ -54,6 +54,7 @@ class RunHealth:
         newest_age_s: seconds since it was saved.
         damaged: what is wrong with committed steps, by the names of their directories.
         uncommitted: the same of what was never committed, or lost its COMMIT.
+        refused: why others could not be read, by these names.
         left_overs: what dead processes left, which the next owner removes.
         at_risk: None: no process of the run has told how far it came.
         unreadable: why the history cannot be read.
@@ -65,6 +66,7 @@ class RunHealth:
     newest_age_s: float | None
     damaged: dict[str, str]
     uncommitted: dict[str, str]
+    refused: dict[str, str]
     left_overs: list[str]
     at_risk: AtRisk | None
     unreadable: str | None
@@ -76,7 +78,8 @@ class RunHealth:
 
     def warnings(self) -> list[str]:
         """What is not as it should be."""
-        found = [f"{name}: {problem}" for name, problem in [*self.damaged.items(), *self.uncommitted.items()]]
+        problems = [*self.damaged.items(), *self.uncommitted.items(), *self.refused.items()]
+        found = [f"{name}: {problem}" for name, problem in problems]
         if self.looks and self.newest is None:
             found.append("none of the steps can be restored")
         if self.owner is not None and self.owner.is_alive and self.owner.silent_s > SILENCE_S:
@@ -105,20 +108,40 @@ def health_of(backend: Backend, directory: str, now: datetime.datetime) -> RunHe
     newest = None if whole.entry is None else by_name[whole.entry.name]
     found_out = {entry.name: whole.damaged[entry.step] for entry in line if entry.step in whole.damaged}
     problems = {look.name: look.problem for look in looks if look.problem is not None}
+    refused = {entry.name: str(whole.refused[entry.step]) for entry in line if entry.step in whole.refused}
+    refused |= {look.name: str(look.refusal) for look in looks if look.refusal is not None}
     uncommitted = {name: problem for name, problem in problems.items() if by_name[name].entry is None}
-    damaged = {name: problem for name, problem in {**found_out, **problems}.items() if name not in uncommitted}
+    told = uncommitted.keys() | refused.keys()
+    damaged = {name: problem for name, problem in {**found_out, **problems}.items() if name not in told}
     at_risk, unreadable = _at_risk(backend, directory, owner, newest, now)
     return RunHealth(
         owner=owner,
         looks=looks,
         newest=newest,
         newest_age_s=None if whole.entry is None else (now - whole.entry.time).total_seconds(),
-        damaged=damaged,
-        uncommitted=uncommitted,
-        left_overs=[*dead_attempts(backend, directory), *half_deleted(backend, directory)],
+        damaged=_of_those_there(backend, directory, damaged),
+        uncommitted=_of_those_there(backend, directory, uncommitted),
+        refused=_of_those_there(backend, directory, refused),
+        left_overs=[*dead_attempts(backend, directory), *_left_half_deleted(backend, directory)],
         at_risk=at_risk,
         unreadable=unreadable,
     )
+
+
+def _of_those_there(backend: Backend, directory: str, problems: dict[str, str]) -> dict[str, str]:
+    """Without those that their owner has deleted meanwhile."""
+    there = {entry.name for entry in backend.list(directory)} if problems else set[str]()
+    return {name: problem for name, problem in problems.items() if name in there}
+
+
+def _left_half_deleted(backend: Backend, directory: str) -> list[str]:
+    """What was being deleted when its owner died; a live one is deleting it now, or ends when it has done so."""
+    found = half_deleted(backend, directory)
+    owner = OwnerLock(backend, directory).owner() if found else None
+    if not found or (owner is not None and owner.is_alive):
+        return []
+    there = half_deleted(backend, directory)
+    return [name for name in found if name in there]
 
 
 def _at_risk(

@@ -15,10 +15,10 @@ from jaxckpt_train.steps.history import HISTORY_NAME
 from jaxckpt_train.steps.lineage import left_behind, newest_generations
 from jaxckpt_train.steps.lock import LOCK_NAME
 from jaxckpt_train.steps.step_names import parse_step_name
-from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.backend import Backend, is_refusal
 from jaxckpt_train.store.local import is_file
 from jaxckpt_train.store.manifest import NOT_JSON
-from jaxckpt_train.store.transaction import read_committed
+from jaxckpt_train.store.transaction import is_gone, read_committed
 from jaxckpt_train.store.why_not import why_not_committed
 
 
@@ -44,6 +44,7 @@ class StepLook:
         nbytes: of its data; None: not known.
         is_current: whether the run goes on from it or from a later one: it was not left behind, or saved anew.
         problem: why it cannot be restored; None: nothing that a look at its manifest tells.
+        refusal: what the disk has refused, if that is the problem: it is not known to be damaged then.
     """
 
     name: str
@@ -52,10 +53,13 @@ class StepLook:
     nbytes: int | None
     is_current: bool
     problem: str | None
+    refusal: StorageError | None = None
 
 
 def look_at_run(backend: Backend, directory: str) -> list[StepLook]:
     """The steps of a run, lowest first, also those that are damaged, left behind or not committed.
+
+    What its owner has deleted meanwhile is not among them.
 
     Raises:
         NotACheckpointError: there is no such directory.
@@ -67,7 +71,32 @@ def look_at_run(backend: Backend, directory: str) -> list[StepLook]:
     current = {entry.name for entry in newest_generations([each for each in entries if each.name not in left])}
     found = [_looked(backend, directory, entry, entry.name in current) for entry in entries]
     found += _uncommitted(backend, directory, {entry.name for entry in entries})
-    return sorted(found, key=lambda each: (each.step, each.name))
+    return sorted(still_there(backend, directory, found), key=lambda each: (each.step, each.name))
+
+
+def still_there(backend: Backend, directory: str, looks: Sequence[StepLook]) -> list[StepLook]:
+    """Without those that have a problem and no longer their names: an owner was deleting them while they were read."""
+    if all(look.problem is None for look in looks):
+        return list(looks)
+    names = {entry.name for entry in backend.list(directory)}
+    return [look for look in looks if look.problem is None or look.name in names]
+
+
+def passed_over(looks: Sequence[StepLook], whole: StepLook | None) -> list[StepLook]:
+    """What is newer than the newest whole step, if there is one, and cannot be restored; the newest first.
+
+    Not what a roll-back has left behind. What has no manifest does not say when it was saved: its number tells.
+    """
+    bad = [look for look in looks if look.problem is not None and (look.is_current or look.entry is None)]
+    return sorted((look for look in bad if _is_newer(look, whole)), key=lambda look: look.step, reverse=True)
+
+
+def _is_newer(look: StepLook, than: StepLook | None) -> bool:
+    if than is None or than.entry is None:
+        return True
+    if look.entry is not None:
+        return look.entry.order > than.entry.order
+    return (parse_step_name(look.name) or (look.step, 0)) > (than.step, than.entry.generation)
 
 
 def newest_whole(looks: Sequence[StepLook]) -> StepLook | None:
@@ -88,10 +117,15 @@ def _refuse_nothing(backend: Backend, directory: str) -> None:
 
 
 def _looked(backend: Backend, directory: str, entry: Entry, is_current: bool) -> StepLook:
-    nbytes, problem = _size(backend, f"{directory}/{entry.name}")
+    refusal = None
+    try:
+        nbytes, problem = _size(backend, f"{directory}/{entry.name}")
+    except CheckpointError as error:
+        nbytes, problem = None, str(error)
+        refusal = error if isinstance(error, StorageError) and is_refusal(error) else None
     if problem is None and entry.damaged is not None:
         problem = f"set aside as damaged: {entry.damaged}"
-    return StepLook(entry.name, entry.step, entry, nbytes, is_current, problem)
+    return StepLook(entry.name, entry.step, entry, nbytes, is_current, problem, refusal)
 
 
 def _size(backend: Backend, directory: str) -> tuple[int | None, str | None]:
@@ -100,8 +134,6 @@ def _size(backend: Backend, directory: str) -> tuple[int | None, str | None]:
         if found is None:
             return None, "its COMMIT is gone"
         sizes = msgspec.json.decode(found[0], type=_Sizes)
-    except CheckpointError as error:
-        return None, str(error)
     except NOT_JSON as error:
         return None, f"{directory}: its manifest is not valid: {error}"
     segments = sum(segment[1] for segment in sizes.segments)
@@ -116,6 +148,8 @@ def _uncommitted(backend: Backend, directory: str, known: set[str]) -> list[Step
             continue
         problem = "is no directory, perhaps a link"
         if entry.kind == "directory":
+            if not is_gone(backend, f"{directory}/{entry.name}"):
+                continue  # it was committed a moment ago
             problem = str(why_not_committed(backend, f"{directory}/{entry.name}"))
         found.append(StepLook(entry.name, parsed[0], None, None, False, problem))
     return found

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError
+from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, StorageError
 from jaxckpt_train.steps.entry import Entry
-from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.backend import Backend, is_refusal
 from jaxckpt_train.store.plain_files import open_recorded
 from jaxckpt_train.store.transaction import Committed, is_gone, open_committed
 from jaxckpt_train.store.verify import file_problems, first_damage
@@ -20,10 +20,12 @@ class NewestWhole:
     Attributes:
         entry: the newest step that is whole; None: none is.
         damaged: what is wrong with each that is newer, by step.
+        refused: why others that are newer could not be read, by step: they may be whole.
     """
 
     entry: Entry | None
     damaged: dict[int, str]
+    refused: dict[int, StorageError] = dataclasses.field(default_factory=dict)
 
 
 def newest_whole_step(
@@ -43,17 +45,21 @@ def newest_whole_step(
         progress: called with numbers of bytes as they are read.
 
     Raises:
-        StorageError: the disk does not tell.
+        CheckpointTimeoutError: the disk does not answer.
     """
-    damaged = dict[int, str]()
+    damaged, refused = dict[int, str](), dict[int, StorageError]()
     for entry in reversed(newest):
         path = f"{directory}/{entry.name}"
-        problem = _damage(backend, path, progress) if every_byte else missing_or_cut(backend, path)
+        try:
+            problem = _damage(backend, path, progress) if every_byte else missing_or_cut(backend, path)
+        except StorageError as error:
+            refused[entry.step] = error
+            continue
         if problem is None:
-            return NewestWhole(entry, damaged)
+            return NewestWhole(entry, damaged, refused)
         if not is_gone(backend, path):  # else its owner has deleted it meanwhile
             damaged[entry.step] = problem
-    return NewestWhole(None, damaged)
+    return NewestWhole(None, damaged, refused)
 
 
 def _damage(backend: Backend, path: str, progress: Callable[[int], None]) -> str | None:
@@ -77,8 +83,8 @@ def missing_or_cut(backend: Backend, path: str) -> str | None:
 
 
 def _told(error: CheckpointError) -> str:
-    """The damage that an error tells of; one that only says that the disk does not answer is raised."""
-    if isinstance(error, OSError):
+    """The damage that an error tells of; one that only says that the disk refuses, or does not answer, is raised."""
+    if is_refusal(error):
         raise error
     return str(error)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 
-from jaxckpt_train.errors import CheckpointExistsError
+from jaxckpt_train.errors import CheckpointExistsError, StorageError
 from jaxckpt_train.report.page import MARK
 from jaxckpt_train.store.backend import HALF_MADE, Backend
 from jaxckpt_train.store.plain_files import read_head
@@ -19,7 +20,14 @@ def check_place(backend: Backend, path: str) -> bool:
         StorageError: the directory is not there, or cannot be read.
     """
     folder, name = os.path.split(path)
-    if all(entry.name != name for entry in backend.list(folder)):
+    try:
+        names = {entry.name for entry in backend.list(folder)}
+    except StorageError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        told = "expected the directory of the page that is to be written, found none; make it, or name another file"
+        raise StorageError(error.errno, told, folder) from error
+    if name not in names:
         return False
     if read_head(backend, folder, name, len(MARK)) != MARK.encode():
         raise CheckpointExistsError(

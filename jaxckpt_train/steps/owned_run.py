@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 from collections.abc import Iterator
 
-from jaxckpt_train.errors import NotACheckpointError
+from jaxckpt_train.errors import NotACheckpointError, StorageError
 from jaxckpt_train.steps.catalog import scan
 from jaxckpt_train.steps.policy_context import PreservationPolicy
 from jaxckpt_train.steps.run_directory import RunDirectory
@@ -38,7 +39,21 @@ def owned_run(backend: Backend, directory: str, policy: PreservationPolicy | Non
     run = RunDirectory(backend, directory, policy, _now)
     run.log.tends = True
     try:
-        run.own()
+        _own(run)
         yield run
     finally:
         run.close(PATIENCE_S)
+
+
+def _own(run: RunDirectory) -> None:
+    """Become its owner; a disk that has not a single block for that is told of with the way out."""
+    try:
+        run.own()
+    except StorageError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        told = (
+            f"{error.strerror}. Steps are deleted, or moved, by the owner of a run only, and there is no room to be "
+            "that: remove the directory of the oldest step by hand, while no job runs, and try it again"
+        )
+        raise StorageError(error.errno, told, error.filename) from error

@@ -26,6 +26,11 @@ class Entry:
     kind: Literal["file", "directory", "other"]
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Whether an error only says that a storage refused, failed or did not answer: what it holds may be whole."""
+    return isinstance(error, OSError) and error.errno not in MISSING
+
+
 class Sink(Protocol):
     """A file being written. The caller keeps every buffer and may reuse it as soon as a call returns.
 

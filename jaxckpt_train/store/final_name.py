@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
@@ -53,8 +54,10 @@ def refuse_existing(backend: Backend, final: str, replace: bool, how: str = "pas
 
 
 def remove_left_overs(backend: Backend, final: str) -> None:
-    """Make room; left-overs that stay are no reason not to save."""
+    """Make room; left-overs that stay are no reason not to save. Where there is no directory there are none."""
     try:
         remove_dead_attempts(backend, final)
     except StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return
         _log.warning("%s: what an earlier attempt left could not be removed: %s", final, error)

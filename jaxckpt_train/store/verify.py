@@ -10,7 +10,7 @@ from typing import Literal
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.answers import answer_of
-from jaxckpt_train.store.backend import Backend, Opener, Source
+from jaxckpt_train.store.backend import Backend, Opener, Source, is_refusal
 from jaxckpt_train.store.boxes import box_shape
 from jaxckpt_train.store.digests import HEX_DIGITS, digest_function
 from jaxckpt_train.store.dtypes import DTYPES, safetensors_form
@@ -41,17 +41,24 @@ class VerifyReport:
     Attributes:
         directory: the checkpoint.
         checked_bytes: how many bytes were read and compared.
-        problems: one line for each damage; empty when all is well.
+        problems: one line for each damage, and each file that cannot be read; empty when all is well.
+        refused: those of them that the storage has refused to read, for a reason that is not the checkpoint's fault.
     """
 
     directory: str
     checked_bytes: int
     problems: tuple[str, ...]
+    refused: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
         """Whether nothing is wrong."""
         return not self.problems
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether something is known to be wrong, and is not only refused."""
+        return len(self.problems) > len(self.refused)
 
 
 def verify(
@@ -78,13 +85,14 @@ def verify_opened(
 ) -> VerifyReport:
     """As `verify`, of a checkpoint whose manifest was read already."""
     files, read = [file for part in committed.manifest.parts for file in part.files], _Meter()
+    refused = set[str]()
     chunks = _chunks_by_segment(committed.manifest)
 
     def check(subject: int | FileRecord) -> tuple[str, list[str]]:
         if isinstance(subject, FileRecord):
-            return subject.file, _all(file_problems(backend, committed, subject, pace=read))
+            return subject.file, _all(file_problems(backend, committed, subject, pace=read), refused)
         segment = committed.manifest.segments[subject]
-        return segment.file, _all(_segment_problems(backend, committed, segment, chunks[subject], read))
+        return segment.file, _all(_segment_problems(backend, committed, segment, chunks[subject], read), refused)
 
     def moved() -> int:
         if progress is not None:
@@ -96,7 +104,8 @@ def verify_opened(
     with contextlib.closing(workers.run_each(check, subjects, moved=moved)) as checked:
         found = dict(checked)
     size = sum(segment.bytes for segment in committed.manifest.segments) + sum(file.bytes for file in files)
-    return VerifyReport(committed.directory, size, tuple(problem for file in sorted(found) for problem in found[file]))
+    problems = tuple(problem for file in sorted(found) for problem in found[file])
+    return VerifyReport(committed.directory, size, problems, tuple(each for each in problems if each in refused))
 
 
 class _Meter:
@@ -150,13 +159,14 @@ def _unpaced(nbytes: int) -> None:
     """As fast as it goes."""
 
 
-def _all(problems: Iterator[str]) -> list[str]:
-    """The problems; a refusal of the storage is one more."""
+def _all(problems: Iterator[str], refused: set[str]) -> list[str]:
+    """The problems; a refusal of the storage is one more, which is added to `refused` if it is no damage."""
     found: list[str] = []
     try:
         found.extend(problems)
     except StorageError as error:
         found.append(str(error))
+        refused |= {str(error)} if is_refusal(error) else set()
     return found
 
 

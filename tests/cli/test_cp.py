@@ -68,6 +68,7 @@ def test_a_copy_holds_all_that_the_source_does(tmp_path: Path) -> None:
     found = told("cp", tmp_path / "run", tmp_path / "copy")
     assert found == {
         "source": str(step), "path": str(tmp_path / "copy"), "bytes": jct.metadata(step).bytes, "read_again": False,
+        "skipped": [],
     }  # fmt: skip
     ours, theirs = manifest_of(step), manifest_of(tmp_path / "copy")
     assert theirs.info == ours.info
@@ -322,3 +323,15 @@ def test_on_a_terminal_a_line_tells_how_far_it_is(tmp_path: Path) -> None:
                 shown += piece
     assert b"copying" in shown
     assert done.stdout.endswith(b" copied\n")
+
+
+@pytest.mark.parametrize("where", ["file/x", "file/", "link/", "link/x"])
+def test_a_way_that_is_no_directory_is_one_line(tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture) -> None:
+    jct.save(tmp_path / "c", {"w": np.zeros(3)})
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "link").symlink_to("nowhere")
+    caplog.clear()
+    message = refused("cp", tmp_path / "c", f"{tmp_path}/{where}", code=4)
+    assert "\n" not in message
+    assert str(tmp_path / where.partition("/")[0]) in message
+    assert caplog.records == []

@@ -23,7 +23,7 @@ def differences(tmp_path: Path, a: dict[str, Any], b: dict[str, Any], code: int 
     jct.save(tmp_path / "a", a, overwrite=True)
     jct.save(tmp_path / "b", b, overwrite=True)
     found = told("diff", tmp_path / "a", tmp_path / "b", code=code)
-    assert set(found) == {"a", "b", "equal", "differences"}
+    assert set(found) == {"a", "b", "equal", "differences", "skipped_a", "skipped_b"}
     assert all(set(each) == KEYS for each in found["differences"])
     return {each["path"]: each for each in found["differences"]}
 
@@ -127,3 +127,17 @@ def test_steps_of_runs_and_leaves_are_chosen(tmp_path: Path) -> None:
     assert (found["a"], found["b"]) == (str(step_path(run, 1)), str(step_path(run, 2)))
     assert [(each["path"], each["max_abs"]) for each in found["differences"]] == [("step", 1)]
     assert told("diff", run, run, "--only", "state/w")["equal"] == 1
+
+
+def test_the_relative_norm_is_of_finite_differences_and_nan_if_there_is_none(tmp_path: Path) -> None:
+    one = np.array([1.0, 2.0, 3.0])
+    for bad in (np.inf, np.nan):
+        found = differences(tmp_path, {"w": one, "v": one}, {"w": one * [1, 1, bad], "v": one * [1, 2, bad]})
+        assert (found["w"]["max_abs"], found["w"]["relative_norm"]) == (str(bad), "nan")
+        assert found["v"]["relative_norm"] == pytest.approx(2 / np.linalg.norm(one))
+        (line,) = (
+            each for each in printed("diff", tmp_path / "a", tmp_path / "b", code=1).splitlines() if "/w" in each
+        )
+        assert line.split()[-2:] == [str(bad), "nan"]
+    found = differences(tmp_path, {"w": np.zeros(2)}, {"w": np.array([0.0, -0.0])})
+    assert found["w"]["relative_norm"] == 0

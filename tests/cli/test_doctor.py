@@ -86,7 +86,7 @@ def test_of_a_run_it_tells_the_newest_step_and_changes_nothing(tmp_path: Path) -
     before = files_below(directory)
     found = told("doctor", directory, *SMALL)
     assert set(found["run"]) == {
-        "steps", "newest_step", "newest_age_s", "newest_bytes", "damaged", "uncommitted", "left_overs",
+        "steps", "newest_step", "newest_age_s", "newest_bytes", "damaged", "uncommitted", "unreadable", "left_overs",
     }  # fmt: skip
     assert (found["run"]["steps"], found["run"]["newest_step"]) == (2, 2)
     assert found["run"]["newest_bytes"] == jct.metadata(step_path(directory, 2)).bytes
@@ -224,3 +224,17 @@ def test_a_history_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:
     found = told("doctor", directory, *SMALL, code=1)
     assert found["at_risk"] is None
     assert "the history cannot be read" in found["warnings"][0]
+
+
+def test_a_link_to_nothing_is_told_as_one(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    assert "found a link to nothing" in refused("doctor", tmp_path / "link", code=3)
+
+
+def test_how_a_training_ended_is_told_in_one_line(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1, 2)
+    history = directory / "history.jsonl"
+    history.write_text(history.read_text().replace('"closed"', '"clo\\u001b[31m\\nsed"'))
+    text = printed("doctor", directory, *SMALL)
+    assert r"(clo\x1b[31m\nsed)" in text
+    assert all(line.isprintable() for line in text.splitlines())

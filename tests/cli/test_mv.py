@@ -36,6 +36,7 @@ def test_a_checkpoint_is_moved_with_all_that_it_holds(tmp_path: Path) -> None:
     found = told("mv", tmp_path / "c", f"{tmp_path}/new/")
     assert found == {
         "source": str(tmp_path / "c"), "path": str(tmp_path / "new" / "c"), "bytes": saved.bytes, "removed": True,
+        "skipped": [],
     }  # fmt: skip
     assert files_below(tmp_path / "new" / "c") == before
     assert names(tmp_path) == ["new"]

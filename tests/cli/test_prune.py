@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train.errors import StorageError
 from jaxckpt_train.steps.best_link import BestLink
+from jaxckpt_train.store.local import LocalBackend
 from tests.cli.commands import printed, refused, run, told
 from tests.steps.runs import (
     Clock,
@@ -235,3 +238,21 @@ def test_where_there_is_no_run_it_ends_with_3_and_makes_nothing(tmp_path: Path) 
         refused("prune", tmp_path / "single", "--keep-latest", 1, *yes, code=3)
     assert [path.name for path in tmp_path.iterdir()] == ["single"]
     assert not (tmp_path / "single" / ".owner").exists()
+
+
+@pytest.mark.parametrize("command", [["prune", "--keep-latest", "1", "--yes"], ["mv", "elsewhere", "--step", "1"]])
+def test_on_a_disk_without_any_room_the_way_out_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    directory = made_run(tmp_path / "run", 1, 2)
+    before = files_below(directory)
+
+    def full(self: LocalBackend, path: str, data: bytes) -> bool:
+        raise StorageError(errno.ENOSPC, "cannot create the file: No space left on device", path)
+
+    monkeypatch.setattr(LocalBackend, "write_new", full)
+    name, *rest = [str(tmp_path / each) if each == "elsewhere" else each for each in command]
+    message = refused(name, directory, *rest, code=4)
+    assert "No space left on device" in message
+    assert "remove the directory of the oldest step by hand, while no job runs" in message
+    assert files_below(directory) == before

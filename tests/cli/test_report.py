@@ -124,7 +124,7 @@ def test_what_is_no_report_is_not_replaced(tmp_path: Path) -> None:
 def test_a_place_that_is_not_there_ends_with_4(tmp_path: Path) -> None:
     code, _, error = report(made_run(tmp_path / "run", 1), "-o", tmp_path / "none" / "page.html")
     assert code == 4
-    assert "cannot list the directory" in error
+    assert "expected the directory of the page" in error
 
 
 def test_without_the_library_it_says_what_to_install_and_json_works(tmp_path: Path, run_python: RunPython) -> None:

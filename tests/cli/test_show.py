@@ -39,7 +39,8 @@ def leaves(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def test_all_leaves_are_told_with_what_they_are(single: Path) -> None:
     found = told("show", single)
-    assert set(found) == {"path", "kind", "created", "custom_metadata", "versions", "parts", "bytes", "leaves"}
+    keys = {"path", "kind", "created", "custom_metadata", "versions", "parts", "bytes", "leaves", "skipped"}
+    assert set(found) == keys
     assert (found["path"], found["kind"]) == (str(single), "jaxckpt_train")
     assert found["custom_metadata"] == {"why": "a test"}
     assert found["bytes"] == jct.metadata(single).bytes

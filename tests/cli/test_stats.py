@@ -22,7 +22,7 @@ KEYS = {"part", "path", "count", "min", "max", "mean", "std", "norm", "nan", "in
 def stats_of(tmp_path: Path, tree: dict[str, Any], *options: str, code: int = 0) -> dict[str, dict[str, Any]]:
     jct.save(tmp_path / "c", tree, overwrite=True)
     found = told("stats", tmp_path / "c", *options, code=code)
-    assert set(found) == {"path", "leaves"}
+    assert set(found) == {"path", "leaves", "skipped"}
     return {each["path"]: each for each in found["leaves"]}
 
 

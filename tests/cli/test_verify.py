@@ -21,6 +21,8 @@ def test_a_whole_checkpoint_is_fine(tmp_path: Path) -> None:
         "ok": True,
         "bytes": saved.bytes,
         "problems": [],
+        "damaged": False,
+        "skipped": [],
     }
     assert printed("verify", tmp_path / "c").startswith(f"{tmp_path / 'c'}: ok, ")
 
@@ -86,7 +88,7 @@ def test_scrub_of_a_whole_run_reads_all_of_it(tmp_path: Path) -> None:
     found = told("scrub", run)
     assert found == {
         "run": str(run),
-        "steps": [{"name": step_path(run, step).name, "problem": None} for step in (2, 1)],
+        "steps": [{"name": step_path(run, step).name, "problem": None, "damaged": False} for step in (2, 1)],
     }
     assert printed("scrub", run).startswith("2 steps, 0 damaged, ")
 

@@ -72,5 +72,7 @@ def test_a_disk_that_does_not_tell_is_no_damage(
         raise StorageError(5, "cannot open the file: Input/output error", f"{directory}/{name}")
 
     monkeypatch.setattr(LocalBackend, "open", refuse)
+    found = newest_whole_step(LocalBackend(), str(directory), entries, every_byte=every_byte)
+    assert (found.entry, found.damaged, set(found.refused)) == (None, {}, {1})
     with pytest.raises(StorageError, match="Input/output error"):
-        newest_whole_step(LocalBackend(), str(directory), entries, every_byte=every_byte)
+        raise found.refused[1]

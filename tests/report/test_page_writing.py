@@ -50,7 +50,7 @@ def test_a_directory_or_a_link_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="list the directory"):
+    with pytest.raises(StorageError, match="expected the directory of the page"):
         write_page(BACKEND, str(tmp_path / "none" / "report.html"), MARK)
 
 

@@ -1,0 +1,26 @@
+"""Starts the command: an interrupt while its modules are imported ends it with 130, as one in its midst does."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+INTERRUPTED = 130
+
+
+def main() -> None:
+    """Import the command, and run it."""
+    is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else whoever called wants none
+    if is_usual:
+        signal.signal(signal.SIGINT, _leave)
+    from jaxckpt_train.cli.app import main as run
+
+    if is_usual:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    run()
+
+
+def _leave(number: int, frame: Any) -> None:
+    """Nothing is begun yet, and a half-imported module may take an exception for something else."""
+    os._exit(INTERRUPTED)

@@ -1,0 +1,178 @@
+"""What becomes of a command whose output nobody reads, or the system refuses; and that nothing in it is raw."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from tests.cli.commands import printed, run
+from tests.conftest import REPO_ROOT
+from tests.steps.runs import made_run, remove_the_manifest, save_steps, step_path
+
+RAW = "evil\x1b[31m\nname"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, a copy of it whose newest step is damaged, and two checkpoints that differ in many leaves."""
+    made = tmp_path_factory.mktemp("streams")
+    made_run(made / "run", 1, 2)
+    remove_the_manifest(step_path(made_run(made / "damaged", 1, 2), 2))
+    for name, value in (("a", 0.0), ("b", 1.0)):
+        jct.save(made / name, {f"leaf-{number:05d}": np.full(1, value) for number in range(1500)})
+    return made
+
+
+def shell(folder: Path, arguments: str, around: str) -> tuple[int, str, str]:
+    """How a command ends in a shell: `around` has a %s where it is."""
+    command = around % f"{shlex.quote(sys.executable)} -m jaxckpt_train.cli {arguments}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPO_ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("reader", ["true", "head -1"])
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [("diff a b", 1), ("diff a b --json", 1), ("show a", 0), ("ls damaged", 1), ("--help", 0), ("diff -h", 0)],
+)
+def test_who_reads_no_further_changes_no_exit_code(folder: Path, arguments: str, code: int, reader: str) -> None:
+    found = shell(folder, arguments, f"set -o pipefail; %s | {reader}")
+    assert (found[0], found[2]) == (code, "")
+
+
+@pytest.mark.parametrize("arguments", ["ls run", "show a", "verify run", "verify run --json", "--help", "--version"])
+def test_a_closed_output_does_no_harm(folder: Path, arguments: str) -> None:
+    assert shell(folder, arguments, "%s >&-") == (0, "", "")
+    assert shell(folder, arguments, "%s >&- 2>&- <&-") == (0, "", "")
+
+
+@pytest.mark.parametrize("streams", ["2>&-", ">&- 2>&-", "2>/dev/full", "2> >(true)"])
+def test_a_closed_error_output_does_no_harm(folder: Path, streams: str) -> None:
+    code, told, _ = shell(folder, "verify run", f"%s {streams}")
+    assert (code, ": ok, " in told) == (0, ">&- 2" not in streams)
+    assert shell(folder, "verify none", f"%s {streams}")[:2] == (3, "")
+    assert shell(folder, "ls --none", f"%s {streams}")[:2] == (2, "")
+
+
+def test_a_file_of_the_work_does_not_get_the_number_of_a_closed_stream(folder: Path, tmp_path: Path) -> None:
+    assert shell(folder, f"cp a {tmp_path}/copy", "%s >&- 2>&- <&-")[0] == 0
+    assert jct.verify(tmp_path / "copy").ok
+
+
+@pytest.mark.parametrize("arguments", ["ls run", "show a", "verify run", "diff a b", "--help", "ls run --json"])
+def test_output_that_is_refused_is_one_line_and_4(folder: Path, arguments: str) -> None:
+    code, _, error = shell(folder, arguments, "%s >/dev/full")
+    assert code == 4
+    assert error.startswith("jaxckpt: standard output: No space left on device; ")
+    assert error.endswith(f"with {int(arguments == 'diff a b')}\n")
+    assert error.count("\n") == 1
+
+
+def test_the_work_is_done_all_the_same(folder: Path, tmp_path: Path) -> None:
+    assert shell(folder, f"cp a {tmp_path}/copy", "%s >/dev/full")[0] == 4
+    assert jct.verify(tmp_path / "copy").ok
+
+
+def test_a_warning_is_one_line(folder: Path) -> None:
+    code, told, error = shell(folder, "verify damaged", "%s")
+    assert code == 0
+    assert f"{step_path(folder / 'damaged', 1)}: ok" in told
+    assert error.startswith(f"jaxckpt: {step_path(folder / 'damaged', 2)} is passed over: ")
+    assert error.count("\n") == 1
+
+
+def test_a_wrong_call_is_a_document_for_who_wants_one(folder: Path) -> None:
+    for arguments in (["ls"], ["ls", "run", "--none"], ["none"], ["show", "a", "--step", "x"], ["--none", "ls"]):
+        done = run(*arguments, "--json")
+        found = json.loads(done.stdout)
+        assert (done.exit_code, found["exit_code"], found["error"], done.stderr) == (2, 2, "UsageError", "")
+        assert found["message"]
+        assert found["notes"] == []
+    assert json.loads(shell(folder, "ls --json", "%s")[1])["exit_code"] == 2
+    done = run("ls", "run", "--none", "--", "--json")
+    assert done.stdout == ""
+    assert "Usage:" in done.stderr
+
+
+INTERRUPTED = """
+import signal, sys
+from jaxckpt_train.cli import start
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "jaxckpt_train.cli.app":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+start.main()
+"""
+
+
+def test_an_interrupt_while_it_is_imported_ends_it_with_130(folder: Path, run_python) -> None:
+    done = run_python(INTERRUPTED, "ls", "run", cwd=folder)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_later_an_interrupt_is_told_as_ever(folder: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "jaxckpt_train.cli", "scrub", "run", "--mib-per-second", "0.00001"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPO_ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        deadline = time.monotonic() + 60
+        while "jaxckpt_train" not in _mapped(process.pid) and time.monotonic() < deadline:
+            assert process.poll() is None
+        process.send_signal(2)
+        _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (130, b"")
+
+
+def _mapped(pid: int) -> str:
+    """Files that a process has open: a step's, once it is under way."""
+    links = Path(f"/proc/{pid}/fd")
+    try:
+        return " ".join(["jaxckpt_train" if "step-" in os.readlink(each) else "" for each in links.iterdir()])
+    except OSError:
+        return ""
+
+
+def test_nothing_that_files_or_names_hold_is_printed_raw(tmp_path: Path) -> None:
+    directory = tmp_path / RAW
+    with jct.StepManager(directory) as manager:
+        save_steps(manager, 1, metrics={"loss\x1b[31m\n": 1.0})
+        save_steps(manager, 2)
+    jct.save(tmp_path / f"c{RAW}", {"a": np.zeros(2)})
+    shown = r"evil\x1b[31m\nname"
+    assert printed("ls", directory).splitlines()[0].split()[3] == r"loss\x1b[31m\n"
+    texts = [
+        printed("show", directory),
+        printed("verify", directory),
+        printed("cp", directory, tmp_path / f"copy{RAW}"),
+        printed("mv", tmp_path / f"copy{RAW}", tmp_path / f"moved{RAW}"),
+        printed("import", tmp_path / f"c{RAW}", tmp_path / f"imported{RAW}", "--op", "rename a b"),
+        printed("doctor", tmp_path / f"none{RAW}", "--size-mib", 0),
+        run("verify", tmp_path / f"none{RAW}").stderr,
+        run("scrub", tmp_path / f"none{RAW}").stderr,
+        run("pin", tmp_path / f"none{RAW}", 1).stderr,
+    ]
+    for text in texts:
+        assert shown in text
+        assert all(line.isprintable() for line in text.splitlines()), text
+    assert all(text.count("\n") == 1 for text in texts[-3:])
