@@ -16,6 +16,7 @@ from jaxckpt_train.store.manifest import NOT_JSON, shown
 from jaxckpt_train.store.plain_files import read_whole
 
 MAX_JSON_BYTES = 256 << 20
+_END_OF_TIME_NS = 10**9 * 3600 * 24 * 365 * 8000  # later than that Python has no years; it is no time of a step
 _KINDS = {
     "PyTreeCheckpointHandler": PYTREE,
     "StandardCheckpointHandler": PYTREE,
@@ -70,7 +71,7 @@ def read_step(backend: Backend, directory: str, entries: Sequence[Entry]) -> Ste
         info["metrics"] = dict(metrics)
     if custom:
         info["custom_metadata"] = custom
-    if isinstance(ended, int):
+    if isinstance(ended, int) and 0 <= ended < _END_OF_TIME_NS:
         time = datetime.datetime.fromtimestamp(ended / 1e9, datetime.UTC)
         info["created"] = time.isoformat(timespec="milliseconds")
     handlers = told.get("item_handlers")  # text where the step is an item itself; None for what was found without one

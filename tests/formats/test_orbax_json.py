@@ -96,3 +96,13 @@ def test_damage_of_an_item_is_told_to_who_reads_it(content: bytes, step: Path, t
     (step / "_CHECKPOINT_METADATA").write_bytes(content)
     with pytest.raises(jct.CorruptCheckpointError, match="7/_CHECKPOINT_METADATA: expected JSON, but"):
         jct.load(step)
+
+
+@pytest.mark.parametrize("found", [10**30, -1, 3 * 10**20, True, 1.5, "now"])
+def test_a_time_that_is_none_is_left_out(found: object, step: Path) -> None:
+    file = step / "_CHECKPOINT_METADATA"
+    told_there = json.loads(file.read_text())
+    assert told("show", step)["created"] != ""
+    file.write_text(json.dumps({**told_there, "commit_timestamp_nsecs": found}))
+    assert raw(jct.load(step)["w"]) == raw(np.arange(4))
+    assert "1970" in told("show", step).get("created", "1970")
