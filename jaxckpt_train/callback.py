@@ -31,7 +31,7 @@ from jaxckpt_train.steps.goodput import Goodput
 from jaxckpt_train.steps.history import savable_metrics
 from jaxckpt_train.steps.loop_state import LoopState, refuse_to_continue
 from jaxckpt_train.steps.policy_context import PreservationPolicy, SavePolicy
-from jaxckpt_train.steps.refusals import refuse_behind
+from jaxckpt_train.steps.refusals import advised_for_a_loop
 from jaxckpt_train.steps.save_policies import has_temporary
 from jaxckpt_train.steps.step_save import SaveResult
 
@@ -154,6 +154,7 @@ class CheckpointCallback(LoopForms):
             values = restore(manager, values, on_mismatch=self._on_mismatch, departure=self._departure, **more)
             self._saved = manager.restored_step
             return values
+        self._saved = None  # of an earlier attempt, whose save has failed
         values = initialise(manager, values, self._init_from, self._departure)
         if self._save_initial:
             self._loop.told(values, None)
@@ -262,11 +263,11 @@ class CheckpointCallback(LoopForms):
     ) -> SaveResult:
         loop = self._loop
         assert loop.last is not None
-        refuse_behind(self.manager.directory, loop.step, self._saved)
         metrics = savable_metrics(loop.metrics) if force else loop.metrics
         with with_fingerprint(self._fingerprint), self.manager.telling_later():
             more: dict[str, Any] = {"metrics": metrics, "force": force, "reason": reason, "timeout_s": timeout_s}
-            result = self.manager.save(loop.step, loop.last, temporary=temporary, **more)
+            with advised_for_a_loop(self.manager.directory, loop.step, self._saved):
+                result = self.manager.save(loop.step, loop.last, temporary=temporary, **more)
             self._saved = loop.step if result.saved else self._saved
         return result
 

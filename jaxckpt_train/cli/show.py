@@ -50,7 +50,7 @@ def chosen_leaves(
         leaves = {name: leaf for name, leaf in leaves.items() if name.startswith(f"{part}/")}
     if not patterns:
         return leaves
-    idle = idle_pattern(patterns, leaves, _selection)
+    idle = idle_pattern(patterns, [*leaves, *(name.partition("/")[2] for name in leaves)])
     if idle is not None:
         hint = suggestion(idle, [name.partition("/")[2] for name in leaves])
         raise MismatchError(f"{opened.path}: {idle!r} selects none of {len(leaves)} leaves{hint}")

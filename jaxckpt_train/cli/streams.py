@@ -6,11 +6,14 @@ import contextlib
 import io
 import logging
 import os
+import select
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
 from jaxckpt_train.cli.output import Code, print_error
+
+_log = logging.getLogger("jaxckpt_train")
 
 
 class _Stream(io.FileIO):
@@ -29,7 +32,11 @@ class _Stream(io.FileIO):
         """Write some of it, or drop all."""
         if not self._is_over:
             try:
-                return super().write(data)
+                written: int | None = super().write(data)
+                while written is None:  # whoever has called has made it so that it does not wait
+                    select.select([], [self], [])
+                    written = super().write(data)
+                return written
             except OSError as error:
                 self._is_over = True
                 if not isinstance(error, BrokenPipeError):  # whoever reads has seen enough, as `head`
@@ -38,10 +45,11 @@ class _Stream(io.FileIO):
 
 
 class _Teller(logging.Handler):
-    """Tells what the package warns of as errors are told: a line for each."""
+    """Tells what the package warns of as errors are told, a line for each, unless somebody keeps it for later."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print_error(record.getMessage())
+        if not any(getattr(each, "keeps", False) for each in _log.handlers):
+            print_error(record.getMessage())
 
 
 @contextlib.contextmanager
@@ -49,12 +57,16 @@ def standard_streams() -> Iterator[None]:
     """Within: a command is run, which exits at its end; with 4 if what it has printed was refused.
 
     Names may be any bytes, and a terminal may know ASCII only: what cannot be shown is printed as `\\udcff`. What was
-    closed by who called stays silent, and no file that is opened gets its number.
+    closed by who called stays silent, and no file that is opened gets its number. Streams that the caller has put in
+    the place of Python's own stay as they are.
     """
     _take_closed_numbers()
-    printed, _ = streams = _Stream(1), _Stream(2)
-    sys.stdout, sys.stderr = (_text(*each) for each in zip((sys.stdout, sys.stderr), streams, strict=True))
-    logging.getLogger("jaxckpt_train").addHandler(_Teller(logging.WARNING))
+    before, printed, teller = (sys.stdout, sys.stderr), _Stream(1), _Teller(logging.WARNING)
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = _text(sys.stdout, printed)
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = _text(sys.stderr, _Stream(2))
+    _log.addHandler(teller)
     try:
         yield
     except SystemExit as ended:
@@ -67,7 +79,10 @@ def standard_streams() -> Iterator[None]:
         )
         raise SystemExit(int(Code.REFUSED)) from None
     finally:
-        sys.stdout.flush()
+        _log.removeHandler(teller)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        sys.stdout, sys.stderr = before
 
 
 def _take_closed_numbers() -> None:

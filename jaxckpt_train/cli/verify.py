@@ -9,12 +9,13 @@ import typer
 
 from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Run, Step, absolute
 from jaxckpt_train.cli.output import Code, bytes_text, print_json, print_text, progress, told_errors
-from jaxckpt_train.errors import CheckpointError, NotACheckpointError, SettingsError
+from jaxckpt_train.errors import CheckpointError, NotACheckpointError, SettingsError, StepNotFoundError
 from jaxckpt_train.looking.opening import open_at
 from jaxckpt_train.looking.run_look import StepLook, look_at_run
 from jaxckpt_train.opened import OURS
 from jaxckpt_train.store.backend import is_refusal
 from jaxckpt_train.store.latch import Latch
+from jaxckpt_train.store.local import file_exists
 from jaxckpt_train.store.verify import first_damage, verify_opened
 
 Rate = Annotated[
@@ -29,7 +30,7 @@ MIB = 1 << 20
 def verify(path: Checkpoint, step: Step = None, as_json: Json = False) -> None:
     """Read every byte of a checkpoint and compare it with its digests.
 
-    Ends with 1 if something is damaged, with 4 if some of it cannot be read.
+    Ends with 1 if something is damaged, also a newer step of the run, with 4 if some of it cannot be read.
     """
     with told_errors(as_json):
         opened = open_at(BACKEND, absolute(path), step)
@@ -37,6 +38,8 @@ def verify(path: Checkpoint, step: Step = None, as_json: Json = False) -> None:
             raise NotACheckpointError(f"{opened.path}: of {opened.kind}, which keeps no digests to compare with")
         with progress("verifying", None, as_json) as advance:
             report = verify_opened(BACKEND, opened.committed, opened.settings, advance)
+        if not report.ok and not file_exists(opened.path):
+            raise StepNotFoundError(f"{opened.path}: was removed while it was being read")
         size = bytes_text(report.checked_bytes)
         compared = f"not all of {size} compared" if report.refused else f"{size} compared"
         state = "ok" if report.ok else "DAMAGED" if report.is_damaged else "CANNOT BE READ"
@@ -47,8 +50,10 @@ def verify(path: Checkpoint, step: Step = None, as_json: Json = False) -> None:
             for problem in report.problems:
                 print_text(problem)
             print_text(f"{opened.path}: {state}, {compared}")
+        if report.is_damaged or (report.ok and opened.skipped):
+            raise typer.Exit(int(Code.WRONG))
         if not report.ok:
-            raise typer.Exit(int(Code.WRONG if report.is_damaged else Code.REFUSED))
+            raise typer.Exit(int(Code.REFUSED))
 
 
 def scrub(run: Run, rate: Rate = None, as_json: Json = False) -> None:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import atexit
 import errno
+import math
 import os
 import threading
+import time
 
 from jaxckpt_train.errors import StorageError
+from jaxckpt_train.store.answers import asks_since
 from jaxckpt_train.store.per_process import PerProcess
 
 PATIENCE_S = 30.0  # a disk that does not answer must not keep the process
@@ -22,12 +25,13 @@ class _Calls:
 
     def __init__(self, _: None) -> None:
         self._changed, self._count, self._process = threading.Condition(), 0, os.getpid()
-        self._is_over = False
+        self._over_since = math.inf
         atexit.register(self._wait)
 
     def __enter__(self) -> None:
         with self._changed:
-            if self._is_over and threading.current_thread().daemon:  # one that reads ahead, between two calls
+            since = asks_since()
+            if since is not None and since < self._over_since < math.inf:  # reads ahead, and was between two calls
                 raise StorageError(errno.ECANCELED, "the process is ending")
             self._count += 1
 
@@ -39,7 +43,7 @@ class _Calls:
     def _wait(self) -> None:
         if os.getpid() == self._process:  # a forked child has none of these threads
             with self._changed:
-                self._is_over = True
+                self._over_since = time.monotonic()
                 self._changed.wait_for(lambda: self._count == 0, PATIENCE_S)
 
 
@@ -49,6 +53,6 @@ _calls = PerProcess(_Calls)
 def foreign_call() -> _Calls:
     """A context: what is called within has come back before the process ends.
 
-    It raises StorageError on a daemon thread of a process that is ending: nobody waits for that any more.
+    In a process that is ending it raises StorageError where what is asked was begun before that: nobody waits for it.
     """
     return _calls.get(None)

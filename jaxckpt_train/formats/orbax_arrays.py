@@ -177,12 +177,16 @@ def read_box(subject: str, store: ts.TensorStore, box: Box, target: np.ndarray) 
     Raises:
         CorruptCheckpointError: what is stored is damaged.
     """
+    try:
+        with foreign_call():
+            _copy(store, box, target)  # what it makes of TensorStore's is gone again when it returns
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{subject}: box {box} cannot be read: {shown(error, TOLD_LETTERS)}") from error
+
+
+def _copy(store: ts.TensorStore, box: Box, target: np.ndarray) -> None:
     import tensorstore as ts
 
     part = store[tuple(slice(start, stop) for start, stop in box)] if box else store
     wanted = part.translate_to[0] if box else part
-    try:
-        with foreign_call():
-            ts.array(target, copy=False).write(wanted).result()
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{subject}: box {box} cannot be read: {shown(error, TOLD_LETTERS)}") from error
+    ts.array(target, copy=False).write(wanted).result()

@@ -83,7 +83,7 @@ def kind_of(handler: str) -> str | None:
     """The kind of checkpointable that a handler of Orbax or Grain writes; None: it is another one's."""
     if handler.startswith("grain."):
         return ORBAX_GRAIN
-    return _KINDS.get(handler.rpartition(".")[2])
+    return _KINDS.get(handler.rpartition(".")[2]) if handler.startswith("orbax.") else None
 
 
 def is_of_any_object(handler: str) -> bool:

@@ -47,7 +47,7 @@ def over_pieces(opened: Sequence[Opened], wanted: Iterable[Wanted]) -> Iterator[
 
     Other threads read ahead; what is to be done with a piece is for the caller's thread alone: calls of numpy that are
     short keep several threads waiting for each other. Who lets go of an array before the next comes has its memory
-    used again; together they take the read budget.
+    used again; together they take the read budget, and small ones some megabytes beside it.
 
     Raises:
         CorruptCheckpointError: bytes are not what was saved.

@@ -104,6 +104,8 @@ def _newest_of(path: str, looks: Sequence[StepLook]) -> tuple[str, tuple[str, ..
     if refused is not None:
         if found is not None:
             hint = f"it may be the newest that is whole; to take an older one, give its number: --step {found.step}"
+            if not isinstance(refused, StorageError):
+                raise type(refused)(f"{refused}; {hint}") from refused
             raise StorageError(refused.errno, f"{refused.strerror}; {hint}", refused.filename) from refused
         raise refused
     if found is None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jaxckpt_train.errors import CheckpointError, NotACheckpointError, StorageError
+from jaxckpt_train.errors import CheckpointError, FormatVersionError, NotACheckpointError, StorageError
 from jaxckpt_train.steps.catalog import scan_with_notes
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.steps.history import HISTORY_NAME
@@ -44,7 +44,8 @@ class StepLook:
         nbytes: of its data; None: not known.
         is_current: whether the run goes on from it or from a later one: it was not left behind, or saved anew.
         problem: why it cannot be restored; None: nothing that a look at its manifest tells.
-        refusal: what the disk has refused, if that is the problem: it is not known to be damaged then.
+        refusal: what the disk has refused, or that it is of a newer version, if that is the problem: it is not known to
+            be damaged then.
     """
 
     name: str
@@ -53,7 +54,7 @@ class StepLook:
     nbytes: int | None
     is_current: bool
     problem: str | None
-    refusal: StorageError | None = None
+    refusal: CheckpointError | None = None
 
 
 def look_at_run(backend: Backend, directory: str) -> list[StepLook]:
@@ -122,7 +123,7 @@ def _looked(backend: Backend, directory: str, entry: Entry, is_current: bool) ->
         nbytes, problem = _size(backend, f"{directory}/{entry.name}")
     except CheckpointError as error:
         nbytes, problem = None, str(error)
-        refusal = error if isinstance(error, StorageError) and is_refusal(error) else None
+        refusal = error if is_refusal(error) or isinstance(error, FormatVersionError) else None
     if problem is None and entry.damaged is not None:
         problem = f"set aside as damaged: {entry.damaged}"
     return StepLook(entry.name, entry.step, entry, nbytes, is_current, problem, refusal)

@@ -22,10 +22,15 @@ def refuse_to_remove_step(backend: Backend, owned: RunDirectory, directory: str,
         owned: the run, which this process owns.
         directory: of the run.
         name: of the step's directory.
+
+    Raises:
+        SettingsError: it must stay.
+        StorageError: the disk does not tell of a newer step whether it is whole: it may be this one that has to stay.
     """
     newest, left = owned.newest(), owned.left()
     line = [entry for entry in newest if entry.name not in left]
-    whole = newest_whole_step(backend, directory, line, every_byte=False).entry
+    found = newest_whole_step(backend, directory, line, every_byte=False)
+    whole = found.entry
     staying = {step: f"what the link {link!r} stands for" for step, link in links_to_steps(backend, directory).items()}
     staying |= {entry.name: "a pinned one" for entry in [*owned.entries(), *owned.damaged()] if entry.pinned}
     staying |= {whole.name: "the newest one that is whole"} if whole is not None else {}
@@ -35,6 +40,8 @@ def refuse_to_remove_step(backend: Backend, owned: RunDirectory, directory: str,
         raise SettingsError(
             f"{directory}/{name}: is {staying[name]}, and stays in its run; copy it by `jaxckpt cp` instead"
         )
+    for refusal in found.refused.values():
+        raise refusal
 
 
 def remove_step(owned: RunDirectory, name: str) -> None:

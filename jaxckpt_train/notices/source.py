@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 from typing import Protocol
 
@@ -33,9 +34,17 @@ class Notice:
             refuse("Notice.reason", "text", self.reason)
         for name in ("asked_at", "leave_by"):
             found: object = getattr(self, name)
-            is_number = isinstance(found, numbers.Real) and not isinstance(found, bool)
-            if found is not None and not (is_number and found == found):
+            if found is not None and not _is_time(found):
                 refuse(f"Notice.{name}", "seconds of time.monotonic(), or None", found)
+
+
+def _is_time(found: object) -> bool:
+    if isinstance(found, bool) or not isinstance(found, numbers.Real):
+        return False
+    try:
+        return not math.isnan(float(found))
+    except OverflowError:
+        return False
 
 
 class NoticeSource(Protocol):

@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxckpt_train.notices.source import Notice, NoticeSource
 from jaxckpt_train.value_checks import refuse, seconds
 
@@ -84,7 +86,7 @@ class WatchedSources:
             found: object = source.notice()
             if found is None or isinstance(found, Notice):
                 return found
-            if isinstance(found, bool):  # nobody means another thing by it, and to refuse True would cost the last step
+            if isinstance(found, (bool, np.bool_)):  # it is clear what is meant, and to refuse True would lose a save
                 return Notice(type(source).__name__) if found else None
             if not isinstance(found, str):
                 refuse(f"{type(source).__name__}.notice()", "a Notice, its reason as text, or None", found)

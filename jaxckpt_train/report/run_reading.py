@@ -105,6 +105,8 @@ def _heard() -> Iterator[list[str]]:
 
 
 class _Keeper(logging.Handler):
+    keeps = True  # so that nobody else tells of it
+
     def __init__(self, warnings: list[str]) -> None:
         super().__init__(logging.WARNING)
         self._warnings = warnings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -49,9 +50,13 @@ class LoopHook:
         Raises:
             SettingsError: the number is none, or below that of the first update.
         """
-        if isinstance(step, bool) or not hasattr(step, "__index__"):
+        try:
+            number = operator.index(step)
+        except TypeError:  # an array of floats, too, has an __index__
+            number = None
+        if number is None or isinstance(step, bool):
             refuse("hook(step)", "the number of the update, a whole number", step)
-        step = step.__index__()
+        step = number
         completed = step + 1 - self._first_step
         if completed < 1:
             raise SettingsError(

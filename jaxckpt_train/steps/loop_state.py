@@ -97,7 +97,7 @@ class LoopState:
             SettingsError: within `updates`, a step that is not the one under way.
         """
         if not self.in_steps:
-            if step is not None and check_step(step) < self.completed:
+            if step is not None and check_step(step) < self.complete:
                 self._warn_of_a_step_back(step)
             following = self.completed + (0 if self._is_under_way() else 1)
             self.completed = following if step is None else check_step(step)

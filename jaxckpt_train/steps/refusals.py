@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from jaxckpt_train.errors import CheckpointExistsError, SettingsError, StepNotFoundError, StorageError
 from jaxckpt_train.formats.flax_directory import certain_checkpoints
@@ -104,15 +105,28 @@ def refuse_again_or_below(directory: str, step: int, line: Sequence[Entry], rest
         )
 
 
-def refuse_behind(directory: str, step: int, saved: int | None) -> None:
-    """Raise SettingsError if a loop, which cannot overwrite or restore as it goes, is to save a step below its last."""
-    if saved is not None and step < saved:
-        raise SettingsError(
+@contextlib.contextmanager
+def advised_for_a_loop(directory: str, step: int, saved: int | None) -> Iterator[None]:
+    """Within: a step that is refused as it is not above the last is told of with what a loop can do.
+
+    It cannot overwrite, nor restore as it goes.
+
+    Args:
+        directory: of the run.
+        step: that is to be saved.
+        saved: the last one that the loop had saved.
+    """
+    try:
+        yield
+    except (CheckpointExistsError, SettingsError) as error:
+        if saved is None or step > saved:
+            raise
+        raise type(error)(
             f"{directory}: expected a step above {saved}, which is saved already, found {step}: number updates over "
             "the whole training (ckpt.steps(...) does, or begin at ckpt.completed_steps after a resume). To go back to "
             "an earlier step and train on from there give it as `init_from` to a run in a new directory, or use "
             "jaxckpt_train.StepManager, by restore(step=...)"
-        )
+        ) from error
 
 
 def seen_of(entries: Sequence[Entry]) -> Seen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable
 
@@ -33,9 +34,12 @@ def check_step(step: object) -> int:
     Raises:
         SettingsError: not a whole number, negative or absurdly large.
     """
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or isinstance(step, bool):
         raise SettingsError(f"step: expected a whole number of completed updates, found {step!r}")
-    number = step.__index__()
     if not 0 <= number < MAX_STEP:
         raise SettingsError(f"step: expected 0 to {MAX_STEP - 1}, found {number}")
     return int(number)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any, Generic, TypeVar
@@ -85,6 +86,14 @@ class Question(Generic[T]):
             del error
 
 
+_here = threading.local()
+
+
+def asks_since() -> float | None:
+    """When this thread has begun to ask what it asks, by `time.monotonic()`; None: it asks nothing."""
+    return getattr(_here, "asks_since", None)
+
+
 class _Thread:
     """A daemon thread that asks one question after the other; where a disk never answers it does not come back."""
 
@@ -98,14 +107,14 @@ class _Thread:
 
     def _work(self) -> None:
         while True:
-            question = self._questions.get()
+            question, _here.asks_since = self._questions.get(), time.monotonic()
             try:
                 question.ask()
             except BaseException:  # noqa: BLE001  # a thread's edge: it is of an `undo`, which nobody waits for
                 _log.exception("an answer of a disk that came too late could not be undone")
             self._idle.append(self)  # before it is told: who asks the next question need not start another thread
             question.have_answered()
-            del question
+            del question, _here.asks_since
 
 
 class _Threads:

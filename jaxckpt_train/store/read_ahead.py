@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.store.answers import Patience, Question, leave, put
 from jaxckpt_train.store.box_to_come import BoxToCome
 from jaxckpt_train.store.latch import LOOK_S
@@ -39,7 +40,8 @@ class ReadAhead:
     """Boxes of a checkpoint, read about in the order in which they will be wanted.
 
     Reads that have begun and what they gave take the budget at most, but for one that is wanted at once: that waits for
-    nobody. Use it as a context manager: it reads nothing more at its end.
+    nobody. Small ones are beside that: some `TOGETHER_BYTES`, and the memory of those that are still held.
+    Use it as a context manager: it reads nothing more at its end.
 
     Args:
         budget_bytes: how much memory is lent at a time.
@@ -103,9 +105,10 @@ class ReadAhead:
         with self._lock:
             if box.together is None:
                 at = self._small.index(box)  # 0 where they are wanted in their order
+                most = min(TOGETHER, len(self._small) - at)
                 self._small.rotate(-at)
                 some, nbytes = list[BoxAhead](), 0
-                while self._small and len(some) < TOGETHER and (not some or nbytes < TOGETHER_BYTES):
+                while len(some) < most and nbytes < TOGETHER_BYTES:
                     some.append(self._small.popleft())
                     nbytes += some[-1].nbytes
                 self._small.rotate(at)
@@ -145,13 +148,20 @@ class _Together:
     def __init__(self, boxes: Sequence[BoxToCome]) -> None:
         self._boxes, self._lock = boxes, threading.Lock()
         self._found: list[np.ndarray | None] = []
+        self._error: BaseException | None = None
 
     def take(self, place: int) -> np.ndarray:
         """One of them; it is not kept."""
         with self._lock:
+            if self._error is not None:  # not asked again for each of them: a disk may be given up only after minutes
+                raise self._error
             if not self._found:
                 first, *others = self._boxes
-                self._found = [*first.read_with(others)]
+                try:
+                    self._found = [*first.read_with(others)]
+                except CheckpointError as error:
+                    self._error = error
+                    raise
             found, self._found[place] = self._found[place], None
         assert found is not None
         return found

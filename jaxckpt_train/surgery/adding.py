@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import numbers
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +57,9 @@ class Add(Operation):
         if not (is_number or callable(self.init) or self.init in _NAMED):
             raise SettingsError(f"add: init: expected {', '.join(_NAMED)}, a number or a function, found {self.init!r}")
         whole_number("add: seed", self.seed, least=0)
-        if isinstance(self.stddev, bool) or not isinstance(self.stddev, int | float) or not 0 <= self.stddev < math.inf:
+        stddev: Any = self.stddev
+        is_number = isinstance(stddev, numbers.Real) and not isinstance(stddev, bool)
+        if not (is_number and 0 <= stddev < math.inf):
             raise SettingsError(f"add: stddev: expected a number from 0, found {self.stddev!r}")
         if self.init == "normal" and not is_inexact(DTYPES[self.dtype]):
             raise SettingsError(f"add: dtype: expected one of floats for normal, found {self.dtype!r}")

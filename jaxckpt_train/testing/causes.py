@@ -103,6 +103,8 @@ def _not_repeatable(evidence: Evidence) -> Iterator[Cause]:
         yield dataclasses.replace(_DEVICE, seen=f"{seen}, by no more than rounding")
     yield from _drawn(evidence, " without a seed")
     yield from _from_the_clock(evidence, seen)
+    if evidence.is_rounding and evidence.metrics_that_differ_anyway:
+        yield dataclasses.replace(_DEVICE, seen=f"{seen}, by no more than rounding: then it is not the clock")
     yield Cause(
         "the run is not repeatable: something random without a seed (a key made from the time, a generator, "
         "os.urandom), or the order of a set, which is another in each process",

@@ -31,23 +31,17 @@ def leaf_filter(only: Only) -> Callable[[str], bool]:
         raise SettingsError(
             f'only: expected a pattern such as "params/**", a list of them or a predicate, found {only!r}'
         )
-    compiled = [re.compile(_expression(pattern), re.DOTALL) for pattern in patterns]
-    return lambda name: any(expression.fullmatch(name) for expression in compiled)
+    exact = {pattern for pattern in patterns if not set(pattern) & set("*?")}
+    compiled = [re.compile(_expression(pattern), re.DOTALL) for pattern in patterns if pattern not in exact]
+    return lambda name: name in exact or any(expression.fullmatch(name) for expression in compiled)
 
 
-def idle_pattern(
-    only: Only, names: Collection[str], fits: Callable[[Only], Callable[[str], bool]] = leaf_filter
-) -> Only:
-    """The first of the patterns that selects nothing: one that is misspelt must not pass for chosen. None: all do.
-
-    Args:
-        only: as it was given.
-        names: of leaves.
-        fits: what makes a predicate of a pattern.
-    """
+def idle_pattern(only: Only, names: Collection[str]) -> Only:
+    """The first of the patterns that selects nothing: one that is misspelt must not pass for chosen. None: all do."""
     if only is None or callable(only) or isinstance(only, str) or not only:
-        return None if only is None or any(map(fits(only), names)) else only
-    return next((pattern for pattern in only if not any(map(fits(pattern), names))), None)
+        return None if only is None or any(map(leaf_filter(only), names)) else only
+    known = set(names)
+    return next((each for each in only if each not in known and not any(map(leaf_filter(each), names))), None)
 
 
 def refuse_idle_pattern(subject: str, only: Only, names: Collection[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train.cli import verify
 from tests.cli.commands import refused, run, told
 from tests.steps.runs import (
     DAMAGE,
@@ -62,8 +64,9 @@ def call(folder: Path, name: str) -> list[str]:
 def test_it_is_told_in_a_line(tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     damage(step_path(directory, 3))
-    found = told("verify", directory)
+    found = told("verify", directory, code=1)
     assert found["path"] == str(step_path(directory, 2))
+    assert found["ok"]
     assert found["skipped"] == [step_path(directory, 3).name]
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
@@ -79,6 +82,7 @@ def test_each_command_tells_it(tmp_path: Path, name: str, caplog: pytest.LogCapt
     remove_the_manifest(step_path(directory, 3))
     remove_commit(step_path(directory, 2))
     done = run(*call(tmp_path, name), "--json")
+    assert name != "verify" or done.exit_code == 1
     if name != "mv":  # the newest whole one stays where it is, which the next line says
         names = [step_path(directory, step).name for step in (3, 2)]
         assert json.loads(done.stdout)["skipped_a" if name == "diff" else "skipped"] == names
@@ -99,7 +103,7 @@ def test_a_link_and_an_empty_directory_with_the_name_of_a_step_are_told(tmp_path
     directory = made_run(tmp_path / "run", 1, 2)
     step_path(directory, 4).symlink_to(step_path(directory, 1))
     step_path(directory, 3).mkdir()
-    assert told("verify", directory)["skipped"] == [step_path(directory, step).name for step in (4, 3)]
+    assert told("verify", directory, code=1)["skipped"] == [step_path(directory, step).name for step in (4, 3)]
 
 
 def test_what_is_older_or_left_behind_is_not_told(tmp_path: Path) -> None:
@@ -137,3 +141,41 @@ def test_if_all_are_damaged_it_ends_with_1(tmp_path: Path, name: str) -> None:
     remove_commit(step_path(directory, 2))
     refused("show", directory, code=1)
     assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_one_of_a_newer_version_may_be_whole(tmp_path: Path, name: str) -> None:
+    directory = made_run(tmp_path / "run", 1, 2)
+    shutil.copytree(step_path(directory, 1), tmp_path / "same")
+    becomes_newer(step_path(directory, 2))
+    if name != "mv":  # of a run without one that may go
+        assert "; to take an older one, give its number: --step 1" in refused(*call(tmp_path, name), code=1)
+    becomes_newer(step_path(directory, 1))
+    assert "FormatVersionError" in run(*call(tmp_path, name), "--json").stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "same"}
+
+
+def becomes_newer(step: Path) -> None:
+    """As a later version of this package would write it."""
+    manifest = (step / "manifest.json").read_bytes().replace(b'"format_version":1', b'"format_version":9')
+    (step / "manifest.json").write_bytes(manifest)
+    commit = json.loads((step / "COMMIT").read_bytes())
+    commit |= {"format_version": 9, "manifest_sha256": hashlib.sha256(manifest).hexdigest()}
+    (step / "COMMIT").write_text(json.dumps(commit, separators=(",", ":")))
+
+
+def test_a_step_that_its_owner_deletes_meanwhile_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = made_run(tmp_path / "run", 1)
+    open_at = verify.open_at
+
+    def opened_and_gone(*arguments: object) -> object:
+        opened = open_at(*arguments)  # type: ignore[arg-type]
+        shutil.rmtree(step_path(directory, 1))
+        return opened
+
+    monkeypatch.setattr(verify, "open_at", opened_and_gone)
+    done = run("verify", directory)
+    assert (done.exit_code, done.stdout) == (3, "")
+    assert "was removed while it was being read" in done.stderr

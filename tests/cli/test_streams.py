@@ -92,7 +92,7 @@ def test_the_work_is_done_all_the_same(folder: Path, tmp_path: Path) -> None:
 
 def test_a_warning_is_one_line(folder: Path) -> None:
     code, told, error = shell(folder, "verify damaged", "%s")
-    assert code == 0
+    assert code == 1
     assert f"{step_path(folder / 'damaged', 1)}: ok" in told
     assert error.startswith(f"jaxckpt: {step_path(folder / 'damaged', 2)} is passed over: ")
     assert error.count("\n") == 1

@@ -262,8 +262,9 @@ def test_a_run_is_not_begun_anew_beside_checkpoints_of_flax(tmp_path: Path, pref
 def test_a_run_is_not_begun_anew_beside_flaxs_of_several_prefixes(tmp_path: Path) -> None:
     save(tmp_path, 10, prefix="actor_")
     save(tmp_path, 10, prefix="critic_")
-    with pytest.raises(jct.SettingsError, match="checkpoints of Flax, the last ones actor_10, critic_10"):
-        jct.CheckpointCallback(tmp_path).resume({"w": np.zeros(3)})
+    found = "checkpoints of Flax, the last ones actor_10, critic_10"
+    with pytest.raises(jct.SettingsError, match=found), jct.CheckpointCallback(tmp_path) as ckpt:
+        ckpt.resume({"w": np.zeros(3)})
 
 
 def test_a_run_that_has_begun_goes_on_beside_what_flax_writes(tmp_path: Path) -> None:

@@ -25,13 +25,14 @@ class _Busy(LocalBackend):
 
     def __init__(self, path: Path, time: int, act: Callable[[], None]) -> None:
         super().__init__()
-        self._path, self._left, self._act = str(path), time, act
+        self._path, self._left, self._act, self.acted = str(path), time, act, False
 
     def _met(self, path: str) -> None:
         self._left -= path == self._path
         if self._left == 0:
             self._left = -1
             self._act()
+            self.acted = True
 
     def open(self, directory: str, name: str, **options: Any) -> Source:
         self._met(f"{directory}/{name}")
@@ -49,31 +50,34 @@ def hide(directory: Path, step: int) -> Callable[[], None]:
     )
 
 
-@pytest.mark.parametrize("time", range(1, 8))
+@pytest.mark.parametrize("time", [1, 2])
 def test_a_step_that_is_deleted_while_it_is_looked_at(tmp_path: Path, time: int) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     backend = _Busy(step_path(directory, 1) / "COMMIT", time, hide(directory, 1))
     looks = look_at_run(backend, str(directory))
+    assert backend.acted
     assert [look.problem for look in looks] == [None] * len(looks)
     assert [look.step for look in looks][-2:] == [2, 3]
 
 
-@pytest.mark.parametrize("time", range(1, 7))
+@pytest.mark.parametrize("time", [1, 2, 3])
 def test_a_step_that_is_saved_while_it_is_looked_at(tmp_path: Path, time: int) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     step_path(directory, 3).rename(tmp_path / "new")
     backend = _Busy(directory, time, lambda: (tmp_path / "new").rename(step_path(directory, 3)) and None)
     looks = look_at_run(backend, str(directory))
+    assert backend.acted
     assert [look.problem for look in looks] == [None] * len(looks)
 
 
-@pytest.mark.parametrize("time", range(1, 12))
+@pytest.mark.parametrize("time", range(1, 5))
 def test_the_health_of_a_run_whose_owner_deletes_a_step(tmp_path: Path, time: int) -> None:
     with jct.StepManager(tmp_path / "run") as manager:
         save_steps(manager, 1, 2, 3)
         backend = _Busy(step_path(tmp_path / "run", 3) / "COMMIT", time, hide(tmp_path / "run", 3))
         found = health_of(backend, str(tmp_path / "run"), datetime.datetime.now(datetime.UTC))
         assert found.warnings() == []
+        assert backend.acted
         hidden = tmp_path / "run" / ".step-0000000003.deleting"
         if hidden.exists():
             hidden.rename(step_path(tmp_path / "run", 3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import jaxckpt_train as jct
@@ -75,9 +76,10 @@ def test_one_whose_notice_is_wrong_is_told_of_once_and_asked_again(
     assert said in caplog.text
 
 
-def test_a_source_that_gives_a_truth_value_means_it(tmp_path: Path) -> None:
-    steps = iter([False] * 5)
-    source = Wrong(lambda: next(steps, True))
+@pytest.mark.parametrize("kind", [bool, np.bool_])
+def test_a_source_that_gives_a_truth_value_means_it(tmp_path: Path, kind: Any) -> None:
+    steps = iter([kind(False)] * 5)
+    source = Wrong(lambda: next(steps, kind(True)))
     ckpt = jct.CheckpointCallback(tmp_path, notices=[source], on_preemption="raise", progress=False)
     with pytest.raises(jct.Preempted) as left, ckpt:
         ckpt.resume(state_of(0))

@@ -163,10 +163,10 @@ def test_small_ones_wait_for_no_large_one_between_them() -> None:
 def test_threads_that_want_small_ones_get_each_their_own() -> None:
     boxes = free(3000, nbytes=32)
     ahead, coming = ahead_of(boxes)
-    wrong: list[int] = []
+    right: list[int] = []
 
     def take(first: int) -> None:
-        wrong.extend(n for n in range(first, 3000, 4) if not (coming[n].fetch() == n % 251).all())
+        right.extend(n for n in range(first, 3000, 4) if (coming[n].fetch() == n % 251).all())
 
     with ahead:
         threads = [threading.Thread(target=take, args=(first,)) for first in range(4)]
@@ -174,7 +174,30 @@ def test_threads_that_want_small_ones_get_each_their_own() -> None:
             thread.start()
         for thread in threads:
             thread.join(60)
-    assert not wrong
+    assert sorted(right) == list(range(3000))
+
+
+def test_the_last_small_ones_are_not_read_with_the_first() -> None:
+    boxes = free(12, nbytes=900_000)
+    ahead, coming = ahead_of(boxes)
+    with ahead:
+        coming[10].fetch()
+        assert begun(boxes) == [10, 11]
+        coming[0].fetch()
+        assert begun(boxes) == [0, 1, 2, 3, 4, 10, 11]
+
+
+def test_small_ones_that_cannot_be_read_are_not_asked_for_again_by_each() -> None:
+    boxes = free(4, nbytes=8)
+    boxes[2].error = CorruptCheckpointError("damaged")
+    ahead, coming = ahead_of(boxes)
+    with ahead:
+        for number in (0, 3, 1):
+            with pytest.raises(CorruptCheckpointError, match="damaged"):
+                coming[number].fetch()
+            for box in boxes:
+                box.began.clear()
+        assert begun(boxes) == []
 
 
 def test_those_with_a_smaller_key_are_read_first() -> None:
