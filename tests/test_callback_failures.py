@@ -67,3 +67,27 @@ def test_the_loops_own_error_is_not_hidden_by_one_that_is_told_later(
         assert "the save before failed" in caplog.text
         manager.wait()
         assert manager.steps == [2]
+
+
+def test_after_a_save_that_failed_it_begins_anew_where_the_run_is(tmp_path: Path) -> None:
+    ckpt = callback_on(FullAtTimes(10), tmp_path, save_interval_steps=1)
+    with ckpt:
+        ckpt.resume(state_of(0))
+        ckpt(state_of(10), step=10)
+        with pytest.raises(jct.StorageError):
+            ckpt.manager.wait()
+        ckpt.resume(state_of(0))
+        assert ckpt.completed_steps == 0
+        assert ckpt(state_of(5), step=5).saved
+    assert jct.StepManager(tmp_path).steps == [5]
+
+
+def test_after_a_roll_back_by_the_manager_lower_steps_are_saved(tmp_path: Path) -> None:
+    with jct.CheckpointCallback(tmp_path, save_interval_steps=1, keep_latest=9) as ckpt:
+        ckpt.resume(state_of(0))
+        for step in range(1, 5):
+            ckpt(state_of(step), step=step)
+        ckpt.manager.restore({"state": state_of(0)}, step=2)
+        assert ckpt(state_of(3), step=3).saved
+    with jct.StepManager(tmp_path) as manager:
+        assert manager.latest == 3

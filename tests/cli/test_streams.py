@@ -7,7 +7,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -128,29 +127,29 @@ def test_an_interrupt_while_it_is_imported_ends_it_with_130(folder: Path, run_py
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+SAYS_WHEN_IT_WAITS = """
+from jaxckpt_train.cli import start, verify
+
+wait = verify.Latch.wait
+
+def told(latch, timeout_s=None):
+    print("waits", flush=True)
+    return wait(latch, timeout_s)
+
+verify.Latch.wait = told
+start.main()
+"""
+
+
 def test_later_an_interrupt_is_told_as_ever(folder: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-m", "jaxckpt_train.cli", "scrub", "run", "--mib-per-second", "0.00001"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(REPO_ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
-        deadline = time.monotonic() + 60
-        while "jaxckpt_train" not in _mapped(process.pid) and time.monotonic() < deadline:
-            assert process.poll() is None
+    command = [sys.executable, "-c", SAYS_WHEN_IT_WAITS, "scrub", str(folder / "run"), "--mib-per-second", "0.00001"]
+    environment = {**os.environ, "PYTHONPATH": str(REPO_ROOT)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"waits\n"  # between two reads, to keep its rate
         process.send_signal(2)
         _, error = process.communicate(timeout=60)
     assert (process.returncode, error) == (130, b"")
-
-
-def _mapped(pid: int) -> str:
-    """Files that a process has open: a step's, once it is under way."""
-    links = Path(f"/proc/{pid}/fd")
-    try:
-        return " ".join(["jaxckpt_train" if "step-" in os.readlink(each) else "" for each in links.iterdir()])
-    except OSError:
-        return ""
 
 
 def test_nothing_that_files_or_names_hold_is_printed_raw(tmp_path: Path) -> None:
@@ -176,3 +175,60 @@ def test_nothing_that_files_or_names_hold_is_printed_raw(tmp_path: Path) -> None
         assert shown in text
         assert all(line.isprintable() for line in text.splitlines()), text
     assert all(text.count("\n") == 1 for text in texts[-3:])
+
+
+IN_A_PROGRAM = """
+import contextlib, io, logging, os, sys, threading
+from jaxckpt_train.cli import start
+before, handlers = (sys.stdout, sys.stderr), list(logging.getLogger("jaxckpt_train").handlers)
+codes = []
+
+def call():
+    try:
+        start.main()
+    except SystemExit as ended:
+        codes.append(ended.code)
+
+call()
+kept = io.StringIO()
+with contextlib.redirect_stdout(kept):
+    call()
+thread = threading.Thread(target=call)
+thread.start()
+thread.join()
+assert (sys.stdout, sys.stderr) == before
+assert logging.getLogger("jaxckpt_train").handlers == handlers
+print(codes, kept.getvalue().count("step-0000000001"))
+"""
+
+
+def test_a_program_that_calls_it_has_its_streams_back(folder: Path, run_python) -> None:
+    done = run_python(IN_A_PROGRAM, "verify", "damaged", cwd=folder)
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert [("ok" in line) for line in lines] == [True, True, False]
+    assert lines[-1] == "[1, 1, 1] 1"
+    assert done.stderr.count("is passed over") == 3
+
+
+def test_a_pipe_that_does_not_wait_is_written_to_all_the_same(folder: Path) -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    command = [sys.executable, "-m", "jaxckpt_train.cli", "diff", "a", "b", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(REPO_ROOT)}
+    with subprocess.Popen(command, cwd=folder, env=environment, stdout=writing, stderr=subprocess.PIPE) as process:
+        os.close(writing)
+        with open(reading, "rb") as pipe:
+            found = json.loads(pipe.read())
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+    assert (process.returncode, len(found["differences"])) == (1, 1500)
+
+
+def test_what_the_page_tells_of_is_not_told_twice(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1)
+    with (directory / "history.jsonl").open("ab") as file:
+        file.write(b"\xff\n" * 3)
+    code, told, error = shell(tmp_path, "report run --json", "%s")
+    assert (code, error) == (0, "")
+    assert len(json.loads(told)["warnings"]) == 3

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -55,3 +56,23 @@ def test_a_process_that_ends_while_it_reads_is_not_aborted(tmp_path: Path) -> No
             timeout=120,
         )
         assert (done.returncode, done.stderr) == (7, "")
+
+
+AT_THE_END = """
+import atexit
+import sys
+
+import jaxckpt_train as jct
+
+atexit.register(lambda: print(jct.load(sys.argv[1])["x"].sum()))  # runs after those that are registered later
+print(jct.load(sys.argv[1])["x"].sum())
+"""
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+def test_an_exit_function_may_load(tmp_path: Path, run_python: Any) -> None:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "a", {"x": np.arange(1 << 20)})
+    done = run_python(AT_THE_END, tmp_path / "a")
+    total = str(sum(range(1 << 20)))
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, [total, total], "")
