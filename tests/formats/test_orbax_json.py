@@ -106,3 +106,15 @@ def test_a_time_that_is_none_is_left_out(found: object, step: Path) -> None:
     file.write_text(json.dumps({**told_there, "commit_timestamp_nsecs": found}))
     assert raw(jct.load(step)["w"]) == raw(np.arange(4))
     assert "1970" in told("show", step).get("created", "1970")
+
+
+@pytest.mark.parametrize("handler", ["my.package.JsonHandler", "my.package.PyTreeHandler"])
+def test_what_a_handler_of_somebodys_own_has_written_is_left_alone(handler: str, step: Path) -> None:
+    file = step / "_CHECKPOINT_METADATA"
+    told_there = json.loads(file.read_text())
+    told_there["item_handlers"]["mine"] = handler
+    file.write_text(json.dumps(told_there))
+    (step / "mine").mkdir()
+    (step / "mine" / "a.bin").write_bytes(b"\xff\x00")
+    assert set(jct.load_checkpointables(step)) == {"state", "config"}
+    assert raw(jct.load(step)["w"]) == raw(np.arange(4))
