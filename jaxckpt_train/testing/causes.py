@@ -103,8 +103,6 @@ def _not_repeatable(evidence: Evidence) -> Iterator[Cause]:
         yield dataclasses.replace(_DEVICE, seen=f"{seen}, by no more than rounding")
     yield from _drawn(evidence, " without a seed")
     yield from _from_the_clock(evidence, seen)
-    if evidence.is_rounding and evidence.metrics_that_differ_anyway:
-        yield dataclasses.replace(_DEVICE, seen=f"{seen}, by no more than rounding: then it is not the clock")
     yield Cause(
         "the run is not repeatable: something random without a seed (a key made from the time, a generator, "
         "os.urandom), or the order of a set, which is another in each process",
@@ -122,6 +120,8 @@ def _from_the_clock(evidence: Evidence, seen: str) -> Iterator[Cause]:
             f"{seen}, and in nothing but metrics: {', '.join(names[:3])}",
             f"leave it out: ignore_metrics={names}; what else differs is told then",
         )
+        if evidence.is_rounding:
+            yield dataclasses.replace(_DEVICE, seen=f"{seen}, by no more than rounding: then it is not the clock")
 
 
 def _drawn(evidence: Evidence, how: str = ", and its state is not saved") -> Iterator[Cause]:
