@@ -119,16 +119,21 @@ def _real(value: Any) -> float:
         return math.inf if value > 0 else -math.inf
 
 
+def index_of(value: Any) -> int | None:
+    """The whole number that a value is, also one of numpy or JAX; None: it is none, as a truth value is."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:  # arrays of floats have an __index__, too
+        return None
+
+
 def whole(least: int, most: float = math.inf) -> Check:
     """A check for a whole number in a range; those of numpy and JAX are taken too."""
     wanted = f"a whole number of at least {least}" if most == math.inf else f"a whole number from {least} to {most}"
 
     def check(subject: str, value: Any) -> int:
-        try:
-            number = operator.index(value)
-        except TypeError:
-            refuse(subject, wanted, value)
-        return number if not isinstance(value, bool) and least <= number <= most else refuse(subject, wanted, value)
+        number = index_of(value)
+        return number if number is not None and least <= number <= most else refuse(subject, wanted, value)
 
     return check
 

@@ -17,7 +17,6 @@ from jaxckpt_train.moving.destination import refuse_owned
 from jaxckpt_train.store.appearing import refuse_existing_name
 from jaxckpt_train.store.copying import copy_checkpoint
 from jaxckpt_train.store.final_name import refuse_left_over_name, remove_left_overs
-from jaxckpt_train.store.local import file_exists
 
 Out = Annotated[str, typer.Argument(metavar="OUT", help="The checkpoint to write.", show_default=False)]
 
@@ -73,10 +72,8 @@ def _make_room(final: str) -> None:
     """Refuse a name that is taken or must not be; remove what an import that was killed has left of this one."""
     refuse_existing_name(final)
     refuse_left_over_name(final)
-    folder = os.path.dirname(final)
-    refuse_owned(BACKEND, folder)
-    if file_exists(folder):
-        remove_left_overs(BACKEND, final)
+    refuse_owned(BACKEND, os.path.dirname(final))
+    remove_left_overs(BACKEND, final)
 
 
 def _now() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+from collections.abc import Collection
 
 from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.looking.run_look import StepLook, look_at_run
@@ -114,24 +115,25 @@ def health_of(backend: Backend, directory: str, now: datetime.datetime) -> RunHe
     told = uncommitted.keys() | refused.keys()
     damaged = {name: problem for name, problem in {**found_out, **problems}.items() if name not in told}
     at_risk, unreadable = _at_risk(backend, directory, owner, newest, now)
+    is_any = damaged or uncommitted or refused
+    # What is not there any more was deleted by its owner meanwhile.
+    there = {entry.name for entry in backend.list(directory)} if is_any else set[str]()
     return RunHealth(
         owner=owner,
         looks=looks,
         newest=newest,
         newest_age_s=None if whole.entry is None else (now - whole.entry.time).total_seconds(),
-        damaged=_of_those_there(backend, directory, damaged),
-        uncommitted=_of_those_there(backend, directory, uncommitted),
-        refused=_of_those_there(backend, directory, refused),
+        damaged=_of(there, damaged),
+        uncommitted=_of(there, uncommitted),
+        refused=_of(there, refused),
         left_overs=[*dead_attempts(backend, directory), *_left_half_deleted(backend, directory)],
         at_risk=at_risk,
         unreadable=unreadable,
     )
 
 
-def _of_those_there(backend: Backend, directory: str, problems: dict[str, str]) -> dict[str, str]:
-    """Without those that their owner has deleted meanwhile."""
-    there = {entry.name for entry in backend.list(directory)} if problems else set[str]()
-    return {name: problem for name, problem in problems.items() if name in there}
+def _of(names: Collection[str], problems: dict[str, str]) -> dict[str, str]:
+    return {name: problem for name, problem in problems.items() if name in names}
 
 
 def _left_half_deleted(backend: Backend, directory: str) -> list[str]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.value_checks import refuse, whole
+from jaxckpt_train.value_checks import index_of, refuse, whole
 
 
 class LoopHook:
@@ -50,17 +49,13 @@ class LoopHook:
         Raises:
             SettingsError: the number is none, or below that of the first update.
         """
-        try:
-            number = operator.index(step)
-        except TypeError:  # an array of floats, too, has an __index__
-            number = None
-        if number is None or isinstance(step, bool):
+        number = index_of(step)
+        if number is None:
             refuse("hook(step)", "the number of the update, a whole number", step)
-        step = number
-        completed = step + 1 - self._first_step
+        completed = number + 1 - self._first_step
         if completed < 1:
             raise SettingsError(
-                f"hook({step}): expected {self._first_step} after the first update, or more after a later one: each "
+                f"hook({number}): expected {self._first_step} after the first update, or more after a later one: each "
                 "step would be saved under the label of the one before; for a loop that counts from 0 make the hook by "
                 "as_hook(get_state, first_step=0)"
             )

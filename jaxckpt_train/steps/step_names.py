@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Iterable
 
 from jaxckpt_train.errors import CheckpointExistsError, SettingsError
+from jaxckpt_train.value_checks import index_of
 
 MAX_STEP = 10**15
 _DIGITS = 6
@@ -34,11 +34,8 @@ def check_step(step: object) -> int:
     Raises:
         SettingsError: not a whole number, negative or absurdly large.
     """
-    try:
-        number = operator.index(step)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
-    if number is None or isinstance(step, bool):
+    number = index_of(step)
+    if number is None:
         raise SettingsError(f"step: expected a whole number of completed updates, found {step!r}")
     if not 0 <= number < MAX_STEP:
         raise SettingsError(f"step: expected 0 to {MAX_STEP - 1}, found {number}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.store.backend import Backend, Entry
@@ -51,10 +51,9 @@ def remove_dead_attempts(backend: Backend, final: str) -> None:
     parent, name = os.path.split(final)
     removals = list[Callable[[], None]]()
     for entry in backend.list(parent):
-        path = os.path.join(parent, entry.name)
-        match = _ATTEMPT.fullmatch(entry.name)
-        if match is not None and match["final"] == name and is_dead_tag(match["tag"]):
-            may_be_torn = is_tag_of_another_boot(match["tag"])
+        path, tag = os.path.join(parent, entry.name), _dead_tag(entry, name)
+        if tag is not None:
+            may_be_torn = is_tag_of_another_boot(tag)
             removals.append(functools.partial(_remove_left, backend, entry, final, may_be_torn))
         elif path == side_name(final) and entry.kind != "file":  # an exchange moves directories, and links to them
             if is_committed(backend, final):
@@ -63,9 +62,7 @@ def remove_dead_attempts(backend: Backend, final: str) -> None:
                 backend.rename(path, final)
     if removals:
         sync_directory(backend, parent)
-    refused = [error for remove in removals if (error := _refusal(remove))]
-    if refused:
-        raise refused[0]
+    _do_all(removals)
 
 
 def remove_dead_exports(backend: Backend, final: str) -> None:
@@ -77,13 +74,22 @@ def remove_dead_exports(backend: Backend, final: str) -> None:
         StorageError: some of it could not be removed; the rest is.
     """
     parent, name = os.path.split(final)
-    refused = list[StorageError]()
-    for entry in backend.list(parent):
-        match, path = _ATTEMPT.fullmatch(entry.name), os.path.join(parent, entry.name)
-        if match is None or match["final"] != name or entry.kind != "directory" or not is_dead_tag(match["tag"]):
-            continue
-        if all(each.name != COMMIT_NAME for each in listed(backend, path)):
-            refused += filter(None, [_refusal(functools.partial(backend.remove, path))])
+    dead = [each for each in backend.list(parent) if each.kind == "directory" and _dead_tag(each, name) is not None]
+    paths = [os.path.join(parent, each.name) for each in dead]
+    no_steps = [path for path in paths if all(each.name != COMMIT_NAME for each in listed(backend, path))]
+    _do_all([functools.partial(backend.remove, path) for path in no_steps])
+
+
+def _dead_tag(entry: Entry, name: str) -> str | None:
+    """The tag of the process that attempted to make `name` there, if it is surely gone."""
+    match = _ATTEMPT.fullmatch(entry.name)
+    is_of_the_dead = match is not None and match["final"] == name and is_dead_tag(match["tag"])
+    return match["tag"] if match is not None and is_of_the_dead else None
+
+
+def _do_all(removals: Sequence[Callable[[], None]]) -> None:
+    """Do all of them; raises the first StorageError at the end."""
+    refused = [error for remove in removals if (error := _refusal(remove))]
     if refused:
         raise refused[0]
 

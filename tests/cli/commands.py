@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+from collections.abc import Sequence
 from typing import Any
 
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from jaxckpt_train.cli.app import app
+from tests.conftest import REPO_ROOT
 
 SECONDS = re.compile(r"\d+ s ago")  # some pass from one call to the next
 
@@ -29,6 +32,20 @@ def run(*arguments: str | int | os.PathLike[str]) -> Result:
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return done
+
+
+def ended(words: Sequence[str], cwd: str | os.PathLike[str] | None = None) -> tuple[int, str, str]:
+    """The exit code of a process that can import this package, and what it printed."""
+    done = subprocess.run(
+        words,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(REPO_ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
 
 
 def printed(*arguments: str | int | os.PathLike[str], code: int = 0) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from tests.cli.commands import printed, run
+from tests.cli.commands import ended, printed, run
 from tests.conftest import REPO_ROOT
 from tests.steps.runs import made_run, remove_the_manifest, save_steps, step_path
 
@@ -33,17 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def shell(folder: Path, arguments: str, around: str) -> tuple[int, str, str]:
     """How a command ends in a shell: `around` has a %s where it is."""
-    command = around % f"{shlex.quote(sys.executable)} -m jaxckpt_train.cli {arguments}"
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(REPO_ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    return done.returncode, done.stdout, done.stderr
+    return ended(["bash", "-c", around % f"{shlex.quote(sys.executable)} -m jaxckpt_train.cli {arguments}"], folder)
 
 
 @pytest.mark.parametrize("reader", ["true", "head -1"])

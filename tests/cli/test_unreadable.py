@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +17,7 @@ import pytest
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.store.backend import Source
 from jaxckpt_train.store.local import LocalBackend
-from tests.cli.commands import refused, told
-from tests.conftest import REPO_ROOT
+from tests.cli.commands import ended, refused, told
 from tests.steps.runs import flip_a_payload_byte, made_run, segment_of, step_path
 
 LOST = "-dac_override,-dac_read_search"
@@ -40,15 +38,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
 
 def called(*arguments: str | Path) -> tuple[int, str, str]:
     """The exit code, and what was printed, of a command that permissions hold back."""
-    done = subprocess.run(
-        [*AS_ANYBODY, sys.executable, "-m", "jaxckpt_train.cli", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(REPO_ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    return done.returncode, done.stdout, done.stderr
+    return ended([*AS_ANYBODY, sys.executable, "-m", "jaxckpt_train.cli", *map(str, arguments)])
 
 
 @needs_setpriv

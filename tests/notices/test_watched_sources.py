@@ -29,15 +29,20 @@ class Source:
         return self.found
 
 
-def test_one_that_fails_ends_no_training_and_hides_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    failing, other = Source(ValueError("no such cloud")), Source()
-    ckpt = jct.CheckpointCallback(tmp_path, notices=[failing, other], on_preemption="raise", progress=False)
+def step_left_at(directory: Path, first: Source, second: Source) -> int | None:
+    """The step at which a training leaves whose second source tells of a notice in update 6."""
+    ckpt = jct.CheckpointCallback(directory, notices=[first, second], on_preemption="raise", progress=False)
     with pytest.raises(jct.Preempted) as left, ckpt:
         ckpt.resume(state_of(0))
         for step in ckpt.steps(100):
-            other.found = "it is over" if step == 5 else None
+            second.found = "it is over" if step == 5 else None
             ckpt(state_of(step + 1))
-    assert left.value.step == 6
+    return left.value.step
+
+
+def test_one_that_fails_ends_no_training_and_hides_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    failing, other = Source(ValueError("no such cloud")), Source()
+    assert step_left_at(tmp_path, failing, other) == 6
     assert failing.asked > 6
     assert caplog.text.count("Source: asking it for a notice failed") == 1
     assert "no such cloud" in caplog.text
@@ -64,13 +69,7 @@ def test_one_whose_notice_is_wrong_is_told_of_once_and_asked_again(
     tmp_path: Path, makes: Any, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong, other = Wrong(makes), Source()
-    ckpt = jct.CheckpointCallback(tmp_path, notices=[wrong, other], on_preemption="raise", progress=False)
-    with pytest.raises(jct.Preempted) as left, ckpt:
-        ckpt.resume(state_of(0))
-        for step in ckpt.steps(100):
-            other.found = "it is over" if step == 5 else None
-            ckpt(state_of(step + 1))
-    assert left.value.step == 6
+    assert step_left_at(tmp_path, wrong, other) == 6
     assert wrong.asked > 6
     assert caplog.text.count("Wrong: asking it for a notice failed; it is asked again") == 1
     assert said in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Callable
 from typing import cast
 
 import numpy as np
@@ -56,6 +57,14 @@ def free(count: int, **options: int) -> list[FakeBox]:
     return boxes
 
 
+def on_four_threads(take: Callable[[int], None]) -> None:
+    threads = [threading.Thread(target=take, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+
 def begun(boxes: list[FakeBox]) -> list[int]:
     return [box.number for box in boxes if box.began.is_set()]
 
@@ -79,11 +88,7 @@ def test_several_threads_get_each_their_own() -> None:
                 wrong.append(number)
 
     with ahead:
-        threads = [threading.Thread(target=take, args=(first,)) for first in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        on_four_threads(take)
     assert not wrong
     assert begun(boxes) == list(range(40))
 
@@ -169,11 +174,7 @@ def test_threads_that_want_small_ones_get_each_their_own() -> None:
         right.extend(n for n in range(first, 3000, 4) if (coming[n].fetch() == n % 251).all())
 
     with ahead:
-        threads = [threading.Thread(target=take, args=(first,)) for first in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        on_four_threads(take)
     assert sorted(right) == list(range(3000))
 
 
