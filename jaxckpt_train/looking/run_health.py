@@ -11,11 +11,11 @@ from jaxckpt_train.looking.run_look import StepLook, look_at_run
 from jaxckpt_train.looking.whole_steps import newest_whole_step
 from jaxckpt_train.steps.attempts import attempts_of
 from jaxckpt_train.steps.history import History
+from jaxckpt_train.steps.interrupted import half_deleted
 from jaxckpt_train.steps.lineage import newest_generations
 from jaxckpt_train.steps.lock import SILENCE_S, Owner, OwnerLock
 from jaxckpt_train.steps.notes import Notes
 from jaxckpt_train.steps.pruning import current_line
-from jaxckpt_train.steps.retention import half_deleted
 from jaxckpt_train.steps.run_events import run_events
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.left_overs import dead_attempts

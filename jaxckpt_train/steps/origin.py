@@ -33,10 +33,10 @@ class Origin:
         """It goes on from what it has saved."""
         self.entry = self._seen = None
 
-    def left_behind(self, there: Sequence[Entry]) -> frozenset[str] | None:
-        """The names of what it leaves behind by going on; None: nothing that it knows of."""
+    def left_behind(self, there: Sequence[Entry], before: frozenset[str]) -> frozenset[str]:
+        """The names of what it leaves behind by going on; of what was left `before` if it knows of nothing."""
         if self.entry is None or self._seen is None or unseen_steps(there, self._seen):
-            return None
+            return before
         return left_behind_by(self.entry, there)
 
     def refuse(self, directory: str, there: Sequence[Entry]) -> None:

@@ -15,13 +15,12 @@ from typing import Protocol
 
 from jaxckpt_train.errors import CheckpointError, StorageError
 from jaxckpt_train.pending import SLICE_S
+from jaxckpt_train.steps.interrupted import hidden_name, shown_name
 from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.store.late_sync import make_durable, sync_directory
-from jaxckpt_train.store.left_overs import attempts
 
-_DELETING = ".deleting"
 _THREAD = "jaxckpt-retention"
 _MOMENT_S = 0.2
 _log = logging.getLogger("jaxckpt_train")
@@ -367,30 +366,3 @@ def names_in(backend: Backend, directory: str) -> set[str] | None:
 
 def _tell_refused(name: str, error: StorageError) -> None:
     _log.warning("deleting %s failed and will be tried again: %s", shown_name(name), error)
-
-
-def hidden_name(name: str) -> str:
-    """The name of a directory while it is being deleted."""
-    return name if name.endswith(_DELETING) else f".{name}{_DELETING}"
-
-
-def shown_name(name: str) -> str:
-    """The name that a directory had before it was being deleted; of all others, that which they have."""
-    return name[1 : -len(_DELETING)] if name.startswith(".") and name.endswith(_DELETING) else name
-
-
-def remove_attempts(backend: Backend, directory: str) -> None:
-    """Remove what interrupted saves left. What the disk does not let go does no harm: nobody reads it."""
-    for attempt, final in attempts(backend, directory):
-        if parse_step_name(final) is not None:
-            _log.info("removing an interrupted attempt, %s", attempt)
-            try:
-                backend.remove(attempt)
-            except StorageError as error:
-                _log.warning("an interrupted attempt was not removed: %s", error)
-
-
-def half_deleted(backend: Backend, directory: str) -> list[str]:
-    """The step directories whose deletion was begun and not finished."""
-    names = [entry.name for entry in backend.list(directory)]
-    return [name for name in names if shown_name(name) != name and parse_step_name(shown_name(name)) is not None]

@@ -19,6 +19,7 @@ from jaxckpt_train.steps.catalog import refuse_uncommitted, scan_with_notes, tel
 from jaxckpt_train.steps.doomed import Doomed
 from jaxckpt_train.steps.entry import Entry, entry_from_manifest
 from jaxckpt_train.steps.history import History
+from jaxckpt_train.steps.interrupted import begun_deletions, shown_name
 from jaxckpt_train.steps.letting_go import Holding, finish, let_go
 from jaxckpt_train.steps.lineage import (
     RollBack,
@@ -37,7 +38,7 @@ from jaxckpt_train.steps.past import Past
 from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy
 from jaxckpt_train.steps.refusals import refuse_again_or_below, step_not_found
 from jaxckpt_train.steps.restored import Restored, StepVanishedError
-from jaxckpt_train.steps.retention import Deleter, half_deleted, shown_name
+from jaxckpt_train.steps.retention import Deleter
 from jaxckpt_train.steps.run_log import RunLog
 from jaxckpt_train.steps.scrubber import Scrubber
 from jaxckpt_train.steps.step_names import check_step, free_step_name, parse_step_name
@@ -105,17 +106,16 @@ class RunDirectory:
         self._lock.check()  # keeps no guard, which others need who want nothing of the disk
 
     def _own(self) -> None:
-        tell = functools.partial(self.history.add, "take_over", self._clock())
-        take(self._backend, self._directory, self._lock, lambda dead: tell(host=dead.host, pid=dead.pid))
+        take(self._backend, self._directory, self._lock, self.log.took_over)
         with self._guard:
             self._look()
             self._book.settle(self._notes, self._entries)
             self._next_save.goes_on(self._entries)
-            left = self._origin.left_behind(self._entries)
-            self._left = self._left if left is None else left
+            self._left = self._origin.left_behind(self._entries, self._left)
         self._write_verdicts()
-        self._deleter.delete(half_deleted(self._backend, self._directory))
-        self.past = answer_of(self._directory, lambda moved: Past.of(self.history.recent()))
+        recent = answer_of(self._directory, lambda moved: self.history.recent())
+        self.past = Past.of(recent)
+        self._deleter.delete(begun_deletions(self._backend, self._directory, recent, self.deleted))
         self.is_owner = True  # last of all: what is interrupted before is done again
         self.log.started(None if self._origin.entry is None else self._origin.entry.step)
         self._best.update(self.newest)

@@ -13,7 +13,7 @@ from jaxckpt_train.pending import call_within
 from jaxckpt_train.steps.attempts import CLOSED
 from jaxckpt_train.steps.history import History
 from jaxckpt_train.steps.run_facts import run_facts
-from jaxckpt_train.store.machine import process_age_s
+from jaxckpt_train.store.machine import ProcessIdentity, process_age_s
 from jaxckpt_train.store.reader import Progress
 
 # Between two notes of how far it has come: those of a month are some 4 MB.
@@ -47,6 +47,10 @@ class RunLog:
         self.ends_as, self.tends = CLOSED, False
         self._began_at: float | None = None
         self._noted: tuple[float, int | None] = (0.0, None)
+
+    def took_over(self, dead: ProcessIdentity) -> None:
+        """The process takes the run from an owner that has died."""
+        self._history.add("take_over", self._clock(), host=dead.host, pid=dead.pid)
 
     def started(self, step: int | None = None) -> None:
         """The process owns the run; `step`: that it has restored before."""

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Callable
 
 from jaxckpt_train.errors import StorageError
+from jaxckpt_train.steps.interrupted import remove_attempts
 from jaxckpt_train.steps.lock import OwnerLock, try_to_write
 from jaxckpt_train.steps.refusals import refuse_checkpoint
-from jaxckpt_train.steps.retention import remove_attempts
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.late_sync import sync_directory

@@ -22,8 +22,9 @@ from jaxckpt_train.errors import StorageError
 from jaxckpt_train.pending import call_after
 from jaxckpt_train.steps import letting_go
 from jaxckpt_train.steps import lock as lock_module
+from jaxckpt_train.steps.interrupted import hidden_name
 from jaxckpt_train.steps.lock import OwnerLock
-from jaxckpt_train.steps.retention import Deleter, hidden_name
+from jaxckpt_train.steps.retention import Deleter
 from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.store.backend import HALF_MADE
 from jaxckpt_train.store.latch import Latch

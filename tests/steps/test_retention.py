@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import json
 import os
 import threading
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.steps.retention import Deleter, half_deleted, hidden_name
+from jaxckpt_train.steps.interrupted import begun_deletions, half_deleted, hidden_name
+from jaxckpt_train.steps.retention import Deleter
 from jaxckpt_train.store.local import LocalBackend
 from tests.steps.fake_backends import HoldingBackend, RecordingBackend, RefusingBackend, Told
 from tests.steps.runs import Clock, made_run, save_steps, state_of, step_of, step_path
@@ -180,6 +182,30 @@ def test_a_half_deleted_step_is_never_listed_and_its_owner_to_come_cleans_it(tmp
         owner.own()
     assert step_directories(run) == ["step-0000000002"]
     assert half_deleted(LocalBackend(), str(run)) == []
+
+
+def test_a_deletion_whose_owner_died_before_it_was_told_is_told_once_by_the_next(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2, 3)
+    for step in (1, 2):
+        step_path(run, step).rename(run / hidden_name(f"step-{step:010}"))
+    backend = RefusingBackend("remove", ".deleting", errno.EACCES, 1000)
+    for _ in range(2):  # what the disk does not let go is there still, and was told
+        with jct.StepManager(run, backend=backend) as owner:
+            owner.own()
+    with jct.StepManager(run) as owner:
+        save_steps(owner, 4)
+    told = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+    assert [each["name"] for each in told if each["event"] == "delete"] == ["step-0000000001", "step-0000000002"]
+
+
+def test_a_name_that_is_used_again_may_be_deleted_again(tmp_path: Path) -> None:
+    (tmp_path / ".step-0000000001.deleting").mkdir()
+    save, delete = ({"event": event, "name": "step-0000000001"} for event in ("save", "delete"))
+    others = [{"event": "note", "name": "step-0000000001"}, {"event": "save", "name": []}, {}]
+    for events, told in (([save, delete, *others], []), ([save, delete, save], ["step-0000000001"])):
+        heard = list[str]()
+        found = begun_deletions(LocalBackend(), str(tmp_path), events, heard.append)
+        assert (found, heard) == ([".step-0000000001.deleting"], told)
 
 
 def test_a_step_stops_being_listed_before_its_first_byte_goes(tmp_path: Path) -> None:
