@@ -48,7 +48,7 @@ class _Found:
 
 
 def doctor(path: Path, size_mib: Size = 256, as_json: Json = False) -> None:
-    """Look at a run and its disk: versions, room, speed, the owner, damaged steps, and what a crash would cost now.
+    """Look at a run and its disk: versions, room, speed, owner, damaged steps, and what a crash would cost.
 
     The disk is tried with a file that has no name, so nothing of it is left. Ends with 1 if there is a warning.
     """

@@ -32,7 +32,7 @@ def import_(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Make a checkpoint of what Orbax, PyTorch, safetensors or Flax have written, changed on the way if that is wanted.
+    """Make a checkpoint of what Orbax, PyTorch, safetensors or Flax have written; operations may change it.
 
     Arrays pass through memory one after the other; what is written has digests from then on.
     """

@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -31,7 +32,8 @@ def test_all_of_them_are_here() -> None:
 
 
 @every_command
-def test_its_help_says_what_it_and_each_option_is_for(name: str) -> None:
+def test_its_help_says_what_it_and_each_option_is_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     done = run(name, "--help")
     assert done.exit_code == 0
     assert run(name, "-h").stdout == done.stdout
@@ -42,7 +44,9 @@ def test_its_help_says_what_it_and_each_option_is_for(name: str) -> None:
     assert [each.name for each in options if each.param_type_name == "option" and not each.help] == []
     assert all(option in done.stdout for each in options for option in each.opts if option.startswith("--"))
     assert "--json" in done.stdout
-    assert run("--help").stdout.count(f" {name} ") >= 1
+    told = re.search(rf"^\W*{name} +(.*?)\W*$", run("--help").stdout, re.MULTILINE)
+    assert told is not None
+    assert f"{told[1]}." == " ".join(COMMANDS[name].help.split("\n\n")[0].split())
 
 
 @every_command
@@ -103,6 +107,10 @@ def test_each_is_imported_when_it_is_asked_for(directory: Path, run_python: RunP
     modules = set(json.loads(done.stdout.splitlines()[-1])[1])
     assert "jaxckpt_train.cli.ls" in modules
     assert not {"jaxckpt_train.cli.cp", "jaxckpt_train.surgery"} & modules
+    done = run_python(program, "--help", cwd=directory, check=True)
+    modules = set(json.loads(done.stdout.splitlines()[-1])[1])
+    assert "jaxckpt_train.cli.app" in modules
+    assert not {"jaxckpt_train.cli.ls", "numpy"} & modules
 
 
 def test_one_that_is_nearly_another_is_suggested() -> None:
