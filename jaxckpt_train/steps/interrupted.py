@@ -40,12 +40,13 @@ def begun_deletions(
         backend: where.
         directory: of the run.
         events: of its history.
-        tell: is called with the names of the steps of which these do not say so: their owner died in between.
+        tell: is called with the names of the steps of which these do not say so: their owner died in between. Not of
+            one that is there: it has been saved anew, or brought back by a power cut.
     """
-    hidden = half_deleted(backend, directory)
+    hidden, there = half_deleted(backend, directory), {entry.name for entry in backend.list(directory)}
     last = {str(event.get("name")): event["event"] for event in events if event.get("event") in ("save", "delete")}
     for name in map(shown_name, hidden):
-        if last.get(name) != "delete":
+        if last.get(name) != "delete" and name not in there:
             tell(name)
     return hidden
 

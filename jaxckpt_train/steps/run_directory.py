@@ -115,7 +115,7 @@ class RunDirectory:
         self._write_verdicts()
         recent = answer_of(self._directory, lambda moved: self.history.recent())
         self.past = Past.of(recent)
-        self._deleter.delete(begun_deletions(self._backend, self._directory, recent, self.deleted))
+        self._deleter.delete(begun_deletions(self._backend, self._directory, recent, self.log.deleted))
         self.is_owner = True  # last of all: what is interrupted before is done again
         self.log.started(None if self._origin.entry is None else self._origin.entry.step)
         self._best.update(self.newest)
@@ -323,7 +323,7 @@ class RunDirectory:
     def deleted(self, name: str) -> None:
         """Take note that it is not there under this name any more."""
         self.forget(name)
-        self.history.add("delete", self._clock(), name=name)
+        self.log.deleted(name)
 
     def reading(self, entries: Sequence[Entry]) -> contextlib.AbstractContextManager[None]:
         """Keep retention away from these steps meanwhile."""

@@ -52,6 +52,10 @@ class RunLog:
         """The process takes the run from an owner that has died."""
         self._history.add("take_over", self._clock(), host=dead.host, pid=dead.pid)
 
+    def deleted(self, name: str) -> None:
+        """A step directory is not there under this name any more."""
+        self._history.add("delete", self._clock(), name=name)
+
     def started(self, step: int | None = None) -> None:
         """The process owns the run; `step`: that it has restored before."""
         self._began_at = self._monotonic()

@@ -22,8 +22,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxckpt_train.steps.history import HISTORY_NAME
 from jaxckpt_train.steps.lock import LOCK_NAME, SILENCE_S
 from jaxckpt_train.steps.manager import StepManager
+from jaxckpt_train.steps.notes import NOTES_NAME
 from jaxckpt_train.steps.preservation_policies import LatestN
 from jaxckpt_train.store.backend import HALF_MADE
 from tests.faults.campaign_end import leave_with
@@ -122,9 +124,16 @@ def soak(seconds: float, seed: int, every_s: float, folder: Path, training: str 
         found.problems += [f"left over: {name}" for name in names if _is_left(run / name)]
         steps = [name for name in names if name.startswith("step-")]
         if len(steps) > KEPT:
-            found.problems.append(f"{len(steps)} steps are there, and {KEPT} are kept: {steps[:10]}")
+            found.problems.append(f"{len(steps)} steps are there, and {KEPT} are kept: {_told_of(run, steps[:-KEPT])}")
     found.problems += growth(found.rows, seconds) + too_many(found.names) + standstill(found.rows)
     return found
+
+
+def _told_of(run: Path, names: list[str]) -> list[str]:
+    """What the history and the notes say of steps."""
+    files = [run / HISTORY_NAME, run / NOTES_NAME]
+    lines = [line for file in files if file.exists() for line in file.read_text(encoding="utf-8").splitlines()]
+    return [line[:400] for line in lines if any(name in line for name in names[:3])]
 
 
 def count(directory: Path) -> dict[str, int]:

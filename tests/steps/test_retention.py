@@ -208,6 +208,17 @@ def test_a_name_that_is_used_again_may_be_deleted_again(tmp_path: Path) -> None:
         assert (found, heard) == ([".step-0000000001.deleting"], told)
 
 
+def test_what_is_left_of_an_older_one_of_its_name_hides_no_step(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2)
+    (run / ".step-0000000001.deleting").mkdir()
+    with jct.StepManager(run, preservation_policy=jct.LatestN(2)) as owner:
+        owner.own()
+        assert owner.steps == [1, 2]
+        assert deleted_events(owner) == []
+        save_steps(owner, 3)
+    assert step_directories(run) == ["step-0000000002", "step-0000000003"]
+
+
 def test_a_step_stops_being_listed_before_its_first_byte_goes(tmp_path: Path) -> None:
     backend = RecordingBackend()
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend) as manager:
