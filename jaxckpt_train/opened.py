@@ -33,6 +33,7 @@ class Opened:
         settings: how it is read: what has no digests cannot be verified.
         run: the directory of its run, if it was found by that.
         skipped: the names of newer steps of its run that cannot be restored.
+        decoding: how many times its size reading an array takes beside that, in other libraries.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class Opened:
     settings: StoreSettings
     run: str | None = None
     skipped: tuple[str, ...] = ()
+    decoding: int = 0
 
     @property
     def wrote_tree(self) -> object:
@@ -103,7 +105,7 @@ def open_found(backend: Backend, found: Foreign | FlaxFile, settings: StoreSetti
     """
     if isinstance(found, Foreign):
         unverified = dataclasses.replace(settings, verify_on_load=False)
-        return Opened(found.kind, found.files, found.committed, unverified)
+        return Opened(found.kind, found.files, found.committed, unverified, decoding=found.decoding)
     from jaxckpt_train.checkpointables.flax_legacy import open_flax_file  # which needs Flax, and so JAX
 
     try:

@@ -97,6 +97,7 @@ MAY_TOUCH_THE_DISK = {
     "cli.streams": "it keeps the numbers of standard streams that are closed, and touches no data",
     "store.file_system": "it asks of which kind and size a file system is, and touches no data",
     "notices.surroundings": "it tells facts of the environment, such as the Slurm job, and touches no disk",
+    "store.huge_malloc": "it asks /sys about memory, and runs a command anew, and touches no data",
     "store.machine": "it asks /proc about processes, and touches no data",
     "store.mailbox": "it finds pipes of other processes under /proc, and touches no disk",
     "store.shared_memory": "it finds memory of other processes under /proc, and touches no disk",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 from typing import Annotated, Any
@@ -18,7 +19,18 @@ from jaxckpt_train.store.appearing import refuse_existing_name
 from jaxckpt_train.store.copying import copy_checkpoint
 from jaxckpt_train.store.final_name import refuse_left_over_name, remove_left_overs
 
+READ_BUDGET_MIB = 384
+"""Two chunks of 64 MiB can be decoded in it at a time: each is there as it is stored, decoded, and as an array."""
 Out = Annotated[str, typer.Argument(metavar="OUT", help="The checkpoint to write.", show_default=False)]
+Budget = Annotated[
+    int,
+    typer.Option(
+        metavar="MIB",
+        min=1,
+        max=1 << 20,
+        help="How much memory reading may take, but for a larger chunk; writing takes 96 MiB more.",
+    ),
+]
 
 
 def import_(
@@ -30,11 +42,13 @@ def import_(
     op: Operations = None,
     surgery: OperationsFile = None,
     dry_run: DryRun = False,
+    read_budget_mib: Budget = READ_BUDGET_MIB,
     as_json: Json = False,
 ) -> None:
     """Make a checkpoint of what Orbax, PyTorch, safetensors or Flax have written; operations may change it.
 
-    Arrays pass through memory one after the other; what is written has digests from then on.
+    Arrays pass through memory one after the other; what is written has digests from then on. Where large chunks are
+    to be decoded, memory in huge pages halves the time: the command begins itself again with GLIBC_TUNABLES set so.
     """
     with told_errors(as_json):
         final = absolute(out)
@@ -56,9 +70,10 @@ def import_(
                     source.committed,
                     BACKEND,
                     final,
-                    source.settings,
+                    dataclasses.replace(source.settings, read_budget_bytes=read_budget_mib << 20),
                     info=info,
                     parts=None if part is None else [name],
+                    decoding=source.decoding,
                     progress=advance,
                 )
             told["bytes"] = committed.data_bytes

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from typing import Any
 
 INTERRUPTED = 130
+DECODES = ("import",)
+"""Commands that have other libraries decode large chunks."""
 
 
 def main() -> None:
@@ -16,6 +19,10 @@ def main() -> None:
     is_usual = is_usual and threading.current_thread() is threading.main_thread()
     if is_usual:
         signal.signal(signal.SIGINT, _leave)
+    if sys.argv[1:2] and sys.argv[1] in DECODES and _is_a_process_of_its_own():
+        from jaxckpt_train.store.huge_malloc import begin_again
+
+        begin_again(sys.orig_argv)
     from jaxckpt_train.cli.app import main as run
 
     try:
@@ -24,6 +31,13 @@ def main() -> None:
         run()
     except KeyboardInterrupt:  # before the command has begun, or when it has ended
         raise SystemExit(INTERRUPTED) from None
+
+
+def _is_a_process_of_its_own() -> bool:
+    """Whether this process was begun for the command alone, by its name or by `python -m`: it can begin again then."""
+    words = sys.orig_argv[1:]
+    is_module = words[:2] == ["-m", "jaxckpt_train.cli"] and words[2:] == sys.argv[1:]
+    return is_module or (words == sys.argv and os.path.basename(words[0]) == "jaxckpt")
 
 
 def _leave(number: int, frame: Any) -> None:

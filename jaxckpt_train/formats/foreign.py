@@ -45,11 +45,13 @@ class Foreign:
         kind: the tool, as messages tell it, such as "Orbax".
         files: what is read from.
         committed: what it holds, as if a transaction of ours had committed it; without digests.
+        decoding: how many times its size reading an array takes beside that: stored, and decoded by other libraries.
     """
 
     kind: str
     files: ForeignFiles
     committed: Committed
+    decoding: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +149,7 @@ def foreign_checkpoint(
     *,
     block_bytes: int = WHOLE_CHUNKS,
     info: Mapping[str, Any] | None = None,
+    decoding: int = 0,
 ) -> Foreign:
     """Open what was found as a checkpoint of ours.
 
@@ -157,6 +160,7 @@ def foreign_checkpoint(
         segments: what the chunks of the arrays refer to, by their place in it.
         block_bytes: a chunk is read in pieces of this many bytes.
         info: as in a manifest: `step`, `created`, `metrics`, `custom_metadata`, as far as the tool tells them.
+        decoding: as of `Foreign`.
 
     Raises:
         CorruptCheckpointError: an array has a shape that none can have, or a leaf lies below another one.
@@ -183,7 +187,7 @@ def foreign_checkpoint(
     )
     commit = msgspec.json.encode(CommitRecord(FORMAT, FORMAT_VERSION, 0, ""))  # who asks whether it is still there
     opens[COMMIT_NAME] = _opens(f"{directory}/{COMMIT_NAME}", commit)
-    return Foreign(kind, ForeignFiles(opens), Committed(directory, manifest, ""))
+    return Foreign(kind, ForeignFiles(opens), Committed(directory, manifest, ""), decoding)
 
 
 def _check_tree(tree: ForeignTree, directory: str) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 OPEN_AT_ONCE = 256
 LEAST_CHUNK_BYTES = 4 << 20  # smaller ones are read together
 MOST_PIECES = 1 << 22  # of an array: 16 TiB in the smallest ones
+DECODING = 2  # times a chunk's size: as it is stored, and as it is decoded
 CACHED_BYTES = 100 << 20  # of nodes of an OCDBT database
 TOLD_LETTERS = 2000  # of an error of TensorStore, which names a file
 
@@ -46,6 +47,7 @@ def open_arrays(
     first_segment: int,
     databases: Collection[str] = (),
     is_whole: bool = False,
+    takes_direct: bool = False,
 ) -> dict[str, OrbaxArray]:
     """Open arrays; nothing of their content is read.
 
@@ -56,6 +58,7 @@ def open_arrays(
         first_segment: the number of the first one's segment.
         databases: folders below the item with an OCDBT database of their own, as first versions have them.
         is_whole: every chunk was written: one that is missing is damage, and not zeros.
+        takes_direct: whether files there can be read beside the page cache; then large chunks are.
 
     Raises:
         SettingsError: TensorStore is not installed.
@@ -72,20 +75,54 @@ def open_arrays(
     context = ts.Context(
         {"cache_pool#nodes": {"total_bytes_limit": CACHED_BYTES}, "file_io_concurrency": {"limit": 16}}
     )
-    found: dict[str, OrbaxArray] = {}
-    leaves, newest = list(names), Newest()
+    specs = {leaf: _spec(directory, name, use_ocdbt, use_zarr3, databases, is_whole) for leaf, name in names.items()}
+    stores = _stores(directory, names, specs, context)
+    direct = _direct(context) if takes_direct else None
+    large = [] if direct is None else [leaf for leaf in stores if _chunk_bytes(stores[leaf]) >= LEAST_CHUNK_BYTES]
+    beside = _stores(directory, names, {leaf: specs[leaf] for leaf in large}, direct)
+    newest = Newest()
+    return {
+        leaf: _opened(
+            directory, leaf, (*([beside[leaf]] if leaf in beside else []), store), first_segment + number, newest
+        )
+        for number, (leaf, store) in enumerate(stores.items())
+    }
+
+
+def _stores(
+    directory: str, names: dict[str, str], specs: dict[str, dict[str, Any]], context: ts.Context | None
+) -> dict[str, ts.TensorStore]:
+    """Open some arrays, many at a time."""
+    import tensorstore as ts
+
+    found, leaves = {}, list(specs)
     for start in range(0, len(leaves), OPEN_AT_ONCE):
         some = leaves[start : start + OPEN_AT_ONCE]
         futures = []
         for leaf in some:
-            spec = _spec(directory, names[leaf], use_ocdbt, use_zarr3, databases, is_whole)
             with _told(directory, leaf, names[leaf]):  # a name may be no path
-                futures.append(ts.open(spec, context=context, open=True, read=True))
+                futures.append(ts.open(specs[leaf], context=context, open=True, read=True))
         for leaf, future in zip(some, futures, strict=True):
             with _told(directory, leaf, names[leaf]), foreign_call():
-                store = future.result()
-            found[leaf] = _opened(directory, leaf, store, first_segment + len(found), newest)
+                found[leaf] = future.result()
     return found
+
+
+def _direct(context: ts.Context) -> ts.Context | None:
+    """The same resources, but files are read beside the page cache; None: this TensorStore knows of no such reads."""
+    import tensorstore as ts
+
+    try:
+        return ts.Context({"file_io_mode": {"mode": "direct"}}, context)
+    except ValueError:
+        return None
+
+
+def _chunk_bytes(store: ts.TensorStore) -> int:
+    """How much is stored together; all of an array that has no chunks."""
+    chunk = store.chunk_layout.read_chunk.shape or store.shape
+    sizes = [size or whole for size, whole in zip(chunk, store.shape, strict=True)]
+    return math.prod(sizes) * int(store.dtype.numpy_dtype.itemsize)
 
 
 @contextlib.contextmanager
@@ -113,7 +150,8 @@ def _spec(
     }
 
 
-def _opened(directory: str, leaf: str, store: ts.TensorStore, segment: int, newest: Newest) -> OrbaxArray:
+def _opened(directory: str, leaf: str, stores: Sequence[ts.TensorStore], segment: int, newest: Newest) -> OrbaxArray:
+    store = stores[-1]
     dtype, shape = np.dtype(store.dtype.numpy_dtype), tuple(store.shape)
     if not is_storable(dtype):
         raise CorruptCheckpointError(
@@ -130,7 +168,7 @@ def _opened(directory: str, leaf: str, store: ts.TensorStore, segment: int, newe
         )
     chunks = chunks_in_a_row(grid_boxes(shape, cell), dtype.itemsize, segment)
     record = record_of(leaf, shape, dtype_name(dtype), chunks)
-    read = functools.partial(read_box, subject, store)
+    read = functools.partial(read_box, subject, stores)
     source = functools.partial(_source, subject, dtype, record, read, held=held)
     return OrbaxArray(record, ForeignSegment(f"arrays/{segment:06d}", size_of(record.chunks), source), store)
 
@@ -171,15 +209,25 @@ def _source(
     return ArrayBytes(subject, dtype, record.chunks, read, held)
 
 
-def read_box(subject: str, store: ts.TensorStore, box: Box, target: np.ndarray) -> None:
+def read_box(subject: str, stores: Sequence[ts.TensorStore], box: Box, target: np.ndarray) -> None:
     """Read a box of an array into memory.
+
+    Args:
+        subject: the array, for messages.
+        stores: ways to read it: each is tried where that before has failed, as a disk may refuse some reads.
+        box: of it.
+        target: row-major.
 
     Raises:
         CorruptCheckpointError: what is stored is damaged.
     """
+    *others, last = stores
+    for store in others:
+        with contextlib.suppress(ValueError), foreign_call():
+            return _copy(store, box, target)
     try:
         with foreign_call():
-            _copy(store, box, target)  # what it makes of TensorStore's is gone again when it returns
+            _copy(last, box, target)  # what it makes of TensorStore's is gone again when it returns
     except ValueError as error:
         raise CorruptCheckpointError(f"{subject}: box {box} cannot be read: {shown(error, TOLD_LETTERS)}") from error
 

@@ -18,6 +18,7 @@ from jaxckpt_train.formats.foreign import (
     ForeignValue,
     foreign_checkpoint,
 )
+from jaxckpt_train.formats.orbax_arrays import DECODING
 from jaxckpt_train.formats.orbax_grain import STATE_FILE, grain_states
 from jaxckpt_train.formats.orbax_looks import STEP_METADATA, TEMPORARY, is_item_folder, is_tree
 from jaxckpt_train.formats.orbax_step import MAX_JSON_BYTES, is_of_any_object, kind_of, read_step
@@ -76,7 +77,7 @@ def open_orbax(backend: Backend, directory: str, entries: Sequence[Entry]) -> Fo
     damaged = [part for part in found.parts.values() if isinstance(part, ForeignDamage)]
     if len(damaged) == len(found.parts):
         raise CorruptCheckpointError(damaged[0].message)
-    return foreign_checkpoint("Orbax", directory, found.parts, found.segments, info=found.info)
+    return foreign_checkpoint("Orbax", directory, found.parts, found.segments, info=found.info, decoding=DECODING)
 
 
 def _add_item(backend: Backend, directory: str, name: str, found: _Found) -> None:

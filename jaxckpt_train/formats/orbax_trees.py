@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError
+from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, NotACheckpointError, StorageError
 from jaxckpt_train.formats.foreign import ForeignSegment, ForeignTree
 from jaxckpt_train.formats.orbax_aggregate import decode_aggregate, host_of
 from jaxckpt_train.formats.orbax_arrays import OrbaxArray, hold_array, open_arrays
@@ -24,7 +25,10 @@ from jaxckpt_train.formats.orbax_metadata import (
 )
 from jaxckpt_train.formats.orbax_scalars import scalar_leaves
 from jaxckpt_train.store.backend import Backend, Entry
+from jaxckpt_train.store.huge_malloc import has_huge_malloc
 from jaxckpt_train.store.plain_files import read_whole
+from jaxckpt_train.store.segment import ALIGNMENT
+from jaxckpt_train.store.staging import aligned_buffer
 from jaxckpt_train.tree.leaf_records import STORED, ArrayLeaf, KeyLeaf, LeafRecord, StrLeaf, TreeRecord
 from jaxckpt_train.tree.paths import ROOT
 
@@ -115,6 +119,7 @@ def _open_arrays(
             first_segment=first_segment,
             databases=_databases(backend, directory, tree),
             is_whole=tree.is_whole,
+            takes_direct=_takes_direct(backend, directory, names),
         )
     except CorruptCheckpointError as error:
         if ROOT in tree.stored and tree.stored[ROOT].kind is Kind.UNKNOWN and AGGREGATE not in names:
@@ -123,6 +128,19 @@ def _open_arrays(
                 "of first versions"
             ) from error
         raise
+
+
+def _takes_direct(backend: Backend, directory: str, names: set[str]) -> bool:
+    """Whether chunks are to be read beside the page cache, into memory in huge pages: into any other that is slower."""
+    if not has_huge_malloc():
+        return False
+    name = next(name for name in (OCDBT, TREE_METADATA, AGGREGATE, *names) if name in names)
+    try:
+        with contextlib.closing(backend.open(directory, name, direct=True)) as source:
+            source.read_into(0, aligned_buffer(ALIGNMENT), 0)
+    except CheckpointError:  # the file system refuses, or it is a folder
+        return False
+    return True
 
 
 def _databases(backend: Backend, directory: str, tree: OrbaxTree) -> set[str]:

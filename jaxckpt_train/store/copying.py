@@ -49,6 +49,7 @@ def copy_checkpoint(
     parts: Sequence[str] | None = None,
     replace: bool = False,
     keep_chunks: bool = False,
+    decoding: int = 0,
     check: Callable[[str], object] = lambda directory: None,
     progress: Progress | None = None,
 ) -> Committed:
@@ -64,6 +65,7 @@ def copy_checkpoint(
         parts: names of the checkpointables; None: all.
         replace: whether a checkpoint there is replaced.
         keep_chunks: whether arrays are in the same chunks as in the source, but for very large ones.
+        decoding: how many times its size reading an array of the source takes beside that, as of `Opened`.
         check: called with the directory in which all is written and committed, before that gets its name; what it
             raises is raised, and nothing is left of the copy.
         progress: called with numbers of bytes as they are written.
@@ -84,7 +86,7 @@ def copy_checkpoint(
     transaction = Transaction(backend, final, settings, check_once)
     with _removed_on_error(transaction):
         segments: list[SegmentRecord] = []
-        copier = _Copier(files, source, backend, transaction, settings, keep_chunks, progress)
+        copier = _Copier(files, source, backend, transaction, settings, keep_chunks, decoding, progress)
         wanted = [part for part in source.manifest.parts if parts is None or part.name in parts]
         records = [copier.copy_part(part, segments) for part in wanted]
         manifest = Manifest(
@@ -112,12 +114,14 @@ class _Copier:
     transaction: Transaction
     settings: StoreSettings
     keep_chunks: bool
+    decoding: int
     progress: Progress | None
 
     def copy_part(self, part: PartRecord, segments: list[SegmentRecord]) -> PartRecord:
         """Copy one; its segments are added to those that there are."""
         self.transaction.add_folder(part.name)
-        with ReadAhead(self.settings.read_budget_bytes, self.source.directory) as ahead:
+        budget = self.settings.read_budget_bytes
+        with ReadAhead(budget, self.source.directory, decoding=self.decoding) as ahead:
             written = write_arrays(
                 self.backend,
                 self.transaction.directory,

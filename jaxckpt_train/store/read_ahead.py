@@ -47,10 +47,11 @@ class ReadAhead:
         budget_bytes: how much memory is lent at a time.
         subject: what is read, for messages about a disk that does not answer.
         at_once: how many are being read, or wait to be fetched, at a time.
+        decoding: how many times its own size a box takes beside that while it is read; this is of the budget, too.
     """
 
-    def __init__(self, budget_bytes: int, subject: str, at_once: int = AT_ONCE) -> None:
-        self._subject, self._at_once = subject, at_once
+    def __init__(self, budget_bytes: int, subject: str, at_once: int = AT_ONCE, decoding: int = 0) -> None:
+        self._subject, self._at_once, self._decoding = subject, at_once, decoding
         self._waiting, self._begun, self._small = deque[BoxAhead](), list[BoxAhead](), deque[BoxAhead]()
         self._lock = threading.Lock()
         self._memory = _KeptMemory(budget_bytes)
@@ -121,7 +122,9 @@ class ReadAhead:
 
     def _begin_more(self) -> None:
         """Begin what there is room for; the lock is held."""
-        while self._waiting and len(self._begun) < self._at_once and self._memory.has_room(self._waiting[0].nbytes):
+        while self._waiting and len(self._begun) < self._at_once:
+            if not self._memory.has_room(self._waiting[0].nbytes * (1 + self._decoding)):
+                return
             box = self._waiting.popleft()
             box.question = _question(self._read(box.box))
             self._begun.append(box)
@@ -129,10 +132,15 @@ class ReadAhead:
 
     def _read(self, box: BoxToCome) -> Callable[[], np.ndarray]:
         """What reads a box; its memory is taken at once, and comes back when nothing refers to the array any more."""
+        beside = box.nbytes * self._decoding
+        self._memory.take_beside(beside)
         memory = self._memory.take(box.nbytes)
 
         def read() -> np.ndarray:
-            box.read_into(memory)
+            try:
+                box.read_into(memory)
+            finally:
+                self._memory.give_beside(beside)
             return memory.view(box.dtype).reshape(box.shape)
 
         return read
@@ -171,13 +179,23 @@ class _KeptMemory:
     """Buffers of arrays that come and go: what comes back is lent again, as its first touch costs more than to read."""
 
     def __init__(self, budget_bytes: int) -> None:
-        self._budget, self._lent = budget_bytes, 0
+        self._budget, self._lent, self._beside = budget_bytes, 0, 0
         self._returned, self._free = deque[mmap.mmap](), list[mmap.mmap]()
+        self._over = deque[int]()  # of what was taken beside: other threads give it back
 
     def has_room(self, size: int) -> bool:
         """Whether so many bytes more are within the budget, or nothing is lent."""
         self._take_back()
-        return self._lent == 0 or self._lent + size <= self._budget
+        return self._lent == 0 or self._lent + self._beside + size <= self._budget
+
+    def take_beside(self, size: int) -> None:
+        """So many bytes are about to be used beside what is lent."""
+        self._beside += size
+        self._take_back()
+
+    def give_beside(self, size: int) -> None:
+        """They are used no more."""
+        self._over.append(size)
 
     def take(self, size: int) -> np.ndarray:
         """A flat uint8 array at a page boundary, with whatever was in it."""
@@ -196,6 +214,8 @@ class _KeptMemory:
         return array
 
     def _take_back(self) -> None:
+        while self._over:
+            self._beside -= self._over.popleft()
         while self._returned:
             area = self._returned.popleft()
             self._lent -= len(area)
@@ -204,5 +224,5 @@ class _KeptMemory:
 
     def _forget(self, more: int) -> None:
         """Let go of free ones that would be beyond the budget, with so many bytes more."""
-        while self._free and self._lent + sum(map(len, self._free)) + more > self._budget:
+        while self._free and self._lent + self._beside + sum(map(len, self._free)) + more > self._budget:
             self._free.pop(0)
