@@ -19,6 +19,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.cli import start
 from jaxckpt_train.cli.output import Code, age_text, bytes_text, code_of
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError, StepNotFoundError
+from jaxckpt_train.store.huge_malloc import variables_of_huge_malloc
 from tests.cli.commands import all_commands, run
 from tests.conftest import REPO_ROOT, RunPython
 from tests.steps.runs import made_run
@@ -161,6 +162,35 @@ def test_names_of_any_bytes_and_a_terminal_of_ascii_are_printed(tmp_path: Path) 
         assert b"Traceback" not in done.stderr, done.stderr.decode()
         assert done.returncode == (3 if arguments[1] != folder else 0)
         assert b"\\udcff" in done.stdout + done.stderr or arguments[0] in ("stats", "ls")
+
+
+SAYS_HOW_IT_BEGINS = """
+import os, sys
+with open(os.environ["BEGINS"], "a") as file:
+    file.write(os.environ.get("GLIBC_TUNABLES", "") + "\\n")
+"""
+
+
+@pytest.mark.parametrize("words", [["-m", "jaxckpt_train.cli"], ["jaxckpt"]], ids=["module", "script"])
+def test_an_import_begins_again_with_huge_pages_and_others_do_not(words: list[str], tmp_path: Path) -> None:
+    """What decodes large chunks, and nothing else."""
+    if variables_of_huge_malloc({}) is None:
+        pytest.skip("this system has no malloc that takes huge pages")
+    (tmp_path / "sitecustomize.py").write_text(SAYS_HOW_IT_BEGINS)
+    script = [sys.executable, str(Path(sys.executable).parent / "jaxckpt")]
+    command = script if words == ["jaxckpt"] else [sys.executable, *words]
+    for name, expected in (("ls", ["", ""]), ("import", ["", "glibc.malloc.hugetlb=1"])):
+        told = tmp_path / name
+        environment = {"PYTHONPATH": f"{tmp_path}:{REPO_ROOT}", "BEGINS": str(told)}
+        done = subprocess.run([*command, name, "--help"], env=environment, capture_output=True, text=True, check=True)
+        assert f"jaxckpt {name}" in done.stdout or f"cli {name}" in done.stdout
+        assert told.read_text().splitlines() == expected[: 1 + (name == "import")]
+
+
+def test_a_program_that_calls_the_command_is_not_begun_again(run_python: RunPython) -> None:
+    program = "import sys\nprint('once')\nfrom jaxckpt_train.cli import start\nstart.main()"
+    done = run_python(program, "import", "--help", check=True)
+    assert done.stdout.splitlines().count("once") == 1
 
 
 def test_the_script_is_installed_and_is_the_same_as_the_module(directory: Path, run_python: RunPython) -> None:

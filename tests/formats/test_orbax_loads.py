@@ -12,13 +12,14 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp1
 from safetensors.numpy import load_file
 
 import jaxckpt_train as jct
-from jaxckpt_train.formats import orbax_arrays
+from jaxckpt_train.formats import orbax_arrays, orbax_trees
 from jaxckpt_train.loops.orbax_manager import CheckpointManager
 from jaxckpt_train.tree.flatten import EMPTY, flatten
 from tests.cli.commands import run
@@ -265,3 +266,44 @@ def test_a_leaf_below_another_one_is_told(tmp_path: Path) -> None:
     with pytest.raises(jct.CorruptCheckpointError, match="leaf 'w/x' lies below leaf 'w'"):
         jct.load(path)
     assert run("import", path, tmp_path / "out").exit_code == 1
+
+
+@pytest.mark.parametrize("how", list(SAVES))
+def test_large_chunks_are_read_beside_the_page_cache_and_are_the_same(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    state = {f"w{n}": rng.standard_normal((1000 + n, 1049), np.float32) for n in range(3)} | {"b": np.arange(7.0)}
+    path = SAVES[how](tmp_path / "saved", state)
+    read: list[str] = []
+    copy = orbax_arrays._copy
+
+    def noted(store: Any, box: Any, target: np.ndarray) -> None:
+        read.append(json.dumps(store.spec(retain_context=True).to_json()))
+        copy(store, box, target)
+
+    monkeypatch.setattr(orbax_arrays, "_copy", noted)
+    monkeypatch.setattr(orbax_trees, "has_huge_malloc", lambda: True)
+    found = jct.load(path)
+    assert all(raw(found[name]) == raw(state[name]) for name in state)
+    assert ['"direct"' in each for each in read].count(True) >= 3
+    assert any('"direct"' not in each for each in read)  # the small one
+
+
+def test_what_cannot_be_read_directly_is_read_as_ever(tmp_path: Path) -> None:
+    array = np.arange(12.0).reshape(3, 4)
+    stores = []
+    for name in ("refused", "taken"):
+        kvstore = {"driver": "file", "path": f"{tmp_path}/{name}/"}
+        store = ts.open(
+            {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False},
+            create=True, open=True, dtype=ts.float64, shape=array.shape,
+        ).result()  # fmt: skip
+        store.write(array).result()
+        stores.append(store)
+    (tmp_path / "refused" / "0.0").unlink()
+    found = np.zeros_like(array)
+    orbax_arrays.read_box("leaf 'w'", stores, ((0, 3), (0, 4)), found)
+    np.testing.assert_array_equal(found, array)
+    with pytest.raises(jct.CorruptCheckpointError, match=r"leaf 'w': box .* cannot be read"):
+        orbax_arrays.read_box("leaf 'w'", stores[:1], ((0, 3), (0, 4)), found)

@@ -44,8 +44,10 @@ class FakeBox:
         target[:] = self.number % 251
 
 
-def ahead_of(boxes: list[FakeBox], budget: int = 64 * MIB, at_once: int = AT_ONCE) -> tuple[ReadAhead, list[BoxAhead]]:
-    ahead = ReadAhead(budget, "run", at_once)
+def ahead_of(
+    boxes: list[FakeBox], budget: int = 64 * MIB, at_once: int = AT_ONCE, decoding: int = 0
+) -> tuple[ReadAhead, list[BoxAhead]]:
+    ahead = ReadAhead(budget, "run", at_once, decoding)
     return ahead, ahead.of(cast("list[BoxToCome]", boxes))
 
 
@@ -117,6 +119,34 @@ def test_no_more_than_the_budget_is_read_ahead_of_who_holds_what_he_took() -> No
         held.clear()
         coming[3].fetch()
         assert boxes[4].began.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [(24 * MIB - 1, [0]), (24 * MIB, [0, 1]), (36 * MIB - 1, [0, 1]), (36 * MIB, [0, 1, 2])],
+)
+def test_what_decoding_takes_is_of_the_budget(budget: int, expected: list[int]) -> None:
+    boxes = free(10)
+    ahead, coming = ahead_of(boxes, budget, decoding=2)
+    with ahead:
+        coming[0].fetch()
+        for number in expected:
+            assert boxes[number].began.wait(60)
+        assert begun(boxes) == expected
+        assert [each.fetch()[0] for each in coming[1:]] == list(range(1, 10))
+
+
+def test_what_decoding_took_is_free_again_once_it_is_read() -> None:
+    boxes = free(10)
+    ahead, coming = ahead_of(boxes, 24 * MIB, decoding=2)
+    with ahead:
+        held = [coming[0].fetch(), coming[1].fetch()]
+        assert boxes[2].began.wait(60)
+        assert begun(boxes) == [0, 1, 2]
+        held.append(coming[2].fetch())
+        assert begun(boxes) == [0, 1, 2, 3] or boxes[3].began.wait(60)
+        held.append(coming[3].fetch())  # 16 MiB are held: to read another one would take 28
+        assert begun(boxes) == [0, 1, 2, 3]
 
 
 def test_a_box_larger_than_the_budget_is_read() -> None:
