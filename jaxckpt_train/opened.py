@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError, StorageError
 from jaxckpt_train.formats.flax_directory import FlaxFile
 from jaxckpt_train.formats.foreign import PYTREE, Foreign
-from jaxckpt_train.formats.found import find_in_directory
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend, Opener
 from jaxckpt_train.store.made_once import made_once
@@ -107,6 +106,7 @@ def open_found(backend: Backend, found: Foreign | FlaxFile, settings: StoreSetti
         unverified = dataclasses.replace(settings, verify_on_load=False)
         return Opened(found.kind, found.files, found.committed, unverified, decoding=found.decoding)
     from jaxckpt_train.checkpointables.flax_legacy import open_flax_file  # which needs Flax, and so JAX
+    from jaxckpt_train.formats.found import find_in_directory
 
     try:
         memory, committed = open_flax_file(backend, found, settings)

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 from jaxckpt_train.cli.output import Code, print_json
+from jaxckpt_train.cli.plain_parameters import PlainCommand, PlainGroup
 from jaxckpt_train.cli.streams import standard_streams
 
 COMMANDS = {
@@ -51,7 +51,7 @@ def _told_misuse(ctx: Any) -> Iterator[None]:
         raise typer.Exit(int(Code.USAGE)) from None
 
 
-class _OnDemand(TyperGroup):
+class _OnDemand(PlainGroup):
     """Commands that are imported one by one: all of them together take as long as Python and numpy do."""
 
     def __init__(self, **arguments: Any) -> None:
@@ -65,12 +65,12 @@ class _OnDemand(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         if self._is_telling:
-            return TyperCommand(cmd_name, help=COMMANDS[cmd_name])
+            return PlainCommand(cmd_name, help=COMMANDS[cmd_name])
         module = _ELSEWHERE.get(cmd_name, cmd_name)
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         imported = importlib.import_module(f"jaxckpt_train.cli.{module}")
         function = getattr(imported, f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name)
-        single.command(cmd_name, context_settings=_HELP)(function)
+        single.command(cmd_name, cls=PlainCommand, context_settings=_HELP)(function)
         return typer.main.get_command(single)
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:

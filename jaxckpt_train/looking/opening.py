@@ -13,7 +13,6 @@ from jaxckpt_train.errors import (
 )
 from jaxckpt_train.formats.flax_directory import FlaxFile
 from jaxckpt_train.formats.foreign import Foreign
-from jaxckpt_train.formats.found import find_file, find_in_directory
 from jaxckpt_train.looking.run_look import StepLook, has_steps, look_at_run, newest_whole, passed_over
 from jaxckpt_train.opened import IMPORTED_KIND, OURS, Opened, open_found
 from jaxckpt_train.settings import StoreSettings
@@ -48,7 +47,7 @@ def open_at(backend: Backend, path: str, step: int | None = None, *, verify: boo
     try:
         return Opened(OURS, backend, open_committed(backend, path), settings)
     except NotACheckpointError:
-        found = find_in_directory(backend, path)
+        found = _found(backend, path)
         if found is None:
             raise
     return open_found(backend, found, settings)
@@ -68,7 +67,7 @@ def text_of_other(backend: Backend, path: str) -> str:
         return found
     if is_committed(backend, path):
         return "one checkpoint of this package"
-    other = find_in_directory(backend, path)
+    other = _found(backend, path)
     kind = "Flax" if isinstance(other, FlaxFile) else "" if other is None else other.kind
     return f"a checkpoint of {kind}" if kind else ""
 
@@ -76,11 +75,20 @@ def text_of_other(backend: Backend, path: str) -> str:
 def _foreign(backend: Backend, path: str, step: int | None) -> Foreign | FlaxFile:
     """What another tool has written at a path: a file, or one of several in a directory."""
     if step is None:
+        from jaxckpt_train.formats.found import find_file
+
         return find_file(backend, path)
-    found = None if is_file(path) else find_in_directory(backend, path, step)
+    found = None if is_file(path) else _found(backend, path, step)
     if found is None:
         raise NotACheckpointError(f"{path}: expected a run to take step {step} of, found none")
     return found
+
+
+def _found(backend: Backend, path: str, step: int | None = None) -> Foreign | FlaxFile | None:
+    """What another tool has left in a directory; its readers are imported when something may be theirs."""
+    from jaxckpt_train.formats.found import find_in_directory
+
+    return find_in_directory(backend, path, step)
 
 
 def _is_run(backend: Backend, path: str) -> bool:
