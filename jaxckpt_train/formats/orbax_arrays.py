@@ -83,9 +83,9 @@ def open_arrays(
     newest = Newest()
     return {
         leaf: _opened(
-            directory, leaf, (*([beside[leaf]] if leaf in beside else []), store), first_segment + number, newest
+            directory, leaf, [each[leaf] for each in (beside, stores) if leaf in each], first_segment + number, newest
         )
-        for number, (leaf, store) in enumerate(stores.items())
+        for number, leaf in enumerate(stores)
     }
 
 
@@ -119,10 +119,13 @@ def _direct(context: ts.Context) -> ts.Context | None:
 
 
 def _chunk_bytes(store: ts.TensorStore) -> int:
-    """How much is stored together; all of an array that has no chunks."""
+    return math.prod(_chunk_shape(store)) * int(store.dtype.numpy_dtype.itemsize)
+
+
+def _chunk_shape(store: ts.TensorStore) -> list[int]:
+    """What is stored together; all of an array that has no chunks."""
     chunk = store.chunk_layout.read_chunk.shape or store.shape
-    sizes = [size or whole for size, whole in zip(chunk, store.shape, strict=True)]
-    return math.prod(sizes) * int(store.dtype.numpy_dtype.itemsize)
+    return [size or whole for size, whole in zip(chunk, store.shape, strict=True)]
 
 
 @contextlib.contextmanager
@@ -159,8 +162,7 @@ def _opened(directory: str, leaf: str, stores: Sequence[ts.TensorStore], segment
         )
     subject, held = f"{directory}: leaf {leaf!r}", HeldPieces(newest)
     check_shape(shape, dtype.itemsize, subject)
-    chunk = store.chunk_layout.read_chunk.shape or shape
-    cell = _cell(shape, [size or whole for size, whole in zip(chunk, shape, strict=True)], dtype.itemsize)
+    cell = _cell(shape, _chunk_shape(store), dtype.itemsize)
     count = math.prod(-(-size // width) for size, width in zip(shape, cell, strict=True))
     if count > MOST_PIECES:
         raise CorruptCheckpointError(

@@ -27,7 +27,10 @@ def shown_name(name: str) -> str:
 
 def half_deleted(backend: Backend, directory: str) -> list[str]:
     """The step directories whose deletion was begun and not finished."""
-    names = [entry.name for entry in backend.list(directory)]
+    return _hidden_among(entry.name for entry in backend.list(directory))
+
+
+def _hidden_among(names: Iterable[str]) -> list[str]:
     return [name for name in names if shown_name(name) != name and parse_step_name(shown_name(name)) is not None]
 
 
@@ -43,7 +46,8 @@ def begun_deletions(
         tell: is called with the names of the steps of which these do not say so: their owner died in between. Not of
             one that is there: it has been saved anew, or brought back by a power cut.
     """
-    hidden, there = half_deleted(backend, directory), {entry.name for entry in backend.list(directory)}
+    there = [entry.name for entry in backend.list(directory)]
+    hidden = _hidden_among(there)
     last = {str(event.get("name")): event["event"] for event in events if event.get("event") in ("save", "delete")}
     for name in map(shown_name, hidden):
         if last.get(name) != "delete" and name not in there:

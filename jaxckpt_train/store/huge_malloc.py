@@ -21,7 +21,7 @@ SINCE = (2, 35)
 
 def has_huge_malloc() -> bool:
     """Whether this process has it."""
-    return TUNABLE in _tunables(os.environ) and _tunables(os.environ)[TUNABLE] != "0" and _can()
+    return _tunables(os.environ).get(TUNABLE, "0") != "0" and _can()
 
 
 def variables_of_huge_malloc(variables: Mapping[str, str]) -> dict[str, str] | None:

@@ -191,7 +191,6 @@ class _KeptMemory:
     def take_beside(self, size: int) -> None:
         """So many bytes are about to be used beside what is lent."""
         self._beside += size
-        self._take_back()
 
     def give_beside(self, size: int) -> None:
         """They are used no more."""

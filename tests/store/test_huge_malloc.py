@@ -14,7 +14,6 @@ from jaxckpt_train.store.huge_malloc import has_huge_malloc, variables_of_huge_m
 from tests.conftest import REPO_ROOT
 
 ASKED = "glibc.malloc.hugetlb=1"
-MIB = 1 << 20
 
 
 @pytest.fixture

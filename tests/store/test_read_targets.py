@@ -86,7 +86,7 @@ def test_boxes_with_a_target_come_there_and_the_others_as_ever(load: Any, how: l
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("odd", [0, 1, 64])
 def test_damage_is_found_and_none_of_it_comes_there(cut: bool, odd: int) -> None:
-    """Where it is read straight to whole pages it does, and whoever has them is told by the error."""
+    """Beside whole pages, to which it is read straight."""
     backend, size = StrictBackend(), 16 * PAGE
     saved = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     cuts = [((0, 5 * PAGE),), ((5 * PAGE, size),)] if cut else [((0, size),)]
@@ -95,7 +95,7 @@ def test_damage_is_found_and_none_of_it_comes_there(cut: bool, odd: int) -> None
     damaged = next(chunk for chunk in array.chunks if chunk.box[0][1] == size)
     at = damaged.offset + size - 100 - damaged.box[0][0]
     backend._file(f"/runs/a/{committed.manifest.segments[damaged.segment].file}", "damage").data[at] ^= 1
-    room = aligned_buffer(odd + size)
+    room = aligned_buffer(16 + odd + size)[16:]  # so that it does not begin a page, by no chance
     room[:] = EMPTY
     wanted = [Wanted(array, [full_box(array.shape)], target=room[odd:])]
     with (
@@ -103,6 +103,5 @@ def test_damage_is_found_and_none_of_it_comes_there(cut: bool, odd: int) -> None
         contextlib.closing(iter_boxes(backend, committed, wanted, StoreSettings(io_threads=1))) as reading,
     ):
         list(reading)
-    assert odd == 0 or np.all(room[odd + size - PAGE :] == EMPTY)
-    assert np.all(room[:odd] == EMPTY)
+    assert np.all(room[odd + size - PAGE :] == EMPTY)
     assert backend.open_files == 0
