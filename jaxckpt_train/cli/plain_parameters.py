@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
 _PLAIN = (str, int, float)
+_WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")  # in other forms they are left to typer, as is what is no number
 
 
 class PlainCommand(TyperCommand):
     """A command that has only those values converted that are not of the types of their parameters already.
 
-    Text is, and so are defaults, and what is not given. A typer that converts in another way than from 0.29 on is left
-    alone; it imports no pydantic.
+    Text is, and so are defaults, and what is not given; a whole number takes no library either. A typer that converts
+    in another way than from 0.29 on is left alone; it imports no pydantic.
     """
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -34,6 +36,7 @@ class _Conversion:
 
     def __init__(self, parameter: Any) -> None:
         self._annotation, self._get_other = parameter.type_descriptor.annotation, parameter.get_runtime_param
+        self._least, self._most = (getattr(parameter.type_descriptor.parameter_info, each) for each in ("min", "max"))
         self._is_several = bool(parameter.multiple) or parameter.nargs == -1
 
     def coerce(self, value: Any, **context: Any) -> Any:
@@ -44,7 +47,12 @@ class _Conversion:
             return value
         if self._annotation == list[str] and isinstance(value, list | tuple) and all(type(e) is str for e in value):
             return [*value]
+        if self._annotation is int and isinstance(value, str) and _WHOLE.fullmatch(value) and self._allows(int(value)):
+            return int(value)
         return self._get_other().coerce(value, **context)
+
+    def _allows(self, number: int) -> bool:
+        return (self._least is None or number >= self._least) and (self._most is None or number <= self._most)
 
 
 def _taken(parameter: Any) -> Any:

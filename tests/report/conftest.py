@@ -1,4 +1,4 @@
-"""A run with a preemption and a kill, and a browser; each is made once."""
+"""A run with a preemption and a kill, its page, and a browser; each is made once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxckpt_train.report.page import page_of
 from tests.report.chromium import Browser, Tab, chromium, find_chromium
-from tests.report.runs import LAST_STEP, train_until
+from tests.report.runs import LAST_STEP, gathered_of, train_until
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +21,14 @@ def preempted_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert train_until(directory, 42, signal.SIGKILL) == -signal.SIGKILL
     assert train_until(directory, LAST_STEP - 1, None) == 0
     return directory
+
+
+@pytest.fixture(scope="session")
+def preempted_page(preempted_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of that run."""
+    file = tmp_path_factory.mktemp("page") / "report.html"
+    file.write_text(page_of(gathered_of(preempted_run)))
+    return file
 
 
 @pytest.fixture(scope="session")

@@ -95,16 +95,15 @@ def rows_of(tab: Tab) -> list[str]:
 
 
 @pytest.fixture
-def page_tab(tab: Tab, preempted_run: Path, tmp_path: Path) -> Tab:
+def page_tab(tab: Tab, preempted_page: Path) -> Tab:
     """The page of the preempted run."""
-    opened(tab, tmp_path, gathered_of(preempted_run))
+    tab.open(preempted_page)
     return tab
 
 
-def test_nothing_is_asked_for_and_nothing_goes_wrong(tab: Tab, preempted_run: Path, tmp_path: Path) -> None:
-    file = opened(tab, tmp_path, gathered_of(preempted_run))
-    assert tab.requests == [file.as_uri()]
-    assert tab.errors == []
+def test_nothing_is_asked_for_and_nothing_goes_wrong(page_tab: Tab, preempted_page: Path) -> None:
+    assert page_tab.requests == [preempted_page.as_uri()]
+    assert page_tab.errors == []
 
 
 def test_what_a_page_asks_for_and_what_goes_wrong_is_seen(tab: Tab, tmp_path: Path) -> None:
@@ -242,15 +241,14 @@ def test_ten_thousand_leaves_stay_usable(tab: Tab, tmp_path: Path) -> None:
     assert text_of(tab, "#leaves .more") == "Show 200 of 9,600 more"
 
 
-def test_the_theme_is_that_of_the_system_until_it_is_chosen(tab: Tab, preempted_run: Path, tmp_path: Path) -> None:
-    opened(tab, tmp_path, gathered_of(preempted_run))
-    assert tuple(pixels(tab.screenshot())[0, 0]) == LIGHT
-    tab.show_as("dark")
-    tab.wait_for("document.querySelector('#theme').getAttribute('aria-pressed') === 'true'")
-    assert tuple(pixels(tab.screenshot())[0, 0]) == DARK
-    tab.click("#theme")
-    assert tuple(pixels(tab.screenshot())[0, 0]) == LIGHT
-    assert tab.value("document.querySelector('#theme').getAttribute('aria-pressed')") == "false"
+def test_the_theme_is_that_of_the_system_until_it_is_chosen(page_tab: Tab) -> None:
+    assert tuple(pixels(page_tab.screenshot())[0, 0]) == LIGHT
+    page_tab.show_as("dark")
+    page_tab.wait_for("document.querySelector('#theme').getAttribute('aria-pressed') === 'true'")
+    assert tuple(pixels(page_tab.screenshot())[0, 0]) == DARK
+    page_tab.click("#theme")
+    assert tuple(pixels(page_tab.screenshot())[0, 0]) == LIGHT
+    assert page_tab.value("document.querySelector('#theme').getAttribute('aria-pressed')") == "false"
 
 
 def test_a_click_makes_the_page_and_its_charts_dark(page_tab: Tab) -> None:
@@ -312,11 +310,9 @@ def test_tables_hold_the_data_of_charts(page_tab: Tab, preempted_run: Path) -> N
     assert rows[-1].startswith("60\tstep-0000000060\tkept\t")
 
 
-def test_without_javascript_the_data_is_there(tab: Tab, preempted_run: Path, tmp_path: Path) -> None:
-    file = tmp_path / "report.html"
-    file.write_text(page_of(gathered_of(preempted_run)))
+def test_without_javascript_the_data_is_there(tab: Tab, preempted_page: Path) -> None:
     tab.ask("Emulation.setScriptExecutionDisabled", value=True)
-    tab.go_to(file)
+    tab.go_to(preempted_page)
     page = tab.value("document.body.textContent")
     assert "Without JavaScript there are no charts" in page
     assert "state/params/kernel" in page
@@ -382,7 +378,7 @@ def test_runs_with_little_or_damage_in_them_are_shown(tab: Tab, tmp_path: Path, 
     assert len(np.unique(pixels(tab.screenshot()).reshape(-1, 3), axis=0)) > 20
 
 
-def test_a_narrow_window_is_not_scrolled_sideways(tab: Tab, preempted_run: Path, tmp_path: Path) -> None:
+def test_a_narrow_window_is_not_scrolled_sideways(tab: Tab, preempted_page: Path) -> None:
     tab.show_as("light", width=390, height=800)
-    opened(tab, tmp_path, gathered_of(preempted_run))
+    tab.open(preempted_page)
     assert tab.value("document.documentElement.scrollWidth") <= 390
