@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.loopback import free_address
+from tests.warm_python import WarmProcess
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 START_S, CALL_S = 120.0, 120.0
@@ -84,21 +83,13 @@ class _Worker:
         self._number = number
         variables = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": ""}
         options = json.dumps({"coordinator_address": address, "num_processes": processes, "process_id": number, **more})
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed.worker", options],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=variables,
-            text=True,
-            cwd=REPO_ROOT,
-        )
+        # Each from another source: sets of two processes of a job are in another order.
+        self.process = WarmProcess("tests.distributed.worker", [options], variables, source=number)
         self._lines: list[str] = []
         self._drainer = threading.Thread(target=self._drain, daemon=True)
         self._drainer.start()
 
     def _drain(self) -> None:
-        assert self.process.stderr is not None
         with self.process.stderr as lines:
             self._lines.extend(lines)
 
@@ -106,14 +97,12 @@ class _Worker:
         return "".join(self._lines)
 
     def send(self, request: str) -> None:
-        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(request + "\n")
             self.process.stdin.flush()
 
     def answer(self, end: float) -> dict[str, Any]:
         """Its answer; a process that does not answer in time is killed, with the traces of all its threads."""
-        assert self.process.stdout is not None
         late = threading.Timer(max(0.0, end - time.monotonic()), self._give_up)
         late.start()
         try:
@@ -134,7 +123,6 @@ class _Worker:
         self.process.wait()
         self._drainer.join()
         for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
 
