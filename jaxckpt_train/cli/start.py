@@ -30,7 +30,20 @@ def main() -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         run()
     except KeyboardInterrupt:  # before the command has begun, or when it has ended
+        _hurry()
         raise SystemExit(INTERRUPTED) from None
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            _hurry()
+        raise
+
+
+def _hurry() -> None:
+    """Wait for no disk that does not answer, if one was asked through another library."""
+    if "jaxckpt_train.formats.foreign_calls" in sys.modules:
+        from jaxckpt_train.formats.foreign_calls import hurry
+
+        hurry()
 
 
 def _is_a_process_of_its_own() -> bool:

@@ -18,6 +18,7 @@ from jaxckpt_train.store.answers import asks_since
 from jaxckpt_train.store.per_process import PerProcess
 
 PATIENCE_S = 30.0  # a disk that does not answer must not keep the process
+MOMENT_S = 2.0  # nor somebody who has interrupted it
 
 
 class _Calls:
@@ -25,7 +26,7 @@ class _Calls:
 
     def __init__(self, _: None) -> None:
         self._changed, self._count, self._process = threading.Condition(), 0, os.getpid()
-        self._over_since = math.inf
+        self._over_since, self.patience_s = math.inf, PATIENCE_S
         atexit.register(self._wait)
 
     def __enter__(self) -> None:
@@ -44,7 +45,7 @@ class _Calls:
         if os.getpid() == self._process:  # a forked child has none of these threads
             with self._changed:
                 self._over_since = time.monotonic()
-                self._changed.wait_for(lambda: self._count == 0, PATIENCE_S)
+                self._changed.wait_for(lambda: self._count == 0, self.patience_s)
 
 
 _calls = PerProcess(_Calls)
@@ -56,3 +57,8 @@ def foreign_call() -> _Calls:
     In a process that is ending it raises StorageError where what is asked was begun before that: nobody waits for it.
     """
     return _calls.get(None)
+
+
+def hurry() -> None:
+    """Have the end of the process wait for a moment only: somebody has interrupted it."""
+    _calls.get(None).patience_s = MOMENT_S

@@ -127,7 +127,7 @@ def export_safetensors(
             _writer(backend, f"{attempt.directory}/{name}", layout, settings)
             for layout, name in zip(layouts, file_names, strict=True)
         ]
-        write_segments(backend, attempt.directory, writers, settings, progress)
+        write_segments(backend, attempt.directory, writers, settings, progress, ahead.give_up)
         nbytes = sum(tensor.nbytes for tensor in tensors)
         if count > 1:
             attempt.write_file("model.safetensors.index.json", _index(shards, file_names, nbytes))

@@ -130,6 +130,7 @@ class _Copier:
                 self.settings,
                 first_segment=len(segments),
                 progress=self.progress,
+                give_up=ahead.give_up,
             )
         segments.extend(written.segments)
         return PartRecord(part.name, part.kind, written.arrays, tuple(self._copy_files(part)), part.detail)

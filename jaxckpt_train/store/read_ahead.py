@@ -7,10 +7,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxckpt_train.errors import CheckpointError
+from jaxckpt_train.errors import CheckpointTimeoutError
 from jaxckpt_train.store.answers import Patience, Question, leave, put
 from jaxckpt_train.store.box_to_come import BoxToCome
 from jaxckpt_train.store.latch import LOOK_S
@@ -20,6 +21,7 @@ from jaxckpt_train.store.staging import fresh_area
 LEAST_BYTES = 1 << 20  # a smaller box is read when its turn comes, with small ones that come after it
 TOGETHER_BYTES, TOGETHER = 4 << 20, 1024  # of such boxes
 AT_ONCE = 2
+T = TypeVar("T")
 
 
 class BoxAhead:
@@ -32,7 +34,7 @@ class BoxAhead:
         self.together: tuple[_Together, int] | None = None
 
     def fetch(self) -> np.ndarray:
-        """Wait until it is read; raises as `read_box`, and CheckpointTimeoutError if its disk does not answer."""
+        """Wait until it is read; raises as `read_box`, and as `ReadAhead.fetch`."""
         return self._ahead.fetch(self)
 
 
@@ -53,6 +55,7 @@ class ReadAhead:
     def __init__(self, budget_bytes: int, subject: str, at_once: int = AT_ONCE, decoding: int = 0) -> None:
         self._subject, self._at_once, self._decoding = subject, at_once, decoding
         self._waiting, self._begun, self._small = deque[BoxAhead](), list[BoxAhead](), deque[BoxAhead]()
+        self._wanted, self._is_given_up = list[Question[Any]](), False
         self._lock = threading.Lock()
         self._memory = _KeptMemory(budget_bytes)
 
@@ -63,10 +66,14 @@ class ReadAhead:
         with self._lock:
             self._waiting.clear()
             self._small.clear()
-            begun, self._begun = self._begun, []
-        for each in begun:
-            if each.question is not None:
-                leave(each.question)
+            left = self._wanted + [each.question for each in self._begun if each.question is not None]
+            self._begun, self._wanted = [], []
+        for question in left:
+            leave(question)
+
+    def give_up(self) -> None:
+        """Have whoever waits for a box wait no more, from any thread: perhaps its disk does not answer."""
+        self._is_given_up = True
 
     def of(self, boxes: Sequence[BoxToCome]) -> list[BoxAhead]:
         """More boxes, which will be wanted after those before."""
@@ -80,26 +87,40 @@ class ReadAhead:
         self._waiting, self._small = deque(sorted(self._waiting, key=key)), deque(sorted(self._small, key=key))
 
     def fetch(self, box: BoxAhead) -> np.ndarray:
-        """As `BoxAhead.fetch`."""
+        """Wait until a box is read.
+
+        Raises:
+            CheckpointTimeoutError: its disk does not answer, or it was given up.
+        """
         if box.nbytes < LEAST_BYTES:
             together, place = self._together(box)
+            self._wait_for(together.question)
             return together.take(place)
         with self._lock:
-            question, read = box.question, None
+            question = box.question
             if question is None:
-                read = self._read(box.box)
+                question = self._put(_question(self._read(box.box)))
                 self._waiting.remove(box)
             self._begin_more()
-        if read is not None:
-            return read()
-        assert question is not None
-        patience = Patience(self._subject)
-        while not question.is_answered.wait(LOOK_S):
-            patience.waited(LOOK_S, 0)
+        self._wait_for(question)
         with self._lock:
-            self._begun.remove(box)
+            if box.question is not None:
+                self._begun.remove(box)
             self._begin_more()
         return question.take()
+
+    def _put(self, question: Question[T]) -> Question[T]:
+        """Ask what is wanted at once; the lock is held."""
+        self._wanted = [each for each in self._wanted if not each.is_answered.is_open()]
+        self._wanted.append(question)
+        return put(question)
+
+    def _wait_for(self, question: Question[Any]) -> None:
+        patience = Patience(self._subject)
+        while not question.is_answered.wait(LOOK_S):
+            if self._is_given_up:
+                raise CheckpointTimeoutError(f"{self._subject}: a read has not ended, and is not waited for any more")
+            patience.waited(LOOK_S, 0)
 
     def _together(self, box: BoxAhead) -> tuple[_Together, int]:
         """What a small box is read with, and its place in that: those that will be wanted next."""
@@ -114,6 +135,7 @@ class ReadAhead:
                     nbytes += some[-1].nbytes
                 self._small.rotate(at)
                 together = _Together([each.box for each in some])
+                self._put(together.question)
                 for place, each in enumerate(some):
                     each.together = together, place
             self._begin_more()
@@ -151,23 +173,24 @@ def _question(read: Callable[[], np.ndarray]) -> Question[np.ndarray]:
 
 
 class _Together:
-    """Boxes of which the first that is fetched has all of them read."""
+    """Boxes of which the first that is fetched has all of them read, by a question that is put once."""
 
     def __init__(self, boxes: Sequence[BoxToCome]) -> None:
-        self._boxes, self._lock = boxes, threading.Lock()
+        first, *others = boxes
+        self.question = Question[Sequence[np.ndarray]](lambda moved: first.read_with(others))
+        self._lock = threading.Lock()
         self._found: list[np.ndarray | None] = []
         self._error: BaseException | None = None
 
     def take(self, place: int) -> np.ndarray:
-        """One of them; it is not kept."""
+        """One of them, once the question is answered; it is not kept."""
         with self._lock:
-            if self._error is not None:  # not asked again for each of them: a disk may be given up only after minutes
+            if self._error is not None:
                 raise self._error
             if not self._found:
-                first, *others = self._boxes
                 try:
-                    self._found = [*first.read_with(others)]
-                except CheckpointError as error:
+                    self._found = [*self.question.take()]
+                except BaseException as error:  # for each of them: it can be taken once
                     self._error = error
                     raise
             found, self._found[place] = self._found[place], None

@@ -78,10 +78,13 @@ class Workers:
         with self._starting:
             self._started, self._lost = self._started - 1, self._lost - 1
 
-    def run_all(self, work: Callable[[T], None], items: Sequence[T]) -> None:
+    def run_all(
+        self, work: Callable[[T], None], items: Sequence[T], *, give_up: Callable[[], None] = lambda: None
+    ) -> None:
         """Run `work` on every item and wait; a single item runs on the calling thread, but not on the main one.
 
-        After the first error no further item is begun; that error is raised once the running ones have ended.
+        After the first error no further item is begun; that error is raised once the running ones have ended. So it is
+        with an interrupt, after a call to `give_up`, which may set free what the running ones wait for.
         """
         if len(items) == 1 and threading.current_thread() is not threading.main_thread():
             work(items[0])
@@ -98,6 +101,7 @@ class Workers:
                 if time.monotonic() - batch.moved_at >= TELL_S:
                     self._tell()
         except BaseException as error:  # an interrupt: the running items still use what the caller is about to release
+            give_up()
             batch.give_up(error)
             batch.done.wait()
             batch.take_error()

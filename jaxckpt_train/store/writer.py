@@ -46,6 +46,7 @@ def write_arrays(
     first_segment: int,
     progress: Progress | None = None,
     process: int = 0,
+    give_up: Callable[[], None] = lambda: None,
 ) -> WrittenArrays:
     """Write all arrays of one checkpointable below `directory/part/`.
 
@@ -58,6 +59,7 @@ def write_arrays(
         first_segment: number of segments that the manifest has already.
         progress: called with the number of bytes, from several threads, as windows reach the disk.
         process: number of the process that writes, which the names of its files tell.
+        give_up: called at an interrupt: may set free who waits for what is to be written.
 
     Raises:
         StorageError: the first refusal of the file system; nothing more is written after it.
@@ -75,7 +77,7 @@ def write_arrays(
         )
         for layout, file in zip(layouts, files, strict=True)
     ]
-    write_segments(backend, directory, writers, settings, progress)
+    write_segments(backend, directory, writers, settings, progress, give_up)
     segments = tuple(
         SegmentRecord(file, layout.size, len(layout.head), digest(layout.head))
         for file, layout in zip(files, layouts, strict=True)
@@ -91,6 +93,7 @@ def write_segments(
     writers: Sequence[SegmentWriter],
     settings: StoreSettings,
     progress: Progress | None = None,
+    give_up: Callable[[], None] = lambda: None,
 ) -> None:
     """Write files whose layout is known; on an error they are closed as they are.
 
@@ -99,12 +102,13 @@ def write_segments(
         writers: one for each file.
         settings: how.
         progress: called with the number of bytes, from several threads, as windows reach the disk.
+        give_up: as of `write_arrays`.
 
     Raises:
         StorageError: the first refusal of the file system; nothing more is written after it.
     """
     try:
-        run = _Run(writers, settings.staging_bytes, progress)
+        run = _Run(writers, settings.staging_bytes, progress, give_up)
         if settings.io_threads == "auto":
             depth = write_depth_of((backend.volume(directory), settings.direct_io), settings.staging_bytes)
             depth.run(sum(writer.layout.size for writer in writers), run.write, run.pool.touch)
@@ -118,8 +122,15 @@ def write_segments(
 class _Run:
     """The writing of all segments, in turns that may differ in how many writes are under way at a time."""
 
-    def __init__(self, writers: Sequence[SegmentWriter], staging_bytes: int, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        writers: Sequence[SegmentWriter],
+        staging_bytes: int,
+        progress: Progress | None,
+        give_up: Callable[[], None],
+    ) -> None:
         self._writers, self._staging_bytes, self._progress = writers, staging_bytes, progress
+        self._give_up = give_up
         self.pool = shared_pool(staging_bytes)
 
     def write(self, depth: int, most_bytes: int | None) -> int:
@@ -133,7 +144,7 @@ class _Run:
                 self._progress(done)
 
         jobs = _cut(self._writers, buffer_bytes, most_bytes)
-        shared_workers(threads, "jaxckpt-write", polite=True).run_all(work, jobs)
+        shared_workers(threads, "jaxckpt-write", polite=True).run_all(work, jobs, give_up=self._give_up)
         return sum(stop - start for _, (start, stop) in jobs)
 
 

@@ -1,14 +1,17 @@
-"""`jaxckpt import` and `export` that were killed, or that would write into a training: what is left, and what goes."""
+"""`jaxckpt import` and `export` that were killed or interrupted, or that would write into a training: what is left."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import jaxckpt_train as jct
@@ -73,3 +76,35 @@ def test_the_manifest_says_where_an_import_comes_from(tmp_path: Path) -> None:
     for name, source in (("b", "orbax"), ("c", "b")):
         info = json.loads((tmp_path / name / "manifest.json").read_bytes())["info"]
         assert (info["imported_from"], info["imported_kind"]) == (str(tmp_path / source), "Orbax")
+
+
+def waits_in_an_open(process: subprocess.Popen[str]) -> bool:
+    """Whether a thread of it waits for somebody who writes into a pipe that it opens."""
+    with contextlib.suppress(OSError):  # a thread that has just ended
+        return "wait_for_partner" in [each.read_text() for each in Path(f"/proc/{process.pid}/task").glob("*/wchan")]
+    return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/wchan").exists(), reason="this system does not tell what threads wait for")
+@pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+@pytest.mark.parametrize("size", [3, 1 << 20], ids=["read with others", "alone"])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_interrupt_ends_one_whose_disk_does_not_answer(tmp_path: Path, way: str, size: int) -> None:
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
+    ocp.Checkpointer(handler).save(tmp_path / "a", {"w": np.ones(size), "v": np.ones((2, 3))})
+    (tmp_path / "a" / "w" / "0").unlink()
+    os.mkfifo(tmp_path / "a" / "w" / "0")
+    command, *options = WAYS[way]
+    words = [sys.executable, "-m", "jaxckpt_train.cli", command, str(tmp_path / "a"), str(tmp_path / "b"), *options]
+    environment = {**os.environ, "PYTHONPATH": str(REPO_ROOT)}
+    process = subprocess.Popen(words, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        while not waits_in_an_open(process):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.communicate()
+    assert (process.returncode, *said) == (130, "", "")
+    assert names(tmp_path) == {"a"}

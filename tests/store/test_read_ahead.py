@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from jaxckpt_train.errors import CorruptCheckpointError
+from jaxckpt_train.errors import CheckpointTimeoutError, CorruptCheckpointError
 from jaxckpt_train.store.box_to_come import BoxToCome
 from jaxckpt_train.store.read_ahead import AT_ONCE, TOGETHER, BoxAhead, ReadAhead
 
@@ -251,6 +251,35 @@ def test_an_error_is_raised_where_its_box_is_wanted() -> None:
         with pytest.raises(CorruptCheckpointError, match="damaged"):
             coming[1].fetch()
         assert coming[2].fetch()[0] == 2
+
+
+@pytest.mark.parametrize("nbytes", [8, 4 * MIB], ids=["small", "large"])
+@pytest.mark.parametrize("number", [0, 1], ids=["wanted at once", "read ahead"])
+def test_who_waits_for_a_read_is_set_free(nbytes: int, number: int) -> None:
+    boxes = free(4, nbytes=nbytes)
+    boxes[number].may_end.clear()
+    ahead, coming = ahead_of(boxes)
+    errors: list[BaseException] = []
+
+    def take() -> None:
+        for each in coming:
+            try:
+                each.fetch()
+            except BaseException as error:  # noqa: BLE001  # looked at below
+                errors.append(error)
+                return
+
+    with ahead:
+        thread = threading.Thread(target=take)
+        thread.start()
+        assert boxes[number].began.wait(60)
+        ahead.give_up()
+        thread.join(10)
+        assert not thread.is_alive()
+    assert [(type(error), str(error)) for error in errors] == [
+        (CheckpointTimeoutError, "run: a read has not ended, and is not waited for any more")
+    ]
+    boxes[number].may_end.set()
 
 
 def test_the_end_waits_for_no_read() -> None:
