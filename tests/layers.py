@@ -78,7 +78,7 @@ ADAPTERS = {
     "prometheus_client": {"sinks.prometheus"},
     "pytest": {"pytest_plugin"},
     "rich": {"goodput_table", "progress"},
-    "tensorstore": {"formats.orbax_arrays", "formats.orbax_writes"},
+    "tensorstore": {"formats.orbax_arrays", "formats.tensorstore_calls"},
     "torch": {"formats.torch_items"},
     "typer": {"cli"},
     "yaml": {"cli.operations"},

@@ -10,35 +10,39 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jaxckpt_train.errors import CorruptCheckpointError, SettingsError
+from jaxckpt_train.errors import CorruptCheckpointError
 from jaxckpt_train.formats.array_bytes import ArrayBytes, chunks_in_a_row, grid_boxes, record_of, size_of
 from jaxckpt_train.formats.foreign import ForeignSegment, check_shape
 from jaxckpt_train.formats.foreign_calls import foreign_call
 from jaxckpt_train.formats.held_pieces import HeldPieces, Newest
+from jaxckpt_train.formats.orbax_bounds import Bounds, check_metadata
+from jaxckpt_train.formats.tensorstore_calls import read_error, tensorstore
+from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.dtypes import dtype_name, is_storable
-from jaxckpt_train.store.manifest import ArrayRecord, shown
+from jaxckpt_train.store.manifest import ArrayRecord
 
 if TYPE_CHECKING:
     import tensorstore as ts
 
 OPEN_AT_ONCE = 256
 LEAST_CHUNK_BYTES = 4 << 20  # smaller ones are read together
-MOST_PIECES = 1 << 22  # of an array: 16 TiB in the smallest ones
+MOST_PIECES = 1 << 20  # of an array: 4 TiB in the smallest ones; a record of each is made when it is opened
 DECODING = 2  # times a chunk's size: as it is stored, and as it is decoded
 CACHED_BYTES = 100 << 20  # of nodes of an OCDBT database
-TOLD_LETTERS = 2000  # of an error of TensorStore, which names a file
 
 
 class OrbaxArray(NamedTuple):
-    """An array: its record, and what it is read from."""
+    """An array: its record, and what it is read from; `bounds` are looked at before `store` is read itself."""
 
     record: ArrayRecord
     segment: ForeignSegment
     store: Any
+    bounds: Bounds | None = None
 
 
 def open_arrays(
+    backend: Backend,
     directory: str,
     names: dict[str, str],
     *,
@@ -52,6 +56,7 @@ def open_arrays(
     """Open arrays; nothing of their content is read.
 
     Args:
+        backend: where.
         directory: of the item.
         names: of the parameters, by leaf path.
         use_ocdbt, use_zarr3: how they are stored.
@@ -63,15 +68,13 @@ def open_arrays(
     Raises:
         SettingsError: TensorStore is not installed.
         CorruptCheckpointError: one is not there, or damaged.
+        StorageError: the system refused to read one.
     """
     if not names:
         return {}
-    try:
-        import tensorstore as ts
-    except ImportError as error:
-        raise SettingsError(
-            f"{directory}: a checkpoint of Orbax is read through TensorStore: pip install 'jaxckpt-train[orbax]'"
-        ) from error
+    ts = tensorstore(f"{directory}: a checkpoint of Orbax is read")
+    folders = [*databases] if use_ocdbt else [*names.values()]
+    check_metadata(backend, directory, folders, use_ocdbt=use_ocdbt, use_zarr3=use_zarr3)
     context = ts.Context(
         {"cache_pool#nodes": {"total_bytes_limit": CACHED_BYTES}, "file_io_concurrency": {"limit": 16}}
     )
@@ -80,13 +83,13 @@ def open_arrays(
     direct = _direct(context) if takes_direct else None
     large = [] if direct is None else [leaf for leaf in stores if _chunk_bytes(stores[leaf]) >= LEAST_CHUNK_BYTES]
     beside = _stores(directory, names, {leaf: specs[leaf] for leaf in large}, direct)
-    newest = Newest()
-    return {
-        leaf: _opened(
-            directory, leaf, [each[leaf] for each in (beside, stores) if leaf in each], first_segment + number, newest
-        )
-        for number, leaf in enumerate(stores)
-    }
+    newest, found = Newest(), dict[str, OrbaxArray]()
+    for number, leaf in enumerate(stores):
+        ways = [each[leaf] for each in (beside, stores) if leaf in each]
+        files = None if specs[leaf]["kvstore"]["driver"] == "ocdbt" else backend
+        bounds = Bounds(files, directory, names[leaf], f"{directory}: leaf {leaf!r}", stores[leaf])
+        found[leaf] = _opened(directory, leaf, ways, bounds, first_segment + number, newest)
+    return found
 
 
 def _stores(
@@ -133,9 +136,7 @@ def _told(directory: str, leaf: str, name: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise CorruptCheckpointError(
-            f"{directory}: leaf {leaf!r}: the array {name!r} cannot be opened: {shown(error, TOLD_LETTERS)}"
-        ) from error
+        raise read_error(error, f"{directory}: leaf {leaf!r}: the array {name!r} cannot be opened") from error
 
 
 def _spec(
@@ -153,7 +154,9 @@ def _spec(
     }
 
 
-def _opened(directory: str, leaf: str, stores: Sequence[ts.TensorStore], segment: int, newest: Newest) -> OrbaxArray:
+def _opened(
+    directory: str, leaf: str, stores: Sequence[ts.TensorStore], bounds: Bounds, segment: int, newest: Newest
+) -> OrbaxArray:
     store = stores[-1]
     dtype, shape = np.dtype(store.dtype.numpy_dtype), tuple(store.shape)
     if not is_storable(dtype):
@@ -170,9 +173,13 @@ def _opened(directory: str, leaf: str, stores: Sequence[ts.TensorStore], segment
         )
     chunks = chunks_in_a_row(grid_boxes(shape, cell), dtype.itemsize, segment)
     record = record_of(leaf, shape, dtype_name(dtype), chunks)
-    read = functools.partial(read_box, subject, stores)
+
+    def read(box: Box, target: np.ndarray) -> None:
+        bounds.check()
+        read_box(subject, stores, box, target)
+
     source = functools.partial(_source, subject, dtype, record, read, held=held)
-    return OrbaxArray(record, ForeignSegment(f"arrays/{segment:06d}", size_of(record.chunks), source), store)
+    return OrbaxArray(record, ForeignSegment(f"arrays/{segment:06d}", size_of(record.chunks), source), store, bounds)
 
 
 def hold_array(subject: str, name: str, content: np.ndarray, segment: int) -> OrbaxArray:
@@ -222,6 +229,7 @@ def read_box(subject: str, stores: Sequence[ts.TensorStore], box: Box, target: n
 
     Raises:
         CorruptCheckpointError: what is stored is damaged.
+        StorageError: the system refused to read it.
     """
     *others, last = stores
     for store in others:
@@ -231,7 +239,7 @@ def read_box(subject: str, stores: Sequence[ts.TensorStore], box: Box, target: n
         with foreign_call():
             _copy(last, box, target)  # what it makes of TensorStore's is gone again when it returns
     except ValueError as error:
-        raise CorruptCheckpointError(f"{subject}: box {box} cannot be read: {shown(error, TOLD_LETTERS)}") from error
+        raise read_error(error, f"{subject}: box {box} cannot be read") from error
 
 
 def _copy(store: ts.TensorStore, box: Box, target: np.ndarray) -> None:

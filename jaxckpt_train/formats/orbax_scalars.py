@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from jaxckpt_train.errors import CorruptCheckpointError
 from jaxckpt_train.formats.foreign_calls import foreign_call
-from jaxckpt_train.formats.orbax_arrays import TOLD_LETTERS, OrbaxArray
-from jaxckpt_train.store.manifest import shown
+from jaxckpt_train.formats.orbax_arrays import OrbaxArray
+from jaxckpt_train.formats.tensorstore_calls import read_error
 from jaxckpt_train.tree.leaf_records import ArrayLeaf, LeafRecord, record_value
 
 
@@ -16,17 +16,24 @@ def scalar_leaves(directory: str, arrays: Mapping[str, OrbaxArray]) -> dict[str,
 
     Raises:
         CorruptCheckpointError: one is damaged.
+        StorageError: the system refused to read one.
     """
-    futures = {leaf: array.store.read() for leaf, array in arrays.items()}
-    found: dict[str, LeafRecord] = {}
+    found: dict[str, LeafRecord] = {leaf: ArrayLeaf("scalar") for leaf in arrays}
+    futures = {leaf: _read(array) for leaf, array in arrays.items() if array.record.shape == ()}
     for leaf, future in futures.items():
         try:
             with foreign_call():
                 value = future.result()
         except ValueError as error:
-            raise CorruptCheckpointError(
-                f"{directory}: leaf {leaf!r} cannot be read: {shown(error, TOLD_LETTERS)}"
-            ) from error
-        record = record_value(leaf, value.item()) if value.shape == () else None
-        found[leaf] = ArrayLeaf("scalar") if record is None else record
+            raise read_error(error, f"{directory}: leaf {leaf!r} cannot be read") from error
+        record = record_value(leaf, value.item())
+        if record is not None:
+            found[leaf] = record
     return found
+
+
+def _read(array: OrbaxArray) -> Any:
+    """Begin to read all of it."""
+    assert array.bounds is not None
+    array.bounds.check()
+    return array.store.read()

@@ -112,6 +112,7 @@ def _open_arrays(
             )
     try:
         return open_arrays(
+            backend,
             directory,
             parameters,
             use_ocdbt=use_ocdbt,

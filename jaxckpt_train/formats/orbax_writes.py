@@ -5,18 +5,17 @@ from __future__ import annotations
 import collections
 import errno
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxckpt_train.errors import MismatchError, SettingsError, StorageError
+from jaxckpt_train.errors import MismatchError, StorageError
+from jaxckpt_train.formats.tensorstore_calls import refused, tensorstore
 from jaxckpt_train.store.boxes import Box, box_shape, cut_box, full_box
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord, shown
 from jaxckpt_train.store.reader import Progress
-from jaxckpt_train.store.refusal import refusal
 
 CHUNK_BYTES = 64 << 20
 AHEAD_BYTES = 256 << 20
@@ -24,7 +23,7 @@ AHEAD_BYTES = 256 << 20
 BATCH_BYTES = 16 << 20
 """So much of small arrays becomes one commit. One of each would be files and a rewritten index of its own."""
 _LEAF_BYTES = 4 << 10  # what a batch holds of each array beside its data, about
-_SYSTEM_ERROR = re.compile(r"(?:os_error_code='|\[OS error )(\d+)")  # as its versions have it
+_WRITE = "write through TensorStore"
 # TensorStore's own settings for a database that one process writes at a time, as Orbax has them.
 _DATABASE = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
 
@@ -76,7 +75,7 @@ def write_arrays(
         SettingsError: TensorStore is not installed.
         StorageError: the file system refused.
     """
-    ts = _tensorstore()
+    ts = tensorstore("export: what Orbax reads is written")
     context = ts.Context({"file_io_concurrency": {"limit": 16}})
     shapes: dict[str, list[int]] = {}
     with _Writes(directory, ts.Transaction, ahead_bytes, progress) as writes:
@@ -89,7 +88,7 @@ def write_arrays(
                 store = ts.open(spec, context=context, create=True, transaction=batch).result()
             except (ValueError, OSError) as error:
                 told = f"{subject}: leaf {array.path!r} of {array.dtype.name}: {shown(error)}"
-                raise _refused(directory, error) or MismatchError(told) from error
+                raise refused(error, _WRITE, directory) or MismatchError(told) from error
             for box in boxes:
                 data = array.content if isinstance(array.content, np.ndarray) else read(array.content, box)
                 part = store[tuple(slice(start, stop) for start, stop in box)] if box else store
@@ -99,16 +98,6 @@ def write_arrays(
                 writes.make_room(data.nbytes)
                 writes.add(data.nbytes, data.nbytes, part.write(data).commit)
     return shapes
-
-
-def _tensorstore() -> Any:
-    try:
-        import tensorstore
-    except ImportError as error:
-        raise SettingsError(
-            "export: what Orbax reads is written through TensorStore: pip install 'jaxckpt-train[orbax]'"
-        ) from error
-    return tensorstore
 
 
 class _Writes:
@@ -192,15 +181,9 @@ def _result(directory: str, future: Any) -> None:
     try:
         future.result()
     except (ValueError, OSError) as error:
-        raise _refused(directory, error) or StorageError(
+        raise refused(error, _WRITE, directory) or StorageError(
             errno.EIO, f"TensorStore: {shown(error)}", directory
         ) from error
-
-
-def _refused(directory: str, error: Exception) -> StorageError | None:
-    """What the file system said, if it was that which failed: TensorStore tells the number in its text."""
-    found = _SYSTEM_ERROR.search(str(error))
-    return refusal(int(found[1]), "write through TensorStore", directory) if found else None
 
 
 def _spec(directory: str, array: ToWrite, chunk: Sequence[int], compressed: bool) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from jaxckpt_train.errors import StorageError
@@ -140,3 +141,17 @@ def test_no_step_is_moved_out_of_a_run_while_a_newer_one_cannot_be_read(
     refused("mv", directory, tmp_path / "moved", "--step", 1, code=4)
     assert step_path(directory, 1).is_dir()
     assert not (tmp_path / "moved").exists()
+
+
+@needs_setpriv
+@pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+@pytest.mark.parametrize("name", ["w/0", "w/.zarray", "n/0"])
+def test_an_array_of_orbax_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, name: str) -> None:
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
+    ocp.Checkpointer(handler).save(tmp_path / "a", {"w": np.arange(5.0), "n": 3})
+    (tmp_path / "a" / name).chmod(0)
+    for command in (["import", tmp_path / "a", tmp_path / "b"], ["stats", tmp_path / "a"]):
+        code, printed, error = called(*command)
+        assert (code, printed) == (4, "")
+        assert "Permission denied" in error
+    assert not (tmp_path / "b").exists()

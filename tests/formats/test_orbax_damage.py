@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp1
 
 import jaxckpt_train as jct
+from jaxckpt_train.formats import orbax_bounds
 from tests.cli.commands import refused, run
 from tests.tree.same_trees import raw
 
@@ -256,3 +259,51 @@ def test_several_trees_are_chosen_from_by_part(tmp_path: Path) -> None:
         manager.save(7, args=ocp.args.Composite(**trees))
     told = refused("import", tmp_path / "run" / "7", tmp_path / "out", code=2)
     assert "has no checkpointable 'state' but several trees, 'a', 'b'; choose one with --part" in told
+
+
+# Sizes: TensorStore ends the process where it gets no memory.
+
+
+@pytest.mark.parametrize("how", ["zarr", "zarr3"])
+@pytest.mark.parametrize("leaf", ["w", "n"])
+@pytest.mark.parametrize("what", ["metadata", "chunk"])
+def test_a_file_that_is_far_too_large_is_told(how: str, leaf: str, what: str, tmp_path: Path) -> None:
+    path = PLAIN[how](tmp_path / "a")
+    if what == "metadata":
+        file = path / leaf / (".zarray" if how == "zarr" else "zarr.json")
+    else:
+        file = next(
+            each for each in (path / leaf).rglob("*") if each.is_file() and not each.name.startswith((".", "z"))
+        )
+    os.truncate(file, 1 << 40)
+    with pytest.raises(jct.CorruptCheckpointError) as caught:
+        jct.load(path)
+    assert f"{file}: 1,099,511,627,776 bytes, expected at most" in str(caught.value)
+    refused("import", path, tmp_path / "out", code=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_database_that_is_far_too_large_is_told(tmp_path: Path) -> None:
+    path = by_handler(tmp_path / "a")
+    os.truncate(path / "manifest.ocdbt", 1 << 40)
+    with pytest.raises(jct.CorruptCheckpointError, match=r"manifest\.ocdbt: 1,099,511,627,776 bytes, expected at most"):
+        jct.load(path)
+
+
+def test_chunks_far_larger_than_their_array_are_told(tmp_path: Path) -> None:
+    path = plain(tmp_path / "a")
+    altered = json.loads((path / "w" / ".zarray").read_text()) | {"chunks": [100_000, 100_000]}
+    (path / "w" / ".zarray").write_text(json.dumps(altered))
+    with pytest.raises(jct.CorruptCheckpointError, match=r"leaf 'w': its chunks are of 40,000,000,000 bytes"):
+        jct.load(path)
+    refused("import", path, tmp_path / "out", code=1)
+
+
+def test_chunks_that_do_not_fit_into_memory_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = plain(tmp_path / "a")
+    monkeypatch.setattr(orbax_bounds, "memory_bytes", lambda: 1199)
+    with pytest.raises(jct.StorageError, match="leaf 'w': a chunk of 600 bytes does not fit into memory") as caught:
+        jct.load(path)
+    assert caught.value.errno == errno.ENOMEM
+    monkeypatch.setattr(orbax_bounds, "memory_bytes", lambda: 1200)
+    assert raw(jct.load(path)["w"]) == raw(STATE["w"])

@@ -1,0 +1,77 @@
+"""TensorStore as it is used here: imported so that no interrupt is lost, and its errors told as ours."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, SettingsError, StorageError
+from jaxckpt_train.store.backend import MISSING
+from jaxckpt_train.store.manifest import shown
+from jaxckpt_train.store.refusal import refusal
+
+TOLD_LETTERS = 2000  # of an error of TensorStore, which names a file
+_SYSTEM_ERROR = re.compile(r"(?:os_error_code='|\[OS error )(\d+)")  # as its versions have it
+_OF_THE_NAME = MISSING | {errno.ENAMETOOLONG}  # nothing can be there, so whatever has this name is damaged
+
+
+def tensorstore(subject: str) -> Any:
+    """The library.
+
+    Args:
+        subject: what is done through it, for messages.
+
+    Raises:
+        SettingsError: it is not installed, or cannot be imported.
+    """
+    with _interrupts_wait():  # one within the start of an extension becomes an ImportError
+        try:
+            import tensorstore
+        except ModuleNotFoundError as error:
+            raise SettingsError(f"{subject} through TensorStore: pip install 'jaxckpt-train[orbax]'") from error
+        except ImportError as error:
+            raise SettingsError(
+                f"{subject} through TensorStore, which is installed but cannot be imported: {shown(error)}"
+            ) from error
+    return tensorstore
+
+
+def refused(error: Exception, what: str, path: str) -> StorageError | None:
+    """What the file system said, if it was that which failed: TensorStore tells the number in its text."""
+    found = _SYSTEM_ERROR.search(str(error))
+    return refusal(int(found[1]), what, path) if found else None
+
+
+def read_error(error: ValueError, told: str) -> CheckpointError:
+    """What a read that failed means: that the system refused, or else that what is stored is damaged.
+
+    Args:
+        error: of TensorStore.
+        told: the message, but for what TensorStore says.
+    """
+    found, message = _SYSTEM_ERROR.search(str(error)), f"{told}: {shown(error, TOLD_LETTERS)}"
+    if found is None or int(found[1]) in _OF_THE_NAME:
+        return CorruptCheckpointError(message)
+    return StorageError(int(found[1]), message)
+
+
+@contextlib.contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Within: an interrupt does what it does at the end."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    came: list[tuple[int, Any]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        for each in came[:1]:
+            before(*each)
