@@ -28,7 +28,8 @@ Budget = Annotated[
         metavar="MIB",
         min=1,
         max=1 << 20,
-        help="How much memory reading may take, but for a larger chunk; writing takes 96 MiB more.",
+        help="How much memory reading may take, but for two larger chunks, and for operations that change values or "
+        "shapes; writing takes 96 MiB more.",
     ),
 ]
 

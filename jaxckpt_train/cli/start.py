@@ -11,6 +11,12 @@ from typing import Any
 INTERRUPTED = 130
 DECODES = ("import",)
 """Commands that have other libraries decode large chunks."""
+IMPORT = "from jaxckpt_train.cli.start import main"
+LAUNCHER = (
+    "#", '"""exec" ', '" """', "import re", "import sys", IMPORT, 'if __name__ == "__main__":',
+    "if sys.argv[0].endswith(", "elif sys.argv[0].endswith(", "sys.argv[0] = ", "sys.exit(main())",
+)  # fmt: skip
+"""How lines of the script begin that pip, uv and others install for the command."""
 
 
 def main() -> None:
@@ -20,8 +26,9 @@ def main() -> None:
     if is_usual:
         signal.signal(signal.SIGINT, _leave)
     if sys.argv[1:2] and sys.argv[1] in DECODES and _is_a_process_of_its_own():
-        from jaxckpt_train.store.huge_malloc import begin_again
+        from jaxckpt_train.store.huge_malloc import begin_again, has_begun_again
 
+        has_begun_again()
         begin_again(sys.orig_argv)
     from jaxckpt_train.cli.app import main as run
 
@@ -49,8 +56,16 @@ def _hurry() -> None:
 def _is_a_process_of_its_own() -> bool:
     """Whether this process was begun for the command alone, by its name or by `python -m`: it can begin again then."""
     words = sys.orig_argv[1:]
-    is_module = words[:2] == ["-m", "jaxckpt_train.cli"] and words[2:] == sys.argv[1:]
-    return is_module or (words == sys.argv and os.path.basename(words[0]) == "jaxckpt")
+    if words[:2] == ["-m", "jaxckpt_train.cli"]:
+        return words[2:] == sys.argv[1:]
+    source = getattr(getattr(sys.modules["__main__"], "__loader__", None), "get_source", None)
+    return words == sys.argv and source is not None and _is_launcher(source("__main__") or "")
+
+
+def _is_launcher(script: str) -> bool:
+    """Whether a script does nothing but call this command, as installers write it: another one would do it twice."""
+    lines = [line.strip().replace("'", '"') for line in script.splitlines()]
+    return IMPORT in lines and all(not line or line.startswith(LAUNCHER) for line in lines)
 
 
 def _leave(number: int, frame: Any) -> None:

@@ -164,6 +164,7 @@ def test_names_of_any_bytes_and_a_terminal_of_ascii_are_printed(tmp_path: Path) 
         assert b"\\udcff" in done.stdout + done.stderr or arguments[0] in ("stats", "ls")
 
 
+TUNED = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4194304"
 SAYS_HOW_IT_BEGINS = """
 import os, sys
 with open(os.environ["BEGINS"], "a") as file:
@@ -179,12 +180,91 @@ def test_an_import_begins_again_with_huge_pages_and_others_do_not(words: list[st
     (tmp_path / "sitecustomize.py").write_text(SAYS_HOW_IT_BEGINS)
     script = [sys.executable, str(Path(sys.executable).parent / "jaxckpt")]
     command = script if words == ["jaxckpt"] else [sys.executable, *words]
-    for name, expected in (("ls", [""]), ("import", ["", "glibc.malloc.hugetlb=1"])):
+    for name, expected in (("ls", [""]), ("import", ["", TUNED])):
         told = tmp_path / name
         environment = {"PYTHONPATH": f"{tmp_path}:{REPO_ROOT}", "BEGINS": str(told)}
         done = subprocess.run([*command, name, "--help"], env=environment, capture_output=True, text=True, check=True)
         assert f"jaxckpt {name}" in done.stdout or f"cli {name}" in done.stdout
         assert told.read_text().splitlines() == expected
+
+
+LAUNCHERS = {
+    "pip": """#!{python}
+# -*- coding: utf-8 -*-
+import re
+import sys
+from jaxckpt_train.cli.start import main
+if __name__ == '__main__':
+    sys.argv[0] = re.sub(r'(-script\\.pyw|\\.exe)?$', '', sys.argv[0])
+    sys.exit(main())
+""",
+    "pip, in a folder with a long name": """#!/bin/sh
+'''exec' {python} "$0" "$@"
+' '''
+# -*- coding: utf-8 -*-
+import re
+import sys
+from jaxckpt_train.cli.start import main
+if __name__ == '__main__':
+    sys.argv[0] = re.sub(r'(-script\\.pyw|\\.exe)?$', '', sys.argv[0])
+    sys.exit(main())
+""",
+    "uv": """#!{python}
+# -*- coding: utf-8 -*-
+import sys
+from jaxckpt_train.cli.start import main
+if __name__ == "__main__":
+    if sys.argv[0].endswith("-script.pyw"):
+        sys.argv[0] = sys.argv[0][:-11]
+    elif sys.argv[0].endswith(".exe"):
+        sys.argv[0] = sys.argv[0][:-4]
+    sys.exit(main())
+""",
+    "somebody": """#!{python}
+import os
+import sys
+print("begins")
+os.chdir("/")
+from jaxckpt_train.cli.start import main
+if __name__ == "__main__":
+    sys.exit(main())
+""",
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_script_that_does_more_than_to_call_the_command_is_not_begun_again(name: str, tmp_path: Path) -> None:
+    if variables_of_huge_malloc({}) is None:
+        pytest.skip("this system has no malloc that takes huge pages")
+    (tmp_path / "sitecustomize.py").write_text(SAYS_HOW_IT_BEGINS)
+    script = tmp_path / "jaxckpt"
+    script.write_text(LAUNCHERS[name].format(python=sys.executable))
+    script.chmod(0o755)
+    told = tmp_path / "told"
+    environment = {"PYTHONPATH": f"{tmp_path}:{REPO_ROOT}", "BEGINS": str(told), "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        ["./jaxckpt", "import", "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert "jaxckpt import" in done.stdout
+    assert done.stdout.count("begins") - done.stdout.count("begins itself") == (name == "somebody")
+    assert told.read_text().splitlines() == ([""] if name == "somebody" else ["", TUNED])
+
+
+INTERRUPTS_ITSELF = """
+import os, signal
+if os.environ.get("GLIBC_TUNABLES"):
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_an_interrupt_while_python_starts_again_ends_it_with_130(tmp_path: Path) -> None:
+    if variables_of_huge_malloc({}) is None:
+        pytest.skip("this system has no malloc that takes huge pages")
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTS_ITSELF)
+    command = [sys.executable, "-m", "jaxckpt_train.cli", "import", "--help"]
+    environment = {"PYTHONPATH": f"{tmp_path}:{REPO_ROOT}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_a_program_that_calls_the_command_is_not_begun_again(run_python: RunPython) -> None:

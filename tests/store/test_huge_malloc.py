@@ -13,7 +13,7 @@ from jaxckpt_train.store import huge_malloc
 from jaxckpt_train.store.huge_malloc import has_huge_malloc, variables_of_huge_malloc
 from tests.conftest import REPO_ROOT
 
-ASKED = "glibc.malloc.hugetlb=1"
+ASKED, KEPT = "glibc.malloc.hugetlb=1", "glibc.malloc.mmap_threshold=4194304"
 
 
 @pytest.fixture
@@ -28,12 +28,14 @@ def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("policy")
 def test_what_else_is_tuned_stays() -> None:
-    assert variables_of_huge_malloc({}) == {"GLIBC_TUNABLES": ASKED}
+    assert variables_of_huge_malloc({}) == {"GLIBC_TUNABLES": f"{ASKED}:{KEPT}"}
     other = "glibc.malloc.arena_max=1"
     assert variables_of_huge_malloc({"A": "b", "GLIBC_TUNABLES": other}) == {
         "A": "b",
-        "GLIBC_TUNABLES": f"{other}:{ASKED}",
+        "GLIBC_TUNABLES": f"{other}:{ASKED}:{KEPT}",
     }
+    other = "glibc.malloc.mmap_threshold=65536"
+    assert variables_of_huge_malloc({"GLIBC_TUNABLES": other}) == {"GLIBC_TUNABLES": f"{other}:{ASKED}"}
 
 
 @pytest.mark.usefixtures("policy")
