@@ -15,7 +15,7 @@ from jaxckpt_train import hydra_job
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"max_run_time_s": 30}, "more than checkpoint.grace_period_s"),
+        ({"max_run_time_s": 30, "grace_period_s": 30}, "more than checkpoint.grace_period_s"),
         ({"on_preemption": "Raise"}, "checkpoint.on_preemption: expected one of"),
         ({"exit_code": 300}, "from 0 to 255"),
         ({"grace_period_s": -1.0}, "checkpoint.grace_period_s"),
