@@ -88,7 +88,8 @@ class CheckpointConfig:
             take `EveryNSteps(n, exact_interval=False)` as `keep_policy` instead. None: no rule of this kind.
         keep_best: how many steps with the best `best_metric` are kept; None: no rule of this kind. A step without the
             metric stays until a later one has it (`manager.attach_metrics`).
-        best_metric: the name of the metric that says which step is better; None: none does.
+        best_metric: the name of the metric that says which step is better, for `keep_best` and `best_link`, and refused
+            without them; None: none does.
         best_mode: "min": lower is better; "max": higher is better.
         best_link: have a link `best` in the run's directory that stands for the step with the best `best_metric`, for
             whoever exports it.
@@ -168,6 +169,11 @@ class CheckpointConfig:
             raise SettingsError(
                 f"{_ROOT}.{asked}: expected {_ROOT}.best_metric with it, the name of the metric that says which step "
                 "is better; found none"
+            )
+        if asked is None and self.best_metric is not None:
+            raise SettingsError(
+                f"{_ROOT}.best_metric: expected {_ROOT}.keep_best or {_ROOT}.best_link with it, which it is for; found "
+                "neither"
             )
         limit_s, grace_s = self.max_run_time_s, self.grace_period_s
         if limit_s is not None and grace_s is not None and limit_s <= grace_s:
