@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxckpt_train import hydra_job
-from jaxckpt_train.config import DEFAULT_GRACE_S
 from jaxckpt_train.config_notices import build_notices
 from jaxckpt_train.multihost import current, preemption_service
 from jaxckpt_train.sinks.feed import checked_sinks
@@ -61,7 +60,7 @@ def watch_of(given: Arguments, manager: StepManager) -> PreemptionWatch:
         max_run_time_s=limit_s,
         sources=build_notices("checkpoint.notices", given["notices"]),
         timeout_s=manager.settings.barrier_timeout_s,
-        leave_early_s=lambda: manager.leave_early_s(DEFAULT_GRACE_S, limit_s) if grace_s is None else float(grace_s),
+        leave_early_s=lambda: manager.leave_early_s(limit_s) if grace_s is None else float(grace_s),
     )
 
 

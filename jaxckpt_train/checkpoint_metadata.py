@@ -75,7 +75,7 @@ class CheckpointMetadata:
         metrics: as saved with the step.
         custom_metadata: as saved.
         versions: of the packages that wrote it.
-        bytes: of all its data.
+        bytes: of all its data files.
     """
 
     path: str

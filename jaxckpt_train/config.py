@@ -32,7 +32,6 @@ from jaxckpt_train.value_checks import (
 )
 
 _ROOT = "checkpoint"
-DEFAULT_GRACE_S = 30.0
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -89,7 +88,8 @@ class CheckpointConfig:
             take `EveryNSteps(n, exact_interval=False)` as `keep_policy` instead. None: no rule of this kind.
         keep_best: how many steps with the best `best_metric` are kept; None: no rule of this kind. A step without the
             metric stays until a later one has it (`manager.attach_metrics`).
-        best_metric: the name of the metric that says which step is better; None: none does.
+        best_metric: the name of the metric that says which step is better, for `keep_best` and `best_link`, and refused
+            without them; None: none does.
         best_mode: "min": lower is better; "max": higher is better.
         best_link: have a link `best` in the run's directory that stands for the step with the best `best_metric`, for
             whoever exports it.
@@ -108,7 +108,8 @@ class CheckpointConfig:
             off what your program spends before that. None: no limit.
         grace_period_s: seconds between a request to leave and the end of the process. A save that cannot be committed
             by shortly before is given up, and the process ends by itself. None: not known; a save is waited for.
-            `max_run_time_s` is left so much earlier (None: 30 s).
+            `max_run_time_s` is left so much earlier, and has to be longer; None: as early as saves were seen to need,
+            30 s as long as none was seen, and never by more than half of it.
         exit_code: of a process that left on request; where it is 0 and no time was left for a save: 1.
         data_on_mismatch: the position of `data` does not fit its iterator, as in a job of another number of processes:
             "error"; "restart": the data begins anew; "skip": so it does, and an element for each completed update is
@@ -169,11 +170,15 @@ class CheckpointConfig:
                 f"{_ROOT}.{asked}: expected {_ROOT}.best_metric with it, the name of the metric that says which step "
                 "is better; found none"
             )
-        grace_s = DEFAULT_GRACE_S if self.grace_period_s is None else self.grace_period_s
-        if self.max_run_time_s is not None and self.max_run_time_s <= grace_s:
-            why = " unless you set it: set it to less" if self.grace_period_s is None else "; it may be less"
-            longer = f"more than {_ROOT}.grace_period_s, for which time is left at the end ({grace_s:g} seconds{why})"
-            refuse(f"{_ROOT}.max_run_time_s", longer, self.max_run_time_s)
+        if asked is None and self.best_metric is not None:
+            raise SettingsError(
+                f"{_ROOT}.best_metric: expected {_ROOT}.keep_best or {_ROOT}.best_link with it, which it is for; found "
+                "neither"
+            )
+        limit_s, grace_s = self.max_run_time_s, self.grace_period_s
+        if limit_s is not None and grace_s is not None and limit_s <= grace_s:
+            kept = f"for which time is left at the end ({grace_s:g} seconds; it may be less)"
+            refuse(f"{_ROOT}.max_run_time_s", f"more than {_ROOT}.grace_period_s, {kept}", limit_s)
 
 
 def _store(subject: str, value: Any) -> StoreConfig:

@@ -15,13 +15,14 @@ from jaxckpt_train import hydra_job
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"max_run_time_s": 30}, "more than checkpoint.grace_period_s"),
+        ({"max_run_time_s": 30, "grace_period_s": 30}, "more than checkpoint.grace_period_s"),
         ({"on_preemption": "Raise"}, "checkpoint.on_preemption: expected one of"),
         ({"exit_code": 300}, "from 0 to 255"),
         ({"grace_period_s": -1.0}, "checkpoint.grace_period_s"),
         ({"signals": ("SIGKILL",)}, "that a process can catch"),
         ({"signals": [["SIGTERM"]]}, "that a process can catch"),
         ({"keep_latest": 0}, "checkpoint.keep_latest"),
+        ({"best_metric": "loss"}, r"checkpoint.best_metric: expected checkpoint.keep_best or"),
         ({"signals": {}}, "checkpoint.signals: expected a list of names of signals"),
         ({"save_policy": 5}, r"checkpoint.save_policy: expected an object with should_save\(...\), found 5"),
         ({"keep_policy": 5}, r"checkpoint.keep_policy: expected an object with should_preserve\(...\), found 5"),

@@ -150,6 +150,7 @@ def test_the_app_s_own_preset_goes_first(app: App) -> None:
         ("checkpoint.store.digest=md5", "checkpoint.store.digest: expected one of 'xxh3-128'"),
         ("checkpoint.directory=???", "checkpoint.directory: cannot be resolved"),
         ("checkpoint.keep_best=3", "checkpoint.keep_best: expected checkpoint.best_metric with it"),
+        ("checkpoint.best_metric=loss", "checkpoint.best_metric: expected checkpoint.keep_best or"),
         ("checkpoint.notices=[gcp]", "checkpoint.notices[0]: expected one of 'gce', 'aws', 'slurm', 'kubernetes'"),
     ],
 )

@@ -174,10 +174,16 @@ def test_a_number_of_steps_is_whole(count: Any, tmp_path: Path) -> None:
 
 
 def test_a_short_job_is_told_how_long_its_grace_period_is(tmp_path: Path) -> None:
-    with pytest.raises(jct.SettingsError, match=r"more than checkpoint.grace_period_s, for which"):
-        jct.CheckpointCallback(tmp_path / "run", max_run_time_s=20)
-    with pytest.raises(jct.SettingsError, match=r"at the end \(25 seconds; it may be less\)"):
+    said = r"more than checkpoint.grace_period_s, for which time is left at the end \(25 seconds; it may be less\)"
+    with pytest.raises(jct.SettingsError, match=said):
         jct.CheckpointCallback(tmp_path / "run", max_run_time_s=20, grace_period_s=25)
+
+
+@pytest.mark.parametrize("seconds", [0.001, 20, 30])
+def test_a_job_may_be_short_where_no_grace_period_is_given(tmp_path: Path, seconds: float) -> None:
+    with jct.CheckpointCallback(tmp_path / "run", max_run_time_s=seconds, enabled=False) as ckpt:
+        assert ckpt._watch._limit is not None
+        assert ckpt._watch._limit.end - ckpt._watch._limit._began_at == pytest.approx(seconds / 2)
 
 
 def test_an_endless_limit_is_no_limit(tmp_path: Path) -> None:

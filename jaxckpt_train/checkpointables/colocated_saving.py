@@ -61,7 +61,6 @@ def write_on_hosts(
     ]
     del by_device
     indexes: list[PartIndex] = [PartIndex((), (), ())] * len(calls)
-    data_bytes = own.data_bytes
 
     def looked(moved: bool) -> None:
         if moved:
@@ -71,9 +70,8 @@ def write_on_hosts(
         for number, answer, _ in results:
             assert answer.index is not None
             indexes[number] = answer.index
-            data_bytes += answer.done_bytes
             progress(answer.done_bytes)
-    return _joined(name, own, before, indexes, data_bytes)
+    return _joined(name, own, before, indexes)
 
 
 def _call(
@@ -109,7 +107,6 @@ def _joined(
     own: WrittenArrays,
     before: Sequence[SegmentRecord],
     indexes: Sequence[PartIndex],
-    data_bytes: int,
 ) -> WrittenArrays:
     """All as one; that it is whole is checked."""
     bare = tuple(msgspec.structs.replace(array, chunks=()) for array in own.arrays)
@@ -118,4 +115,4 @@ def _joined(
     mine = msgspec.structs.replace(mine, segments=(*before, *own.segments))
     everyone = [told_index(ProcessIndex("", (index,))) for index in (mine, *indexes)]
     segments, (part,) = merge_indexes([PartRecord(name, "", bare, (), msgspec.Raw(b"null"))], everyone)
-    return WrittenArrays(tuple(segments[len(before) :]), part.arrays, data_bytes)
+    return WrittenArrays(tuple(segments[len(before) :]), part.arrays)

@@ -81,7 +81,7 @@ class StagedPart:
 
 @dataclasses.dataclass
 class SaveTimes:
-    """How long the phases of one save took, in seconds, and how much it wrote.
+    """How long the phases of one save took, in seconds, and how large the files are that this process wrote.
 
     `snapshot_s` and `stage_s` (other checkpointables than pytrees) blocked the caller; the rest did not.
     """

@@ -41,7 +41,7 @@ class StepLook:
         name: of its directory.
         step: its label.
         entry: what is known of it; None: it is not committed.
-        nbytes: of its data; None: not known.
+        nbytes: of its data files; None: not known.
         is_current: whether the run goes on from it or from a later one: it was not left behind, or saved anew.
         problem: why it cannot be restored; None: nothing that a look at its manifest tells.
         refusal: what the disk has refused, or that it is of a newer version, if that is the problem: it is not known to

@@ -24,7 +24,8 @@ class StepLife:
         deleted: when retention has deleted it.
         left: when the run has gone on from an earlier step and saved, so that this one is no part of it any more.
         set_aside: when it was proven to be damaged.
-        bytes: None: not known.
+        bytes: of its data files; of one that is gone what the history tells, which did not count the heads of files
+            once. None: not known.
         is_there: whether its directory is.
         is_current: whether the run goes on from it or from a later one.
         problem: why it cannot be restored; empty: nothing that a look at its manifest tells.
@@ -131,7 +132,7 @@ class _Lives:
         entry = look.entry
         life = self._there.get(look.name) or self._add(StepLife(look.name, look.step))
         life.is_there, life.is_committed = True, entry is not None
-        life.bytes = look.nbytes if life.bytes is None else life.bytes  # the history counts no padding
+        life.bytes = life.bytes if look.nbytes is None else look.nbytes
         life.problem = look.problem or ""
         life.is_current = look.is_current or entry is None
         life.left = None if life.is_current else life.left

@@ -6,6 +6,7 @@ import dataclasses
 
 MARGIN, MARGIN_S = 1.2, 0.1  # a save may take longer than each of the last ones did
 ENDING_S = 5.0  # to end a process in which JAX has been at work
+UNKNOWN_S = 30.0  # what is set aside of a time limit as long as no save was seen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,17 +87,14 @@ def _updates(number: int) -> str:
     return "1 update" if number == 1 else f"{number} updates"
 
 
-def leave_early_s(save_s: float | None, step_s: float | None, unknown_s: float, limit_s: float | None = None) -> float:
+def leave_early_s(save_s: float | None, step_s: float | None, limit_s: float) -> float:
     """How many seconds before a time limit a job has to be asked to leave, for its last save to end within it.
 
     Args:
         save_s: that a save takes until it is committed; None: not known.
         step_s: that an update takes; None: not known.
-        unknown_s: what is taken as long as a save was not seen.
-        limit_s: the time limit, of which half is left to train in, or no job would ever get further; None: not known.
+        limit_s: the time limit, of which half is left to train in, or no job would ever get further.
     """
-    if save_s is None:
-        return unknown_s
     # One save may be under way, and one is begun after an update.
-    early_s = ENDING_S + MARGIN * 2 * save_s + 2 * (step_s or 0.0)
-    return early_s if limit_s is None else min(early_s, limit_s / 2)
+    early_s = UNKNOWN_S if save_s is None else ENDING_S + MARGIN * 2 * save_s + 2 * (step_s or 0.0)
+    return min(early_s, limit_s / 2)

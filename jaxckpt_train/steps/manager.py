@@ -329,10 +329,10 @@ class StepManager(RunNotes):
         """The same for all processes of a job: that of process 0."""
         return bool(self._together.led("agreeing how to leave", lambda: value))
 
-    def leave_early_s(self, unknown_s: float, limit_s: float | None) -> float:
-        """How many seconds before a time limit to ask a job to leave; `unknown_s`: while nothing is measured."""
+    def leave_early_s(self, limit_s: float) -> float:
+        """How many seconds before a time limit to ask a job to leave."""
         costs = self._decider.costs()
-        return leave_early_s(costs.duration_s, costs.step_s, unknown_s, limit_s)
+        return leave_early_s(costs.duration_s, costs.step_s, limit_s)
 
     def leaves(self) -> None:
         """Tell the policies that the job was asked to leave."""

@@ -250,7 +250,7 @@ class StepSave:
         self._run.committed(committed, self._info)
         is_durable = self._settings.durability == "full"
         self._run.note_roll_back(None if is_durable else committed.directory.rpartition("/")[2])
-        times.bytes = times.bytes if self._job_save is None else committed.data_bytes
+        times.bytes = committed.data_bytes  # of all processes of a job
         spent_s = times.write_s + times.commit_s
         self._note(ok=True, bytes_per_s=round(times.bytes / spent_s) if spent_s > 0 else math.inf)
         try:

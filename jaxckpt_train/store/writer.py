@@ -33,7 +33,11 @@ class WrittenArrays:
 
     segments: tuple[SegmentRecord, ...]
     arrays: tuple[ArrayRecord, ...]
-    data_bytes: int
+
+    @property
+    def data_bytes(self) -> int:
+        """Size of the files, with their headers."""
+        return sum(segment.bytes for segment in self.segments)
 
 
 def write_arrays(
@@ -84,7 +88,7 @@ def write_arrays(
     )
     with paused_collection():
         records = _records(arrays, writers, first_segment)
-    return WrittenArrays(segments, records, sum(each.size - len(each.head) for each in layouts))
+    return WrittenArrays(segments, records)
 
 
 def write_segments(

@@ -9,17 +9,23 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import jaxckpt_train as jct
 from jaxckpt_train.cli.app import app
 from jaxckpt_train.report.page import MARK
 from tests.cli.commands import all_commands
 from tests.conftest import RunPython
 from tests.report.runs import write_history
-from tests.steps.runs import made_run, step_path, truncate_the_manifest
+from tests.steps.runs import Counter, made_run, state_of, step_path, truncate_the_manifest
 
 
 def report(*arguments: object) -> tuple[int, str, str]:
     """The exit code of the command, and what it prints to both outputs."""
-    done = CliRunner().invoke(app, ["report", *map(str, arguments)])
+    return invoked("report", *arguments)
+
+
+def invoked(*arguments: object) -> tuple[int, str, str]:
+    """The same of any command."""
+    done = CliRunner().invoke(app, [*map(str, arguments)])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return done.exit_code, done.stdout, done.stderr
 
@@ -54,6 +60,22 @@ def test_the_json_is_the_data_and_no_page_is_written(tmp_path: Path, monkeypatch
     assert [(pair["before"], pair["after"]) for pair in found["changes"]["pairs"]] == [(1, 2)]
     assert found["disk"] is None
     assert list(tmp_path.iterdir()) == [run]
+
+
+def test_sizes_are_those_of_the_files_as_ls_tells_them_also_of_steps_that_are_deleted(tmp_path: Path) -> None:
+    sizes = {}
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(2)) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"state": state_of(step), "data": Counter()})
+            manager.wait()
+            sizes[step] = sum(file.stat().st_size for file in step_path(tmp_path, step).glob("*/*"))
+    found, listed = json.loads(report(tmp_path, "--json")[1]), json.loads(invoked("ls", tmp_path, "--json")[1])
+    assert {step["step"]: (step["state"], step["bytes"]) for step in found["steps"]} == {
+        1: ("deleted", sizes[1]), 2: ("kept", sizes[2]), 3: ("kept", sizes[3])
+    }  # fmt: skip
+    assert {step["step"]: step["bytes"] for step in listed["steps"]} == {2: sizes[2], 3: sizes[3]}
+    assert [save["bytes"] for save in found["saves"]] == [*sizes.values()]
+    assert found["disk_use"][-1]["bytes"] == sizes[2] + sizes[3]
 
 
 def test_json_and_a_page_are_both_made_when_both_are_asked_for(tmp_path: Path) -> None:

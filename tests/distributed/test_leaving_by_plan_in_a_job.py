@@ -97,6 +97,31 @@ def test_where_there_is_time_all_save_the_same_last_update(
     assert history(tmp_path, "end")[0]["how"] == "preempted"
 
 
+def leave_by_the_limit(directory: str) -> list[Any]:
+    """Train by clocks that differ: half of the time limit has passed for process 1, not yet for process 0."""
+    disk = SlowBackend(1e9)
+    ckpt = callback_on(disk, directory, save_interval_steps=None, max_run_time_s=31.0, on_preemption="raise")
+    limit, passed_s = ckpt._watch._limit, [0.0]
+    assert limit is not None
+    limit._monotonic = lambda: limit._began_at + passed_s[0]
+    try:
+        with ckpt:
+            state, data = ckpt.resume(start(), iter(dataset(10_000)))
+            for step in ckpt.steps(1_000_000):
+                state, _ = train_step(state, global_batch(data))
+                passed_s[0] = 15.0 if step < HELD or jax.process_index() == 0 else 16.0
+                ckpt(state)
+    except jct.Preempted as error:
+        return [error.step, error.exit_code, ckpt.completed_steps, ckpt.manager.steps]
+    raise AssertionError("its time was not up")
+
+
+def test_all_leave_a_short_time_limit_when_half_of_it_is_over_for_one(tmp_path: Path, job: Job) -> None:
+    saved, code, completed, steps = alike(job.call(leave_by_the_limit, str(tmp_path)))
+    assert (saved, code, steps) == (completed, 75, [completed])
+    assert completed > HELD
+
+
 def told(directory: str) -> list[Any]:
     """What a process prints of a run that it takes part in, and what it is told."""
     printed = io.StringIO()

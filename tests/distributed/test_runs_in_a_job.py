@@ -189,3 +189,10 @@ def test_only_the_first_process_has_events_for_sinks(tmp_path: Path, job_of: Job
     told = job_of(4, 2).call(told_sinks, str(tmp_path / "run"))
     assert [each for each in told[0] if each[0] in ("save", "restore")] == [["save", 1], ["restore", 1]]
     assert told[1:] == [[], [], []]
+
+
+def test_the_history_tells_the_size_of_what_all_processes_have_written(tmp_path: Path, job_of: JobOf) -> None:
+    job_of(4, 2).call(told_sinks, str(tmp_path / "run"))
+    (save,) = history(tmp_path / "run", "save")
+    step = tmp_path / "run" / save["name"]
+    assert save["bytes"] == sum(file.stat().st_size for file in step.glob("*/*")) == jct.metadata(step).bytes

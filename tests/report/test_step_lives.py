@@ -25,7 +25,8 @@ def deleted(second: float, step: int) -> dict[str, Any]:
 
 
 def there(*steps: int, **fields: Any) -> list[StepLook]:
-    return [StepLook(step_name(step), step, None, 999, False, fields.get("problem")) for step in steps]
+    nbytes = fields.get("nbytes", 999)
+    return [StepLook(step_name(step), step, None, nbytes, False, fields.get("problem")) for step in steps]
 
 
 def lives(*events: dict[str, Any], looks: list[StepLook] | None = None) -> list[StepLife]:
@@ -76,8 +77,14 @@ def test_to_save_a_step_anew_leaves_what_came_after_it() -> None:
 def test_the_room_is_that_of_the_steps_that_were_there_at_a_time() -> None:
     uses = disk_use_of(lives(saved(1, 10), saved(5, 20), deleted(6, 10), saved(7, 30), looks=there(20, 30)))
     assert [(use.time, use.steps, use.bytes) for use in uses] == [
-        (second(1), 1, 110), (second(5), 2, 230), (second(6), 1, 120), (second(7), 2, 250)
+        (second(1), 1, 110), (second(5), 2, 110 + 999), (second(6), 1, 999), (second(7), 2, 999 + 999)
     ]  # fmt: skip
+
+
+def test_a_step_that_is_there_is_as_large_as_it_says_and_others_as_the_history_says() -> None:
+    events = saved(1, 10), saved(2, 20), deleted(3, 10)
+    assert [life.bytes for life in lives(*events, looks=there(20))] == [110, 999]
+    assert [life.bytes for life in lives(*events, looks=there(20, nbytes=None))] == [110, 120]
 
 
 def test_states_of_a_real_run(tmp_path: Path) -> None:

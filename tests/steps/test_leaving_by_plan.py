@@ -283,6 +283,21 @@ def test_a_time_limit_is_left_30_seconds_early_while_nothing_is_known(tmp_path: 
     assert jct.StepManager(tmp_path).steps == [2]
 
 
+@pytest.mark.parametrize("limit_s", [31.0, 20.0, 1.0])
+def test_a_short_time_limit_is_half_of_it_to_train_in_while_nothing_is_known(tmp_path: Path, limit_s: float) -> None:
+    loop = Loop(tmp_path, 0.001, max_run_time_s=limit_s)
+    with pytest.raises(SystemExit) as left, loop.ckpt as ckpt:
+        run_to(ckpt, 0.0)
+        ckpt.resume(state_of(0), Counter())
+        run_to(ckpt, 0.49 * limit_s)
+        ckpt(state_of(1))
+        run_to(ckpt, 0.51 * limit_s)
+        ckpt(state_of(2))
+    assert left.value.code == 75
+    assert jct.StepManager(tmp_path).steps == [2]
+    assert loop.history("preempted")[0]["reason"] == f"the time limit of {limit_s:g} s"
+
+
 IN_TIME = """
 import sys
 import jaxckpt_train as jct

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxckpt_train.steps.leaving_plan import ENDING_S, MARGIN, MARGIN_S, Situation, choose, leave_early_s
+from jaxckpt_train.steps.leaving_plan import ENDING_S, MARGIN, MARGIN_S, UNKNOWN_S, Situation, choose, leave_early_s
 
 KNOWN = Situation(left_s=10.0, unsaved=120, committed=100, save_s=2.0, step_s=0.01)
 seconds = st.floats(0, 1e6)
@@ -115,12 +115,13 @@ def test_more_time_never_ends_in_a_save_less(now: Situation, more_s: float) -> N
 
 
 def test_a_time_limit_is_left_early_by_two_saves_and_two_updates_and_the_end() -> None:
-    assert leave_early_s(None, None, 30.0) == 30.0
-    assert leave_early_s(None, 5.0, 30.0, 100.0) == 30.0
-    assert leave_early_s(10.0, 3.0, 30.0) == pytest.approx(ENDING_S + 2 * MARGIN * 10.0 + 2 * 3.0)
-    assert leave_early_s(0.0, None, 30.0) == ENDING_S  # later than what is taken without knowing
+    assert leave_early_s(None, None, 1000.0) == leave_early_s(None, 5.0, 1000.0) == UNKNOWN_S
+    assert leave_early_s(10.0, 3.0, 1000.0) == pytest.approx(ENDING_S + 2 * MARGIN * 10.0 + 2 * 3.0)
+    assert leave_early_s(0.0, None, 1000.0) == ENDING_S  # later than what is taken without knowing
 
 
-@pytest.mark.parametrize("save_s", [100.0, 1e6])
-def test_a_time_limit_leaves_half_of_it_to_train_in_however_long_a_save_takes(save_s: float) -> None:
-    assert leave_early_s(save_s, 1.0, 30.0, 200.0) == 100.0
+@pytest.mark.parametrize(
+    ("save_s", "limit_s"), [(100.0, 200.0), (1e6, 200.0), (0.0, 8.0), (None, 59.0), (None, 31.0), (None, 0.5)]
+)
+def test_a_time_limit_leaves_half_of_it_to_train_in_whatever_is_known(save_s: float | None, limit_s: float) -> None:
+    assert leave_early_s(save_s, 1.0, limit_s) == limit_s / 2
