@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import sys
 from typing import Annotated, Any
 
@@ -25,7 +24,7 @@ from jaxckpt_train.cli.show import nbytes_of, part_bytes
 from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.looking.leaf_diff import leaves_by_name
 from jaxckpt_train.looking.opening import metadata_of, open_at
-from jaxckpt_train.moving.destination import refuse_owned
+from jaxckpt_train.moving.destination import refuse_place
 from jaxckpt_train.opened import Opened
 from jaxckpt_train.surgery.leaves import Leaves
 from jaxckpt_train.surgery.operation import Change, Operation
@@ -84,7 +83,7 @@ def export(
         if dry_run:
             told |= to_be_written(source, [name])
         else:
-            refuse_owned(BACKEND, os.path.dirname(told["to"]))
+            refuse_place(BACKEND, told["to"])
             told |= _write(source, name, told["to"], to, shard_bytes, separator, item, as_json)
         if as_json:
             print_json({**told, "left_out": [*told.get("left_out", ()), *others]})
