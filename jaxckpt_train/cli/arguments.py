@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import typer
 
 from jaxckpt_train.store.local import LocalBackend
-from jaxckpt_train.value_checks import absolute_path
+from jaxckpt_train.value_checks import absolute_path, refuse
 
 BACKEND = LocalBackend()
 
@@ -22,7 +23,10 @@ Checkpoint = Annotated[
     ),
 ]
 Step = Annotated[
-    int | None, typer.Option("--step", "-s", help="Of a run, also of Orbax or Flax: which step.", show_default=False)
+    str | None,
+    typer.Option(
+        "--step", "-s", metavar="NUMBER", help="Of a run, also of Orbax or Flax: which step.", show_default=False
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Patterns = Annotated[
@@ -36,6 +40,25 @@ Patterns = Annotated[
 Part = Annotated[
     str | None, typer.Option("--part", "-p", help="Which checkpointable; else all of them.", show_default=False)
 ]
+
+
+def step_number(step: str | None, option: str = "--step") -> float | None:
+    """The number of a step as a user gives it; of Flax's they may have a fraction.
+
+    Raises:
+        SettingsError: it is none.
+    """
+    if step is None:
+        return None
+    try:
+        return int(step)  # not by way of a float, which would round a large one
+    except ValueError:
+        pass
+    try:
+        number = float(step)
+    except ValueError:
+        number = math.nan
+    return number if math.isfinite(number) else refuse(option, "a number, such as 100 or 9.5", step)
 
 
 def absolute(path: str) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Step, absolute
+from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Step, absolute, step_number
 from jaxckpt_train.cli.operations import (
     DryRun,
     Operations,
@@ -82,7 +82,7 @@ def export(
     """Write the tree of a checkpoint for another tool: safetensors files, or a step that Orbax restores."""
     with told_errors(as_json):
         form = _form(to, shard_gb, separator, item)
-        opened = open_at(BACKEND, absolute(path), step)
+        opened = open_at(BACKEND, absolute(path), step_number(step))
         source, name, plan = prepared(opened, part, only, surgery, op)
         others = [] if part else [each.name for each in opened.committed.manifest.parts if each.name != name]
         told: dict[str, Any] = {"from": opened.path, "to": absolute(out), "format": to, "plan": plan_json(plan)}

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Step, absolute
+from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Step, absolute, step_number
 from jaxckpt_train.cli.exporting import Only, prepared, to_be_written, to_be_written_text
 from jaxckpt_train.cli.operations import DryRun, Operations, OperationsFile, plan_json, print_plan
 from jaxckpt_train.cli.output import bytes_text, print_json, print_text, progress, told_errors
@@ -51,7 +51,7 @@ def import_(
     """
     with told_errors(as_json):
         final = absolute(out)
-        opened = open_at(BACKEND, absolute(path), step)
+        opened = open_at(BACKEND, absolute(path), step_number(step))
         source, name, plan = prepared(opened, part, only, surgery, op)
         told: dict[str, Any] = {"from": opened.path, "kind": opened.kind, "to": final, "plan": plan_json(plan)}
         told["skipped"] = opened.skipped
