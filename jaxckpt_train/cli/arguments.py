@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import typer
 
 from jaxckpt_train.store.local import LocalBackend
-from jaxckpt_train.value_checks import absolute_path
+from jaxckpt_train.value_checks import absolute_path, shown
 
 BACKEND = LocalBackend()
+
+
+def step_number(step: str | None) -> float | None:
+    """The number of a step as a user gives it, of Flax also one with a fraction; None: none is given, or it is none."""
+    if step is None:
+        return None
+    try:
+        return int(step)  # not by way of a float, which would round a large one
+    except ValueError:
+        pass
+    try:
+        number = float(step)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def checked_step(step: str | None) -> str | None:
+    """What is given as a step, or a wrong call if that is no number."""
+    if step is not None and step_number(step) is None:
+        raise typer.BadParameter(f"expected a number, such as 100 or 9.5, found {shown(step)}")
+    return step
+
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Directory of a run.", show_default=False)]
 Checkpoint = Annotated[
@@ -22,7 +46,15 @@ Checkpoint = Annotated[
     ),
 ]
 Step = Annotated[
-    int | None, typer.Option("--step", "-s", help="Of a run, also of Orbax or Flax: which step.", show_default=False)
+    str | None,
+    typer.Option(
+        "--step",
+        "-s",
+        metavar="NUMBER",
+        callback=checked_step,
+        help="Of a run, also of Orbax or Flax: which step.",
+        show_default=False,
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Patterns = Annotated[

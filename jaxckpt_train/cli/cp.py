@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from jaxckpt_train.cli.arguments import BACKEND, Json, Step, absolute
+from jaxckpt_train.cli.arguments import BACKEND, Json, Step, absolute, step_number
 from jaxckpt_train.cli.output import bytes_text, print_json, print_text, progress, told_errors
 from jaxckpt_train.looking.opening import open_at
 from jaxckpt_train.moving.checked_copy import copy_checked
@@ -44,7 +44,7 @@ def cp(
     custom metadata, shardings. Of a damaged one nothing is copied: that ends with 1.
     """
     with told_errors(as_json):
-        source = open_at(BACKEND, absolute(src), step)
+        source = open_at(BACKEND, absolute(src), step_number(step))
         final = destination(BACKEND, dst, source)
         done = copied(source, final, overwrite, check, as_json)
         if as_json:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import sys
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Step, absolute
+from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Step, absolute, step_number
 from jaxckpt_train.cli.operations import (
     DryRun,
     Operations,
@@ -25,14 +25,18 @@ from jaxckpt_train.cli.show import nbytes_of, part_bytes
 from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.looking.leaf_diff import leaves_by_name
 from jaxckpt_train.looking.opening import metadata_of, open_at
-from jaxckpt_train.moving.destination import refuse_owned
+from jaxckpt_train.moving.destination import refuse_place
 from jaxckpt_train.opened import Opened
+from jaxckpt_train.store.manifest import PartRecord
+from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.surgery.leaves import Leaves
 from jaxckpt_train.surgery.operation import Change, Operation
 from jaxckpt_train.tree.patterns import idle_pattern, leaf_filter, suggestion
-from jaxckpt_train.value_checks import refuse
+from jaxckpt_train.value_checks import refuse, text
 
 GB = 10**9
+SHARD_BYTES, SEPARATOR = 5 * GB, "."
+MOST_NAMED = 5
 _NNX = (
     "Orbax restores this state of Flax NNX onto nested dicts (nnx.to_pure_dict); onto nnx.state(model) with "
     "--op 'rename ** **/value'"
@@ -47,8 +51,14 @@ Only = Annotated[
         show_default=False,
     ),
 ]
-ShardGb = Annotated[float, typer.Option("--shard-gb", help="safetensors: a file has at most so many GB of tensors.")]
-Separator = Annotated[str, typer.Option("--separator", help="safetensors: between the keys of a path in a name.")]
+ShardGb = Annotated[
+    float | None,
+    typer.Option("--shard-gb", help="safetensors: a file has at most so many GB of tensors.", show_default="5.0"),
+]
+Separator = Annotated[
+    str | None,
+    typer.Option("--separator", help="safetensors: between the keys of a path in a name.", show_default="."),
+]
 Item = Annotated[
     str | None, typer.Option("--item", help="orbax: another name for the item of the tree.", show_default=False)
 ]
@@ -63,18 +73,16 @@ def export(
     only: Only = None,
     op: Operations = None,
     surgery: OperationsFile = None,
-    shard_gb: ShardGb = 5.0,
-    separator: Separator = ".",
+    shard_gb: ShardGb = None,
+    separator: Separator = None,
     item: Item = None,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Write the tree of a checkpoint for another tool: safetensors files, or a step that Orbax restores."""
     with told_errors(as_json):
-        if to not in ("safetensors", "orbax"):
-            raise SettingsError(f'--to: expected "safetensors" or "orbax", found {to!r}')
-        shard_bytes = _bytes_of(shard_gb)
-        opened = open_at(BACKEND, absolute(path), step)
+        form = _form(to, shard_gb, separator, item)
+        opened = open_at(BACKEND, absolute(path), step_number(step))
         source, name, plan = prepared(opened, part, only, surgery, op)
         others = [] if part else [each.name for each in opened.committed.manifest.parts if each.name != name]
         told: dict[str, Any] = {"from": opened.path, "to": absolute(out), "format": to, "plan": plan_json(plan)}
@@ -84,18 +92,38 @@ def export(
         if dry_run:
             told |= to_be_written(source, [name])
         else:
-            refuse_owned(BACKEND, os.path.dirname(told["to"]))
-            told |= _write(source, name, told["to"], to, shard_bytes, separator, item, as_json)
+            refuse_place(BACKEND, told["to"])
+            told |= _write(source, name, told["to"], form, as_json)
         if as_json:
             print_json({**told, "left_out": [*told.get("left_out", ()), *others]})
             return
         print_text(to_be_written_text(told) if dry_run else _written_text(told))
         if told.get("left_out"):
-            print_text(f"left out, as they are no numbers: {', '.join(told['left_out'])}")
+            print_text(f"left out, as safetensors has nothing for them: {', '.join(told['left_out'])}")
         for note in told.get("notes", ()):
             print(note, file=sys.stderr)
         if others:
             print(f"left out, as only {name!r} is written: {', '.join(map(repr, others))}", file=sys.stderr)
+
+
+class _Form(NamedTuple):
+    """How a checkpoint is written: for which tool, and what that one has to be told."""
+
+    to: str
+    shard_bytes: int
+    separator: str
+    item: str | None
+
+
+def _form(to: str, shard_gb: float | None, separator: str | None, item: str | None) -> _Form:
+    if to not in ("safetensors", "orbax"):
+        raise SettingsError(f'--to: expected "safetensors" or "orbax", found {to!r}')
+    if to != "orbax" and item is not None:
+        raise SettingsError("--item: expected --to orbax with it, which it is for")
+    if to != "safetensors" and (shard_gb is not None or separator is not None):
+        raise SettingsError("--shard-gb and --separator: expected --to safetensors with them, which they are for")
+    shard_bytes = SHARD_BYTES if shard_gb is None else _bytes_of(shard_gb)
+    return _Form(to, shard_bytes, SEPARATOR if separator is None else text("--separator", separator), item)
 
 
 def _bytes_of(shard_gb: float) -> int:
@@ -167,40 +195,55 @@ def _texts(custom: object) -> dict[str, str]:
     return {name: text for name, text in custom.items() if isinstance(text, str)} if isinstance(custom, dict) else {}
 
 
-def _write(
-    source: Opened, name: str, out: str, to: str, shard_bytes: int, separator: str, item: str | None, as_json: bool
-) -> dict[str, Any]:
+def _write(source: Opened, name: str, out: str, form: _Form, as_json: bool) -> dict[str, Any]:
     part = source.part(name)
-    total = sum(map(nbytes_of, part.arrays))
-    with progress("writing", total, as_json) as advance:
-        if to == "safetensors":
-            from jaxckpt_train.formats.safetensors_export import export_safetensors
+    with progress("writing", sum(map(nbytes_of, part.arrays)), as_json) as advance:
+        if form.to == "safetensors":
+            return _write_safetensors(source, part, out, form, advance)
+        return _write_orbax(source, part, out, form, advance)
 
-            found = export_safetensors(
-                source.files,
-                source.committed,
-                part,
-                BACKEND,
-                out,
-                source.settings,
-                separator=separator,
-                shard_bytes=shard_bytes,
-                metadata=_texts(metadata_of(source).get("custom_metadata")) | {"format": "pt"},
-                progress=advance,
-            )
-            return {"bytes": found.nbytes, "files": list(found.files), "left_out": list(found.left_out)}
-        from jaxckpt_train.formats.orbax_export import export_orbax, is_nnx_state
 
-        items = None if item is None else {name: item}
-        names = export_orbax(
-            source.files,
-            source.committed,
-            BACKEND,
-            out,
-            source.settings,
-            parts=[name],
-            items=items,
-            progress=advance,
-        )
-        notes = [_NNX] if is_nnx_state(part, source.path) else []
-    return {"bytes": total, "files": list(names), "left_out": [], "notes": notes}
+def _write_safetensors(source: Opened, part: PartRecord, out: str, form: _Form, advance: Progress) -> dict[str, Any]:
+    from jaxckpt_train.formats.safetensors_export import export_safetensors
+
+    found = export_safetensors(
+        source.files,
+        source.committed,
+        part,
+        BACKEND,
+        out,
+        source.settings,
+        separator=form.separator,
+        shard_bytes=form.shard_bytes,
+        metadata=_texts(metadata_of(source).get("custom_metadata")) | {"format": "pt"},
+        progress=advance,
+    )
+    notes = [_told_of_keys(found.prng_keys)] if found.prng_keys else []
+    told = {"bytes": found.nbytes, "files": list(found.files), "left_out": list(found.left_out)}
+    return {**told, "prng_keys": list(found.prng_keys), "notes": notes}
+
+
+def _told_of_keys(keys: Sequence[str]) -> str:
+    count = f"{len(keys):,} PRNG {'key is' if len(keys) == 1 else 'keys are'} written as bare integers"
+    more = f" and {len(keys) - MOST_NAMED:,} more" if len(keys) > MOST_NAMED else ""
+    return (
+        f"{count}, as safetensors has none: {', '.join(keys[:MOST_NAMED])}{more}; no target that has keys there takes "
+        "them: leave them out by --op 'drop PATTERN'"
+    )
+
+
+def _write_orbax(source: Opened, part: PartRecord, out: str, form: _Form, advance: Progress) -> dict[str, Any]:
+    from jaxckpt_train.formats.orbax_export import export_orbax, is_nnx_state
+
+    names = export_orbax(
+        source.files,
+        source.committed,
+        BACKEND,
+        out,
+        source.settings,
+        parts=[part.name],
+        items=None if form.item is None else {part.name: form.item},
+        progress=advance,
+    )
+    notes = [_NNX] if is_nnx_state(part, source.path) else []
+    return {"bytes": sum(map(nbytes_of, part.arrays)), "files": list(names), "left_out": [], "notes": notes}

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import os
 from typing import Annotated, Any
 
 import typer
 
-from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Step, absolute
+from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Step, absolute, step_number
 from jaxckpt_train.cli.exporting import Only, prepared, to_be_written, to_be_written_text
 from jaxckpt_train.cli.operations import DryRun, Operations, OperationsFile, plan_json, print_plan
 from jaxckpt_train.cli.output import bytes_text, print_json, print_text, progress, told_errors
 from jaxckpt_train.looking.opening import metadata_of, open_at, told_of_import
-from jaxckpt_train.moving.destination import refuse_owned
+from jaxckpt_train.moving.destination import refuse_place
 from jaxckpt_train.store.appearing import refuse_existing_name
 from jaxckpt_train.store.copying import copy_checkpoint
 from jaxckpt_train.store.final_name import refuse_left_over_name, remove_left_overs
@@ -53,7 +52,7 @@ def import_(
     """
     with told_errors(as_json):
         final = absolute(out)
-        opened = open_at(BACKEND, absolute(path), step)
+        opened = open_at(BACKEND, absolute(path), step_number(step))
         source, name, plan = prepared(opened, part, only, surgery, op)
         told: dict[str, Any] = {"from": opened.path, "kind": opened.kind, "to": final, "plan": plan_json(plan)}
         told["skipped"] = opened.skipped
@@ -88,7 +87,7 @@ def _make_room(final: str) -> None:
     """Refuse a name that is taken or must not be; remove what an import that was killed has left of this one."""
     refuse_existing_name(final)
     refuse_left_over_name(final)
-    refuse_owned(BACKEND, os.path.dirname(final))
+    refuse_place(BACKEND, final)
     remove_left_overs(BACKEND, final)
 
 

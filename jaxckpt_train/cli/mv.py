@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
-from jaxckpt_train.cli.arguments import BACKEND, Json, Step, absolute
+from jaxckpt_train.cli.arguments import BACKEND, Json, Step, absolute, step_number
 from jaxckpt_train.cli.cp import Destination, Overwrite, Source, copied
 from jaxckpt_train.cli.output import bytes_text, print_json, print_text, told_errors
 from jaxckpt_train.errors import StorageError
@@ -29,7 +29,7 @@ def mv(src: Source, dst: Destination, step: Step = None, overwrite: Overwrite = 
     A step must be neither the newest of its run nor pinned. While a live process owns the run, that ends with 4.
     """
     with told_errors(as_json):
-        source = open_at(BACKEND, absolute(src), step)
+        source = open_at(BACKEND, absolute(src), step_number(step))
         final = destination(BACKEND, dst, source)
         if parse_step_name(os.path.basename(source.path)) is None:
             refuse_to_remove_checkpoint(BACKEND, source.path)

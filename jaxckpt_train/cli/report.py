@@ -10,6 +10,7 @@ import typer
 from jaxckpt_train.cli.arguments import BACKEND, Json, Run, absolute
 from jaxckpt_train.cli.output import Code, bytes_text, print_error, print_json, print_text, progress, told_errors
 from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.moving.destination import refuse_within_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,6 +79,7 @@ def _checked_page_of(path: str) -> Callable[[Gathered], str]:
         raise SettingsError(
             "report: a page needs the package bokeh: pip install jaxckpt-train[report]; --json needs nothing more"
         ) from None
+    refuse_within_checkpoint(path)
     check_place(BACKEND, path)
     return page_of
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Patterns, Step, absolute
+from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Patterns, Step, absolute, step_number
 from jaxckpt_train.cli.output import bytes_text, print_columns, print_json, print_text, told_errors
 from jaxckpt_train.errors import MismatchError
 from jaxckpt_train.looking.leaf_diff import leaves_by_name
@@ -26,7 +26,7 @@ def show(
 ) -> None:
     """Show the tree of a checkpoint: leaf paths, shapes, dtypes, shardings and sizes. Reads no data."""
     with told_errors(as_json):
-        opened = open_at(BACKEND, absolute(path), step)
+        opened = open_at(BACKEND, absolute(path), step_number(step))
         leaves = chosen_leaves(opened, part, patterns)
         if as_json:
             print_json(_json_of(opened, leaves))

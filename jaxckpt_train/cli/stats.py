@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Patterns, Step, absolute
+from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Patterns, Step, absolute, step_number
 from jaxckpt_train.cli.output import Code, number_text, print_columns, print_json, progress, told_errors
 from jaxckpt_train.cli.show import chosen_leaves, nbytes_of
 from jaxckpt_train.errors import MismatchError
@@ -36,7 +36,7 @@ def stats(
     Ends with 1 if a value is nan or infinite.
     """
     with told_errors(as_json):
-        opened = open_at(BACKEND, absolute(path), step)
+        opened = open_at(BACKEND, absolute(path), step_number(step))
         chosen = chosen_leaves(opened, part, patterns)
         arrays = {name: array for name, (_, array) in chosen.items() if array is not None}
         if patterns and not arrays:

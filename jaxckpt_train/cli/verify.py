@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Run, Step, absolute
+from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Run, Step, absolute, step_number
 from jaxckpt_train.cli.output import Code, bytes_text, print_json, print_text, progress, told_errors
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError, SettingsError, StepNotFoundError
 from jaxckpt_train.looking.opening import open_at
@@ -33,7 +33,7 @@ def verify(path: Checkpoint, step: Step = None, as_json: Json = False) -> None:
     Ends with 1 if something is damaged, also a newer step of the run, with 4 if some of it cannot be read.
     """
     with told_errors(as_json):
-        opened = open_at(BACKEND, absolute(path), step)
+        opened = open_at(BACKEND, absolute(path), step_number(step))
         if opened.kind != OURS:
             raise NotACheckpointError(f"{opened.path}: of {opened.kind}, which keeps no digests to compare with")
         with progress("verifying", None, as_json) as advance:

@@ -96,7 +96,7 @@ def certain_checkpoints(backend: Backend, directory: str, entries: Sequence[Entr
     return found.names if is_certain else []
 
 
-def chosen_name(directory: str, found: FlaxNames, step: int | None) -> str:
+def chosen_name(directory: str, found: FlaxNames, step: float | None) -> str:
     """The name of a step; None: of the newest one.
 
     Raises:

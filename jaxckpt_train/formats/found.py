@@ -28,7 +28,7 @@ def find_file(backend: Backend, path: str) -> Foreign | FlaxFile:
     return open_safetensors(backend, path) if path.endswith(SUFFIX) else FlaxFile(path)
 
 
-def find_in_directory(backend: Backend, path: str, step: int | None = None) -> Foreign | FlaxFile | None:
+def find_in_directory(backend: Backend, path: str, step: float | None = None) -> Foreign | FlaxFile | None:
     """What a directory is, or the one that is meant of several in it; None: nothing that is known here.
 
     Args:
@@ -69,7 +69,7 @@ def _one(backend: Backend, path: str, entries: Sequence[Entry]) -> Foreign | Non
     return open_orbax(backend, path, entries) if looks_like_orbax(backend, path, entries) else None
 
 
-def _of_flax(backend: Backend, path: str, entries: Sequence[Entry], step: int | None) -> Foreign | FlaxFile | None:
+def _of_flax(backend: Backend, path: str, entries: Sequence[Entry], step: float | None) -> Foreign | FlaxFile | None:
     found = flax_names(backend, path, entries)
     folders = [each.name for each in entries if each.kind == "directory"]
     if found is None or any(each.startswith(_OUR_STEP) and is_committed(backend, f"{path}/{each}") for each in folders):
@@ -88,7 +88,7 @@ def _of_flax(backend: Backend, path: str, entries: Sequence[Entry], step: int | 
     return open_orbax(backend, f"{path}/{name}", inner)
 
 
-def _of_orbax_run(backend: Backend, path: str, entries: Sequence[Entry], step: int | None) -> Foreign | None:
+def _of_orbax_run(backend: Backend, path: str, entries: Sequence[Entry], step: float | None) -> Foreign | None:
     """The step of a run of Orbax; without one its steps are named."""
     steps = orbax_steps(backend, path, entries)
     if not steps:
@@ -105,5 +105,5 @@ def _of_orbax_run(backend: Backend, path: str, entries: Sequence[Entry], step: i
         )
     if step not in steps:
         raise StepNotFoundError(f"{path}: has no step {step}; the last ones are {shown}")
-    chosen = f"{path}/{steps[step]}"
+    chosen = f"{path}/{steps[int(step)]}"
     return open_orbax(backend, chosen, backend.list(chosen))

@@ -16,8 +16,7 @@ from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.formats.orbax_aggregate import encode_aggregate, placeholder
 from jaxckpt_train.formats.orbax_checkpoint import METRICS
 from jaxckpt_train.formats.orbax_looks import AGGREGATE, STEP_METADATA
-from jaxckpt_train.formats.orbax_metadata import ARRAY_METADATAS, STRINGS, TREE_METADATA
-from jaxckpt_train.formats.orbax_names import VALUE
+from jaxckpt_train.formats.orbax_metadata import ARRAY_METADATAS, STRINGS, TREE_METADATA, VALUE
 from jaxckpt_train.formats.orbax_writes import AHEAD_BYTES, ToWrite, write_arrays
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.appearing import appearing

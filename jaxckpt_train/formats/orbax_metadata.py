@@ -16,6 +16,7 @@ from jaxckpt_train.tree.leaf_records import EmptyLeaf, LeafRecord, NoneLeaf
 from jaxckpt_train.tree.paths import MAX_DEPTH, ROOT, join, key_text
 
 TREE_METADATA, STRINGS, ARRAY_METADATAS = "_METADATA", "_strings.json", "array_metadatas"
+VALUE = "/value"  # of a variable of Flax NNX, which Orbax takes for a container
 MAX_METADATA_BYTES = 512 << 20
 MOST_DIGITS = 4000  # of an integer that Python still reads
 _EMPTY = {"Dict": "dict", "List": "list", "Tuple": "tuple", "NamedTuple": "dict"}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from jaxckpt_train.formats.orbax_metadata import VALUE
 from jaxckpt_train.tree.flatten import EMPTY, Flat
 from jaxckpt_train.tree.leaf_records import EmptyLeaf, LeafRecord, NoneLeaf, TreeRecord
 
 _NUMBER = re.compile(r"~s-?[0-9]+")
-VALUE = "/value"  # of a variable of Flax NNX, which Orbax takes for a container
 
 
 def in_form_of(target: Flat, record: TreeRecord, names: Mapping[str, str]) -> tuple[TreeRecord, dict[str, str]]:

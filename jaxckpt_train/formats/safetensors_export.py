@@ -27,7 +27,7 @@ from jaxckpt_train.store.segment import Tensor, encode_header
 from jaxckpt_train.store.segment_writer import SegmentWriter
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.store.writer import write_segments
-from jaxckpt_train.tree.leaf_records import BoolLeaf, FloatLeaf, IntLeaf, LeafRecord, decode_tree, python_value
+from jaxckpt_train.tree.leaf_records import BoolLeaf, FloatLeaf, IntLeaf, KeyLeaf, LeafRecord, decode_tree, python_value
 from jaxckpt_train.tree.paths import parse_key, split
 
 SHARD_BYTES = 5 * 10**9
@@ -48,14 +48,16 @@ class Exported(NamedTuple):
     Attributes:
         files: names of the files with tensors.
         tensors: names of the tensors by leaf path.
-        left_out: leaves that are no numbers: text, None, empty containers.
+        left_out: leaves that the format has nothing for: text, None, empty containers, complex numbers of Python's own.
         nbytes: of all tensors.
+        prng_keys: leaves that are PRNG keys, of which the bare integers were written.
     """
 
     files: tuple[str, ...]
     tensors: Mapping[str, str]
     left_out: tuple[str, ...]
     nbytes: int
+    prng_keys: tuple[str, ...]
 
 
 class _Tensor(NamedTuple):
@@ -101,13 +103,15 @@ def export_safetensors(
     Raises:
         MismatchError: two leaves would get one name, or one the name that the format keeps for its metadata, or a
             dtype has none in safetensors.
-        SettingsError: `shard_bytes` is no whole number above 0.
+        SettingsError: `shard_bytes` is no whole number above 0, or `separator` is empty.
         CheckpointExistsError: something is at `final`.
         CorruptCheckpointError: bytes of the checkpoint are not what was saved.
         StorageError: the file system refused.
     """
     if not isinstance(shard_bytes, int) or isinstance(shard_bytes, bool) or shard_bytes < 1:
         raise SettingsError(f"export: shard_bytes: expected a whole number of bytes above 0, found {shard_bytes!r}")
+    if not isinstance(separator, str) or not separator:  # nobody could take the names apart again
+        raise SettingsError(f'export: separator: expected text such as ".", found {separator!r}')
     tensors, names, left_out = _tensors(committed, part, separator)
     shards = list(_shards(tensors, shard_bytes))
     count = len(shards)
@@ -131,7 +135,9 @@ def export_safetensors(
         nbytes = sum(tensor.nbytes for tensor in tensors)
         if count > 1:
             attempt.write_file("model.safetensors.index.json", _index(shards, file_names, nbytes))
-    return Exported(tuple(file_names), names, tuple(left_out), nbytes)
+    leaves = decode_tree(part, committed.directory).leaves
+    prng_keys = tuple(leaf for leaf, record in leaves.items() if isinstance(record, KeyLeaf))
+    return Exported(tuple(file_names), names, tuple(left_out), nbytes, prng_keys)
 
 
 def _writer(backend: Backend, path: str, layout: SegmentLayout, settings: StoreSettings) -> SegmentWriter:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from jaxckpt_train.errors import (
     CorruptCheckpointError,
     NotACheckpointError,
+    SettingsError,
     StepNotFoundError,
     StorageError,
 )
@@ -24,17 +25,19 @@ from jaxckpt_train.store.transaction import is_committed, open_committed
 _log = logging.getLogger("jaxckpt_train")
 
 
-def open_at(backend: Backend, path: str, step: int | None = None, *, verify: bool = True) -> Opened:
+def open_at(backend: Backend, path: str, step: float | None = None, *, verify: bool = True) -> Opened:
     """Open what is at a path.
 
     Args:
         backend: where.
         path: absolute; of a checkpoint, a run, or what Orbax, PyTorch, safetensors or Flax have written.
-        step: of a run, or of a directory of Flax; None: the newest that is whole, of Flax's the newest.
+        step: of a run, or of a directory of Flax, where it may have a fraction; None: the newest that is whole, of
+            Flax's the newest.
         verify: whether digests are compared when it is read.
 
     Raises:
         NotACheckpointError: there is none, or no such step; or a step of a run of Orbax has to be chosen.
+        SettingsError: the step is that of a run of ours, and no whole number.
         CorruptCheckpointError: it is damaged; of a run, if no step is given, all of its steps are.
         StorageError: it cannot be read, or a newer step cannot, which may be whole.
     """
@@ -72,7 +75,7 @@ def text_of_other(backend: Backend, path: str) -> str:
     return f"a checkpoint of {kind}" if kind else ""
 
 
-def _foreign(backend: Backend, path: str, step: int | None) -> Foreign | FlaxFile:
+def _foreign(backend: Backend, path: str, step: float | None) -> Foreign | FlaxFile:
     """What another tool has written at a path: a file, or one of several in a directory."""
     if step is None:
         from jaxckpt_train.formats.found import find_file
@@ -84,7 +87,7 @@ def _foreign(backend: Backend, path: str, step: int | None) -> Foreign | FlaxFil
     return found
 
 
-def _found(backend: Backend, path: str, step: int | None = None) -> Foreign | FlaxFile | None:
+def _found(backend: Backend, path: str, step: float | None = None) -> Foreign | FlaxFile | None:
     """What another tool has left in a directory; its readers are imported when something may be theirs."""
     from jaxckpt_train.formats.found import find_in_directory
 
@@ -98,7 +101,7 @@ def _is_run(backend: Backend, path: str) -> bool:
         return False
 
 
-def _step_of(backend: Backend, path: str, step: int | None) -> tuple[str, tuple[str, ...]]:
+def _step_of(backend: Backend, path: str, step: float | None) -> tuple[str, tuple[str, ...]]:
     """The name of a step, and of those that are passed over for it."""
     looks = look_at_run(backend, path)
     return _newest_of(path, looks) if step is None else (_named(path, looks, step), ())
@@ -128,10 +131,14 @@ def _newest_of(path: str, looks: Sequence[StepLook]) -> tuple[str, tuple[str, ..
     return found.name, tuple(look.name for look in bad)
 
 
-def _named(path: str, looks: Sequence[StepLook], step: int) -> str:
+def _named(path: str, looks: Sequence[StepLook], step: float) -> str:
     same = [each for each in looks if each.step == step]
     if not same:
         there = ", ".join(str(each.step) for each in looks[-5:]) or "none"
+        if isinstance(step, float) and not step.is_integer():
+            raise SettingsError(
+                f"{path}: expected a whole number for its step, found {step}; the last ones are {there}"
+            )
         raise StepNotFoundError(f"{path}: has no step {step}; the last ones are {there}")
     return next((each.name for each in same if each.is_current), same[-1].name)
 

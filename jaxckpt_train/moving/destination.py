@@ -12,6 +12,7 @@ from jaxckpt_train.steps.step_names import check_step, parse_step_name, step_nam
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.local import file_exists
 from jaxckpt_train.store.local_names import is_directory, is_same_file, real_path
+from jaxckpt_train.store.manifest import COMMIT_NAME, MANIFEST_NAME
 from jaxckpt_train.store.transaction import is_committed
 from jaxckpt_train.value_checks import absolute_path
 
@@ -26,7 +27,7 @@ def destination(backend: Backend, given: str, source: Opened) -> str:
 
     Raises:
         CheckpointExistsError: a directory has the name, and is no checkpoint.
-        SettingsError: the path cannot be that of a copy of this source.
+        SettingsError: the path cannot be that of a copy of this source, or lies within a checkpoint.
         DirectoryLockedError: it is in a run that a live process owns, which would not know of it.
         StorageError: the disk does not tell.
     """
@@ -40,7 +41,7 @@ def destination(backend: Backend, given: str, source: Opened) -> str:
     elif is_directory(path) and not is_committed(backend, path):
         raise CheckpointExistsError(f"{path}: exists and is no checkpoint; to put the copy into it, add a / at the end")
     _refuse_within(source.path, final)
-    refuse_owned(backend, os.path.dirname(final))
+    refuse_place(backend, final)
     return final
 
 
@@ -64,8 +65,30 @@ def _refuse_within(source: str, final: str) -> None:
         raise SettingsError(f"{final}: expected a place outside of the source, found one within {source}")
 
 
-def refuse_owned(backend: Backend, folder: str) -> None:
-    """Raise DirectoryLockedError if a directory is a run that a live process owns."""
+def refuse_place(backend: Backend, final: str) -> None:
+    """Refuse a path at which nothing new may appear, whatever it is.
+
+    Raises:
+        SettingsError: it lies within a checkpoint.
+        DirectoryLockedError: it is in a run that a live process owns.
+    """
+    refuse_within_checkpoint(final)
+    _refuse_owned(backend, os.path.dirname(final))
+
+
+def refuse_within_checkpoint(final: str) -> None:
+    """Raise SettingsError if a path lies, also by links, in a directory that is a checkpoint of ours, or below one."""
+    folder = real_path(os.path.dirname(final))
+    while folder != os.path.dirname(folder):
+        if file_exists(f"{folder}/{COMMIT_NAME}") and file_exists(f"{folder}/{MANIFEST_NAME}"):
+            raise SettingsError(
+                f"{final}: expected a place outside of any checkpoint, found one within {folder}, with which it would "
+                "be deleted; choose another"
+            )
+        folder = os.path.dirname(folder)
+
+
+def _refuse_owned(backend: Backend, folder: str) -> None:
     owner = OwnerLock(backend, folder).owner() if file_exists(f"{folder}/{LOCK_NAME}") else None
     if owner is not None and owner.is_alive:
         raise DirectoryLockedError(

@@ -22,7 +22,8 @@ OPERATIONS: dict[str, type[Any]] = {
     for each in (Rename, Nest, Drop, Stack, Unstack, Split, Fuse, Transpose, Reshape, Cast, Pad, Truncate, Add)
 }
 
-_LISTS = {"axes", "shape", "sizes", "into"}
+_SIZES = {"axes", "shape", "sizes"}  # of whole numbers, which may be none: () or []
+_LISTS = _SIZES | {"into"}
 _TEXTS = {"leaves", "to", "leaf", "dtype", "separator"}
 
 
@@ -86,7 +87,8 @@ def _operation_of(subject: str, given: object) -> Operation:
 def parse_operation(text: str, number: int = 1, in_all: int = 1) -> Operation:
     """One operation as the command line gives it: `rename a/** b/**`, `cast ** bfloat16`, `stack l/{} l axis=1`, JSON.
 
-    What follows the name are its arguments in order, or `name=value`; lists are written with commas.
+    What follows the name are its arguments in order, or `name=value`; lists are written with commas, numbers also in
+    brackets, and none of them is `[]` or `()`.
 
     Args:
         text: it.
@@ -126,12 +128,19 @@ def _arguments(subject: str, kind: type[Any], words: Sequence[str]) -> dict[str,
             if place >= len(fields):
                 raise SettingsError(f"{subject}: expected at most {len(fields)} arguments: {', '.join(fields)}")
             name, value = fields[place], word
+        if name in given:
+            before, again = given[name], _value(name, value)
+            raise SettingsError(f"{subject}: {name}: expected it once, found {before!r} and then {again!r}")
         given[name] = _value(name, value)
     return given
 
 
 def _value(name: str, text: str) -> Any:
     """An argument: a list where it is one, a number where it looks like one, else text."""
+    if name in _SIZES and text[:1] + text[-1:] in ("()", "[]"):
+        text = text[1:-1].strip().removesuffix(",")
+        if not text:
+            return []
     if name in _LISTS or "," in text:
         return [_single(each) for each in text.split(",")]
     return text if name in _TEXTS else _single(text)

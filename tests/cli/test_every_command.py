@@ -23,7 +23,9 @@ from jaxckpt_train.store.huge_malloc import variables_of_huge_malloc
 from tests.cli.commands import all_commands, run
 from tests.conftest import REPO_ROOT, RunPython
 from tests.steps.runs import made_run
+from tests.tree.same_trees import raw
 
+GOLDEN = REPO_ROOT / "tests" / "golden"
 COMMANDS = all_commands()
 every_command = pytest.mark.parametrize("name", sorted(COMMANDS))
 
@@ -126,6 +128,42 @@ def test_none_of_them_imports_jax(directory: Path, run_python: RunPython) -> Non
         code, modules = json.loads(done.stdout.splitlines()[-1])
         assert code in (0, None), f"{name}: {done.stdout}{done.stderr}"
         assert not {"jax", "jaxlib", "flax", "tensorstore", "orbax", "grain", "pydantic"} & set(modules), name
+
+
+WITHOUT_JAX = """
+import json, sys
+for name in ("jax", "jaxlib", "flax", "orbax"):
+    sys.modules[name] = None  # as where it is not installed
+from jaxckpt_train.cli.app import main
+codes = []
+for sys.argv[1:] in json.loads(sys.argv[1]):
+    try:
+        main()
+    except SystemExit as ended:
+        codes.append(ended.code or 0)
+print("\\n" + json.dumps(codes))
+"""
+
+
+def test_what_moves_between_formats_and_looks_at_them_needs_no_jax(directory: Path, run_python: RunPython) -> None:
+    """Those of Orbax are read and written by TensorStore alone."""
+    golden = str(GOLDEN / "orbax" / "0.11.40" / "default" / "saved")
+    calls = [
+        ["export", "run", "hf", "--to", "safetensors", "--step", "3"],
+        ["export", "run", "orbax/3", "--to", "orbax", "--step", "3"],
+        ["import", "hf", "from-hf", "--op", "nest"],
+        ["import", "orbax", "from-orbax", "--step", "3"],
+        ["import", golden, "from-golden"],
+        *([command, path] for command in ("show", "stats") for path in ("hf", "orbax/3", golden)),
+        ["diff", "run", "orbax", "--step-a", "3", "--step-b", "3"],
+        ["diff", "hf", "hf"],
+        ["report", "run"],
+    ]
+    done = run_python(WITHOUT_JAX, json.dumps(calls), cwd=directory, check=True)
+    codes = json.loads(done.stdout.splitlines()[-1])
+    assert [(code, call) for code, call in zip(codes, calls, strict=True) if code] == [], done.stderr
+    states = [jct.load(directory / name)["w"] for name in ("orbax/3", "from-orbax", "from-hf")]
+    assert [raw(each) for each in states] == [raw(jct.load(directory / "run" / "step-0000000003")["w"])] * 3
 
 
 @pytest.mark.parametrize(

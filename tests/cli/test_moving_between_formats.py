@@ -150,6 +150,29 @@ def test_a_run_goes_to_orbax_and_back(tmp_path: Path) -> None:
             )
             for name in ("../evil", "a/b", "", "..", "metrics", "_CHECKPOINT_METADATA")
         ),
+        (
+            ["export", "{a}", "{out}", "--to", "safetensors", "--item", "foo"],
+            2,
+            "--item: expected --to orbax with it, which it is for",
+        ),
+        *(
+            (
+                ["export", "{a}", "{out}", "--to", "orbax", option],
+                2,
+                "--shard-gb and --separator: expected --to safetensors with them, which they are for",
+            )
+            for option in ("--separator=_", "--separator=.", "--shard-gb=1", "--shard-gb=5")
+        ),
+        (
+            ["export", "{a}", "{out}", "--to", "safetensors", "--separator", ""],
+            2,
+            "--separator: expected text that is not empty, found ''",
+        ),
+        (
+            ["import", "{a}", "{out}", "--op", "cast w int32 dtype=int8"],
+            2,
+            "dtype: expected it once, found 'int32' and",
+        ),
         (["import", "{a}", "{a}"], 4, "exists; move it away"),
         (["import", "{none}", "{out}"], 3, "none"),
         (["import", "{a}", "{out}", "--op", "drop nothing"], 2, "no leaf fits 'nothing'"),

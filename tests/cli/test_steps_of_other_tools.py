@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 import jaxckpt_train as jct
 from tests.cli.commands import printed, refused, told
 from tests.formats.flax_saves import save, state_of
+from tests.steps.runs import made_run
 from tests.tree.same_trees import raw
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Sharding info not provided:UserWarning")
@@ -53,6 +54,43 @@ def test_of_flax_s_the_newest_is_taken_or_the_step_that_is_named(tmp_path: Path)
     assert first["max_abs"] == 1.5
     printed("export", tmp_path / "flax", tmp_path / "hf", "--to", "safetensors", "--step", 9)
     assert raw(jct.load(tmp_path / "hf")["params.w"]) == raw(state_of(9)["params"]["w"])
+
+
+def test_of_flax_s_a_step_may_have_a_fraction(tmp_path: Path) -> None:
+    save(tmp_path / "flax", 8, 9.5, 10)
+    for command in ("show", "stats"):
+        assert told(command, tmp_path / "flax", "--step", "9.5")["path"] == f"{tmp_path}/flax/checkpoint_9.5"
+    for text in ("9.5", "9.50", "95e-1"):
+        printed("import", tmp_path / "flax", tmp_path / text, "--step", text)
+        assert_is(tmp_path / text, 9.5)
+    printed("export", tmp_path / "flax", tmp_path / "hf", "--to", "safetensors", "-s", "9.5")
+    assert raw(jct.load(tmp_path / "hf")["params.w"]) == raw(state_of(9.5)["params"]["w"])
+    (first, *_) = told("diff", tmp_path / "flax", tmp_path / "flax", "--step-a=8", "--step-b=9.5", code=1)[
+        "differences"
+    ]
+    assert first["max_abs"] == 1.5
+    assert told("show", tmp_path / "flax", "--step", "8.0")["step"] == 8
+    message = refused("show", tmp_path / "flax", "--step", "9.25", code=3)
+    assert message == f"{tmp_path}/flax: has no step 9.25; the last ones are 8, 9.5, 10"
+
+
+def test_of_others_a_step_is_a_whole_number(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", 1, 2)
+    for command in (["show", run], ["verify", run], ["cp", run, tmp_path / "copy"], ["mv", run, tmp_path / "moved"]):
+        message = refused(*command, "--step", "1.5", code=2)
+        assert message == f"{run}: expected a whole number for its step, found 1.5; the last ones are 1, 2"
+    orbax = orbax_run(tmp_path / "orbax", 9, 10)
+    assert f"{orbax}: has no step 9.5; the last ones are 9, 10" in refused("show", orbax, "--step", "9.5", code=3)
+    assert told("show", orbax, "--step", "9.0")["path"] == f"{orbax}/9"
+    assert "has no step 9007199254740993;" in refused("show", run, "--step", 2**53 + 1, code=3)
+    for text in ("x", "nan", "inf", "1e999", ""):
+        for command in (["diff", run, run, f"--step-a={text}"], ["diff", run, run, f"--step-b={text}"]):
+            message = told(*command, code=2)["message"]
+            assert (
+                message
+                == f"Invalid value for '{command[-1][:8]}': expected a number, such as 100 or 9.5, found {text!r}"
+            )
+        assert told("show", run, f"--step={text}", code=2)["error"] == "UsageError"
 
 
 def test_of_orbax_s_a_step_has_to_be_named(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def test_the_library_reads_what_was_exported(tmp_path: Path, monkeypatch: pytest
     found = export(tmp_path / "a", tmp_path / "out")
     assert found.files == ("model.safetensors",)
     assert found.left_out == ("name",)
+    assert found.prng_keys == ("rngs/dropout",)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert raw(tensors["params.layers.attn.qkv"]) == raw(state["params"]["layers"]["attn"]["qkv"])
     assert tensors["params.layers.attn.qkv"].dtype == jnp.bfloat16
@@ -105,13 +106,22 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "separator"), [({"__metadata__": np.ones(1)}, "."), ({"__meta": {"data__": np.ones(1)}}, "")]
+    ("state", "separator"), [({"__metadata__": np.ones(1)}, "."), ({"__meta": {"ata__": np.ones(1)}}, "d")]
 )
 def test_a_name_that_the_format_keeps_for_its_metadata_is_refused(tmp_path: Path, state: Any, separator: str) -> None:
     jct.save(tmp_path / "a", {"w": np.ones(2)} | state)
     with pytest.raises(jct.MismatchError, match="would be called '__metadata__', which in a safetensors file is its"):
         export(tmp_path / "a", tmp_path / "out", separator=separator)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a"]
+
+
+@pytest.mark.parametrize("separator", ["", None, 3])
+def test_names_that_nobody_could_take_apart_again_are_refused(tmp_path: Path, separator: Any) -> None:
+    jct.save(tmp_path / "a", {"w": {"b": np.ones(2)}})
+    with pytest.raises(jct.SettingsError, match=r'separator: expected text such as "\.", found ') as refusal:
+        export(tmp_path / "a", tmp_path / "out", separator=separator)
+    assert str(refusal.value).endswith(repr(separator))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("shard_bytes", [0, -1, 1.5, float("nan"), float("inf"), True, "5"])
