@@ -35,7 +35,7 @@ class LeafStats:
     @property
     def mean(self) -> float | None:
         """Of the finite values."""
-        return self.moments.mean + self.moments.rest if self.moments.count else None
+        return self.moments.mean if self.moments.count else None
 
     @property
     def deviation(self) -> float | None:
@@ -45,8 +45,9 @@ class LeafStats:
     @property
     def norm(self) -> float:
         """The square root of the sum of the squares of the finite values; inf: it is larger than any number."""
-        mean = self.moments.mean + self.moments.rest
-        return math.hypot(mean, self.moments.deviation) * math.sqrt(self.moments.count)
+        if not self.moments.count:
+            return 0.0
+        return math.hypot(self.moments.mean, self.moments.deviation) * math.sqrt(self.moments.count)
 
     def merge(self, other: LeafStats) -> None:
         """Count what has been counted of other pieces, too."""
