@@ -84,12 +84,17 @@ def _of_a_block(values: np.ndarray) -> LeafStats:
 
 def as_numbers(piece: np.ndarray) -> np.ndarray:
     """The values as float32 or float64, which numpy calculates with; integers of 64 bits may be rounded."""
-    if piece.dtype.kind == "c" or "complex" in piece.dtype.name:
+    if has_complex(piece.dtype):
         with np.errstate(over="ignore"):
             return np.abs(piece.astype(np.complex128))
     if piece.dtype in (np.float32, np.float64):
         return piece
     return piece.astype(np.float64 if piece.dtype.itemsize > 2 and piece.dtype.kind in "iu" else np.float32)
+
+
+def has_complex(dtype: np.dtype) -> bool:
+    """Whether its values are complex, also by a dtype that numpy does not have."""
+    return dtype.kind == "c" or "complex" in dtype.name
 
 
 class Histogram:
