@@ -117,8 +117,11 @@ def test_ls_says_what_another_tool_has_left(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     save_file({"w": np.ones(3)}, tmp_path / "folder" / "model.safetensors")
     for path, text in found.items():
-        assert refused("ls", path, code=3) == (
-            f"{path}: expected a run, found {text}; `jaxckpt show {path}` tells of it"
-        )
+        message = refused("ls", path, code=3)
+        hint = f"{path} --step 12" if path == tmp_path / "orbax" else path
+        assert message == f"{path}: expected a run, found {text}; `jaxckpt show {hint}` tells of it"
+        opened = told("show", *str(hint).split())
+        assert opened["path"].startswith(f"{path}")
+        assert opened["leaves"]
     (tmp_path / "empty").mkdir()
     assert refused("ls", tmp_path / "empty", code=3).endswith("expected a run, found no steps in it")
