@@ -76,16 +76,19 @@ class Opened:
         wanted = name or (DEFAULT_NAME if is_state else next(iter(trees), "") if len(trees) == 1 else "")
         found = self.committed.manifest.part(wanted) if wanted else None
         if found is None:
-            there = ", ".join(repr(part.name) for part in self.committed.manifest.parts) or "none"
-            if name is None and len(trees) > 1:
-                raise MismatchError(
-                    f"{self.path}: has no checkpointable {DEFAULT_NAME!r} but several trees, "
-                    f"{', '.join(map(repr, trees))}; choose one with --part"
-                )
-            raise MismatchError(f"{self.path}: expected one of its checkpointables, found {name!r}; it has {there}")
+            raise MismatchError(f"{self.path}: {self._why_no_part(name)}")
         if found.kind == PYTREE and not has_tree(found) and found.files:
             self.files.open(self.path, found.files[0].file, direct=False).close()  # which tells why it has none
         return found
+
+    def _why_no_part(self, name: str | None) -> str:
+        there = ", ".join(repr(part.name) for part in self.committed.manifest.parts) or "none"
+        if name is not None:
+            return f"expected one of its checkpointables, found {name!r}; it has {there}"
+        if not self.trees:
+            return f"expected a checkpointable that is a tree, found none; it has {there}"
+        several = ", ".join(map(repr, self.trees))
+        return f"has no checkpointable {DEFAULT_NAME!r} but several trees, {several}; choose one with --part"
 
 
 def open_found(backend: Backend, found: Foreign | FlaxFile, settings: StoreSettings) -> Opened:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Step, absolute, step_number
+from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Step, absolute, step_number
 from jaxckpt_train.cli.operations import (
     DryRun,
     Operations,
@@ -43,6 +43,12 @@ _NNX = (
 )
 Out = Annotated[str, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)]
 To = Annotated[str, typer.Option("--to", help="safetensors (as Hugging Face lays models out), or orbax (a step).")]
+PartToWrite = Annotated[
+    str | None,
+    typer.Option(
+        "--part", "-p", help="Which checkpointable, a tree; else 'state', or the only tree.", show_default=False
+    ),
+]
 Only = Annotated[
     list[str] | None,
     typer.Option(
@@ -69,7 +75,7 @@ def export(
     out: Out,
     to: To,
     step: Step = None,
-    part: Part = None,
+    part: PartToWrite = None,
     only: Only = None,
     op: Operations = None,
     surgery: OperationsFile = None,

@@ -8,19 +8,28 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Step, absolute, step_number
+from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Step, absolute, step_number
 from jaxckpt_train.cli.exporting import Only, prepared, to_be_written, to_be_written_text
 from jaxckpt_train.cli.operations import DryRun, Operations, OperationsFile, plan_json, print_plan
 from jaxckpt_train.cli.output import bytes_text, print_json, print_text, progress, told_errors
 from jaxckpt_train.looking.opening import metadata_of, open_at, told_of_import
 from jaxckpt_train.moving.destination import refuse_place
-from jaxckpt_train.store.appearing import refuse_existing_name
+from jaxckpt_train.store.appearing import MOVE_IT_AWAY, refuse_existing_name
 from jaxckpt_train.store.copying import copy_checkpoint
 from jaxckpt_train.store.final_name import refuse_left_over_name, remove_left_overs
 
 READ_BUDGET_MIB = 384
 """Two chunks of 64 MiB can be decoded in it at a time: each is there as it is stored, decoded, and as an array."""
 Out = Annotated[str, typer.Argument(metavar="OUT", help="The checkpoint to write.", show_default=False)]
+PartToTake = Annotated[
+    str | None,
+    typer.Option(
+        "--part",
+        "-p",
+        help="Which checkpointable, a tree; else all, and operations change 'state', or the only tree.",
+        show_default=False,
+    ),
+]
 Budget = Annotated[
     int,
     typer.Option(
@@ -37,7 +46,7 @@ def import_(
     path: Checkpoint,
     out: Out,
     step: Step = None,
-    part: Part = None,
+    part: PartToTake = None,
     only: Only = None,
     op: Operations = None,
     surgery: OperationsFile = None,
@@ -72,6 +81,7 @@ def import_(
                     final,
                     dataclasses.replace(source.settings, read_budget_bytes=read_budget_mib << 20),
                     info=info,
+                    if_taken=MOVE_IT_AWAY,
                     parts=None if part is None else [name],
                     decoding=source.decoding,
                     progress=advance,

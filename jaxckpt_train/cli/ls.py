@@ -12,6 +12,7 @@ from jaxckpt_train.cli.output import Code, age_text, bytes_text, number_text, pr
 from jaxckpt_train.errors import NotACheckpointError
 from jaxckpt_train.looking.opening import text_of_other
 from jaxckpt_train.looking.run_look import StepLook, look_at_run
+from jaxckpt_train.steps.refusals import newest_of_orbax
 from jaxckpt_train.store.local import is_file
 
 
@@ -24,9 +25,7 @@ def ls(run: Run, as_json: Json = False) -> None:
         directory = absolute(run)
         looks = look_at_run(BACKEND, directory) if not is_file(directory) else []
         if not looks:
-            found = text_of_other(BACKEND, directory)
-            told = f"{found}; `jaxckpt show {directory}` tells of it" if found else "no steps in it"
-            raise NotACheckpointError(f"{directory}: expected a run, found {told}")
+            raise NotACheckpointError(f"{directory}: expected a run, found {_other(directory)}")
         now = datetime.datetime.now(datetime.UTC)
         if as_json:
             print_json({"run": directory, "steps": [_json_of(look) for look in looks]})
@@ -34,6 +33,13 @@ def ls(run: Run, as_json: Json = False) -> None:
             _print(looks, now)
         if any(look.problem is not None for look in looks if look.is_current or look.entry is None):
             raise typer.Exit(int(Code.WRONG))
+
+
+def _other(directory: str) -> str:
+    """What is there instead, and the command that opens it."""
+    found, step = text_of_other(BACKEND, directory), newest_of_orbax(BACKEND, directory)
+    which = "" if step is None else f" --step {step}"
+    return f"{found}; `jaxckpt show {directory}{which}` tells of it" if found else "no steps in it"
 
 
 def _json_of(look: StepLook) -> dict[str, Any]:

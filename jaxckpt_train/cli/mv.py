@@ -10,6 +10,7 @@ from jaxckpt_train.cli.cp import Destination, Overwrite, Source, copied
 from jaxckpt_train.cli.output import bytes_text, print_json, print_text, told_errors
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.looking.opening import open_at
+from jaxckpt_train.moving.checked_copy import refuse_other_tools
 from jaxckpt_train.moving.destination import destination
 from jaxckpt_train.moving.source_removal import (
     refuse_to_remove_checkpoint,
@@ -31,6 +32,7 @@ def mv(src: Source, dst: Destination, step: Step = None, overwrite: Overwrite = 
     with told_errors(as_json):
         source = open_at(BACKEND, absolute(src), step_number(step))
         final = destination(BACKEND, dst, source)
+        refuse_other_tools(source)
         if parse_step_name(os.path.basename(source.path)) is None:
             refuse_to_remove_checkpoint(BACKEND, source.path)
             nbytes = copied(source, final, overwrite, True, as_json).data_bytes

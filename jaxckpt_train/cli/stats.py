@@ -7,17 +7,19 @@ from typing import Annotated, Any
 import typer
 
 from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Patterns, Step, absolute, step_number
-from jaxckpt_train.cli.output import Code, number_text, print_columns, print_json, progress, told_errors
+from jaxckpt_train.cli.output import Code, number_text, print_columns, print_json, print_text, progress, told_errors
 from jaxckpt_train.cli.show import chosen_leaves, nbytes_of
 from jaxckpt_train.errors import MismatchError
 from jaxckpt_train.looking.leaf_reads import over_pieces, pieces_of
-from jaxckpt_train.looking.leaf_stats import BINS, Histogram, LeafStats
+from jaxckpt_train.looking.leaf_stats import BINS, Histogram, LeafStats, has_complex
 from jaxckpt_train.looking.opening import open_at
 from jaxckpt_train.opened import Opened
+from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.tree.leaf_records import LeafRecord, describe_saved
 
 BARS = " ▁▂▃▄▅▆▇█"
+MOST_NAMED = 5
 WithHistogram = Annotated[
     bool, typer.Option("--histogram/--no-histogram", help="Counts of values in bins of one width; reads twice.")
 ]
@@ -33,7 +35,7 @@ def stats(
 ) -> None:
     """Tell minimum, maximum, mean, norm and a histogram of arrays, and how many values are not finite.
 
-    Ends with 1 if a value is nan or infinite.
+    Of complex arrays these are of the magnitudes. Ends with 1 if a value is nan or infinite.
     """
     with told_errors(as_json):
         opened = open_at(BACKEND, absolute(path), step_number(step))
@@ -41,17 +43,19 @@ def stats(
         arrays = {name: array for name, (_, array) in chosen.items() if array is not None}
         if patterns and not arrays:
             raise MismatchError(_no_arrays(opened, patterns, chosen))
+        of_complex = {name: array for name, array in arrays.items() if has_complex(DTYPES[array.dtype])}
         total = sum(map(nbytes_of, arrays.values())) * (2 if histogram else 1)
         with progress("reading", total, as_json) as advance:
             found = _read(opened, arrays, advance)
             bins = _histograms(opened, arrays, found, advance) if histogram else {}
         if as_json:
-            leaves = [_json_of(name, found[name], bins.get(name)) for name in found]
+            leaves = [_json_of(name, found[name], bins.get(name), name in of_complex) for name in found]
             print_json({"path": opened.path, "leaves": leaves, "skipped": opened.skipped})
         elif not found:
             print(f"none of {len(chosen):,} {'leaf' if len(chosen) == 1 else 'leaves'} is an array")
         else:
             _print(found, bins)
+            _print_complex([*of_complex])
         if any(each.nan or each.inf for each in found.values()):
             raise typer.Exit(int(Code.WRONG))
 
@@ -87,11 +91,12 @@ def _histograms(
     return bins
 
 
-def _json_of(name: str, found: LeafStats, bins: Histogram | None) -> dict[str, Any]:
+def _json_of(name: str, found: LeafStats, bins: Histogram | None, of_magnitudes: bool) -> dict[str, Any]:
     part, _, path = name.partition("/")
     told: dict[str, Any] = {
         "part": part, "path": path, "count": found.count, "min": found.least, "max": found.most, "mean": found.mean,
         "std": found.deviation, "norm": found.norm, "nan": found.nan, "inf": found.inf, "zeros": found.zeros,
+        "of_magnitudes": of_magnitudes,
     }  # fmt: skip
     if bins is not None:
         told["histogram"] = {"edges": bins.edges.tolist(), "counts": bins.counts.tolist()}
@@ -107,6 +112,12 @@ def _print(found: dict[str, LeafStats], bins: dict[str, Histogram]) -> None:
         )
     headings = ["leaf", "count", "min", "max", "mean", "std", "norm", "nan", "inf", "histogram" if bins else ""]
     print_columns(headings, rows, [False, *[True] * 8, False])
+
+
+def _print_complex(names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        print_text(f"complex, so all but the counts are of magnitudes: {', '.join(names[:MOST_NAMED])}{more}")
 
 
 def _bar(bins: Histogram | None) -> str:

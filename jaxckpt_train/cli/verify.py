@@ -40,8 +40,8 @@ def verify(path: Checkpoint, step: Step = None, as_json: Json = False) -> None:
             report = verify_opened(BACKEND, opened.committed, opened.settings, advance)
         if not report.ok and not file_exists(opened.path):
             raise StepNotFoundError(f"{opened.path}: was removed while it was being read")
-        size = bytes_text(report.checked_bytes)
-        compared = f"not all of {size} compared" if report.refused else f"{size} compared"
+        total, compared = opened.committed.data_bytes, bytes_text(report.checked_bytes)
+        compared += "" if report.checked_bytes == total else f" of {bytes_text(total)}"
         state = "ok" if report.ok else "DAMAGED" if report.is_damaged else "CANNOT BE READ"
         if as_json:
             told = {"path": opened.path, "ok": report.ok, "bytes": report.checked_bytes, "problems": report.problems}
@@ -49,7 +49,7 @@ def verify(path: Checkpoint, step: Step = None, as_json: Json = False) -> None:
         else:
             for problem in report.problems:
                 print_text(problem)
-            print_text(f"{opened.path}: {state}, {compared}")
+            print_text(f"{opened.path}: {state}, {compared} compared")
         if report.is_damaged or (report.ok and opened.skipped):
             raise typer.Exit(int(Code.WRONG))
         if not report.ok:

@@ -19,6 +19,7 @@ ZARR = ".zarray"
 TEMPORARY = ".orbax-checkpoint-tmp"
 _STEP = re.compile(r"(?:.*_)?0*(\d+)")
 _STRONG = {TREE_METADATA, STEP_METADATA, OCDBT}
+_PROCESS = re.compile(r"ocdbt\.process_\d+")  # beside a database: what each process has written of it
 
 
 def looks_like_orbax(backend: Backend, directory: str, entries: Sequence[Entry]) -> bool:
@@ -89,8 +90,9 @@ def holds_items(backend: Backend, directory: str, entries: Sequence[Entry]) -> b
 
 
 def is_item_folder(entry: Entry) -> bool:
-    """Whether it is a directory that a save has finished."""
-    return entry.kind == "directory" and TEMPORARY not in entry.name and not entry.name.startswith(".")
+    """Whether it is a directory that a save has finished, and not a part of an item."""
+    is_finished = TEMPORARY not in entry.name and not entry.name.startswith(".")
+    return entry.kind == "directory" and is_finished and not _PROCESS.fullmatch(entry.name)
 
 
 def _may_be_item(backend: Backend, directory: str) -> bool:
@@ -100,12 +102,14 @@ def _may_be_item(backend: Backend, directory: str) -> bool:
 def orbax_steps(backend: Backend, directory: str, entries: Sequence[Entry]) -> dict[int, str]:
     """The directories of a run's steps by their numbers, if its newest one is a step of Orbax.
 
+    What is a step or an item itself has none, whatever its items are called.
+
     Args:
         backend: where.
         directory: of the run.
         entries: what is in it.
     """
-    steps = steps_of(entries)
+    steps = {} if has_orbax_names(entries) else steps_of(entries)
     for name in list(steps.values())[-1:]:
         with contextlib.suppress(StorageError):
             path = f"{directory}/{name}"
@@ -120,7 +124,7 @@ def steps_of(entries: Sequence[Entry]) -> dict[int, str]:
     found = {}
     for entry in entries:
         number = step_number(entry.name)
-        if entry.kind == "directory" and number is not None and TEMPORARY not in entry.name:
+        if number is not None and is_item_folder(entry):
             found[number] = entry.name
     return dict(sorted(found.items()))
 

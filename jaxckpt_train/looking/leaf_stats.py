@@ -35,7 +35,7 @@ class LeafStats:
     @property
     def mean(self) -> float | None:
         """Of the finite values."""
-        return self.moments.mean + self.moments.rest if self.moments.count else None
+        return self.moments.mean if self.moments.count else None
 
     @property
     def deviation(self) -> float | None:
@@ -45,8 +45,9 @@ class LeafStats:
     @property
     def norm(self) -> float:
         """The square root of the sum of the squares of the finite values; inf: it is larger than any number."""
-        mean = self.moments.mean + self.moments.rest
-        return math.hypot(mean, self.moments.deviation) * math.sqrt(self.moments.count)
+        if not self.moments.count:
+            return 0.0
+        return math.hypot(self.moments.mean, self.moments.deviation) * math.sqrt(self.moments.count)
 
     def merge(self, other: LeafStats) -> None:
         """Count what has been counted of other pieces, too."""
@@ -83,12 +84,17 @@ def _of_a_block(values: np.ndarray) -> LeafStats:
 
 def as_numbers(piece: np.ndarray) -> np.ndarray:
     """The values as float32 or float64, which numpy calculates with; integers of 64 bits may be rounded."""
-    if piece.dtype.kind == "c" or "complex" in piece.dtype.name:
+    if has_complex(piece.dtype):
         with np.errstate(over="ignore"):
             return np.abs(piece.astype(np.complex128))
     if piece.dtype in (np.float32, np.float64):
         return piece
     return piece.astype(np.float64 if piece.dtype.itemsize > 2 and piece.dtype.kind in "iu" else np.float32)
+
+
+def has_complex(dtype: np.dtype) -> bool:
+    """Whether its values are complex, also by a dtype that numpy does not have."""
+    return dtype.kind == "c" or "complex" in dtype.name
 
 
 class Histogram:

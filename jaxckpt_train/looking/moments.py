@@ -10,22 +10,29 @@ import numpy as np
 
 TINY, HUGE = 2.0**-400, 2.0**400  # beyond them squares of values, or of what these differ by, may not be numbers
 _FEW = 1 << 13
+_LEAST = 1074  # every double is a multiple of 2 to the power of minus this
+_ROWS = 64
+_BITS = sys.float_info.mant_dig - 6  # of whole numbers so many rows of which are added without rounding
 
 
 @dataclasses.dataclass(frozen=True)
 class Moments:
-    """What values come to that can be merged with others. None of it is larger than the largest value.
+    """What values come to that can be merged with others.
 
     Attributes:
         count: of the values.
-        mean, rest: their sum is the mean, which one number may be too short for.
+        total: their sum in units of the least double. It is exact: whatever cancels, what is left is not lost.
         deviation: the standard deviation, of these values and not of what they are a sample of.
     """
 
     count: int = 0
-    mean: float = 0.0
-    rest: float = 0.0
+    total: int = 0
     deviation: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """Of at least one value; rounded once."""
+        return self.total / (self.count << _LEAST)
 
     def plus(self, other: Moments) -> Moments:
         """Of the values of both."""
@@ -33,15 +40,12 @@ class Moments:
             return self if self.count else other
         count = self.count + other.count
         mine, theirs = self.count / count, other.count / count
-        scale = 1.0 if math.isfinite(other.mean - self.mean) else 0.5
-        apart = (other.mean * scale - self.mean * scale) + (other.rest - self.rest) * scale
-        step, rest = apart * theirs, self.rest * scale
-        mean, error = _exact_sum(self.mean * scale, step)
-        mean, rest = _exact_sum(mean, error + rest)
+        apart = other.total * self.count - self.total * other.count
+        half_apart = apart / (self.count * other.count << (_LEAST + 1))  # all of it may be larger than any number
         squares = (math.sqrt(mine) * self.deviation, math.sqrt(theirs) * other.deviation)
-        between = math.sqrt(mine * theirs) / scale * apart
+        between = 2 * math.sqrt(mine * theirs) * half_apart
         deviation = min(math.hypot(*squares, between), sys.float_info.max)  # which it was rounded up from
-        return Moments(count, mean / scale, rest / scale, deviation)
+        return Moments(count, self.total + other.total, deviation)
 
 
 NO_MOMENTS = Moments()
@@ -54,26 +58,48 @@ def moments_of(values: np.ndarray, largest: float) -> Moments:
         values: at least one.
         largest: the absolute value of the largest one.
     """
-    wide, exponent = values.astype(np.float64, copy=False), 0
+    values, exponent = values.astype(np.float64, copy=False), 0
+    count, total = len(values), _exact_sum(values, largest)
     if largest and not TINY < largest < HUGE:
         exponent = math.frexp(largest)[1]
-        wide = np.ldexp(wide, -exponent)
-    count, most = len(wide), math.ldexp(largest, -exponent)
-    mean = max(-most, min(most, float(wide.sum()) / count))
-    apart = np.subtract(wide, mean, out=None if wide is values else wide)
-    rest = float(apart.sum()) / count
+        values = np.ldexp(values, -exponent)
+    mean, rest = _quotient(total, count << (_LEAST + exponent))
+    apart = np.subtract(values, mean)
+    most = math.ldexp(largest, -exponent)
     deviation = min(most, math.sqrt(max(0.0, sum_of_squares(apart) / count - rest * rest)))
-    return Moments(count, *(math.ldexp(each, exponent) for each in (mean, rest, deviation)))
+    return Moments(count, total, math.ldexp(deviation, exponent))
+
+
+def _quotient(above: int, below: int) -> tuple[float, float]:
+    """As one number, and what that lacks."""
+    found = above / below
+    numerator, denominator = found.as_integer_ratio()
+    return found, (above * denominator - numerator * below) / (below * denominator)
+
+
+def _exact_sum(values: np.ndarray, largest: float) -> int:
+    """In units of the least double: the first bits of all values, as whole numbers, then the next ones of the rest."""
+    total, exponent = 0, 0  # the values are multiplied by 2 to the power of this
+    while largest:
+        shift = min(_BITS - math.frexp(largest)[1], _LEAST - exponent)
+        wide = np.ldexp(values, shift) if shift >= sys.float_info.max_exp else np.multiply(values, 2.0**shift)
+        whole = np.trunc(wide)
+        total += _sum_of_whole(whole) << (_LEAST - exponent - shift)
+        if shift >= 0:
+            values, exponent = np.subtract(wide, whole, out=wide), exponent + shift
+        else:  # the product of the least values was rounded
+            values = np.subtract(values, np.multiply(whole, 2.0**-shift, out=whole))
+        largest = max(float(values.max()), -float(values.min()))
+    return total
+
+
+def _sum_of_whole(values: np.ndarray) -> int:
+    even = len(values) // _ROWS * _ROWS
+    columns = values[:even].reshape(_ROWS, -1).sum(axis=0)
+    return int(columns.astype(np.int64).sum()) + int(values[even:].sum())
 
 
 def sum_of_squares(values: np.ndarray) -> float:
     """Of a flat array; by few at a time, as BLAS has threads for more, which wait for each other."""
     parts = (values[at : at + _FEW] for at in range(0, len(values), _FEW))
     return sum(float(np.dot(part, part)) for part in parts)
-
-
-def _exact_sum(first: float, second: float) -> tuple[float, float]:
-    """The sum as one number, and what it lacks."""
-    total = first + second
-    part = total - first
-    return total, (first - (total - part)) + (second - part)

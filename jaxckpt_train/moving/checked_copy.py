@@ -24,6 +24,8 @@ from jaxckpt_train.store.replaced import use_committed
 from jaxckpt_train.store.transaction import Committed, open_committed, which_committed
 from jaxckpt_train.store.verify import first_damage
 
+_OVERWRITE = "pass --overwrite"
+
 
 def copy_checked(
     backend: Backend,
@@ -52,10 +54,9 @@ def copy_checked(
         CheckpointExistsError: something has this name that is not to be replaced.
         StorageError: a file system refused.
     """
-    if source.kind != OURS:
-        raise NotACheckpointError(f"{source.path}: of {source.kind}, which keeps no digests to compare a copy with")
+    refuse_other_tools(source)
     refuse_left_over_name(final)
-    refuse_existing(backend, final, replace, "pass --overwrite")
+    refuse_existing(backend, final, replace, _OVERWRITE)
     new_folders = list(_missing_folders(final))
 
     def copy(there: Committed) -> Committed:
@@ -67,6 +68,7 @@ def copy_checked(
             final,
             StoreSettings(digest=cast(DigestName, there.manifest.digest)),
             info=info_of_copy(backend, source.path, there),
+            if_taken=f"{_OVERWRITE} to replace it, or choose another path",
             replace=replace,
             keep_chunks=True,
             check=lambda directory: _check(backend, read, directory, every_byte, progress),
@@ -86,6 +88,12 @@ def copy_checked(
             f"{final}: is not the copy that was committed there; does another process write to it?"
         )
     return done
+
+
+def refuse_other_tools(source: Opened) -> None:
+    """Raise NotACheckpointError if a copy of it could not be compared with digests."""
+    if source.kind != OURS:
+        raise NotACheckpointError(f"{source.path}: of {source.kind}, which keeps no digests to compare a copy with")
 
 
 def _check(backend: Backend, source: Opened, directory: str, every_byte: bool, progress: Callable[[int], None]) -> None:

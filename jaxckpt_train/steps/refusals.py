@@ -62,6 +62,11 @@ def of_others(backend: Backend, directory: str, moved: Callable[[], None] = lamb
     return _orbax_text(steps) if steps else _flax_text(names) if names else ""
 
 
+def newest_of_orbax(backend: Backend, directory: str) -> int | None:
+    """The newest step that Orbax has left where a run is looked for; None: there is none."""
+    return next(reversed(orbax_steps(backend, directory, _listed(backend, directory))), None)
+
+
 def _listed(backend: Backend, directory: str) -> list[Listed]:
     try:
         return list(backend.list(directory))

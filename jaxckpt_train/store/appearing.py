@@ -16,6 +16,8 @@ from jaxckpt_train.store.left_overs import remove_dead_exports
 from jaxckpt_train.store.local import file_exists
 from jaxckpt_train.store.transaction import begin_attempt
 
+MOVE_IT_AWAY = "move it away, or choose another path"
+"""What is to be done about a name that is taken, where nothing is ever replaced."""
 _log = logging.getLogger("jaxckpt_train")
 
 
@@ -75,4 +77,4 @@ def _publish(backend: Backend, directory: str, final: str) -> None:
 
 
 def _exists(final: str) -> CheckpointExistsError:
-    return CheckpointExistsError(f"{final}: exists; move it away, or choose another path")
+    return CheckpointExistsError(f"{final}: exists; {MOVE_IT_AWAY}")

@@ -46,6 +46,7 @@ def copy_checkpoint(
     settings: StoreSettings,
     *,
     info: Mapping[str, Any],
+    if_taken: str,
     parts: Sequence[str] | None = None,
     replace: bool = False,
     keep_chunks: bool = False,
@@ -62,6 +63,7 @@ def copy_checkpoint(
         final: its absolute path.
         settings: how the source is verified, and the new one is written.
         info: what the manifest says of it.
+        if_taken: what is to be done if something gets that path meanwhile, for the error.
         parts: names of the checkpointables; None: all.
         replace: whether a checkpoint there is replaced.
         keep_chunks: whether arrays are in the same chunks as in the source, but for very large ones.
@@ -72,6 +74,7 @@ def copy_checkpoint(
 
     Raises:
         CorruptCheckpointError: bytes of the source are not what was saved; nothing is left of the copy.
+        CheckpointExistsError: something has got that path meanwhile, and `replace` is false.
         UnsupportedLeafError: an array is larger than any that is copied.
         MismatchError: a value of the source does not fit what an operation makes of it; nothing is left of the copy.
         StorageError: a file system refused.
@@ -92,7 +95,7 @@ def copy_checkpoint(
         manifest = Manifest(
             FORMAT, FORMAT_VERSION, settings.digest, BLOCK_BYTES, tuple(segments), tuple(records), dict(info)
         )
-        return transaction.commit(manifest, replace=replace)
+        return transaction.commit(manifest, replace=replace, if_taken=if_taken)
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ class VerifyReport:
 
     Attributes:
         directory: the checkpoint.
-        checked_bytes: how many bytes were read and compared.
+        checked_bytes: how many bytes were read and compared: not those that are missing or cannot be read.
         problems: one line for each damage, and each file that cannot be read; empty when all is well.
         refused: those of them that the storage has refused to read, for a reason that is not the checkpoint's fault.
     """
@@ -88,11 +88,14 @@ def verify_opened(
     refused = set[str]()
     chunks = _chunks_by_segment(committed.manifest)
 
-    def check(subject: int | FileRecord) -> tuple[str, list[str]]:
+    def check(subject: int | FileRecord) -> tuple[str, list[str], int]:
+        compared = _Meter()  # of one file alone, on one thread
         if isinstance(subject, FileRecord):
-            return subject.file, _all(file_problems(backend, committed, subject, pace=read), refused)
+            problems = file_problems(backend, committed, subject, pace=read, compared=compared)
+            return subject.file, _all(problems, refused), compared.bytes
         segment = committed.manifest.segments[subject]
-        return segment.file, _all(_segment_problems(backend, committed, segment, chunks[subject], read), refused)
+        problems = _segment_problems(backend, committed, segment, chunks[subject], read, compared=compared)
+        return segment.file, _all(problems, refused), compared.bytes
 
     def moved() -> int:
         if progress is not None:
@@ -102,9 +105,9 @@ def verify_opened(
     subjects = [*range(len(committed.manifest.segments)), *files]
     workers = shared_workers(settings.known_io_threads, "jaxckpt-read")
     with contextlib.closing(workers.run_each(check, subjects, moved=moved)) as checked:
-        found = dict(checked)
-    size = sum(segment.bytes for segment in committed.manifest.segments) + sum(file.bytes for file in files)
-    problems = tuple(problem for file in sorted(found) for problem in found[file])
+        found = sorted(checked)
+    problems = tuple(problem for _, of_file, _ in found for problem in of_file)
+    size = sum(compared for *_, compared in found)
     return VerifyReport(committed.directory, size, problems, tuple(each for each in problems if each in refused))
 
 
@@ -171,9 +174,17 @@ def _all(problems: Iterator[str], refused: set[str]) -> list[str]:
 
 
 def file_problems(
-    files: Opener, committed: Committed, file: FileRecord, *, digests: bool = True, pace: Pace = _unpaced
+    files: Opener,
+    committed: Committed,
+    file: FileRecord,
+    *,
+    digests: bool = True,
+    pace: Pace = _unpaced,
+    compared: Pace = _unpaced,
 ) -> Iterator[str]:
-    """What is wrong with one plain file, if anything; without `digests`, only its size. `pace`: as in `first_damage`.
+    """What is wrong with one plain file, if anything; without `digests`, only its size.
+
+    `pace`: as in `first_damage`. `compared` is called with the number of bytes after each comparison.
 
     Raises:
         StorageError: the storage refused for a reason that is not the checkpoint's fault.
@@ -187,7 +198,7 @@ def file_problems(
         if digests:
             path = f"{committed.directory}/{file.file}"
             where = (0, file.bytes, file.digests)
-            yield from _block_problems(source, path, *where, committed.manifest, "the file", pace)
+            yield from _block_problems(source, path, *where, committed.manifest, "the file", pace, compared)
     finally:
         source.close()
 
@@ -199,6 +210,7 @@ def _segment_problems(
     chunks: _Chunks,
     pace: Pace,
     direct: Literal["auto", False] = False,
+    compared: Pace = _unpaced,
 ) -> Iterator[str]:
     folder = committed.directory
     path = f"{folder}/{record.file}"
@@ -209,16 +221,16 @@ def _segment_problems(
         return
     try:
         pace(record.header_bytes)
-        yield from _head_problems(source, path, committed.manifest, record, chunks)
+        yield from _head_problems(source, path, committed.manifest, record, chunks, compared)
         for array, chunk in chunks:
             where = (chunk.offset, chunk.length, chunk.digests)
-            yield from _block_problems(source, path, *where, committed.manifest, array.name, pace)
+            yield from _block_problems(source, path, *where, committed.manifest, array.name, pace, compared)
     finally:
         source.close()
 
 
 def _head_problems(
-    source: Source, path: str, manifest: Manifest, record: SegmentRecord, chunks: _Chunks
+    source: Source, path: str, manifest: Manifest, record: SegmentRecord, chunks: _Chunks, compared: Pace
 ) -> Iterator[str]:
     head = aligned_buffer(-(-record.header_bytes // ALIGNMENT) * ALIGNMENT)
     try:
@@ -227,6 +239,7 @@ def _head_problems(
     except CorruptCheckpointError as error:
         yield f"{path}: its header: {error}"
         return
+    compared(record.header_bytes)
     if digest_function(manifest.digest)(memoryview(head)) != record.header_digest:
         yield f"{path}: its header is not what was saved ({manifest.digest} differs)"
         return
@@ -254,7 +267,15 @@ def _chunks_by_segment(manifest: Manifest) -> list[_Chunks]:
 
 
 def _block_problems(
-    source: Source, path: str, start: int, length: int, digests: str, manifest: Manifest, subject: str, pace: Pace
+    source: Source,
+    path: str,
+    start: int,
+    length: int,
+    digests: str,
+    manifest: Manifest,
+    subject: str,
+    pace: Pace,
+    compared: Pace,
 ) -> Iterator[str]:
     width = HEX_DIGITS[manifest.digest]
     digest = digest_function(manifest.digest)
@@ -268,5 +289,6 @@ def _block_problems(
         except CorruptCheckpointError as error:
             yield f"{path}: {subject}: {error}"
             return
+        compared(size)
         if digest(memoryview(memory[:size])) != digests[block * width : (block + 1) * width]:
             yield f"{path}: bytes {start + at} to {start + at + size} of {subject!r} are not what was saved"

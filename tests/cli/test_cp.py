@@ -196,6 +196,15 @@ def test_only_what_is_to_be_is_replaced(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "folder", "run"]
 
 
+@pytest.mark.parametrize("command", ["cp", "mv"])
+def test_what_gets_the_name_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    jct.save(tmp_path / "a", {"w": 1})
+    monkeypatch.setattr(checked_copy, "remove_left_overs", lambda _, final: jct.save(final, {"w": 2}, overwrite=True))
+    message = refused(command, tmp_path / "a", tmp_path / "b", code=4)
+    assert message == f"{tmp_path / 'b'}: exists; pass --overwrite to replace it, or choose another path"
+    assert (jct.load(tmp_path / "a"), jct.load(tmp_path / "b")) == ({"w": 1}, {"w": 2})
+
+
 def test_in_the_working_directory_it_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_run(tmp_path / "run", 1)
     (tmp_path / "here" / "deep").mkdir(parents=True)

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 import jaxckpt_train as jct
+from jaxckpt_train.cli import importing
 from jaxckpt_train.cli.app import app
 from tests.formats.states import llama, mnist
 from tests.formats.test_orbax_export import assert_same_content
@@ -352,6 +353,18 @@ def test_a_position_in_the_data_is_named_as_left_out(tmp_path: Path, to: str) ->
     assert told(*arguments[:2], tmp_path / "c", *arguments[3:], "--part", "state")["left_out"] == []
 
 
+def test_what_is_taken_without_part_is_what_the_help_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert "else 'state', or the only tree" in run("export", "--help")
+    assert "else all, and operations change 'state', or the only tree" in run("import", "--help")
+    trees = {name: {"w": np.full(3, value)} for value, name in enumerate(("a", "state"))}
+    jct.save_checkpointables(tmp_path / "both", trees)
+    run("export", tmp_path / "both", tmp_path / "hf", "--to", "safetensors")
+    assert {name: raw(leaf) for name, leaf in jct.load(tmp_path / "hf").items()} == {"w": raw(trees["state"]["w"])}
+    run("import", tmp_path / "both", tmp_path / "ours", "--op", "rename w v")
+    assert_same(jct.load_checkpointables(tmp_path / "ours"), {"a": trees["a"], "state": {"v": trees["state"]["w"]}})
+
+
 def test_a_part_that_is_no_tree_is_told_so(tmp_path: Path) -> None:
     data = iter(grain.MapDataset.range(10).to_iter_dataset())
     jct.save_checkpointables(tmp_path / "a", {"state": {"w": np.ones(3)}, "data": data})
@@ -359,6 +372,23 @@ def test_a_part_that_is_no_tree_is_told_so(tmp_path: Path) -> None:
         message = run(*command, tmp_path / "a", tmp_path / "b", "--part", "data", code=2)
         assert "expected a checkpointable that is a tree, found 'data', which is of kind 'grain" in message
         assert "the trees are 'state'" in message
+
+
+def test_without_a_tree_nothing_is_written_and_that_is_said(tmp_path: Path) -> None:
+    jct.save_checkpointables(tmp_path / "a", {"cfg": jct.JsonValue({"lr": 1})})
+    for command in (["export", "--to", "orbax"], ["import"]):
+        message = told(*command, tmp_path / "a", tmp_path / "b", code=2)["message"]
+        assert message == f"{tmp_path / 'a'}: expected a checkpointable that is a tree, found none; it has 'cfg'"
+    assert not (tmp_path / "b").exists()
+
+
+def test_what_gets_the_name_while_an_import_goes_on_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"w": np.zeros(3)}, tmp_path / "m.safetensors")
+    monkeypatch.setattr(importing, "remove_left_overs", lambda _, final: jct.save(final, {"w": np.ones(3)}))
+    found = told("import", tmp_path / "m.safetensors", tmp_path / "out", code=4)
+    assert found["message"] == f"{tmp_path / 'out'}: exists; move it away, or choose another path"
+    assert jct.load(tmp_path / "out")["w"].tolist() == [1, 1, 1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.safetensors", "out"]
 
 
 def test_a_dry_run_of_an_import_tells_what_would_be_there(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from safetensors.numpy import save_file
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
@@ -112,6 +114,19 @@ def test_what_is_more_than_a_checkpoint_stays(tmp_path: Path) -> None:
     assert "found a link to one" in refused("mv", tmp_path / "link", tmp_path / "new", code=2)
     assert names(tmp_path) == ["c", "link"]
     assert jct.load(tmp_path / "link") == {"w": 1}
+
+
+def test_what_is_no_checkpoint_of_ours_is_refused_as_a_copy_of_it_is(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    save_file({"w": np.zeros(3)}, tmp_path / "folder" / "model.safetensors")
+    with ocp.CheckpointManager(tmp_path / "orbax") as manager:
+        manager.save(20, args=ocp.args.StandardSave({"w": np.zeros(3)}))
+    before = files_below(tmp_path)
+    for source in (tmp_path / "orbax" / "20", tmp_path / "folder", tmp_path / "folder" / "model.safetensors"):
+        message = refused("mv", source, tmp_path / "new", code=3)
+        assert message == refused("cp", source, tmp_path / "new", code=3)
+        assert message.endswith(", which keeps no digests to compare a copy with")
+    assert files_below(tmp_path) == before
 
 
 def test_onto_itself_by_another_name_nothing_is_moved(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from tests.cli.commands import printed, refused, told
 from tests.steps.runs import flip_a_payload_byte, made_run, step_path
 
 RANDOM = np.random.default_rng(5)
-KEYS = {"part", "path", "count", "min", "max", "mean", "std", "norm", "nan", "inf", "zeros", "histogram"}
+NUMBERS = {"count", "min", "max", "mean", "std", "norm", "nan", "inf", "zeros", "histogram"}
+KEYS = {"part", "path", "of_magnitudes", *NUMBERS}
 
 
 def stats_of(tmp_path: Path, tree: dict[str, Any], *options: str, code: int = 0) -> dict[str, dict[str, Any]]:
@@ -88,6 +89,13 @@ def test_large_doubles_and_small_differences(tmp_path: Path) -> None:
     assert "2e+200" in printed("stats", tmp_path / "c")
 
 
+@pytest.mark.parametrize(("dtype", "large"), [("float32", 1e20), ("float64", 1e17), ("float64", 1e200)])
+def test_the_mean_of_values_that_cancel(tmp_path: Path, dtype: str, large: float) -> None:
+    found = stats_of(tmp_path, {"a": np.array([large, -large, 3], dtype)})["a"]
+    assert found["mean"] == 1
+    assert found["norm"] == pytest.approx(math.sqrt(2) * large, rel=1e-7)
+
+
 def test_where_no_array_is_chosen_it_says_so(tmp_path: Path) -> None:
     jct.save_checkpointables(tmp_path / "c", {"state": {"lr": 0.5, "n": 3}, "data": jct.JsonValue(1)})
     message = refused("stats", tmp_path / "c", "lr", code=2)
@@ -100,9 +108,18 @@ def test_where_no_array_is_chosen_it_says_so(tmp_path: Path) -> None:
     assert told("stats", tmp_path / "c")["leaves"] == []
 
 
-def test_complex_values_count_by_their_size(tmp_path: Path) -> None:
-    found = stats_of(tmp_path, {"z": np.array([3 + 4j, 0, -5j])})["z"]
+def test_complex_values_count_by_their_magnitudes_which_is_said(tmp_path: Path) -> None:
+    values = np.array([3 + 4j, 0, -5j])
+    leaves = stats_of(tmp_path, {"w": np.ones(2), "z": values})
+    found = leaves["z"]
     assert (found["min"], found["max"], found["norm"]) == (0, 5, pytest.approx(math.sqrt(50)))
+    assert {name: leaf["of_magnitudes"] for name, leaf in leaves.items()} == {"w": False, "z": True}
+    last = printed("stats", tmp_path / "c").splitlines()[-1]
+    assert last == "complex, so all but the counts are of magnitudes: state/z"
+    assert "magnitudes" not in printed("stats", tmp_path / "c", "w")
+    jct.save(tmp_path / "many", {f"w{number}": values for number in range(7)})
+    told_of = ", ".join(f"state/w{number}" for number in range(5))
+    assert printed("stats", tmp_path / "many").endswith(f"are of magnitudes: {told_of} and 2 more\n")
 
 
 def test_only_leaves_that_are_chosen_are_read(tmp_path: Path) -> None:

@@ -123,6 +123,24 @@ def test_what_cannot_be_chosen_is_told(tmp_path: Path) -> None:
     assert "checkpoint_10: of Flax, which keeps no digests" in message
 
 
+def test_no_part_of_an_item_or_a_step_of_orbax_is_a_step(tmp_path: Path) -> None:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "item", state_of(3))
+    items = ocp.args.Composite(model_1=ocp.args.StandardSave(state_of(4)))
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(20, args=items)
+    assert (tmp_path / "item" / "ocdbt.process_0").is_dir()
+    for path in (tmp_path / "item", tmp_path / "run" / "20"):
+        for step in (0, 1, 3):
+            for command in (["show", path], ["import", path, tmp_path / "out"]):
+                message = refused(*command, "--step", step, code=3)
+                assert message == f"{path}: expected a run to take step {step} of, found none"
+        assert "found a checkpoint of Orbax; `jaxckpt show" in refused("ls", path, code=3)
+    (tmp_path / "item" / "manifest.ocdbt").unlink()
+    (tmp_path / "item" / "_METADATA").unlink()
+    assert "run of Orbax" not in refused("show", tmp_path / "item", code=3)
+
+
 def test_ls_says_what_another_tool_has_left(tmp_path: Path) -> None:
     found = {
         orbax_run(tmp_path / "orbax", 3, 12): "steps of Orbax, the last ones 3, 12",
@@ -137,8 +155,11 @@ def test_ls_says_what_another_tool_has_left(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     save_file({"w": np.ones(3)}, tmp_path / "folder" / "model.safetensors")
     for path, text in found.items():
-        assert refused("ls", path, code=3) == (
-            f"{path}: expected a run, found {text}; `jaxckpt show {path}` tells of it"
-        )
+        message = refused("ls", path, code=3)
+        hint = f"{path} --step 12" if path == tmp_path / "orbax" else path
+        assert message == f"{path}: expected a run, found {text}; `jaxckpt show {hint}` tells of it"
+        opened = told("show", *str(hint).split())
+        assert opened["path"].startswith(f"{path}")
+        assert opened["leaves"]
     (tmp_path / "empty").mkdir()
     assert refused("ls", tmp_path / "empty", code=3).endswith("expected a run, found no steps in it")

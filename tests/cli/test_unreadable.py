@@ -86,10 +86,10 @@ def test_verify_and_scrub_do_not_call_it_damaged(directory: Path) -> None:
     code, printed, _ = called("verify", directory, "--step", "3")
     assert code == 4
     assert "DAMAGED" not in printed
-    assert "CANNOT BE READ" in printed
+    assert "CANNOT BE READ, 0 B of " in printed
     code, printed, _ = called("verify", directory, "--step", "3", "--json")
     found = json.loads(printed)
-    assert (code, found["ok"], found["damaged"]) == (4, False, False)
+    assert (code, found["ok"], found["damaged"], found["bytes"]) == (4, False, False, 0)
     code, printed, _ = called("scrub", directory)
     assert code == 4
     assert "3 steps, 0 damaged, 2 cannot be read" in printed
@@ -128,7 +128,7 @@ def test_what_the_disk_fails_to_read_may_be_whole(directory: Path, monkeypatch: 
     monkeypatch.setattr("jaxckpt_train.cli.verify.BACKEND", failing)
     monkeypatch.setattr("jaxckpt_train.cli.stats.BACKEND", failing)
     found = told("verify", directory, code=4)
-    assert (found["ok"], found["damaged"]) == (False, False)
+    assert (found["ok"], found["damaged"], found["bytes"]) == (False, False, 0)
     assert [each["damaged"] for each in told("scrub", directory, code=4)["steps"]] == [False] * 3
     assert "Input/output error" in refused("stats", directory, code=4)
 

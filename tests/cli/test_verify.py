@@ -47,6 +47,22 @@ def test_a_flipped_byte_ends_with_1_and_the_file_is_named(tmp_path: Path) -> Non
     assert files_below(run) == before
 
 
+def test_only_what_was_compared_is_called_so(tmp_path: Path) -> None:
+    saved = jct.save_checkpointables(
+        tmp_path / "c", {"a": {"w": np.zeros(3000)}, "b": {"w": np.ones(700)}, "data": jct.JsonValue([1])}
+    )
+    segment = tmp_path / "c" / "a" / "p00000-s000.safetensors"
+    rest = saved.bytes - segment.stat().st_size
+    assert told("verify", tmp_path / "c")["bytes"] == saved.bytes
+    content = bytearray(segment.read_bytes())
+    segment.write_bytes(content[:-1] + b"x")
+    assert told("verify", tmp_path / "c", code=1)["bytes"] == saved.bytes  # it is compared, and differs
+    assert printed("verify", tmp_path / "c", code=1).endswith("DAMAGED, 36.9 KiB compared\n")
+    segment.unlink()
+    assert told("verify", tmp_path / "c", code=1)["bytes"] == rest == jct.verify(tmp_path / "c").checked_bytes
+    assert printed("verify", tmp_path / "c", code=1).endswith("DAMAGED, 9.5 KiB of 36.9 KiB compared\n")
+
+
 @damaged
 def test_every_damage_ends_with_1_and_its_file_is_named(tmp_path: Path, damage, file: str) -> None:
     run = made_run(tmp_path / "run", 1)
