@@ -122,16 +122,15 @@ class Transaction(Attempt):
         self._commit = b""
         self._is_publishing = False  # from then on it is not certain what lies in the attempt's directory
         self.stays = False
+        self._if_taken = "pass overwrite=True to replace it"
 
-    def commit(
-        self, manifest: Manifest, *, replace: bool = False, if_taken: str = "pass overwrite=True to replace it"
-    ) -> Committed:
+    def commit(self, manifest: Manifest, *, replace: bool = False, if_taken: str | None = None) -> Committed:
         """Make the checkpoint exist under its final name.
 
         Args:
             manifest: everything that was written.
             replace: whether a checkpoint under the final name is exchanged for this one and then removed.
-            if_taken: what the error says is to be done if something has the final name.
+            if_taken: what the error says is to be done if something has the final name; None: to pass overwrite=True.
 
         Raises:
             CheckpointExistsError: something has the final name and `replace` is false.
@@ -152,11 +151,12 @@ class Transaction(Attempt):
         self.sync()
         self._before_publishing()
         self._is_publishing = self.stays = True  # until it is known that it does not
-        self._publish(replace, if_taken)
+        self._if_taken = if_taken or self._if_taken
+        self._publish(replace)
         return Committed(self.final, manifest, sha256)
 
-    def _publish(self, replace: bool, if_taken: str) -> None:
-        exchanged = self._take_name(replace, if_taken)
+    def _publish(self, replace: bool) -> None:
+        exchanged = self._take_name(replace)
         if self._sync_directories:
             try:
                 self._backend.sync(self._parent)
@@ -166,7 +166,7 @@ class Transaction(Attempt):
         if exchanged:
             self._remove_replaced()
 
-    def _take_name(self, replace: bool, if_taken: str) -> bool:
+    def _take_name(self, replace: bool) -> bool:
         """Get the final name; whether the directory of the attempt is that of the older checkpoint now."""
         try:
             self._backend.rename(self.directory, self.final)
@@ -175,7 +175,7 @@ class Transaction(Attempt):
                 raise
             if not replace:
                 self.stays = False
-                raise CheckpointExistsError(f"{self.final}: exists; {if_taken}") from error
+                raise CheckpointExistsError(f"{self.final}: exists; {self._if_taken}") from error
             self._backend.exchange(self.directory, self.final, sync=self._sync_directories)
             return True
         return False
