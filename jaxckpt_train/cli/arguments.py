@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -35,6 +35,11 @@ def checked_step(step: str | None) -> str | None:
     return step
 
 
+def step_option(*names: str, told: str) -> Any:
+    """An option by which a step is chosen."""
+    return typer.Option(*names, metavar="NUMBER", callback=checked_step, help=told, show_default=False)
+
+
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Directory of a run.", show_default=False)]
 Checkpoint = Annotated[
     str,
@@ -45,17 +50,7 @@ Checkpoint = Annotated[
         show_default=False,
     ),
 ]
-Step = Annotated[
-    str | None,
-    typer.Option(
-        "--step",
-        "-s",
-        metavar="NUMBER",
-        callback=checked_step,
-        help="Of a run, also of Orbax or Flax: which step.",
-        show_default=False,
-    ),
-]
+Step = Annotated[str | None, step_option("--step", "-s", told="Of a run, also of Orbax or Flax: which step.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Patterns = Annotated[
     list[str] | None,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxckpt_train.cli.arguments import BACKEND, Json, absolute, checked_step, step_number
+from jaxckpt_train.cli.arguments import BACKEND, Json, absolute, step_number, step_option
 from jaxckpt_train.cli.output import Code, number_text, print_columns, print_json, progress, told_errors
 from jaxckpt_train.cli.show import json_value, nbytes_of, value_text
 from jaxckpt_train.errors import MismatchError
@@ -21,26 +21,8 @@ from jaxckpt_train.tree.patterns import leaf_filter, suggestion
 _ONLY = {"only_a": "only in the first", "only_b": "only in the second"}
 First = Annotated[str, typer.Argument(metavar="A", help="A checkpoint, step or run.", show_default=False)]
 Second = Annotated[str, typer.Argument(metavar="B", help="Another one.", show_default=False)]
-StepOfA = Annotated[
-    str | None,
-    typer.Option(
-        "--step-a",
-        metavar="NUMBER",
-        callback=checked_step,
-        help="Of a run: which step of A.",
-        show_default=False,
-    ),
-]
-StepOfB = Annotated[
-    str | None,
-    typer.Option(
-        "--step-b",
-        metavar="NUMBER",
-        callback=checked_step,
-        help="Of a run: which step of B.",
-        show_default=False,
-    ),
-]
+StepOfA = Annotated[str | None, step_option("--step-a", told="Of a run: which step of A.")]
+StepOfB = Annotated[str | None, step_option("--step-b", told="Of a run: which step of B.")]
 Only = Annotated[
     list[str] | None, typer.Option("--only", "-o", help="Leaf paths or patterns to compare.", show_default=False)
 ]

@@ -15,7 +15,7 @@ from jaxckpt_train.formats.array_bytes import ArrayBytes, chunks_in_a_row, grid_
 from jaxckpt_train.formats.foreign import ForeignSegment, check_shape
 from jaxckpt_train.formats.foreign_calls import foreign_call
 from jaxckpt_train.formats.held_pieces import HeldPieces, Newest
-from jaxckpt_train.formats.orbax_bounds import Bounds, check_metadata
+from jaxckpt_train.formats.orbax_bounds import Bounds, check_metadata, chunk_bytes, chunk_shape
 from jaxckpt_train.formats.tensorstore_calls import read_error, tensorstore
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.boxes import Box, full_box
@@ -81,7 +81,7 @@ def open_arrays(
     specs = {leaf: _spec(directory, name, use_ocdbt, use_zarr3, databases, is_whole) for leaf, name in names.items()}
     stores = _stores(directory, names, specs, context)
     direct = _direct(context) if takes_direct else None
-    large = [] if direct is None else [leaf for leaf in stores if _chunk_bytes(stores[leaf]) >= LEAST_CHUNK_BYTES]
+    large = [] if direct is None else [leaf for leaf in stores if chunk_bytes(stores[leaf]) >= LEAST_CHUNK_BYTES]
     beside = _stores(directory, names, {leaf: specs[leaf] for leaf in large}, direct)
     newest, found = Newest(), dict[str, OrbaxArray]()
     for number, leaf in enumerate(stores):
@@ -121,16 +121,6 @@ def _direct(context: ts.Context) -> ts.Context | None:
         return None
 
 
-def _chunk_bytes(store: ts.TensorStore) -> int:
-    return math.prod(_chunk_shape(store)) * int(store.dtype.numpy_dtype.itemsize)
-
-
-def _chunk_shape(store: ts.TensorStore) -> list[int]:
-    """What is stored together; all of an array that has no chunks."""
-    chunk = store.chunk_layout.read_chunk.shape or store.shape
-    return [size or whole for size, whole in zip(chunk, store.shape, strict=True)]
-
-
 @contextlib.contextmanager
 def _told(directory: str, leaf: str, name: str) -> Iterator[None]:
     try:
@@ -165,7 +155,7 @@ def _opened(
         )
     subject, held = f"{directory}: leaf {leaf!r}", HeldPieces(newest)
     check_shape(shape, dtype.itemsize, subject)
-    cell = _cell(shape, _chunk_shape(store), dtype.itemsize)
+    cell = _cell(shape, chunk_shape(store), dtype.itemsize)
     count = math.prod(-(-size // width) for size, width in zip(shape, cell, strict=True))
     if count > MOST_PIECES:
         raise CorruptCheckpointError(

@@ -55,6 +55,18 @@ def _size(files: Backend, directory: str, name: str) -> int:
         source.close()
 
 
+def chunk_shape(store: Any, *, is_stored: bool = False) -> list[int]:
+    """What is decoded together, or stored together; all of an array that has no chunks."""
+    layout = store.chunk_layout
+    chunk = (layout.write_chunk if is_stored else layout.read_chunk).shape or store.shape
+    return [size or whole for size, whole in zip(chunk, store.shape, strict=True)]
+
+
+def chunk_bytes(store: Any, *, is_stored: bool = False) -> int:
+    """Size of that, as it is decoded."""
+    return math.prod(chunk_shape(store, is_stored=is_stored)) * int(store.dtype.numpy_dtype.itemsize)
+
+
 class Bounds:
     """Of the chunks of an array, which are looked at once, before the first is read.
 
@@ -68,13 +80,7 @@ class Bounds:
 
     def __init__(self, files: Backend | None, directory: str, folder: str, subject: str, store: Any) -> None:
         self._files, self._directory, self._folder, self._subject = files, directory, folder, subject
-        item_bytes = int(store.dtype.numpy_dtype.itemsize)
-        self._array_bytes = math.prod(store.shape) * item_bytes
-        layout = store.chunk_layout
-        self._read_bytes, self._stored_bytes = (
-            item_bytes * math.prod(size or whole for size, whole in zip(each, store.shape, strict=True))
-            for each in (layout.read_chunk.shape or store.shape, layout.write_chunk.shape or store.shape)
-        )
+        self._store = store
         self._is_checked, self._lock = False, threading.Lock()
 
     def check(self) -> None:
@@ -91,28 +97,30 @@ class Bounds:
                 self._is_checked = True
 
     def _check_chunks(self) -> None:
-        if self._read_bytes > max(LARGE_CHUNK_BYTES, self._array_bytes):
+        size = chunk_bytes(self._store)
+        array_bytes = math.prod(self._store.shape) * int(self._store.dtype.numpy_dtype.itemsize)
+        if size > max(LARGE_CHUNK_BYTES, array_bytes):
             raise CorruptCheckpointError(
-                f"{self._subject}: its chunks are of {self._read_bytes:,} bytes, expected at most its own "
-                f"{self._array_bytes:,}"
+                f"{self._subject}: its chunks are of {size:,} bytes, expected at most its own {array_bytes:,}"
             )
-        if 2 * self._read_bytes > memory_bytes():
+        if 2 * size > memory_bytes():
             raise StorageError(
                 errno.ENOMEM,
-                f"{self._subject}: a chunk of {self._read_bytes:,} bytes does not fit into memory twice, as it is "
+                f"{self._subject}: a chunk of {size:,} bytes does not fit into memory twice, as it is "
                 f"stored and as it is decoded: this machine has {memory_bytes():,}",
             )
 
     def _check_files(self) -> None:
         if self._files is None:
             return
-        most = self._stored_bytes + (self._stored_bytes >> 3) + MORE_STORED
+        stored = chunk_bytes(self._store, is_stored=True)
+        most = stored + (stored >> 3) + MORE_STORED
         for name in _chunk_files(self._files, self._directory, self._folder):
             size = _size(self._files, self._directory, name)
             if size > most:
                 raise CorruptCheckpointError(
                     f"{self._subject}: {self._directory}/{name}: {size:,} bytes, expected at most {most:,} of a chunk "
-                    f"of {self._stored_bytes:,}"
+                    f"of {stored:,}"
                 )
 
 

@@ -43,8 +43,8 @@ def tensorstore(subject: str) -> Any:
 
 def refused(error: Exception, what: str, path: str) -> StorageError | None:
     """What the file system said, if it was that which failed: TensorStore tells the number in its text."""
-    found = _SYSTEM_ERROR.search(str(error))
-    return refusal(int(found[1]), what, path) if found else None
+    code = _code_of(error)
+    return None if code is None else refusal(code, what, path)
 
 
 def read_error(error: ValueError, told: str) -> CheckpointError:
@@ -54,10 +54,13 @@ def read_error(error: ValueError, told: str) -> CheckpointError:
         error: of TensorStore.
         told: the message, but for what TensorStore says.
     """
-    found, message = _SYSTEM_ERROR.search(str(error)), f"{told}: {shown(error, TOLD_LETTERS)}"
-    if found is None or int(found[1]) in _OF_THE_NAME:
-        return CorruptCheckpointError(message)
-    return StorageError(int(found[1]), message)
+    code, message = _code_of(error), f"{told}: {shown(error, TOLD_LETTERS)}"
+    return CorruptCheckpointError(message) if code is None or code in _OF_THE_NAME else StorageError(code, message)
+
+
+def _code_of(error: Exception) -> int | None:
+    found = _SYSTEM_ERROR.search(str(error))
+    return int(found[1]) if found else None
 
 
 @contextlib.contextmanager
