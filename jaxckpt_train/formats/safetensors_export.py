@@ -112,7 +112,8 @@ def export_safetensors(
         raise SettingsError(f"export: shard_bytes: expected a whole number of bytes above 0, found {shard_bytes!r}")
     if not isinstance(separator, str) or not separator:  # nobody could take the names apart again
         raise SettingsError(f'export: separator: expected text such as ".", found {separator!r}')
-    tensors, names, left_out = _tensors(committed, part, separator)
+    leaves = decode_tree(part, committed.directory).leaves
+    tensors, names, left_out = _tensors(committed, part, leaves, separator)
     shards = list(_shards(tensors, shard_bytes))
     count = len(shards)
     file_names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -135,7 +136,6 @@ def export_safetensors(
         nbytes = sum(tensor.nbytes for tensor in tensors)
         if count > 1:
             attempt.write_file("model.safetensors.index.json", _index(shards, file_names, nbytes))
-    leaves = decode_tree(part, committed.directory).leaves
     prng_keys = tuple(leaf for leaf, record in leaves.items() if isinstance(record, KeyLeaf))
     return Exported(tuple(file_names), names, tuple(left_out), nbytes, prng_keys)
 
@@ -151,10 +151,12 @@ def _index(shards: Sequence[Sequence[_Tensor]], names: Sequence[str], nbytes: in
     return msgspec.json.format(msgspec.json.encode(index), indent=2)
 
 
-def _tensors(committed: Committed, part: PartRecord, separator: str) -> tuple[list[_Tensor], dict[str, str], list[str]]:
+def _tensors(
+    committed: Committed, part: PartRecord, leaves: Mapping[str, LeafRecord], separator: str
+) -> tuple[list[_Tensor], dict[str, str], list[str]]:
     arrays = {array.name: array for array in part.arrays}
     found, left_out, leaf_of = list[_Tensor](), list[str](), dict[str, str]()
-    for leaf, record in decode_tree(part, committed.directory).leaves.items():
+    for leaf, record in leaves.items():
         content = _content(committed.directory, leaf, record, arrays.get(leaf))
         if content is None:
             left_out.append(leaf)
