@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -16,6 +17,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import pytest
 from hypothesis import settings
+
+from tests import warm_python
 
 DEVICES = 8
 REPO_ROOT = Path(__file__).resolve().parent.parent
@@ -36,8 +39,21 @@ settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--full`: for tests that can try more."""
+    """`--full`: for tests that can try more; `--optimized`: for those of what XLA makes."""
     parser.addoption("--full", action="store_true", help="as many trials of each kind as a campaign has, not a few")
+    parser.addoption("--optimized", action="store_true", help="programs are compiled as users' are: a third more")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have XLA compile without optimizing, here and in all processes that are started: no program runs for long."""
+    if not config.getoption("optimized"):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is there now stays: whoever collects garbage need not look through it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -60,6 +76,7 @@ class RunPython(Protocol):
         devices: int = 1,
         check: bool = False,
         timeout_s: float = 120,
+        fresh: bool = False,
     ) -> subprocess.CompletedProcess[str]:
         """Run a script file, or a text as by `python -c`.
 
@@ -72,6 +89,8 @@ class RunPython(Protocol):
             devices: CPU devices that jax shows there.
             check: raise, with the output in the message, unless the exit code is 0.
             timeout_s: kill it after this long, and raise.
+            fresh: in an interpreter that has imported nothing yet, and not in a fork of one that has: for what is said
+                of imports, of memory or of time. So it is with a `path`, and with variables that Python itself reads.
         """
 
 
@@ -96,23 +115,20 @@ def _run_python(
     devices: int = 1,
     check: bool = False,
     timeout_s: float = 120,
+    fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    program = [str(script)] if isinstance(script, Path) else ["-c", script]
+    command = [*([str(script)] if isinstance(script, Path) else ["-c", script]), *map(os.fspath, arguments)]
     variables = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, [*path, REPO_ROOT])),
         "JAX_NUM_CPU_DEVICES": str(devices),
         **(env or {}),
     }
-    done = subprocess.run(
-        [sys.executable, *program, *map(os.fspath, arguments)],
-        cwd=cwd,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    if fresh or path or not warm_python.is_alike(variables):
+        told = {"capture_output": True, "text": True, "check": False, "timeout": timeout_s}
+        done = subprocess.run([sys.executable, *command], cwd=cwd, env=variables, **told)  # type: ignore[call-overload]
+    else:
+        done = warm_python.run(command, variables, cwd=cwd, timeout_s=timeout_s)
     if check and done.returncode != 0:
         raise AssertionError(f"{done.args} left with {done.returncode}\n{done.stdout}\n{done.stderr}")
     return done

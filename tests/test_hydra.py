@@ -325,4 +325,4 @@ from jaxckpt_train.hydra_job import hydra_directory_problem, resolve_directory
 callback_arguments({"directory": "a"}), hydra_directory_problem("a"), resolve_directory("a")
 print([name for name in ("hydra", "omegaconf", "jax", "numpy") if name in sys.modules])
 """
-    assert run_python(program, check=True).stdout == "[]\n"
+    assert run_python(program, check=True, fresh=True).stdout == "[]\n"

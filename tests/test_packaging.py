@@ -50,7 +50,7 @@ def test_no_module_has_a_public_name_but_one_that_is_public_itself(repo_root: Pa
 
 def test_the_errors_are_there_without_an_import_of_their_own(run_python) -> None:
     program = "import jaxckpt_train as jct; assert jct.errors.SettingsError is jct.SettingsError"
-    run_python(program, check=True)
+    run_python(program, check=True, fresh=True)
 
 
 def test_public_names_say_what_they_are_for() -> None:
@@ -60,7 +60,7 @@ def test_public_names_say_what_they_are_for() -> None:
 
 def test_import_loads_no_optional_package(run_python) -> None:
     program = "import sys, json, jaxckpt_train; print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
-    loaded = json.loads(run_python(program, check=True).stdout)
+    loaded = json.loads(run_python(program, check=True, fresh=True).stdout)
     assert [name for name in OPTIONAL if name in loaded] == []
 
 
@@ -70,7 +70,7 @@ import jaxckpt_train
 from jax._src import xla_bridge
 print(xla_bridge.backends_are_initialized())
 """
-    assert run_python(program, check=True).stdout.split() == ["False"]
+    assert run_python(program, check=True, fresh=True).stdout.split() == ["False"]
 
 
 def test_import_costs_little_beside_jax(run_python) -> None:
@@ -81,7 +81,7 @@ import jaxckpt_train
 print(time.perf_counter() - begin)
 """
     # The fastest of several: noise of the machine only ever adds.
-    assert min(float(run_python(program, check=True).stdout) for _ in range(5)) < MOST_IMPORT_S
+    assert min(float(run_python(program, check=True, fresh=True).stdout) for _ in range(5)) < MOST_IMPORT_S
 
 
 @pytest.fixture(scope="module")

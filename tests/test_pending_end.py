@@ -43,7 +43,7 @@ GIVEN_UP = "jaxckpt_train: saving x was given up at the end (KeyboardInterrupt)"
 def interrupted(
     run_python: Any, save: str = STUCK, after_ours: str = "", number: str = "signal.SIGINT"
 ) -> tuple[int, str, str]:
-    done = run_python(INTERRUPTED.format(save=save, after_ours=after_ours, signal=number), timeout_s=30)
+    done = run_python(INTERRUPTED.format(save=save, after_ours=after_ours, signal=number), timeout_s=30, fresh=True)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -216,7 +216,7 @@ def test_who_does_not_use_multiprocessing_does_not_import_it(run_python: Any) ->
         start_save("x", int).wait()
         print([name for name in sys.modules if name.startswith("multiprocessing")])
     """
-    assert run_python("if True:" + script, check=True).stdout == "[]\n"
+    assert run_python("if True:" + script, check=True, fresh=True).stdout == "[]\n"
 
 
 IN_A_THREAD = """
@@ -274,7 +274,7 @@ FIRST = pytest.mark.parametrize("first", ["", "jct.save(sys.argv[1] + '/first', 
 
 @FIRST
 def test_what_an_exit_function_saves_after_the_wait_is_waited_for(first: str, tmp_path: Path, run_python: Any) -> None:
-    done = run_python(AFTER_THE_WAIT.format(last=SLOW, first=first), tmp_path, check=True)
+    done = run_python(AFTER_THE_WAIT.format(last=SLOW, first=first), tmp_path, check=True, fresh=True)
     assert (done.stdout, done.stderr) == ("saved\n", "")
 
 
@@ -289,7 +289,7 @@ def test_what_an_exit_function_could_not_save_is_no_success(first: str, tmp_path
 def test_a_run_may_be_saved_in_an_exit_function(first: str, tmp_path: Path, run_python: Any) -> None:
     saves = "manager = jct.StepManager(sys.argv[1] + '/run'); manager.save(1, {'state': np.ones(3)})"
     timed = f"import time; begun = time.monotonic(); {saves}; print(time.monotonic() - begun)"
-    done = run_python(AFTER_THE_WAIT.format(last=timed, first=first), tmp_path, check=True)
+    done = run_python(AFTER_THE_WAIT.format(last=timed, first=first), tmp_path, check=True, fresh=True)
     assert float(done.stdout) < CALL_S
     assert jct.StepManager(tmp_path / "run").steps == [1]
 
@@ -323,7 +323,7 @@ def ends_late(seconds=0.05):  # who waits knows before its thread has ended
 def test_a_save_that_was_given_up_is_no_success_unless_it_commits(
     work: str, then: str, code: int, told: int, run_python: Any
 ) -> None:
-    done = run_python(GIVES_UP.format(work=work, then=then))
+    done = run_python(GIVES_UP.format(work=work, then=then), fresh=True)
     assert done.returncode == code
     assert done.stderr.count("saving x failed, and nobody asked for it") == told
 
@@ -347,7 +347,7 @@ start_save("x", work).committed.add_done_callback(begin_another)
 def test_a_save_that_another_begins_while_the_process_ends_is_waited_for(
     work: str, code: int, tmp_path: Path, run_python: Any
 ) -> None:
-    done = run_python(CHAINED.format(work=work), tmp_path / "saved", timeout_s=60)
+    done = run_python(CHAINED.format(work=work), tmp_path / "saved", timeout_s=60, fresh=True)
     assert (done.returncode, (tmp_path / "saved").exists()) == (code, code == 0), done.stderr
     assert done.stderr.count("ZeroDivisionError: ") == code
 
@@ -368,7 +368,7 @@ never.wait(0.1)
 
 
 def test_daemon_threads_that_save_again_and_again_do_not_hold_up_the_end(run_python: Any) -> None:
-    done = run_python(SAVES_FOR_EVER, timeout_s=60)
+    done = run_python(SAVES_FOR_EVER, timeout_s=60, fresh=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -387,6 +387,6 @@ import jaxckpt_train.pending  # its exit function comes before that
 
 @pytest.mark.parametrize(("see", "code"), [("pending.committed.exception()", 0), ("pass", 1)])
 def test_a_failure_that_an_exit_function_has_seen_sets_no_exit_code(see: str, code: int, run_python: Any) -> None:
-    done = run_python(CAUGHT_AT_EXIT.format(see=see))
+    done = run_python(CAUGHT_AT_EXIT.format(see=see), fresh=True)
     assert (done.returncode, done.stdout) == (code, "fallback saved\n"), done.stderr
     assert done.stderr.count("ZeroDivisionError: ") == 1

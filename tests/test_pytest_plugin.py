@@ -36,7 +36,9 @@ def test_the_fixture_proves_the_loop_of_a_test_file(run_python: Any, tmp_path: P
     program = "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
     # Without plugins that are installed: this one may be, and a plugin cannot be there twice.
     alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = run_python(program, "-q", *more, f"--basetemp={tmp_path / 'temp'}", tmp_path, cwd=tmp_path, env=alone)
+    done = run_python(
+        program, "-q", *more, f"--basetemp={tmp_path / 'temp'}", tmp_path, cwd=tmp_path, env=alone, fresh=True
+    )
     assert done.stdout.splitlines()[-1].startswith("1 failed, 1 passed"), done.stdout
     assert "E       jaxckpt_train.testing.failures.ResumeNotProvenError: the interrupted run, process 1" in done.stdout
     assert "resume_proof(train, kill_at=4)" in done.stdout
@@ -52,7 +54,7 @@ before = set(sys.modules)
 import jaxckpt_train.pytest_plugin
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
-    loaded = json.loads(run_python(program, check=True).stdout)
+    loaded = json.loads(run_python(program, check=True, fresh=True).stdout)
     assert [name for name in loaded if name.partition(".")[0] not in sys.stdlib_module_names] == [
         "jaxckpt_train",
         "jaxckpt_train.pytest_plugin",

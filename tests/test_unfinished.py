@@ -37,14 +37,16 @@ ENDS = "go.set(); [each.join() for each in threading.enumerate() if each.name ==
 def test_who_ends_the_wait_of_an_exit_function_for_its_save_gives_it_up(
     raises: str, code: int, run_python: Any
 ) -> None:
-    done = run_python(LEFT_LATE.format(raises=raises, work="None", then="pass"), timeout_s=60)
+    done = run_python(LEFT_LATE.format(raises=raises, work="None", then="pass"), timeout_s=60, fresh=True)
     assert (done.returncode, done.stdout) == (code, "last\n"), done.stderr
     assert done.stderr.count("jaxckpt_train: saving x was given up at the end (") == 1
 
 
 @pytest.mark.parametrize(("work", "code"), [("None", 0), ("1 / 0", 130)])
 def test_what_was_given_up_and_commits_all_the_same_is_no_failure(work: str, code: int, run_python: Any) -> None:
-    done = run_python(LEFT_LATE.format(raises="raise KeyboardInterrupt", work=work, then=ENDS), timeout_s=60)
+    done = run_python(
+        LEFT_LATE.format(raises="raise KeyboardInterrupt", work=work, then=ENDS), timeout_s=60, fresh=True
+    )
     assert (done.returncode, done.stdout) == (code, "last\n"), done.stderr
 
 
@@ -70,7 +72,7 @@ sys.settrace(trace)
 
 
 def test_saves_that_begin_while_the_end_looks_at_the_threads_do_no_harm(run_python: Any) -> None:
-    done = run_python(BEGUN_MEANWHILE, timeout_s=60)
+    done = run_python(BEGUN_MEANWHILE, timeout_s=60, fresh=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -98,5 +100,5 @@ start_save("x", lambda: 1 / 0)
 
 @pytest.mark.parametrize("by", ["os", "multiprocessing"])
 def test_a_child_that_is_forked_after_a_save_has_failed_ends_with_its_own_code(by: str, run_python: Any) -> None:
-    done = run_python(FORKS_LATE, by, timeout_s=60)
+    done = run_python(FORKS_LATE, by, timeout_s=60, fresh=True)
     assert (done.returncode, done.stdout) == (1, "exit code 0\n"), done.stderr

@@ -1,7 +1,8 @@
 """Starts Python processes that have imported jax before they begin: each is a fork of one that has done nothing else.
 
-To import jax, this package and what tests import takes seconds of a processor, and the tests of jobs start hundreds of
-processes. What is forked has one thread of Python, no devices, and no answer yet to what is asked once a process.
+To import jax, this package and what tests import takes seconds of a processor, and tests start hundreds of processes.
+What is forked has one thread of Python, no devices, and no answer yet to what is asked once a process. It is not for
+tests of what is imported, of how much memory a process takes, or of variables that Python itself or the linker reads.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -26,36 +29,47 @@ from typing import IO, Any
 REPO_ROOT = Path(__file__).resolve().parent.parent
 MOST_BYTES = 1 << 17  # of what one is told
 IMPORTED = ("jax.numpy", "jax.experimental.multihost_utils", "pytest", "hypothesis", "jaxckpt_train.callback")
+READ_BEFORE = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "COVERAGE_")  # by whom no fork asks again
+NOT_READ = ("PYTHONPATH", "PYTHONUNBUFFERED")  # or heeded here
 
 
 class WarmProcess:
-    """What is needed of `subprocess.Popen`, with pipes of text for all three streams.
+    """What is needed of `subprocess.Popen`, with text in all pipes.
 
     Args:
-        module: what to run, as by `python -m`.
-        arguments: for it.
-        environment: all variables. Of those that jax reads when it is imported JAX_NUM_CPU_DEVICES alone is heeded.
+        command: what follows the interpreter: `-c`, `-m` or a file, and its arguments. What is `-u` there is so anyhow.
+        environment: all variables. Those that jax reads when it is imported are heeded.
+        cwd: where it runs; None: in the root of the repository.
+        stdin, stdout, stderr: a pipe, or a file that it gets as its own.
         source: which of the processes it is forked from. Those forked from one have the same seed of hashes.
     """
 
     def __init__(
-        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], *, source: int = 0
+        self,
+        command: Sequence[str | os.PathLike[str]],
+        environment: Mapping[str, str],
+        *,
+        cwd: Path | None = None,
+        stdin: int = subprocess.PIPE,
+        stdout: int = subprocess.PIPE,
+        stderr: int = subprocess.PIPE,
+        source: int = 0,
     ) -> None:
+        assert is_alike(environment), "it has variables that are read before a fork begins: it needs a fresh process"
+        self.args = [*map(os.fspath, command)]
+        self.returncode: int | None = None
         self._source = _source(source)
-        theirs_in, ours_in = os.pipe()
-        ours_out, theirs_out = os.pipe()
-        ours_error, theirs_error = os.pipe()
-        told = {"module": module, "arguments": [*arguments], "environment": {**environment}}
-        theirs = [theirs_in, theirs_out, theirs_error]
+        told = {"command": self.args, "environment": {**environment}, "cwd": str(cwd or REPO_ROOT)}
+        ours, theirs = zip(*map(_end, (stdin, stdout, stderr), (True, False, False)), strict=True)
         try:
             self.pid = self._source.ask(told, theirs)
         finally:
-            for each in theirs:
-                os.close(each)
-        self.returncode: int | None = None
-        self.stdin: IO[str] = open(ours_in, "w")  # noqa: SIM115
-        self.stdout: IO[str] = open(ours_out)  # noqa: SIM115
-        self.stderr: IO[str] = open(ours_error)  # noqa: SIM115
+            for given, each in zip((stdin, stdout, stderr), theirs, strict=True):
+                if each != given:
+                    os.close(each)
+        self.stdin: IO[str] | None = ours[0]
+        self.stdout: IO[str] | None = ours[1]
+        self.stderr: IO[str] | None = ours[2]
         self._ends = os.pidfd_open(self.pid)  # not waited for by anybody else, so the number is its own
 
     def poll(self) -> int | None:
@@ -72,12 +86,16 @@ class WarmProcess:
             subprocess.TimeoutExpired: it runs on.
         """
         if self.returncode is None:
-            select.select([self._ends], [], [], timeout)
+            self.wait_until_zombie(timeout)
         code = self.poll()
         if code is None:
             assert timeout is not None
-            raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            raise subprocess.TimeoutExpired(self.args, timeout)
         return code
+
+    def wait_until_zombie(self, timeout: float | None = None) -> None:
+        """Wait until it has ended, and let nobody ask for its exit code yet."""
+        select.select([self._ends], [], [], timeout)
 
     def send_signal(self, number: int) -> None:
         """Send it a signal if it runs."""
@@ -87,6 +105,48 @@ class WarmProcess:
     def kill(self) -> None:
         """Kill it."""
         self.send_signal(signal.SIGKILL)
+
+
+def run(
+    command: Sequence[str | os.PathLike[str]],
+    environment: Mapping[str, str],
+    *,
+    cwd: Path | None = None,
+    timeout_s: float = 120,
+) -> subprocess.CompletedProcess[str]:
+    """Run one without input, and come back with its exit code and all that it printed.
+
+    Raises:
+        subprocess.TimeoutExpired: it ran for longer, and was killed.
+    """
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors, open(os.devnull) as nothing:
+        streams = {"stdin": nothing.fileno(), "stdout": output.fileno(), "stderr": errors.fileno()}
+        process = WarmProcess(command, environment, cwd=cwd, **streams)
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            process.kill()
+            process.wait()
+        output.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(process.args, code, output.read(), errors.read())
+
+
+def is_alike(environment: Mapping[str, str]) -> bool:
+    """Whether the variables that are read before a fork begins are those of this process."""
+    mine, theirs = (
+        {name: value for name, value in each.items() if name.startswith(READ_BEFORE) and name not in NOT_READ}
+        for each in (os.environ, environment)
+    )
+    return mine == theirs
+
+
+def _end(given: int, is_read: bool) -> tuple[IO[str] | None, int]:
+    """Of a stream: our end if it is a pipe, and the file that the process gets."""
+    if given != subprocess.PIPE:
+        return None, given
+    reading, writing = os.pipe()
+    return (open(writing, "w"), reading) if is_read else (open(reading), writing)
 
 
 class _Source:
@@ -99,7 +159,7 @@ class _Source:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.warm_python", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": str(REPO_ROOT), "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"},
+                env={**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_NUM_CPU_DEVICES": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 cwd=REPO_ROOT,
@@ -149,6 +209,42 @@ def _forked(connection: socket.socket) -> dict[str, Any]:
         connection.send(str(pid).encode())
 
 
+def _heed(environment: Mapping[str, str]) -> None:
+    """What Python and jax do about variables when they begin."""
+    before = {**os.environ}
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[1:1] = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each not in sys.path]
+    config = sys.modules["jax"].config
+    for name, text in environment.items():
+        if name.startswith("JAX_") and text != before.get(name):
+            kind = type(getattr(config, name.lower()))
+            value = text.lower() in ("1", "true", "yes", "on") if kind is bool else text
+            config.update(name.lower(), kind(value) if kind in (int, float) else value)
+
+
+def _run_as_main(command: Sequence[str]) -> None:
+    """As the interpreter would."""
+    unbuffered, (how, *arguments) = command[0] == "-u", command[command[0] == "-u" :]
+    if unbuffered:
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    if how == "-m":
+        sys.argv = arguments
+        sys.path[0] = os.getcwd()
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        return
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    if how == "-c":
+        text, name, sys.path[0] = arguments[0], "<string>", ""
+        sys.argv = ["-c", *arguments[1:]]
+    else:
+        text, name, sys.path[0] = Path(how).read_text(encoding="utf-8"), how, os.path.dirname(how)
+        main.__file__ = how
+        sys.argv = [how, *arguments]
+    exec(compile(text, name, "exec"), main.__dict__)  # what a test is about
+
+
 def main() -> None:
     """Import what most need, then be forked; a new process runs what it is told to, as Python would."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -158,11 +254,9 @@ def main() -> None:
     gc.freeze()
     told = _forked(socket.socket(fileno=int(sys.argv[1])))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.clear()
-    os.environ.update(told["environment"])
-    sys.modules["jax"].config.update("jax_num_cpu_devices", int(os.environ.get("JAX_NUM_CPU_DEVICES", "1")))
-    sys.argv = [told["module"], *told["arguments"]]
-    runpy.run_module(told["module"], run_name="__main__", alter_sys=True)
+    os.chdir(told["cwd"])
+    _heed(told["environment"])
+    _run_as_main(told["command"])
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ from benchmarks.memory_child import run_series
 from tests.benchmarks.test_memory import MIB, Greedy
 print(json.dumps(run_series(Greedy(MIB), 20, MIB, Path(sys.argv[1]))["rss_bytes"]))
 """
-    leaky = Series.of(json.loads(run_python(script, tmp_path, check=True).stdout))
+    leaky = Series.of(json.loads(run_python(script, tmp_path, check=True, fresh=True).stdout))
     assert leaky.leaks
     assert leaky.line.slope == pytest.approx(MIB, rel=0.25)
 

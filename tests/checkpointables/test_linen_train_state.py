@@ -156,6 +156,6 @@ found = jct.load(sys.argv[1])
 print(found["params"]["Dense_0"]["kernel"].sum(), found["step"], sorted(found))
 assert not {"flax", "optax"} & set(sys.modules)
 """
-    out = run_python(script, tmp_path / "c", check=True).stdout.split(maxsplit=2)
+    out = run_python(script, tmp_path / "c", check=True, fresh=True).stdout.split(maxsplit=2)
     assert out[0] == str(np.asarray(state.params["Dense_0"]["kernel"].value).sum())
     assert out[1:] == ["0", "['batch_stats', 'key', 'opt_state', 'params', 'step']\n"]

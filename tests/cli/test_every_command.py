@@ -106,11 +106,11 @@ except SystemExit as ended:
 
 def test_each_is_imported_when_it_is_asked_for(directory: Path, run_python: RunPython) -> None:
     program = PROGRAM.replace('{name.partition(".")[0] for name in sys.modules}', "sys.modules")
-    done = run_python(program, "ls", "run", cwd=directory, check=True)
+    done = run_python(program, "ls", "run", cwd=directory, check=True, fresh=True)
     modules = set(json.loads(done.stdout.splitlines()[-1])[1])
     assert "jaxckpt_train.cli.ls" in modules
     assert not {"jaxckpt_train.cli.cp", "jaxckpt_train.surgery", "jaxckpt_train.formats.found", "pydantic"} & modules
-    done = run_python(program, "--help", cwd=directory, check=True)
+    done = run_python(program, "--help", cwd=directory, check=True, fresh=True)
     modules = set(json.loads(done.stdout.splitlines()[-1])[1])
     assert "jaxckpt_train.cli.app" in modules
     assert not {"jaxckpt_train.cli.ls", "numpy"} & modules
@@ -124,7 +124,7 @@ def test_one_that_is_nearly_another_is_suggested() -> None:
 
 def test_none_of_them_imports_jax(directory: Path, run_python: RunPython) -> None:
     for name, arguments in CALLS.items():
-        done = run_python(PROGRAM, *arguments, cwd=directory, check=True)
+        done = run_python(PROGRAM, *arguments, cwd=directory, check=True, fresh=True)
         code, modules = json.loads(done.stdout.splitlines()[-1])
         assert code in (0, None), f"{name}: {done.stdout}{done.stderr}"
         assert not {"jax", "jaxlib", "flax", "tensorstore", "orbax", "grain", "pydantic"} & set(modules), name
@@ -159,7 +159,7 @@ def test_what_moves_between_formats_and_looks_at_them_needs_no_jax(directory: Pa
         ["diff", "hf", "hf"],
         ["report", "run"],
     ]
-    done = run_python(WITHOUT_JAX, json.dumps(calls), cwd=directory, check=True)
+    done = run_python(WITHOUT_JAX, json.dumps(calls), cwd=directory, check=True, fresh=True)
     codes = json.loads(done.stdout.splitlines()[-1])
     assert [(code, call) for code, call in zip(codes, calls, strict=True) if code] == [], done.stderr
     states = [jct.load(directory / name)["w"] for name in ("orbax/3", "from-orbax", "from-hf")]
@@ -307,7 +307,7 @@ def test_an_interrupt_while_python_starts_again_ends_it_with_130(tmp_path: Path)
 
 def test_a_program_that_calls_the_command_is_not_begun_again(run_python: RunPython) -> None:
     program = "import sys\nprint('once')\nfrom jaxckpt_train.cli import start\nstart.main()"
-    done = run_python(program, "import", "--help", check=True)
+    done = run_python(program, "import", "--help", check=True, fresh=True)
     assert done.stdout.splitlines().count("once") == 1
 
 
@@ -316,7 +316,11 @@ def test_the_script_is_installed_and_is_the_same_as_the_module(directory: Path, 
     module, _, name = project["scripts"]["jaxckpt"].partition(":")
     assert getattr(importlib.import_module(module), name) is start.main
     done = run_python(
-        "import runpy; runpy.run_module('jaxckpt_train.cli', run_name='__main__')", "ls", "run", cwd=directory
+        "import runpy; runpy.run_module('jaxckpt_train.cli', run_name='__main__')",
+        "ls",
+        "run",
+        cwd=directory,
+        fresh=True,
     )
     assert (done.returncode, done.stdout.splitlines()[0].split()) == (0, ["step", "size", "age", "state"])
 

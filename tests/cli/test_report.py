@@ -157,11 +157,11 @@ sys.modules["bokeh"] = None  # as where it is not installed
 from jaxckpt_train.cli.app import main
 main()
 """
-    done = run_python(program, "report", run, "-o", tmp_path / "page.html")
+    done = run_python(program, "report", run, "-o", tmp_path / "page.html", fresh=True)
     assert done.returncode == 2
     told = "jaxckpt: report: a page needs the package bokeh: pip install jaxckpt-train[report]"
     assert done.stderr == f"{told}; --json needs nothing more\n"
-    done = run_python(program, "report", run, "--json", check=True)
+    done = run_python(program, "report", run, "--json", check=True, fresh=True)
     assert json.loads(done.stdout)["run"] == str(run)
 
 
@@ -176,8 +176,8 @@ except SystemExit as end:
     assert end.code == 0, end.code
 print(sorted({"jax", "bokeh"} & {name.partition(".")[0] for name in sys.modules}), file=sys.stderr)
 """
-    assert run_python(program, "report", run, "--json", check=True).stderr == "[]\n"
-    assert run_python(program, "report", run, "-o", tmp_path / "a.html", check=True).stderr == "['bokeh']\n"
+    assert run_python(program, "report", run, "--json", check=True, fresh=True).stderr == "[]\n"
+    assert run_python(program, "report", run, "-o", tmp_path / "a.html", check=True, fresh=True).stderr == "['bokeh']\n"
 
 
 def test_the_documentation_tells_all_options_and_all_keys(tmp_path: Path, repo_root: Path) -> None:

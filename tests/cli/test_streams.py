@@ -113,7 +113,7 @@ start.main()
 
 
 def test_an_interrupt_while_it_is_imported_ends_it_with_130(folder: Path, run_python) -> None:
-    done = run_python(INTERRUPTED, "ls", "run", cwd=folder)
+    done = run_python(INTERRUPTED, "ls", "run", cwd=folder, fresh=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 

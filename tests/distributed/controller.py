@@ -44,7 +44,7 @@ class HostProcess:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.distributed.host_process", options],
             cwd=REPO_ROOT,
-            env={**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": ""},
+            env={**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_NUM_CPU_DEVICES": "1"},
         )
         self._connection = listener.accept()
         listener.close()

@@ -81,10 +81,10 @@ class Job:
 class _Worker:
     def __init__(self, address: str, number: int, processes: int, devices: int, more: dict[str, Any]) -> None:
         self._number = number
-        variables = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": ""}
+        variables = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_NUM_CPU_DEVICES": str(devices)}
         options = json.dumps({"coordinator_address": address, "num_processes": processes, "process_id": number, **more})
         # Each from another source: sets of two processes of a job are in another order.
-        self.process = WarmProcess("tests.distributed.worker", [options], variables, source=number)
+        self.process = WarmProcess(["-m", "tests.distributed.worker", options], variables, source=number)
         self._lines: list[str] = []
         self._drainer = threading.Thread(target=self._drain, daemon=True)
         self._drainer.start()

@@ -14,6 +14,7 @@ import pytest
 
 import jaxckpt_train as jct
 from benchmarks.loopback import free_address
+from tests import compiled_once
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +47,7 @@ class Training:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=cwd,
-            env={**os.environ, "PYTHONPATH": str(REPO_ROOT)},
+            env={**os.environ, "PYTHONPATH": str(REPO_ROOT), **compiled_once.environment(cwd.parent / "compiled")},
             text=True,
         )
 

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import pytest
 
+from tests import compiled_once
+
 
 class RunExample(Protocol):
     """Runs an example to its end and returns what it printed."""
@@ -27,14 +29,20 @@ def plugin(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run_example(repo_root: Path, run_python: Any, plugin: Path) -> RunExample:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables that have each program compiled once, in the first process that runs it."""
+    return compiled_once.environment(tmp_path_factory.mktemp("compiled"))
+
+
+@pytest.fixture(scope="session")
+def run_example(repo_root: Path, run_python: Any, plugin: Path, compiled: dict[str, str]) -> RunExample:
     """See RunExample. Warnings are errors there too."""
+    variables = {"PYTHONWARNINGS": "error", **compiled}
 
     def run(name: str, *arguments: str, cwd: Path, code: int = 0) -> str:
         cwd.mkdir(parents=True, exist_ok=True)
-        done: subprocess.CompletedProcess[str] = run_python(
-            repo_root / "examples" / name, *arguments, cwd=cwd, path=[plugin], env={"PYTHONWARNINGS": "error"}
-        )
+        script = repo_root / "examples" / name
+        done: subprocess.CompletedProcess[str] = run_python(script, *arguments, cwd=cwd, path=[plugin], env=variables)
         assert done.returncode == code, f"{name} left with {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 

@@ -41,14 +41,14 @@ def saved_steps(cwd: Path) -> list[int]:
 
 
 @pytest.fixture
-def start_and_signal(repo_root: Path, plugin: Path, tmp_path: Path) -> Any:
+def start_and_signal(repo_root: Path, plugin: Path, compiled: dict[str, str], tmp_path: Path) -> Any:
     """Starts it in tmp_path and sends a signal once `after` updates are done; gives the exit code and the output."""
 
     def start(number: signal.Signals, after: int, *arguments: str) -> tuple[int, str]:
         with subprocess.Popen(
             [sys.executable, str(repo_root / "examples" / "train_digits.py"), *arguments],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(plugin), str(repo_root)])},
+            env={**os.environ, **compiled, "PYTHONPATH": os.pathsep.join([str(plugin), str(repo_root)])},
             stdout=subprocess.PIPE,
             text=True,
             pipesize=PIPE_BYTES,

@@ -40,7 +40,7 @@ assert found.open and signal.getsignal(signal.SIGINT) is before
 
 @pytest.mark.parametrize(("handler", "said"), [("default", "interrupted\n"), ("told", "told 2\n")])
 def test_an_interrupt_while_it_is_imported_is_one(run_python: Any, handler: str, said: str) -> None:
-    done = run_python(INTERRUPTED, handler)
+    done = run_python(INTERRUPTED, handler, fresh=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
 
 

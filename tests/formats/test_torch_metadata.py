@@ -205,4 +205,4 @@ jct.save({str(tmp_path / "a")!r}, {{"w": 1}})
 jct.load({str(tmp_path / "a")!r})
 print("torch" in sys.modules)
 """
-    assert run_python(program, check=True).stdout.split() == ["False"]
+    assert run_python(program, check=True, fresh=True).stdout.split() == ["False"]

@@ -370,7 +370,7 @@ import sys
 from jaxckpt_train.loops import orbax_manager as ocp
 print("orbax" in sys.modules, ocp.args.StandardSave.__name__)
 """
-    assert run_python(program, check=True).stdout.split() == ["False", "StandardSave"]
+    assert run_python(program, check=True, fresh=True).stdout.split() == ["False", "StandardSave"]
 
 
 def test_what_a_program_imports_is_there() -> None:

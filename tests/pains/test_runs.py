@@ -98,10 +98,10 @@ print(psutil.Process().memory_info().rss / 2**20, peak_mib())
 
 @pytest.mark.slow
 def test_fifty_saves_use_the_staging_budget_and_no_more(tmp_path: Path, run_python: RunPython) -> None:
-    before, early, late, peak = map(float, run_python(MEMORY, tmp_path, check=True).stdout.split())
+    before, early, late, peak = map(float, run_python(MEMORY, tmp_path, check=True, fresh=True).stdout.split())
     assert late - early < 24, f"RSS grew from {early:.0f} to {late:.0f} MiB"
     assert peak - before < 96 + 32, f"peak {peak:.0f} MiB, {before:.0f} before the first save; the state has 192"
-    final, top = map(float, run_python(LOAD, tmp_path / "first", check=True).stdout.split())
+    final, top = map(float, run_python(LOAD, tmp_path / "first", check=True, fresh=True).stdout.split())
     assert top - final < 64, f"peak {top:.0f} MiB, {final:.0f} with the result"
 
 

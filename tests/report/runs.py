@@ -5,8 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,7 @@ from jaxckpt_train.report.changes import plan_changes
 from jaxckpt_train.report.gathering import Gathered, gather
 from jaxckpt_train.report.run_reading import read_run
 from jaxckpt_train.store.local import LocalBackend
-from tests.conftest import REPO_ROOT
-from tests.steps.runs import START
+from tests.steps.runs import START, talking_to
 
 BACKEND = LocalBackend()
 NOW = START + datetime.timedelta(days=1)
@@ -46,19 +43,13 @@ with jct.CheckpointCallback(sys.argv[1], save_interval_steps=5, keep_latest=3, k
 
 def train_until(directory: Path, step: int, how: signal.Signals | None) -> int:
     """Train to a step, be sent a signal there or none, and go on; returns the exit code."""
-    command = [sys.executable, "-c", TRAINING, str(directory), str(LAST_STEP), str(step)]
-    environment = {"PYTHONPATH": str(REPO_ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PATH": "/usr/bin"}
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"there\n"
+    with talking_to(TRAINING, directory, str(LAST_STEP), str(step)) as training:
+        assert training.read() == "there"
         if how is not None:
-            process.send_signal(how)
-        process.communicate(b"on\n" if how is not signal.SIGKILL else None, timeout=120)
-        return process.returncode
-    finally:
-        process.kill()
-        process.communicate()
+            training.process.send_signal(how)
+        if how is not signal.SIGKILL:
+            training.tell("on")
+        return training.finish()[0]
 
 
 def write_history(directory: Path, *events: Mapping[str, Any]) -> Path:

@@ -259,7 +259,7 @@ print([name for name in ("prometheus_client", "opentelemetry", "tensorboardX", "
 jct.PrometheusSink(port=0), jct.OpenTelemetrySink()
 print([name for name in ("prometheus_client", "opentelemetry", "tensorboardX", "clu") if name in sys.modules])
 """
-    lines = run_python(program, check=True).stdout.splitlines()
+    lines = run_python(program, check=True, fresh=True).stdout.splitlines()
     assert lines == ["[]", "['prometheus_client', 'opentelemetry']"]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import pytest
 
 from jaxckpt_train.steps.manager import StepManager
 from tests.conftest import REPO_ROOT
+from tests.warm_python import WarmProcess
 
 START = datetime.datetime(2026, 3, 1, tzinfo=datetime.UTC)
 
@@ -142,13 +141,8 @@ class Talker:
     """A Python process whose lines are read as they come, and that is told lines."""
 
     def __init__(self, script: str, *arguments: str | os.PathLike[str]) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-u", "-c", script, *map(os.fspath, arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_NUM_CPU_DEVICES": "1"},
-        )
+        variables = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_NUM_CPU_DEVICES": "1"}
+        self.process = WarmProcess(["-u", "-c", script, *arguments], variables, stderr=2)
 
     def read(self) -> str:
         """The next line; fails at the end of the output."""
@@ -164,8 +158,12 @@ class Talker:
 
     def finish(self) -> tuple[int, str]:
         """Close its input, wait for its end; the exit code and what else it printed."""
-        output, _ = self.process.communicate(timeout=120)
-        return self.process.returncode, output
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        with self.process.stdout as lines:
+            output = lines.read()
+        return self.process.wait(120), output
 
     def kill(self) -> None:
         self.process.kill()

@@ -120,7 +120,7 @@ def test_an_owner_that_is_dead_but_not_yet_buried_is_replaced(tmp_path: Path) ->
     with talking_to(OWN, tmp_path) as owner:
         assert owner.read() == "owned"
         owner.process.kill()
-        os.waitid(os.P_PID, owner.process.pid, os.WEXITED | os.WNOWAIT)  # a zombie: nobody has asked for its exit code
+        owner.process.wait_until_zombie()
         dead = new_lock(tmp_path).acquire()
         assert dead is not None
         assert dead.pid == owner.process.pid

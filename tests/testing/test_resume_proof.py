@@ -118,11 +118,11 @@ if __name__ == "__main__":
         assert "jax" not in sys.modules
 """
     )
-    done: subprocess.CompletedProcess[str] = run_python(tmp_path / "loop.py", cwd=tmp_path, check=True)
+    done: subprocess.CompletedProcess[str] = run_python(tmp_path / "loop.py", cwd=tmp_path, check=True, fresh=True)
     assert done.stdout == f"{ResumeProof(3, (2,), (1,), 2, 0)}\n{ResumeProof(3, (2,), (2,), 1, 0)}\n"
     assert sorted(file.name for file in tmp_path.iterdir() if file.name != "__pycache__") == ["loop.py"]
 
 
 def test_the_module_is_reached_as_an_attribute_and_brings_no_jax(run_python: Any) -> None:
     program = "import sys, jaxckpt_train as jct; jct.testing.assert_resume_exact; print('jax' in sys.modules)"
-    assert run_python(program, check=True).stdout.split() == ["False"]
+    assert run_python(program, check=True, fresh=True).stdout.split() == ["False"]

@@ -300,7 +300,7 @@ def test_importing_the_package_imports_no_colocated_python(run_python: RunPython
         "jct.save(sys.argv[1], {'a': jnp.zeros(3)}); jct.load(sys.argv[1], like={'a': jnp.ones(3)})\n"
         "print([name for name in sys.modules if 'colocated_python' in name])"
     )
-    assert run_python(script, tmp_path / "c", check=True).stdout.strip() == "[]"
+    assert run_python(script, tmp_path / "c", check=True, fresh=True).stdout.strip() == "[]"
 
 
 def test_which_runtimes_have_their_devices_on_other_hosts() -> None:
