@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.report.gathering import Gathered
 from jaxckpt_train.report.leaf_sizes import LeafSize, TreeSizes
 from jaxckpt_train.report.page import page_of
-from tests.report.chromium import Tab
+from tests.report.chromium import Browser, Tab
 from tests.report.runs import gathered_of, write_history
 from tests.report.test_markup import HOSTILE
 from tests.steps.events import at
@@ -101,9 +101,19 @@ def page_tab(tab: Tab, preempted_page: Path) -> Tab:
     return tab
 
 
-def test_nothing_is_asked_for_and_nothing_goes_wrong(page_tab: Tab, preempted_page: Path) -> None:
-    assert page_tab.requests == [preempted_page.as_uri()]
-    assert page_tab.errors == []
+@pytest.fixture(scope="module")
+def seen_tab(browser: Browser, preempted_page: Path) -> Iterator[Tab]:
+    """That page, for all who only look at it or search in it: to draw it takes seconds."""
+    made = browser.open_tab()
+    made.show_as("light")
+    made.open(preempted_page)
+    yield made
+    made.close()
+
+
+def test_nothing_is_asked_for_and_nothing_goes_wrong(seen_tab: Tab, preempted_page: Path) -> None:
+    assert seen_tab.requests == [preempted_page.as_uri()]
+    assert seen_tab.errors == []
 
 
 def test_what_a_page_asks_for_and_what_goes_wrong_is_seen(tab: Tab, tmp_path: Path) -> None:
@@ -117,23 +127,23 @@ def test_what_a_page_asks_for_and_what_goes_wrong_is_seen(tab: Tab, tmp_path: Pa
     assert any("missing is not defined" in error for error in tab.errors)
 
 
-def test_all_charts_are_drawn(page_tab: Tab) -> None:
-    assert places(page_tab) == CHARTS
-    image = pixels(page_tab.screenshot())
+def test_all_charts_are_drawn(seen_tab: Tab) -> None:
+    assert places(seen_tab) == CHARTS
+    image = pixels(seen_tab.screenshot())
     assert len(np.unique(image.reshape(-1, 3), axis=0)) > 100
     assert like(image, LIGHT).mean() > 0.3
 
 
-def test_bars_are_as_long_as_what_they_stand_for(page_tab: Tab, preempted_run: Path) -> None:
+def test_bars_are_as_long_as_what_they_stand_for(seen_tab: Tab, preempted_run: Path) -> None:
     totals = gathered_of(preempted_run).totals
-    image = pixels_of(page_tab, "#chart-time-spent")
+    image = pixels_of(seen_tab, "#chart-time-spent")
     parts = {"useful": GREEN, "lost": RED, "blocked": ORANGE, "resume": BLUE, "between": GREY, "other": PURPLE}
     in_row = {name: like(image, colour, within=6).sum(axis=1) for name, colour in parts.items()}
     (bars,) = np.nonzero(sum(in_row.values()) > 700)
     middle = int(bars[0]) + 5  # of the bar of the run, which comes first
     seen = {name: int(counts[middle]) for name, counts in in_row.items()}
     whole = sum(seen.values())
-    room = page_tab.value("Bokeh.documents[0].roots().find(chart => chart.name === 'time-spent').inner_width")
+    room = seen_tab.value("Bokeh.documents[0].roots().find(chart => chart.name === 'time-spent').inner_width")
     assert whole == pytest.approx(room, abs=6)
     told = {
         "useful": totals.useful_s, "lost": totals.lost_s, "blocked": totals.blocked_s, "resume": totals.to_resume_s,
@@ -143,16 +153,16 @@ def test_bars_are_as_long_as_what_they_stand_for(page_tab: Tab, preempted_run: P
         assert seen[name] / whole == pytest.approx(seconds / totals.wall_s, abs=0.01), name
 
 
-def test_saves_and_processes_are_in_the_timeline(page_tab: Tab) -> None:
-    image = pixels_of(page_tab, "#chart-timeline")
+def test_saves_and_processes_are_in_the_timeline(seen_tab: Tab) -> None:
+    image = pixels_of(seen_tab, "#chart-timeline")
     assert like(image, ORANGE, within=20).sum() > 50
     assert like(image, GREEN, within=40).sum() > 500
     assert like(image, BLUE, within=40).sum() > 500
     assert like(image, RED, within=40).sum() > 500
 
 
-def test_the_pointer_tells_of_what_is_under_it(page_tab: Tab) -> None:
-    found = pointed_at(page_tab, "#chart-timeline", 300, 20)
+def test_the_pointer_tells_of_what_is_under_it(seen_tab: Tab) -> None:
+    found = pointed_at(seen_tab, "#chart-timeline", 300, 20)
     assert found.startswith("process: 1 ended: preempted where: ")
     assert " steps: 0-24 " in found
 
@@ -194,12 +204,13 @@ def test_the_tree_is_opened_and_closed_by_a_click(page_tab: Tab) -> None:
         ("[a-z]*", []),
     ],
 )
-def test_leaves_are_found_by_a_pattern(page_tab: Tab, pattern: str, found: list[str]) -> None:
-    page_tab.click("#leaf-pattern")
-    page_tab.type(pattern)
-    page_tab.wait_for(f"document.querySelector('#leaf-count').textContent.startsWith('{len(found)} of 3 leaves')")
-    assert rows_of(page_tab) == found
-    assert page_tab.errors == []
+def test_leaves_are_found_by_a_pattern(seen_tab: Tab, pattern: str, found: list[str]) -> None:
+    seen_tab.click("#leaf-close")
+    seen_tab.click("#leaf-pattern")
+    seen_tab.type(pattern)
+    seen_tab.wait_for(f"document.querySelector('#leaf-count').textContent.startsWith('{len(found)} of 3 leaves')")
+    assert rows_of(seen_tab) == found
+    assert seen_tab.errors == []
 
 
 def test_leaves_are_sorted_by_size_when_asked(page_tab: Tab) -> None:
@@ -291,9 +302,9 @@ def test_all_of_it_can_be_used_by_keys(page_tab: Tab) -> None:
     page_tab.wait_for("[...document.querySelectorAll('#leaves details')].filter(branch => branch.open).length !== 1")
 
 
-def test_whoever_listens_hears_names_of_all_that_can_be_pressed(page_tab: Tab) -> None:
-    page_tab.ask("Accessibility.enable")
-    nodes = page_tab.ask("Accessibility.getFullAXTree")["nodes"]
+def test_whoever_listens_hears_names_of_all_that_can_be_pressed(seen_tab: Tab) -> None:
+    seen_tab.ask("Accessibility.enable")
+    nodes = seen_tab.ask("Accessibility.getFullAXTree")["nodes"]
     told = [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]]
     for role in ("button", "searchbox", "link", "region", "image", "heading", "table", "navigation", "main", "banner"):
         names = [name for found, name in told if found == role]
