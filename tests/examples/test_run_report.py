@@ -16,15 +16,15 @@ from jaxckpt_train.cli.app import app
 @pytest.mark.slow
 def test_the_page_is_about_what_happened(run_example: Any, tmp_path: Path) -> None:
     page, directory = tmp_path / "report.html", tmp_path / "training"
-    options = ("--steps", "900", "--directory", str(directory), "--output", str(page))
+    options = ("--steps", "300", "--directory", str(directory), "--output", str(page))
     printed = run_example("run_report.py", *options, cwd=tmp_path)
-    assert "SIGTERM after update 300: it left with 75" in printed
-    assert "SIGKILL after update 600: it left with -9" in printed
+    assert "SIGTERM after update 100: it left with 75" in printed
+    assert "SIGKILL after update 200: it left with -9" in printed
     assert all(word in page.read_text() for word in ("preempted", "killed", "finished", "pinned", "loss"))
     found = json.loads(CliRunner().invoke(app, ["report", str(directory / "checkpoints"), "--json"]).stdout)
     assert [each["how"] for each in found["processes"]] == ["preempted", "killed", "finished"]
     assert [step["state"] for step in found["steps"] if step["pinned"]] == ["pinned"]
-    assert found["metrics"]["loss"][-1]["step"] == 900
+    assert found["metrics"]["loss"][-1]["step"] == 300
 
 
 def test_a_training_that_fails_says_where_its_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
