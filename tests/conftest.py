@@ -50,12 +50,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is there now stays: whoever collects garbage need not look through it each time."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what only a full run tries."""
     if not config.getoption("full"):
@@ -92,6 +86,13 @@ class RunPython(Protocol):
             fresh: in an interpreter that has imported nothing yet, and not in a fork of one that has: for what is said
                 of imports, of memory or of time. So it is with a `path`, and with variables that Python itself reads.
         """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_is_there_stays() -> None:
+    """Whoever collects garbage looks through that of this file only: all that is left of others takes a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
