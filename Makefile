@@ -14,7 +14,8 @@ STAMP := $(VENV)/.installed-$(VERSION)
 TORCH_STAMP := .venv-torch/.installed
 TORCH_IMPORTS_STAMP := .venv-torch/.installed-imports
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-WORKERS ?= 2
+# One more than the two processors that are asked for: a third of its time a test waits, for a disk or another process.
+WORKERS ?= 3
 # In the order of the files: by default those with few tests, which are the long ones, would come last, for one worker.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

@@ -84,7 +84,7 @@ class RunPython(Protocol):
             check: raise, with the output in the message, unless the exit code is 0.
             timeout_s: kill it after this long, and raise.
             fresh: in an interpreter that has imported nothing yet, and not in a fork of one that has: for what is said
-                of imports, of memory or of time. So it is with a `path`, and with variables that Python itself reads.
+                of imports, of memory or of time. So it is with variables that Python itself reads.
         """
 
 
@@ -125,7 +125,7 @@ def _run_python(
         "JAX_NUM_CPU_DEVICES": str(devices),
         **(env or {}),
     }
-    if fresh or path or not warm_python.is_alike(variables):
+    if fresh or not warm_python.is_alike(variables):
         told = {"capture_output": True, "text": True, "check": False, "timeout": timeout_s}
         done = subprocess.run([sys.executable, *command], cwd=cwd, env=variables, **told)  # type: ignore[call-overload]
     else:

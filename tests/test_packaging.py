@@ -123,7 +123,7 @@ def test_the_wheel_holds_the_package_its_presets_and_its_plugin(wheel: Path, rep
 @pytest.mark.slow
 def test_pytest_finds_the_fixture_of_the_installed_wheel(installed: Path, run_python, tmp_path: Path) -> None:
     program = "import pytest, sys; sys.exit(pytest.main(['--fixtures', '-q', '-p', 'no:cacheprovider', '.']))"
-    done = run_python(program, cwd=tmp_path, path=[installed])
+    done = run_python(program, cwd=tmp_path, path=[installed], fresh=True)
     assert "resume_proof -- " in done.stdout, done.stdout + done.stderr
 
 
@@ -145,6 +145,6 @@ main()
     )
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "train.yaml").write_text("defaults:\n  - checkpoint: preemptible\n  - _self_\n")
-    done = run_python(app, cwd=tmp_path, path=[installed], check=True)
+    done = run_python(app, cwd=tmp_path, path=[installed], check=True, fresh=True)
     assert done.stdout.splitlines() == [str(installed / "jaxckpt_train" / "__init__.py"), "2"]
     assert done.stderr == ""
