@@ -37,7 +37,7 @@ class WarmProcess:
     """What is needed of `subprocess.Popen`, with text in all pipes.
 
     Args:
-        command: what follows the interpreter: `-c`, `-m` or a file, and its arguments. What is `-u` there is so anyhow.
+        command: what follows the interpreter: `-u` or nothing, `-c`, `-m` or a file, and its arguments.
         environment: all variables. Those that jax reads when it is imported are heeded.
         cwd: where it runs; None: in the root of the repository.
         stdin, stdout, stderr: a pipe, or a file that it gets as its own.

@@ -75,6 +75,7 @@ def pointed_at(tab: Tab, selector: str, right: int, down: int) -> str:
     """What is told once the pointer is over an element, so many pixels from its corner."""
     place = f"document.querySelector({json.dumps(selector)})"
     tab.value(f"{place}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
+    tab.value(TWO_FRAMES)
     box = tab.value(f"(box => [box.x, box.y])({place}.getBoundingClientRect())")
     tab.ask("Input.dispatchMouseEvent", type="mouseMoved", x=round(box[0]) + right, y=round(box[1]) + down)
     cells = (
@@ -161,8 +162,8 @@ def test_saves_and_processes_are_in_the_timeline(seen_tab: Tab) -> None:
     assert like(image, RED, within=40).sum() > 500
 
 
-def test_the_pointer_tells_of_what_is_under_it(seen_tab: Tab) -> None:
-    found = pointed_at(seen_tab, "#chart-timeline", 300, 20)
+def test_the_pointer_tells_of_what_is_under_it(page_tab: Tab) -> None:
+    found = pointed_at(page_tab, "#chart-timeline", 300, 20)
     assert found.startswith("process: 1 ended: preempted where: ")
     assert " steps: 0-24 " in found
 
