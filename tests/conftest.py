@@ -126,8 +126,15 @@ def _run_python(
         **(env or {}),
     }
     if fresh or not warm_python.is_alike(variables):
-        told = {"capture_output": True, "text": True, "check": False, "timeout": timeout_s}
-        done = subprocess.run([sys.executable, *command], cwd=cwd, env=variables, **told)  # type: ignore[call-overload]
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=cwd,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
     else:
         done = warm_python.run(command, variables, cwd=cwd, timeout_s=timeout_s)
     if check and done.returncode != 0:

@@ -11,6 +11,7 @@ import atexit
 import functools
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -225,9 +226,10 @@ def _heed(environment: Mapping[str, str]) -> None:
 
 def _run_as_main(command: Sequence[str]) -> None:
     """As the interpreter would."""
-    unbuffered, (how, *arguments) = command[0] == "-u", command[command[0] == "-u" :]
-    if unbuffered:
-        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    if command[0] == "-u":
+        sys.stdout = io.TextIOWrapper(open(1, "wb", buffering=0, closefd=False), write_through=True)  # noqa: SIM115
+        command = command[1:]
+    how, *arguments = command
     if how == "-m":
         sys.argv = arguments
         sys.path[0] = os.getcwd()

@@ -156,6 +156,7 @@ if __name__ == "__main__":
     assert take(resumed, 10) == second
     handler.restore(resumed, at_0)
     assert take(resumed, 10) == first
+    assert take(handler.restore(pipeline(), at_0), 3) == first[:3]
     print("resumed")
 """
 

@@ -156,8 +156,8 @@ def test_a_very_long_run_makes_a_page_of_a_limited_size_that_says_what_is_left_o
 
 
 def test_long_texts_everywhere_do_not_make_it_larger(tmp_path: Path) -> None:
-    gathered = gathered_of(write_history(tmp_path, *long_run(300, text="w" * 5000)))
-    page = page_of(dataclasses.replace(gathered, tree=leaves(1000, text="v" * 6000)))
+    gathered = gathered_of(write_history(tmp_path, *long_run(2000, text="w" * 5000)))
+    page = page_of(dataclasses.replace(gathered, tree=leaves(3000, text="v" * 3000)))
     assert len(page.encode()) < MOST_BYTES
 
 

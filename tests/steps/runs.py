@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -138,11 +140,18 @@ def files_below(directory: Path) -> dict[str, bytes]:
 
 
 class Talker:
-    """A Python process whose lines are read as they come, and that is told lines."""
+    """A Python process whose lines are read as they come, and that is told lines; `fresh`: as of `run_python`."""
 
-    def __init__(self, script: str, *arguments: str | os.PathLike[str]) -> None:
+    def __init__(self, script: str, *arguments: str | os.PathLike[str], fresh: bool = False) -> None:
         variables = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_NUM_CPU_DEVICES": "1"}
-        self.process = WarmProcess(["-u", "-c", script, *arguments], variables, stderr=2)
+        command = ["-u", "-c", script, *map(os.fspath, arguments)]
+        self.process: WarmProcess | subprocess.Popen[str]
+        if fresh:
+            self.process = subprocess.Popen(
+                [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
+            )
+        else:
+            self.process = WarmProcess(command, variables, stderr=2)
 
     def read(self) -> str:
         """The next line; fails at the end of the output."""
@@ -171,9 +180,9 @@ class Talker:
 
 
 @contextlib.contextmanager
-def talking_to(script: str, *arguments: str | os.PathLike[str]) -> Iterator[Talker]:
+def talking_to(script: str, *arguments: str | os.PathLike[str], fresh: bool = False) -> Iterator[Talker]:
     """A process that is gone afterwards, whatever happens."""
-    talker = Talker(script, *arguments)
+    talker = Talker(script, *arguments, fresh=fresh)
     try:
         yield talker
     finally:
