@@ -9,7 +9,14 @@ from jaxckpt_train.formats.flax_directory import FlaxFile, chosen_name, flax_nam
 from jaxckpt_train.formats.foreign import Foreign
 from jaxckpt_train.formats.orbax_checkpoint import open_orbax
 from jaxckpt_train.formats.orbax_looks import has_orbax_names, holds_items, looks_like_orbax, orbax_steps
-from jaxckpt_train.formats.safetensors_files import SUFFIX, names_of, open_safetensors, open_safetensors_folder
+from jaxckpt_train.formats.safetensors_files import (
+    SUFFIX,
+    is_index,
+    names_of,
+    open_safetensors,
+    open_safetensors_folder,
+    open_safetensors_index,
+)
 from jaxckpt_train.formats.torch_checkpoint import looks_like_torch, open_torch
 from jaxckpt_train.store.backend import Backend, Entry
 from jaxckpt_train.store.transaction import is_committed
@@ -19,12 +26,14 @@ _OUR_STEP = "step-"
 
 
 def find_file(backend: Backend, path: str) -> Foreign | FlaxFile:
-    """What a file is: of safetensors by its name, else perhaps of Flax.
+    """What a file is: of safetensors, or an index of such files, by its name; else perhaps of Flax.
 
     Raises:
         CorruptCheckpointError: it should be one of safetensors, and is not, or is damaged.
         StorageError: it cannot be read.
     """
+    if is_index(path.rpartition("/")[2]):
+        return open_safetensors_index(backend, path)
     return open_safetensors(backend, path) if path.endswith(SUFFIX) else FlaxFile(path)
 
 
@@ -63,9 +72,9 @@ def _one(backend: Backend, path: str, entries: Sequence[Entry]) -> Foreign | Non
         return open_orbax(backend, path, entries)
     if looks_like_torch(entries):
         return open_torch(backend, path, entries)
-    index, names = names_of(entry.name for entry in entries)
-    if index is not None or names:
-        return open_safetensors_folder(backend, path, index, names)
+    indexes, names = names_of(entries)
+    if indexes or names:
+        return open_safetensors_folder(backend, path, indexes, names)
     return open_orbax(backend, path, entries) if looks_like_orbax(backend, path, entries) else None
 
 

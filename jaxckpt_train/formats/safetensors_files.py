@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,7 +21,7 @@ from jaxckpt_train.errors import (
     UnsupportedLeafError,
 )
 from jaxckpt_train.formats.foreign import Foreign, ForeignSegment, ForeignTree, check_shape, foreign_checkpoint
-from jaxckpt_train.store.backend import Backend, Source
+from jaxckpt_train.store.backend import Backend, Entry, Source
 from jaxckpt_train.store.boxes import full_box
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.local_names import real_path
@@ -39,11 +39,27 @@ from jaxckpt_train.store.segment import LENGTH_BYTES
 from jaxckpt_train.tree.leaf_records import ArrayLeaf, TreeRecord
 from jaxckpt_train.tree.paths import ROOT, key_text
 
-SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
+SUFFIX = ".safetensors"
 MOST_FILES = 10_000  # of one model
-_NUMBERED = re.compile(r"(?P<prefix>.+)-(?P<number>[0-9]{2,})-of-(?P<count>[0-9]{2,})\.safetensors", re.DOTALL)
+MOST_NAMED = 3
+# A variant such as fp16 may be in either name: `model.fp16-00001-of-00002.safetensors`,
+# `model-00001-of-00002.fp16.safetensors`; `model.safetensors.index.fp16.json`, `model.safetensors.fp16.index.json`,
+# `model.fp16.safetensors.index.json`.
+_INDEX = re.compile(r".*\.safetensors(\..+)?\.index(\..+)?\.json", re.DOTALL)
+_NUMBERED = re.compile(
+    r"(?P<before>(.*[-_.])?)(?P<number>[0-9]+)(?P<after>[-_]of[-_](?P<count>[0-9]+)([-_.].+)?\.safetensors)", re.DOTALL
+)
+_PARTS_OF_TENSORS = "DCP_SHARDING_INFO"  # metadata of files that torch.distributed.checkpoint writes, one a process
+_SIGNATURES = (
+    (b"version https://git-lfs", "a Git LFS pointer; run git lfs pull to download the file"),
+    (b"<!doctype html", "a web page; the download has saved a page instead of the file"),
+    (b"<html", "a web page; the download has saved a page instead of the file"),
+    (b"<?xml", "an XML document; the download has saved the answer of a server instead of the file"),
+    (b"pk\x03\x04", "a zip archive, such as torch.save writes"),
+)
 MAX_HEADER_BYTES = 100_000_000  # what safetensors itself reads at most
 MAX_INDEX_BYTES = 256 << 20
+_MOST_SNIFFED = 1024
 NAME = "state"
 # What safetensors names, as numpy and ml_dtypes know it. Not so F4 and floats of 6 bits, of which several share bytes.
 NAMED = {
@@ -77,6 +93,11 @@ class Header(NamedTuple):
     size: int
 
 
+def is_index(name: str) -> bool:
+    """Whether a file is by its name an index of safetensors files, of any variant."""
+    return _INDEX.fullmatch(name) is not None
+
+
 def open_safetensors(backend: Backend, path: str) -> Foreign:
     """Open one file.
 
@@ -93,42 +114,94 @@ def open_safetensors(backend: Backend, path: str) -> Foreign:
     return _opened(backend, path, folder, [name], None)
 
 
-def open_safetensors_folder(backend: Backend, folder: str, index: str | None, names: list[str]) -> Foreign:
-    """Open a folder as Hugging Face has it: the files that its index names, or all of them.
+def open_safetensors_index(backend: Backend, path: str) -> Foreign:
+    """Open what one index names, whatever else is in its folder.
+
+    Raises:
+        CorruptCheckpointError: it is no index, or a file that it names is missing, damaged, or lacks a tensor.
+        StorageError: it cannot be read.
+    """
+    folder, _, name = path.rpartition("/")
+    weight_map = _read_index(backend, folder, name)
+    return _opened(backend, path, folder, list(dict.fromkeys(weight_map.values())), weight_map)
+
+
+def open_safetensors_folder(backend: Backend, folder: str, indexes: Sequence[str], names: Sequence[str]) -> Foreign:
+    """Open a folder that holds one model: the files of its index, one file, or all files of one numbered series.
 
     Args:
         backend: where.
         folder: which.
-        index: the name of the index; None: there is none.
-        names: of the files, for a folder without an index.
+        indexes: names of the indexes in it.
+        names: names of the safetensors files in it.
 
     Raises:
-        CorruptCheckpointError: a file is none, or not there though the index or the others' names say so, lacks a
-            tensor that the index says it has, or a tensor is in two files.
+        NotACheckpointError: it holds several models, or files that the index does not name.
+        CorruptCheckpointError: a file is none, or missing though the index or the others' names say that it exists; it
+            lacks a tensor of the index, or holds one that the index leaves out; or a tensor is in two files.
         StorageError: one cannot be read.
     """
-    if index is None:
-        missing = _missing(names)
-        if missing:
-            more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise CorruptCheckpointError(f"{folder}/{missing[0]}: is not there, by the names of the others{more}")
+    if len(indexes) > 1:
+        raise NotACheckpointError(
+            f"{folder}: expected one index, found {_listed(indexes)}; pass the path of the index that you mean"
+        )
+    if not indexes:
+        series = _series(names)
+        if len(series) > 1:
+            firsts = [numbered[min(numbered)] for numbered in series.values()]
+            raise NotACheckpointError(
+                f"{folder}: expected the files of one model, found {len(series)} models: {_listed(firsts)}; pass the "
+                "path of one file, or move the others to a folder of their own"
+            )
+        _refuse_missing(folder, names)
         return _opened(backend, folder, folder, names, None)
-    weight_map = _read_index(backend, folder, index)
-    return _opened(backend, folder, folder, list(dict.fromkeys(weight_map.values())), weight_map)
+    weight_map = _read_index(backend, folder, indexes[0])
+    named = list(dict.fromkeys(weight_map.values()))
+    for name in named:
+        if name not in names:
+            raise CorruptCheckpointError(f"{folder}/{name}: is not there, but the index names it")
+    found = _opened(backend, folder, folder, named, weight_map, takes_all=True)
+    others = sorted(set(names).difference(named))
+    if others:
+        raise NotACheckpointError(
+            f"{folder}: expected the files that {indexes[0]} names, found also {_listed(others)}; pass the path of the "
+            "index to load only what it names, or that of another file"
+        )
+    _refuse_missing(folder, named)
+    return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
 
 
 def _opened(
-    backend: Backend, subject: str, folder: str, names: list[str], weight_map: Mapping[str, str] | None
+    backend: Backend,
+    subject: str,
+    folder: str,
+    names: Sequence[str],
+    weight_map: Mapping[str, str] | None,
+    *,
+    takes_all: bool = False,
 ) -> Foreign:
+    """Open files of one folder; `takes_all`: a tensor that the index leaves out is an error."""
     arrays: dict[str, ArrayRecord] = {}
-    segments, metadata = list[ForeignSegment](), dict[str, str]()
+    segments, metadata, unlisted = list[ForeignSegment](), dict[str, str](), list[tuple[str, str]]()
     for number, name in enumerate(names):
         path = f"{folder}/{name}"
         header = read_header(backend, path) if weight_map is None else _indexed(backend, path)
         segments.append(ForeignSegment(name, header.size, functools.partial(_open, backend, path)))
         metadata |= header.metadata
+        if _PARTS_OF_TENSORS in header.metadata:
+            raise UnsupportedLeafError(
+                f"{path}: expected whole tensors, found parts that one process of torch.distributed.checkpoint wrote; "
+                "write whole ones with its consolidate_safetensors_files, and load those"
+            )
         for tensor, entry in header.tensors.items():
             if weight_map is not None and weight_map.get(tensor) != name:
+                if tensor not in weight_map:
+                    unlisted.append((path, tensor))
                 continue  # the index chooses
             leaf = leaf_name(tensor)
             if leaf in arrays:
@@ -137,23 +210,49 @@ def _opened(
     for tensor, name in (weight_map or {}).items():
         if leaf_name(tensor) not in arrays:
             raise CorruptCheckpointError(f"{folder}/{name}: lacks tensor {tensor!r}, which the index says it has")
+    if takes_all and unlisted:
+        path, tensor = unlisted[0]
+        raise CorruptCheckpointError(
+            f"{path}: tensor {shown(tensor)} is not in the index; pass the path of the index to load only what it names"
+        )
     record = TreeRecord({}, {leaf: ArrayLeaf("numpy") for leaf in arrays})
     info = {"custom_metadata": metadata} if metadata else {}
     parts = {NAME: ForeignTree(record, list(arrays.values()))}
     return foreign_checkpoint("safetensors", subject, parts, segments, block_bytes=BLOCK_BYTES, info=info)
 
 
-def _missing(names: Sequence[str]) -> list[str]:
-    """Files that are not among these, though they say that they are one of so many (`model-00001-of-00002`)."""
-    found, there = [], set(names)
-    for prefix, width, count in dict.fromkeys(
-        (match["prefix"], len(match["number"]), match["count"]) for match in map(_NUMBERED.fullmatch, names) if match
-    ):
-        if int(count) > MOST_FILES:
-            continue  # no number of files
-        wanted = (f"{prefix}-{number:0{width}}-of-{count}{SUFFIX}" for number in range(1, int(count) + 1))
-        found += [name for name in wanted if name not in there]
+def _series(names: Sequence[str]) -> dict[tuple[str, str], dict[int, str]]:
+    """Files by model: those of a numbered series (`model-00001-of-00002`) by their numbers, others by themselves."""
+    found: dict[tuple[str, str], dict[int, str]] = {}
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        if match is None or not 0 < int(match["count"]) <= MOST_FILES:
+            found[(name, "")] = {1: name}
+        else:
+            found.setdefault((match["before"], match["after"]), {})[int(match["number"])] = name
     return found
+
+
+def _missing(names: Sequence[str]) -> list[str]:
+    """Names of files that the numbered names among these say exist, and that are not among them."""
+    found = []
+    for (before, after), numbered in _series(names).items():
+        if not after:
+            continue
+        match = _NUMBERED.fullmatch(next(iter(numbered.values())))
+        assert match is not None
+        width = min(len(name) for name in numbered.values()) - len(before) - len(after)
+        first = min(1, *numbered)  # some count from 0
+        wanted = range(first, first + int(match["count"]))
+        found += [f"{before}{number:0{width}}{after}" for number in wanted if number not in numbered]
+    return found
+
+
+def _refuse_missing(folder: str, names: Sequence[str]) -> None:
+    missing = _missing(names)
+    if missing:
+        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CorruptCheckpointError(f"{folder}/{missing[0]}: is not there, by the names of the others{more}")
 
 
 def _indexed(backend: Backend, path: str) -> Header:
@@ -183,13 +282,19 @@ def read_header(backend: Backend, path: str) -> Header:
         size = source.size
         length = int.from_bytes(_read(source, 0, LENGTH_BYTES, path), "little")
         if length > min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
-            raise CorruptCheckpointError(
-                f"{path}: expected a safetensors file, found a head of {length:,} bytes in a file of {size:,}"
-            )
+            other = _other_content(_read(source, 0, min(size, _MOST_SNIFFED), path))
+            found = other or f"a head of {length:,} bytes in a file of {size:,}"
+            raise CorruptCheckpointError(f"{path}: expected a safetensors file, found {found}")
         text = _read(source, LENGTH_BYTES, length, path)
     finally:
         source.close()
     return _parsed(text, LENGTH_BYTES + length, size, path)
+
+
+def _other_content(data: bytes) -> str:
+    """What a file is instead, by its first bytes; empty: nothing that is known."""
+    begins = data.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    return next((text for signature, text in _SIGNATURES if begins.startswith(signature)), "")
 
 
 def _read(source: Source, offset: int, length: int, path: str) -> bytes:
@@ -203,7 +308,7 @@ def _read(source: Source, offset: int, length: int, path: str) -> bytes:
 def _parsed(text: bytes, data_start: int, size: int, path: str) -> Header:
     try:
         raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(raw.get("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
+        metadata = msgspec.json.decode(raw.get("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str] | None) or {}
         entries = ((name, entry) for name, entry in raw.items() if name != "__metadata__")
         tensors = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in entries}
     except NOT_JSON as error:
@@ -268,7 +373,11 @@ def _read_index(backend: Backend, folder: str, index: str) -> dict[str, str]:
     try:
         found = msgspec.json.decode(data, type=_Index).weight_map
     except NOT_JSON as error:
-        raise CorruptCheckpointError(f"{folder}/{index}: expected an index of tensors, but: {shown(error)}") from error
+        other = _other_content(bytes(data[:_MOST_SNIFFED]))
+        why = f"found {other}" if other else f"but: {shown(error)}"
+        raise CorruptCheckpointError(f"{folder}/{index}: expected an index of tensors, {why}") from error
+    if not found:
+        raise CorruptCheckpointError(f"{folder}/{index}: expected an index of tensors, found none in it")
     for name in set(found.values()):
         if not is_plain_name(name):
             raise CorruptCheckpointError(f"{folder}/{index}: names {shown(name)}, expected files of this folder")
@@ -281,8 +390,7 @@ def _open(backend: Backend, path: str, direct: Any) -> Source:
     return backend.open(folder or "/", name, direct=direct)
 
 
-def names_of(entries: Iterator[str]) -> tuple[str | None, list[str]]:
-    """The index of a folder, if there is one, and its safetensors files."""
-    names = sorted(entries)
-    index = next((name for name in names if name.endswith(INDEX_SUFFIX)), None)
-    return index, [name for name in names if name.endswith(SUFFIX)]
+def names_of(entries: Sequence[Entry]) -> tuple[list[str], list[str]]:
+    """The indexes of a folder, and its safetensors files."""
+    names = sorted(entry.name for entry in entries if entry.kind != "directory")
+    return [name for name in names if is_index(name)], [name for name in names if name.endswith(SUFFIX)]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 import jaxckpt_train as jct
@@ -52,6 +53,10 @@ def assert_all(found: dict[str, Any]) -> None:
         assert (found[name].dtype, found[name].shape, raw(found[name])) == (tensor.dtype, tensor.shape, raw(tensor))
 
 
+def header(text: bytes, data: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(text)) + text + data
+
+
 def test_a_file_loads_as_the_library_loads_it(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "a.safetensors", {"format": "pt"})
     assert_all(jct.load(tmp_path / "a.safetensors"))
@@ -76,13 +81,228 @@ def test_links_are_followed_as_in_a_cache_of_models(tmp_path: Path) -> None:
     assert_all(jct.load(snapshot))
 
 
-def test_the_index_chooses_where_files_hold_more(tmp_path: Path) -> None:
+def test_index_path_loads_only_what_it_names(tmp_path: Path) -> None:
     model(tmp_path)
     save_file({"odd": np.zeros(7, np.uint8), "extra": np.ones(2)}, tmp_path / "other.safetensors")
-    assert_all(jct.load(tmp_path))
-    (tmp_path / "model.safetensors.index.json").unlink()
-    with pytest.raises(jct.CorruptCheckpointError, match="tensor 'odd' is in another file of the folder, too"):
+    with pytest.raises(jct.NotACheckpointError, match=r"found also other\.safetensors; pass the path of the index"):
         jct.load(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    assert_all(jct.load(index))
+    run("import", index, tmp_path / "out")
+    assert_all(jct.load(tmp_path / "out"))
+    assert run("show", tmp_path).exit_code == 3
+    assert sorted(jct.load(tmp_path / "other.safetensors")) == ["extra", "odd"]
+
+
+SERIES = {
+    "model-0000{}-of-00002.safetensors": "model.safetensors.index.json",
+    "model.fp16-0000{}-of-00002.safetensors": "model.safetensors.index.fp16.json",
+    "pytorch_model.fp16-0000{}-of-00002.safetensors": "pytorch_model.fp16.safetensors.index.json",
+    "diffusion_pytorch_model-0000{}-of-00002.fp16.safetensors": "diffusion_pytorch_model.safetensors.fp16.index.json",
+    "unet.non_ema-0000{}-of-00002.safetensors": "unet.safetensors.index.non_ema.json",
+    "model-0000{}-of-000002.safetensors": "model.safetensors.index.json",
+    "model.safetensors-0000{}-of-00002.safetensors": "model.safetensors.index.json",
+    "model_0000{}-of-00002.safetensors": "model.safetensors.index.json",
+    "model-{}-of-2.safetensors": "model.safetensors.index.json",
+    "0000{}-of-00002.safetensors": "model.safetensors.index.json",
+}
+HALVES = [{"a": np.arange(3.0), "b": np.arange(2)}, {"c": np.ones((2, 2), np.float16)}]
+
+
+def series(folder: Path, names: str) -> list[Path]:
+    """Two files of one numbered series."""
+    paths = [folder / names.format(number) for number in (1, 2)]
+    for path, half in zip(paths, HALVES, strict=True):
+        save_file(half, path)
+    return paths
+
+
+def write_index(path: Path, files: list[Path], halves: list[dict[str, Any]]) -> Path:
+    path.write_text(
+        json.dumps({"weight_map": {k: f.name for f, half in zip(files, halves, strict=True) for k in half}})
+    )
+    return path
+
+
+@pytest.mark.parametrize("names", SERIES)
+@pytest.mark.parametrize("has_index", [True, False])
+def test_numbered_files_load_whole_or_name_the_missing_one(tmp_path: Path, names: str, has_index: bool) -> None:
+    paths = series(tmp_path, names)
+    if has_index:
+        write_index(tmp_path / SERIES[names], paths, HALVES)
+    assert sorted(jct.load(tmp_path)) == ["a", "b", "c"]
+    with pytest.raises(jct.NotACheckpointError, match="one of several files"):
+        jct.load(paths[0])
+    for path in paths:
+        path.rename(tmp_path / "away")
+        with pytest.raises(jct.CorruptCheckpointError) as raised:
+            jct.load(tmp_path)
+        assert path.name in str(raised.value)
+        (tmp_path / "away").rename(path)
+
+
+def test_series_counted_from_zero_is_complete(tmp_path: Path) -> None:
+    first, second = series(tmp_path, "model-0000{}-of-00002.safetensors")
+    first.rename(tmp_path / "model-00000-of-00002.safetensors")
+    with pytest.raises(jct.CorruptCheckpointError, match="model-00001-of-00002"):
+        jct.load(tmp_path)
+    second.rename(first)
+    assert sorted(jct.load(tmp_path)) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("other", SERIES.values())
+def test_two_indexes_in_a_folder_are_ambiguous(tmp_path: Path, other: str) -> None:
+    paths = series(tmp_path, "model-0000{}-of-00002.safetensors")
+    one = write_index(tmp_path / "zz.safetensors.index.json", paths, HALVES)
+    two = write_index(tmp_path / other, paths[:1], HALVES[:1])
+    with pytest.raises(jct.NotACheckpointError) as raised:
+        jct.load(tmp_path)
+    assert one.name in str(raised.value)
+    assert other in str(raised.value)
+    assert sorted(jct.load(one)) == ["a", "b", "c"]
+    assert sorted(jct.load(two)) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "optimizer.safetensors",
+        "adapter_model.safetensors",
+        "model.fp16.safetensors",
+        "consolidated.safetensors",
+        "model-00001-of-00003.safetensors",
+    ],
+)
+@pytest.mark.parametrize("form", ["file", "series", "index"])
+def test_models_in_one_folder_are_not_merged(tmp_path: Path, other: str, form: str) -> None:
+    if form == "file":
+        save_file(HALVES[0], tmp_path / "model.safetensors")
+    else:
+        paths = series(tmp_path, "model-0000{}-of-00002.safetensors")
+        if form == "index":
+            write_index(tmp_path / "model.safetensors.index.json", paths, HALVES)
+    save_file({"z": np.ones(1)}, tmp_path / other)
+    with pytest.raises(jct.NotACheckpointError) as raised:
+        jct.load(tmp_path)
+    assert other in str(raised.value)
+    assert "pass the path" in str(raised.value)
+
+
+def test_index_and_single_file_of_one_name_are_ambiguous(tmp_path: Path) -> None:
+    paths = series(tmp_path, "model-0000{}-of-00002.safetensors")
+    save_file(HALVES[0] | HALVES[1], tmp_path / "model.safetensors")
+    index = write_index(tmp_path / "model.safetensors.index.json", paths, HALVES)
+    with pytest.raises(jct.NotACheckpointError, match=r"found also model\.safetensors"):
+        jct.load(tmp_path)
+    for path in paths:
+        path.unlink()
+    write_index(index, [tmp_path / "model.safetensors"], [HALVES[0] | HALVES[1]])
+    assert sorted(jct.load(tmp_path)) == ["a", "b", "c"]
+
+
+def test_index_must_name_all_tensors_of_its_files(tmp_path: Path) -> None:
+    paths = series(tmp_path, "model-0000{}-of-00002.safetensors")
+    index = write_index(tmp_path / "model.safetensors.index.json", paths, [{"a": 1}, HALVES[1]])
+    with pytest.raises(jct.CorruptCheckpointError, match="tensor 'b' is not in the index"):
+        jct.load(tmp_path)
+    assert sorted(jct.load(index)) == ["a", "c"]
+    write_index(index, paths[:1], HALVES[:1])
+    paths[1].unlink()
+    with pytest.raises(jct.CorruptCheckpointError, match="00002-of-00002"):
+        jct.load(tmp_path)
+    index.write_text('{"weight_map": {}}')
+    paths[0].unlink()
+    with pytest.raises(jct.CorruptCheckpointError, match="expected an index of tensors"):
+        jct.load(tmp_path)
+
+
+def test_parts_of_tensors_of_torch_processes_are_refused(tmp_path: Path) -> None:
+    about = {"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [0]}}), "DCP_VERSION": "1.0", "format": "pt"}
+    for rank in (1, 2):
+        save_file({"a": np.arange(3.0)}, tmp_path / f"shard-0000{rank}-model-00001-of-00001.safetensors", about)
+    with pytest.raises(jct.NotACheckpointError, match="2 models"):
+        jct.load(tmp_path)
+    for path in sorted(tmp_path.iterdir()):
+        with pytest.raises(jct.UnsupportedLeafError, match="consolidate_safetensors_files"):
+            jct.load(path)
+
+
+def test_directories_named_as_files_are_no_files_of_a_model(tmp_path: Path) -> None:
+    save_file(HALVES[0], tmp_path / "model.safetensors")
+    (tmp_path / "old.safetensors").mkdir()
+    (tmp_path / "old.safetensors.index.json").mkdir()
+    assert sorted(jct.load(tmp_path)) == ["a", "b"]
+    save_file(HALVES[1], tmp_path / "old.safetensors" / "model.safetensors")
+    assert sorted(jct.load(tmp_path / "old.safetensors")) == ["c"]
+
+
+ONE = b'"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"__metadata__":null,' + ONE + b"}",
+        b'{"__metadata__": null ,' + ONE + b"}",
+        b"{" + ONE + b',"__metadata__":null}   ',
+        b'{"__metadata__":{},' + ONE + b"}",
+        b"  {" + ONE + b"}",
+        b'{"a":{"dtype":"F32","x":[null],"shape":[1],"data_offsets":[0,4]}}',
+        b'{"b":{"dtype":"F32","shape":[0],"data_offsets":[4,4]},' + ONE + b"}",
+        b'{"b":{"dtype":"F32","shape":[2,0],"data_offsets":[0,0]},' + ONE + b"}",
+    ],
+)
+def test_heads_that_the_library_opens_are_opened(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "a.safetensors").write_bytes(header(text, np.float32(5).tobytes()))
+    theirs, found = load_file(tmp_path / "a.safetensors"), jct.load(tmp_path / "a.safetensors")
+    assert found.keys() == theirs.keys()
+    assert [raw(found[name]) for name in theirs] == [raw(theirs[name]) for name in theirs]
+    assert not jct.metadata(tmp_path / "a.safetensors").custom_metadata
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"__metadata__":{"k":1},' + ONE + b"}",
+        b'{"__metadata__":{"k":null},' + ONE + b"}",
+        b'{"__metadata__":[],' + ONE + b"}",
+        b'{"__metadata__":null,"__metadata__":null,' + ONE + b"}",
+        b"{" + ONE + b"}\0",
+        b'{"b":{"dtype":"F32","shape":[0],"data_offsets":[2,2]},' + ONE + b"}",
+        b'{"b":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},' + ONE + b"}",
+        b'{"a":{"dtype":"f32","shape":[1],"data_offsets":[0,4]}}',
+        b'{"a":{"dtype":"C128","shape":[],"data_offsets":[0,4]}}',
+    ],
+)
+def test_heads_that_the_library_refuses_are_refused(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "a.safetensors").write_bytes(header(text, bytes(4)))
+    with pytest.raises(SafetensorError):
+        load_file(tmp_path / "a.safetensors")
+    with pytest.raises((jct.CorruptCheckpointError, jct.FormatVersionError)):
+        jct.load(tmp_path / "a.safetensors")
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 5\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (POINTER, "git lfs pull"),
+        (b"<!DOCTYPE html>\n<html><body>Sign in</body></html>", "web page"),
+        (b"\n \xef\xbb\xbf<HTML>"[2:] + b" " * 3000, "web page"),
+        (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "XML"),
+        (b"PK\x03\x04" + bytes(100), "zip archive"),
+    ],
+)
+@pytest.mark.parametrize("where", ["file", "folder", "index"])
+def test_downloads_of_something_else_are_named(tmp_path: Path, content: bytes, found: str, where: str) -> None:
+    path = tmp_path / ("model.safetensors.index.json" if where == "index" else "model.safetensors")
+    path.write_bytes(content)
+    with pytest.raises(jct.CorruptCheckpointError) as raised:
+        jct.load(tmp_path if where == "folder" else path)
+    assert found in str(raised.value)
+    assert path.name in str(raised.value)
 
 
 def test_tensors_go_straight_into_a_tree_and_its_shardings(tmp_path: Path) -> None:
@@ -99,10 +319,6 @@ def test_tensors_go_straight_into_a_tree_and_its_shardings(tmp_path: Path) -> No
     renamed = jct.load(tmp_path, {"embed": jnp.zeros((101, 16), jnp.bfloat16)}, only="embed",
                        rename={"model.embed_tokens.weight": "embed"})  # fmt: skip
     assert raw(renamed["embed"]) == raw(TENSORS["model.embed_tokens.weight"])
-
-
-def header(text: bytes, data: bytes = b"") -> bytes:
-    return struct.pack("<Q", len(text)) + text + data
 
 
 @pytest.mark.parametrize(
