@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import queue
@@ -20,6 +21,7 @@ from jaxckpt_train.outcome import Outcome
 from jaxckpt_train.store.latch import LOOK_S, Latch, Mailbox
 from jaxckpt_train.value_checks import time_limit
 
+_log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
 # A disk that does not answer for so long is not waited for at the end of a script, or of a run.
 LAST_PATIENCE_S = 600.0
@@ -74,6 +76,7 @@ class PendingSave(Generic[T]):
         self._is_done = False
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
+        self._is_on_caller = False
         self._work = deque([work])  # whoever takes it out does it, or sees to it that nobody does
         # A new thread that works at once keeps its maker from going on for a switch interval, 5 ms: this one waits.
         self._go = Mailbox[None]()
@@ -84,11 +87,25 @@ class PendingSave(Generic[T]):
         try:
             thread.start()
         except RuntimeError as error:
-            raise CheckpointError(
-                f"saving {self.subject}: the system gave no thread for it ({error}); raise the limits of this process "
-                "(`ulimit -u`, memory)"
-            ) from error
+            # Python 3.12 starts no threads once the main thread has ended; a system may have none left at any time.
+            if threading.main_thread().is_alive():
+                _log.warning(
+                    "saving %s: no thread could be started for it (%s), so the call waits for the whole save; raise "
+                    "the limits of this process (`ulimit -u`, memory)",
+                    self.subject,
+                    error,
+                )
+            self._is_on_caller = True
         self._go.put(None)
+        if self._is_on_caller:
+            self._run()
+
+    def _raise_interrupt(self) -> None:
+        """Pass on an interrupt of a save that the calling thread did itself."""
+        error = self._outcome.error()
+        if self._is_on_caller and isinstance(error, KeyboardInterrupt | SystemExit):
+            self.mark_reported()
+            raise error
 
     def _take_back(self, error: BaseException) -> bool:
         """See to it that nothing is done and nobody waits, if its thread has not begun."""
@@ -268,7 +285,9 @@ def start_save(
     begun: Callable[[PendingSave[T] | None], None] = lambda pending: None,
     undo: Callable[[BaseException], None] = lambda error: None,
 ) -> PendingSave[T]:
-    """Start a save on a thread of its own. At the very end of a process, when nobody else would, it is waited for here.
+    """Start a save on a thread of its own, or do it on the calling thread if no thread can be started.
+
+    At the very end of a process, when nobody else would wait for it, it is waited for here.
 
     Args:
         subject: what is being saved, for messages.
@@ -276,9 +295,6 @@ def start_save(
         movement: is told by the work when it gets further.
         begun: told of the save before it begins, so that no interrupt loses it; and of None if it did not begin.
         undo: called with what was raised if it did not begin.
-
-    Raises:
-        CheckpointError: the system has no thread for it.
     """
     pending: PendingSave[T] | None = None
     try:
@@ -292,6 +308,7 @@ def start_save(
         raise
     if unfinished.waits_for_itself():
         unfinished.finish_late(pending)
+    pending._raise_interrupt()
     return pending
 
 

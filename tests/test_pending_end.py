@@ -68,24 +68,6 @@ def test_an_interrupt_does_not_hide_the_failure_of_another_save(run_python: Any)
     assert stderr.count(GIVEN_UP) == 1
 
 
-REFUSED = """
-def refuse(thread):
-    raise RuntimeError("can't start new thread")
-start, threading.Thread.start = threading.Thread.start, refuse
-try:
-    pending.start_save("refused", int)
-except pending.CheckpointError as error:
-    kept = error  # and its thread, which was never started
-threading.Thread.start = start
-"""
-
-
-def test_an_interrupt_counts_as_one_also_where_the_system_has_refused_a_thread(run_python: Any) -> None:
-    code, stdout, stderr = interrupted(run_python, REFUSED + STUCK)
-    assert (code, stdout) == (130, "last\n")
-    assert stderr.count(GIVEN_UP) == 1
-
-
 AGAIN = "os.kill(os.getpid(), signal.SIGINT)"
 AGAIN_LATER = f"atexit.register(lambda: ({AGAIN}, signal.pause()))"
 AGAIN_MEANWHILE = f"""
@@ -292,6 +274,60 @@ def test_a_run_may_be_saved_in_an_exit_function(first: str, tmp_path: Path, run_
     done = run_python(AFTER_THE_WAIT.format(last=timed, first=first), tmp_path, check=True, fresh=True)
     assert float(done.stdout) < CALL_S
     assert jct.StepManager(tmp_path / "run").steps == [1]
+
+
+# Python 3.12 starts no threads in exit functions, nor for threads that outlive the main one. Other versions do.
+NO_THREADS = """
+import threading
+def refuse(*_):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+threading._shutdown, _end = lambda: (setattr(threading, "_start_new_thread", refuse), _end()), threading._shutdown
+"""
+RUN = "jct.StepManager(sys.argv[1] + '/run')"
+SAVES_LATE = {
+    "exit function": f"""
+manager = {RUN}
+def last():
+    manager.save(2, {{"state": np.arange(2)}})
+    manager.close()
+atexit.register(last)
+""",
+    "first save": f"""
+def last():
+    with {RUN} as manager:
+        manager.save(2, {{"state": np.arange(2)}})
+atexit.register(last)
+""",
+    "thread": f"""
+def train():
+    threading.main_thread().join()
+    with {RUN} as manager:
+        for step in (1, 2):
+            manager.save(step, {{"state": np.arange(step)}})
+            manager.wait()
+threading.Thread(target=train).start()
+""",
+    "not waited for": f"""
+atexit.register(lambda: {RUN}.save(2, {{"state": np.arange(2)}}))
+""",
+}
+
+
+@pytest.mark.parametrize("threads", ["", NO_THREADS], ids=["threads", "no threads"])
+@pytest.mark.parametrize("script", SAVES_LATE.values(), ids=SAVES_LATE)
+def test_saves_after_the_end_of_the_main_thread(script: str, threads: str, tmp_path: Path, run_python: Any) -> None:
+    before = "import atexit, sys, threading\nimport numpy as np\nimport jaxckpt_train as jct\n"
+    done = run_python(before + threads + script, tmp_path, check=True, fresh=True)
+    assert "ulimit" not in done.stderr
+    assert jct.load(tmp_path / "run" / "step-0000000002").tolist() == [0, 1]
+
+
+def test_failure_after_the_end_of_the_main_thread_is_no_success(tmp_path: Path, run_python: Any) -> None:
+    late = "atexit.register(lambda: start_save('x', lambda: 1 / 0))"
+    before = "import atexit\nfrom jaxckpt_train.pending import start_save\n"
+    done = run_python(before + NO_THREADS + late, tmp_path, fresh=True)
+    assert done.returncode == 1
+    assert done.stderr.count("ZeroDivisionError: division by zero") == 1
 
 
 GIVES_UP = """

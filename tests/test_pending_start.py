@@ -14,7 +14,6 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train import pending as pending_module
 from jaxckpt_train import unfinished
-from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.pending import PendingSave, start_save
 from jaxckpt_train.steps import step_save
 from jaxckpt_train.steps.step_save import StepSave
@@ -41,21 +40,43 @@ class Told:
         return start_save("x", self.work, begun=self.saves.append, undo=self.undone.append)
 
 
-def test_a_thread_that_cannot_be_started_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    before, told = set(under_way()), Told()
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(CheckpointError, match=r"no thread for it \(can't start new thread") as caught:
-            told.start()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+@pytest.mark.usefixtures("_no_threads")
+def test_save_without_a_thread_runs_on_its_caller(caplog: pytest.LogCaptureFixture) -> None:
+    before, told, ran_on = set(under_way()), Told(), list[threading.Thread]()
+    save = start_save("x", lambda: ran_on.append(threading.current_thread()), begun=told.saves.append)
+    assert (save.done(), ran_on, told.saves) == (True, [threading.current_thread()], [save])
     assert under_way() == before
-    save, nothing = told.saves
-    assert nothing is None
-    assert told.undone == [caught.value]
-    assert save is not None
-    assert save.outcome(0) is caught.value
+    assert "ulimit -u" in caplog.text
+
+
+@pytest.mark.usefixtures("_no_threads")
+def test_error_of_a_save_without_a_thread_is_raised_by_wait() -> None:
+    before = set(under_way())
+    save = start_save("x", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save.wait()
+    assert under_way() == before
+
+
+@pytest.mark.usefixtures("_no_threads")
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(3)])
+def test_interrupt_of_a_save_without_a_thread_reaches_the_caller(stop: BaseException) -> None:
+    def interrupted() -> None:
+        raise stop
+
+    before = set(under_way())
+    with pytest.raises(type(stop)) as caught:
+        start_save("x", interrupted)
+    assert caught.value is stop
+    assert under_way() == before
 
 
 def join_saves() -> None:

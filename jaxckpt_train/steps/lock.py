@@ -94,6 +94,7 @@ class OwnerLock:
         self._guard = threading.RLock()
         free_in_child(self)
         self._beating: threading.Thread | None = None
+        self._is_without_heartbeat = False
 
     def acquire(self) -> ProcessIdentity | None:
         """Become the owner.
@@ -135,7 +136,9 @@ class OwnerLock:
         try:
             thread.start()
         except RuntimeError as error:
-            _log.warning("%s: no heartbeat for now: %s", self.path, error)
+            if not self._is_without_heartbeat:  # once: each look tries again
+                _log.warning("%s: no heartbeat for now: %s", self.path, error)
+            self._is_without_heartbeat = True
             self._backend.touch(self.path)
         else:
             self._beating = thread

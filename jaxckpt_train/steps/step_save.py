@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -102,7 +103,7 @@ class StepSave:
         self._backend, self._run, self._settings, self._clock = backend, run, settings, clock
         self._directory, self._step, self._together = directory, request.step, together
         self._times = SaveTimes()
-        self._call_ended = Latch()
+        self._call_ended, self._caller = Latch(), threading.get_ident()
         self._attempt: Transaction | None = None
         self._is_owner = self._is_committed = False
         self._info: dict[str, Any] = {}
@@ -269,5 +270,6 @@ class StepSave:
     def _note(self, **outcome: Any) -> None:
         before_s = self._record["decide_s"] + self._record["wait_s"]
         self._record["save_s"] = before_s + time.perf_counter() - self._began_at
-        self._call_ended.wait(CALL_S)  # else it is not known yet how long the call took
+        if threading.get_ident() != self._caller:  # who saves on the calling thread is still in the call
+            self._call_ended.wait(CALL_S)  # else it is not known yet how long the call took
         self._run.history.add("save", self._clock(), **self._record, **dataclasses.asdict(self._times), **outcome)

@@ -67,7 +67,7 @@ CLEAR = {
     "file size": Clear("File too large", r"ulimit -f"),
     "descriptors": Clear("Too many open files", r"ulimit -n"),
     "memory": Clear(
-        r"gave no thread|bytes of memory were refused",
+        r"bytes of memory were refused",
         r"raise the limits|choose fewer",
         r"StoreSettings\.staging_bytes",
     ),

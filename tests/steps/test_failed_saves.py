@@ -241,16 +241,20 @@ def test_who_is_interrupted_while_closing_stays_the_owner_until_the_save_has_end
         assert other.steps == [5]
 
 
-def test_a_system_without_threads_leaves_no_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("snapshot", ["auto", "host", "stream", "device"])
+def test_saves_work_without_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Any) -> None:
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    (tmp_path / "run").mkdir()
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(jct.CheckpointError, match=r"no thread for it \(can't start new thread"):
-            jct.save_async(tmp_path / "run" / "c", {"w": jnp.ones(3)})
-    assert list((tmp_path / "run").iterdir()) == []
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    settings = jct.StoreSettings(snapshot=snapshot)
+    assert jct.save_async(tmp_path / "c", {"w": jnp.arange(3)}, settings=settings).done()
+    assert jct.load(tmp_path / "c")["w"].tolist() == [0, 1, 2]
+    with jct.StepManager(tmp_path / "run", preservation_policy=jct.LatestN(1), settings=settings) as manager:
+        for step in (1, 2):
+            manager.save(step, {"state": {"w": jnp.arange(step)}})
+    assert jct.StepManager(tmp_path / "run").steps == [2]
+    assert sorted(each.name for each in (tmp_path / "run").iterdir()) == ["history.jsonl", "step-0000000002"]
 
 
 class Label(str):
