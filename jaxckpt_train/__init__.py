@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 _HOMES = {
@@ -61,8 +62,18 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    if _HOME_OF[name] != "errors":  # which is public itself
+        _move_here(value)
     globals()[name] = value
     return value
+
+
+def _move_here(value: Any) -> None:
+    """Have a class or function say that it is of this package, and not of the module that defines it."""
+    if isinstance(value, type):  # its annotations are text, which is looked up in the module that it names
+        value.__annotations__ = inspect.get_annotations(value, eval_str=True)
+    if callable(value):
+        value.__module__ = __name__
 
 
 def __dir__() -> list[str]:

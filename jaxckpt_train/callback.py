@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from jaxckpt_train.callback_parts import departure_of, manager_of, save_policy_of, watch_of
 from jaxckpt_train.checkpoint import PathLike
+from jaxckpt_train.checkpointables.contract import NOTHING
 from jaxckpt_train.checkpointables.fingerprint import DATA_NAME, with_fingerprint
 from jaxckpt_train.checkpointables.grain_iterator import mark_absl_flags_parsed
 from jaxckpt_train.config import callback_arguments, check_arguments
@@ -37,7 +38,6 @@ from jaxckpt_train.steps.step_save import SaveResult
 
 _log = logging.getLogger("jaxckpt_train")
 _NOT_DUE, _DISABLED = SaveResult(False, "not due"), SaveResult(False, "disabled")
-_MISSING: Any = object()
 
 
 def _failure(error: BaseException | None) -> str | None:
@@ -101,6 +101,7 @@ class CheckpointCallback(LoopForms):
         self._departure = departure_of(given, self._watch, self.manager)
         self._started = self._closed = self._resumed = False
         self._made_at = time.monotonic()
+        self._best_metric, self._best_mode = best_metric, best_mode
         self._saved: int | None = None
         self._failed_with: str | None = None
         self._loop = LoopState(warns=enabled)
@@ -135,7 +136,7 @@ class CheckpointCallback(LoopForms):
         self._loop.begin(values)
         if self.enabled:
             self._start()
-            self._resumed = True
+            self._resumed, self.manager.is_in_loop = True, False
             self.manager.all_do("looking at the data", lambda: refuse_unsavable(data))
             with self._departure.leaving_a_load(self.manager):
                 values = self._begin(values)
@@ -143,6 +144,7 @@ class CheckpointCallback(LoopForms):
                 self.manager.note_resume(self._saved or 0, resume_s, heeded)
             self._loop.begin(values, completed=self._saved or 0)
             values = loop_observer.resumed(self.manager, values)
+            self.manager.is_in_loop = True
         found = tuple(values.values())
         return found[0] if len(found) == 1 else found
 
@@ -179,7 +181,7 @@ class CheckpointCallback(LoopForms):
         return self._departure.preempted is not None
 
     def __call__(
-        self, state: Any = _MISSING, *, metrics: Mapping[str, Any] | None = None, step: int | None = None, **more: Any
+        self, state: Any = NOTHING, *, metrics: Mapping[str, Any] | None = None, step: int | None = None, **more: Any
     ) -> SaveResult:
         """Tell that an update is complete; saves it if that is due. Cheap if not: no device value is read.
 
@@ -199,7 +201,7 @@ class CheckpointCallback(LoopForms):
         self._start()
         self._refuse_unless_resumed()
         self._loop.count(step)
-        self._loop.told(more if state is _MISSING else {"state": state, **more}, metrics)
+        self._loop.told(more if state is NOTHING else {"state": state, **more}, metrics)
         loop_observer.told(self.manager, self._loop)
         if self._watch.reached():
             return self._leave()
@@ -222,7 +224,7 @@ class CheckpointCallback(LoopForms):
             refuse_to_continue(self.manager.directory, self.manager.latest)
             with self._departure.leaving_a_load(self.manager):
                 self.manager.check_fresh(self._departure.heeded(None))
-            self._resumed = True
+            self._resumed = self.manager.is_in_loop = True
 
     def _is_saved(self) -> bool:
         """Whether the last completed update is committed, or on its way: a save that failed counts for nothing."""
@@ -341,6 +343,12 @@ class CheckpointCallback(LoopForms):
                         self._departure.close(self.manager)
             finally:
                 self._watch.stop(leaving=self._departure.ends_process)  # only now: till then a signal must not kill it
+
+    def __repr__(self) -> str:
+        state = "" if self.enabled else ", enabled=False"
+        state += ", closed" if self._closed else ""
+        steps = f"completed_steps={self.completed_steps}, saved={self._saved}"
+        return f"CheckpointCallback({self.manager.directory!r}, {steps}{state})"
 
     def __enter__(self) -> CheckpointCallback:
         self._start()

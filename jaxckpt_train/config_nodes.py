@@ -44,7 +44,8 @@ def build_sinks(subject: str, values: list[Any]) -> tuple[Sink, ...]:
     """The sinks of a list; one that is a node with `_target_` is built first, and closed with the run."""
 
     def is_ours(found: Any) -> bool:
-        return str(getattr(found, "__module__", "")).startswith(f"{__package__}.sinks.")
+        module, name = str(getattr(found, "__module__", "")), str(getattr(found, "__name__", ""))
+        return module.startswith(f"{__package__}.sinks.") or (module == __package__ and name.endswith("Sink"))
 
     wanted = Wanted("sink", "is called with every event", callable, is_ours)
     sinks = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.steps.departure import Departure
@@ -25,6 +25,8 @@ class LoopForms(abc.ABC):
     enabled: bool
     manager: StepManager
     _departure: Departure
+    _best_metric: str | None
+    _best_mode: Literal["min", "max"]
 
     @abc.abstractmethod
     def __call__(self, state: Any, *, metrics: Mapping[str, Any] | None = None, step: int | None = None) -> SaveResult:
@@ -47,6 +49,42 @@ class LoopForms(abc.ABC):
         """The step that was committed last."""
         return self.manager.latest if self.enabled else None
 
+    def all_steps(self) -> list[int]:
+        """The committed steps, lowest first."""
+        return self.manager.steps if self.enabled else []
+
+    def best_step(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
+        """The committed step with the best value of a metric; None: no step has it.
+
+        Args:
+            metric: its name; None: `best_metric` of this callback.
+            mode: "min": lower is better; "max": higher is; None: `best_mode` of this callback.
+
+        Raises:
+            SettingsError: there is no metric to compare.
+        """
+        name = metric or self._best_metric
+        if name is None:
+            raise SettingsError("best_step: expected a metric, or best_metric of the callback; found neither")
+        return self.manager.best(name, mode or self._best_mode) if self.enabled else None
+
+    def load(self, step: int | None = None, like: Any = None) -> Any:
+        """The state of a committed step. Only reads: the loop and the run go on as if nothing was loaded.
+
+        A save under way is not waited for; its step is not there yet.
+
+        Args:
+            step: which; None: the newest one that is whole.
+            like: the target, as of `jaxckpt_train.load`; NNX objects in it are set in place, so give others than those
+                that the loop trains. None: nested dicts and lists of numpy arrays.
+
+        Raises:
+            StepNotFoundError: there is no such step.
+            CorruptCheckpointError: its bytes are not what was saved.
+            MismatchError: it does not fit `like`; no array was read.
+        """
+        return self.manager.load({"state": like}, step)["state"]
+
     def wait_until_finished(self) -> None:
         """Wait until the save under way is committed.
 
@@ -55,6 +93,8 @@ class LoopForms(abc.ABC):
             The original error of the save, if it failed.
         """
         self._departure.wait(self.manager)
+
+    wait = wait_until_finished
 
     def as_hook(self, get_state: Any, *, get_metrics: Any = None, first_step: int = 1) -> LoopHook:
         """A hook for loops that call `hook(step, t=None)` after each update, as clu's periodic actions are called.

@@ -87,7 +87,7 @@ def test_after_a_roll_back_by_the_manager_lower_steps_are_saved(tmp_path: Path) 
         ckpt.resume(state_of(0))
         for step in range(1, 5):
             ckpt(state_of(step), step=step)
-        ckpt.manager.restore({"state": state_of(0)}, step=2)
+        ckpt.manager.restore({"state": state_of(0)}, step=2, roll_back=True)
         assert ckpt(state_of(3), step=3).saved
     with jct.StepManager(tmp_path) as manager:
         assert manager.latest == 3

@@ -7,7 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-NOTHING: Any = object()
+
+class _Nothing:
+    def __repr__(self) -> str:
+        return "NOTHING"
+
+
+NOTHING: Any = _Nothing()
 """What `Staged.tree` is when there is no tree: None is a tree too, and a JSON value."""
 Json = Any  # None, bool, int, float, str, list or dict of these, with text keys
 

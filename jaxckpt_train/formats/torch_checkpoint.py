@@ -20,6 +20,8 @@ from jaxckpt_train.formats.foreign import (
     foreign_checkpoint,
 )
 from jaxckpt_train.formats.held_pieces import HeldPiece, Newest
+from jaxckpt_train.formats.step_folders import TORCH_METADATA as METADATA
+from jaxckpt_train.formats.step_folders import TORCH_SUFFIX as SUFFIX
 from jaxckpt_train.formats.torch_items import TorchItems
 from jaxckpt_train.formats.torch_metadata import Tensor, TorchMetadata, decode_torch_metadata
 from jaxckpt_train.formats.torch_objects import ObjectLeaves
@@ -33,7 +35,6 @@ from jaxckpt_train.tree.leaf_records import ArrayLeaf, LeafRecord, TreeRecord
 from jaxckpt_train.tree.paths import ROOT, join, key_text
 
 KIND, NAME = "PyTorch", "state"
-METADATA, SUFFIX = ".metadata", ".distcp"
 MAX_METADATA_BYTES = 512 << 20
 MOST_TOLD = 5
 _log = logging.getLogger("jaxckpt_train")

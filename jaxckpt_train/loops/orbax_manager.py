@@ -36,7 +36,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.besides import closing_besides
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.preemption import PreemptionWatch
-from jaxckpt_train.steps.refusals import refuse_flax_checkpoints, refuse_orbax_steps
+from jaxckpt_train.steps.refusals import refuse_flax_checkpoints, refuse_other_steps
 from jaxckpt_train.steps.step_names import check_step
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.local import LocalBackend
@@ -119,7 +119,7 @@ class CheckpointManager:
             settings=settings,
         )
         if self._manager.latest is None:
-            refuse_orbax_steps(LocalBackend(), self._manager.directory)
+            refuse_other_steps(LocalBackend(), self._manager.directory)
             refuse_flax_checkpoints(LocalBackend(), self._manager.directory)
         self._steps = BegunSteps(self._manager, self._kept, self._best)
         self._watch: PreemptionWatch | None = None

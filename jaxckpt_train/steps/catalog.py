@@ -15,7 +15,7 @@ from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError, Sto
 from jaxckpt_train.steps.entry import Entry, entry_from_manifest
 from jaxckpt_train.steps.lineage import in_order
 from jaxckpt_train.steps.notes import Notes
-from jaxckpt_train.steps.refusals import refuse_flax_checkpoints, refuse_orbax_steps
+from jaxckpt_train.steps.refusals import refuse_flax_checkpoints, refuse_other_steps
 from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
@@ -73,9 +73,9 @@ def refuse_uncommitted(
         beside_flax: whether a run may begin beside checkpoints of Flax.
 
     Raises:
-        SettingsError: there are steps of Orbax, or checkpoints of Flax.
+        SettingsError: there are steps of Orbax, Levanter or TorchTitan, or checkpoints of Flax.
     """
-    answer_of(directory, lambda moved: refuse_orbax_steps(backend, directory), progress)
+    answer_of(directory, lambda moved: refuse_other_steps(backend, directory), progress)
     names = sorted(answer_of(directory, lambda moved: _step_names(backend, directory), progress))
     if names:
         why = "damaged or not committed" if damaged else "not committed (copied in part, or links?)"

@@ -69,6 +69,13 @@ class LoopState:
     def updates(self, num_steps: int, must_stop: Callable[[], bool]) -> Iterator[int]:
         """The numbers of the updates still to do; asks before each whether to stop."""
         self.num_steps = whole(0)("steps: num_steps", num_steps)
+        if self.completed > num_steps:
+            _log.warning(
+                "steps(%d): the run has completed %d updates already, so there is nothing to do; give the number of "
+                "updates of the whole training, not of this start",
+                num_steps,
+                self.completed,
+            )
         self.in_steps = True
         try:
             while self.completed < num_steps and not must_stop():

@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from jaxckpt_train.checkpoint import PathLike, absolute
+from jaxckpt_train.checkpoint import PathLike, absolute, load_checkpointables
 from jaxckpt_train.errors import CheckpointTimeoutError, SettingsError
 from jaxckpt_train.multihost import current
 from jaxckpt_train.pending import LAST_PATIENCE_S, call_after
@@ -21,11 +21,12 @@ from jaxckpt_train.sinks.feed import Sink, checked_sinks
 from jaxckpt_train.steps.besides import closing_besides
 from jaxckpt_train.steps.best_link import BestLink
 from jaxckpt_train.steps.deciding import Decider
-from jaxckpt_train.steps.in_flight import Busy, InFlight, Stalled
+from jaxckpt_train.steps.in_flight import InFlight
 from jaxckpt_train.steps.job_restoring import JobRestore
 from jaxckpt_train.steps.leaving_plan import LeavingPlan, Situation, choose, leave_early_s
 from jaxckpt_train.steps.policy_arguments import require_policy
 from jaxckpt_train.steps.policy_context import CheckpointInfo, Decision, PreservationPolicy, SavePolicy
+from jaxckpt_train.steps.restored import Restored
 from jaxckpt_train.steps.restoring import restore_newest
 from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.steps.run_notes import RunNotes
@@ -44,6 +45,10 @@ _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
 
 
+def _never() -> bool:
+    return False
+
+
 class StepManager(RunNotes):
     """A sequence of checkpoints in one directory. A step's label is the number of completed updates.
 
@@ -59,11 +64,13 @@ class StepManager(RunNotes):
         stall_timeout_s: seconds without any progress after which the save before is not waited for any more.
         if_stalled: what a save does then: "skip" this step with a warning, or "raise" CheckpointTimeoutError.
         sinks: each is called with every event of the history, as `PrometheusSink` is, on a thread of its own.
-        clock: the time, with a time zone; for tests.
+        clock: the time, with a time zone, for tests; None: the wall clock.
         backend: where the directory is.
 
     Attributes:
         history: of the run, `history.jsonl` in its directory.
+        restored_step: the step that `restore` brought back last; None: none so far.
+        is_in_loop: whether a loop goes on from what was restored, so that `restore` only reads.
 
     Raises:
         SettingsError: an argument is wrong.
@@ -77,11 +84,11 @@ class StepManager(RunNotes):
         preservation_policy: PreservationPolicy | None = None,
         best_link: BestLink | None = None,
         settings: StoreSettings | None = None,
-        if_busy: Busy = "wait",
+        if_busy: Literal["wait", "skip"] = "wait",
         stall_timeout_s: float = STALL_TIMEOUT_S,
-        if_stalled: Stalled = "skip",
+        if_stalled: Literal["skip", "raise"] = "skip",
         sinks: Sequence[Sink] = (),
-        clock: Clock = utc_now,
+        clock: Clock | None = None,
         backend: Backend | None = None,
     ) -> None:
         if save_decision_policy is not None:
@@ -91,6 +98,8 @@ class StepManager(RunNotes):
         self.directory = absolute(directory)
         self.settings = checked_settings("StepManager.settings", settings)
         self.restored_step: int | None = None
+        self.is_in_loop = False
+        clock = clock or utc_now
         self._backend = backend or LocalBackend()
         self._in_flight = InFlight(if_busy, stall_timeout_s, if_stalled)
         limit_s, rate = self.settings.barrier_timeout_s, self.settings.scrub_bytes_per_s
@@ -247,16 +256,20 @@ class StepManager(RunNotes):
         step: int | None = None,
         *,
         progress: Progress | None = None,
+        roll_back: bool = False,
     ) -> dict[str, Any]:
         """Restore checkpointables into targets, to go on from there.
 
-        In an owner an older step is a roll-back; to look at one only, use `jaxckpt_train.load_checkpointables`.
+        The next save continues the run from the restored step: after an older one it leaves the later steps behind,
+        which retention may delete. `load` only reads. So does this in the loop of a `CheckpointCallback`, without
+        `roll_back`.
 
         Args:
             targets: by name; a target of None means without one. None: all checkpointables, without targets.
             step: which, also one that was set aside as damaged; None: the newest one that is whole, falling back past
                 damaged ones with a warning each.
             progress: called with numbers of bytes as they are read, and 0 in waits; what it raises ends the restore.
+            roll_back: continue from an older step on purpose: no warning, and also in the loop of a callback.
 
         Returns:
             What was restored, by name. `restored_step` tells from which step.
@@ -266,6 +279,8 @@ class StepManager(RunNotes):
             CorruptCheckpointError: no candidate is whole.
             MismatchError: a target does not fit; nothing was read.
         """
+        if self.is_in_loop and not flag("StepManager.restore: roll_back", roll_back):
+            return self.load(targets, step, progress=progress)
         self.wait()
         job = JobRestore(self._together, self._backend, targets, self.settings, progress)
         if not self._together.leads:
@@ -275,11 +290,29 @@ class StepManager(RunNotes):
         restore = functools.partial(restore_newest, self._backend, self.directory, **more)
         with job.led() as load:
             use = functools.partial(restore, load=load)
-            restored = self._run.with_entries(step, use, damaged=True, progress=progress, then=self._run.rolled_back)
+            then = functools.partial(self._run.rolled_back, warns=not roll_back)
+            restored: Restored = self._run.with_entries(step, use, damaged=True, progress=progress, then=then)
             self.restored_step = restored.entry.step
             answer_of(self.directory, lambda moved: self._run.judge(restored), progress)
             job.restored(restored.entry.step)
         return restored.results
+
+    def load(
+        self,
+        targets: Mapping[str, Any] | None = None,
+        step: int | None = None,
+        *,
+        progress: Progress | None = None,
+    ) -> dict[str, Any]:
+        """As `restore`, but only reads: the next save continues the run as if nothing was loaded.
+
+        A save under way is not waited for; its step is not there yet.
+        """
+        if not self._together.is_alone:
+            return load_checkpointables(self.path(step), targets, settings=self.settings, progress=progress)
+        more: dict[str, Any] = {"targets": targets, "settings": self.settings, "progress": progress, "asked": step}
+        load = functools.partial(restore_newest, self._backend, self.directory, **more)
+        return self._run.with_entries(step, load, damaged=step is not None, progress=progress).results
 
     def check(self) -> None:
         """Raise the error of a save that failed in the background, once; in a job the next save does, in all."""
@@ -297,14 +330,14 @@ class StepManager(RunNotes):
         if error is not None:
             raise error
 
-    def settle(self, timeout_s: float | None = None, until: Callable[[], bool] = lambda: False) -> BaseException | None:
+    def settle(self, timeout_s: float | None = None, until: Callable[[], bool] | None = None) -> BaseException | None:
         """As `wait`, but returns the error of a save that failed instead of raising it.
 
         Raises:
             CheckpointTimeoutError: not in time, it has not got any further for ten minutes, or `until` became true; it
                 goes on.
         """
-        return self._in_flight.settle(time_limit("timeout_s", timeout_s), until=until)
+        return self._in_flight.settle(time_limit("timeout_s", timeout_s), until=until or _never)
 
     def leave_when(self, is_asked: Callable[[], bool], is_time_up: Callable[[], bool]) -> None:
         """Once asked, no save waits for its turn any more; one whose state is not taken when time is up is given up."""
@@ -345,13 +378,13 @@ class StepManager(RunNotes):
         self._in_flight.give_up(exit_code)
 
     def close(
-        self, timeout_s: float | None = None, until: Callable[[], bool] = lambda: False, *, waits: bool = True
+        self, timeout_s: float | None = None, until: Callable[[], bool] | None = None, *, waits: bool = True
     ) -> None:
         """Wait for the save and the deletions under way, let go of the directory, and let the sinks catch up.
 
         Args:
             timeout_s: seconds to wait for the deletions; later ones go on while the process lives. None: 10 minutes.
-            until: ends the wait for the deletions once it is true.
+            until: ends the wait for the deletions once it returns true; None: nothing does.
             waits: False: the save is not waited for; the directory is let go of once it has ended.
 
         Raises:
@@ -362,6 +395,7 @@ class StepManager(RunNotes):
         longest_s = LAST_PATIENCE_S if limit_s is None else limit_s
         if self._closed:
             return
+        until = until or _never
         try:
             with self._guard:  # a save that another thread is starting is waited for, too
                 self._closed = True
@@ -384,6 +418,10 @@ class StepManager(RunNotes):
                 f"{self.directory}: made in a job of {made_in} processes, found {now}: call jax.distributed.initialize "
                 "before the manager, or the callback, is made"
             )
+
+    def __repr__(self) -> str:
+        closed = ", closed" if self._closed else ""
+        return f"StepManager({self.directory!r}, restored_step={self.restored_step}{closed})"
 
     def __enter__(self) -> StepManager:
         return self

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from jaxckpt_train.errors import CheckpointExistsError, SettingsError, StepNotFoundError, StorageError
 from jaxckpt_train.formats.flax_directory import certain_checkpoints
 from jaxckpt_train.formats.orbax_looks import orbax_steps
+from jaxckpt_train.formats.step_folders import LEVANTER, StepFolders, step_folders
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
@@ -32,15 +33,24 @@ def refuse_checkpoint(backend: Backend, directory: str) -> None:
         )
 
 
-def refuse_orbax_steps(backend: Backend, directory: str) -> None:
-    """Raise SettingsError if a run is to begin anew where Orbax has left one: somebody means to go on from that."""
-    steps = orbax_steps(backend, directory, _listed(backend, directory))
+def refuse_other_steps(backend: Backend, directory: str) -> None:
+    """Raise SettingsError if a run is to begin anew where Orbax, Levanter or TorchTitan has left its steps."""
+    entries = _listed(backend, directory)
+    steps = orbax_steps(backend, directory, entries)
     if steps:
         raise _not_gone_on_from(directory, _orbax_text(steps), list(steps.values())[-1])
+    folders = step_folders(backend, directory, entries)
+    if folders is not None and folders.tool == LEVANTER:
+        raise SettingsError(
+            f"{directory}: expected a run of this package or an empty directory, found {_folders_text(folders)}, which "
+            "this package does not read: choose another directory"
+        )
+    if folders is not None:
+        raise _not_gone_on_from(directory, _folders_text(folders), folders.names[-1])
 
 
 def refuse_flax_checkpoints(backend: Backend, directory: str) -> None:
-    """As `refuse_orbax_steps`, of what `flax.training.checkpoints` has left."""
+    """As `refuse_other_steps`, for the files of `flax.training.checkpoints`."""
     names = certain_checkpoints(backend, directory, _listed(backend, directory))
     if names:
         raise _not_gone_on_from(directory, _flax_text(names), names[-1])
@@ -58,8 +68,13 @@ def of_others(backend: Backend, directory: str, moved: Callable[[], None] = lamb
     """What other tools have left where a run is looked for; empty: nothing that is known here."""
     entries = _listed(backend, directory)
     steps = orbax_steps(backend, directory, entries)
-    names = [] if steps else certain_checkpoints(backend, directory, entries)
-    return _orbax_text(steps) if steps else _flax_text(names) if names else ""
+    if steps:
+        return _orbax_text(steps)
+    folders = step_folders(backend, directory, entries)
+    if folders is not None:
+        return _folders_text(folders)
+    names = certain_checkpoints(backend, directory, entries)
+    return _flax_text(names) if names else ""
 
 
 def newest_of_orbax(backend: Backend, directory: str) -> int | None:
@@ -76,6 +91,10 @@ def _listed(backend: Backend, directory: str) -> list[Listed]:
 
 def _orbax_text(steps: Mapping[int, str]) -> str:
     return f"steps of Orbax, the last ones {', '.join(map(str, list(steps)[-_MOST_NAMED:]))}"
+
+
+def _folders_text(folders: StepFolders) -> str:
+    return f"steps of {folders.tool}, the last ones {', '.join(folders.names[-_MOST_NAMED:])}"
 
 
 def _flax_text(names: Sequence[str]) -> str:
@@ -189,5 +208,7 @@ def step_not_found(
     others = ""
     if backend is not None and not there:
         others = answer_of(directory, functools.partial(of_others, backend, directory), progress)
-    found = f"; found {others}, which jaxckpt_train.load loads" if others else ""
+    found = f"; found {others}" if others else ""
+    if others and LEVANTER not in others:
+        found += ", which jaxckpt_train.load loads"
     return StepNotFoundError(f"{directory}: has no committed step{which}{found}")

@@ -329,15 +329,30 @@ class RunDirectory:
         """Keep retention away from these steps meanwhile."""
         return self._being_read.reading(entries)
 
-    def rolled_back(self, restored: Restored, there: Sequence[Entry] | None) -> None:
-        """Take note of a restore from what was `there`: everything later is left behind once this process saves."""
+    def rolled_back(self, restored: Restored, there: Sequence[Entry] | None, *, warns: bool = True) -> None:
+        """Take note of a restore from what was `there`: everything later is left behind once this process saves.
+
+        `warns`: whether an owner that saved later steps is warned about that.
+        """
         entry = restored.entry
         if restored.skipped and entry.name in self._left:
             _log.warning("step %d was left behind by a roll-back; no step since is whole", entry.step)
         with self._guard:
             self._origin.restored(entry, self._entries if there is None else there)
             if self.is_owner:
-                self._left = left_behind_by(entry, self._entries)
+                before, self._left = self._left, left_behind_by(entry, self._entries)
+                later = [each.step for each in self._whole() if each.name in self._left - before]
+                if warns and later and not restored.skipped:
+                    _log.warning(
+                        "step %d was restored while the run has later steps (%s): the next save continues from step "
+                        "%d and leaves them behind, so retention may delete them. To look at a step only, use load(); "
+                        "to continue where the run was, call restore(step=%d) before the next save; restore(step=..., "
+                        "roll_back=True) does not warn",
+                        entry.step,
+                        ", ".join(map(str, later)),
+                        entry.step,
+                        later[-1],
+                    )
             self._doomed.discard([entry.name])
             self._infos = None
 

@@ -51,7 +51,7 @@ def utc_now() -> datetime.datetime:
 
 @dataclasses.dataclass(frozen=True)
 class SaveResult:
-    """What became of a call to `StepManager.save`.
+    """What became of a call to `StepManager.save`; true where a step is being saved.
 
     Attributes:
         saved: whether the step is being saved.
@@ -62,6 +62,10 @@ class SaveResult:
     saved: bool
     reason: str
     pending: PendingSave[CheckpointMetadata] | None = None
+
+    def __bool__(self) -> bool:
+        """Whether the step is being saved."""
+        return self.saved
 
 
 @dataclasses.dataclass(frozen=True)

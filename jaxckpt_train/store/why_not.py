@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterable, Sequence
 
 from jaxckpt_train.errors import IncompleteCheckpointError, NotACheckpointError, StorageError
 from jaxckpt_train.store.backend import Backend, Entry
 from jaxckpt_train.store.manifest import COMMIT_NAME, MANIFEST_NAME
+
+_STEP = re.compile(r"step-[0-9]{10,16}(\.g[0-9]+)?")
 
 
 def why_not_committed(backend: Backend, directory: str) -> NotACheckpointError:
@@ -22,9 +25,11 @@ def why_not_committed(backend: Backend, directory: str) -> NotACheckpointError:
         return IncompleteCheckpointError(f"{directory}: has no {COMMIT_NAME}: never committed, or copied in part")
     committed = [name for name in names if not name.startswith(".") and _holds_commit(inside[name])]
     if committed:
+        is_run = any(_STEP.fullmatch(name) for name in committed)
+        of_run = f"; jaxckpt_train.StepManager({directory!r}).load() reads the latest step that is whole"
         return NotACheckpointError(
             f"{directory}: not one checkpoint but a directory of {len(committed)}; pass one of them, such as "
-            f"{directory}/{committed[-1]}"
+            f"{directory}/{committed[-1]}{of_run if is_run else ''}"
         )
     listing = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "an empty directory"
     return NotACheckpointError(
