@@ -18,7 +18,7 @@ from jaxckpt_train.cli.streams import standard_streams
 
 COMMANDS = {
     "ls": "List the steps of a run: size, age, metrics, and what keeps a step from being restored.",
-    "show": "Show the tree of a checkpoint: leaf paths, shapes, dtypes, shardings and sizes. Reads no data.",
+    "show": "Show a checkpoint: leaf paths, shapes, dtypes, shardings, sizes, and JSON items. Reads no arrays.",
     "stats": "Tell minimum, maximum, mean, norm and a histogram of arrays, and how many values are not finite.",
     "diff": "Compare two checkpoints: structure and every value, bit by bit. Equal leaves are folded into one line.",
     "verify": "Read every byte of a checkpoint and compare it with its digests.",

@@ -16,7 +16,7 @@ from jaxckpt_train.looking.leaf_diff import LeafDiff, diff_leaves, leaves_by_nam
 from jaxckpt_train.looking.opening import open_at
 from jaxckpt_train.looking.part_diff import diff_parts, parts_to_compare
 from jaxckpt_train.opened import Opened
-from jaxckpt_train.tree.patterns import leaf_filter, suggestion
+from jaxckpt_train.tree.patterns import keys_there, leaf_filter, suggestion
 
 _ONLY = {"only_a": "only in the first", "only_b": "only in the second"}
 First = Annotated[str, typer.Argument(metavar="A", help="A checkpoint, step or run.", show_default=False)]
@@ -67,7 +67,7 @@ def _refuse_what_selects_nothing(first: Opened, second: Opened, patterns: list[s
             paths = sorted(name.partition("/")[2] for name in leaves)
             raise MismatchError(
                 f"{first.path}, {second.path}: {pattern!r} selects none of the {len(leaves)} leaves of both"
-                f"{suggestion(pattern, paths)}"
+                f"{suggestion(pattern, paths)}: {keys_there(pattern, paths)}"
             )
 
 

@@ -31,7 +31,7 @@ from jaxckpt_train.store.manifest import PartRecord
 from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.surgery.leaves import Leaves
 from jaxckpt_train.surgery.operation import Change, Operation
-from jaxckpt_train.tree.patterns import idle_pattern, leaf_filter, suggestion
+from jaxckpt_train.tree.patterns import idle_pattern, keys_there, leaf_filter, suggestion
 from jaxckpt_train.value_checks import refuse, text
 
 GB = 10**9
@@ -188,7 +188,7 @@ class _Keep(Operation):
         if idle is not None:
             raise MismatchError(
                 f"{self._path}: --only {idle!r} selects none of the {len(leaves)} leaves that are there after all "
-                f"operations{suggestion(idle, leaves)}"
+                f"operations{suggestion(idle, leaves)}: {keys_there(str(idle), leaves)}"
             )
         selected = leaf_filter(self._only)
         for name in [name for name in leaves if not selected(name)]:

@@ -2,36 +2,82 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import typer
 
 from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Part, Patterns, Step, absolute, step_number
-from jaxckpt_train.cli.output import bytes_text, print_columns, print_json, print_text, told_errors
-from jaxckpt_train.errors import MismatchError
+from jaxckpt_train.cli.output import bytes_text, code_of, print_columns, print_json, print_text, told_errors
+from jaxckpt_train.errors import CheckpointError, MismatchError
 from jaxckpt_train.looking.leaf_diff import leaves_by_name
 from jaxckpt_train.looking.opening import metadata_of, open_at
+from jaxckpt_train.looking.part_diff import read_file
 from jaxckpt_train.opened import Opened
 from jaxckpt_train.store.dtypes import DTYPES
-from jaxckpt_train.store.manifest import ArrayRecord
-from jaxckpt_train.tree.leaf_records import LeafRecord, describe_saved, python_value
-from jaxckpt_train.tree.patterns import Only, idle_pattern, leaf_filter, suggestion
+from jaxckpt_train.store.manifest import ArrayRecord, FileRecord
+from jaxckpt_train.tree.leaf_records import LeafRecord, describe_saved, has_tree, python_value
+from jaxckpt_train.tree.patterns import Only, idle_pattern, keys_there, leaf_filter, suggestion
 
 MOST_LETTERS = 60
 MOST_EXACT = 1 << 53
+MOST_VALUE_BYTES = 1 << 20
+MOST_VALUE_LETTERS = 4000
+MOST_FILES = 8  # of one checkpointable, for people
 
 
 def show(
     path: Checkpoint, patterns: Patterns = None, step: Step = None, part: Part = None, as_json: Json = False
 ) -> None:
-    """Show the tree of a checkpoint: leaf paths, shapes, dtypes, shardings and sizes. Reads no data."""
+    """Show a checkpoint: leaf paths, shapes, dtypes, shardings, sizes, and JSON items. Reads no arrays."""
     with told_errors(as_json):
         opened = open_at(BACKEND, absolute(path), step_number(step))
         leaves = chosen_leaves(opened, part, patterns)
+        items = [] if patterns else _items(opened, part)
         if as_json:
-            print_json(_json_of(opened, leaves))
+            print_json(_json_of(opened, leaves, items))
         else:
-            _print(opened, leaves)
+            _print(opened, leaves, items)
+        error = next((item.error for item in items if item.error is not None), None)
+        if error is not None:
+            raise typer.Exit(int(code_of(error)))
+
+
+class _Item(NamedTuple):
+    """A JSON file of a checkpointable that is no tree: its value, or why there is none."""
+
+    part: str
+    file: str
+    value: Any = None
+    why_not: str = ""
+    error: CheckpointError | None = None
+
+
+def _items(opened: Opened, part: str | None) -> list[_Item]:
+    return [
+        _item(opened, each.name, file)
+        for each in opened.committed.manifest.parts
+        if part in (None, each.name) and not has_tree(each)
+        for file in each.files
+        if file.file.endswith(".json")
+    ]
+
+
+def _item(opened: Opened, part: str, file: FileRecord) -> _Item:
+    if file.bytes > MOST_VALUE_BYTES:
+        return _Item(part, file.file, why_not=f"{bytes_text(file.bytes)}, not shown")
+    try:
+        return _Item(part, file.file, json.loads(read_file(opened, file).tobytes(), parse_int=_whole))
+    except CheckpointError as error:
+        return _Item(part, file.file, why_not=str(error), error=error)
+    except (ValueError, RecursionError):
+        return _Item(part, file.file, why_not="no JSON")
+
+
+def _whole(digits: str) -> int | str:
+    return digits if len(digits) > len(str(MOST_EXACT)) or abs(int(digits)) > MOST_EXACT else int(digits)
 
 
 def chosen_leaves(
@@ -52,8 +98,11 @@ def chosen_leaves(
         return leaves
     idle = idle_pattern(patterns, [*leaves, *(name.partition("/")[2] for name in leaves)])
     if idle is not None:
-        hint = suggestion(idle, [name.partition("/")[2] for name in leaves])
-        raise MismatchError(f"{opened.path}: {idle!r} selects none of {len(leaves)} leaves{hint}")
+        paths = [name.partition("/")[2] for name in leaves]
+        raise MismatchError(
+            f"{opened.path}: {idle!r} selects none of {len(leaves)} leaves{suggestion(idle, paths)}: "
+            f"{keys_there(str(idle), paths)}"
+        )
     selected = _selection(patterns)
     return {name: leaf for name, leaf in leaves.items() if selected(name)}
 
@@ -69,17 +118,28 @@ def nbytes_of(array: ArrayRecord | None) -> int:
     return 0 if array is None else math.prod(array.shape) * DTYPES[array.dtype].itemsize
 
 
-def _json_of(opened: Opened, leaves: dict[str, tuple[LeafRecord, ArrayRecord | None]]) -> dict[str, Any]:
+def _json_of(
+    opened: Opened, leaves: dict[str, tuple[LeafRecord, ArrayRecord | None]], items: Sequence[_Item]
+) -> dict[str, Any]:
     parts = opened.committed.manifest.parts
     return {
         "path": opened.path,
         "kind": opened.kind,
         **metadata_of(opened),
-        "parts": [{"name": part.name, "kind": part.kind, "bytes": part_bytes(opened, part.name)} for part in parts],
+        "parts": [
+            {"name": part.name, "kind": part.kind, "bytes": part_bytes(opened, part.name)}
+            | _items_json([item for item in items if item.part == part.name])
+            for part in parts
+        ],
         "bytes": opened.committed.data_bytes,
         "leaves": [_leaf_json(opened, name, *leaf) for name, leaf in leaves.items()],
         "skipped": opened.skipped,
     }
+
+
+def _items_json(items: Sequence[_Item]) -> dict[str, Any]:
+    found = [{"file": item.file, "value": item.value, "problem": item.why_not or None} for item in items]
+    return {"items": found} if found else {}
 
 
 def _leaf_json(opened: Opened, name: str, leaf: LeafRecord, array: ArrayRecord | None) -> dict[str, Any]:
@@ -106,8 +166,11 @@ def json_value(value: Any) -> Any:
 
 def value_text(value: Any) -> str:
     """A plain value for people, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}... ({len(text):,} letters)"
+    return _cut(repr(value), MOST_LETTERS)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} letters)"
 
 
 def part_bytes(opened: Opened, name: str) -> int:
@@ -117,7 +180,7 @@ def part_bytes(opened: Opened, name: str) -> int:
     return sum(map(nbytes_of, part.arrays)) + sum(file.bytes for file in part.files)
 
 
-def _print(opened: Opened, leaves: dict[str, tuple[LeafRecord, ArrayRecord | None]]) -> None:
+def _print(opened: Opened, leaves: dict[str, tuple[LeafRecord, ArrayRecord | None]], items: Sequence[_Item]) -> None:
     about = metadata_of(opened)
     print_text(f"{opened.path}  ({opened.kind})")
     for name in ("step", "created", "metrics", "custom_metadata", "versions"):
@@ -125,6 +188,11 @@ def _print(opened: Opened, leaves: dict[str, tuple[LeafRecord, ArrayRecord | Non
             print_text(f"{name}: {about[name]}")
     for part in opened.committed.manifest.parts:
         print_text(f"part {part.name}: {part.kind}, {bytes_text(part_bytes(opened, part.name))}")
+        own = [item for item in items if item.part == part.name]
+        for item in own[:MOST_FILES]:
+            print_text(f"  {item.file}: {item.why_not or _cut(json.dumps(item.value), MOST_VALUE_LETTERS)}")
+        if len(own) > MOST_FILES:
+            print(f"  and {len(own) - MOST_FILES:,} more files")
     rows = [
         [
             name,

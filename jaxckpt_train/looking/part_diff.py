@@ -59,11 +59,17 @@ def _is_same(a: Opened, one: FileRecord, b: Opened, other: FileRecord) -> bool:
     is_json = a.kind != b.kind  # each writes it in a way of its own
     if one.bytes != other.bytes and not is_json:
         return False
-    mine, theirs = _read(a, one), _read(b, other)
+    mine, theirs = read_file(a, one), read_file(b, other)
     return np.array_equal(mine, theirs) or (is_json and _is_same_json(mine, theirs))
 
 
-def _read(opened: Opened, file: FileRecord) -> np.ndarray:
+def read_file(opened: Opened, file: FileRecord) -> np.ndarray:
+    """All bytes of a file of a checkpointable, as a flat uint8 array.
+
+    Raises:
+        CorruptCheckpointError: it is not what was saved.
+        StorageError: it cannot be read.
+    """
     manifest = opened.committed.manifest
     digest = manifest.digest if opened.settings.verify_on_load and file.digests else None
     return read_recorded(opened.files, opened.path, file, digest, manifest.block_bytes)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Sequence
 
 from jaxckpt_train.errors import MismatchError, SettingsError
-from jaxckpt_train.tree.patterns import suggestion
+from jaxckpt_train.tree.patterns import keys_there, suggestion
 
 INDEX = "{}"
 _PIECES = re.compile(r"\*\*|\*|\{\}|[^*{]+|\{")
@@ -66,6 +66,5 @@ def matches(pattern: str, names: Collection[str], subject: str) -> dict[str, tup
     found = {name: groups for name in names if (groups := taken(pattern, name)) is not None}
     if not found:
         hint = suggestion(pattern, names, lambda tried: lambda name: taken(tried, name) is not None)
-        listed = ", ".join(map(repr, sorted(names)[:5])) + (", ..." if len(names) > 5 else "") or "none"
-        raise MismatchError(f"{subject}: no leaf fits {pattern!r}{hint or f'; there are {listed}'}")
+        raise MismatchError(f"{subject}: no leaf fits {pattern!r}{hint or f'; there are {keys_there(pattern, names)}'}")
     return found

@@ -20,6 +20,7 @@ from jaxckpt_train.tree.leaf_records import (
     describe_saved,
     shape_text,
 )
+from jaxckpt_train.tree.patterns import keys_there, suggestion
 from jaxckpt_train.tree.target import Want
 
 _ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
@@ -178,7 +179,8 @@ def rename_map(names: Sequence[str], rules: Mapping[str, str]) -> dict[str, str]
     idle = [rule for rule in rules if rule not in used]
     if idle:
         raise MismatchError(
-            f"rename: no saved leaf fits {', '.join(map(repr, idle))}; saved are {', '.join(names[:20])}"
+            f"rename: no saved leaf fits {', '.join(map(repr, idle))}{suggestion(idle, names)}; saved are "
+            f"{keys_there(idle[0], names)}"
         )
     olds = dict[str, str]()
     for old, new in renamed.items():

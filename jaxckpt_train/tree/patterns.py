@@ -7,11 +7,14 @@ import re
 from collections.abc import Callable, Collection, Sequence
 
 from jaxckpt_train.errors import MismatchError, SettingsError
+from jaxckpt_train.tree.paths import ROOT, key_text, parse_key, split
 
 Only = str | Sequence[str] | Callable[[str], bool] | None
 
 _MOST_NAMED = 3
+_MOST_KEYS = 8
 _MOST_COMPARED = 1000  # more take seconds
+HOW_ESCAPED = "in a key ~ is written ~0, / is ~1 and @ is ~2; ~s marks text that looks like an integer"
 _PIECES = re.compile(r"\*\*|\*|\?|[^*?]+")
 _MEANING = {"**": ".*", "*": "[^/]*", "?": "[^/]"}
 
@@ -48,10 +51,28 @@ def refuse_idle_pattern(subject: str, only: Only, names: Collection[str]) -> Non
     """Raise MismatchError if one of the patterns of a load selects nothing."""
     idle = idle_pattern(only, names)
     if idle is not None:
-        listed = ", ".join(map(repr, sorted(names)[:5])) + (", ..." if len(names) > 5 else "")
         raise MismatchError(
-            f"{subject}: only={idle!r} selects none of {len(names)} leaves{suggestion(idle, names)}: {listed}"
+            f"{subject}: only={idle!r} selects none of {len(names)} leaves{suggestion(idle, names)}: "
+            f"{keys_there(idle if isinstance(idle, str) else '', names)}"
         )
+
+
+def keys_there(pattern: str, names: Collection[str]) -> str:
+    """The leaves and containers where a pattern that selects nothing parts from the tree, as patterns to use instead.
+
+    Where a key is escaped, how to write one is added.
+    """
+    inside, above = list(names), ""
+    for key in pattern.strip().split("/"):
+        below = [name for name in inside if name.startswith(f"{above}{key}/")]
+        if not below or set(key) & set("*?{"):
+            break
+        inside, above = below, f"{above}{key}/"
+    keys = {name[len(above) :].partition("/") for name in inside}
+    found = sorted({f"{above}{key}/**" if slash else f"{above}{key}" for key, slash, _ in keys})
+    listed = ", ".join(map(repr, found[:_MOST_KEYS])) + (", ..." if len(found) > _MOST_KEYS else "")
+    is_escaped = any("~" in each for each in (pattern, *found[:_MOST_KEYS]) if each != ROOT)
+    return (listed or "none") + (f"; {HOW_ESCAPED}" if is_escaped else "")
 
 
 def _expression(pattern: str) -> str:
@@ -76,16 +97,48 @@ def suggestion(only: Only, names: Collection[str], fits: Callable[[str], Callabl
     patterns = [only] if isinstance(only, str) else only
     if callable(patterns) or patterns is None:
         return ""
-    for pattern in patterns:
+    for given in patterns:
+        pattern = given.strip()
         plain = pattern.strip("/").removesuffix("/*").removesuffix("/**")
         tops = difflib.get_close_matches(plain.partition("/")[0], {name.partition("/")[0] for name in names}, 1)
         _, slash, rest = plain.partition("/")
         corrected = _with_known_keys(pattern, names)
         ways = (f"{top}{slash}{rest}/**" for top in tops)
-        for tried in (plain, f"{plain}/**", corrected, f"{corrected}/**", *ways, *tops):
+        escaped = _with_escapes(pattern, names)
+        for tried in (
+            pattern,
+            plain,
+            f"{plain}/**",
+            escaped,
+            pattern.replace(".", "/"),
+            corrected,
+            f"{corrected}/**",
+            *ways,
+            *tops,
+        ):
             if any(map(fits(tried), names)):
                 return f', did you mean "{tried}"?'
     return ""
+
+
+def _with_escapes(pattern: str, names: Collection[str]) -> str:
+    """The path of a leaf whose keys are given as they are, or a pattern with the keys that are none escaped."""
+    for name in names:
+        if "~" in name and pattern == "/".join(str(_key(text)) for text in split(name)):
+            return name
+    known = {key for name in names for key in name.split("/")}
+    keys = pattern.split("/")
+    for place, key in enumerate(keys):
+        if key not in known and key.isprintable() and key and not set(key) & set("*?{"):
+            keys[place] = key_text(key, ROOT)
+    return "/".join(keys)
+
+
+def _key(text: str) -> object:
+    try:
+        return parse_key(text)
+    except (ValueError, OverflowError):
+        return text
 
 
 def _with_known_keys(pattern: str, names: Collection[str]) -> str:

@@ -1,4 +1,4 @@
-"""`jaxckpt show`: the tree of a checkpoint, without a byte of its data."""
+"""`jaxckpt show`: the tree of a checkpoint and its JSON items, without a byte of its arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from tests.cli.commands import printed, refused, told
+from tests.cli.commands import printed, refused, run, told
 from tests.steps.runs import made_run, remove_the_segment, step_path, truncate_the_manifest
 
 TREE: dict[str, Any] = {
@@ -95,6 +95,82 @@ def test_a_checkpointable_is_chosen_by_its_name(tmp_path: Path) -> None:
     assert "'c'" in refused("show", tmp_path / "c", "--part", "c", code=2)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "meant"),
+    [
+        ("params/** ", "params/**"),
+        (" params/**", "params/**"),
+        ("params.bias", "params/bias"),
+        ("parms/**", "params/**"),
+        ("a/b", "a~1b"),
+        ("emb~d/**", "emb~0d/**"),
+        ("layers/0/**", "layers/~s0/**"),
+    ],
+)
+def test_pattern_that_selects_nothing_names_keys_there(tmp_path: Path, pattern: str, meant: str) -> None:
+    tree = {"params": {"bias": 1, "norm": 2}, "a/b": 3, "emb~d": {"w": 4}, "layers": {"0": {"w": 5}}}
+    jct.save(tmp_path / "c", tree)
+    with pytest.raises(jct.MismatchError) as raised:
+        jct.load(tmp_path / "c", only=[pattern])
+    messages = [str(raised.value), refused("show", tmp_path / "c", pattern, code=2)]
+    messages += [refused("export", tmp_path / "c", tmp_path / "x", "--to", "safetensors", "--only", pattern, code=2)]
+    messages += [refused("diff", tmp_path / "c", tmp_path / "c", "--only", pattern, code=2)]
+    messages += [refused("import", tmp_path / "c", tmp_path / "x", "--op", f"drop '{pattern}'", code=2)]
+    for message in messages:
+        assert f'did you mean "{meant}"?' in message
+    for message in messages[:4]:
+        assert "'a~1b', 'emb~0d/**', 'layers/" in message or "'layers/~s0/**'" in message or "'params/norm'" in message
+        assert "/ is ~1" in message or "~" not in message
+    assert len(jct.load(tmp_path / "c", only=meant)) == 1
+
+
+def test_keys_are_those_where_the_pattern_parts_from_the_tree(tmp_path: Path) -> None:
+    tree = {"opt": {f"m{n}": n for n in range(50)}, "params": {"a": {"w": 1}, "b": 2}}
+    jct.save(tmp_path / "c", tree)
+    with pytest.raises(jct.MismatchError, match=r"52 leaves: 'params/a/\*\*', 'params/b'$"):
+        jct.load(tmp_path / "c", only="params/zzzzzz/**")
+    with pytest.raises(jct.MismatchError, match=r"52 leaves: 'opt/m0', .*, \.\.\.$"):
+        jct.load(tmp_path / "c", only="opt/*/zzzzz")
+    with pytest.raises(jct.MismatchError, match=r"saved are 'opt/\*\*', 'params/\*\*'"):
+        jct.load(tmp_path / "c", rename={"zzz": "y"})
+
+
+class Iterator:
+    def get_state(self) -> dict[str, Any]:
+        return {"index": 12, "files": ["a", "b"]}
+
+    def set_state(self, state: dict[str, Any]) -> None: ...
+
+
+def test_json_items_are_printed(tmp_path: Path) -> None:
+    config = {"lr": 0.5, "note": "tab\there", "large": 1 << 60, "bad": float("nan")}
+    jct.save_checkpointables(
+        tmp_path / "c", {"state": {"w": np.zeros(2)}, "config": jct.JsonValue(config), "data": Iterator()}
+    )
+    text = printed("show", tmp_path / "c")
+    assert '  config/p00000.json: {"lr": 0.5, "note": "tab\\there"' in text
+    assert "data/index" in text
+    parts = {part["name"]: part for part in told("show", tmp_path / "c")["parts"]}
+    (item,) = parts["config"]["items"]
+    assert item["value"] == {"lr": 0.5, "note": "tab\there", "large": str(1 << 60), "bad": "nan"}
+    assert "items" not in parts["state"]
+    assert "p00000.json" not in printed("show", tmp_path / "c", "--part", "state")
+    assert "p00000.json" not in printed("show", tmp_path / "c", "w")
+
+
+def test_large_and_damaged_json_items_are_named_not_printed(tmp_path: Path) -> None:
+    parts = {"state": {"w": np.zeros(2)}, "long": jct.JsonValue("x" * 5000), "huge": jct.JsonValue("y" * (2 << 20))}
+    jct.save_checkpointables(tmp_path / "c", parts)
+    text = printed("show", tmp_path / "c")
+    assert "(5,002 letters)" in text
+    assert "huge/p00000.json: 2.0 MiB, not shown" in text
+    (tmp_path / "c" / "long" / "p00000.json").write_text("[]".ljust(5002))
+    done = run("show", tmp_path / "c")
+    assert done.exit_code == 1
+    assert "long/p00000.json: bytes 0 to 5002 are not what was saved" in done.stdout
+    assert "state/w" in done.stdout
+
+
 def test_of_a_run_it_is_the_newest_whole_step_or_the_one_that_is_asked_for(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1, 2, 3)
     truncate_the_manifest(step_path(run, 3))
@@ -104,7 +180,7 @@ def test_of_a_run_it_is_the_newest_whole_step_or_the_one_that_is_asked_for(tmp_p
     assert "manifest.json: 100 bytes, but COMMIT says" in refused("show", run, "--step", 3, code=1)
 
 
-def test_it_reads_no_data(tmp_path: Path) -> None:
+def test_it_reads_no_arrays(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1)
     whole = told("show", run)
     remove_the_segment(step_path(run, 1))

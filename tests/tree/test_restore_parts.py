@@ -155,7 +155,7 @@ def test_a_cast_that_fails_on_an_accelerator_is_raised(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("only", ["params", "/params/**", "params/*", "param/**", ["params/**", "params/"]])
 def test_a_pattern_that_chooses_nothing_is_answered_with_one_that_does(path: Path, only: Any) -> None:
-    with pytest.raises(jct.MismatchError, match=r'selects none of 6 leaves, did you mean "params/\*\*"\?: \'opt/'):
+    with pytest.raises(jct.MismatchError, match=r'selects none of 6 leaves, did you mean "params/\*\*"\?: \'(opt|params)/'):
         jct.load(path, only=only)
 
 
@@ -173,7 +173,7 @@ def test_a_leaf_that_a_rename_would_put_below_another_is_told_before_anything_is
 
 
 def test_a_pattern_like_nothing_is_answered_with_names(path: Path) -> None:
-    with pytest.raises(jct.MismatchError, match=r"selects none of 6 leaves: 'opt/0/mu', .*, \.\.\.$"):
+    with pytest.raises(jct.MismatchError, match=r"selects none of 6 leaves: 'opt/\*\*', 'params/\*\*'"):
         jct.load(path, only="zzz")
     with pytest.raises(jct.MismatchError, match=r"selects none of 6 leaves: 'opt"):
         jct.load(path, only=lambda name: False)
