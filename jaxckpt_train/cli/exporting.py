@@ -41,7 +41,14 @@ _NNX = (
     "Orbax restores this state of Flax NNX onto nested dicts (nnx.to_pure_dict); onto nnx.state(model) with "
     "--op 'rename ** **/value'"
 )
-Out = Annotated[str, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)]
+Out = Annotated[
+    str,
+    typer.Argument(
+        metavar="OUT",
+        help="The folder to write; safetensors: one file, if its name ends in .safetensors.",
+        show_default=False,
+    ),
+]
 To = Annotated[str, typer.Option("--to", help="safetensors (as Hugging Face lays models out), or orbax (a step).")]
 PartToWrite = Annotated[
     str | None,
@@ -87,7 +94,7 @@ def export(
 ) -> None:
     """Write the tree of a checkpoint for another tool: safetensors files, or a step that Orbax restores."""
     with told_errors(as_json):
-        form = _form(to, shard_gb, separator, item)
+        form = _form(to, out, shard_gb, separator, item)
         opened = open_at(BACKEND, absolute(path), step_number(step))
         source, name, plan = prepared(opened, part, only, surgery, op)
         others = [] if part else [each.name for each in opened.committed.manifest.parts if each.name != name]
@@ -119,17 +126,22 @@ class _Form(NamedTuple):
     shard_bytes: int
     separator: str
     item: str | None
+    single_file: bool
 
 
-def _form(to: str, shard_gb: float | None, separator: str | None, item: str | None) -> _Form:
+def _form(to: str, out: str, shard_gb: float | None, separator: str | None, item: str | None) -> _Form:
     if to not in ("safetensors", "orbax"):
         raise SettingsError(f'--to: expected "safetensors" or "orbax", found {to!r}')
     if to != "orbax" and item is not None:
         raise SettingsError("--item: expected --to orbax with it, which it is for")
     if to != "safetensors" and (shard_gb is not None or separator is not None):
         raise SettingsError("--shard-gb and --separator: expected --to safetensors with them, which they are for")
+    single_file = to == "safetensors" and out.endswith(".safetensors")
+    if single_file and shard_gb is not None:
+        raise SettingsError(f"--shard-gb: expected a folder to write several files into, found the one file {out!r}")
     shard_bytes = SHARD_BYTES if shard_gb is None else _bytes_of(shard_gb)
-    return _Form(to, shard_bytes, SEPARATOR if separator is None else text("--separator", separator), item)
+    own_separator = SEPARATOR if separator is None else text("--separator", separator)
+    return _Form(to, shard_bytes, own_separator, item, single_file)
 
 
 def _bytes_of(shard_gb: float) -> int:
@@ -221,6 +233,7 @@ def _write_safetensors(source: Opened, part: PartRecord, out: str, form: _Form, 
         source.settings,
         separator=form.separator,
         shard_bytes=form.shard_bytes,
+        single_file=form.single_file,
         metadata=_texts(metadata_of(source).get("custom_metadata")) | {"format": "pt"},
         progress=advance,
     )

@@ -83,20 +83,24 @@ def export_safetensors(
     *,
     separator: str = ".",
     shard_bytes: int = SHARD_BYTES,
+    single_file: bool = False,
     metadata: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> Exported:
     """Write the tree of a checkpointable as a folder with `model.safetensors`, or several files and their index.
+
+    With `single_file` one file is written, and no folder.
 
     Args:
         files: what the checkpoint is read from.
         committed: the opened checkpoint.
         part: the checkpointable.
         backend: where to write.
-        final: the folder, an absolute path where nothing is.
+        final: the folder, or the file, an absolute path where nothing is.
         settings: how the checkpoint is verified, and how durable the files are made.
         separator: between the keys of a leaf path in the name of its tensor.
         shard_bytes: a file has no more bytes of tensors, unless one alone is larger.
+        single_file: whether all tensors are written into one file that has the path `final`.
         metadata: free-form text for each file; None: `{"format": "pt"}`, which some readers insist on.
         progress: called with numbers of bytes as they are written.
 
@@ -114,14 +118,14 @@ def export_safetensors(
         raise SettingsError(f'export: separator: expected text such as ".", found {separator!r}')
     leaves = decode_tree(part, committed.directory).leaves
     tensors, names, left_out = _tensors(committed, part, leaves, separator)
-    shards = list(_shards(tensors, shard_bytes))
+    shards = [tensors] if single_file else list(_shards(tensors, shard_bytes))
     count = len(shards)
     file_names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     file_names = file_names if count > 1 else ["model.safetensors"]
     told = {"format": "pt"} if metadata is None else metadata
     with (
         ReadAhead(settings.read_budget_bytes, committed.directory) as ahead,
-        appearing(backend, final, settings) as attempt,
+        appearing(backend, final, settings, file_names[0] if single_file else None) as attempt,
     ):
 
         def to_come(array: ArrayRecord, boxes: Sequence[Box]) -> list[BoxAhead]:
@@ -137,6 +141,7 @@ def export_safetensors(
         if count > 1:
             attempt.write_file("model.safetensors.index.json", _index(shards, file_names, nbytes))
     prng_keys = tuple(leaf for leaf, record in leaves.items() if isinstance(record, KeyLeaf))
+    file_names = [final.rpartition("/")[2]] if single_file else file_names
     return Exported(tuple(file_names), names, tuple(left_out), nbytes, prng_keys)
 
 

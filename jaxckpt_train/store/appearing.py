@@ -22,13 +22,14 @@ _log = logging.getLogger("jaxckpt_train")
 
 
 @contextlib.contextmanager
-def appearing(backend: Backend, final: str, settings: StoreSettings) -> Iterator[Attempt]:
+def appearing(backend: Backend, final: str, settings: StoreSettings, only_file: str | None = None) -> Iterator[Attempt]:
     """Within: a directory to write into; afterwards it has its name, or is gone if anything has failed.
 
     Args:
         backend: where.
         final: the absolute path that it is to have; nothing may be there.
         settings: how durable it is made.
+        only_file: the name of the one file in it that gets the path `final` instead; None: the whole directory does.
 
     Raises:
         CheckpointExistsError: something is there.
@@ -42,7 +43,7 @@ def appearing(backend: Backend, final: str, settings: StoreSettings) -> Iterator
     try:
         yield attempt
         attempt.sync()
-        _publish(backend, attempt.directory, final)
+        _publish(backend, attempt.directory if only_file is None else f"{attempt.directory}/{only_file}", final)
     except BaseException as error:
         try:
             backend.remove(attempt.directory)
@@ -51,6 +52,11 @@ def appearing(backend: Backend, final: str, settings: StoreSettings) -> Iterator
         raise
     if settings.durability == "full":
         backend.sync(parent)
+    if only_file is not None:
+        try:
+            backend.remove(attempt.directory)
+        except StorageError as error:
+            _log.warning("%s: is written, but %s could not be removed: %s", final, attempt.directory, error)
 
 
 def refuse_existing_name(final: str) -> None:

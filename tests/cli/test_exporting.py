@@ -8,9 +8,10 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 import jaxckpt_train as jct
-from tests.cli.commands import run, told
+from tests.cli.commands import refused, run, told
 from tests.tree.same_trees import raw
 
 TOLD = "PRNG key is written as bare integers, as safetensors has none: 0/drop/rngs/key; no target that has keys there"
@@ -66,3 +67,42 @@ def test_what_is_left_out_is_not_called_no_number(tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"w": np.ones(2), "c": 1 + 2j, "none": None})
     done = run("export", tmp_path / "a", tmp_path / "hf", "--to", "safetensors")
     assert done.stdout.splitlines()[1:] == ["left out, as safetensors has nothing for them: c, none"]
+
+
+def test_name_of_a_file_makes_one_file(tmp_path: Path) -> None:
+    tree = {"w": np.arange(6.0), "b": np.ones(3, np.float16)}
+    jct.save(tmp_path / "a", tree)
+    out = tmp_path / "new" / "x.safetensors"
+    found = told("export", tmp_path / "a", out, "--to", "safetensors")
+    assert found["files"] == ["x.safetensors"]
+    assert found["to"] == str(out)
+    assert {name: value.tobytes() for name, value in load_file(out).items()} == {
+        name: value.tobytes() for name, value in tree.items()
+    }
+    assert [path.name for path in out.parent.iterdir()] == ["x.safetensors"]
+    assert "exists" in refused("export", tmp_path / "a", out, "--to", "safetensors", code=4)
+    assert load_file(out).keys() == tree.keys()
+
+
+def test_one_file_is_written_whatever_its_size_and_folders_end_with_a_slash(tmp_path: Path) -> None:
+    jct.save(tmp_path / "a", {"w": np.arange(6.0), "b": np.ones(3)})
+    file = tmp_path / "x.safetensors"
+    assert "--shard-gb" in refused("export", tmp_path / "a", file, "--to", "safetensors", "--shard-gb", 1, code=2)
+    folder = f"{file}/"
+    run("export", tmp_path / "a", folder, "--to", "safetensors", "--shard-gb", "0.000000048")
+    assert sorted(path.name for path in file.iterdir())[1:] == [
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    assert sorted(jct.load(file)) == ["b", "w"]
+    assert "exists" in refused("export", tmp_path / "a", file, "--to", "safetensors", code=4)
+    run("export", tmp_path / "a", tmp_path / "y.safetensors", "--to", "orbax")
+    assert (tmp_path / "y.safetensors").is_dir()
+
+
+def test_damage_leaves_no_file(tmp_path: Path) -> None:
+    jct.save(tmp_path / "a", {"w": np.arange(6.0)})
+    (segment,) = (tmp_path / "a").glob("*/*.safetensors")
+    segment.write_bytes(segment.read_bytes()[:-8] + bytes(8))
+    refused("export", tmp_path / "a", tmp_path / "x.safetensors", "--to", "safetensors", code=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
