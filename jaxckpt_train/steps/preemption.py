@@ -65,6 +65,7 @@ class SignalNotice:
         self._monotonic = monotonic
         self._numbers = list(dict.fromkeys(map(_signal_number, names)))  # SIGIOT is another name of SIGABRT
         self._handlers: dict[int, SignalHandler] = {}
+        self._next_look, self._replaced = -math.inf, set[int]()
         _notices.add(self)
 
     def install(self) -> None:
@@ -85,13 +86,13 @@ class SignalNotice:
         """The numbers of the signals for which it has handlers now."""
         return list(self._handlers)
 
-    def restore(self, *, leaving: bool = False, every: bool = False) -> None:
+    def restore(self, *, leaving: bool = False) -> None:
         """Put the handlers back that were there before; where others are above its own, those pass signals on.
 
-        `leaving`: the process ends now, and the signal that it ends for may come once more; `every`: so may the others.
+        `leaving`: the process ends on request. More signals of any kind may come: Slurm sends SIGUSR1, then SIGTERM.
         """
-        for number, handler in self._handlers.items():
-            if leaving and (every or signal.Signals(number).name == self.received):
+        for handler in self._handlers.values():
+            if leaving:
                 handler.hush()
             else:
                 handler.stop()
@@ -99,7 +100,24 @@ class SignalNotice:
 
     def notice(self) -> str | None:
         """The signal that came, as text."""
+        if self.received is None and self._monotonic() >= self._next_look:
+            self._warn_if_replaced()
         return None if self.received is None else f"signal {self.received}"
+
+    def _warn_if_replaced(self) -> None:
+        """Warn once for each signal for which somebody has installed another handler since."""
+        self._next_look = self._monotonic() + LOOK_S
+        for number, handler in self._handlers.items():
+            other = None if number in self._replaced else handler.replaced_by()
+            if other is not None:
+                self._replaced.add(number)
+                _log.warning(
+                    "%s: its handler was replaced by %s, so this signal is not seen as a request to leave, unless that "
+                    "handler calls the one that it replaced. Install your handler before the CheckpointCallback is "
+                    "entered, which then calls it, or use notice_file",
+                    signal.Signals(number).name,
+                    other,
+                )
 
 
 class FileNotice:
@@ -228,14 +246,15 @@ class PreemptionWatch:
         self._signals.install()
 
     def stop(self, *, leaving: bool = False) -> None:
-        """End that, and put the signal handlers back; one that the process ends for now is ignored until it has ended.
+        """End that, and put the signal handlers back.
 
-        Where there are sources all signals are: a machine that goes, and Slurm that requeues, send others once more.
+        `leaving`: the process ends now. If it was asked to, all signals that were watched are ignored meanwhile.
         """
         self._tell_sources()
         self._agreement.leave()
         self._sources.stop()
-        self._signals.restore(leaving=leaving, every=bool(self._sources))
+        is_asked = self.noticed_at is not None or self._signals.received is not None
+        self._signals.restore(leaving=leaving and is_asked)
 
     def leaves(self, step: int | None, left_s: float | None) -> None:
         """The run is over: the sources are told so when the watch is stopped.

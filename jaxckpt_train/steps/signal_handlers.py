@@ -34,10 +34,23 @@ class SignalHandler:
         self._received = weakref.WeakMethod(received)
         self._is_stopped, self._ignores_until = False, -math.inf
         self._before, self._action = signal.getsignal(number), _exchange_action(number)
+        self._address = b""
 
     def install(self) -> None:
         """Install it; only the main thread can."""
         signal.signal(self._number, self)
+        self._address = self._installed_address()
+
+    def replaced_by(self) -> str | None:
+        """What was installed in its place since, as text; None: nothing that keeps this one from being called."""
+        found: object = signal.getsignal(self._number)
+        if found is not self and not isinstance(found, SignalHandler):  # those call the one below
+            return repr(found)
+        return None if self._installed_address() == self._address else "a handler written in C"
+
+    def _installed_address(self) -> bytes:
+        """Of the C function that the system calls: the first member of `struct sigaction`. One for all of Python's."""
+        return _exchange_action(self._number).raw[: ctypes.sizeof(ctypes.c_void_p)]
 
     def stop(self) -> None:
         """Tell of nothing any more, and put back what was there before unless another handler is above."""
@@ -47,7 +60,7 @@ class SignalHandler:
             self._lowest()._put_back()
 
     def hush(self) -> None:
-        """As `stop`, for a process that ends because of this signal: launchers send it again, and it has an exit code.
+        """As `stop`, for a process that ends on request, with an exit code of its own: launchers send more signals.
 
         For half a minute, and while the interpreter ends, the signal is ignored; a process that lives on gets it then.
         A handler of the user's own knows better what to do: it is put back.

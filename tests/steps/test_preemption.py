@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
@@ -100,6 +101,47 @@ def test_a_handler_that_was_set_later_is_not_taken_away() -> None:
     notice.restore()
     assert signal.getsignal(signal.SIGUSR2) == later
     signal.signal(signal.SIGUSR2, before)
+
+
+def own_handler(number: int, frame: Any) -> None:
+    """As a script has one."""
+
+
+@pytest.mark.parametrize("replace", [own_handler, signal.SIG_IGN, signal.SIG_DFL, "faulthandler"])
+def test_replaced_handler_is_warned_about_once(replace: Any, caplog: pytest.LogCaptureFixture) -> None:
+    time = Time()
+    before, notice = signal.getsignal(signal.SIGUSR2), SignalNotice(["SIGUSR1", "SIGUSR2"], time)
+    notice.install()
+    notice.notice()
+    if replace == "faulthandler":  # written in C: Python does not know of it
+        faulthandler.register(signal.SIGUSR2)
+    else:
+        signal.signal(signal.SIGUSR2, replace)
+    for _ in range(5):
+        time.now += 0.5
+        assert notice.notice() is None
+    (record,) = caplog.records
+    assert record.args[0] == "SIGUSR2"  # type: ignore[index]
+    assert "notice_file" in record.getMessage()
+    if replace == "faulthandler":
+        faulthandler.unregister(signal.SIGUSR2)
+    notice.restore()
+    signal.signal(signal.SIGUSR2, before)
+
+
+def test_handlers_of_other_notices_and_earlier_ones_are_not_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    before, time = signal.signal(signal.SIGUSR1, own_handler), Time()
+    notices = [SignalNotice(["SIGUSR1"], time) for _ in range(2)]
+    for notice in notices:
+        notice.install()
+    signal.siginterrupt(signal.SIGUSR1, False)  # changes the flags of the handler only
+    for _ in range(5):
+        time.now += 1
+        assert [notice.notice() for notice in notices] == [None, None]
+    assert not caplog.records
+    for notice in reversed(notices):
+        notice.restore()
+    assert signal.signal(signal.SIGUSR1, before) is own_handler
 
 
 @pytest.mark.parametrize("name", ["SIGNOTHING", "TERM", 15, "", "SIG_DFL"])

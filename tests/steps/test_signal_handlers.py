@@ -224,6 +224,53 @@ def test_a_signal_that_is_sent_again_does_not_change_the_exit_code(tmp_path: Pat
     assert process.returncode == 75, errors
 
 
+LEAVES_SLOWLY = """
+import atexit
+import numpy as np
+import jaxckpt_train as jct
+
+def last():
+    print("ending", flush=True)
+    sys.stdin.readline()
+
+atexit.register(last)
+notice = {"notice_file": sys.argv[2]} if "file" in sys.argv else {"max_run_time_s": 20.3} if "time" in sys.argv else {}
+with jct.CheckpointCallback(sys.argv[1], **notice, grace_period_s=20) as ckpt:
+    state = ckpt.resume({"w": np.zeros(2)})
+    print("begins", flush=True)
+    for step in ckpt.steps(10**9):
+        ckpt(state)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("SIGUSR1", "SIGTERM"),
+        ("SIGTERM", "SIGUSR1"),
+        ("SIGUSR2", "SIGUSR1 SIGTERM SIGTERM"),
+        ("file", "SIGTERM"),
+        ("time", "SIGUSR1 SIGTERM"),
+    ],
+)
+def test_another_kind_of_signal_does_not_change_the_exit_code(tmp_path: Path, first: str, second: str) -> None:
+    command = [sys.executable, "-c", HEAD + LEAVES_SLOWLY, str(tmp_path / "run"), str(tmp_path / "notice"), first]
+    variables = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_PLATFORMS": "cpu"}
+    pipe: Any = subprocess.PIPE
+    with subprocess.Popen(command, env=variables, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begins\n"
+        if first == "file":
+            (tmp_path / "notice").touch()
+        elif first != "time":
+            process.send_signal(signal.Signals[first])
+        assert process.stdout.readline() == "ending\n"
+        for name in second.split():
+            process.send_signal(signal.Signals[name])
+        _, errors = process.communicate("\n", timeout=60)
+    assert process.returncode == 75, errors
+
+
 LIVES_ON = """
 from jaxckpt_train.steps.preemption import SignalNotice
 
@@ -261,12 +308,12 @@ def test_a_handler_of_the_users_own_is_put_back_whatever_the_process_does(seen: 
     assert seen == [TERM] * 2
 
 
-def test_only_the_signal_that_the_process_ends_for_is_ignored() -> None:
+def test_all_watched_signals_are_ignored_by_a_process_that_leaves() -> None:
     before, notice = signal.getsignal(signal.SIGUSR1), installed("SIGTERM", "SIGUSR1")
     own = notice._handlers[TERM]._before
     send()
     notice.restore(leaving=True)
-    assert signal.getsignal(signal.SIGUSR1) == before
-    assert signal.getsignal(TERM) != own
-    send()
+    for number in (TERM, signal.SIGUSR1):
+        send(number)
     signal.signal(TERM, own)
+    signal.signal(signal.SIGUSR1, before)
