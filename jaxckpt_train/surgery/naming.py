@@ -1,4 +1,4 @@
-"""Operations on names: leaves get other paths, or are left out."""
+"""Operations on names: leaves get other paths, or a second one, or are left out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 
 from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.surgery.leaves import Leaves
-from jaxckpt_train.surgery.names import check_template, filled, matches
+from jaxckpt_train.surgery.names import check_pattern, check_template, filled, matches
 from jaxckpt_train.surgery.operation import Change, Operation
 from jaxckpt_train.tree.paths import ROOT, join, key_text, parse_key, split
 
@@ -40,6 +40,34 @@ class Rename(Operation):
         leaves.clear()
         leaves.update(renamed)
         return list(found.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy(Operation):
+    """Give leaves a second path, such as the output layer that shares its weights with an embedding.
+
+    Args:
+        from_: a path or pattern; written `from` in YAML, JSON and on the command line.
+        to: with the same wildcards, in the same order.
+    """
+
+    name = "copy"
+    from_: str
+    to: str
+
+    def __post_init__(self) -> None:
+        check_pattern("copy: from", self.from_)
+        self._check_patterns("to")
+        check_template("copy", self.from_, self.to)
+
+    def apply(self, leaves: Leaves, subject: str) -> list[Change]:
+        """As the base class says."""
+        found = {name: filled(self.to, groups) for name, groups in matches(self.from_, leaves, subject).items()}
+        for name, new in found.items():
+            if new in leaves:
+                raise MismatchError(f"{subject}: leaf {new!r}, a copy of {name!r}, is there already; drop it first")
+            leaves[new] = leaves[name]
+        return [(f"{name} {leaves[name].text()}", f"{name}, {new}") for name, new in found.items()]
 
 
 @dataclasses.dataclass(frozen=True)

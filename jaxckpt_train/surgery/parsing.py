@@ -12,19 +12,19 @@ import msgspec
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.surgery.adding import Add
 from jaxckpt_train.surgery.joining import Fuse, Split, Stack, Unstack
-from jaxckpt_train.surgery.naming import Drop, Nest, Rename
+from jaxckpt_train.surgery.naming import Copy, Drop, Nest, Rename
 from jaxckpt_train.surgery.operation import Operation
 from jaxckpt_train.surgery.reforming import Cast, Pad, Reshape, Transpose, Truncate
 from jaxckpt_train.value_checks import known_keys, nearest
 
 OPERATIONS: dict[str, type[Any]] = {
     each.name: each
-    for each in (Rename, Nest, Drop, Stack, Unstack, Split, Fuse, Transpose, Reshape, Cast, Pad, Truncate, Add)
+    for each in (Rename, Nest, Drop, Copy, Stack, Unstack, Split, Fuse, Transpose, Reshape, Cast, Pad, Truncate, Add)
 }
 
 _SIZES = {"axes", "shape", "sizes"}  # of whole numbers, which may be none: () or []
 _LISTS = _SIZES | {"into"}
-_TEXTS = {"leaves", "to", "leaf", "dtype", "separator"}
+_TEXTS = {"leaves", "from", "to", "leaf", "dtype", "separator"}
 
 
 def operations_of(subject: str, given: object, in_all: int | None = None) -> tuple[Operation, ...]:
@@ -66,7 +66,7 @@ def _operation_of(subject: str, given: object) -> Operation:
         raise SettingsError(
             f"{subject}: op: expected one of {', '.join(OPERATIONS)}, found {name!r}{nearest(name, OPERATIONS)}"
         )
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    fields = {field.name.removesuffix("_"): field for field in dataclasses.fields(kind)}  # from_, as from is a keyword
     arguments = known_keys(
         f"{subject} ({name})", {key: value for key, value in given.items() if key != "op"}, tuple(fields)
     )
@@ -76,7 +76,7 @@ def _operation_of(subject: str, given: object) -> Operation:
     if missing:
         raise SettingsError(f"{subject} ({name}): expected {', '.join(missing)}")
     try:
-        operation: Operation = kind(**arguments)
+        operation: Operation = kind(**{fields[name].name: value for name, value in arguments.items()})
     except SettingsError as error:
         raise SettingsError(f"{subject} ({name}): {str(error).removeprefix(f'{name}: ')}") from error
     except TypeError as error:
@@ -118,7 +118,7 @@ def parse_operation(text: str, number: int = 1, in_all: int = 1) -> Operation:
 
 
 def _arguments(subject: str, kind: type[Any], words: Sequence[str]) -> dict[str, Any]:
-    fields = [field.name for field in dataclasses.fields(kind)]
+    fields = [field.name.removesuffix("_") for field in dataclasses.fields(kind)]
     given: dict[str, Any] = {}
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")

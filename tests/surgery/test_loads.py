@@ -14,8 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxckpt_train as jct
 from jaxckpt_train.surgery.adding import Add
 from jaxckpt_train.surgery.joining import Fuse, Split, Stack, Unstack
-from jaxckpt_train.surgery.naming import Drop, Rename
+from jaxckpt_train.surgery.naming import Copy, Drop, Rename
 from jaxckpt_train.surgery.reforming import Cast, Pad, Reshape, Transpose, Truncate
+from tests.cli.commands import run
 
 RANDOM = np.random.default_rng(0)
 LAYERS = [
@@ -44,6 +45,46 @@ def test_leaves_get_other_paths_and_the_rest_stays(saved: Path) -> None:
     assert np.array_equal(found["blocks"][2]["attn"]["k"], LAYERS[2]["attn"]["k"])
     assert set(found) == {"blocks", "model", "key", "empty"}
     assert jax.random.key_data(found["key"]).tolist() == jax.random.key_data(jax.random.key(5)).tolist()
+
+
+def test_copied_leaves_have_the_same_bytes(saved: Path, tmp_path: Path) -> None:
+    operations = [
+        Copy("model/embed", "head/kernel"),
+        Transpose("head/kernel"),
+        Copy("head/kernel", "head/again"),
+        Copy("model/layers/*/attn/**", "ema/*/**"),
+        Copy("key", "key2"),
+        Copy("step", "step2"),
+    ]
+    found = load(saved, *operations)
+    assert np.array_equal(found["model"]["embed"], EMBED)
+    assert np.array_equal(found["head"]["kernel"], EMBED.T)
+    assert np.array_equal(found["head"]["again"], EMBED.T)
+    assert np.array_equal(found["ema"][1]["q"], LAYERS[1]["attn"]["q"])
+    assert (jax.random.key_data(found["key2"]).tolist(), found["step2"]) == (
+        jax.random.key_data(jax.random.key(5)).tolist(),
+        7,
+    )
+    words = [word for text in ("copy model/embed head", "copy step step2") for word in ("--op", text)]
+    assert run("import", saved, tmp_path / "b", *words).exit_code == 0
+    assert run("verify", tmp_path / "b").exit_code == 0
+    assert np.array_equal(jct.load(tmp_path / "b")["head"], EMBED)
+    assert (
+        run("export", tmp_path / "b", tmp_path / "x.safetensors", "--to", "safetensors", "--op", "drop empty").exit_code
+        == 0
+    )
+    assert np.array_equal(jct.load(tmp_path / "x.safetensors")["head"], EMBED)
+
+
+def test_copy_goes_onto_devices_in_shards(saved: Path) -> None:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec(None, "x"))
+    like = {name: jax.ShapeDtypeStruct((10, 8), jnp.float32, sharding=sharding) for name in ("embed", "head")}
+    tied = [Copy("model/embed", "head"), Rename("model/embed", "embed")]
+    found = load(saved, *tied, like=like, only=["embed", "head"])
+    assert found["head"].sharding == sharding
+    assert np.array_equal(found["head"], EMBED)
+    assert np.array_equal(found["embed"], EMBED)
 
 
 def test_layers_are_stacked_and_unstacked_again(saved: Path) -> None:
@@ -128,6 +169,10 @@ def test_damage_is_found_whether_bytes_are_taken_over_or_made(saved: Path) -> No
         ([Rename("model/embde", "e")], r"operation 1 of 1 \(rename\): no leaf fits 'model/embde'"),
         ([Drop("step"), Rename("key", "model/embed")], r"operation 2 of 2 \(rename\): leaf 'key' would become"),
         ([Rename("model/layers/*/norm", "model/layers/*/attn/q")], "which is there already"),
+        ([Copy("step", "key")], "leaf 'key', a copy of 'step', is there already"),
+        ([Copy("model/layers/*/norm", "model/layers/*/attn/q")], "a copy of 'model/layers/0/norm', is there already"),
+        ([Copy("step", "step/x")], "leaf 'step/x' would lie below leaf 'step'"),
+        ([Copy("stpe", "x")], "no leaf fits 'stpe', did you mean"),
         ([Stack("model/layers/{}/norm", "step")], "leaf 'step' is there already"),
         ([Drop("model/layers/1/**"), Stack("model/layers/{}/**", "s/**")], r"expected layers 0 to 2, found \[0, 2\]"),
         ([Transpose("step")], "leaf 'step' is int, expected an array"),

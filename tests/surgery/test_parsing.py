@@ -9,7 +9,7 @@ import pytest
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.surgery.adding import Add
 from jaxckpt_train.surgery.joining import Fuse, Split, Stack, Unstack
-from jaxckpt_train.surgery.naming import Drop, Nest, Rename
+from jaxckpt_train.surgery.naming import Copy, Drop, Nest, Rename
 from jaxckpt_train.surgery.parsing import OPERATIONS, operations_of, parse_operation
 from jaxckpt_train.surgery.reforming import Cast, Pad, Reshape, Transpose, Truncate
 
@@ -19,6 +19,9 @@ from jaxckpt_train.surgery.reforming import Cast, Pad, Reshape, Transpose, Trunc
     [
         ("rename model/** params/**", Rename("model/**", "params/**")),
         ("rename leaves=a to=b", Rename("a", "b")),
+        ("copy embed head", Copy("embed", "head")),
+        ("copy from=a/* to=b/*", Copy("a/*", "b/*")),
+        ('{"op": "copy", "from": "a/**", "to": "b/**"}', Copy("a/**", "b/**")),
         ("nest", Nest()),
         ("nest .", Nest(".")),
         ("drop 'a b/**'", Drop("a b/**")),
@@ -90,3 +93,17 @@ def test_each_operation_is_known_by_the_name_that_it_says() -> None:
     assert all(kind.name == name for name, kind in OPERATIONS.items())
     assert operations_of("surgery", None) == ()
     assert operations_of("surgery", [Drop("a"), {"op": "nest"}]) == (Drop("a"), Nest())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"op": "copy", "to": "b"}, "expected from$"),
+        ({"op": "copy", "from_": "a", "to": "b"}, 'unknown key "from_", did you mean "from"'),
+        ({"op": "copy", "from": "a/*", "to": "b"}, "expected the wildcards"),
+        ({"op": "copy", "from": 3, "to": "b"}, "from: expected a leaf path"),
+    ],
+)
+def test_copy_is_checked_by_the_names_that_are_written(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        operations_of("surgery", [given])
