@@ -23,6 +23,7 @@ from jaxckpt_train.checkpointables.saving import (
     stage_all,
     undone_on_error,
     value_file,
+    wait_for_devices,
 )
 from jaxckpt_train.errors import CheckpointError, OtherProcessError, StorageError
 from jaxckpt_train.jobs.coordinator import Coordinator
@@ -213,6 +214,7 @@ class _Written:
         """Write the own share of all parts; the index of it."""
         save = self._save
         self._refuse_unseen()
+        wait_for_devices(save.parts, save.times)
         look_at_values(save.subject, save.parts, save.settings)
         started = time.perf_counter()
         indexes = tuple(self._write_part(part) for part in save.parts)

@@ -83,9 +83,11 @@ class StagedPart:
 class SaveTimes:
     """How long the phases of one save took, in seconds, and how large the files are that this process wrote.
 
-    `snapshot_s` and `stage_s` (other checkpointables than pytrees) blocked the caller; the rest did not.
+    `snapshot_s` and `stage_s` (other checkpointables than pytrees) blocked the caller; the rest did not. In
+    `device_wait_s` the devices computed updates that JAX had queued: training, which no other phase contains.
     """
 
+    device_wait_s: float = 0.0
     snapshot_s: float = 0.0
     stage_s: float = 0.0
     write_s: float = 0.0
@@ -137,7 +139,8 @@ def _stage(
     taken = snapshot(
         staged.tree, settings.snapshot, ahead, is_guarded=is_guarded, shares=shares, colocated=settings.colocated
     )
-    times.snapshot_s += time.perf_counter() - now
+    times.device_wait_s += taken.device_wait_s
+    times.snapshot_s += time.perf_counter() - now - taken.device_wait_s
     return StagedPart(name, handler.kind, snapshot=taken)
 
 
@@ -207,6 +210,7 @@ def write_parts(
 ) -> Committed:
     """Write all parts of an attempt and commit it. On any error the attempt is removed and the error raised."""
     with undone_on_error(transaction, parts):
+        wait_for_devices(parts, times)
         look_at_values(transaction.final, parts, settings)
         started = time.perf_counter()
         segments: list[SegmentRecord] = []
@@ -220,6 +224,12 @@ def write_parts(
         times.commit_s = time.perf_counter() - started
     close_parts(parts)
     return committed
+
+
+def wait_for_devices(parts: Sequence[StagedPart], times: SaveTimes) -> None:
+    """Wait until the devices have computed what was taken before they had; on the thread that writes."""
+    snapshots = [part.snapshot for part in parts if part.snapshot is not None]
+    times.device_wait_s += sum(snapshot.wait_for_devices() for snapshot in snapshots)
 
 
 def look_at_values(subject: str, parts: Sequence[StagedPart], settings: StoreSettings) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from jaxckpt_train.report.told_events import Told
 from jaxckpt_train.store.stored_metrics import metrics_from_json
 
-PHASES = ("decide_s", "wait_s", "snapshot_s", "stage_s", "write_s", "commit_s")
+PHASES = ("decide_s", "wait_s", "device_wait_s", "snapshot_s", "stage_s", "write_s", "commit_s")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Save:
     """A save that was committed, or has failed.
 
     Attributes:
-        began, ended: from the call to the commit.
+        began, ended: from the call to the commit, without the time in which devices computed queued updates.
         blocked_s: that the loop was held up.
         background_s: the rest of it.
         phases: seconds of each that was told.
@@ -70,7 +70,7 @@ def saves_of(told: Iterable[Told]) -> list[Save]:
 
 def _save(told: Told) -> Save:
     event = told.event
-    save_s = max(event.save_s, event.blocked_s)
+    save_s = max(event.save_s - min(event.save_s, told.number("device_wait_s") or 0.0), event.blocked_s)
     phases = {name: value for name in PHASES if (value := told.number(name)) is not None}
     return Save(
         began=told.before(save_s),

@@ -65,9 +65,10 @@ _OF_ALL_SAVES = {
     "blocked_s": _histogram("save.blocked", "How long a save held up the loop"),
     "wait_s": _histogram("save.wait", "Of that, how long it waited for the save before"),
     "snapshot_s": _histogram("save.snapshot", "Of that, how long the state was being taken"),
+    "device_wait_s": _histogram("save.device_wait", "How long it waited for queued updates; not blocked"),
 }
 _OF_COMMITTED = {
-    "save_s": _histogram("save.duration", "From the call that saves to the commit"),
+    "save_s": _histogram("save.duration", "From the call that saves to the commit, with its wait for devices"),
     "write_s": _histogram("save.write", "Of that, how long data was written"),
     "commit_s": _histogram("save.commit", "Of that, how long it took to sync and publish it"),
     "bytes": Measure("saved", "counter", BYTES, "Data of committed saves"),

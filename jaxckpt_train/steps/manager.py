@@ -241,13 +241,13 @@ class StepManager(RunNotes):
         now, metrics = self._clock(), save.metrics or None
         self._in_flight.info = CheckpointInfo(request.step, now, metrics, temporary=request.temporary)
         self._decider.begun()
-        _log.info("step %d: saving (%s)", request.step, request.reason)
+        _log.debug("step %d: saving (%s)", request.step, request.reason)
         subject, patience_s = f"step {request.step} to {self.directory}", self._in_flight.patience_s(force)
         try:
             pending = save.start(subject, self._in_flight.begun, timeout_s, patience_s, self._in_flight.is_time_up)
         except CheckpointTimeoutError as stalled:
             return SaveResult(False, self._in_flight.not_taken(request.step, force, timeout_s, stalled))
-        self._decider.clock.save_began(request.step)
+        self._decider.clock.save_began(request.step, save.device_wait_s)
         return SaveResult(True, request.reason, pending)
 
     def restore(

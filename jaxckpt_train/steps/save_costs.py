@@ -21,6 +21,7 @@ class SaveCosts:
         is_measuring: whether a save is under way, or the update after it, of which it is not known yet what it costs.
         spent_s: that all saves of this process have cost so far.
         trained_s: since this process began to train, without what saves have cost.
+        ahead_s: for which the devices had work at the last save, as the loop does not wait for them; 0.0: it does.
     """
 
     step_s: float | None = None
@@ -31,6 +32,7 @@ class SaveCosts:
     is_measuring: bool = False
     spent_s: float = 0.0
     trained_s: float = 0.0
+    ahead_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

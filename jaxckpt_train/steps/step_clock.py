@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,11 @@ class StepClock:
 
     The time of an update is that of windows of several, since a loop that reads a value of the device now and then has
     short updates and long ones; the median of the windows, since evaluations fall into some. What a save costs is all
-    the time from its call to the end of the update in which it ends, less what so many updates take else.
+    the time from its call to the end of the update in which it ends, less what as many updates take else.
+
+    A loop that does not wait for its device calls for updates that JAX has only queued. Most saves wait until the queue
+    is empty; then the calls come fast until it is full again. So times are taken where the queue is as long as at the
+    start: once it is full again, or at the end of that wait.
 
     Args:
         monotonic: the time in seconds.
@@ -35,13 +40,15 @@ class StepClock:
         self._costs: collections.deque[float] = collections.deque(maxlen=SAVES)
         self._blocked: collections.deque[float] = collections.deque(maxlen=SAVES)
         self._durations: collections.deque[float] = collections.deque(maxlen=SAVES)
+        self._own_durations: collections.deque[float] = collections.deque(maxlen=SAVES)  # without waits for devices
         self._step = -1  # of the last call
         self._calls = 0
         self._entered_at = self._left_at = 0.0
         self._free_from: tuple[float, int] | None = None  # where the window of free updates began
-        self._save_from: tuple[float, int, float] | None = None  # the call of the save under way, its step, blocked
+        self._save: _Save | None = None  # that is under way, or not measured yet
+        self._began_step = self._saves = self._free_windows = 0
         self._began_at: float | None = None
-        self._spent_s = 0.0
+        self._spent_s = self._ahead_s = 0.0
         self._held_s: float | None = None
 
     def recall(self, cost_s: float | None, duration_s: float | None) -> None:
@@ -49,6 +56,7 @@ class StepClock:
         self._held_s = self._held_s if cost_s is None else cost_s
         if duration_s is not None:
             self._durations.append(duration_s)
+            self._own_durations.append(duration_s)
 
     def entered(self, step: int, is_saving: bool) -> None:
         """A call begins, with so many updates complete; `is_saving`: a save is under way."""
@@ -57,12 +65,12 @@ class StepClock:
             return
         now = self._entered_at = self._monotonic()
         if step < self._step:  # it went back
-            self._free_from = self._save_from = None
+            self._free_from = self._save = None
         self._calls += 1
-        if self._save_from is not None:
-            if is_saving:
+        if self._save is not None:
+            if is_saving or not self._is_queue_full(self._save, step):
                 return
-            self._save_is_over(now, step)
+            self._end_save(self._save, self._save.entered_at, now, step)
         if self._free_from is not None and self._window_is_full(now, step):
             self._end_window(now, step)
 
@@ -70,38 +78,58 @@ class StepClock:
         """A call ends; the loop goes on."""
         self._step = step
         now = self._left_at = self._monotonic()
-        if is_saving or self._save_from is not None:  # the update after a save may pay for it: its memory is shared
+        if is_saving or self._save is not None:  # the update after a save may pay for it: its memory is shared
             self._free_from = None
         elif self._free_from is None and self._calls > WARM_UP_STEPS:
             self._free_from = now, step
-            self._began_at = now if self._began_at is None else self._began_at
+            if self._began_at is None:
+                self._began_at, self._began_step = now, step
 
-    def save_began(self, step: int) -> None:
-        """The call under way has begun a save, and taken the state; the loop goes on after it."""
-        if self._save_from is not None:
-            self._save_is_over(self._entered_at, step)
+    def save_began(self, step: int, device_wait_s: float = 0.0) -> None:
+        """The call under way has begun a save, and taken the state; the loop goes on after it.
+
+        Args:
+            step: number of updates that the loop has called for.
+            device_wait_s: seconds that the call waited until the devices had computed them.
+        """
+        blocked_s = self._monotonic() - self._entered_at - device_wait_s
+        now = _Save(self._entered_at, step, blocked_s, device_wait_s, queued_s=device_wait_s)
+        before, self._save = self._save, now
+        if before is not None:
+            self._end_save(before, before.computed_at, now.computed_at, step)
         elif self._free_from is not None and step - self._free_from[1] >= LEAST_WINDOW_STEPS:
             self._end_window(self._entered_at, step)
-        self._free_from = None
-        self._save_from = self._entered_at, step, self._monotonic() - self._entered_at
+        self._free_from, self._free_windows = None, 0
+        self._saves += 1
+        self._count_queue(now, device_wait_s)
 
-    def committed(self, duration_s: float) -> None:
-        """A save was committed so many seconds after it began. Called on any thread."""
+    def committed(self, duration_s: float, device_wait_s: float = 0.0) -> None:
+        """A save was committed. Called on any thread.
+
+        Args:
+            duration_s: seconds since it began.
+            device_wait_s: of these, those in which the devices were computing the state.
+        """
         self._durations.append(duration_s)
+        self._own_durations.append(duration_s - device_wait_s)
+        save = self._save
+        if save is not None:
+            save.queued_s, save.took_s = max(save.queued_s, device_wait_s), duration_s - device_wait_s
 
     def costs(self) -> SaveCosts:
         """What is known now."""
         trained_s = 0.0 if self._began_at is None else self._monotonic() - self._began_at - self._spent_s
-        durations = [*self._durations]
+        durations, own = [*self._durations], [*self._own_durations]
         return SaveCosts(
             step_s=self.step_s(),
             cost_s=self._held_s,
             blocked_s=_trimmed_mean([*self._blocked]) if self._blocked else None,
             duration_s=max(durations, default=None),
-            usual_s=statistics.median(durations) if durations else None,
-            is_measuring=self._save_from is not None,
+            usual_s=statistics.median(own) if own else None,
+            is_measuring=self._save is not None or (self._ahead_s > 0 and not self._has_window()),
             spent_s=self._spent_s,
             trained_s=max(0.0, trained_s),
+            ahead_s=self._ahead_s,
         )
 
     def step_s(self) -> float | None:
@@ -114,20 +142,47 @@ class StepClock:
         is_long = steps >= LEAST_WINDOW_STEPS and lasted_s >= LONG_WINDOW_S
         return is_long or (steps >= WINDOW_STEPS and lasted_s >= WINDOW_S)
 
+    def _has_window(self) -> bool:
+        """Whether updates without a save were seen since the last one; a save that comes now ends their window."""
+        steps = 0 if self._free_from is None else self._step - self._free_from[1]
+        return self._free_windows > 0 or steps >= LEAST_WINDOW_STEPS
+
     def _end_window(self, now: float, step: int) -> None:
         assert self._free_from is not None
+        self._free_windows += 1
         began, first = self._free_from
         self._windows.append((now - began) / (step - first))
         self._free_from = None
 
-    def _save_is_over(self, now: float, step: int) -> None:
-        """All updates since its call are complete: what they took longer is what it cost."""
-        assert self._save_from is not None
-        (began, first, blocked_s), self._save_from = self._save_from, None
-        free_s = self.step_s()
-        if free_s is None or step <= first:
+    def _count_queue(self, save: _Save, queued_s: float) -> None:
+        """At the first save: that the devices had so much to do was not known to the windows before it.
+
+        The queue was empty when the loop began, so all of them together have counted calls that were only queued.
+        """
+        if self._saves > 1 or self._began_at is None or queued_s <= (self.step_s() or 0.0):
             return
-        cost_s = now - began - (step - first) * free_s
+        steps = save.step - self._began_step + WARM_UP_STEPS  # that were queued by then
+        if steps >= LEAST_WINDOW_STEPS:
+            self._windows.clear()
+            self._windows.append((save.entered_at + queued_s - self._began_at) / steps)
+
+    def _is_queue_full(self, save: _Save, step: int) -> bool:
+        """Whether the loop has called for as many updates since a save as it had waited for there."""
+        return (step - save.step) * (self.step_s() or 0.0) >= save.device_wait_s
+
+    def _end_save(self, save: _Save, began: float, now: float, step: int) -> None:
+        """All updates since its call are complete: what they took longer is what it cost."""
+        if self._save is save:
+            self._save = None
+        self._count_queue(save, save.queued_s)
+        free_s, blocked_s = self.step_s(), save.blocked_s
+        self._ahead_s = save.queued_s
+        if free_s is None or step <= save.step:
+            return
+        cost_s = now - began - (step - save.step) * free_s
+        if save.queued_s and save.took_s is not None:  # of a long queue even a small error of `free_s` is much
+            most_s = blocked_s + save.took_s + free_s
+            cost_s = max(-most_s, min(cost_s, most_s))
         if len(self._costs) >= SAVES // 2 and self._held_s is not None:  # an evaluation came between
             cost_s = min(cost_s, OUTLIER * max(self._held_s, blocked_s))
         self._costs.append(cost_s)
@@ -139,6 +194,32 @@ class StepClock:
     def _hold(self, measured_s: float) -> None:
         if self._held_s is None or abs(measured_s - self._held_s) > HYSTERESIS * self._held_s:
             self._held_s = measured_s
+
+
+@dataclasses.dataclass
+class _Save:
+    """A save that the clock measures.
+
+    Attributes:
+        entered_at: when its call began.
+        step: updates that the loop had called for.
+        blocked_s: seconds that the call blocked the loop.
+        device_wait_s: seconds that the call waited for the devices.
+        queued_s: seconds for which the devices had work at its call; where it does not wait for them, known at its end.
+        took_s: seconds that it took without these; None: it was not committed.
+    """
+
+    entered_at: float
+    step: int
+    blocked_s: float
+    device_wait_s: float
+    queued_s: float
+    took_s: float | None = None
+
+    @property
+    def computed_at(self) -> float:
+        """When the devices had computed all updates before it, if the call waited for them."""
+        return self.entered_at + self.device_wait_s
 
 
 def _trimmed_mean(values: Sequence[float]) -> float:

@@ -37,6 +37,7 @@ from jaxckpt_train.steps.together import Together
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.store.transaction import Committed, Transaction
+from jaxckpt_train.tree.device_wait import device_wait_s, some_arrays
 
 _log = logging.getLogger("jaxckpt_train")
 Clock = Callable[[], datetime.datetime]
@@ -86,7 +87,11 @@ class StepSave:
     """One save. Making it takes the state; `run` does the rest, on any thread.
 
     In a job all processes make the same one, and each writes its share; what is done with the directory process 0 does.
-    `took` is told how many seconds it took until it was committed.
+    `took` is called with the seconds until it was committed, and those of them in which devices were computing.
+
+    Attributes:
+        device_wait_s: seconds that the call waited for updates that JAX had queued. They are training: no save blocks
+            the loop by them.
     """
 
     def __init__(
@@ -100,7 +105,7 @@ class StepSave:
         together: Together,
         settings: StoreSettings,
         clock: Clock,
-        took: Callable[[float], None] = lambda duration_s: None,
+        took: Callable[[float, float], None] = lambda duration_s, device_wait_s: None,
     ) -> None:
         started = self._began_at = time.perf_counter()
         self._took = took
@@ -117,7 +122,12 @@ class StepSave:
         self._record = {key: getattr(request, key) for key in ("step", "decide_s", "wait_s", "cost_s")}
         self._record["reason"] = str(request.reason)  # a plain text, which it may only look like
         self._record["metrics"] = metrics_to_json(self.metrics) or None  # which a step that is deleted takes with it
-        self._record["blocked_s"] = request.decide_s + request.wait_s + time.perf_counter() - started
+        self.device_wait_s = self._times.device_wait_s
+        self._record["blocked_s"] = request.decide_s + time.perf_counter() - started - self.device_wait_s
+        if self.device_wait_s:  # the devices were at work while the save before was waited for, too
+            self.device_wait_s += request.wait_s
+        else:
+            self._record["blocked_s"] += request.wait_s
 
     def _in_job(self) -> JobSave:
         job = self._together.job.within("save", self._settings.barrier_timeout_s)
@@ -141,6 +151,8 @@ class StepSave:
         else:
             self._job_save.stage(checkpointables)
             self._parts, self._movement = self._job_save.parts, self._job_save.movement
+        if isinstance(request.metrics, Mapping):
+            self._times.device_wait_s += device_wait_s(some_arrays([*request.metrics.values()]))
         self.metrics = plain_metrics(request.metrics)
         self._info |= run_info(
             created=self._clock().isoformat(timespec="microseconds"),
@@ -168,14 +180,18 @@ class StepSave:
             CheckpointTimeoutError: the state was not taken in time, or before `until` became true, or no part of it
                 for `patience_s` seconds.
         """
-        started = time.perf_counter()
+        started, waited_s = time.perf_counter(), self._times.device_wait_s
+        is_streamed = not all(part.snapshot is None or part.snapshot.is_taken.is_open() for part in self._parts)
         if unfinished.is_over():  # the call waits for the save then, which must not wait for the call
             self._call_ended.open()
         try:
             pending = begin_save(subject, self.run, None, self._parts, self._movement, begun)
             wait_until_taken(self._parts, pending, timeout_s, patience_s, until)
         finally:
-            self._record["blocked_s"] += time.perf_counter() - started
+            held_s = time.perf_counter() - started
+            waited_s = min(held_s, self._times.device_wait_s - waited_s) if is_streamed else 0.0
+            self.device_wait_s += waited_s
+            self._record["blocked_s"] += held_s - waited_s
             self._call_ended.open()
         return pending
 
@@ -222,7 +238,7 @@ class StepSave:
         """What a process does that does not lead: its share, and take note of what came of it."""
         assert self._job_save is not None
         committed = self._job_save.run()
-        self._took(time.perf_counter() - self._began_at)
+        self._took(time.perf_counter() - self._began_at, self._times.device_wait_s)
         name, info = committed.directory.rpartition("/")[2], committed.manifest.info
         step, generation = parse_step_name(name) or (self._step, 0)
         self._together.followed.committed(entry_from_manifest(name, step, generation, info), self._job_save.told)
@@ -251,13 +267,15 @@ class StepSave:
     def _conclude(self, committed: Committed) -> list[str]:
         """It is committed: note that, and decide which steps to keep; the names of those that are listed no more."""
         times, self._is_committed = self._times, True
-        self._took(time.perf_counter() - self._began_at)
+        self._took(time.perf_counter() - self._began_at, self._times.device_wait_s)
         self._run.committed(committed, self._info)
         is_durable = self._settings.durability == "full"
         self._run.note_roll_back(None if is_durable else committed.directory.rpartition("/")[2])
         times.bytes = committed.data_bytes  # of all processes of a job
         spent_s = times.write_s + times.commit_s
         self._note(ok=True, bytes_per_s=round(times.bytes / spent_s) if spent_s > 0 else math.inf)
+        took_s = self._record["save_s"] - times.device_wait_s
+        _log.info("saved step %d in %s s (%s)", self._step, _short(took_s), _size_text(times.bytes))
         try:
             self._run.check_owner()  # another may have taken the run over, and list what this one would delete
             before = self._listed()
@@ -277,3 +295,13 @@ class StepSave:
         if threading.get_ident() != self._caller:  # who saves on the calling thread is still in the call
             self._call_ended.wait(CALL_S)  # else it is not known yet how long the call took
         self._run.history.add("save", self._clock(), **self._record, **dataclasses.asdict(self._times), **outcome)
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.2g}"
+
+
+def _size_text(nbytes: int) -> str:
+    """Such as "3.4 GiB"."""
+    power = min(4, max(0, nbytes.bit_length() - 1) // 10)
+    return f"{nbytes} B" if power == 0 else f"{nbytes / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"

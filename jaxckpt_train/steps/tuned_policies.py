@@ -66,7 +66,8 @@ class _TunedPolicy(abc.ABC):
             return False
         times = (previous_steps[-1].time if previous_steps else None, context.run_started)
         last = max((time for time in times if time), default=None)
-        return last is None or apart(step.time, last, interval.seconds)
+        ahead_s = _ahead_s(step, previous_steps, context)
+        return last is None or apart(step.time, last, interval.seconds - ahead_s)
 
     def reason(
         self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
@@ -77,6 +78,8 @@ class _TunedPolicy(abc.ABC):
 
     def _interval(self, context: DecisionContext) -> _Interval | None:
         costs, most_s = SaveCosts() if context.read_costs is None else context.read_costs(), self.max_interval_secs
+        if costs.ahead_s and costs.is_measuring:  # until the queue is full again, calls do not show the time
+            return None
         if costs.cost_s is not None:
             return _bounded(self._wanted(costs, costs.cost_s, context), self, costs)
         if costs.step_s is not None:
@@ -165,6 +168,14 @@ class YoungDalyPolicy(_TunedPolicy):
         failures = None if self.mtbf_secs is not None or context.read_failures is None else context.read_failures()
         mtbf_s = self.mtbf_secs or (failures or Failures()).mtbf_s
         return _Interval(daly_interval_s(cost_s, mtbf_s) + cost_s, lambda: _risk(cost_s, mtbf_s, failures))
+
+
+def _ahead_s(step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], context: DecisionContext) -> float:
+    """Seconds until the devices have computed this step, where the loop does not wait for them."""
+    costs = SaveCosts() if context.read_costs is None else context.read_costs()
+    if not (costs.ahead_s and costs.step_s and previous_steps):
+        return 0.0
+    return min(costs.ahead_s, max(0, step.step - previous_steps[-1].step) * costs.step_s)
 
 
 def _check_bounds(policy: _TunedPolicy) -> None:

@@ -13,6 +13,7 @@ from jaxckpt_train.store.boxes import Box, box_from_index, full_box, slices_with
 from jaxckpt_train.store.shares import HeldBox, Shares
 from jaxckpt_train.tree.colocated_calls import refuse_without_pickler
 from jaxckpt_train.tree.colocated_devices import cpu_beside, has_single_controller, runs_on_hosts
+from jaxckpt_train.tree.device_wait import device_wait_s
 from jaxckpt_train.tree.own_parts import cut_out
 
 LEAST_CUT_BYTES = 64 * MIB
@@ -59,6 +60,15 @@ class HostParts:
         finally:
             self.is_waiting = False
         return dict(sorted(found.items(), key=lambda item: item[0].id))
+
+    def wait_for_devices(self) -> float:
+        """Wait until the first copy is there; the seconds that it took."""
+        first = [array for _, array in self._whole[:1]] or [part.data for _, part in self._apart[:1]]
+        self.is_waiting = True
+        try:
+            return device_wait_s(first)
+        finally:
+            self.is_waiting = False
 
     def close(self) -> None:
         """Let go of them."""

@@ -13,6 +13,7 @@ from jaxckpt_train.settings import SnapshotMode
 from jaxckpt_train.store.boxes import box_from_index
 from jaxckpt_train.store.layout import ChunkSource, alignment_class
 from jaxckpt_train.tree.device_copies import copy_on_devices, have_room
+from jaxckpt_train.tree.device_wait import device_wait_s, some_arrays
 from jaxckpt_train.tree.host_copies import copy_all
 from jaxckpt_train.tree.pinned_host import is_on_host, start_transfers
 from jaxckpt_train.tree.transfers import Ahead, ArrayToCome, Transfers
@@ -71,6 +72,8 @@ def _order_now(transfers: Transfers, handles: Sequence[jax.Array]) -> list[np.nd
     What lies on the host already is copied: a view of it would make a step fail that is given its memory.
     """
     started = start_transfers(handles)
+    unmoved = [handle for handle, array in zip(handles, started, strict=True) if array is handle]
+    transfers.waited_s = device_wait_s(some_arrays(unmoved))
     there = [handle for handle in handles if is_on_host(handle)]
     copies = iter(copy_all(list(map(np.asarray, there))))
     data: list[np.ndarray | ArrayToCome] = []

@@ -21,6 +21,7 @@ from jaxckpt_train.store.quiet_gc import paused_collection
 from jaxckpt_train.tree.colocated_taking import HostParts, HostTaker, host_taker
 from jaxckpt_train.tree.cpu_views import plain_kinds, take_views
 from jaxckpt_train.tree.device_leaves import distinct_shards, take_from_devices
+from jaxckpt_train.tree.device_wait import device_wait_s, some_arrays
 from jaxckpt_train.tree.donations import HeldViews, is_donated
 from jaxckpt_train.tree.flatten import EMPTY, flatten
 from jaxckpt_train.tree.host_copies import copy_all
@@ -53,6 +54,8 @@ class Snapshot:
         compared: those of them that another process writes, as this one has them.
         is_taken: open once the caller may do anything with what it saved.
         on_hosts: what other hosts write of the arrays; None: nothing.
+        device_wait_s: seconds that the caller waited until the devices had computed the tree; 0.0 where they were only
+            given copies to make.
     """
 
     record: TreeRecord
@@ -64,6 +67,12 @@ class Snapshot:
     local: Sequence[int] = ()
     compared: Mapping[int, Sequence[ChunkSource]] = dataclasses.field(default_factory=dict)  # by number of the array
     on_hosts: HostParts | None = None
+    device_wait_s: float = 0.0
+
+    def wait_for_devices(self) -> float:
+        """Wait, in the background, until the devices have computed what they still have; the seconds that it took."""
+        waited_s = 0.0 if self.transfers is None else self.transfers.wait_for_devices()
+        return waited_s + (0.0 if self.on_hosts is None else self.on_hosts.wait_for_devices())
 
     def close(self) -> None:
         """It is written, or never will be: let go of what is still on devices."""
@@ -115,7 +124,10 @@ def snapshot(
     with paused_collection():
         flat = flatten(tree)
         hosts = host_taker(flat.leaves, colocated)
-        taker = _Taker(keeps_views=mode in ("auto", "host"), shares=shares, hosts=hosts)
+    keeps_views = mode in ("auto", "host")
+    waited_s = _wait_for_cpus(flat.leaves, hosts) if keeps_views else 0.0
+    with paused_collection():
+        taker = _Taker(keeps_views=keeps_views, shares=shares, hosts=hosts)
         records = taker.take_all(flat.names, flat.leaves)
         on_hosts = None if hosts is None else hosts.taken()
     guard = ValueGuard(flat.names, flat.leaves) if is_guarded else None
@@ -134,6 +146,7 @@ def snapshot(
         chunks, transfers = take(elsewhere, mode, ahead or Ahead(64 * MIB))
         for number, found in zip(numbers, chunks, strict=True):
             taker.arrays[number] = taker.arrays[number]._replace(chunks=found)
+        waited_s += transfers.waited_s
     is_taken = Latch()
     if mode == "stream" and transfers is not None:
         is_taken = transfers.done
@@ -143,7 +156,23 @@ def snapshot(
     compared = {number: taker.arrays[number].chunks for number in taker.compared}
     for number in compared:
         taker.arrays[number] = taker.arrays[number]._replace(chunks=())
-    return Snapshot(record, taker.arrays, transfers, is_taken, held, guard, taker.local, compared, on_hosts)
+    return Snapshot(record, taker.arrays, transfers, is_taken, held, guard, taker.local, compared, on_hosts, waited_s)
+
+
+def _wait_for_cpus(leaves: Sequence[Any], hosts: HostTaker | None) -> float:
+    """Wait for the leaves that are held as views, which are on CPU devices; the seconds that it took."""
+    known = dict[jax.sharding.Sharding, bool]()
+
+    def is_viewed(sharding: jax.sharding.Sharding) -> bool:
+        found = known.get(sharding)
+        if found is None:
+            devices: Any = sharding.device_set
+            on_host = all(device.platform == "cpu" for device in devices)
+            is_taken = hosts is not None and hosts.takes(sharding)
+            found = known[sharding] = on_host and not is_taken
+        return found
+
+    return device_wait_s([leaf for leaf in some_arrays(leaves) if is_viewed(leaf.sharding)])
 
 
 def _copy_views(taker: _Taker) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxckpt_train.errors import CheckpointTimeoutError
 from jaxckpt_train.store.latch import Latch
+from jaxckpt_train.tree.device_wait import device_wait_s
 from jaxckpt_train.tree.pinned_host import is_on_host, start_transfers
 
 GIVEN_UP = "given up: the state was not taken from its devices in time"
@@ -60,6 +61,7 @@ class Transfers:
     Attributes:
         done: open once nothing is read from the devices any more.
         fetching: how many fetches wait for their devices now, which may still be computing.
+        waited_s: seconds that the devices were waited for while the arrays were added.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Transfers:
         self._lock = ahead.lock
         self._left = self._next = self.fetching = 0
         self._is_given_up = False
+        self.waited_s = 0.0
 
     def add(self, array: jax.Array, *, is_ours: bool = False) -> ArrayToCome | np.ndarray:
         """Add an array that lies on a single device; one without elements is here at once.
@@ -124,6 +127,20 @@ class Transfers:
         if last:
             self.done.open()
         return data
+
+    def wait_for_devices(self) -> float:
+        """Wait until the first array is computed, and here if its transfer was started; the seconds that it took.
+
+        The devices run what they are given in order: nothing else is computed then that was queued before.
+        """
+        with self._lock:
+            first = next((array for array in self._waiting if array is not None), None)
+            self.fetching += 1
+        try:
+            return device_wait_s([] if first is None else [first])
+        finally:
+            with self._lock:
+                self.fetching -= 1
 
     def give_up(self) -> bool:
         """See to it that a fetch fails, unless all are done; whether one will."""

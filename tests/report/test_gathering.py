@@ -39,7 +39,7 @@ def test_saves_restores_and_the_preemption_are_told(preempted_run: Path) -> None
         (event["blocked_s"], event["bytes"], event["reason"]) for event in saves
     ]
     for save, event in zip(gathered.saves, saves, strict=True):
-        assert save.blocked_s + save.background_s == pytest.approx(event["save_s"])
+        assert save.blocked_s + save.background_s == pytest.approx(event["save_s"] - event["device_wait_s"])
     assert [restore.step for restore in gathered.restores] == [24, 40]
     preempted, taken = gathered.marks
     assert (preempted.kind, preempted.step, "SIGTERM" in preempted.text) == ("preempted", 24, True)

@@ -25,6 +25,12 @@ def test_a_save_that_is_committed_measures_how_long_it_took_and_is_the_last_one(
     }  # fmt: skip
 
 
+def test_a_wait_for_the_devices_is_measured_apart() -> None:
+    found = measured({**SAVED, "device_wait_s": 3.5})
+    assert (found["save.device_wait"], found["save.blocked"]) == (3.5, 0.5)
+    assert measured({**FAILED, "device_wait_s": 0.0})["save.device_wait"] == 0.0
+
+
 def test_a_save_that_failed_held_the_loop_up_and_wrote_nothing() -> None:
     assert measured(FAILED) == {
         "events/save": 1, "saves/failed": 1, "save.blocked": 0.5, "save.wait": 0.25, "save.snapshot": 0.125

@@ -217,3 +217,85 @@ def test_all_saves_together_cost_what_the_loop_lost(saves: list[tuple[float, flo
     assert loop.clock.costs().spent_s <= lost_s + 1e-6
     if most <= 4 * min(blocked_s + slower_s * count for blocked_s, slower_s, count in saves):
         assert loop.clock.costs().spent_s == pytest.approx(lost_s, abs=1e-6)
+
+
+@dataclasses.dataclass
+class Ahead:
+    """A loop that does not wait for its device, which takes `step_s` for an update; at most `most` are queued."""
+
+    step_s: float
+    most: int = 32
+    reads_every: int = 0  # updates after which the loop reads a value, and so waits for the device
+    now: float = 1000.0
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        self.clock = StepClock(lambda: self.now)
+        self._ends: list[float] = []
+        self._saves_until = self._began = self._queued_s = 0.0
+        self._slower = 1.0
+
+    def update(self, saves: tuple[float, float, float, bool] | None = None) -> None:
+        """One call for an update and one of the clock; saves: seconds blocked, in the background, slower, drains."""
+        self.now += 1e-4
+        if len(self._ends) >= self.most:
+            self.now = max(self.now, self._ends[-self.most])
+        begins = max(self.now, self._ends[-1] if self._ends else 0.0)
+        self._ends.append(begins + self.step_s * (self._slower if begins < self._saves_until else 1.0))
+        self.step += 1
+        if self.reads_every and self.step % self.reads_every == 0:
+            self.now = max(self.now, self._ends[-1])
+        is_saving = self.now < self._saves_until
+        if self._saves_until and not is_saving:
+            self.clock.committed(self._saves_until - self._began, self._queued_s)
+            self._saves_until = 0.0
+        self.clock.entered(self.step, is_saving)
+        if saves is not None:
+            blocked_s, lasts_s, self._slower, drains = saves
+            self._began, self._queued_s = self.now, max(0.0, self._ends[-1] - self.now)
+            self.now += blocked_s + (self._queued_s if drains else 0.0)
+            self._saves_until = self.now + lasts_s + (0.0 if drains else self._queued_s)
+            self.clock.save_began(self.step, self._queued_s if drains else 0.0)
+        self.clock.left(self.step, saves is not None or is_saving)
+
+
+@pytest.mark.parametrize("step_s", [0.01, 0.1, 2.0])
+@pytest.mark.parametrize("reads_every", [0, 10])
+def test_a_save_that_empties_the_queue_of_a_loop_costs_what_the_device_lost(step_s: float, reads_every: int) -> None:
+    loop = Ahead(step_s, reads_every=reads_every)
+    blocked_s, lasts_s, slower = 0.5 * step_s, 10 * step_s, 1.1
+    for number in range(1, 2101):  # saves by time come where time passes: after a read
+        loop.update((blocked_s, lasts_s, slower, True) if number % 200 == 0 else None)
+    costs = loop.clock.costs()
+    lost_s = blocked_s + lasts_s * (slower - 1) / slower
+    assert costs.step_s == pytest.approx(step_s, rel=0.05)
+    assert costs.cost_s == pytest.approx(lost_s, abs=0.5 * step_s)
+    assert costs.blocked_s == pytest.approx(blocked_s, abs=1e-3)
+    assert costs.duration_s is not None
+    assert costs.usual_s == pytest.approx(lasts_s + blocked_s, rel=0.01)
+
+
+@pytest.mark.parametrize("drains", [True, False])
+def test_the_first_save_corrects_what_calls_that_were_only_queued_seemed_to_take(drains: bool) -> None:
+    loop = Ahead(1.0)
+    for _ in range(34):
+        loop.update()
+    early_s = loop.clock.costs().step_s
+    assert early_s is not None
+    assert early_s < 0.1
+    loop.update((0.1, 5.0, 1.0, drains))
+    while loop.clock.costs().is_measuring:
+        loop.update()
+    costs = loop.clock.costs()
+    assert costs.step_s == pytest.approx(1.0, rel=0.1)
+    assert costs.cost_s == pytest.approx(0.1, abs=1.5)
+
+
+def test_two_saves_that_empty_the_queue_are_measured_from_one_to_the_other() -> None:
+    loop = Ahead(0.1)
+    for number in range(1, 1001):  # the queue is not full again between these
+        loop.update((0.05, 0.2, 1.0, True) if number % 20 == 0 else None)
+    costs = loop.clock.costs()
+    assert costs.step_s == pytest.approx(0.1, rel=0.15)
+    assert costs.ahead_s == pytest.approx(2.0, rel=0.1)
+    assert costs.is_measuring

@@ -1,0 +1,144 @@
+"""A save waits for updates that JAX has only queued: that time is training, and none of what the save costs."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.settings import SnapshotMode
+from jaxckpt_train.tree.device_wait import MOST_ASKED, device_wait_s, some_arrays
+from jaxckpt_train.tree.snapshot import snapshot
+
+LEAST_S = 0.4
+
+
+@jax.jit
+def work(value: jax.Array, rounds: int) -> jax.Array:
+    return jax.lax.fori_loop(0, rounds, lambda _, x: jnp.tanh(x @ x * 1e-3) + 1, value)
+
+
+@functools.cache
+def rounds() -> int:
+    """How many rounds take the device `LEAST_S` seconds and more."""
+    value, count = jnp.ones((300, 300)), 50
+    while True:
+        started = time.perf_counter()
+        jax.block_until_ready(work(value, count))
+        if time.perf_counter() - started > 2 * LEAST_S:
+            return count
+        count *= 2
+
+
+def queued() -> jax.Array:
+    """An array that the device still computes."""
+    count = rounds()
+    found = work(jnp.ones((300, 300)), count)
+    assert not found.is_ready()
+    return found
+
+
+def saved(directory: Path, make: Callable[[], Any], mode: SnapshotMode = "auto") -> tuple[dict[str, Any], float]:
+    """The event of the save of a state that is made right before, and the seconds that the call took."""
+    with jct.StepManager(directory, settings=jct.StoreSettings(snapshot=mode)) as manager:
+        manager.own()
+        state = make()
+        started = time.perf_counter()
+        manager.save(1, {"state": state})
+        took_s = time.perf_counter() - started
+        manager.wait()
+        (event,) = (each for each in manager.history.events() if each["event"] == "save")
+    return event, took_s
+
+
+@pytest.mark.parametrize("mode", ["auto", "host", "stream"])
+def test_a_call_that_waits_for_queued_updates_does_not_count_it(mode: SnapshotMode, tmp_path: Path) -> None:
+    rest = {"ready": jnp.arange(3.0), "host": np.arange(4)}
+    event, took_s = saved(tmp_path, lambda: {"slow": queued(), **rest}, mode)
+    assert event["device_wait_s"] > took_s / 2
+    assert event["blocked_s"] < took_s / 2
+    assert event["blocked_s"] + event["device_wait_s"] <= took_s + 0.01
+    assert event["snapshot_s"] + event["write_s"] < event["save_s"] - event["device_wait_s"] + 0.01
+    state, loaded = {"slow": queued(), **rest}, jct.StepManager(tmp_path).restore()["state"]
+    assert all(np.array_equal(loaded[name], state[name]) for name in state)
+
+
+def test_a_call_that_orders_copies_does_not_wait(tmp_path: Path) -> None:
+    snapshot({"slow": jnp.ones((300, 300))}, "device").close()  # compiles the copies
+    with jct.StepManager(tmp_path, settings=jct.StoreSettings(snapshot="device")) as manager:
+        manager.own()
+        slow = queued()
+        manager.save(1, {"state": {"slow": slow}})
+        assert not slow.is_ready()
+        manager.wait()
+        (event,) = (each for each in manager.history.events() if each["event"] == "save")
+    assert event["device_wait_s"] > event["blocked_s"] + event["write_s"]
+    assert event["blocked_s"] < LEAST_S / 2
+
+
+def test_metrics_that_are_queued_are_waited_for_as_the_state_is(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path) as manager:
+        manager.own()
+        loss = queued()[0, 0]
+        started = time.perf_counter()
+        manager.save(1, {"state": {"host": np.arange(4)}}, metrics={"loss": loss})
+        took_s = time.perf_counter() - started
+        manager.wait()
+        (event,) = (each for each in manager.history.events() if each["event"] == "save")
+    assert event["metrics"] == {"loss": float(loss)}
+    assert event["device_wait_s"] > took_s / 2 > event["blocked_s"]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"numpy": np.arange(3), "number": 3},
+        {"ready": jnp.arange(3), "key": jax.random.key(3)},
+        {f"leaf{number}": jnp.full(2, number) for number in range(MOST_ASKED + 100)},
+    ],
+)
+def test_a_state_that_is_computed_is_not_waited_for(state: Any, tmp_path: Path) -> None:
+    jax.block_until_ready(state)
+    assert saved(tmp_path, lambda: state)[0]["device_wait_s"] < LEAST_S / 10  # 0.0, but on a busy machine
+
+
+def test_deleted_and_traced_arrays_are_still_refused(tmp_path: Path) -> None:
+    deleted = jnp.arange(3)
+    deleted.delete()
+    for state in ({"gone": deleted}, {"slow": queued(), "gone": deleted}):
+        with pytest.raises(jct.UnsupportedLeafError, match="'gone'"):
+            jct.save(tmp_path / "a", state)
+    with pytest.raises(jct.UnsupportedLeafError, match="traced"):
+        jax.jit(lambda x: jct.save(tmp_path / "a", {"x": x}))(jnp.arange(3))
+
+
+def test_of_very_many_leaves_some_are_asked() -> None:
+    many = [jnp.zeros(1)] * (10 * MOST_ASKED)
+    assert 0 < len(some_arrays(many)) <= MOST_ASKED
+    assert len(some_arrays(many[:MOST_ASKED])) == MOST_ASKED
+    assert some_arrays(["text", None, 3, np.arange(2)]) == []
+    assert device_wait_s([]) == 0.0
+    assert device_wait_s([queued()]) > LEAST_S / 8
+
+
+def test_the_goodput_of_a_loop_that_runs_ahead_has_its_queue_as_useful_time(tmp_path: Path) -> None:
+    count, state = rounds() // 4, {"slow": jnp.ones((300, 300))}
+    with jct.CheckpointCallback(tmp_path, save_interval_steps=4) as ckpt:
+        state = ckpt.resume(state)
+        began = time.perf_counter()
+        for _ in ckpt.steps(12):
+            state = {"slow": work(state["slow"], count)}
+            ckpt(state)
+        took_s = time.perf_counter() - began
+        found = ckpt.summary(show=False)
+    (attempt,) = found.attempts
+    assert attempt.blocked_s < took_s / 4
+    assert attempt.useful_s > took_s / 2
