@@ -85,6 +85,7 @@ def test_a_call_that_orders_copies_does_not_wait(tmp_path: Path) -> None:
 
 
 def test_metrics_that_are_queued_are_waited_for_as_the_state_is(tmp_path: Path) -> None:
+    jax.block_until_ready(jnp.ones((300, 300))[0, 0])  # compiles it
     with jct.StepManager(tmp_path) as manager:
         manager.own()
         loss = queued()[0, 0]
