@@ -31,6 +31,7 @@ COMMANDS = {
     "doctor": "Look at a run and its disk: versions, room, speed, owner, damaged steps, and what a crash would cost.",
     "export": "Write the tree of a checkpoint for another tool: safetensors files, or a step that Orbax restores.",
     "import": "Make a checkpoint of what Orbax, PyTorch, safetensors or Flax have written; operations may change it.",
+    "average": "Make a checkpoint whose parameters are the mean of those of the last steps of a run.",
 }
 """What the help says of each: told here, as to import all of them takes longer than to tell it."""
 _ELSEWHERE = {"scrub": "verify", "export": "exporting", "import": "importing"}  # modules of another name

@@ -96,7 +96,7 @@ def export(
     with told_errors(as_json):
         form = _form(to, out, shard_gb, separator, item)
         opened = open_at(BACKEND, absolute(path), step_number(step))
-        source, name, plan = prepared(opened, part, only, surgery, op)
+        source, name, plan = prepared(opened, part, only, chosen_operations(surgery, op))
         others = [] if part else [each.name for each in opened.committed.manifest.parts if each.name != name]
         told: dict[str, Any] = {"from": opened.path, "to": absolute(out), "format": to, "plan": plan_json(plan)}
         told["skipped"] = opened.skipped
@@ -168,7 +168,7 @@ def to_be_written_text(told: dict[str, Any]) -> str:
 
 
 def prepared(
-    opened: Opened, part: str | None, only: list[str] | None, surgery: str | None, op: list[str] | None
+    opened: Opened, part: str | None, only: list[str] | None, operations: tuple[Operation, ...]
 ) -> tuple[Opened, str, Any]:
     """The checkpoint with its tree changed, and without what was not chosen; the name of that; and the plan."""
     found = opened.part(part)
@@ -178,7 +178,7 @@ def prepared(
             f"{opened.path}: expected a checkpointable that is a tree, found {name!r}, which is of kind "
             f"{found.kind!r}; the trees are {', '.join(map(repr, trees)) or 'none'}"
         )
-    operated = changed(opened, name, chosen_operations(surgery, op))
+    operated = changed(opened, name, operations)
     source = dataclasses.replace(opened, files=operated.files, committed=operated.committed)
     if only:
         chosen = changed(source, name, (_Keep(only, opened.path),))

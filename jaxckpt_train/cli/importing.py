@@ -10,7 +10,14 @@ import typer
 
 from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Step, absolute, step_number
 from jaxckpt_train.cli.exporting import Only, prepared, to_be_written, to_be_written_text
-from jaxckpt_train.cli.operations import DryRun, Operations, OperationsFile, plan_json, print_plan
+from jaxckpt_train.cli.operations import (
+    DryRun,
+    Operations,
+    OperationsFile,
+    chosen_operations,
+    plan_json,
+    print_plan,
+)
 from jaxckpt_train.cli.output import bytes_text, print_json, print_text, progress, told_errors
 from jaxckpt_train.looking.opening import metadata_of, open_at, told_of_import
 from jaxckpt_train.moving.destination import refuse_place
@@ -62,7 +69,7 @@ def import_(
     with told_errors(as_json):
         final = absolute(out)
         opened = open_at(BACKEND, absolute(path), step_number(step))
-        source, name, plan = prepared(opened, part, only, surgery, op)
+        source, name, plan = prepared(opened, part, only, chosen_operations(surgery, op))
         told: dict[str, Any] = {"from": opened.path, "kind": opened.kind, "to": final, "plan": plan_json(plan)}
         told["skipped"] = opened.skipped
         if not as_json:
@@ -71,8 +78,8 @@ def import_(
             parts = [each.name for each in source.committed.manifest.parts] if part is None else [name]
             told |= to_be_written(source, parts)
         else:
-            _make_room(final)
-            info = {"created": _now(), **metadata_of(opened), **told_of_import(opened)}
+            make_room(final)
+            info = {"created": now_text(), **metadata_of(opened), **told_of_import(opened)}
             with progress("writing", None, as_json) as advance:
                 committed = copy_checkpoint(
                     source.files,
@@ -93,7 +100,7 @@ def import_(
             print_text(to_be_written_text(told) if dry_run else f"{final}: {bytes_text(told['bytes'])}")
 
 
-def _make_room(final: str) -> None:
+def make_room(final: str) -> None:
     """Refuse a name that is taken or must not be; remove what an import that was killed has left of this one."""
     refuse_existing_name(final)
     refuse_left_over_name(final)
@@ -101,5 +108,6 @@ def _make_room(final: str) -> None:
     remove_left_overs(BACKEND, final)
 
 
-def _now() -> str:
+def now_text() -> str:
+    """This moment, as manifests have it."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

@@ -63,7 +63,7 @@ def operate(
     if part is None or not has_tree(part):
         there = ", ".join(repr(part.name) for part in committed.manifest.parts)
         raise MismatchError(f"{committed.directory}: expected a tree {name!r} to change, found {there or 'nothing'}")
-    leaves = _leaves_of(files, committed, part, settings)
+    leaves = leaves_of(files, committed, part, settings)
     plan = []
     for number, operation in enumerate(operations):
         subject = f"{committed.directory}: operation {number + 1} of {len(operations)} ({operation.name})"
@@ -73,7 +73,12 @@ def operate(
     return _made(files, committed, part, leaves, tuple(plan))
 
 
-def _leaves_of(files: Opener, committed: Committed, part: PartRecord, settings: StoreSettings) -> Leaves:
+def leaves_of(files: Opener, committed: Committed, part: PartRecord, settings: StoreSettings) -> Leaves:
+    """The leaves of a checkpointable that is a tree, with views of their arrays.
+
+    Raises:
+        CorruptCheckpointError: its record is damaged.
+    """
     record = decode_tree(part, committed.directory)
     arrays = {array.name: array for array in part.arrays}
     found: Leaves = {}

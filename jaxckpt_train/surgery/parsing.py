@@ -11,19 +11,19 @@ import msgspec
 
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.surgery.adding import Add
+from jaxckpt_train.surgery.averaging import Average
 from jaxckpt_train.surgery.joining import Fuse, Split, Stack, Unstack
 from jaxckpt_train.surgery.naming import Copy, Drop, Nest, Rename
 from jaxckpt_train.surgery.operation import Operation
 from jaxckpt_train.surgery.reforming import Cast, Pad, Reshape, Transpose, Truncate
 from jaxckpt_train.value_checks import known_keys, nearest
 
-OPERATIONS: dict[str, type[Any]] = {
-    each.name: each
-    for each in (Rename, Nest, Drop, Copy, Stack, Unstack, Split, Fuse, Transpose, Reshape, Cast, Pad, Truncate, Add)
-}
+_NAMING, _JOINING = (Rename, Nest, Drop, Copy), (Stack, Unstack, Split, Fuse)
+_REFORMING, _MAKING = (Transpose, Reshape, Cast, Pad, Truncate), (Add, Average)
+OPERATIONS: dict[str, type[Any]] = {each.name: each for each in (*_NAMING, *_JOINING, *_REFORMING, *_MAKING)}
 
 _SIZES = {"axes", "shape", "sizes"}  # of whole numbers, which may be none: () or []
-_LISTS = _SIZES | {"into"}
+_LISTS = _SIZES | {"into", "with"}
 _TEXTS = {"leaves", "from", "to", "leaf", "dtype", "separator"}
 
 
@@ -66,7 +66,9 @@ def _operation_of(subject: str, given: object) -> Operation:
         raise SettingsError(
             f"{subject}: op: expected one of {', '.join(OPERATIONS)}, found {name!r}{nearest(name, OPERATIONS)}"
         )
-    fields = {field.name.removesuffix("_"): field for field in dataclasses.fields(kind)}  # from_, as from is a keyword
+    fields = {
+        field.name.removesuffix("_"): field for field in dataclasses.fields(kind)
+    }  # from_ and with_, as from and with are keywords
     arguments = known_keys(
         f"{subject} ({name})", {key: value for key, value in given.items() if key != "op"}, tuple(fields)
     )
