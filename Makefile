@@ -12,6 +12,7 @@ endif
 VERSION := $(shell $(PYTHON) -c "import sys; print('%d.%d.%d' % sys.version_info[:3])" 2>/dev/null)
 STAMP := $(VENV)/.installed-$(VERSION)
 TORCH_STAMP := .venv-torch/.installed
+OLDEST_STAMP := .venv-oldest/.installed
 TORCH_IMPORTS_STAMP := .venv-torch/.installed-imports
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # One more than the two processors that are asked for: a third of its time a test waits, for a disk or another process.
@@ -20,7 +21,7 @@ WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-quick test-distributed lint types format bench bench-jobs bench-quick bench-torch torch-imports kill-campaign crash-states block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes scale docs docs-plots clean python-is-new-enough
+.PHONY: help venv demo test test-oldest test-quick test-distributed lint types format bench bench-jobs bench-quick bench-torch torch-imports kill-campaign crash-states block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes scale docs docs-plots clean python-is-new-enough
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
@@ -43,6 +44,16 @@ demo: $(STAMP)  ## a training that is preempted again and again, compared with o
 
 test: $(STAMP)  ## all tests
 	$(PYTEST) $(TESTS)
+
+# What depends on the versions of JAX, NumPy and Flax.
+OLDEST_TESTS ?= tests/checkpointables tests/test_checkpoint.py tests/test_callback.py $(patsubst %,tests/tree/test_%.py,flatten restore placement target mismatch rebuild caller_context snapshot snapshot_modes restore_parts leaf_records)
+test-oldest: $(OLDEST_STAMP)  ## tests with the oldest JAX, NumPy and Flax that are supported
+	.venv-oldest/bin/python -m pytest -n $(WORKERS) --dist loadfile $(OLDEST_TESTS)
+
+$(OLDEST_STAMP): pyproject.toml constraints-oldest.txt | python-is-new-enough
+	$(PYTHON) -m venv --clear .venv-oldest
+	.venv-oldest/bin/python -m pip --disable-pip-version-check --quiet install -c constraints-oldest.txt -e '.[flax,grain,hydra,blake3,orbax,test]'
+	touch $@
 
 test-quick: $(STAMP)  ## the tests without the slow ones
 	$(PYTEST) -m 'not slow'

@@ -254,7 +254,8 @@ QUIET = """
 import sys, jax, jax.numpy as jnp, numpy as np
 import jaxckpt_train as jct
 state = {"w": jnp.ones((8, 8)), "b": None, "f8": jnp.ones(3, jnp.float8_e5m2), "k": jax.random.key(0), "e": {}, "": 0.1}
-state["mesh"] = jax.device_put(jnp.ones(8), jax.sharding.NamedSharding(jax.make_mesh((8,), ("x",)), jax.P("x")))
+rows = jax.sharding.NamedSharding(jax.make_mesh((8,), ("x",)), jax.sharding.PartitionSpec("x"))
+state["mesh"] = jax.device_put(jnp.ones(8), rows)
 path = sys.argv[1]
 jct.save(path, state)
 jct.save(path, state, overwrite=True)

@@ -8,6 +8,25 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
+# JAX 0.6 has the first two, and JAX 0.7 the last, under another name.
+try:
+    from jax import set_mesh
+    from jax.sharding import get_mesh
+except ImportError:
+    from jax._src.mesh import get_concrete_mesh
+    from jax.sharding import use_mesh as set_mesh  # type: ignore[attr-defined, no-redef]
+
+    def get_mesh() -> jax.sharding.Mesh:
+        """The mesh in effect; an empty one if there is none."""
+        return get_concrete_mesh() or _NO_MESH
+
+
+try:
+    from jax import enable_x64
+except ImportError:
+    from jax.experimental import enable_x64  # type: ignore[attr-defined, no-redef]
+
+__all__ = ["enable_x64", "get_mesh", "nothing_set", "set_mesh"]
 _NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
 
 
@@ -18,5 +37,5 @@ def nothing_set() -> Iterator[None]:
     In a training loop that runs under `jax.set_mesh(mesh)` it would refuse arrays of other devices, and a shard that a
     process has of an array is one of those. Without compiling, programs would ignore where their results should go.
     """
-    with jax.set_mesh(_NO_MESH), jax.disable_jit(False):
+    with set_mesh(_NO_MESH), jax.disable_jit(False):
         yield

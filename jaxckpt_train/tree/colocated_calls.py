@@ -19,6 +19,7 @@ from jaxckpt_train.errors import CheckpointTimeoutError, OtherProcessError, Sett
 from jaxckpt_train.store.latch import LOOK_S, Latch
 from jaxckpt_train.store.workers import shared_workers
 from jaxckpt_train.told_errors import decode_error
+from jaxckpt_train.tree.caller_context import enable_x64
 from jaxckpt_train.tree.colocated_host import moved_here, read_here, write_here
 from jaxckpt_train.tree.colocated_messages import Answer, UnseenError, decode_answer
 from jaxckpt_train.tree.colocated_turns import Turns
@@ -83,7 +84,7 @@ def call_hosts(calls: Sequence[HostCall], doing: str, looked: Callable[[bool], o
             return None
         under_way[number] = calls[number].device
         try:
-            with jax.enable_x64(True):  # which may be that of the calling thread alone
+            with enable_x64(True):  # which may be that of the calling thread alone
                 return _called(number, calls[number], doing)
         except BaseException:
             turns.end()

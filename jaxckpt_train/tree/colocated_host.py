@@ -32,6 +32,7 @@ from jaxckpt_train.store.replaced import is_still
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.store.writer import write_arrays
 from jaxckpt_train.told_errors import encode_error
+from jaxckpt_train.tree.caller_context import enable_x64
 from jaxckpt_train.tree.colocated_messages import (
     Answer,
     ReadPlan,
@@ -80,7 +81,7 @@ def read_here(plan: jax.Array, shapes: Sequence[tuple[tuple[int, ...], str]]) ->
     message, boxes = np.asarray(plan), list[jax.Array]()
     answer = _answer(message, lambda: _read(message, plan.sharding, boxes))
     if len(boxes) != len(shapes):
-        with jax.enable_x64(True):
+        with enable_x64(True):
             boxes[:] = [jax.device_put(np.zeros(shape, DTYPES[dtype]), plan.sharding) for shape, dtype in shapes]
     return jax.device_put(answer, plan.sharding), *boxes
 
@@ -139,7 +140,7 @@ def _read(message: np.ndarray, sharding: jax.sharding.Sharding, boxes: list[jax.
     found: list[Any] = [None] * firsts[-1]
     done = 0
     with (
-        jax.enable_x64(True),  # else the load was refused before
+        enable_x64(True),  # else the load was refused before
         contextlib.closing(iter_boxes(_BACKEND, committed, wanted, settings, _moved)) as reading,
     ):
         for number, box, data in reading:

@@ -37,7 +37,8 @@ def device_placement(name: str, shape: tuple[int, ...], sharding: jax.sharding.S
         MismatchError: the sharding does not fit the shape.
     """
     try:
-        sharding.check_compatible_aval(shape)  # type: ignore[attr-defined]
+        if isinstance(sharding, jax.sharding.NamedSharding):  # before JAX 0.7 other shardings cannot check a shape
+            sharding.check_compatible_aval(shape)
         indices = sharding.addressable_devices_indices_map(shape)
     except ValueError as error:
         raise MismatchError(f"leaf {name!r}: shape {shape} does not fit its sharding {sharding}: {error}") from error

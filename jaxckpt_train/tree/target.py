@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxckpt_train.errors import MismatchError, UnsupportedLeafError
+from jaxckpt_train.tree.caller_context import get_mesh
 from jaxckpt_train.tree.flatten import EMPTY, PLACEHOLDER
 from jaxckpt_train.tree.leaf_values import is_key_array
 
@@ -85,7 +86,7 @@ def concrete_sharding(name: str, sharding: jax.sharding.Sharding | None) -> jax.
         return sharding
     if sharding.mesh.empty:
         return None
-    mesh = jax.sharding.get_mesh()
+    mesh = get_mesh()
     if mesh.empty or dict(mesh.shape) != dict(sharding.mesh.shape):
         found = "none is in effect" if mesh.empty else f"the mesh in effect is {dict(mesh.shape)}"
         raise MismatchError(

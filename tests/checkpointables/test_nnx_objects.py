@@ -21,11 +21,14 @@ class Net(nnx.Module):
     """A list of layers, normalisation with statistics, dropout with a stream, a counter and plain attributes."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(12)])
+        layers = [nnx.Linear(4, 4, rngs=rngs) for _ in range(12)]
+        tables = {"a/b": nnx.Param(jnp.ones(2)), "c": nnx.Param(jnp.zeros((), jnp.bfloat16))}
+        has_containers = hasattr(nnx, "List")  # before Flax 0.12 plain lists and dicts were nodes
+        self.layers = nnx.List(layers) if has_containers else layers
         self.norm = nnx.BatchNorm(4, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
         self.calls = nnx.Variable(jnp.int32(0))
-        self.tables = nnx.Dict({"a/b": nnx.Param(jnp.ones(2)), "c": nnx.Param(jnp.zeros((), jnp.bfloat16))})
+        self.tables = nnx.Dict(tables) if has_containers else tables
         self.name = "net"
         self.width = 4
 

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt_train as jct
+from jaxckpt_train.tree.caller_context import set_mesh
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -29,7 +30,7 @@ def test_arrays_of_any_devices_and_meshes_are_saved(tmp_path: Path, number: int,
         "explicit": jax.device_put(values + 1, NamedSharding(explicit, P("y"))),
         "alone": jax.device_put(values + 2, jax.devices()[3]),
     }
-    with jax.set_mesh((automatic, explicit)[number]):
+    with set_mesh((automatic, explicit)[number]):
         jct.save(tmp_path / "c", tree, settings=jct.StoreSettings(**more))
     loaded = jct.load(tmp_path / "c")
     assert [loaded[name].tobytes() for name in tree] == [(values + n).tobytes() for n in range(3)]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import jaxckpt_train as jct
 from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.tree.caller_context import enable_x64
 from tests.tree.same_trees import assert_same, raw
 
 FAST = jct.StoreSettings(durability="none")
@@ -48,7 +49,7 @@ def round_trip(tree: Any, path: Path, like: Any = None, **options: Any) -> Any:
 @pytest.mark.parametrize("name", JAX_DTYPES)
 def test_jax_arrays_of_every_dtype(name: str, tmp_path: Path) -> None:
     values = patterns(name)
-    with jax.enable_x64(name in WIDE):
+    with enable_x64(name in WIDE):
         full = jnp.asarray(values)
         assert full.dtype == DTYPES[name]
         tree = {

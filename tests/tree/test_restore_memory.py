@@ -18,6 +18,7 @@ from jaxckpt_train import checkpoint
 from jaxckpt_train.store import read_budget
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.tree import arrivals, restore
+from jaxckpt_train.tree.caller_context import enable_x64
 from jaxckpt_train.tree.device_put import DevicePuts
 from tests.store.watched_reads import Watch
 
@@ -92,7 +93,7 @@ def test_what_goes_to_an_accelerator_only_passes(
     path: Path, watch: Watch, accelerator: collections.deque[np.ndarray], dtype: Any
 ) -> None:
     like = {f"x{n:02d}": jax.ShapeDtypeStruct((LEAF_BYTES // 8,), dtype) for n in range(LEAVES)}
-    with jax.enable_x64(True):
+    with enable_x64(True):
         found = jct.load(path, like, cast=True, settings=BUDGET)
     assert_loaded(found, dtype)
     assert 2 * LEAF_BYTES < watch.most <= BUDGET.read_budget_bytes + 2 * LEAF_BYTES
@@ -128,7 +129,7 @@ def test_arrays_are_put_while_others_are_being_read(path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(checkpoint, "_BACKEND", backend)
     monkeypatch.setattr(arrivals, "DevicePuts", Telling)
-    with jax.enable_x64(True):
+    with enable_x64(True):
         like = {f"x{n:02d}": jax.ShapeDtypeStruct((LEAF_BYTES // 8,), np.float64) for n in range(LEAVES)}
         assert_loaded(jct.load(path, like, settings=BUDGET), np.float64)
     assert backend.waited

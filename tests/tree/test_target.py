@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxckpt_train.errors import MismatchError, UnsupportedLeafError
+from jaxckpt_train.tree.caller_context import set_mesh
 from jaxckpt_train.tree.flatten import EMPTY, PLACEHOLDER
 from jaxckpt_train.tree.target import Want, concrete_sharding, wanted
 
@@ -72,7 +73,7 @@ def test_a_leaf_that_says_nothing_is_refused(leaf: Any, name: str) -> None:
 def test_an_abstract_mesh_becomes_the_mesh_in_effect() -> None:
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     abstract = NamedSharding(AbstractMesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2), PartitionSpec("b"))
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         found = concrete_sharding("x", abstract)
     assert found == NamedSharding(mesh, PartitionSpec("b"))
     concrete = NamedSharding(mesh, PartitionSpec("a"))
@@ -85,5 +86,5 @@ def test_an_abstract_mesh_without_one_in_effect_is_refused_with_what_to_do() -> 
     with pytest.raises(MismatchError, match=r"leaf 'x': .*none is in effect; load inside `with jax.set_mesh\(mesh\):`"):
         concrete_sharding("x", sharding)
     other = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
-    with jax.set_mesh(other), pytest.raises(MismatchError, match=r"the mesh in effect is \{'a': 8\}"):
+    with set_mesh(other), pytest.raises(MismatchError, match=r"the mesh in effect is \{'a': 8\}"):
         concrete_sharding("x", sharding)
