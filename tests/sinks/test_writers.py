@@ -56,6 +56,66 @@ def test_tensorboard_s_files_have_the_figures_at_their_steps(tmp_path: Path) -> 
     assert len(found) == 12 + 11 + 4 + 1 + 1
 
 
+class Rows:
+    """A run of W&B by its rule: a row is complete once a later step is logged, and an earlier step is dropped."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = [{}]
+        self.dropped: list[dict[str, float]] = []
+        self.axes: dict[str, str | None] = {}
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, data: Mapping[str, float], step: int | None = None, commit: bool | None = None) -> None:
+        if step is not None and step < len(self.rows) - 1:
+            self.dropped.append(dict(data))
+            return
+        while step is not None and step > len(self.rows) - 1:
+            self.rows.append({})
+        self.rows[-1] |= data
+        if commit or (commit is None and step is None):
+            self.rows.append({})
+
+
+@pytest.mark.parametrize("is_explicit", [True, False])
+def test_rows_of_wandb_keep_steps_of_the_loop(is_explicit: bool) -> None:
+    run = Rows()
+    sink = jct.WriterSink(run)
+    for step in range(5):
+        run.log({"loss": float(step)}, step=step if is_explicit else None)
+        if step == 3:
+            for event in (SAVED, RESTORED, DELETED, PREEMPTED):  # late, and of other steps
+                sink(event)
+        if is_explicit:
+            run.log({"accuracy": 1.0}, step=step)
+    sink(FAILED)
+    sink.close()
+    assert run.dropped == []
+    assert [row["loss"] for row in run.rows if "loss" in row] == [0, 1, 2, 3, 4]
+    (row,) = [each for each in run.rows if each.get("checkpoint/save/ok") == 1.0]
+    assert (row["checkpoint/save/step"], row["checkpoint/save/blocked_s"]) == (100, 0.5)
+    assert (row["checkpoint/restore/step"], row["checkpoint/restore/restore_s"]) == (90, 4.0)
+    assert (row["checkpoint/delete/step"], row["checkpoint/delete/count"]) == (90, 1)
+    assert row["checkpoint/preempted/step"] == 100
+    assert run.rows[-1]["checkpoint/save/step"] == 110
+    assert run.axes["checkpoint/save/*"] == "checkpoint/save/step"
+    assert run.axes["checkpoint/restore/*"] == "checkpoint/restore/step"
+
+
+def test_a_run_of_wandb_takes_events_offline(tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    run = wandb.init(project="p", mode="offline", dir=tmp_path)
+    sink = jct.WriterSink(run)
+    run.log({"loss": 1.0}, step=1)
+    sink(SAVED)
+    run.log({"loss": 2.0}, step=2)
+    sink(RESTORED)
+    run.finish()
+    assert (run.summary["loss"], run.summary["checkpoint/save/step"]) == (2.0, 100)
+    assert run.summary["checkpoint/restore/restore_s"] == 4.0
+
+
 @pytest.fixture
 def clu_writers(monkeypatch: pytest.MonkeyPatch) -> Any:
     """clu's modules of writers. Its package would import TensorFlow for one that is not used here."""
