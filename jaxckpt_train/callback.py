@@ -28,6 +28,7 @@ from jaxckpt_train.steps.attempts import CLOSED, FINISHED
 from jaxckpt_train.steps.besides import closing_besides
 from jaxckpt_train.steps.data_mismatch import OnMismatch, refuse_unsavable
 from jaxckpt_train.steps.departure import NOTHING_NEW
+from jaxckpt_train.steps.drift import Drift
 from jaxckpt_train.steps.goodput import Goodput
 from jaxckpt_train.steps.history import savable_metrics
 from jaxckpt_train.steps.loop_state import LoopState, refuse_to_continue
@@ -138,6 +139,7 @@ class CheckpointCallback(LoopForms):
             self._start()
             self._resumed, self.manager.is_in_loop = True, False
             self.manager.all_do("looking at the data", lambda: refuse_unsavable(data))
+            self.manager.drift = Drift(values)
             with self._departure.leaving_a_load(self.manager):
                 values = self._begin(values)
                 resume_s, heeded = time.monotonic() - self._made_at, self._departure.heeded(None)
@@ -371,6 +373,8 @@ class CheckpointCallback(LoopForms):
                 self.close()
         if leaving is not None:
             raise leaving
+        if isinstance(error, StopIteration):
+            raise self._loop.data_ended() from error
 
     def _leave_unless_finished(self) -> BaseException | None:
         """What says that it has left. A loop that was asked to and broke off by itself has not finished, either."""

@@ -12,7 +12,7 @@ CheckpointError                       anything this package raises on purpose
 ├── CheckpointExistsError             refuses to overwrite what is committed there
 ├── StorageError (also OSError)       the file system refused: full, read-only, failing, not permitted
 ├── DirectoryLockedError              another live process owns this run directory
-├── IteratorStateError                a data iterator's saved position does not fit this pipeline
+├── IteratorStateError                a data iterator's saved position does not fit this pipeline, or its data ended
 ├── SettingsError (also ValueError)   an argument, setting or policy is wrong
 ├── CheckpointTimeoutError (also TimeoutError)
 ├── OtherProcessError                 another process of this job failed at what all of them do together
@@ -90,7 +90,7 @@ class DirectoryLockedError(CheckpointError):
 
 
 class IteratorStateError(CheckpointError):
-    """The saved position of a data iterator does not fit the pipeline it is restored into."""
+    """The saved position of a data iterator does not fit the pipeline it is restored into, or its data ended."""
 
 
 class SettingsError(CheckpointError, ValueError):

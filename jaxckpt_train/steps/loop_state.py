@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxckpt_train.checkpointables.registry import keeps_itself_current
-from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.errors import IteratorStateError, SettingsError
 from jaxckpt_train.steps.step_names import check_step
 from jaxckpt_train.value_checks import whole
 
@@ -165,5 +165,25 @@ class LoopState:
                 f"ckpt(...) at step {self.completed}: expected {names}: what resume() got does not change in place, "
                 "so its first value would be saved again and again; call ckpt(state), further ones by keyword"
             )
+        for name in self._current.keys() & given.keys():  # such as an iterator of the next epoch
+            if given[name] is not self._current[name]:
+                self._hand_over(name, given[name])
         self.last = {**self._current, **given}
         self.step, self.metrics = self.completed, metrics
+
+    def _hand_over(self, name: str, value: Any) -> None:
+        """What later calls save under this name, if they do not give it: the new value, as far as it stays current."""
+        if keeps_itself_current(value):
+            self._current[name] = value
+        else:
+            del self._current[name]
+            self._needed |= {name}
+
+    def data_ended(self) -> IteratorStateError:
+        """The error in place of a StopIteration that ends the loop."""
+        planned = "" if self.num_steps is None else f" of {self.num_steps}"
+        return IteratorStateError(
+            f"the data ended at step {self.complete}{planned}: after that many completed updates the loop raised "
+            "StopIteration, as next(...) does for an iterator without further elements. Let the data repeat, as by "
+            "iter(dataset.repeat()), or catch StopIteration where the loop may end with its data"
+        )

@@ -21,6 +21,7 @@ from jaxckpt_train.sinks.feed import Sink, checked_sinks
 from jaxckpt_train.steps.besides import closing_besides
 from jaxckpt_train.steps.best_link import BestLink
 from jaxckpt_train.steps.deciding import Decider
+from jaxckpt_train.steps.drift import Drift
 from jaxckpt_train.steps.in_flight import InFlight
 from jaxckpt_train.steps.job_restoring import JobRestore
 from jaxckpt_train.steps.leaving_plan import LeavingPlan, Situation, choose, leave_early_s
@@ -71,6 +72,7 @@ class StepManager(RunNotes):
         history: of the run, `history.jsonl` in its directory.
         restored_step: the step that `restore` brought back last; None: none so far.
         is_in_loop: whether a loop goes on from what was restored, so that `restore` only reads.
+        drift: compares each save with what the loop was resumed with; None: nothing does.
 
     Raises:
         SettingsError: an argument is wrong.
@@ -99,6 +101,7 @@ class StepManager(RunNotes):
         self.settings = checked_settings("StepManager.settings", settings)
         self.restored_step: int | None = None
         self.is_in_loop = False
+        self.drift: Drift | None = None
         clock = clock or utc_now
         self._backend = backend or LocalBackend()
         self._in_flight = InFlight(if_busy, stall_timeout_s, if_stalled)
@@ -237,6 +240,7 @@ class StepManager(RunNotes):
             settings=self.settings,
             clock=self._clock,
             took=self._decider.clock.committed,
+            drift=self.drift,
         )
         now, metrics = self._clock(), save.metrics or None
         self._in_flight.info = CheckpointInfo(request.step, now, metrics, temporary=request.temporary)

@@ -29,6 +29,7 @@ from jaxckpt_train.checkpointables.saving import (
 )
 from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.steps.drift import Drift
 from jaxckpt_train.steps.entry import entry_from_manifest
 from jaxckpt_train.steps.history import metrics_to_json, plain_metrics
 from jaxckpt_train.steps.run_directory import RunDirectory
@@ -87,7 +88,8 @@ class StepSave:
     """One save. Making it takes the state; `run` does the rest, on any thread.
 
     In a job all processes make the same one, and each writes its share; what is done with the directory process 0 does.
-    `took` is called with the seconds until it was committed, and those of them in which devices were computing.
+    `took` is called with the seconds until it was committed, and those of them in which devices were computing. `drift`
+    looks at what is saved.
 
     Attributes:
         device_wait_s: seconds that the call waited for updates that JAX had queued. They are training: no save blocks
@@ -106,9 +108,10 @@ class StepSave:
         settings: StoreSettings,
         clock: Clock,
         took: Callable[[float, float], None] = lambda duration_s, device_wait_s: None,
+        drift: Drift | None = None,
     ) -> None:
         started = self._began_at = time.perf_counter()
-        self._took = took
+        self._took, self._drift = took, drift
         self._backend, self._run, self._settings, self._clock = backend, run, settings, clock
         self._directory, self._step, self._together = directory, request.step, together
         self._times = SaveTimes()
@@ -208,6 +211,8 @@ class StepSave:
             raise
 
     def _lead(self) -> CheckpointMetadata:
+        if self._drift is not None:
+            self._drift.look(self._step, self._parts)
         if self._job_save is None:
             with undone_on_error(None, self._parts):
                 self._check_owner()

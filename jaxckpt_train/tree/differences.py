@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from jaxckpt_train.errors import MismatchError
 from jaxckpt_train.store.manifest import ArrayRecord
-from jaxckpt_train.tree.leaf_records import LeafRecord
-from jaxckpt_train.tree.mismatch import missing_line, unexpected_line
+from jaxckpt_train.tree.leaf_records import LeafRecord, TreeRecord
+from jaxckpt_train.tree.mismatch import leaf_difference, missing_line, unexpected_line
+from jaxckpt_train.tree.paths import ROOT
 from jaxckpt_train.tree.patterns import alike
 from jaxckpt_train.tree.target import Want
 
@@ -69,6 +70,33 @@ class Differences:
             "If the model has changed, begin with what fits, by options of `jaxckpt_train.load` (and save that) or "
             f"`init_from`: {'; '.join(helps)}"
         )
+
+
+def tree_differences(
+    subject: str, record: TreeRecord, arrays: Mapping[str, ArrayRecord], wants: Mapping[str, Want]
+) -> Differences:
+    """How a stored tree and a target differ, leaf by leaf under the same paths.
+
+    Args:
+        subject: what is compared.
+        record: the tree as it is stored.
+        arrays: its arrays by leaf path.
+        wants: what the leaves of the target want, by leaf path.
+    """
+    found = Differences(subject, keeps=False)
+    skipped = tuple("" if name == ROOT else f"{name}/" for name, want in wants.items() if want.form == "skip")
+    for name, want in wants.items():
+        saved, array = record.leaves.get(name), arrays.get(name)
+        line = None if saved is None else leaf_difference(name, saved, array, want, cast=False)
+        if saved is None and want.form != "skip":
+            found.missing(name, want)
+        elif line is not None:
+            found.unlike(line, array, want)
+    free = [name for name in wants if name not in record.leaves]
+    for name, saved in record.leaves.items():
+        if name not in wants and not name.startswith(skipped):
+            found.unexpected(name, saved, arrays.get(name), free)
+    return found
 
 
 def raise_differences(subject: str, lines: Sequence[str], advice: str = "") -> None:
