@@ -103,19 +103,6 @@ def test_rows_of_wandb_keep_steps_of_the_loop(is_explicit: bool) -> None:
     assert run.axes["checkpoint/restore/*"] == "checkpoint/restore/step"
 
 
-def test_a_run_of_wandb_takes_events_offline(tmp_path: Path) -> None:
-    wandb = pytest.importorskip("wandb")
-    run = wandb.init(project="p", mode="offline", dir=tmp_path)
-    sink = jct.WriterSink(run)
-    run.log({"loss": 1.0}, step=1)
-    sink(SAVED)
-    run.log({"loss": 2.0}, step=2)
-    sink(RESTORED)
-    run.finish()
-    assert (run.summary["loss"], run.summary["checkpoint/save/step"]) == (2.0, 100)
-    assert run.summary["checkpoint/restore/restore_s"] == 4.0
-
-
 @pytest.fixture
 def clu_writers(monkeypatch: pytest.MonkeyPatch) -> Any:
     """clu's modules of writers. Its package would import TensorFlow for one that is not used here."""
