@@ -13,6 +13,7 @@ _HOMES = {
         "save_checkpointables_async", "verify",
     ),
     "checkpointables.contract": ("Saved", "Staged"),
+    "checkpointables.counted_iterator": ("CountedIterator",),
     "checkpointables.per_process_value": ("PerProcess",),
     "checkpointables.pytree": ("JsonValue",),
     "checkpointables.registry": ("register_handler",),
