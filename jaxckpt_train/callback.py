@@ -13,6 +13,7 @@ from jaxckpt_train.checkpoint import PathLike
 from jaxckpt_train.checkpointables.contract import NOTHING
 from jaxckpt_train.checkpointables.fingerprint import DATA_NAME, with_fingerprint
 from jaxckpt_train.checkpointables.grain_iterator import mark_absl_flags_parsed
+from jaxckpt_train.checkpointables.makers import made
 from jaxckpt_train.config import callback_arguments, check_arguments
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.exit_code import is_success
@@ -121,6 +122,8 @@ class CheckpointCallback(LoopForms):
 
         Args:
             state: a pytree, train state or NNX objects (restored in place): what is saved, and the target of a restore.
+                Or a function without arguments that makes it: called on a fresh start only, and else traced for shapes,
+                dtypes and shardings, so that a fresh and a restored state are never in memory together.
             data: the iterator that the loop takes batches from; set to the position after the last consumed batch.
             more: further checkpointables by name.
 
@@ -129,6 +132,7 @@ class CheckpointCallback(LoopForms):
 
         Raises:
             MismatchError: the saved state does not fit; no array was read.
+            SettingsError: there is no step, and the state has a jax.ShapeDtypeStruct in place of an array.
             CorruptCheckpointError: there are steps, and none is whole.
             DirectoryLockedError: another live job saves there.
             SystemExit, Preempted: asked to leave while it loads, and there is a grace period.
@@ -139,7 +143,6 @@ class CheckpointCallback(LoopForms):
             self._start()
             self._resumed, self.manager.is_in_loop = True, False
             self.manager.all_do("looking at the data", lambda: refuse_unsavable(data))
-            self.manager.drift = Drift(values)
             with self._departure.leaving_a_load(self.manager):
                 values = self._begin(values)
                 resume_s, heeded = time.monotonic() - self._made_at, self._departure.heeded(None)
@@ -147,6 +150,9 @@ class CheckpointCallback(LoopForms):
             self._loop.begin(values, completed=self._saved or 0)
             values = loop_observer.resumed(self.manager, values)
             self.manager.is_in_loop = True
+        else:
+            values = made(values)
+            self._loop.begin(values)
         found = tuple(values.values())
         return found[0] if len(found) == 1 else found
 
@@ -156,10 +162,11 @@ class CheckpointCallback(LoopForms):
         if manager.latest is not None or manager.damaged:
             more: dict[str, Any] = {"fingerprint": self._fingerprint, "progress": self._progress}
             values = restore(manager, values, on_mismatch=self._on_mismatch, departure=self._departure, **more)
-            self._saved = manager.restored_step
+            self._saved, manager.drift = manager.restored_step, Drift(values)
             return values
         self._saved = None  # of an earlier attempt, whose save has failed
         values = initialise(manager, values, self._init_from, self._departure)
+        manager.drift = Drift(values)
         if self._save_initial:
             self._loop.told(values, None)
             self._save("initial")

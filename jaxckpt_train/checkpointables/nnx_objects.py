@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -51,6 +52,10 @@ class NnxHandler:
     def compare(self, target: Any, saved: Saved) -> None:
         """Raise all differences to the target."""
         saved.compare(_states(target))
+
+    def made_abstractly(self, make: Callable[[], Any]) -> Any:
+        """What a function makes, with a `jax.ShapeDtypeStruct` in place of each array."""
+        return nnx.eval_shape(make)
 
     def restore(self, target: Any, saved: Saved) -> Any:
         """The target, the variables of its objects set to what was saved."""
