@@ -249,11 +249,12 @@ def load(
             Orbax, a safetensors file or a folder of them, a msgpack file of Flax or a directory with several, of which
             the newest is taken, as Flax does.
         like: the tree to load into, of arrays, `jax.ShapeDtypeStruct`, numpy arrays, values, PLACEHOLDER (leave this
-            leaf alone), or NNX objects, which are restored in place. None: nested dicts and lists of numpy arrays.
+            leaf alone), or NNX objects, which are restored in place. Dtypes and weak types are those of the checkpoint:
+            weakly typed arrays and Python numbers of `like` accept any. None: nested dicts and lists of numpy arrays.
         only: a pattern of leaf paths such as "params/**", several, or a predicate: only those are read; other leaves
             of `like` come back as they are.
         rename: saved leaf paths under other names, `{"old/**": "new/**"}`.
-        cast: convert dtypes within floats or integers, and upwards; never float to integer.
+        cast: convert dtypes within floats or integers, and upwards; never float to integer. Floats are rounded.
         missing: "keep": a leaf of `like` that the checkpoint lacks keeps its value.
         shardings: one sharding or a tree of them, for leaves of `like` that bring none, or without `like`.
         surgery: operations on the stored tree before all of the above, see `jaxckpt_train.surgery`.
@@ -262,7 +263,8 @@ def load(
 
     Raises:
         NotACheckpointError: nothing committed at `path`.
-        MismatchError: before anything is read: all differences between the checkpoint and `like`.
+        MismatchError: before anything is read: all differences between the checkpoint and `like`; or, with `cast`,
+            an integer that the new dtype does not hold, or a finite float beyond its range.
         CorruptCheckpointError: bytes are not what was saved.
         CheckpointTimeoutError: the disk has not answered for ten minutes; or another process that takes part in the
             load (see `StoreSettings.read_once`) did not come, or got no further.

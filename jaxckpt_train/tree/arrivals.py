@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxckpt_train.store.read_budget import ReadBudget
 from jaxckpt_train.store.reading import ReadBox
 from jaxckpt_train.tree.conversion import converted
-from jaxckpt_train.tree.device_put import DevicePuts
+from jaxckpt_train.tree.device_put import DevicePuts, weakly_typed
 from jaxckpt_train.tree.flatten import PLACEHOLDER
 from jaxckpt_train.tree.host_values import spans_processes, value_of
 from jaxckpt_train.tree.placement import Placement
@@ -36,11 +37,6 @@ class Destination(NamedTuple):
     dtype: np.dtype
     leaves_host: bool
 
-    @property
-    def is_put(self) -> bool:
-        """Whether its boxes go onto devices one by one; weakly typed scalars JAX only makes of Python numbers."""
-        return self.want.form == "jax" and not (self.want.weak and self.want.shape == ())
-
 
 class Arrivals:
     """Puts each box where it goes.
@@ -58,7 +54,7 @@ class Arrivals:
         for each in destinations:
             if not each.placement.boxes:  # all of it lies on devices of other processes
                 dtype = each.dtype if each.want.dtype is None else each.want.dtype
-                values[each.number] = self._puts.none_here(each.placement, dtype)
+                values[each.number] = _typed(each, self._puts.none_here(each.placement, dtype))
 
     def take(self, read: ReadBox) -> None:
         """One box; whoever gives it lets go of its memory."""
@@ -68,9 +64,9 @@ class Arrivals:
             data = converted(each.name, data, each.want.dtype)
             if each.leaves_host:
                 self._budget.charge(data)  # until the device has it
-        if each.is_put:
+        if each.want.form == "jax":
             array = self._puts.put(wanted, each.placement, box, data)
-            self._values[each.number] = PLACEHOLDER if array is None else array
+            self._values[each.number] = PLACEHOLDER if array is None else _typed(each, array)
         elif spans_processes(each.want.sharding):
             self._late[each.number] = each, data
         else:
@@ -81,3 +77,7 @@ class Arrivals:
         for number in sorted(self._late):
             each, data = self._late.pop(number)
             self._values[number] = value_of(each.name, each.want, data)
+
+
+def _typed(each: Destination, array: jax.Array) -> jax.Array:
+    return weakly_typed(each.name, array) if each.want.weak else array

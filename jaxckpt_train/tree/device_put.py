@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxckpt_train.tree.placement import Placement
 
+_log = logging.getLogger("jaxckpt_train")
 _WANTED_PARAMETERS = ["aval", "sharding", "xs", "devices", "committed"]
 
 
@@ -93,3 +96,26 @@ def _put_here(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, da
     devices = sharding.addressable_devices_indices_map(shape)
     alone = [jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
     return jax.make_array_from_single_device_arrays(shape, sharding, [jax.device_put(data, each) for each in alone])
+
+
+def weakly_typed(name: str, array: jax.Array) -> jax.Array:
+    """The same array, weakly typed, in the same memory where JAX's internal call is as known."""
+    if array.weak_type:
+        return array
+    if _fast_put is not None:
+        shards = [shard.data for shard in array.addressable_shards]
+        devices = [shard.device for shard in array.addressable_shards]
+        return _fast_put(array.aval.update(weak_type=True), array.sharding, shards, devices, array.committed)
+    # A weakly typed array keeps its weak type when its elements are replaced.
+    zero = array.dtype.type(0).item()
+    weak = jnp.broadcast_to(jnp.asarray(zero), array.shape)
+    if weak.dtype != array.dtype or not array.is_fully_addressable:
+        _log.warning(
+            "leaf %r: saved weakly typed, loaded strongly typed: this version of JAX makes no weakly typed %s array "
+            "with its sharding. What is computed with it may get another dtype than before",
+            name,
+            array.dtype,
+        )
+        return array
+    made: jax.Array = weak.at[...].set(array)
+    return jax.device_put(made, array.sharding) if array.committed else made

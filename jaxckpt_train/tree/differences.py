@@ -9,12 +9,13 @@ from jaxckpt_train.errors import MismatchError
 from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.tree.leaf_records import LeafRecord, TreeRecord
 from jaxckpt_train.tree.mismatch import leaf_difference, missing_line, unexpected_line
-from jaxckpt_train.tree.paths import ROOT
+from jaxckpt_train.tree.paths import ROOT, escapes_in
 from jaxckpt_train.tree.patterns import alike
-from jaxckpt_train.tree.target import Want
+from jaxckpt_train.tree.static_data import shortened
+from jaxckpt_train.tree.target import Want, settled
 
 SHOWN_DIFFERENCES = 50
-_Sort = Literal["missing", "without value", "unexpected", "shape", "other"]
+_Sort = Literal["missing", "without value", "unexpected", "shape", "moved", "other"]
 
 
 class Differences:
@@ -50,6 +51,14 @@ class Differences:
         other_shape = array is not None and want.form in ("jax", "numpy") and array.shape != want.shape
         self._sorts.add("shape" if other_shape else "other")
 
+    def moved(self, path: str, saved: str, found: str) -> None:
+        """A node without keys whose static data names the children in another order."""
+        self._lines.append(
+            f"node {path!r}: saved with the static data {shortened(saved)}, the target has {shortened(found)}: "
+            "its values would change places, as the type is registered without keys"
+        )
+        self._sorts.add("moved")
+
     def raise_all(self) -> None:
         """Raise one MismatchError for all of them, if there are any."""
         raise_differences(self._subject, self._lines, self._advice())
@@ -62,6 +71,8 @@ class Differences:
             helps.append('missing="keep" keeps arrays, and a jax.ShapeDtypeStruct is none: give arrays there')
         if self._sorts & {"missing", "without value", "unexpected"}:
             helps.append("rename= gives saved leaves other paths")
+        if "moved" in self._sorts:
+            helps.append('rename={"node/0/**": "node/1/**", ...} gives each saved position its new one')
         if "shape" in self._sorts:
             helps.append("surgery= changes shapes (pad, truncate, reshape, transpose, ...)")
         if self._sorts & {"unexpected", "shape", "other"}:
@@ -85,8 +96,9 @@ def tree_differences(
     """
     found = Differences(subject, keeps=False)
     skipped = tuple("" if name == ROOT else f"{name}/" for name, want in wants.items() if want.form == "skip")
-    for name, want in wants.items():
+    for name, wanted in wants.items():
         saved, array = record.leaves.get(name), arrays.get(name)
+        want = wanted if saved is None else settled(wanted, saved, array, has_types=True)
         line = None if saved is None else leaf_difference(name, saved, array, want, cast=False)
         if saved is None and want.form != "skip":
             found.missing(name, want)
@@ -107,7 +119,7 @@ def raise_differences(subject: str, lines: Sequence[str], advice: str = "") -> N
     more = f"\n  and {len(lines) - SHOWN_DIFFERENCES} more" if len(lines) > SHOWN_DIFFERENCES else ""
     raise MismatchError(
         f"{subject}: the checkpoint and the target differ in {len(lines)} "
-        f"{'leaf' if len(lines) == 1 else 'leaves'}; nothing was read:\n{shown}{more}"
+        f"{'leaf' if len(lines) == 1 else 'leaves'}; nothing was read{escapes_in(shown)}:\n{shown}{more}"
         + (f"\n{advice}" if advice else ""),
         tuple(lines),
     )

@@ -12,6 +12,7 @@ import jax
 
 from jaxckpt_train.errors import UnsupportedLeafError
 from jaxckpt_train.tree.paths import MAX_DEPTH, ROOT, join, key_text, split
+from jaxckpt_train.tree.static_data import describe
 
 PLACEHOLDER = ...
 """Stands in a target for a leaf, or a whole subtree, that a load skips."""
@@ -35,12 +36,14 @@ class Flat:
         containers: for every container that is no plain dict, its path and what it is: "list", "tuple",
             "namedtuple module.Type" or "object module.Type".
         structure: what JAX says of it, for comparing; None for a tree whose structure cannot be compared.
+        static: of nodes that are registered without keys, the path and their static data as JSON.
     """
 
     names: Sequence[str]
     leaves: Sequence[Any]
     containers: dict[str, str]
     structure: Any = None
+    static: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def register_transparent(kind: type) -> None:
@@ -53,6 +56,7 @@ class _Known(NamedTuple):
 
     names: Sequence[str]
     containers: dict[str, str]
+    static: dict[str, str]
     others: dict[int, Any]
 
 
@@ -75,14 +79,14 @@ def flatten(tree: Any) -> Flat:
     except (TypeError, ValueError):  # no tree for JAX, which is told below; or static data that cannot be compared
         return _flatten_anew(tree)
     if known is not None:
-        return Flat(known.names, _merged(leaves, known.others), known.containers, structure)
+        return Flat(known.names, _merged(leaves, known.others), known.containers, structure, known.static)
     flat = dataclasses.replace(_flatten_anew(tree), structure=structure)
     others = {number: leaf for number, leaf in enumerate(flat.leaves) if leaf is None or leaf is EMPTY}
     if len(leaves) + len(others) != len(flat.leaves):
         return flat  # JAX flattens a part of it otherwise, by a registration of its own
     merged = _merged(leaves, others)
     if len(leaves) >= _KNOWN_LEAVES and all(map(operator.is_, merged, flat.leaves)) and _has_plain_keys(flat):
-        _known[structure] = _Known(flat.names, flat.containers, others)
+        _known[structure] = _Known(flat.names, flat.containers, flat.static, others)
         while len(_known) > _KNOWN_TREES:
             _known.popitem(last=False)
     return flat
@@ -110,15 +114,15 @@ def _merged(leaves: Sequence[Any], others: dict[int, Any]) -> Sequence[Any]:
 def _flatten_anew(tree: Any) -> Flat:
     names: list[str] = []
     leaves: list[Any] = []
-    containers: dict[str, str] = {}
-    _walk(tree, ROOT, names, leaves, containers)
+    flat = Flat(names, leaves, {})
+    _walk(tree, ROOT, names, leaves, flat)
     for name in names:
         if name.count("/") >= MAX_DEPTH:
             raise UnsupportedLeafError(f"leaf {name[:200]!r}...: deeper than {MAX_DEPTH} levels")
     if len(set(names)) != len(names):
         twice = next(name for number, name in enumerate(names) if name in names[:number])
         raise UnsupportedLeafError(f"leaf {twice!r}: two leaves of the tree have this path; rename one")
-    return Flat(names, leaves, containers)
+    return flat
 
 
 def unflatten(tree: Any, leaves: Sequence[Any]) -> Any:
@@ -131,34 +135,37 @@ def _is_none(value: object) -> bool:
     return value is None
 
 
-def _walk(node: Any, path: str, names: list[str], leaves: list[Any], containers: dict[str, str]) -> None:
-    children = _children(node, path)
-    if children is None:
+def _walk(node: Any, path: str, names: list[str], leaves: list[Any], flat: Flat) -> None:
+    found = _children(node, path)
+    if found is None:
         names.append(path)
         leaves.append(node)
         return
+    children, static = found
     kind = type(node)
     if len(children) == 1 and _is_transparent(kind):
-        _walk(children[0][1], path, names, leaves, containers)
+        _walk(children[0][1], path, names, leaves, flat)
         return
     if kind is not dict:
-        containers[path] = _container(node)
+        flat.containers[path] = _container(node)
+    if static is not None:
+        flat.static[path] = static
     if not children:
         names.append(path)
         leaves.append(EMPTY)
     for key, child in children:
-        _walk(child, join(path, key_text(key, path)), names, leaves, containers)
+        _walk(child, join(path, key_text(key, path)), names, leaves, flat)
 
 
-def _children(node: Any, path: str) -> Sequence[tuple[Any, Any]] | None:
-    """Keys and children in JAX's order, or None for a leaf."""
+def _children(node: Any, path: str) -> tuple[Sequence[tuple[Any, Any]], str | None] | None:
+    """Keys and children in JAX's order, and the static data of a node without keys; None for a leaf."""
     if node is None:
         return None
     kind = type(node)
     if kind is list or kind is tuple:
-        return list(enumerate(node))
+        return list(enumerate(node)), None
     if isinstance(node, tuple) and hasattr(kind, "_fields"):
-        return list(zip(kind._fields, node, strict=True))  # JAX names them by position up to 0.10
+        return list(zip(kind._fields, node, strict=True)), None  # JAX names them by position up to 0.10
     try:
         found = jax.tree_util.default_registry.flatten_one_level_with_keys(node)
     except ValueError as error:
@@ -167,7 +174,10 @@ def _children(node: Any, path: str) -> Sequence[tuple[Any, Any]] | None:
         return None
     pairs = [(_plain_key(key), child) for key, child in found[0]]
     keys = [key for key, _ in pairs]
-    return pairs if len(set(keys)) == len(keys) else [(number, child) for number, (_, child) in enumerate(pairs)]
+    if len(set(keys)) < len(keys):
+        return [(number, child) for number, (_, child) in enumerate(pairs)], None
+    has_no_keys = pairs and all(type(key) is jax.tree_util.FlattenedIndexKey for key, _ in found[0])
+    return pairs, describe(found[1], len(pairs)) if has_no_keys else None
 
 
 def _plain_key(entry: Any) -> Any:

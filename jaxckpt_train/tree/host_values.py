@@ -1,7 +1,8 @@
-"""What a leaf becomes of its data on the host: host arrays, scalars, keys, and weakly typed JAX scalars."""
+"""What a leaf becomes of its data on the host: host arrays, scalars, keys, and JAX arrays of Python numbers."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -10,12 +11,24 @@ import numpy as np
 
 from jaxckpt_train.errors import MismatchError
 from jaxckpt_train.tree.caller_context import nothing_set
+from jaxckpt_train.tree.device_put import weakly_typed
 from jaxckpt_train.tree.target import Want
 
 
 def spans_processes(sharding: jax.sharding.Sharding | None) -> bool:
-    """Whether it names devices of other processes: all processes make such an array, in the same order."""
-    return sharding is not None and not sharding.is_fully_addressable
+    """Whether it names devices of several processes: all processes make such an array, in the same order."""
+    return sharding is not None and not sharding.is_fully_addressable and not _is_of_one_process(sharding)
+
+
+@functools.lru_cache(maxsize=256)
+def _is_of_one_process(sharding: jax.sharding.Sharding) -> bool:
+    devices: Any = sharding.device_set
+    return len({device.process_index for device in devices}) == 1
+
+
+def is_elsewhere(sharding: jax.sharding.Sharding | None) -> bool:
+    """Whether no device of it belongs to this process."""
+    return sharding is not None and not sharding.is_fully_addressable and not sharding.addressable_devices
 
 
 def value_of(name: str, want: Want, array: np.ndarray) -> Any:
@@ -31,11 +44,14 @@ def value_of(name: str, want: Want, array: np.ndarray) -> Any:
         case "key":
             return _key(name, array, want)
         case _:
-            return weak_or_put(want, array)
+            return _put(name, want, array)
 
 
 def _key(name: str, data: np.ndarray, want: Want) -> jax.Array:
     try:
+        if want.sharding is not None and is_elsewhere(want.sharding):
+            dtype = jax.eval_shape(functools.partial(jax.random.wrap_key_data, impl=want.impl), data).dtype
+            return jax.make_array_from_single_device_arrays(want.shape, want.sharding, [], dtype=dtype)
         if want.sharding is not None and spans_processes(want.sharding):
             return _made_on_all(data, want.sharding, want.impl)
         key: jax.Array = jax.random.wrap_key_data(jnp.asarray(data), impl=want.impl)
@@ -47,22 +63,15 @@ def _key(name: str, data: np.ndarray, want: Want) -> jax.Array:
     return key if want.sharding is None else jax.device_put(key, want.sharding)
 
 
-def weak_or_put(want: Want, array: np.ndarray) -> jax.Array:
-    """A JAX array, of the weak type where that is wanted and JAX makes one."""
-    if want.weak:
-        value = jnp.asarray(array.item())
-        if value.dtype == want.dtype:
-            return value if want.sharding is None else _put(array.item(), want.sharding)
-    return _put(array, want.sharding)
-
-
-def _put(value: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
-    if sharding is not None and spans_processes(sharding):
-        return _made_on_all(value, sharding)
-    placed: jax.Array = jax.device_put(
-        jnp.asarray(value) if isinstance(value, (int, float, complex)) else value, sharding
-    )
-    return placed
+def _put(name: str, want: Want, array: np.ndarray) -> jax.Array:
+    made: jax.Array
+    if want.sharding is not None and is_elsewhere(want.sharding):
+        made = jax.make_array_from_single_device_arrays(array.shape, want.sharding, [], dtype=array.dtype)
+    elif want.sharding is not None and spans_processes(want.sharding):
+        made = _made_on_all(array, want.sharding)
+    else:
+        made = jax.device_put(array, want.sharding)
+    return weakly_typed(name, made) if want.weak else made
 
 
 def _made_on_all(value: Any, sharding: jax.sharding.Sharding, impl: str | None = None) -> jax.Array:

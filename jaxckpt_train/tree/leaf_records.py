@@ -82,11 +82,18 @@ LeafRecord = (
 STORED = (ArrayLeaf, KeyLeaf)
 
 
-class TreeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A pytree as data: what its containers were (those that are no plain dict), and its leaves by path."""
+class TreeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A pytree as data.
+
+    Attributes:
+        containers: what its containers were, by path; those that are no plain dict.
+        leaves: its leaves by path.
+        static: static data of nodes that are registered without keys, by path; see `static_data`.
+    """
 
     containers: dict[str, str]
     leaves: dict[str, LeafRecord]
+    static: dict[str, str] = {}
 
 
 def encode_tree(record: TreeRecord) -> msgspec.Raw:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -21,7 +22,7 @@ from jaxckpt_train.tree.leaf_records import (
     shape_text,
 )
 from jaxckpt_train.tree.patterns import keys_there, suggestion
-from jaxckpt_train.tree.target import Want
+from jaxckpt_train.tree.target import Want, is_held
 
 _ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
 
@@ -69,8 +70,7 @@ def _array_difference(name: str, saved: ArrayLeaf, array: ArrayRecord, want: Wan
 
 def _x64_difference(name: str, saved: LeafRecord, array: ArrayRecord | None, want: Want) -> str | None:
     assert want.dtype is not None
-    wide = want.dtype.itemsize >= 8  # only 64-bit types change, so that the slow question is rarely asked
-    if wide and want.form == "jax" and jax.dtypes.canonicalize_dtype(want.dtype) != want.dtype:
+    if want.form == "jax" and not is_held(want.dtype):
         return _line(
             name, saved, array, want, 'JAX holds 64-bit types only with jax.config.update("jax_enable_x64", True)'
         )
@@ -91,12 +91,22 @@ def _number_difference(name: str, saved: LeafRecord, want: Want, cast: bool) -> 
 
 def exact_array(value: complex, dtype: np.dtype) -> np.ndarray | None:
     """A Python number as a 0-d array; None if the dtype does not hold it exactly."""
+    array = rounded_array(value, dtype)
+    return array if array is not None and (array.item() == value or value != value) else None
+
+
+def rounded_array(value: complex, dtype: np.dtype) -> np.ndarray | None:
+    """A Python number as a 0-d array, rounded; None if it is beyond the range of the dtype."""
     try:
         with np.errstate(all="ignore"):
             array = np.asarray(value).astype(dtype)
     except (OverflowError, TypeError):  # beyond 64 bits
         return None
-    return array if array.item() == value or value != value else None
+    return array if _is_finite(array.item()) == _is_finite(value) else None
+
+
+def _is_finite(value: complex) -> bool:
+    return isinstance(value, int) or cmath.isfinite(value)
 
 
 def inexact_line(name: str, value: complex, want: Want) -> str:

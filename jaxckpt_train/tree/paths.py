@@ -21,6 +21,8 @@ _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
 _WORDS = {"": "~e", "__metadata__": "~m"}
 _WORDS_BACK = {text: word for word, text in _WORDS.items()} | {"~n": None, "~b0": False, "~b1": True}
 _ESCAPES = (("~", "~0"), ("/", "~1"), ("@", "~2"), (",", "~3"))
+_ESCAPED = re.compile("~[012s]")
+HOW_ESCAPED = "in a key ~ is written ~0, / is ~1 and @ is ~2; ~s marks text that looks like an integer"
 
 
 def key_text(key: Key, parent: str) -> str:
@@ -102,6 +104,11 @@ def _parse_part(text: str) -> Key:
     if text.startswith("~t"):
         raise ValueError("a tuple within a tuple")
     return parse_key(text)
+
+
+def escapes_in(paths: str) -> str:
+    """How keys are escaped, to be put into a message behind these paths; empty if none of them is."""
+    return f" ({HOW_ESCAPED})" if _ESCAPED.search(paths) else ""
 
 
 def join(parent: str, key: str) -> str:

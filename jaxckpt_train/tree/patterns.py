@@ -7,14 +7,13 @@ import re
 from collections.abc import Callable, Collection, Sequence
 
 from jaxckpt_train.errors import MismatchError, SettingsError
-from jaxckpt_train.tree.paths import ROOT, key_text, parse_key, split
+from jaxckpt_train.tree.paths import HOW_ESCAPED, ROOT, key_text, parse_key, split
 
 Only = str | Sequence[str] | Callable[[str], bool] | None
 
 _MOST_NAMED = 3
 _MOST_KEYS = 8
 _MOST_COMPARED = 1000  # more take seconds
-HOW_ESCAPED = "in a key ~ is written ~0, / is ~1 and @ is ~2; ~s marks text that looks like an integer"
 _PIECES = re.compile(r"\*\*|\*|\?|[^*?]+")
 _MEANING = {"**": ".*", "*": "[^/]*", "?": "[^/]"}
 

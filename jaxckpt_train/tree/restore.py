@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -24,10 +25,11 @@ from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.tree.arrivals import Arrivals, Destination
 from jaxckpt_train.tree.colocated_devices import runs_on_hosts
 from jaxckpt_train.tree.colocated_reads import HostLeaf, HostReads, dtype_of
+from jaxckpt_train.tree.device_put import weakly_typed
 from jaxckpt_train.tree.differences import Differences, raise_differences
 from jaxckpt_train.tree.flatten import EMPTY, PLACEHOLDER, Flat, flatten, unflatten
 from jaxckpt_train.tree.given_shardings import shardings_by_name
-from jaxckpt_train.tree.host_values import weak_or_put
+from jaxckpt_train.tree.host_values import value_of
 from jaxckpt_train.tree.joint_read import JointRead
 from jaxckpt_train.tree.leaf_records import (
     STORED,
@@ -44,14 +46,18 @@ from jaxckpt_train.tree.mismatch import (
     inexact_line,
     leaf_difference,
     rename_map,
+    rounded_array,
 )
 from jaxckpt_train.tree.paths import ROOT, one_below_another
 from jaxckpt_train.tree.patterns import Only, leaf_filter, refuse_idle_pattern
 from jaxckpt_train.tree.placement import Placement, default_platform, device_placement, host_placement
 from jaxckpt_train.tree.read_once import JobLoads, ReadTogether, read_together
 from jaxckpt_train.tree.rebuild import rebuild
-from jaxckpt_train.tree.target import Want, concrete_sharding, wanted
+from jaxckpt_train.tree.static_data import other_static, shortened
+from jaxckpt_train.tree.target import Want, concrete_sharding, lost_type, own_dtype, settled, wanted
 from jaxckpt_train.value_checks import flag
+
+_log = logging.getLogger("jaxckpt_train")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,11 +86,6 @@ class _Job(NamedTuple):
     record: LeafRecord
     array: ArrayRecord | None
     want: Want
-
-    @property
-    def is_weak_scalar(self) -> bool:
-        """Whether it must become a weakly typed scalar, which JAX only makes of Python numbers."""
-        return self.want.weak and self.want.shape == ()
 
 
 class TreeRestore:
@@ -118,9 +119,29 @@ class TreeRestore:
             return self._load_all(names, leaf_filter(options.only), options, progress, loads)
         with paused_collection():
             flat, names, jobs, places = self._plan(like, options, loads)
+        if options.forms is None:
+            self._report_lost_types(names, jobs)
+        self._report_other_static(flat, {names[job.name]: job.name for job in jobs})
         values = self._produce(jobs, places, progress, loads)
         loaded = dict(zip((names[job.name] for job in jobs), values, strict=True))
         return unflatten(like, [loaded.get(n, leaf) for n, leaf in zip(flat.names, flat.leaves, strict=True)])
+
+    def _report_lost_types(self, names: Mapping[str, str], jobs: Sequence[_Job]) -> None:
+        lost = [(names[job.name], text) for job in jobs if (text := lost_type(job.record, job.want)) is not None]
+        if lost:
+            (name, text), others = lost[0], f" ({len(lost) - 1} other leaves have such differences)" if lost[1:] else ""
+            _log.warning("%s: leaf %r: %s, or computations may get another dtype%s", self._subject, name, text, others)
+
+    def _report_other_static(self, flat: Flat, loaded: Mapping[str, str]) -> None:
+        for path, _ in other_static(self.record.static, flat.static, flat.names, loaded):
+            _log.warning(
+                "%s: node %r: its static data is %s in the checkpoint, %s in the target; its values were loaded by "
+                "position, as the type is registered without keys",
+                self._subject,
+                path,
+                shortened(self.record.static[path]),
+                shortened(flat.static[path]),
+            )
 
     def compare(self, like: Any, options: LoadOptions, loads: JobLoads | None = None) -> None:
         """Raise MismatchError where `load` would; nothing is read."""
@@ -141,12 +162,8 @@ class TreeRestore:
         wants = {name: wanted(name, leaf, given(name)) for name, leaf in leaves.items() if selected(name)}
         loads.expect(want.sharding for want in wants.values())
         saved_names = {new: old for old, new in names.items()}
-        kept = self._compare(wants, saved_names, selected, options, leaves)
-        jobs = [
-            self._job(saved_names[name], want)
-            for name, want in wants.items()
-            if want.form != "skip" and name not in kept
-        ]
+        found = self._compare(wants, saved_names, selected, options, flat)
+        jobs = [self._job(saved_names[name], want) for name, want in found.items()]
         return flat, names, jobs, self._places(jobs)
 
     def _places(self, jobs: Sequence[_Job]) -> list[Placement | None]:
@@ -171,23 +188,23 @@ class TreeRestore:
         saved_names: Mapping[str, str],
         selected: Callable[[str], bool],
         options: LoadOptions,
-        leaves: Mapping[str, Any],
-    ) -> set[str]:
-        """Raise all differences at once; returns the leaves that keep the target's own value."""
-        differences, kept = Differences(self._subject, keeps=options.missing == "keep"), set()
-        for name, want in wants.items():
+        flat: Flat,
+    ) -> dict[str, Want]:
+        """Raise all differences at once; returns what the leaves become that are loaded."""
+        differences, found = Differences(self._subject, keeps=options.missing == "keep"), dict[str, Want]()
+        leaves = dict(zip(flat.names, flat.leaves, strict=True))
+        for name, asked in wants.items():
+            if asked.form == "skip":
+                continue
             if name not in saved_names:
-                if want.form == "skip":
-                    continue
-                if options.missing == "keep" and not isinstance(leaves[name], jax.ShapeDtypeStruct):
-                    kept.add(name)
-                else:
-                    differences.missing(name, want)
+                if options.missing != "keep" or isinstance(leaves[name], jax.ShapeDtypeStruct):
+                    differences.missing(name, asked)
                 continue
             saved = saved_names[name]
-            array = self._arrays.get(saved)
-            line = leaf_difference(name, self.record.leaves[saved], array, want, cast=options.cast)
-            line = line or self._inexact_number(name, saved, want)
+            record, array = self.record.leaves[saved], self._arrays.get(saved)
+            found[name] = want = settled(asked, record, array, has_types=options.forms is None)
+            line = leaf_difference(name, record, array, want, cast=options.cast)
+            line = line or self._inexact_number(name, saved, want, is_rounded=asked.weak)
             if line is not None:
                 differences.unlike(line, array, want)
         skipped = tuple("" if name == ROOT else f"{name}/" for name, leaf in leaves.items() if leaf is PLACEHOLDER)
@@ -195,18 +212,25 @@ class TreeRestore:
         for name, saved in saved_names.items():
             if name not in wants and selected(name) and not name.startswith(skipped):
                 differences.unexpected(name, self.record.leaves[saved], self._arrays.get(saved), free)
+        loaded = {name: saved_names[name] for name in found}
+        for path, kind in other_static(self.record.static, flat.static, flat.names, loaded):
+            if kind == "moved":
+                differences.moved(path, self.record.static[path], flat.static[path])
         if not differences:
             # A pattern may be of what a placeholder skips; one at least has to be of the target.
             known = {**saved_names, **leaves} if any(map(selected, leaves)) else leaves
             refuse_idle_pattern(self._subject, options.only, known)
         differences.raise_all()
-        return kept
+        return found
 
-    def _inexact_number(self, name: str, saved: str, want: Want) -> str | None:
+    def _inexact_number(self, name: str, saved: str, want: Want, *, is_rounded: bool) -> str | None:
+        """A difference if the wanted dtype does not hold a Python number; a weakly typed one is rounded as JAX does."""
         record = self.record.leaves[saved]
         if want.dtype is None or isinstance(record, STORED):
             return None
         value = python_value(saved, record, self._subject)
+        if is_rounded and isinstance(value, (float, complex)) and rounded_array(value, want.dtype) is not None:
+            return None
         return inexact_line(name, value, want) if exact_array(value, want.dtype) is None else None
 
     def _load_all(
@@ -240,12 +264,12 @@ class TreeRestore:
         record, array = self.record.leaves[name], self._arrays.get(name)
         place = concrete_sharding(name, sharding)
         match record:
-            case ArrayLeaf(host, _, big_endian):
+            case ArrayLeaf(host):
                 assert array is not None
-                dtype = DTYPES[array.dtype].newbyteorder(">") if big_endian else DTYPES[array.dtype]
+                dtype = own_dtype(record, array)
                 on_device = place is not None and host == "jax"
                 form: Any = "jax" if on_device else "scalar" if host == "scalar" else "numpy"
-                return Want(form, array.shape, dtype, place)
+                return Want(form, array.shape, dtype, place, weak=record.weak and on_device)
             case KeyLeaf(impl):
                 assert array is not None
                 return Want("key", array.shape[:-1], sharding=place, impl=impl)
@@ -350,8 +374,8 @@ class TreeRestore:
                 HostLeaf(job.array, place, dtype_of(job.array, job.want.dtype)) for _, job, place in there if job.array
             ]
             found = HostReads(self._files, self._committed, self._settings, leaves).load(progress)
-            for (number, *_), array in zip(there, found, strict=True):
-                values[number] = array
+            for (number, job, _), array in zip(there, found, strict=True):
+                values[number] = weakly_typed(job.name, array) if job.want.weak else array
         return rest
 
     def _inline(self, job: _Job) -> Any:
@@ -361,19 +385,15 @@ class TreeRestore:
         if job.want.form in ("python", "none"):
             return value
         assert job.want.dtype is not None
-        array = exact_array(value, job.want.dtype)
+        array = rounded_array(value, job.want.dtype)
         assert array is not None, "compared before"
-        if job.want.form == "scalar":
-            return array[()]
-        if job.want.form == "numpy":
-            return array
-        return weak_or_put(job.want, array)
+        return value_of(job.name, job.want, array)
 
 
 def _placement(job: _Job, known: dict[object, Placement]) -> Placement:
     assert job.array is not None
     shape, sharding = job.array.shape, job.want.sharding
-    if job.want.form != "jax" or job.is_weak_scalar:
+    if job.want.form != "jax":
         sharding = None
     found = known.get((shape, sharding))
     if found is None:

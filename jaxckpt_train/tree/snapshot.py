@@ -152,7 +152,7 @@ def snapshot(
         is_taken = transfers.done
     else:
         is_taken.open()
-    record = TreeRecord(flat.containers, records)
+    record = TreeRecord(flat.containers, records, flat.static)
     compared = {number: taker.arrays[number].chunks for number in taker.compared}
     for number in compared:
         taker.arrays[number] = taker.arrays[number]._replace(chunks=())

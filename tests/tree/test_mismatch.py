@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,13 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train.tree.device_put import weakly_typed
 from jaxckpt_train.tree.differences import SHOWN_DIFFERENCES
 from jaxckpt_train.tree.mismatch import can_cast, exact_array, rename_map
 from tests.tree.same_trees import assert_same
 
 S = jax.ShapeDtypeStruct
-F32, I32 = jnp.float32, jnp.int32
+F32, I32, BF16 = jnp.float32, jnp.int32, jnp.bfloat16
 
 
 def saved_without_data(path: Path, tree: Any) -> Path:
@@ -105,27 +108,33 @@ def test_thousands_of_differences_stay_readable(tmp_path: Path) -> None:
 
 
 EXACT: list[tuple[str, Any, Any, Any]] = [
-    ("an int into a 0-d array", 3, S((), I32), jnp.int32(3)),
-    ("a 0-d array into an int", jnp.int32(3), 0, 3),
-    ("a small int into int4", 7, S((), jnp.int4), jnp.asarray(7, jnp.int4)),
+    ("an int into a 0-d array", 3, S((), I32), jnp.asarray(3)),
+    ("a 0-d array into an int", jnp.int32(3), 0, jnp.int32(3)),
+    ("a weak 0-d array into an int", jnp.asarray(3), 0, jnp.asarray(3)),
+    ("a 0-d float array into an int", jnp.asarray(0.5), 0, jnp.asarray(0.5)),
+    ("a small int into int4", 7, S((), jnp.int4), weakly_typed("x", jnp.asarray(7, jnp.int4))),
     ("an int into a numpy scalar", 3, np.int64(0), np.int64(3)),
-    ("a numpy scalar into an int", np.int64(3), 0, 3),
+    ("a numpy scalar into an int", np.int64(3), 0, np.int64(3)),
+    ("a numpy array into a float", np.array(3, ">f4"), 0.0, np.array(3, ">f4")),
     ("an int into a numpy array", 3, np.zeros((), np.uint8), np.array(3, np.uint8)),
-    ("a half into float32", 0.5, S((), F32), jnp.float32(0.5)),
-    ("nan into float32", float("nan"), S((), F32), jnp.float32("nan")),
-    ("inf into bfloat16", float("-inf"), S((), jnp.bfloat16), jnp.asarray(-jnp.inf, jnp.bfloat16)),
-    ("minus zero into float16", -0.0, S((), jnp.float16), jnp.float16(-0.0)),
-    ("bfloat16 into a float", jnp.asarray(1.5, jnp.bfloat16), 0.0, 1.5),
+    ("a half into float32", 0.5, S((), F32), jnp.asarray(0.5)),
+    ("a tenth into a weak float", 0.1, jnp.asarray(0.0), jnp.asarray(0.1)),
+    ("a tenth into a weak int", 0.1, jnp.asarray(0), jnp.asarray(0.1)),
+    ("a bool into a weak int", True, jnp.asarray(0), jnp.asarray(True)),
+    ("nan into float32", float("nan"), S((), F32), jnp.asarray(float("nan"))),
+    ("inf into bfloat16", float("-inf"), S((), BF16), weakly_typed("x", jnp.asarray(-jnp.inf, BF16))),
+    ("minus zero into float16", -0.0, S((), jnp.float16), weakly_typed("x", jnp.float16(-0.0))),
+    ("bfloat16 into a float", jnp.asarray(1.5, BF16), 0.0, jnp.asarray(1.5, BF16)),
     ("a bool into a 0-d array", True, S((), bool), jnp.asarray(True)),
-    ("a 0-d array into a bool", jnp.asarray(True), False, True),
-    ("a complex into complex64", 1.5 - 2j, S((), jnp.complex64), jnp.complex64(1.5 - 2j)),
-    ("a complex64 into a complex", jnp.complex64(2j), 0j, 2j),
+    ("a 0-d array into a bool", jnp.asarray(True), False, jnp.asarray(True)),
+    ("a complex into complex64", 1.5 - 2j, S((), jnp.complex64), jnp.asarray(1.5 - 2j)),
+    ("a complex64 into a complex", jnp.complex64(2j), 0j, jnp.complex64(2j)),
     ("a numpy scalar into a 0-d array", np.float32(1.5), np.zeros((), np.float32), np.array(1.5, np.float32)),
 ]
 
 
 @pytest.mark.parametrize(("saved", "like", "expected"), [c[1:] for c in EXACT], ids=[c[0] for c in EXACT])
-def test_numbers_and_0_d_arrays_stand_for_each_other_where_nothing_is_lost(
+def test_numbers_and_0_d_arrays_fit_each_other_where_nothing_is_lost(
     saved: Any, like: Any, expected: Any, tmp_path: Path
 ) -> None:
     assert_same(loaded(tmp_path / "c", {"x": saved}, {"x": like}), {"x": expected})
@@ -147,7 +156,9 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (1, 1.0, "saved Python int, wanted Python float"),
     ("1", b"1", "saved Python str, wanted Python bytes"),
     ("text", S((), F32), "saved Python str, wanted float32"),
-    (jnp.float32(3), 0, "saved float32.., wanted Python int"),
+    (10**300, jnp.asarray(0.0), "which does not hold it exactly"),
+    (1e300, jnp.asarray(0.0), "float 1e.300, wanted float32.., which does not hold it exactly"),
+    (jnp.float32(3), "0", "saved float32.., wanted Python str"),
     (jnp.arange(1), 0, r"saved int32\[1\], wanted Python int"),
     (jnp.int32(1), True, "saved int32.., wanted Python bool"),
     (None, 0, "saved None, wanted Python int"),
@@ -173,7 +184,8 @@ def test_what_would_lose_something_is_refused(saved: Any, like: Any, reason: str
 
 CAST: list[tuple[Any, Any, Any]] = [
     (jnp.asarray([1.5, 2.0]), S((2,), jnp.bfloat16), jnp.asarray([1.5, 2.0], jnp.bfloat16)),
-    (jnp.asarray([1.5, 1e30]), S((2,), jnp.float16), jnp.asarray([1.5, jnp.inf], jnp.float16)),
+    (jnp.asarray([1e-30, jnp.inf]), S((2,), jnp.float16), jnp.asarray([0, jnp.inf], jnp.float16)),
+    (jnp.asarray([0.1, 65519]), S((2,), jnp.float16), jnp.asarray([0.1, 65504], jnp.float16)),
     (jnp.arange(3), S((3,), F32), jnp.arange(3.0)),
     (jnp.asarray([True, False]), S((2,), I32), jnp.asarray([1, 0])),
     (np.arange(3), S((3,), I32), jnp.arange(3)),
@@ -230,6 +242,50 @@ def test_cast_of_integers_keeps_every_value_or_fails(values: list[int], dtype: A
     if dtype is np.uint32:
         with pytest.raises(jct.MismatchError, match="uint32 does not hold all values of the saved int32"):
             jct.load(tmp_path / "c", {"x": ..., "y": np.zeros(1, np.uint32)}, cast=True)
+
+
+F8, F4 = jnp.float8_e4m3fn, jnp.float4_e2m1fn
+LOST: list[tuple[Any, Any, str]] = [
+    (np.array([0, 2049]), np.float16, "found 0 to 2049, float16 holds every integer from -2048 to 2048"),
+    (np.array([257], np.int32), BF16, "found 257 to 257, bfloat16 holds every integer from -256 to 256"),
+    (np.array([2**24 + 1]), np.float32, "found 16777217 to 16777217, float32 holds every integer"),
+    (np.array([-(2**53) - 1]), np.float64, "found -9007199254740993 to -9007199254740993, float64"),
+    (np.array([2**63 - 1]), np.float64, "found 9223372036854775807 to 9223372036854775807, float64"),
+    (np.array([2**64 - 1], np.uint64), np.float32, "found 18446744073709551615 to"),
+    (np.array([2**24 + 1]), np.complex64, "complex64 holds every integer"),
+    (np.array([200], np.uint8), np.int8, "found 200 to 200, int8 holds -128 to 127"),
+    (np.array([1, 1e30], np.float32), np.float16, "found 1.0 to 1.*e.30, float16 holds -65504.0 to 65504.0"),
+    (np.array([-3.4e38, np.nan], np.float32), BF16, "found -3.*e.38 to -3.*e.38, bfloat16"),
+    (np.array([1e39]), np.float32, "found 1e.39 to 1e.39, float32"),
+    (np.array([1e39j]), np.complex64, "complex64"),
+    (np.array([500], np.float32), F8, "float8_e4m3fn holds -448.0 to 448.0"),
+    (np.array([100], np.float32), F4, "float4_e2m1fn holds -6.0 to 6.0"),
+]
+
+
+@pytest.mark.parametrize(("saved", "dtype", "reason"), LOST, ids=[f"{c[0]} {np.dtype(c[1])}" for c in LOST])
+@pytest.mark.parametrize("before", [0, 1 << 18], ids=["first", "later"])
+def test_cast_refuses_values_that_do_not_survive(
+    saved: np.ndarray, dtype: Any, reason: str, before: int, tmp_path: Path
+) -> None:
+    array = np.concatenate([np.full(before, saved.dtype.type(0)), saved])
+    jct.save(tmp_path / "c", {"x": array}, settings=jct.StoreSettings(durability="none"))
+    target = {"x": np.zeros(array.shape, dtype)}
+    with pytest.raises(jct.MismatchError, match="leaf 'x': cast=True") as caught:
+        jct.load(tmp_path / "c", target, cast=True)
+    if not before:
+        assert re.search(reason, str(caught.value))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, BF16, np.complex64, F8], ids=str)
+@pytest.mark.parametrize("saved", [np.int8, np.int32, np.int64, np.uint64], ids=str)
+def test_cast_keeps_large_integers_that_a_float_holds(saved: Any, dtype: Any, tmp_path: Path) -> None:
+    limits, most = np.iinfo(saved), float(jnp.finfo(dtype).max)
+    powers = [2**at for at in range(65) if 2**at <= min(limits.max, most)]
+    values = np.array([*powers, *(-power for power in powers if limits.min < 0)], saved)
+    jct.save(tmp_path / "c", {"x": values}, settings=jct.StoreSettings(durability="none"))
+    found = jct.load(tmp_path / "c", {"x": np.zeros(values.shape, dtype)}, cast=True)["x"]
+    assert [int(value.real) for value in found.astype(np.complex128)] == values.tolist()
 
 
 def test_casts_are_ordered() -> None:
@@ -295,3 +351,27 @@ def test_what_helps_is_told_and_nothing_else(tmp_path: Path) -> None:
     assert "a jax.ShapeDtypeStruct is none: give arrays" in without_value
     cast = message_of(path, {"a": np.ones(3, np.int32), "b": np.ones(2)})
     assert (keeps in cast, shapes in cast, leaves_out in cast) == (False, False, True)
+
+
+def test_escapes_in_paths_are_explained_where_there_are_any(tmp_path: Path) -> None:
+    path = saved_without_data(tmp_path / "c", {"a/b": np.ones(2), "x": {"~t": 1, "7": 2}})
+    with pytest.raises(jct.MismatchError, match="in a key ~ is written ~0, / is ~1") as caught:
+        jct.load(path, {"a/b": np.ones(3), "x": {"~t": "", "7": ""}})
+    assert "leaf 'a~1b'" in caught.value.differences[0]
+    with pytest.raises(jct.MismatchError, match="in a key ~ is written ~0"):
+        jct.load(path, {"a/b": np.ones(2)}, only="a/b")
+    plain = message_of(saved_without_data(tmp_path / "p", {"b": 1}), {"b": ""})
+    assert "in a key" not in plain
+
+
+FUNCTIONS: list[Any] = [jax.nn.relu, lambda x: x, jax.jit(lambda x: x), np.sin, functools.partial(jnp.sum, axis=0)]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=[str(type(each).__name__) for each in FUNCTIONS])
+def test_functions_among_the_leaves_are_refused_with_the_way_out(function: Any, tmp_path: Path) -> None:
+    tree = {"w": jnp.ones(2), "layer/1": [function]}
+    with pytest.raises(jct.UnsupportedLeafError, match=r"leaf 'layer~11/0'.*/ is ~1.*eqx.filter"):
+        jct.save(tmp_path / "c", tree)
+    jct.save(tmp_path / "c", {**tree, "layer/1": [None]})
+    with pytest.raises(jct.UnsupportedLeafError, match=r"leaf 'layer~11/0' of the target.*eqx.filter"):
+        jct.load(tmp_path / "c", tree)
