@@ -42,19 +42,21 @@ _DIFFERS = b"differs"
 
 
 class _Coming(msgspec.Struct):
-    """What a process tells of what it is about to save."""
+    """What a process is about to save; `owners` are the processes of arrays that lie wholly on another process."""
 
     subject: str
     own_values: dict[str, str]
+    owners: dict[str, int]
 
 
 class _Begun(msgspec.Struct):
-    """What process 0 tells of the attempt; `shared` are the checkpointables whose own values are equal in all."""
+    """The attempt; `shared` are the checkpointables whose own values are equal in all, `owners` those of all."""
 
     directory: bytes
     final: bytes
     info: dict[str, Any]
     shared: tuple[str, ...]
+    owners: dict[str, int]
 
 
 class _Done(msgspec.Struct):
@@ -147,6 +149,7 @@ class JobSave:
         told = self.job.exchange(self._beginning, self._coming, lambda values: self._begin(values, made), sign)
         begun = msgspec.msgpack.decode(told, type=_Begun)
         transaction = made[0] if made else None
+        self._own(begun.owners)
         with undone_on_error(transaction, self.parts):
             written = _Written(self, begun, transaction)
             # While this process waits for one that gets further, so does this save.
@@ -161,12 +164,26 @@ class JobSave:
         manifest = self.manifest(begun.info, (), written.records)
         return Committed(os.fsdecode(begun.final), manifest, result.sha256, result.bytes)
 
+    def _own(self, owners: Mapping[str, int]) -> None:
+        for part in self.parts if owners else ():
+            snapshot = part.snapshot
+            for number in list(snapshot.local) if snapshot is not None else ():
+                assert snapshot is not None
+                if owners.get(f"{part.name}/{snapshot.arrays[number].name}") == self.job.process:
+                    snapshot.own(number)
+
     def _others_moved(self) -> None:
         self.movement(0)
 
     def _coming(self) -> bytes:
         own_values = Sameness(self.settings.digest).of_own_values(self.parts)
-        return msgspec.msgpack.encode(_Coming(self.subject, own_values))
+        owners = {
+            f"{part.name}/{part.snapshot.arrays[number].name}": process
+            for part in self.parts
+            if part.snapshot is not None
+            for number, process in part.snapshot.owners.items()
+        }
+        return msgspec.msgpack.encode(_Coming(self.subject, own_values, owners))
 
     def _begin(self, values: Sequence[bytes], made: list[Transaction]) -> bytes:
         """Make the attempt, if all save the same."""
@@ -185,7 +202,8 @@ class JobSave:
             for part in self.parts:
                 transaction.add_folder(part.name)
             paths = os.fsencode(transaction.directory), os.fsencode(transaction.final)
-            return msgspec.msgpack.encode(_Begun(*paths, dict(self.info), shared))
+            owners = {name: owner for each in coming for name, owner in each.owners.items()}
+            return msgspec.msgpack.encode(_Begun(*paths, dict(self.info), shared, owners))
 
     def manifest(self, info: Mapping[str, Any], segments: Sequence[Any], parts: Sequence[PartRecord]) -> Manifest:
         """What is said of the checkpoint."""

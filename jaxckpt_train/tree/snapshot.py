@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
@@ -50,8 +51,10 @@ class Snapshot:
         transfers: brings what is still on devices; None where all is on the host.
         held: finds out whether the loop donates what is held here; None where no views are.
         guard: tells which leaves hold nan or inf; None: nobody asked.
-        local: in a job of many processes, numbers of the arrays that each of them has for itself.
+        local: in a job of many processes, numbers of the arrays that each of them has for itself, as far as this one
+            sees. An array that lies wholly on this process is among them until `own` is called.
         compared: those of them that another process writes, as this one has them.
+        owners: numbers of the arrays that lie wholly on another process, and which process.
         is_taken: open once the caller may do anything with what it saved.
         on_hosts: what other hosts write of the arrays; None: nothing.
         device_wait_s: seconds that the caller waited until the devices had computed the tree; 0.0 where they were only
@@ -59,13 +62,14 @@ class Snapshot:
     """
 
     record: TreeRecord
-    arrays: Sequence[ArraySource]
+    arrays: list[ArraySource]
     transfers: Transfers | None
     is_taken: Latch
     held: HeldViews | None
     guard: ValueGuard | None
-    local: Sequence[int] = ()
-    compared: Mapping[int, Sequence[ChunkSource]] = dataclasses.field(default_factory=dict)  # by number of the array
+    local: list[int] = dataclasses.field(default_factory=list)
+    compared: dict[int, tuple[ChunkSource, ...]] = dataclasses.field(default_factory=dict)  # by number of the array
+    owners: Mapping[int, int] = dataclasses.field(default_factory=dict)
     on_hosts: HostParts | None = None
     device_wait_s: float = 0.0
 
@@ -73,6 +77,12 @@ class Snapshot:
         """Wait, in the background, until the devices have computed what they still have; the seconds that it took."""
         waited_s = 0.0 if self.transfers is None else self.transfers.wait_for_devices()
         return waited_s + (0.0 if self.on_hosts is None else self.on_hosts.wait_for_devices())
+
+    def own(self, number: int) -> None:
+        """Write an array that other processes see on this one only: no other process has it."""
+        self.local.remove(number)
+        if number in self.compared:
+            self.arrays[number] = self.arrays[number]._replace(chunks=self.compared.pop(number))
 
     def close(self) -> None:
         """It is written, or never will be: let go of what is still on devices."""
@@ -153,10 +163,11 @@ def snapshot(
     else:
         is_taken.open()
     record = TreeRecord(flat.containers, records, flat.static)
-    compared = {number: taker.arrays[number].chunks for number in taker.compared}
+    compared = {number: tuple(taker.arrays[number].chunks) for number in taker.compared}
     for number in compared:
         taker.arrays[number] = taker.arrays[number]._replace(chunks=())
-    return Snapshot(record, taker.arrays, transfers, is_taken, held, guard, taker.local, compared, on_hosts, waited_s)
+    local, owners, arrays = taker.local, taker.owners, taker.arrays
+    return Snapshot(record, arrays, transfers, is_taken, held, guard, local, compared, owners, on_hosts, waited_s)
 
 
 def _wait_for_cpus(leaves: Sequence[Any], hosts: HostTaker | None) -> float:
@@ -204,6 +215,7 @@ class _Form(NamedTuple):
     on_host: bool
     described: dict[str, Any] | None
     local: bool
+    owner: int | None
     is_of_hosts: bool
 
 
@@ -215,6 +227,7 @@ class _Taker:
         elsewhere: numbers of those that still lack their chunks, and the JAX arrays, or their parts, that hold them.
         local: numbers of those that each process has for itself.
         compared: those of them that another one writes.
+        owners: numbers of those that lie wholly on another process, and which one.
     """
 
     def __init__(self, keeps_views: bool, shares: JobShares | None = None, hosts: HostTaker | None = None) -> None:
@@ -222,6 +235,7 @@ class _Taker:
         self.elsewhere: list[tuple[int, jax.Array | Sequence[OwnPart]]] = []
         self.local: list[int] = []
         self.compared: list[int] = []
+        self.owners: dict[int, int] = {}
         self._keeps_views, self._shares, self._hosts = keeps_views, shares, hosts
         self._forms: dict[jax.sharding.Sharding, _Form] = {}
         self._plain: dict[Any, bool] = {}
@@ -273,11 +287,22 @@ class _Taker:
                 "save the arrays that the function returned"
             )
         form = self._form(name, leaf.sharding)
-        if not self._is_plain(name, leaf):
-            self._add(name, jax.random.key_data(leaf), form)
+        is_plain = self._is_plain(name, leaf)
+        if form.owner is not None:
+            # Nothing can be computed of keys on another process; shape and dtype are all that is needed of them.
+            self._leave(form.owner, name, leaf if is_plain else jax.eval_shape(jax.random.key_data, leaf), form)
+        else:
+            self._add(name, leaf if is_plain else jax.random.key_data(leaf), form)
+        if not is_plain:
             return KeyLeaf(impl=str(jax.random.key_impl(leaf)))
-        self._add(name, leaf, form)
         return _WEAK if leaf.weak_type else _STRONG
+
+    def _leave(self, owner: int, name: str, leaf: jax.Array | jax.ShapeDtypeStruct, form: _Form) -> None:
+        """An array that lies wholly on another process, which counts it among those that it has for itself."""
+        assert self._shares is not None
+        self._shares.writes(math.prod(leaf.shape) * leaf.dtype.itemsize)
+        self.owners[len(self.arrays)] = owner
+        self.arrays.append(ArraySource(name, leaf.shape, leaf.dtype, (), form.described))
 
     def _form(self, name: str, sharding: jax.sharding.Sharding) -> _Form:
         known = self._forms.get(sharding)
@@ -293,7 +318,10 @@ class _Taker:
         on_host = all(device.platform == "cpu" for device in devices)
         described = None if single else describe_sharding(sharding)
         of_hosts = self._hosts is not None and self._hosts.takes(sharding)
-        form = _Form(single, on_host, described, sharding.is_fully_addressable, of_hosts)
+        local = sharding.is_fully_addressable
+        processes = set() if local else {device.process_index for device in devices}
+        owner = processes.pop() if len(processes) == 1 else None
+        form = _Form(single, on_host, described, local, owner, of_hosts)
         self._forms[sharding] = form
         return form
 
