@@ -252,7 +252,7 @@ def load(
             leaf alone), or NNX objects, which are restored in place. Dtypes and weak types are those of the checkpoint:
             weakly typed arrays and Python numbers of `like` accept any. None: nested dicts and lists of numpy arrays.
         only: a pattern of leaf paths such as "params/**", several, or a predicate: only those are read; other leaves
-            of `like` come back as they are.
+            of `like` come back as they are. In a key, "~" is written "~0", "/" is "~1" and "@" is "~2".
         rename: saved leaf paths under other names, `{"old/**": "new/**"}`.
         cast: convert dtypes within floats or integers, and upwards; never float to integer. Floats are rounded.
         missing: "keep": a leaf of `like` that the checkpoint lacks keeps its value.

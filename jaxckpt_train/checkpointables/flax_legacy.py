@@ -16,7 +16,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.machine import memory_bytes
 from jaxckpt_train.store.memory import MemoryBackend
-from jaxckpt_train.store.plain_files import read_whole
+from jaxckpt_train.store.plain_files import SNIFFED_BYTES, other_content, read_whole
 from jaxckpt_train.store.transaction import Committed, Transaction
 from jaxckpt_train.tree.paths import MAX_DEPTH
 
@@ -70,7 +70,8 @@ def _restore(backend: Backend, found: FlaxFile) -> Any:
             errno.ENOMEM, f"its {len(data)} bytes do not fit into memory twice: {there}", found.path
         ) from error
     except Exception as error:  # a foreign parser: it believes the file's dtypes, shapes and lengths
-        raise _no_flax_file(found, f"{type(error).__name__}: {error}") from error
+        other = other_content(bytes(data[:SNIFFED_BYTES]))
+        raise _no_flax_file(found, other or f"{type(error).__name__}: {error}") from error
     if not isinstance(tree, dict):
         raise CorruptCheckpointError(f"{found.path}: a Flax msgpack file of a {type(tree).__name__}, expected a map")
     return _with_positions(tree, found.path)

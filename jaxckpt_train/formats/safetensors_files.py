@@ -34,7 +34,7 @@ from jaxckpt_train.store.manifest import (
     is_plain_name,
     shown,
 )
-from jaxckpt_train.store.plain_files import read_whole
+from jaxckpt_train.store.plain_files import SNIFFED_BYTES, other_content, read_whole
 from jaxckpt_train.store.segment import LENGTH_BYTES
 from jaxckpt_train.tree.leaf_records import ArrayLeaf, TreeRecord
 from jaxckpt_train.tree.paths import ROOT, key_text
@@ -50,16 +50,8 @@ _NUMBERED = re.compile(
     r"(?P<before>(.*[-_.])?)(?P<number>[0-9]+)(?P<after>[-_]of[-_](?P<count>[0-9]+)([-_.].+)?\.safetensors)", re.DOTALL
 )
 _PARTS_OF_TENSORS = "DCP_SHARDING_INFO"  # metadata of files that torch.distributed.checkpoint writes, one a process
-_SIGNATURES = (
-    (b"version https://git-lfs", "a Git LFS pointer; run git lfs pull to download the file"),
-    (b"<!doctype html", "a web page; the download has saved a page instead of the file"),
-    (b"<html", "a web page; the download has saved a page instead of the file"),
-    (b"<?xml", "an XML document; the download has saved the answer of a server instead of the file"),
-    (b"pk\x03\x04", "a zip archive, such as torch.save writes"),
-)
 MAX_HEADER_BYTES = 100_000_000  # what safetensors itself reads at most
 MAX_INDEX_BYTES = 256 << 20
-_MOST_SNIFFED = 1024
 NAME = "state"
 # What safetensors names, as numpy and ml_dtypes know it. Not so F4 and floats of 6 bits, of which several share bytes.
 NAMED = {
@@ -282,19 +274,13 @@ def read_header(backend: Backend, path: str) -> Header:
         size = source.size
         length = int.from_bytes(_read(source, 0, LENGTH_BYTES, path), "little")
         if length > min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
-            other = _other_content(_read(source, 0, min(size, _MOST_SNIFFED), path))
+            other = other_content(_read(source, 0, min(size, SNIFFED_BYTES), path))
             found = other or f"a head of {length:,} bytes in a file of {size:,}"
             raise CorruptCheckpointError(f"{path}: expected a safetensors file, found {found}")
         text = _read(source, LENGTH_BYTES, length, path)
     finally:
         source.close()
     return _parsed(text, LENGTH_BYTES + length, size, path)
-
-
-def _other_content(data: bytes) -> str:
-    """What a file is instead, by its first bytes; empty: nothing that is known."""
-    begins = data.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
-    return next((text for signature, text in _SIGNATURES if begins.startswith(signature)), "")
 
 
 def _read(source: Source, offset: int, length: int, path: str) -> bytes:
@@ -373,7 +359,7 @@ def _read_index(backend: Backend, folder: str, index: str) -> dict[str, str]:
     try:
         found = msgspec.json.decode(data, type=_Index).weight_map
     except NOT_JSON as error:
-        other = _other_content(bytes(data[:_MOST_SNIFFED]))
+        other = other_content(bytes(data[:SNIFFED_BYTES]))
         why = f"found {other}" if other else f"but: {shown(error)}"
         raise CorruptCheckpointError(f"{folder}/{index}: expected an index of tensors, {why}") from error
     if not found:

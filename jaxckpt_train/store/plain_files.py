@@ -15,6 +15,27 @@ from jaxckpt_train.store.digests import block_digests, digest_function
 from jaxckpt_train.store.machine import memory_bytes
 from jaxckpt_train.store.manifest import BLOCK_BYTES, FileRecord
 
+SNIFFED_BYTES = 1024  # a Git LFS pointer is never longer
+_SIGNATURES = (
+    (b"version https://git-lfs", "a Git LFS pointer; run git lfs pull to download the file"),
+    (b"<!doctype html", "a web page; the download has saved a page instead of the file"),
+    (b"<html", "a web page; the download has saved a page instead of the file"),
+    (b"<?xml", "an XML document; the download has saved the answer of a server instead of the file"),
+    (b"pk\x03\x04", "a zip archive, such as torch.save writes"),
+)
+
+
+def other_content(data: bytes | bytearray) -> str:
+    """What a file that is not what it should be is instead, by its first bytes; empty: nothing that is known."""
+    begins = bytes(data).removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    return next((text for signature, text in _SIGNATURES if begins.startswith(signature)), "")
+
+
+def _instead(files: Opener, directory: str, name: str, size: int) -> str:
+    """The same of a file of another size than it should have, as the end of a message."""
+    other = other_content(read_head(files, directory, name, SNIFFED_BYTES)) if size <= SNIFFED_BYTES else ""
+    return f"; it is {other}" if other else ""
+
 
 def file_record(
     files: Opener, directory: str, name: str, digest_name: str, progress: Callable[[int], None]
@@ -129,7 +150,8 @@ def read_or_none(
         if source.size > limit:
             raise CorruptCheckpointError(f"{directory}/{name}: {source.size} bytes, expected at most {limit}")
         if size is not None and source.size != size:
-            raise CorruptCheckpointError(f"{directory}/{name}: {source.size} bytes, but COMMIT says {size}")
+            instead = _instead(files, directory, name, source.size)
+            raise CorruptCheckpointError(f"{directory}/{name}: {source.size} bytes, but COMMIT says {size}{instead}")
         data = bytearray(source.size)
         source.read_into(0, np.frombuffer(data, np.uint8), len(data))
     finally:
@@ -183,7 +205,8 @@ def open_recorded(
         raise CorruptCheckpointError(f"{path}: the manifest names this {subject}, but: {error}") from error
     if source.size != size:
         source.close()
-        raise CorruptCheckpointError(f"{path}: {source.size} bytes, but the manifest says {size}")
+        instead = _instead(files, directory, name, source.size)
+        raise CorruptCheckpointError(f"{path}: {source.size} bytes, but the manifest says {size}{instead}")
     return source
 
 

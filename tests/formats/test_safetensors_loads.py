@@ -305,6 +305,27 @@ def test_downloads_of_something_else_are_named(tmp_path: Path, content: bytes, f
     assert path.name in str(raised.value)
 
 
+@pytest.mark.parametrize("name", ["state/p00000-s000.safetensors", "manifest.json"])
+def test_pointers_in_our_own_checkpoints_are_named(tmp_path: Path, name: str) -> None:
+    jct.save(tmp_path / "c", {"w": np.arange(1000.0)})
+    (tmp_path / "c" / name).write_bytes(POINTER)
+    with pytest.raises(jct.CorruptCheckpointError, match="git lfs pull") as raised:
+        jct.load(tmp_path / "c")
+    assert name in str(raised.value)
+    assert "git lfs pull" in jct.verify(tmp_path / "c").problems[0]
+    (tmp_path / "c" / name).write_bytes(b"version")
+    with pytest.raises(jct.CorruptCheckpointError) as raised:
+        jct.load(tmp_path / "c")
+    assert "lfs" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["flax_model.msgpack", "checkpoint_3"])
+def test_pointers_in_place_of_flax_files_are_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(POINTER)
+    with pytest.raises(jct.NotACheckpointError, match="git lfs pull"):
+        jct.load(tmp_path / name)
+
+
 def test_tensors_go_straight_into_a_tree_and_its_shardings(tmp_path: Path) -> None:
     sharding = NamedSharding(mesh(), PartitionSpec("tensor", None, "fsdp"))
     like = {"layers": {"q": jax.ShapeDtypeStruct((2, 16, 24), jnp.float32, sharding=sharding)}}
