@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from jaxckpt_train.errors import StorageError
@@ -35,13 +35,20 @@ def _hidden_among(names: Iterable[str]) -> list[str]:
 
 
 def begun_deletions(
-    backend: Backend, directory: str, events: Iterable[Mapping[str, Any]], tell: Callable[[str], object]
+    backend: Backend,
+    directory: str,
+    committed: Collection[str],
+    events: Iterable[Mapping[str, Any]],
+    tell: Callable[[str], object],
 ) -> list[str]:
     """The step directories whose deletion was begun and not finished.
+
+    One that could not be renamed has its own name, and what was its COMMIT has the hidden one.
 
     Args:
         backend: where.
         directory: of the run.
+        committed: the names of its steps.
         events: of its history.
         tell: is called with the names of the steps of which these do not say so: their owner died in between. Not of
             one that is there: it has been saved anew, or brought back by a power cut.
@@ -52,7 +59,8 @@ def begun_deletions(
     for name in map(shown_name, hidden):
         if last.get(name) != "delete" and name not in there:
             tell(name)
-    return hidden
+    in_place = [name for name in map(shown_name, hidden) if name in there and name not in committed]
+    return in_place + [name for name in hidden if shown_name(name) not in in_place]
 
 
 def remove_attempts(backend: Backend, directory: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import logging
 import math
@@ -17,9 +18,10 @@ from jaxckpt_train.errors import CheckpointError, StorageError
 from jaxckpt_train.pending import SLICE_S
 from jaxckpt_train.steps.interrupted import hidden_name, shown_name
 from jaxckpt_train.steps.step_names import parse_step_name
-from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.backend import Backend, Entry
 from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.store.late_sync import make_durable, sync_directory
+from jaxckpt_train.store.manifest import COMMIT_NAME
 
 _THREAD = "jaxckpt-retention"
 _MOMENT_S = 0.2
@@ -84,6 +86,7 @@ class Deleter:
         self._retry: dict[str, None] = {}  # in their order
         self._waiting: list[_Batch] = []  # for the disk
         self._unsynced: set[str] = set()
+        self._warned: set[tuple[str, int | None]] = set()
         self._guard = threading.RLock()
         self._worker: threading.Thread | None = None
         self._stays = False
@@ -310,9 +313,12 @@ class Deleter:
         try:
             self._backend.rename(f"{self._directory}/{name}", f"{self._directory}/{hidden}")
         except StorageError as error:
+            if error.errno == errno.EXDEV or (error.errno == errno.EEXIST and self._is_cut(hidden)):
+                self._remove_in_place(name, hidden)
+                return None
             there = names_in(self._backend, self._directory)
             if there is None or name in there:
-                _tell_refused(name, error)
+                self._warn_of(name, error)
                 self._wait_again([name])
                 if there is not None and hidden in there:  # what is left of one that had this name stands in its way
                     self._retry[hidden] = None
@@ -320,11 +326,41 @@ class Deleter:
             if hidden not in there:
                 _log.info("%s is gone already", name)
                 hidden = ""
+        self._note_deleted(name)
+        return hidden or None
+
+    def _note_deleted(self, name: str) -> None:
         self._unsynced.discard(name)
         told = self._told()
         if told is not None:
             told.deleted(name)
-        return hidden or None
+
+    def _remove_in_place(self, name: str, hidden: str) -> None:
+        """Delete a step whose directory cannot be renamed, as one of a container's image.
+
+        Its COMMIT gets the hidden name and goes last: by that a later owner knows what it has to remove.
+        """
+        path, marker = f"{self._directory}/{name}", f"{self._directory}/{hidden}"
+        try:
+            if any(entry.name == COMMIT_NAME for entry in self._backend.list(path)):
+                self._backend.rename(f"{path}/{COMMIT_NAME}", marker)
+                sync_directory(self._backend, self._directory)
+                sync_directory(self._backend, path)
+            self._backend.remove(path)
+            sync_directory(self._backend, self._directory)
+            self._backend.remove(marker)
+        except StorageError as error:
+            self._warn_of(name, error)
+            self._wait_again([name])
+        else:
+            self._note_deleted(name)
+
+    def _is_cut(self, hidden: str) -> bool:
+        """Whether an owner died while it deleted the step of this hidden name in place."""
+        try:
+            return Entry(hidden, "file") in self._backend.list(self._directory)
+        except StorageError:
+            return False
 
     def _is_hiding_durable(self) -> bool:
         """Sync the new names: a power cut might else bring steps back under the old ones, without all their files."""
@@ -339,8 +375,14 @@ class Deleter:
         try:
             self._backend.remove(f"{self._directory}/{hidden}")
         except StorageError as error:
-            _tell_refused(hidden, error)
+            self._warn_of(hidden, error)
             self._wait_again([hidden])
+
+    def _warn_of(self, name: str, error: StorageError) -> None:
+        """Warn once of what is tried again at each deletion."""
+        level = logging.DEBUG if (name, error.errno) in self._warned else logging.WARNING
+        self._warned.add((name, error.errno))
+        _log.log(level, "deleting %s failed and will be tried again: %s", shown_name(name), error)
 
     def _wait_again(self, names: Sequence[str]) -> None:
         """Try these again with the next deletion; steps that are still listed are asked for before, and may be kept."""
@@ -362,7 +404,3 @@ def names_in(backend: Backend, directory: str) -> set[str] | None:
         return {entry.name for entry in backend.list(directory)}
     except StorageError:
         return None
-
-
-def _tell_refused(name: str, error: StorageError) -> None:
-    _log.warning("deleting %s failed and will be tried again: %s", shown_name(name), error)

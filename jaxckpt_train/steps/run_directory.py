@@ -115,7 +115,8 @@ class RunDirectory:
         self._write_verdicts()
         recent = answer_of(self._directory, lambda moved: self.history.recent())
         self.past = Past.of(recent)
-        self._deleter.delete(begun_deletions(self._backend, self._directory, recent, self.log.deleted))
+        names = {entry.name for entry in self._entries}
+        self._deleter.delete(begun_deletions(self._backend, self._directory, names, recent, self.log.deleted))
         self.is_owner = True  # last of all: what is interrupted before is done again
         self.log.started(None if self._origin.entry is None else self._origin.entry.step)
         self._best.update(self.newest)

@@ -10,7 +10,7 @@ import os
 from jaxckpt_train.errors import CheckpointExistsError, SettingsError, StorageError
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.left_overs import is_left_over_name, remove_dead_attempts
-from jaxckpt_train.store.local import file_exists
+from jaxckpt_train.store.local import file_exists, side_name
 from jaxckpt_train.store.replaced import LOOKS
 from jaxckpt_train.store.strangers import MOST_TOLD, strangers
 from jaxckpt_train.store.transaction import is_committed
@@ -39,7 +39,9 @@ def refuse_existing(backend: Backend, final: str, replace: bool, how: str = "pas
     if not file_exists(final):
         return
     # One look may meet what another process has just replaced, and is removing: the next one sees the new.
-    if not any(is_committed(backend, final) or not file_exists(final) for _ in range(LOOKS)):
+    # What is half removed is a checkpoint if a crash cut its replacement in place: the new one has the side name then.
+    names = (final, side_name(final))
+    if not any(any(is_committed(backend, name) for name in names) or not file_exists(final) for _ in range(LOOKS)):
         raise CheckpointExistsError(f"{final}: exists and is no checkpoint; it is not replaced. Choose another path")
     if not replace:
         raise CheckpointExistsError(f"{final}: exists; {how} to replace it, or choose another path")

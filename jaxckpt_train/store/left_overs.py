@@ -13,7 +13,14 @@ from jaxckpt_train.store.late_sync import sync_directory
 from jaxckpt_train.store.local import side_name
 from jaxckpt_train.store.machine import is_dead_tag, is_tag_of_another_boot
 from jaxckpt_train.store.manifest import COMMIT_NAME
-from jaxckpt_train.store.removal import first_strangers, keep, remove_left_over, remove_replaced, renamed
+from jaxckpt_train.store.removal import (
+    first_strangers,
+    keep,
+    remove_left_over,
+    remove_replaced,
+    remove_without_commit,
+    renamed,
+)
 from jaxckpt_train.store.strangers import listed
 from jaxckpt_train.store.transaction import attempt_paths, is_committed
 
@@ -50,7 +57,8 @@ def remove_dead_attempts(backend: Backend, final: str) -> None:
     """
     parent, name = os.path.split(final)
     removals = list[Callable[[], None]]()
-    for entry in backend.list(parent):
+    entries = backend.list(parent)
+    for entry in entries:
         path, tag = os.path.join(parent, entry.name), _dead_tag(entry, name)
         if tag is not None:
             may_be_torn = is_tag_of_another_boot(tag)
@@ -59,6 +67,8 @@ def remove_dead_attempts(backend: Backend, final: str) -> None:
             if is_committed(backend, final):
                 removals.append(functools.partial(_remove_aside, backend, entry, final))
             elif is_committed(backend, path):
+                if Entry(name, "directory") in entries and not first_strangers(backend, final):
+                    remove_without_commit(backend, final)  # half of it is gone: a crash cut its replacement in place
                 backend.rename(path, final)
     if removals:
         sync_directory(backend, parent)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.store.backend import MISSING, Backend
 from jaxckpt_train.store.late_sync import sync_directory
-from jaxckpt_train.store.manifest import COMMIT_NAME, RESERVED_NAMES, is_plain_name
+from jaxckpt_train.store.manifest import COMMIT_NAME, MANIFEST_NAME, RESERVED_NAMES, is_plain_name
 from jaxckpt_train.store.strangers import MOST_TOLD, is_of_another_program, listed, listed_below, strangers
 
 _log = logging.getLogger("jaxckpt_train")
@@ -45,6 +45,14 @@ def _remove_or_keep(backend: Backend, directory: str, final: str, *, was_committ
         return  # another process found none, and is removing it: what was looked at was half of it
     else:
         keep(backend, directory, final, found)
+
+
+def remove_without_commit(backend: Backend, directory: str) -> None:
+    """Remove a checkpoint that has no COMMIT any more; last its manifest, which names the rest of it."""
+    for entry in listed(backend, directory):
+        if entry.name != MANIFEST_NAME:
+            backend.remove(f"{directory}/{entry.name}")
+    backend.remove(directory)
 
 
 def first_strangers(backend: Backend, directory: str) -> list[str]:

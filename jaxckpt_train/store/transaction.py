@@ -19,6 +19,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import msgspec
 
@@ -52,7 +53,7 @@ from jaxckpt_train.store.manifest import (
 )
 from jaxckpt_train.store.manifest_decoding import decode_manifest
 from jaxckpt_train.store.plain_files import read_or_none
-from jaxckpt_train.store.removal import remove_replaced
+from jaxckpt_train.store.removal import first_strangers, remove_replaced, remove_without_commit
 from jaxckpt_train.store.why_not import why_not_committed
 
 _log = logging.getLogger("jaxckpt_train")
@@ -156,18 +157,22 @@ class Transaction(Attempt):
         return Committed(self.final, manifest, sha256)
 
     def _publish(self, replace: bool) -> None:
-        exchanged = self._take_name(replace)
+        taken = self._take_name(replace)
         if self._sync_directories:
             try:
                 self._backend.sync(self._parent)
             except BaseException as error:
-                self._withdraw(exchanged, error)
+                if taken != "in place":  # else the older one is gone
+                    self._withdraw(taken == "exchanged", error)
                 raise
-        if exchanged:
+        if taken == "exchanged":
             self._remove_replaced()
 
-    def _take_name(self, replace: bool) -> bool:
-        """Get the final name; whether the directory of the attempt is that of the older checkpoint now."""
+    def _take_name(self, replace: bool) -> Literal["free", "exchanged", "in place"]:
+        """Get the final name, which was free, or was that of an older checkpoint.
+
+        An exchanged one has the name of the attempt now; one that was replaced in place is gone.
+        """
         try:
             self._backend.rename(self.directory, self.final)
         except StorageError as error:
@@ -176,9 +181,38 @@ class Transaction(Attempt):
             if not replace:
                 self.stays = False
                 raise CheckpointExistsError(f"{self.final}: exists; {self._if_taken}") from error
-            self._backend.exchange(self.directory, self.final, sync=self._sync_directories)
-            return True
-        return False
+            try:
+                self._backend.exchange(self.directory, self.final, sync=self._sync_directories)
+            except StorageError as refused:
+                if refused.errno != errno.EXDEV:
+                    raise
+                self._replace_in_place()
+                return "in place"
+            return "exchanged"
+        return "free"
+
+    def _replace_in_place(self) -> None:
+        """Replace a checkpoint whose directory cannot be renamed, as one in a lower layer of overlayfs.
+
+        The attempt gets the side name first: there readers find it as soon as the older checkpoint has no COMMIT.
+        """
+        found, aside = first_strangers(self._backend, self.final), side_name(self.final)
+        if found:
+            message = "cannot replace it: its directory cannot be renamed, and holds more than a checkpoint"
+            raise StorageError(errno.EXDEV, f"{message}: {', '.join(found)}; move that away", self.final)
+        self._backend.rename(self.directory, aside)
+        try:
+            if self._sync_directories:
+                self._backend.sync(self._parent)
+            self._backend.remove(f"{self.final}/{COMMIT_NAME}")
+        except StorageError:
+            if is_committed(self._backend, self.final):
+                self._backend.rename(aside, self.directory)
+            raise
+        if self._sync_directories:
+            self._backend.sync(self.final)
+        remove_without_commit(self._backend, self.final)
+        self._backend.rename(aside, self.final)
 
     def _withdraw(self, exchanged: bool, error: BaseException) -> None:
         """Take back what could not be made durable, unless another save or owner has taken its place meanwhile."""

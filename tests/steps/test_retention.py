@@ -204,7 +204,7 @@ def test_a_name_that_is_used_again_may_be_deleted_again(tmp_path: Path) -> None:
     others = [{"event": "note", "name": "step-0000000001"}, {"event": "save", "name": []}, {}]
     for events, told in (([save, delete, *others], []), ([save, delete, save], ["step-0000000001"])):
         heard = list[str]()
-        found = begun_deletions(LocalBackend(), str(tmp_path), events, heard.append)
+        found = begun_deletions(LocalBackend(), str(tmp_path), (), events, heard.append)
         assert (found, heard) == ([".step-0000000001.deleting"], told)
 
 
