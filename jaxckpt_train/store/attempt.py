@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, UnsupportedLeafError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.backend import Backend, is_in_use
 from jaxckpt_train.store.digests import block_digests, digest_function
 from jaxckpt_train.store.manifest import BLOCK_BYTES, FileRecord, is_plain_name, what_is_a_plain_name
 from jaxckpt_train.store.plain_files import file_record
@@ -69,6 +69,8 @@ class Attempt:
         records: list[FileRecord] = []
         for entry in self._backend.list(f"{self.directory}/{name}"):
             path = f"{name}/{entry.name}"
+            if is_in_use(entry.name):
+                continue
             if not is_plain_name(entry.name):
                 raise UnsupportedLeafError(
                     f"file {path!r}: its name cannot be stored; expected {what_is_a_plain_name()}"
@@ -87,6 +89,8 @@ class Attempt:
         """Have the commit sync what somebody else has written into a folder of the attempt; it is not looked at."""
         for entry in self._backend.list(f"{self.directory}/{name}"):
             path = f"{self.directory}/{name}/{entry.name}"
+            if is_in_use(entry.name):
+                continue
             if entry.kind == "directory":
                 self._folders.append(path)
                 self.take_in(f"{name}/{entry.name}")

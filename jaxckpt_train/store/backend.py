@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import re
 from collections.abc import Hashable
 from typing import Literal, Protocol, runtime_checkable
 
@@ -14,8 +15,17 @@ import numpy as np
 MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO}
 # How the names of files begin that a back end makes for a moment; what a crash leaves of them means nothing.
 HALF_MADE = (".jaxckpt-new-", ".jaxckpt-now-")
+# Names that NFS, SMB and FUSE clients give to files that were removed and that somebody has open still.
+_IN_USE = re.compile(r"\.(nfs|smb|fuse_hidden)[0-9A-Fa-f]{4,}|\.smbdelete[0-9A-Za-z.]+")
 # What a system says that does not offer an operation.
-UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
+UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
+# Sandboxes answer EPERM to a call that their profile does not list. Where a call has a substitute, that one is tried.
+NOT_OFFERED = UNSUPPORTED | {errno.EPERM}
+
+
+def is_in_use(name: str) -> bool:
+    """Whether a file of this name was removed, and goes when the last reader closes it."""
+    return _IN_USE.fullmatch(name) is not None
 
 
 @dataclasses.dataclass(frozen=True)

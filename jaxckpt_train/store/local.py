@@ -15,13 +15,14 @@ from typing import Literal
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backend import HALF_MADE, Entry
+from jaxckpt_train.store.backend import HALF_MADE, NOT_OFFERED, UNSUPPORTED, Entry
 from jaxckpt_train.store.interrupted import again
 from jaxckpt_train.store.late_sync import sync_directory
 from jaxckpt_train.store.local_names import (
     close_read,
     entries_of,
     exchange_names,
+    give_name,
     is_directory,
     is_there,
     marks_of_way,
@@ -32,11 +33,16 @@ from jaxckpt_train.store.local_names import (
     rename_all,
     rename_to_new,
 )
+from jaxckpt_train.store.machine import open_below
 from jaxckpt_train.store.refusal import refusal
 
 DIRECT_ALIGNMENT = 4096
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # of macOS, where fsync does not reach the medium
 _PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no link is followed, and no pipe waited for
+
+_COPY_BYTES = 16 << 20
+_cannot_cut: set[int] = set()  # device numbers of file systems on which a file cannot be made shorter
 
 _durable_ways: dict[str, tuple[object, ...]] = {}  # marks of directories that are on the disk with their names
 _NO_DIRECT = 'this system or file system has no direct I/O, and direct_io=True asks for nothing else; use "auto"'
@@ -53,18 +59,69 @@ def _storage(action: str, path: str) -> Iterator[None]:
         raise refusal(error.errno or errno.EIO, action, path, error.strerror) from error
 
 
+@contextlib.contextmanager
+def _said_to_be_open(directory: str) -> Iterator[None]:
+    """Say what is open in a directory that cannot be renamed for that reason, as on SMB."""
+    try:
+        yield
+    except OSError as error:
+        may_write = os.access(os.path.dirname(directory), os.W_OK | os.X_OK)
+        if error.errno not in (errno.EACCES, errno.EBUSY, errno.ETXTBSY) or not may_write:
+            raise
+        found = ", ".join(open_below(directory)) or "no process of this machine that this user can see"
+        message = (
+            f"{error.strerror}: some file systems (SMB) do not rename a directory while a file in it is open. Open: "
+            f"{found}. Close such files, here and on other machines, and save again, or save under another name"
+        )
+        raise OSError(errno.EBUSY, message) from error
+
+
 def _is_aligned(offset: int, view: memoryview) -> bool:
     """Whether direct I/O must take this; what it refuses otherwise is the caller's doing."""
     address = np.frombuffer(view, np.uint8).ctypes.data
     return not any(number % DIRECT_ALIGNMENT for number in (offset, len(view), address))
 
 
-class _LocalSink:
+class _LocalFile:
+    """An open file; `_descriptor` is used for direct I/O until `_leave_direct`."""
+
+    _descriptor = -1
+    _replaced: tuple[int, ...] = ()  # other threads may be using these
+
     def __init__(self, path: str, descriptor: int, direct: bool | Literal["auto"]) -> None:
         self._path, self._descriptor, self._must = path, descriptor, direct is True
         self.alignment = DIRECT_ALIGNMENT if direct else 1
         self._fallback = threading.Lock()
 
+    def _is_left(self, error: OSError, offset: int, view: memoryview, *, was_direct: bool) -> bool:
+        """Leave direct I/O if that is what was refused, and may be left."""
+        if error.errno not in UNSUPPORTED or not was_direct:
+            return False
+        if self._must and _is_aligned(offset, view):
+            raise OSError(errno.EOPNOTSUPP, _NO_DIRECT) from error
+        self._leave_direct()
+        return True
+
+    def _leave_direct(self) -> None:
+        with self._fallback:
+            if self.alignment > 1:
+                flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+                fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
+                # A file system in user space is not notified of changed flags: it has to be opened again.
+                with contextlib.suppress(OSError):
+                    opened = os.open(f"/proc/self/fd/{self._descriptor}", flags & os.O_ACCMODE | os.O_CLOEXEC)
+                    self._replaced += (self._descriptor,)
+                    self._descriptor = opened
+                self.alignment = 1
+
+    def _take_descriptors(self) -> list[int]:
+        """All that are to be closed; none the second time."""
+        taken = [each for each in (*self._replaced, self._descriptor) if each >= 0]
+        self._replaced, self._descriptor = (), -1
+        return taken
+
+
+class _LocalSink(_LocalFile):
     def write_at(self, offset: int, data: np.ndarray) -> None:
         view = memoryview(data)
         with _storage(f"write {len(view)} bytes at {offset}", self._path):
@@ -73,11 +130,8 @@ class _LocalSink:
                 try:
                     done = os.pwrite(self._descriptor, view, offset)
                 except OSError as error:
-                    if error.errno != errno.EINVAL or not was_direct:
+                    if not self._is_left(error, offset, view, was_direct=was_direct):
                         raise
-                    if self._must and _is_aligned(offset, view):
-                        raise OSError(errno.EOPNOTSUPP, _NO_DIRECT) from error
-                    self._leave_direct()
                     continue
                 if done == 0:
                     raise OSError(errno.EIO, "wrote nothing")
@@ -85,52 +139,42 @@ class _LocalSink:
                 if view and done % self.alignment:
                     self._leave_direct()  # a short write left an offset that direct I/O refuses
 
-    def _leave_direct(self) -> None:
-        with self._fallback:
-            flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-            if flags & _O_DIRECT:
-                fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
-            self.alignment = 1
-
     def finish(self, size: int, *, sync: bool) -> None:
         with _storage("finish writing", self._path):
             try:
                 if os.fstat(self._descriptor).st_size != size:
                     os.ftruncate(self._descriptor, size)
                 if sync:
-                    os.fdatasync(self._descriptor)
+                    for descriptor in (*self._replaced, self._descriptor):
+                        _sync(descriptor, data_only=True)
             finally:
                 self._close()
+            with contextlib.suppress(FileNotFoundError):  # some files have no name, as that of a trial of the disk
+                _check_size(self._path, size)
 
     def abandon(self) -> None:
         with contextlib.suppress(OSError):
             self._close()
 
     def _close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            _close_written(descriptor)
+        with contextlib.ExitStack() as closing:
+            for descriptor in self._take_descriptors():
+                closing.callback(_close_written, descriptor)
 
 
-class _LocalSource:
-    def __init__(self, path: str, descriptor: int, direct: bool | Literal["auto"]) -> None:
-        self._path, self._descriptor, self._must = path, descriptor, direct is True
-        self.size = 0
-        self.alignment = DIRECT_ALIGNMENT if direct else 1
+class _LocalSource(_LocalFile):
+    size = 0
 
     def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
         view, filled = memoryview(data), 0
         with _storage(f"read {needed} bytes at {offset}", self._path):
             while filled < needed:
-                was_direct = self.alignment > 1
+                was_direct, rest = self.alignment > 1, view[filled:]
                 try:
-                    done = os.preadv(self._descriptor, [view[filled:]], offset + filled)
+                    done = _read_at(self._descriptor, rest, offset + filled, is_direct=was_direct)
                 except OSError as error:
-                    if error.errno != errno.EINVAL or not was_direct:
+                    if not self._is_left(error, offset + filled, rest, was_direct=was_direct):
                         raise
-                    if self._must and _is_aligned(offset + filled, view[filled:]):
-                        raise OSError(errno.EOPNOTSUPP, _NO_DIRECT) from error
-                    self._leave_direct()
                     continue
                 if done == 0:
                     raise CorruptCheckpointError(f"{self._path}: ends at byte {offset + filled}, expected more")
@@ -138,17 +182,88 @@ class _LocalSource:
                 if filled < needed and filled % self.alignment:
                     self._leave_direct()
 
-    def _leave_direct(self) -> None:
-        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
-        self.alignment = 1
-
     def close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
+        for descriptor in self._take_descriptors():
             close_read(descriptor)
 
     __del__ = close  # an interrupt may lose a source on its way to who asked for it
+
+
+def _read_at(descriptor: int, view: memoryview, offset: int, *, is_direct: bool) -> int:
+    """Read into memory at an offset. Python calls preadv2 on Linux, which some sandboxes refuse."""
+    if hasattr(os, "preadv"):
+        try:
+            return os.preadv(descriptor, [view], offset)
+        except OSError as error:
+            if error.errno not in NOT_OFFERED or (is_direct and error.errno == errno.EINVAL):
+                raise
+    data = os.pread(descriptor, len(view), offset)
+    view[: len(data)] = data
+    return len(data)
+
+
+def _sync(descriptor: int, *, data_only: bool = False) -> None:
+    """Bring a file or the names of a directory to the medium; the data of a file at least."""
+    if _FULL_SYNC is not None:
+        try:
+            fcntl.fcntl(descriptor, _FULL_SYNC)
+            return
+        except OSError as error:
+            if error.errno not in {*UNSUPPORTED, errno.ENOTTY, errno.ENODEV}:  # network file systems have no such call
+                raise
+    if data_only and hasattr(os, "fdatasync"):
+        try:
+            os.fdatasync(descriptor)
+            return
+        except OSError as error:
+            if error.errno not in NOT_OFFERED:
+                raise
+    os.fsync(descriptor)
+
+
+def _check_size(path: str, size: int) -> None:
+    """Make sure that a closed file has its size. A file system that ignores cuts (s3fs) gets a new, shorter file."""
+    found = again(os.lstat, path)
+    if found.st_size > size:
+        _cannot_cut.add(found.st_dev)
+        _write_anew(path, size)
+        found = again(os.lstat, path)
+    if found.st_size != size:
+        raise OSError(
+            errno.EIO,
+            f"the closed file has {found.st_size} bytes, expected {size}: this file system loses what is written; try "
+            "StoreSettings(direct_io=False), or choose another directory",
+        )
+
+
+def _is_without_cuts(path: str) -> bool:
+    """Whether files there must not be padded, as direct I/O needs."""
+    return bool(_cannot_cut) and again(os.stat, os.path.dirname(path)).st_dev in _cannot_cut
+
+
+def _write_anew(path: str, size: int) -> None:
+    """Put a file of the first bytes of this one in its place, and sync it."""
+    descriptor, shorter = _create_beside(path, HALF_MADE[0])
+    source = os.open(path, os.O_RDONLY | _PLAIN)
+    try:
+        at = 0
+        while at < size and (data := os.pread(source, min(_COPY_BYTES, size - at), at)):
+            _write_all(descriptor, data)
+            at += len(data)
+        _sync(descriptor)
+    finally:
+        close_read(source)
+        _close_written(descriptor)
+    again(os.unlink, path)
+    again(os.rename, shorter, path)
+
+
+def _sync_path(path: str) -> None:
+    descriptor = open_to_sync(path)
+    try:
+        _sync(descriptor)
+    finally:
+        close_read(descriptor)
 
 
 class LocalBackend:
@@ -159,11 +274,11 @@ class LocalBackend:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with _storage("create the file", path):
             _refuse_without_direct(direct)
-            if direct and _O_DIRECT:
+            if direct and _O_DIRECT and not (direct == "auto" and _is_without_cuts(path)):
                 try:
                     return _LocalSink(path, os.open(path, flags | _O_DIRECT, 0o666), direct)
                 except OSError as error:
-                    if error.errno != errno.EINVAL:
+                    if error.errno not in NOT_OFFERED:
                         raise
                     with contextlib.suppress(FileNotFoundError):
                         again(os.unlink, path)  # some file systems create the file before they refuse O_DIRECT
@@ -235,11 +350,7 @@ class LocalBackend:
     def sync(self, path: str) -> None:
         """Sync one file's data, or one directory's entries."""
         with _storage("sync", path):
-            descriptor = open_to_sync(path)
-            try:
-                os.fsync(descriptor)
-            finally:
-                close_read(descriptor)
+            _sync_path(path)
 
     def rename(self, source: str, target: str) -> None:
         """Move a file or directory to a name that must not exist.
@@ -252,10 +363,13 @@ class LocalBackend:
     def exchange(self, first: str, second: str, *, sync: bool) -> None:
         """Swap two names; without kernel support by way of a side name that `transaction.py` knows to recover from."""
         with _storage(f"exchange with {second}", first):
-            if not exchange_names(first, second):
-                aside = side_name(second)
-                if is_there(second) and is_there(aside):  # left by a crash, and not cleaned up: it may hold anything
-                    raise OSError(errno.EBUSY, f"{aside} is in the way, which is no part of this: move it away")
+            with _said_to_be_open(second):
+                if exchange_names(first, second):
+                    return
+            aside = side_name(second)
+            if is_there(second) and is_there(aside):  # left by a crash, and not cleaned up: it may hold anything
+                raise OSError(errno.EBUSY, f"{aside} is in the way, which is no part of this: move it away")
+            with _said_to_be_open(second):
                 rename_all([(second, aside), (first, second), (aside, first)], self.sync if sync else None)
 
     def point(self, path: str, target: str | None) -> None:
@@ -264,21 +378,20 @@ class LocalBackend:
             point_to(path, target)
 
     def write_new(self, path: str, data: bytes) -> bool:
-        """Create a file with this content, atomically; False if the name is taken."""
+        """Create a file with this content, atomically; False if the name is taken.
+
+        A file system may have neither hard links nor a rename that never replaces. The name is made first there, and a
+        crash leaves a file that is empty, or holds the first part of the content.
+        """
         with _storage("create the file", path):
-            descriptor, beside = _create_beside(path, HALF_MADE[0])
+            descriptor, draft = _create_beside(path, HALF_MADE[0])
             try:
-                try:
-                    _write_all(descriptor, data)
-                    os.fsync(descriptor)
-                finally:
-                    _close_written(descriptor)
-                again(os.link, beside, path)
-            except FileExistsError:
-                return False
+                _write_and_close(descriptor, data)
+                is_new = give_name(draft, path)
             finally:
-                again(os.unlink, beside)
-            return True
+                with contextlib.suppress(FileNotFoundError):  # it was renamed
+                    again(os.unlink, draft)
+            return _create_whole(path, data) if is_new is None else is_new
 
     def append(self, path: str, data: bytes) -> None:
         """Add bytes to the end of a file, creating it if need be."""
@@ -315,6 +428,27 @@ def _forget_ways_below(missing: str) -> None:
 def _close_written(descriptor: int) -> None:
     with contextlib.suppress(InterruptedError):  # it is closed all the same: a second time could close another's
         os.close(descriptor)
+
+
+def _create_whole(path: str, data: bytes) -> bool:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except FileExistsError:
+        return False
+    try:
+        _write_and_close(descriptor, data)
+    except BaseException:
+        again(os.unlink, path)  # nobody else has made it
+        raise
+    return True
+
+
+def _write_and_close(descriptor: int, data: bytes) -> None:
+    try:
+        _write_all(descriptor, data)
+        _sync(descriptor)
+    finally:
+        _close_written(descriptor)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -355,7 +489,7 @@ def _open_regular(name: str, folder: int, direct: bool | Literal["auto"], path: 
         try:
             descriptor = os.open(name, flags | _O_DIRECT, dir_fd=folder)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in NOT_OFFERED:
                 raise
             refusal = error
     is_direct = descriptor >= 0

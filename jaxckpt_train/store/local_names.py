@@ -11,10 +11,11 @@ import secrets
 import stat
 from collections.abc import Callable, Iterator
 
-from jaxckpt_train.store.backend import UNSUPPORTED, Entry
+from jaxckpt_train.store.backend import NOT_OFFERED, Entry
 from jaxckpt_train.store.interrupted import again
 
 _RENAME_NOREPLACE, _RENAME_EXCHANGE, _AT_FDCWD = 1, 2, -100
+_FLAGS_OF_MACOS = {_RENAME_NOREPLACE: 4, _RENAME_EXCHANGE: 2}
 _MAX_HANDLE_BYTES = 128
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LEVELS = 50  # open at once while a tree is removed
@@ -55,7 +56,9 @@ def entries_of(path: str | int) -> list[Entry]:
 def remove_tree(path: str) -> None:
     """Remove a directory with all it holds, however deep. What another process removes meanwhile is removed.
 
-    Each level is open while those below it go: what lies deeper than some levels moves up to the first one before.
+    Each level is open while those below it go: what is deeper than some levels moves up to the first one before.
+    Files that another client has open stay, under names that the system gives: all else is removed, then ENOTEMPTY
+    or EBUSY is raised.
     """
     top = os.open(path, _FOLDER)
     try:
@@ -68,20 +71,34 @@ def remove_tree(path: str) -> None:
 
 def _remove_inside(folder: int, top: int, levels: int) -> bool:
     """Remove what is in a directory; whether some of it is in the first one now."""
-    has_moved = False
+    has_moved, in_use = False, None
     for entry in again(entries_of, folder):
-        with contextlib.suppress(FileNotFoundError):
-            if entry.kind != "directory":
-                again(os.unlink, entry.name, dir_fd=folder)
-            elif not levels:
-                has_moved |= _moved(entry.name, folder, top)
-            else:
-                inner = os.open(entry.name, _FOLDER, dir_fd=folder)
-                try:
-                    has_moved |= _remove_inside(inner, top, levels - 1)
-                finally:
-                    close_read(inner)
-                again(os.rmdir, entry.name, dir_fd=folder)
+        try:
+            has_moved |= _remove_entry(entry, folder, top, levels)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EBUSY):
+                raise
+            in_use = error
+    if in_use is not None:
+        raise in_use
+    return has_moved
+
+
+def _remove_entry(entry: Entry, folder: int, top: int, levels: int) -> bool:
+    """Remove a file or directory; whether some of it is in the first directory now."""
+    if entry.kind != "directory":
+        again(os.unlink, entry.name, dir_fd=folder)
+        return False
+    if not levels:
+        return _moved(entry.name, folder, top)
+    inner = os.open(entry.name, _FOLDER, dir_fd=folder)
+    try:
+        has_moved = _remove_inside(inner, top, levels - 1)
+    finally:
+        close_read(inner)
+    again(os.rmdir, entry.name, dir_fd=folder)
     return has_moved
 
 
@@ -176,6 +193,42 @@ def rename_to_new(source: str, target: str) -> None:
             raise
 
 
+def give_name(source: str, target: str) -> bool | None:
+    """Give a finished file a second name, or another one, that must be free; False: it is taken.
+
+    None: this file system has neither hard links nor a rename that never replaces.
+    """
+    with contextlib.suppress(FileExistsError):
+        try:
+            again(os.link, source, target)
+        except OSError as error:
+            if error.errno not in {*NOT_OFFERED, errno.EMLINK}:
+                raise
+            return True if again(_renameat2, source, target, _RENAME_NOREPLACE) else None
+        return True
+    return False
+
+
+def has_links(folder: str) -> bool:
+    """Whether files can have two names there; two are made, and removed."""
+    first, second = (os.path.join(folder, secrets.token_hex(8)) for _ in range(2))
+    os.close(os.open(first, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
+    try:
+        again(os.link, first, second)
+    except OSError:
+        return False
+    finally:
+        again(os.unlink, first)
+    again(os.unlink, second)
+    return True
+
+
+def make_older(path: str, seconds: float) -> None:
+    """Set a file's modification time back."""
+    found = again(os.stat, path)
+    again(os.utime, path, (found.st_atime, found.st_mtime - seconds))
+
+
 def point_to(path: str, target: str | None) -> None:
     """Have the link `path` stand for `target`; None: remove it. FileExistsError: it is no link."""
     try:
@@ -254,14 +307,18 @@ def _of_the_c_library(name: str) -> Callable[..., int] | None:
 
 
 def _renameat2(source: str, target: str, flags: int) -> bool:
-    """Linux's rename with flags; False where the kernel or file system does not offer it."""
-    call = _of_the_c_library("renameat2")
-    if call is None:
+    """Rename with flags of Linux; False where the kernel or file system does not offer it."""
+    linux, macos = _of_the_c_library("renameat2"), _of_the_c_library("renamex_np")
+    if linux is not None:
+        result = linux(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags)
+    elif macos is not None:
+        result = macos(os.fsencode(source), os.fsencode(target), _FLAGS_OF_MACOS[flags])
+    else:
         return False
-    if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
+    if result == 0:
         return True
     code = ctypes.get_errno()
-    if code in UNSUPPORTED:
+    if code in NOT_OFFERED:
         return False
     raise OSError(code, os.strerror(code))
 

@@ -79,6 +79,17 @@ def command_name(pid: int) -> str:
     return _read(f"/proc/{pid}/comm").strip()
 
 
+def open_below(directory: str) -> list[str]:
+    """Which processes of this machine have files below a directory open, as far as this user may see them."""
+    found, top = list[str](), f"{os.path.realpath(directory)}/"
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(link)
+            if target.startswith(top):
+                found.append(f"{target} in process {link.parts[2]}")
+    return found
+
+
 def memory_bytes() -> int:
     """All the memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

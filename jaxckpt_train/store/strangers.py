@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backend import Backend, Entry
+from jaxckpt_train.store.backend import Backend, Entry, is_in_use
 from jaxckpt_train.store.manifest import (
     COMMIT_NAME,
     FORMAT,
@@ -87,9 +87,9 @@ def strangers(backend: Backend, directory: str, *, certain: bool) -> Iterator[st
 
 
 def listed(backend: Backend, directory: str) -> list[Entry]:
-    """What is in a directory; nothing if it is gone, as it is being replaced or removed."""
+    """What is in a directory, but for removed files in use; nothing if it is gone, being replaced or removed."""
     try:
-        return backend.list(directory)
+        return [entry for entry in backend.list(directory) if not is_in_use(entry.name)]
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise

@@ -48,10 +48,63 @@ class TestDirect(TestBuffered):
     direct: Any = "auto"
 
 
+class TestWithoutLinks(TestBuffered):
+    """A new file is renamed to its name, or created under it."""
+
+    code = errno.EPERM
+
+    @pytest.fixture(autouse=True, params=[False, True], ids=["with rename flags", "without"])
+    def _refuse(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        def link(*_: Any, **__: Any) -> None:
+            raise OSError(self.code, os.strerror(self.code))
+
+        monkeypatch.setattr(os, "link", link)
+        if request.param:
+            monkeypatch.setattr(local_names, "_renameat2", lambda *_: False)
+
+
+class TestLinksNotSupported(TestWithoutLinks):
+    code = errno.EOPNOTSUPP
+
+
+class TestWithoutCuts(TestBuffered):
+    """As s3fs, which ignores that an open file is cut."""
+
+    direct: Any = "auto"
+
+    @pytest.fixture(autouse=True)
+    def _ignore(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "ftruncate", lambda *_: None)
+        monkeypatch.setattr(local, "_cannot_cut", set())
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 4097, 10_000])
+def test_a_file_that_was_not_cut_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(os, "ftruncate", lambda *_: None)
+    monkeypatch.setattr(local, "_cannot_cut", set())
+    data = aligned_buffer(12_288)
+    data[:] = np.random.default_rng(size).integers(0, 256, len(data), np.uint8)
+    sink = LocalBackend().create(str(tmp_path / "a"), direct="auto")
+    sink.write_at(0, data)
+    sink.finish(size, sync=True)
+    assert (tmp_path / "a").read_bytes() == data[:size].tobytes()
+    assert os.listdir(tmp_path) == ["a"]
+    assert LocalBackend().create(str(tmp_path / "b"), direct="auto").alignment == 1
+
+
+def test_a_file_that_lost_its_end_is_refused(tmp_path: Path) -> None:
+    sink = LocalBackend().create(str(tmp_path / "a"), direct=False)
+    sink.write_at(0, np.zeros(100, np.uint8))
+    with pytest.MonkeyPatch.context() as patch, refused(errno.EIO, "has 100 bytes, expected 99"):
+        patch.setattr(local, "_write_anew", lambda *_: None)
+        patch.setattr(os, "ftruncate", lambda *_: None)
+        sink.finish(99, sync=False)
+
+
 def takes_direct(folder: Path) -> bool:
     try:
         os.close(os.open(folder / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
-    except OSError:
+    except (OSError, AttributeError):
         return False
     return True
 
@@ -333,6 +386,8 @@ def test_looking_for_files_follows_the_path(tmp_path: Path) -> None:
 def test_a_file_system_that_refuses_direct_io_is_not_taken_for_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not hasattr(os, "O_DIRECT"):
+        pytest.skip("this system has no direct I/O")
     (tmp_path / "a").write_bytes(b"whole")
     open_file = os.open
 
@@ -387,3 +442,58 @@ def test_a_parent_that_another_job_makes_at_the_same_moment_is_a_parent(
     monkeypatch.setattr(local, "is_there", meanwhile)
     LocalBackend().make_directory(str(tmp_path / "runs" / "a" / "b"), parents=True, sync=True)
     assert (tmp_path / "runs" / "a" / "b").is_dir()
+
+
+@pytest.fixture
+def full_syncs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As on macOS; the sizes of what is synced to the medium, and -1 for each sync that does not reach it."""
+    seen, real, fsync = list[int](), fcntl.fcntl, os.fsync
+
+    def full(descriptor: int, command: int, *more: Any) -> Any:
+        if command != 51:
+            return real(descriptor, command, *more)
+        seen.append(os.fstat(descriptor).st_size)
+        return 0
+
+    monkeypatch.setattr(local, "_FULL_SYNC", 51)
+    monkeypatch.setattr(fcntl, "fcntl", full)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (seen.append(-1), fsync(descriptor))[1])
+    return seen
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000])
+def test_files_and_names_reach_the_medium_on_macos(tmp_path: Path, full_syncs: list[int], size: int) -> None:
+    backend, data = LocalBackend(), np.ones(size, np.uint8)
+    sink = backend.create(str(tmp_path / "a"), direct=False)
+    sink.write_at(0, data)
+    sink.finish(size, sync=True)
+    backend.sync(str(tmp_path / "a"))
+    backend.write_new(str(tmp_path / "lock"), data.tobytes())
+    assert full_syncs == [size] * 3
+    backend.sync(str(tmp_path))
+    assert len(full_syncs) == 4
+    assert -1 not in full_syncs
+
+
+@pytest.mark.parametrize("code", [errno.ENOTSUP, errno.EINVAL, errno.ENOTTY])
+def test_a_file_system_without_such_a_sync_has_the_plain_one(
+    tmp_path: Path, full_syncs: list[int], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    LocalBackend().sync(str(tmp_path))
+    assert full_syncs == [-1]
+
+
+def test_a_sync_that_failed_is_not_tried_another_way(
+    tmp_path: Path, full_syncs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "fcntl", fail)
+    with refused(errno.EIO, "cannot sync"):
+        LocalBackend().sync(str(tmp_path))
+    assert full_syncs == []
