@@ -16,8 +16,8 @@ from jaxckpt_train.cli.output import Code, age_text, bytes_text, print_json, pri
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError
 from jaxckpt_train.looking.run_health import AtRisk, RunHealth, health_of
 from jaxckpt_train.looking.run_look import is_run
-from jaxckpt_train.store.disk_trial import DiskTrial, try_disk
-from jaxckpt_train.store.file_system import IN_MEMORY, FileSystem, file_system_of
+from jaxckpt_train.store.disk_trial import DiskTrial, Operation, try_disk, try_operations
+from jaxckpt_train.store.file_system import IN_MEMORY, FileSystem, doubts_about, file_system_of
 from jaxckpt_train.store.local import file_exists, is_file
 from jaxckpt_train.store.local_names import is_directory, link_target
 
@@ -42,6 +42,7 @@ class _Found:
     is_there: bool
     versions: dict[str, str | None]
     files: FileSystem
+    operations: list[Operation]
     trial: DiskTrial | None
     run: RunHealth | None
     warnings: list[str]
@@ -50,7 +51,8 @@ class _Found:
 def doctor(path: Path, size_mib: Size = 256, as_json: Json = False) -> None:
     """Look at a run and its disk: versions, room, speed, owner, damaged steps, and what a crash would cost.
 
-    The disk is tried with a file that has no name, so nothing of it is left. Ends with 1 if there is a warning.
+    Each operation that a run needs is tried in a directory that is removed again, and the speed with a file that has no
+    name. Ends with 1 if there is a warning.
     """
     with told_errors(as_json):
         found = _look(absolute(path), size_mib * MIB, as_json)
@@ -70,14 +72,21 @@ def _look(path: str, nbytes: int, as_json: bool) -> _Found:
     files, warnings = file_system_of(folder), list[str]()
     run = health_of(BACKEND, path, datetime.datetime.now(datetime.UTC)) if is_run(BACKEND, path) else None
     newest_bytes = None if run is None or run.newest is None else run.newest.nbytes
-    trial = None
+    operations, trial = list[Operation](), None
     try:
+        operations = try_operations(BACKEND, folder) if nbytes else []
         trial = _try(folder, min(nbytes, files.free_bytes // 4), as_json)
     except CheckpointError as error:
         warnings.append(f"the disk failed its trial: {error}")
+    warnings += [
+        f"{operation.name} does not work here, which runs need: {operation.problem}"
+        for operation in operations
+        if operation.problem and operation.is_needed
+    ]
+    warnings += doubts_about(folder)
     warnings += _short_of_room(files, newest_bytes or 0)
     warnings += [] if run is None else run.warnings()
-    return _Found(path, file_exists(path), _versions(), files, trial, run, warnings)
+    return _Found(path, file_exists(path), _versions(), files, operations, trial, run, warnings)
 
 
 def _what_is_at(path: str) -> str:
@@ -131,6 +140,7 @@ def _json_of(found: _Found) -> dict[str, Any]:
         "is_there": found.is_there,
         "versions": found.versions,
         "file_system": found.files._asdict(),
+        "operations": {operation.name: operation.problem or None for operation in found.operations},
         "disk": disk,
         "owner": None if run is None or run.owner is None else run.owner._asdict(),
         "run": None if run is None else _json_of_run(run),
@@ -159,6 +169,11 @@ def _print(found: _Found) -> None:
           f"{bytes_text(files.total_bytes)} free")  # fmt: skip
     if not found.is_there:
         print_text(f"{found.path}: is not there yet; looked at was the directory above it")
+    for operation in found.operations:
+        if operation.problem and not operation.is_needed:
+            print_text(f"{operation.name}: {operation.problem}")
+    if found.operations and not any(each.problem for each in found.operations if each.is_needed):
+        print_text("all operations that a run needs work")
     if trial is not None:
         works = {True: "works", False: "does not work"}
         print(f"direct I/O: writing {works[trial.direct_write]}, reading {works[trial.direct_read]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 
 from jaxckpt_train.errors import StorageError
@@ -11,8 +12,11 @@ from jaxckpt_train.steps.lock import OwnerLock, try_to_write
 from jaxckpt_train.steps.refusals import refuse_checkpoint
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.file_system import doubts_about
 from jaxckpt_train.store.late_sync import sync_directory
 from jaxckpt_train.store.machine import ProcessIdentity
+
+_log = logging.getLogger("jaxckpt_train")
 
 
 def take(backend: Backend, directory: str, lock: OwnerLock, took_over: Callable[[ProcessIdentity], object]) -> None:
@@ -28,6 +32,8 @@ def take(backend: Backend, directory: str, lock: OwnerLock, took_over: Callable[
         refuse_checkpoint(backend, directory)
         moved()
         try_to_write(backend, directory)
+        for doubt in doubts_about(directory):
+            _log.warning("%s: %s", directory, doubt)
 
     with contextlib.suppress(StorageError):  # which is told below: asked first where nobody waits for ever
         answer_of(directory, look)

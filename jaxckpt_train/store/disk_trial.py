@@ -1,4 +1,4 @@
-"""A trial of a disk: whether direct I/O works there, and how fast it writes, syncs and reads."""
+"""A trial of a disk: which operations work there, and how fast it writes, syncs and reads."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from typing import Literal
 
 import numpy as np
 
-from jaxckpt_train.errors import CorruptCheckpointError, StorageError
+from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, StorageError
 from jaxckpt_train.store.backend import HALF_MADE, Backend, Sink, Source
 from jaxckpt_train.store.late_sync import sync_directory
+from jaxckpt_train.store.local_names import exchange_names, has_links, make_older
+from jaxckpt_train.store.plain_files import read_whole
 from jaxckpt_train.store.staging import aligned_buffer
 
 BLOCK_BYTES = 16 << 20
@@ -84,6 +86,185 @@ def try_disk(
         read_s = _read(source, block, size, directory, progress)
     small = [_small_s(backend, directory) for _ in range(SMALL_FILES)]
     return DiskTrial(size, direct_write, direct_read, write_s, sync_s, read_s, statistics.median(small))
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """What was found of an operation.
+
+    Attributes:
+        name: what it does.
+        problem: why it does not work; empty: it works.
+        is_needed: whether no run works without it.
+    """
+
+    name: str
+    problem: str
+    is_needed: bool = True
+
+
+def try_operations(backend: Backend, directory: str) -> list[Operation]:
+    """Try each operation of a file system that a run uses, in a new directory that is removed afterwards.
+
+    Raises:
+        StorageError: not even a directory, or a file in it, can be made.
+    """
+    folder = os.path.join(directory, HALF_MADE[0] + secrets.token_hex(8))
+    backend.make_directory(folder, parents=False, sync=False)
+    try:
+        _put(backend, f"{folder}/plain", b"plain")
+        found = [Operation(name, _problem(trial, backend, folder)) for name, trial in _NEEDED.items()]
+        return found + [Operation(name, _problem(trial, backend, folder), False) for name, trial in _USED.items()]
+    finally:
+        with contextlib.suppress(StorageError):
+            backend.remove(folder)
+
+
+def _problem(trial: Callable[[Backend, str], str], backend: Backend, folder: str) -> str:
+    try:
+        return trial(backend, folder)
+    except CheckpointError as error:
+        return str(error)
+
+
+def _put(backend: Backend, path: str, data: bytes, *, direct: bool | Literal["auto"] = False) -> None:
+    sink = backend.create(path, direct=direct)
+    try:
+        memory = aligned_buffer(SMALL_BYTES)
+        memory[: len(data)] = np.frombuffer(data, np.uint8)
+        sink.write_at(0, memory)
+        sink.finish(len(data), sync=True)
+    finally:
+        sink.abandon()
+
+
+def _is_refused(call: Callable[[], object]) -> bool:
+    """Whether a name that is taken is refused."""
+    try:
+        call()
+    except StorageError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        return True
+    return False
+
+
+def _expected(path: str, data: bytes, backend: Backend) -> str:
+    folder, name = os.path.split(path)
+    found = read_whole(backend, folder, name, limit=None).tobytes()
+    return (
+        ""
+        if found == data
+        else f"{path}: {len(found)} bytes are read again, expected the {len(data)} that were written"
+    )
+
+
+def _creation(backend: Backend, folder: str) -> str:
+    _put(backend, f"{folder}/exclusive", b"first")
+    if not _is_refused(lambda: backend.create(f"{folder}/exclusive", direct=False).abandon()):
+        return "a file that exists is created again"
+    return _expected(f"{folder}/exclusive", b"first", backend)
+
+
+def _size(backend: Backend, folder: str) -> str:
+    _put(backend, f"{folder}/size", b"x" * 100, direct="auto")
+    return _expected(f"{folder}/size", b"x" * 100, backend)
+
+
+def _lock(backend: Backend, folder: str) -> str:
+    if not backend.write_new(f"{folder}/lock", b"one") or backend.write_new(f"{folder}/lock", b"two"):
+        return "a lock can be taken twice, or not at all"
+    return _expected(f"{folder}/lock", b"one", backend)
+
+
+def _append(backend: Backend, folder: str) -> str:
+    for line in (b"one", b"two"):
+        backend.append(f"{folder}/lines", line)
+    return _expected(f"{folder}/lines", b"onetwo", backend)
+
+
+def _rename(backend: Backend, folder: str) -> str:
+    for name in ("attempt", "taken"):
+        backend.make_directory(f"{folder}/{name}", parents=False, sync=False)
+        _put(backend, f"{folder}/{name}/file", name.encode())
+    if not _is_refused(lambda: backend.rename(f"{folder}/attempt", f"{folder}/taken")):
+        return "a directory that exists is replaced"
+    backend.rename(f"{folder}/attempt", f"{folder}/final")
+    names = {entry.name for entry in backend.list(folder)}
+    if "final" not in names or "attempt" in names:
+        return "a renamed directory is not listed under its new name alone"
+    return _expected(f"{folder}/final/file", b"attempt", backend)
+
+
+def _exchange(backend: Backend, folder: str) -> str:
+    for name in ("old", "new"):
+        backend.make_directory(f"{folder}/{name}", parents=False, sync=False)
+        _put(backend, f"{folder}/{name}/file", name.encode())
+    backend.exchange(f"{folder}/new", f"{folder}/old", sync=True)
+    return _expected(f"{folder}/old/file", b"new", backend)
+
+
+def _sync_file(backend: Backend, folder: str) -> str:
+    backend.sync(f"{folder}/plain")
+    return ""
+
+
+def _sync_names(backend: Backend, folder: str) -> str:
+    backend.sync(folder)
+    return ""
+
+
+def _time(backend: Backend, folder: str) -> str:
+    """Of the heartbeat."""
+    path = f"{folder}/time"
+    _put(backend, path, b"")
+    make_older(path, 1000)
+    before_s = backend.age_s(path)
+    backend.touch(path)
+    after_s = backend.age_s(path)
+    found = f"a file that was changed 1000 s ago is {before_s:.0f} s old, and {after_s:.0f} s after a change"
+    return "" if before_s > 900 and abs(after_s) < 60 else found
+
+
+def _removal(backend: Backend, folder: str) -> str:
+    backend.make_directory(f"{folder}/read", parents=False, sync=False)
+    _put(backend, f"{folder}/read/file", b"in use")
+    source = backend.open(f"{folder}/read", "file", direct=False)
+    try:
+        backend.remove(f"{folder}/read")
+        source.read_into(0, aligned_buffer(SMALL_BYTES), 6)
+    finally:
+        source.close()
+    return ""
+
+
+def _links(backend: Backend, folder: str) -> str:
+    return "" if has_links(folder) else "there are none; the lock of a run is created and then written"
+
+
+def _swap(backend: Backend, folder: str) -> str:
+    for name in ("one", "two"):
+        _put(backend, f"{folder}/{name}", b"")
+    is_atomic = exchange_names(f"{folder}/one", f"{folder}/two")
+    return "" if is_atomic else "there is none; `overwrite=True` replaces a checkpoint by three renames"
+
+
+_NEEDED: dict[str, Callable[[Backend, str], str]] = {
+    "exclusive creation": _creation,
+    "size after closing": _size,
+    "lock": _lock,
+    "append": _append,
+    "rename": _rename,
+    "exchange": _exchange,
+    "sync of a file": _sync_file,
+    "sync of a directory": _sync_names,
+    "modification time": _time,
+}
+_USED: dict[str, Callable[[Backend, str], str]] = {
+    "removal of a file in use": _removal,
+    "hard links": _links,
+    "atomic exchange": _swap,
+}
 
 
 @contextlib.contextmanager

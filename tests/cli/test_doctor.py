@@ -29,7 +29,7 @@ from tests.steps.runs import (
 )
 
 SMALL = ("--size-mib", 1)
-KEYS = {"path", "is_there", "versions", "file_system", "disk", "owner", "run", "at_risk", "warnings"}
+KEYS = {"path", "is_there", "versions", "file_system", "operations", "disk", "owner", "run", "at_risk", "warnings"}
 TRAINING = """
 import sys, datetime
 import jax.numpy as jnp
