@@ -70,8 +70,9 @@ format: $(STAMP)  ## put the code in the form that `make lint` wants
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(STAMP)  ## strict type check of the package
+types: $(STAMP)  ## strict type check of the package, for Linux and for macOS
 	$(BIN)/mypy
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
 
 kill-campaign: $(STAMP)  ## SIGKILL at 60 random moments of a training that saves every step
 	$(BIN)/python -m tests.kill.campaign --kills 60

@@ -35,7 +35,7 @@ _DAMAGE = {
     errno.ENOTDIR,
     errno.EISDIR,
     errno.EBADMSG,
-    errno.EUCLEAN,
+    getattr(errno, "EUCLEAN", errno.EIO),  # macOS has none
 }
 # Of these, what the disk itself says of a file that was committed there; a read that failed may succeed tomorrow.
 _PROVEN = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+import sys
 
 import msgspec
 import numpy as np
@@ -44,12 +45,7 @@ class SharedMemory:
     _descriptor = -1
 
     def __init__(self, size: int) -> None:
-        if not hasattr(os, "memfd_create"):
-            raise OSError(errno.ENOSYS, "no memory that others can look at on this system")
-        self._descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._descriptor, ALIGNMENT + size)
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, seals)
+        self._descriptor = _sealed_memory(ALIGNMENT + size)
         area = mmap.mmap(self._descriptor, ALIGNMENT + size)
         token = os.urandom(TOKEN_BYTES)
         area[:TOKEN_BYTES] = token
@@ -67,6 +63,20 @@ class SharedMemory:
     def let_go(self) -> None:
         """This process has it no more, unless somebody uses `data` still; who has found it keeps it."""
         self.data = np.empty(0, np.uint8)
+
+
+def _sealed_memory(size: int) -> int:
+    """A descriptor of memory whose size stays."""
+    if sys.platform == "linux" and hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, size)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+    raise OSError(errno.ENOSYS, "no memory that others can look at on this system")
 
 
 def seen(address: bytes) -> np.ndarray:

@@ -38,8 +38,7 @@ def run_child(plan: Path, log: Path, timeout_s: float) -> int | None:
         )
     # It is not reaped until all is over, so that its number stays that of its session. What it has started, such as
     # workers of a data loader, is in that session, and would outlive a kill.
-    exited = (os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    waiter = threading.Thread(target=os.waitid, args=exited, name="resume-proof-wait", daemon=True)
+    waiter = threading.Thread(target=_wait_for, args=[process], name="resume-proof-wait", daemon=True)
     waiter.start()
     has_ended = False
     try:
@@ -51,3 +50,11 @@ def run_child(plan: Path, log: Path, timeout_s: float) -> int | None:
         waiter.join()
         process.wait()
     return process.returncode if has_ended else None
+
+
+def _wait_for(process: subprocess.Popen[bytes]) -> None:
+    """Wait for its end, and leave it to be reaped; on macOS, where Python before 3.13 cannot do that, reap it."""
+    if hasattr(os, "waitid"):
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    else:
+        process.wait()
