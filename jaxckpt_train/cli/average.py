@@ -73,12 +73,18 @@ def average(
         operation = Average(leaves, paths[:-1], opened.part(part).name)
         source, name, plan = prepared(opened, part, only, (operation,))
         steps = [look.step for look in looks]
-        told: dict[str, Any] = {"run": path, "steps": steps, "to": final, "plan": plan_json(plan), "skipped": skipped}
+        summary: dict[str, Any] = {
+            "run": path,
+            "steps": steps,
+            "to": final,
+            "plan": plan_json(plan),
+            "skipped": skipped,
+        }
         if not as_json:
             print_plan(plan)
         parts = [each.name for each in source.committed.manifest.parts] if part is None else [name]
         if dry_run:
-            told |= to_be_written(source, parts)
+            summary |= to_be_written(source, parts)
         else:
             make_room(final)
             about = {key: value for key, value in metadata_of(opened).items() if key not in ("metrics", "temporary")}
@@ -95,12 +101,12 @@ def average(
                     parts=parts,
                     progress=advance,
                 )
-            told["bytes"] = committed.data_bytes
+            summary["bytes"] = committed.data_bytes
         if as_json:
-            print_json(told)
+            print_json(summary)
         else:
-            written = f"{final}: {bytes_text(told['bytes'])}, the mean of steps {', '.join(map(str, steps))}"
-            print_text(to_be_written_text(told) if dry_run else written)
+            written = f"{final}: {bytes_text(summary['bytes'])}, the mean of steps {', '.join(map(str, steps))}"
+            print_text(to_be_written_text(summary) if dry_run else written)
 
 
 def _steps(path: str, last: int | None, chosen: list[str] | None) -> tuple[list[StepLook], list[str]]:

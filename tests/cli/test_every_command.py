@@ -92,6 +92,7 @@ CALLS = {
     "pin": ["pin", "run", "2"],
     "cp": ["cp", "run", "copy", "--overwrite"],
     "mv": ["mv", "copy", "moved", "--overwrite"],
+    "average": ["average", "run", "mean", "--leaves", "w"],
     "doctor": ["doctor", "run", "--size-mib", "1"],
 }
 PROGRAM = """
