@@ -145,7 +145,8 @@ class EveryNSeconds:
 class LatestDuration:
     """Keeps the checkpoints of the last `duration`: the first that is no older, and all after it.
 
-    Ages are taken at `context.now`.
+    Ages are taken at `context.now`. A checkpoint whose time is after that was saved while the clock was ahead: it is
+    as old as the next one whose time is not.
 
     Args:
         duration: a `timedelta`, or seconds; above 0.
@@ -172,7 +173,11 @@ class LatestDuration:
     def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
         """True from the first checkpoint on that is young enough."""
         duration = cast("timedelta", self.duration)
+        ages, age = list[timedelta](), timedelta()
+        for info in reversed(checkpoints):
+            age = context.now - info.time if info.time <= context.now else age
+            ages.append(age)
         flags: list[bool] = []
-        for info in checkpoints:
-            flags.append(bool(flags and flags[-1]) or context.now - info.time <= duration)
+        for age in reversed(ages):
+            flags.append(bool(flags and flags[-1]) or age <= duration)
         return flags

@@ -26,10 +26,10 @@ def last_sequence(entries: Sequence[Entry], noted: RollBack) -> int:
 
 
 def home_run(entries: Sequence[Entry]) -> str | None:
-    """The id of the run whose directory this is: that of most steps, of equally many the one that saved last."""
+    """The id of the run whose directory this is: that of most steps, of equally many the one that has saved most."""
     count = collections.Counter(entry.run for entry in entries if entry.run is not None)
-    last = {entry.run: entry.time for entry in sorted(entries, key=lambda entry: entry.time)}
-    return max(count, key=lambda run: (count[run], last[run]), default=None)
+    last = {entry.run: entry.order for entry in sorted(entries, key=lambda entry: entry.order)}
+    return max(count, key=lambda run: (count[run], last[run], run), default=None)
 
 
 def in_order(entries: Sequence[Entry]) -> list[Entry]:

@@ -271,12 +271,12 @@ def steps_to_delete(
     """The committed steps that may be deleted now.
 
     In this order: never the highest step, nor the one committed last (another one after a roll-back): only what is
-    older than both. Never a pinned step. Then every temporary step, whatever the policy says. Then whatever the
-    policy does not preserve. Temporary steps are not shown to the policy: one that is about to go must not push a
-    lasting one out of `LatestN`, nor start an interval of `EveryNSeconds`.
+    older than both, by the order of the saves and not by clocks. Never a pinned step. Then every temporary step,
+    whatever the policy says. Then whatever the policy does not preserve. Temporary steps are not shown to the policy:
+    one that is about to go must not push a lasting one out of `LatestN`, nor start an interval of `EveryNSeconds`.
 
     Args:
-        checkpoints: all committed checkpoints, in any order.
+        checkpoints: all committed checkpoints, in the order in which they were committed.
         policy: a preservation policy.
         context: the time, for policies that look at it.
 
@@ -289,8 +289,7 @@ def steps_to_delete(
     if not checkpoints:
         return set()
     ordered = sorted(checkpoints, key=lambda info: info.step)
-    last_committed = max(ordered, key=lambda info: (info.time, info.step))
-    kept = {ordered[-1].step, last_committed.step}
+    kept = {ordered[-1].step, checkpoints[-1].step}
     kept.update(info.step for info in ordered if info.pinned)
     lasting = [info for info in ordered if not info.temporary]
     flags = ask_to_preserve(policy, lasting, context=context)

@@ -102,8 +102,7 @@ def _always(newest: Sequence[Entry]) -> Mapping[str, str]:
     if not newest:
         return {}
     highest = max(newest, key=lambda entry: entry.step)
-    last = max(newest, key=lambda entry: (entry.time, entry.step))  # a clock may have been set back since
-    return {highest.name: "highest", last.name: "committed last", newest[-1].name: "newest"}
+    return {highest.name: "highest", newest[-1].name: "newest"}
 
 
 def _why_it_goes(entry: Entry, listed: Mapping[int, str]) -> str:

@@ -46,7 +46,6 @@ class Owners(RuleBasedStateMachine):
         self.machine, self.alive, self.acting = Machine(), set[int](), 0
         self.saved: dict[int, int] = {}
         self.pinned: set[int] = set()
-        self.times: dict[int, datetime.datetime] = {}
         self.tokens = self.processes = 0
         self.now = START
         self.owner: Process | None = None
@@ -114,9 +113,7 @@ class Owners(RuleBasedStateMachine):
         assert self.owner.manager._run._deleter.wait(LONGEST_S)
         self.saved.pop(step, None)
         self.saved[step] = self.tokens
-        self.times[step] = self.now
-        # Of a clock that went back: the step that seems to be the last one stays too.
-        kept = {*list(self.saved)[-KEEP:], max(self.saved, key=lambda each: (self.times[each], each))}
+        kept = list(self.saved)[-KEEP:]
         self.saved = {each: token for each, token in self.saved.items() if each in kept or each in self.pinned}
 
     @precondition(lambda self: self.owner is not None and self.saved)
