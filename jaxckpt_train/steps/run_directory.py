@@ -80,6 +80,7 @@ class RunDirectory:
         free_in_child(self)
         self._entries, self._left = list[Entry](), frozenset[str]()
         self._infos: tuple[CheckpointInfo, ...] | None = None
+        self._left_attempts = list[str]()
         self._origin, self._next_save, self._being_read = Origin(), NextSave(), BeingRead(self._guard)
         self._verdicts, self._told_of, self._doomed, self.past = Verdicts(), set[str](), Doomed(), Past()
 
@@ -265,10 +266,28 @@ class RunDirectory:
             self._left = frozenset(entry.left_behind) - {name}
             self._infos = None
 
-    def failed(self, place: Mapping[str, Any], stays: str | None) -> None:
-        """Take note of a save that failed; `stays`: its name, if the disk has refused to take it back."""
+    def failed(self, place: Mapping[str, Any], stays: str | None, attempt: str | None) -> None:
+        """Take note of a save that failed.
+
+        Args:
+            place: of the save in the run.
+            stays: its name, if the disk has refused to take it back.
+            attempt: the directory of the attempt, if the disk has refused to remove it.
+        """
         with self._guard:
             self._next_save.failed(place["sequence"], stays)
+            self._left_attempts += [] if attempt is None else [attempt]
+
+    def remove_left_attempts(self) -> None:
+        """Remove what failed saves of this process have left, as far as the disk lets it."""
+        with self._guard:
+            left, self._left_attempts = self._left_attempts, []
+        for attempt in left:
+            try:
+                self._backend.remove(attempt)
+            except StorageError as error:
+                _log.warning("what a failed save has left was not removed: %s", error)
+                self._left_attempts.append(attempt)
 
     def note_roll_back(self, unsynced: str | None = None) -> None:
         """Write down what a roll-back left behind, once `unsynced`, the save after it, is on the disk, too."""

@@ -257,6 +257,7 @@ class StepSave:
         with undone_on_error(None, self._parts):
             if self._job_save is not None:
                 self._check_owner()
+            self._run.remove_left_attempts()
             self._record["name"] = name = self._run.free_name(self._step)
             path, check = f"{self._directory}/{name}", self._run.check_owner
             self._attempt = Transaction(self._backend, path, self._settings, check)
@@ -265,8 +266,10 @@ class StepSave:
     def _failed(self, error: BaseException) -> None:
         if not self._is_owner or self._is_committed:
             return
-        stays = self._attempt is not None and self._attempt.stays
-        self._run.failed(self._info, self._record["name"] if stays else None)
+        attempt = self._attempt
+        stays = attempt is not None and attempt.stays
+        left = attempt.directory if attempt is not None and attempt.is_left else None
+        self._run.failed(self._info, self._record["name"] if stays else None, left)
         self._note(ok=False, error=str(error))
 
     def _conclude(self, committed: Committed) -> list[str]:

@@ -104,6 +104,7 @@ class Transaction(Attempt):
 
     Attributes:
         stays: whether it may lie under its final name, whatever becomes of it; of use to who knows that it has failed.
+        is_left: whether the disk refused to remove what was written, after the save failed.
 
     Raises:
         StorageError: the attempt's directory cannot be made.
@@ -122,7 +123,7 @@ class Transaction(Attempt):
         super().__init__(backend, begin_attempt(backend, final), settings)
         self._commit = b""
         self._is_publishing = False  # from then on it is not certain what lies in the attempt's directory
-        self.stays = False
+        self.stays = self.is_left = False
         self._if_taken = "pass overwrite=True to replace it"
 
     def commit(self, manifest: Manifest, *, replace: bool = False, if_taken: str | None = None) -> Committed:
@@ -261,6 +262,7 @@ class Transaction(Attempt):
         try:
             self.abort()
         except OSError as second:
+            self.is_left = True
             error.add_note(f"and the attempt {self.directory} could not be removed: {second}")
 
 

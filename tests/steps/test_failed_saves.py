@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -401,3 +401,81 @@ def test_what_somebody_else_has_put_in_the_place_of_a_save_is_not_taken_for_it(t
         save_steps(steps, 30)
     flip_a_payload_byte(step_path(tmp_path / "run", 30))
     assert step_of(jct.StepManager(tmp_path / "run").restore()) == 20
+
+
+@pytest.fixture
+def no_space_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have the first such call on a file of an attempt say that there is no space, as NFS does."""
+
+    def arm(name: str) -> None:
+        real, armed = getattr(os, name), [True]
+
+        def refuses(descriptor: int, *arguments: Any) -> Any:
+            path = f"/proc/self/fd/{descriptor}"
+            if armed[0] and os.path.isfile(path) and ".tmp-" in os.readlink(path):
+                armed[0] = False
+                if name == "close":
+                    real(descriptor)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(descriptor, *arguments)
+
+        monkeypatch.setattr(os, name, refuses)
+
+    return arm
+
+
+LATE = jct.StoreSettings(direct_io=False)
+
+
+@pytest.mark.parametrize("call", ["fdatasync", "fsync", "close"])
+def test_a_disk_that_is_full_only_when_a_file_is_finished_leaves_no_attempt(
+    tmp_path: Path, no_space_at: Callable[[str], None], call: str
+) -> None:
+    with jct.StepManager(tmp_path, settings=LATE) as manager:
+        save_steps(manager, 1)
+        no_space_at(call)
+        with pytest.raises(StorageError) as full:
+            save_steps(manager, 2)
+        assert full.value.errno == errno.ENOSPC
+        assert [name for name in os.listdir(tmp_path) if ".tmp-" in name] == []
+        save_steps(manager, 2)
+        assert manager.steps == [1, 2]
+
+
+class Clinging(LocalBackend):
+    """Does not remove attempts, for some tries."""
+
+    def __init__(self, tries: int) -> None:
+        self.tries = tries
+
+    def remove(self, path: str) -> None:
+        if self.tries and ".tmp-" in path.rpartition("/")[2]:
+            self.tries -= 1
+            raise StorageError(errno.EBUSY, "cannot remove", path)
+        super().remove(path)
+
+
+@pytest.mark.parametrize("call", ["fdatasync", "close"])
+@pytest.mark.parametrize("tries", [1, 2, 1000])
+def test_an_attempt_that_could_not_be_removed_goes_with_the_next_save_or_start(
+    tmp_path: Path, no_space_at: Callable[[str], None], call: str, tries: int
+) -> None:
+    disk = Clinging(tries)
+
+    def attempts() -> int:
+        return sum(".tmp-" in name for name in os.listdir(tmp_path))
+
+    with jct.StepManager(tmp_path, settings=LATE, backend=disk) as manager:
+        save_steps(manager, 1)
+        no_space_at(call)
+        with pytest.raises(StorageError) as full:
+            save_steps(manager, 2)
+        assert full.value.errno == errno.ENOSPC
+        assert attempts() == 1
+        save_steps(manager, 3)
+        assert attempts() == (0 if tries == 1 else 1)
+        save_steps(manager, 4)
+        assert attempts() == (1 if tries == 1000 else 0)
+    with jct.StepManager(tmp_path) as manager:
+        save_steps(manager, 5)
+        assert attempts() == 0
