@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -12,20 +13,22 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from jaxckpt_train.errors import CheckpointError, OtherProcessError, StorageError
+from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, OtherProcessError, StorageError
 from jaxckpt_train.jobs.coordinator import Coordinator
 from jaxckpt_train.pending import call_within
 from jaxckpt_train.steps.followed_run import FollowedRun, KnownRun, News, Newsroom
 from jaxckpt_train.steps.lock import LOCK_NAME, MAX_LOCK_BYTES
 from jaxckpt_train.steps.run_directory import RunDirectory
-from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.backend import GONE, Backend
 from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.store.plain_files import read_or_none
 
 T = TypeVar("T")
 MOST_SHOWN = 300  # characters of a policy, in a message
 LEAVING_S = 2.0  # to tell the others; process 0, which takes it, may be stopped
-SEEN_WITHIN_S, LOOK_S = 10.0, 0.5  # a network file system shows what another machine has made some seconds later
+# A network file system may say for up to a minute that a name is not there which another machine has made since.
+SEEN_WITHIN_S, LOOK_S, QUIET_S = 90.0, 0.5, 5.0
+_log = logging.getLogger("jaxckpt_train")
 
 
 class _Led(msgspec.Struct, array_like=True):
@@ -172,9 +175,16 @@ class Together:
 
     def _look_for(self, lock: bytes) -> bytes:
         """Raise OtherProcessError if this process does not see the lock of process 0: it has another disk."""
-        waiting, until = Latch(), time.monotonic() + SEEN_WITHIN_S
+        waiting, began_s, is_quiet = Latch(), time.monotonic(), True
         while not self.leads and self._seen() != lock:
-            if time.monotonic() >= until:
+            waited_s = time.monotonic() - began_s
+            if is_quiet and waited_s >= QUIET_S:
+                is_quiet = False
+                _log.warning(
+                    "%s: process %d does not see the lock of process 0 yet; waiting up to %.0f s for the file system",
+                    self._directory, self._everyone.process, SEEN_WITHIN_S,
+                )  # fmt: skip
+            if waited_s >= SEEN_WITHIN_S:
                 raise OtherProcessError(
                     f"{self._directory}: process 0 owns this directory, but process {self._everyone.process} does not "
                     f"see its lock, {LOCK_NAME}: all processes of a job save to one directory, on storage that all of "
@@ -185,11 +195,23 @@ class Together:
 
     def _seen(self) -> bytes | None:
         try:
-            return self._lock_there()
+            found = self._lock_there()
         except StorageError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
-                return None
-            raise
+            if error.errno not in {*GONE, errno.ENOTDIR}:
+                raise
+            found = None
+        if found is None:
+            self._look_anew()
+        return found
+
+    def _look_anew(self) -> None:
+        """Open the directories above, the highest first: an NFS client asks its server then which names are new."""
+        above, folder = list[str](), self._directory
+        while (folder := os.path.dirname(folder)) not in above:
+            above.append(folder)
+        for folder in reversed(above):
+            with contextlib.suppress(StorageError, CorruptCheckpointError):
+                read_or_none(self._backend, folder, LOCK_NAME, MAX_LOCK_BYTES)
 
 
 def leave_order(order: Coordinator) -> None:
