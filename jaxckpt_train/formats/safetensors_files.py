@@ -47,7 +47,7 @@ MOST_NAMED = 3
 # `model.fp16.safetensors.index.json`.
 _INDEX = re.compile(r".*\.safetensors(\..+)?\.index(\..+)?\.json", re.DOTALL)
 _NUMBERED = re.compile(
-    r"(?P<before>(.*[-_.])?)(?P<number>[0-9]+)(?P<after>[-_]of[-_](?P<count>[0-9]+)([-_.].+)?\.safetensors)", re.DOTALL
+    r"(?P<before>(.*[-_.])?)(?P<number>[0-9]+)(?P<after>-of-(?P<count>[0-9]+)([-_.].+)?\.safetensors)", re.DOTALL
 )
 _PARTS_OF_TENSORS = "DCP_SHARDING_INFO"  # metadata of files that torch.distributed.checkpoint writes, one a process
 MAX_HEADER_BYTES = 100_000_000  # what safetensors itself reads at most
@@ -149,11 +149,12 @@ def open_safetensors_folder(backend: Backend, folder: str, indexes: Sequence[str
         return _opened(backend, folder, folder, names, None)
     weight_map = _read_index(backend, folder, indexes[0])
     named = list(dict.fromkeys(weight_map.values()))
+    there = set(names)
     for name in named:
-        if name not in names:
+        if name not in there:
             raise CorruptCheckpointError(f"{folder}/{name}: is not there, but the index names it")
     found = _opened(backend, folder, folder, named, weight_map, takes_all=True)
-    others = sorted(set(names).difference(named))
+    others = sorted(there.difference(named))
     if others:
         raise NotACheckpointError(
             f"{folder}: expected the files that {indexes[0]} names, found also {_listed(others)}; pass the path of the "

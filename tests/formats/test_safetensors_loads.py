@@ -150,6 +150,13 @@ def test_series_counted_from_zero_is_complete(tmp_path: Path) -> None:
     assert sorted(jct.load(tmp_path)) == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize("name", ["step_100_of_1000", "part-of-3", "w-3-of-0", "w-1-of-99999999", "v1.0-fp16"])
+def test_names_that_count_no_files_are_files_by_themselves(tmp_path: Path, name: str) -> None:
+    save_file(HALVES[0], tmp_path / f"{name}.safetensors")
+    assert sorted(jct.load(tmp_path / f"{name}.safetensors")) == ["a", "b"]
+    assert sorted(jct.load(tmp_path)) == ["a", "b"]
+
+
 @pytest.mark.parametrize("other", SERIES.values())
 def test_two_indexes_in_a_folder_are_ambiguous(tmp_path: Path, other: str) -> None:
     paths = series(tmp_path, "model-0000{}-of-00002.safetensors")
