@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 from collections.abc import Mapping
 
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError, StorageError
 from jaxckpt_train.formats.flax_directory import FlaxFile
 from jaxckpt_train.formats.foreign import PYTREE, Foreign
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backend import Backend, Opener
+from jaxckpt_train.store.backend import GONE, Backend, Opener
 from jaxckpt_train.store.made_once import made_once
 from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
 from jaxckpt_train.store.transaction import Committed
@@ -115,7 +114,7 @@ def open_found(backend: Backend, found: Foreign | FlaxFile, settings: StoreSetti
         memory, committed = open_flax_file(backend, found, settings)
     except StorageError as error:
         newer = find_in_directory(backend, found.directory) if found.directory and found.is_newest else None
-        if error.errno != errno.ENOENT or newer is None or newer == found:
+        if error.errno not in GONE or newer is None or newer == found:
             raise
         return open_found(backend, newer, settings)  # Flax removes an older one as soon as it has a newer
     except CorruptCheckpointError as error:

@@ -15,7 +15,7 @@ from jaxckpt_train.steps.history import HISTORY_NAME
 from jaxckpt_train.steps.lineage import left_behind, newest_generations
 from jaxckpt_train.steps.lock import LOCK_NAME
 from jaxckpt_train.steps.step_names import parse_step_name
-from jaxckpt_train.store.backend import Backend, is_refusal
+from jaxckpt_train.store.backend import GONE, Backend, is_refusal
 from jaxckpt_train.store.local import is_file
 from jaxckpt_train.store.manifest import NOT_JSON
 from jaxckpt_train.store.transaction import is_gone, read_committed
@@ -111,7 +111,7 @@ def _refuse_nothing(backend: Backend, directory: str) -> None:
     try:
         backend.list(directory)
     except StorageError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+        if error.errno not in {*GONE, errno.ENOTDIR}:
             raise
         found = "a file" if is_file(directory) else "nothing"
         raise NotACheckpointError(f"{directory}: expected a directory, found {found}") from error
@@ -174,7 +174,7 @@ def is_run(backend: Backend, directory: str) -> bool:
     try:
         names = {entry.name for entry in backend.list(directory)}
     except StorageError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        if error.errno in {*GONE, errno.ENOTDIR}:
             return False
         raise
     return bool(names & {LOCK_NAME, HISTORY_NAME}) or any(parse_step_name(name) is not None for name in names)

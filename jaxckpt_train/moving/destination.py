@@ -89,7 +89,7 @@ def refuse_within_checkpoint(final: str) -> None:
 
 
 def _refuse_owned(backend: Backend, folder: str) -> None:
-    owner = OwnerLock(backend, folder).owner() if file_exists(f"{folder}/{LOCK_NAME}") else None
+    owner = OwnerLock(backend, folder).owner(watches=True) if file_exists(f"{folder}/{LOCK_NAME}") else None
     if owner is not None and owner.is_alive:
         raise DirectoryLockedError(
             f"{folder}: owned by {owner.name}, which would not know of a step that is put there: stop it first, or "

@@ -15,7 +15,7 @@ from jaxckpt_train.report.told_events import Told, told_events
 from jaxckpt_train.steps.history import HISTORY_NAME, History
 from jaxckpt_train.steps.lock import LOCK_NAME, OwnerLock
 from jaxckpt_train.steps.step_names import parse_step_name
-from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.backend import GONE, Backend
 
 MOST_WARNINGS = 20
 HEARD_S = 150.0  # whoever is at work notes how far it has come every minute
@@ -71,7 +71,7 @@ def _names(backend: Backend, directory: str) -> set[str]:
     try:
         names = {entry.name for entry in backend.list(directory)}
     except StorageError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        if error.errno in {*GONE, errno.ENOTDIR}:
             raise NotACheckpointError(f"{directory}: expected the directory of a run, found none") from error
         raise
     if HISTORY_NAME not in names and all(parse_step_name(name) is None for name in names):

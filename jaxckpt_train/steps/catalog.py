@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import logging
 from collections.abc import Callable, Sequence, Set
 from typing import Any
@@ -18,7 +17,7 @@ from jaxckpt_train.steps.notes import Notes
 from jaxckpt_train.steps.refusals import refuse_flax_checkpoints, refuse_other_steps
 from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store.answers import answer_of
-from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.backend import GONE, Backend
 from jaxckpt_train.store.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, NOT_JSON, decode_info
 from jaxckpt_train.store.plain_files import read_whole
 from jaxckpt_train.store.reader import Progress
@@ -121,7 +120,7 @@ def _step_names(backend: Backend, directory: str) -> set[str]:
     try:
         names = [entry.name for entry in backend.list(directory) if entry.kind == "directory"]
     except StorageError as error:
-        if error.errno == errno.ENOENT:
+        if error.errno in GONE:
             return set()
         raise
     return {name for name in names if parse_step_name(name) is not None}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import functools
 import logging
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from jaxckpt_train.steps.lock import OwnerLock
 from jaxckpt_train.steps.retention import Deleter
 from jaxckpt_train.steps.run_log import RunLog
 from jaxckpt_train.steps.scrubber import Scrubber
+from jaxckpt_train.store.backend import GONE
 
 _log = logging.getLogger("jaxckpt_train")
 
@@ -60,5 +60,5 @@ def release(held: Holding) -> None:
     try:
         held.lock.release()
     except (StorageError, CorruptCheckpointError) as error:
-        if getattr(error, "errno", None) != errno.ENOENT:
+        if getattr(error, "errno", None) not in GONE:
             _log.warning("%s was not released: %s", held.lock.path, error)

@@ -1,14 +1,17 @@
-"""The owner's lock of a run directory: one job saves there, and a dead one is recognised."""
+"""The owner's lock of a run directory: one job saves there, and a dead one is recognised.
+
+No clock of another machine, or of the storage, decides: a live owner changes the modification time of its lock every
+`HEARTBEAT_S`, and whoever wants the lock compares what it sees with what it saw, for `SILENCE_S` of its own time.
+"""
 
 from __future__ import annotations
 
-import errno
 import gc
 import hashlib
 import itertools
 import logging
-import math
 import os
+import secrets
 import threading
 import time
 import uuid
@@ -18,7 +21,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, DirectoryLockedError, StorageError
-from jaxckpt_train.store.backend import HALF_MADE, Backend
+from jaxckpt_train.store.backend import GONE, HALF_MADE, Backend
 from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.store.machine import MOST_PID, ProcessIdentity, is_dead, this_process
 from jaxckpt_train.store.manifest import NOT_JSON
@@ -50,7 +53,10 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 class Owner(NamedTuple):
-    """Who holds a lock, as text; whether it lives, as far as is known; and seconds since its last heartbeat."""
+    """Who holds a lock, as text; whether it lives, as far as is known; and seconds since its last heartbeat.
+
+    The seconds are by the clock of this machine, and so is what they say of an owner elsewhere: good enough to show.
+    """
 
     name: str
     is_alive: bool
@@ -67,14 +73,16 @@ def try_to_write(backend: Backend, directory: str) -> None:
         StorageError: the file system refused.
     """
     backend.make_directory(directory, parents=True, sync=True)
-    backend.age_s(f"{directory}/{LOCK_NAME}")
+    probe = f"{directory}/{HALF_MADE[1]}{secrets.token_hex(8)}"
+    backend.create(probe, direct=False).abandon()
+    backend.remove(probe)
 
 
 class OwnerLock:
     """Holds `<directory>/.owner` while a job saves there.
 
-    An owner on this machine is known to be dead at once; one on another machine, or whose lock is damaged, after
-    `SILENCE_S` without a heartbeat, for which `acquire` waits.
+    An owner on this machine is known to be dead at once. One on another machine, or that cannot be seen from here, or
+    whose lock is damaged or empty, is dead once its lock has not changed for `SILENCE_S`, for which `acquire` waits.
 
     Args:
         backend, directory: where the run is.
@@ -90,7 +98,7 @@ class OwnerLock:
         self._record = _Record(this_process(), uuid.uuid4().hex)  # until it is acquired, by a forked child perhaps
         self._stop = Latch()
         self._tried = self._held = False
-        self._left: list[str] = []
+        self._left, self._left_seen_s = list[str](), 0.0  # what the dead left, and when that was seen
         self._guard = threading.RLock()
         free_in_child(self)
         self._beating: threading.Thread | None = None
@@ -111,7 +119,7 @@ class OwnerLock:
                 return None
             if not self._tried:
                 self._record = _Record(this_process(), self._record.token)
-            self._left = self._left_by_the_dead()  # now: a dead owner's lock may be one file with what it was made of
+            self._look_for_left()  # now: a dead owner's lock may be one file with what it was made of
             self._tried = True  # from now on the file may be there, whatever interrupts this
             dead = self._acquire()
             self._keep_beating()
@@ -126,7 +134,8 @@ class OwnerLock:
     @property
     def is_inherited(self) -> bool:
         """Whether this is a forked child's copy of its parent's lock, and holds nothing."""
-        return self._tried and self._record.process.pid != this_process().pid
+        mine, here = self._record.process, this_process()
+        return self._tried and (mine.pid, mine.nonce) != (here.pid, here.nonce)
 
     def _keep_beating(self) -> None:
         """Have a thread for the heartbeat; where the system has none for it now, beat once until the next look."""
@@ -180,24 +189,41 @@ class OwnerLock:
         """Whether anybody who lives, as far as is known, holds the lock; asks the disk, and waits for nobody."""
         try:
             found = self._read()
+            return found is not None and self._shown(found).is_alive
         except StorageError:
             return False
-        dead = None if found is None else is_dead(found.process)
-        return found is not None and not dead and (dead is False or self._age_s() <= SILENCE_S)
 
-    def owner(self) -> Owner | None:
-        """Who holds the lock; waits for nobody. StorageError: the disk does not tell."""
-        found = self._read()
-        if found is None:
-            return None
-        dead, silent_s = is_dead(found.process), self._age_s()
-        return Owner(str(found), dead is False or (dead is None and silent_s <= SILENCE_S), silent_s)
+    def owner(self, *, watches: bool = False) -> Owner | None:
+        """Who holds the lock.
+
+        Args:
+            watches: whether to wait for a heartbeat of an owner that cannot be asked, up to `SILENCE_S`.
+
+        Raises:
+            StorageError: the disk refused to say.
+        """
+        while (found := self._read()) is not None:
+            shown = self._shown(found)
+            if not watches or is_dead(found.process) is not None:
+                return shown
+            seen = self._sign()
+            if seen is not None and seen[0] == found.token:
+                return shown._replace(is_alive=not self._stays(seen))
+        return None
+
+    def _shown(self, found: _Record) -> Owner:
+        """To look at, not to decide by: it compares the clock of this machine with that of the lock."""
+        sign, dead = self._sign(), is_dead(found.process)
+        if sign is None:  # it has gone since
+            return Owner(str(found), False, 0.0)
+        silent_s = time.time() - sign[1] / 1e9
+        return Owner(str(found), not dead and (dead is False or silent_s <= SILENCE_S), silent_s)
 
     def _is_directory_gone(self) -> bool:
         try:
             self._backend.list(self._directory)
         except StorageError as error:
-            return error.errno == errno.ENOENT
+            return error.errno in GONE
         return False
 
     def refuse_child(self) -> None:
@@ -223,6 +249,7 @@ class OwnerLock:
         except StorageError as error:
             _log.warning("%s: heartbeat failed: %s", self.path, error)
         else:
+            self.clean()
             self._beaten()
         return True
 
@@ -248,7 +275,8 @@ class OwnerLock:
             if other.token in _unreleased:
                 self._remove_dead(other, aside)
                 continue
-            self._refuse_if_alive(other)
+            if self._is_alive(other):
+                continue  # it has changed: another has it now, or it is whole now
             if self._remove_dead(other, aside):
                 dead = other.process
                 _log.warning("%s: took over from %s, which is dead", self._directory, other)
@@ -274,45 +302,66 @@ class OwnerLock:
             found = msgspec.json.decode(data, type=_Record)
             return found if 0 < found.process.pid < MOST_PID else _Record(_UNKNOWN, f"damaged-{found.token[:32]}")
         except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError) or error.errno == 2:
+            if error.errno in GONE:
                 return None
             raise
         except (CorruptCheckpointError, *NOT_JSON) as error:  # too large, or no lock of ours
             told = data if isinstance(error, NOT_JSON) else str(error).partition(name)[2].encode()
             return _Record(_UNKNOWN, f"damaged-{hashlib.sha256(told).hexdigest()[:32]}")
 
-    def _refuse_if_alive(self, other: _Record) -> None:
-        """Raise if the owner lives. Of one elsewhere its heartbeat tells: wait for the next, or for its silence."""
-        dead, process = is_dead(other.process), other.process
+    def _is_alive(self, other: _Record) -> bool:
+        """Whether an owner may be alive whose lock has changed since: look again. One that surely is, is refused.
+
+        Raises:
+            DirectoryLockedError: it lives.
+        """
+        dead, seen = is_dead(other.process), self._sign()
         if dead:
-            return
-        age_s = first_s = self._age_s()
-        if dead is None and age_s <= SILENCE_S:
+            return False
+        if seen is None or seen[0] != other.token:
+            return True
+        if dead is None:
             _log.warning(
-                "%s: owned by %s, last heard of %.0f s ago; waiting up to %.0f s for a sign of life",
-                self._directory, other, age_s, SILENCE_S - age_s,
+                "%s: owned by %s, which cannot be seen from here; waiting up to %.0f s for a sign of life",
+                self._directory, other, SILENCE_S,
             )  # fmt: skip
-        until = time.monotonic() + SILENCE_S  # a clock that was put back must not make it last any longer
-        while dead is None and first_s <= age_s <= SILENCE_S and time.monotonic() < until:
-            self._stop.wait(LOOK_S)
-            first_s, age_s = age_s, self._age_s()
-        is_silent = age_s > SILENCE_S or (first_s <= age_s and time.monotonic() >= until)
-        if age_s == math.inf or (dead is None and is_silent):
-            return
-        who = "this very process" if process == this_process() else str(other)
+            if self._stays(seen):
+                return False
+            now = self._sign()
+            if now is None or now[0] != other.token:
+                return True
+        who = "this very process" if other.process == this_process() else str(other)
         raise DirectoryLockedError(
-            f"{self._directory}: owned by {who}, last heard of {max(0.0, age_s):.0f} s ago. Two jobs cannot save to "
+            f"{self._directory}: owned by {who}, which is alive. Two jobs cannot save to "
             "one directory: stop the other one, close its manager, or choose another directory; if both are processes "
             "of one job, join them by jax.distributed.initialize first; if this is a copy of "
             f"its directory, in which nobody saves, remove {self.path}"
         )
 
-    def _age_s(self) -> float:
-        """Seconds since the owner's last heartbeat; endless once the lock is gone."""
+    def _sign(self) -> tuple[str, int] | None:
+        """What a heartbeat of the owner changes, as it is now; None: the lock is gone."""
         try:
-            return self._backend.age_s(self.path)
-        except StorageError:
-            return math.inf
+            modified_ns, found = self._backend.modified_ns(self.path), self._read()
+        except StorageError as error:
+            if error.errno in GONE:
+                return None
+            raise
+        return None if found is None else (found.token, modified_ns)
+
+    def _stays(self, seen: tuple[str, int]) -> bool:
+        """Watch the lock; whether it stays as it was seen for `SILENCE_S` of this process's own time.
+
+        What a single look takes counts for little: where the storage does not answer, or this machine sleeps, the owner
+        may not have been able to beat either.
+        """
+        silent_s, looked_s = 0.0, time.monotonic()
+        while silent_s < SILENCE_S:
+            self._stop.wait(LOOK_S)
+            if self._sign() != seen:
+                return False
+            now_s = time.monotonic()
+            silent_s, looked_s = silent_s + min(now_s - looked_s, HEARTBEAT_S), now_s
+        return True
 
     def _name_of_dead(self, other: _Record) -> str | None:
         """The path that its lock gets if it is dead; None: it was taken out of the way meanwhile.
@@ -348,19 +397,21 @@ class OwnerLock:
         self._backend.touch(aside)
         return True
 
-    def _left_by_the_dead(self) -> list[str]:
-        """The locks of dead owners that nobody can still have in mind, and what crashes left of new ones."""
+    def _look_for_left(self) -> None:
+        """Take note of the locks of dead owners, and of what crashes left of new ones, or what others make just now."""
         left = (f"{LOCK_NAME}{_DEAD}", *HALF_MADE)
         try:
             names = [entry.name for entry in self._backend.list(self._directory) if entry.kind == "file"]
-            paths = [f"{self._directory}/{name}" for name in names if name.startswith(left)]
-            return [path for path in paths if self._backend.age_s(path) > SILENCE_S]
         except StorageError as error:
             self._tell_what_stays(error)
-            return []
+            names = []
+        self._left = [f"{self._directory}/{name}" for name in names if name.startswith(left)]
+        self._left_seen_s = time.monotonic()
 
     def clean(self) -> None:
-        """Remove what dead owners left, as an owner. What stays does no harm."""
+        """Remove what dead owners left, as an owner, once it was seen long enough ago. What stays does no harm."""
+        if not self._left or time.monotonic() - self._left_seen_s < SILENCE_S:
+            return
         left, self._left = self._left, []
         try:
             for path in left:
@@ -390,7 +441,6 @@ class OwnerLock:
             _ending.discard(self._record.token)
 
     def _remove_own(self) -> None:
-        self._left = self._left_by_the_dead()
         self.clean()
         other = self._read()  # last: a disk that does not answer for a while may have let another take over
         if other is not None and other.token == self._record.token:

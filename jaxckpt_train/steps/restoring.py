@@ -18,7 +18,7 @@ from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, St
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.steps.restored import Restored, Skipped, StepVanishedError
-from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.backend import GONE, Backend
 from jaxckpt_train.store.reader import Progress
 from jaxckpt_train.store.replaced import UNREADABLE, is_removed, opened
 from jaxckpt_train.store.transaction import Committed
@@ -28,8 +28,8 @@ from jaxckpt_train.tree.restore import LoadOptions
 
 # What a damaged or vanished file looks like. Anything else (no permission, no memory) is not the step's fault.
 _DAMAGE = {
+    *GONE,
     errno.EIO,
-    errno.ENOENT,
     errno.EINVAL,
     errno.ELOOP,
     errno.ENOTDIR,

@@ -10,9 +10,12 @@ from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+# What a system says of a name that is not there. ESTALE: a network file system had seen it, and another machine has
+# removed it since.
+GONE = {errno.ENOENT, errno.ESTALE}
 # What opening says of a file that is gone, or is a link, a directory or a device instead. Anything else (no permission,
 # too many open files) is not the checkpoint's fault.
-MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO}
+MISSING = {*GONE, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO}
 # How the names of files begin that a back end makes for a moment; what a crash leaves of them means nothing.
 HALF_MADE = (".jaxckpt-new-", ".jaxckpt-now-")
 # Names that NFS, SMB and FUSE clients give to files that were removed and that somebody has open still.
@@ -135,8 +138,12 @@ class Records(Protocol):
     def touch(self, path: str) -> None:
         """Set a file's modification time to now."""
 
-    def age_s(self, path: str) -> float:
-        """Seconds since the last change of a file, by the clock of the storage itself."""
+    def modified_ns(self, path: str) -> int:
+        """The modification time of a file, in nanoseconds, as the storage knows it now.
+
+        Which clock it is of differs: that of the storage, or of the machine that made the change. To decide something,
+        compare two of one file for equality only.
+        """
 
 
 class Backend(Files, Publishing, Records, Protocol):

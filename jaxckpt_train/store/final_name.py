@@ -8,7 +8,7 @@ import logging
 import os
 
 from jaxckpt_train.errors import CheckpointExistsError, SettingsError, StorageError
-from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.backend import GONE, Backend
 from jaxckpt_train.store.left_overs import is_left_over_name, remove_dead_attempts
 from jaxckpt_train.store.local import file_exists, side_name
 from jaxckpt_train.store.replaced import LOOKS
@@ -60,6 +60,6 @@ def remove_left_overs(backend: Backend, final: str) -> None:
     try:
         remove_dead_attempts(backend, final)
     except StorageError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        if error.errno in {*GONE, errno.ENOTDIR}:
             return
         _log.warning("%s: what an earlier attempt left could not be removed: %s", final, error)

@@ -288,18 +288,8 @@ class LocalBackend:
 
     def open(self, directory: str, name: str, *, direct: bool | Literal["auto"]) -> _LocalSource:
         """Open a regular file below a directory, following no link; see `backend.Files`."""
-        path = os.path.join(directory, name)
-        with _storage("open the file", path):
-            here = [os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
-            try:
-                *folders, last = name.split("/")
-                for folder in folders:
-                    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-                    here.append(os.open(folder, flags, dir_fd=here[-1]))
-                return _open_regular(last, here[-1], direct, path)
-            finally:
-                while here:
-                    close_read(here.pop())
+        with _storage("open the file", os.path.join(directory, name)):
+            return again(_open_below, directory, name, direct)
 
     def list(self, path: str) -> list[Entry]:
         """The entries of a directory, sorted by name."""
@@ -408,15 +398,14 @@ class LocalBackend:
         with _storage("touch the file", path):
             again(os.utime, path)
 
-    def age_s(self, path: str) -> float:
-        """Seconds since the last change of a file, both times taken from the file system's own clock."""
-        with _storage("find the age of the file", path):
-            descriptor, probe = _create_beside(path, HALF_MADE[1])
+    def modified_ns(self, path: str) -> int:
+        """The modification time of a file; opened for it, as a network file system may else answer from its cache."""
+        with _storage("look at the file", path):
+            descriptor = again(os.open, path, os.O_RDONLY | _PLAIN)
             try:
-                return os.fstat(descriptor).st_mtime - again(os.stat, path).st_mtime
+                return _check_regular(descriptor).st_mtime_ns
             finally:
                 close_read(descriptor)
-                again(os.unlink, probe)
 
 
 def _forget_ways_below(missing: str) -> None:
@@ -479,6 +468,19 @@ def side_name(path: str) -> str:
 def _refuse_without_direct(direct: bool | Literal["auto"]) -> None:
     if direct is True and not _O_DIRECT:
         raise OSError(errno.EOPNOTSUPP, _NO_DIRECT)
+
+
+def _open_below(directory: str, name: str, direct: bool | Literal["auto"]) -> _LocalSource:
+    here = [os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
+    try:
+        *folders, last = name.split("/")
+        for folder in folders:
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            here.append(os.open(folder, flags, dir_fd=here[-1]))
+        return _open_regular(last, here[-1], direct, os.path.join(directory, name))
+    finally:
+        while here:
+            close_read(here.pop())
 
 
 def _open_regular(name: str, folder: int, direct: bool | Literal["auto"], path: str) -> _LocalSource:

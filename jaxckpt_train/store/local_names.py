@@ -60,7 +60,7 @@ def remove_tree(path: str) -> None:
     Files that another client has open stay, under names that the system gives: all else is removed, then ENOTEMPTY
     or EBUSY is raised.
     """
-    top = os.open(path, _FOLDER)
+    top = again(os.open, path, _FOLDER)
     try:
         while _remove_inside(top, top, _LEVELS):
             pass
@@ -93,7 +93,7 @@ def _remove_entry(entry: Entry, folder: int, top: int, levels: int) -> bool:
         return False
     if not levels:
         return _moved(entry.name, folder, top)
-    inner = os.open(entry.name, _FOLDER, dir_fd=folder)
+    inner = again(os.open, entry.name, _FOLDER, dir_fd=folder)
     try:
         has_moved = _remove_inside(inner, top, levels - 1)
     finally:

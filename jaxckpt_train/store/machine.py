@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import secrets
 import socket
 from pathlib import Path
 
@@ -17,7 +18,8 @@ MOST_PID = 1 << 31  # no process has such a number
 class ProcessIdentity(msgspec.Struct, frozen=True):
     """A process, told apart from every other that ever ran: on this machine, before a reboot, in another container.
 
-    `boot` and `namespace` are empty where the system does not tell.
+    `start`, `boot` and `namespace` are empty where the system does not say (no /proc). `nonce` is random, and says of
+    a process whether it is this very one also there; it is empty in records of earlier versions.
     """
 
     host: str
@@ -25,6 +27,21 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
     start: str
     boot: str = ""
     namespace: str = ""
+    nonce: str = ""
+
+
+class _Nonce:
+    """A random number of this process: a forked child has another one."""
+
+    def __init__(self) -> None:
+        self.draw()
+
+    def draw(self) -> None:
+        self.value = secrets.randbits(48)
+
+
+_nonce = _Nonce()
+os.register_at_fork(after_in_child=_nonce.draw)
 
 
 def this_process() -> ProcessIdentity:
@@ -33,7 +50,8 @@ def this_process() -> ProcessIdentity:
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
     boot = _read("/proc/sys/kernel/random/boot_id").strip()
-    return ProcessIdentity(socket.gethostname(), os.getpid(), _start_of(os.getpid()), boot, namespace)
+    pid, nonce = os.getpid(), f"{_nonce.value:012x}"
+    return ProcessIdentity(socket.gethostname(), pid, _start_of(pid), boot, namespace, nonce)
 
 
 def descriptor_path(pid: int, descriptor: int, begins: str) -> str:
@@ -54,9 +72,17 @@ def machine_id() -> str:
 
 
 def is_dead(other: ProcessIdentity) -> bool | None:
-    """Whether a process is surely gone (True) or surely alive (False); None if that cannot be told from here."""
+    """Whether a process is surely gone (True) or surely alive (False); None if that cannot be known from here.
+
+    It can be known of this very process, and of one whose machine, boot, PID namespace and start are all known: a
+    number alone may be that of another process, in another container or after a reboot.
+    """
     here = this_process()
+    if other.nonce and other.nonce == here.nonce:
+        return False
     if other.host != here.host or not 0 < other.pid < MOST_PID:
+        return None
+    if not (other.boot and other.namespace and other.start):
         return None
     if other.boot != here.boot:
         return None  # this machine before it was booted anew, or another one of the same name
@@ -70,8 +96,8 @@ def is_dead(other: ProcessIdentity) -> bool | None:
         pass  # it exists and belongs to someone else
     if _stat_of(other.pid)[:1] in (["Z"], ["X"]):
         return True  # ended, and its parent has not asked for its exit code
-    start = _start_of(other.pid)
-    return bool(start and other.start and start != other.start)
+    start = _start_of(other.pid)  # hidden where /proc shows a user its own processes only
+    return start != other.start if start else None
 
 
 def command_name(pid: int) -> str:
@@ -98,18 +124,18 @@ def memory_bytes() -> int:
 def process_tag() -> str:
     """This process in a form that file names can hold: `<machine>-<boot>-<pid>-<start>`."""
     me = this_process()
-    return f"{_short(me.host + me.namespace)}-{_short(me.boot)}-{me.pid}-{me.start or 0}"
+    return f"{_short(me.host + me.namespace)}-{_short(me.boot)}-{me.pid}-{me.start or _nonce.value}"
 
 
 def is_dead_tag(tag: str) -> bool:
     """Whether the process with this tag is surely gone: it ran on this machine, before a reboot or until it ended."""
     me = this_process()
     machine, boot, pid, start = tag.split("-")
-    if machine != _short(me.host + me.namespace):
+    if not (me.boot and me.namespace) or machine != _short(me.host + me.namespace):
         return False
     if boot != _short(me.boot):
         return True
-    return is_dead(ProcessIdentity(me.host, int(pid), "" if start == "0" else start, me.boot, me.namespace)) is True
+    return is_dead(ProcessIdentity(me.host, int(pid), start, me.boot, me.namespace)) is True
 
 
 def is_tag_of_another_boot(tag: str) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import threading
+import time
 from typing import Literal
 
 import numpy as np
@@ -62,11 +62,10 @@ Names = list[str]  # within the class below `list` is a method
 
 
 class MemoryBackend:
-    """A tree of directories and files in memory. Its clock ticks by one second with every change."""
+    """A tree of directories and files in memory."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, _File | None] = {"/": None}  # None marks a directory
-        self._clock = itertools.count()
         self._now = 0
         self._lock = threading.RLock()
 
@@ -166,12 +165,12 @@ class MemoryBackend:
         """Set a file's modification time to now."""
         self._file(path, "touch the file").changed = self._tick()
 
-    def age_s(self, path: str) -> float:
-        """How many changes ago the file was changed."""
-        return float(self._now - self._file(path, "find the age of the file").changed)
+    def modified_ns(self, path: str) -> int:
+        """When the file was changed last; each change has a time of its own."""
+        return self._file(path, "look at the file").changed
 
     def _tick(self) -> int:
-        self._now = next(self._clock)
+        self._now = max(self._now + 1, time.time_ns())
         return self._now
 
     def _tree(self, path: str) -> Names:

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backend import MISSING, Opener, Source
+from jaxckpt_train.store.backend import GONE, MISSING, Opener, Source
 from jaxckpt_train.store.digests import block_digests, digest_function
 from jaxckpt_train.store.machine import memory_bytes
 from jaxckpt_train.store.manifest import BLOCK_BYTES, FileRecord
@@ -141,7 +141,7 @@ def read_or_none(
     try:
         source: Source = files.open(directory, name, direct=False)
     except StorageError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        if error.errno in {*GONE, errno.ENOTDIR}:
             return None
         if error.errno in MISSING:
             raise CorruptCheckpointError(f"{directory}/{name}: expected a file, but: {error}") from error

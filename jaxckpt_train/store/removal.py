@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Sequence
 
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.store.backend import MISSING, Backend
+from jaxckpt_train.store.backend import GONE, MISSING, Backend
 from jaxckpt_train.store.late_sync import sync_directory
 from jaxckpt_train.store.manifest import COMMIT_NAME, MANIFEST_NAME, RESERVED_NAMES, is_plain_name
 from jaxckpt_train.store.strangers import MOST_TOLD, is_of_another_program, listed, listed_below, strangers
@@ -30,7 +30,7 @@ def remove_replaced(backend: Backend, directory: str, final: str) -> None:
             _remove_or_keep(backend, directory, final)
         case errno.ELOOP:
             backend.remove(directory)
-        case errno.ENOENT:
+        case errno.ENOENT | errno.ESTALE:
             pass
         case _:
             keep(backend, directory, final, ["no directory"])
@@ -162,7 +162,7 @@ def renamed(backend: Backend, path: str, names: Iterable[str]) -> str | None:
         try:
             backend.rename(path, name)
         except StorageError as error:
-            if error.errno == errno.ENOENT:
+            if error.errno in GONE:
                 return None
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backend import Backend, Entry, is_in_use
+from jaxckpt_train.store.backend import GONE, Backend, Entry, is_in_use
 from jaxckpt_train.store.manifest import (
     COMMIT_NAME,
     FORMAT,
@@ -91,7 +91,7 @@ def listed(backend: Backend, directory: str) -> list[Entry]:
     try:
         return [entry for entry in backend.list(directory) if not is_in_use(entry.name)]
     except StorageError as error:
-        if error.errno != errno.ENOENT:
+        if error.errno not in GONE:
             raise
         return []
 

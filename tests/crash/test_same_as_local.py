@@ -173,9 +173,9 @@ def records(backend: Backend, root: str) -> None:
         backend.write_new(f"{root}/lock", b"content")
         backend.append(f"{root}/lines", b"a line\n")
         with contextlib.suppress(FileNotFoundError):
-            backend.age_s(f"{root}/nothing")
+            backend.modified_ns(f"{root}/nothing")
         backend.touch(f"{root}/lock")
-        backend.age_s(f"{root}/lock")
+        backend.modified_ns(f"{root}/lock")
     backend.sync(f"{root}/lines")
     backend.remove(f"{root}/lock")
     backend.remove(f"{root}/lock")

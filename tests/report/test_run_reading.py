@@ -79,10 +79,10 @@ def test_whether_somebody_is_at_work_is_told(tmp_path: Path) -> None:
 
 
 class Unwritable(LocalBackend):
-    """A directory that one may only read."""
+    """A directory whose lock one may not read."""
 
-    def age_s(self, path: str) -> float:
-        raise StorageError(errno.EROFS, "read-only", path)
+    def modified_ns(self, path: str) -> int:
+        raise StorageError(errno.EACCES, "not for this user", path)
 
 
 @pytest.mark.parametrize(("events", "seconds", "is_live"), [

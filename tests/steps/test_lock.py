@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import os
 import socket
 import threading
+import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,40 +67,38 @@ def edit_owner(directory: Path, **process: Any) -> None:
     path.write_text(json.dumps(record))
 
 
-def silent_for(directory: Path, seconds: float) -> None:
-    path = directory / LOCK_NAME
-    then = path.stat().st_mtime - seconds
-    os.utime(path, (then, then))
+class Beats(LocalBackend):
+    """A disk whose lock has these modification times, one at each look, and then the last one for ever."""
 
+    def __init__(self, *modified_ns: int) -> None:
+        self._modified_ns = list(modified_ns)
 
-class Heartbeats(LocalBackend):
-    """A disk whose lock has these ages, one at each look."""
-
-    def __init__(self, *ages_s: float) -> None:
-        self._ages_s = list(ages_s)
-
-    def age_s(self, path: str) -> float:
-        return self._ages_s.pop(0)
+    def modified_ns(self, path: str) -> int:
+        super().modified_ns(path)
+        return self._modified_ns.pop(0) if len(self._modified_ns) > 1 else self._modified_ns[0]
 
 
 @pytest.fixture
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute is a moment."""
     monkeypatch.setattr(lock_module, "LOOK_S", 0.001)
+    monkeypatch.setattr(lock_module, "SILENCE_S", 0.2)
 
 
-def test_the_directory_of_a_live_process_is_refused_by_host_pid_and_age(tmp_path: Path) -> None:
+def test_the_directory_of_a_live_process_is_refused_by_host_and_pid(tmp_path: Path) -> None:
     with talking_to(OWN, tmp_path) as owner:
         assert owner.read() == "owned"
-        silent_for(tmp_path, 7)
-        who = f"owned by process {owner.process.pid} on {socket.gethostname()}, last heard of [78] s ago"
+        who = f"owned by process {owner.process.pid} on {socket.gethostname()}, which is alive"
         with pytest.raises(DirectoryLockedError, match=who):
             new_lock(tmp_path).acquire()
 
 
-def test_a_live_process_of_this_machine_keeps_its_lock_however_silent_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("off_s", [-10_000, 10_000])
+def test_a_live_process_of_this_machine_keeps_its_lock_however_old_that_seems(tmp_path: Path, off_s: float) -> None:
     with talking_to(OWN, tmp_path) as owner:
         assert owner.read() == "owned"
-        silent_for(tmp_path, 100 * SILENCE_S)
+        then = (tmp_path / LOCK_NAME).stat().st_mtime + off_s
+        os.utime(tmp_path / LOCK_NAME, (then, then))
         with pytest.raises(DirectoryLockedError, match=f"process {owner.process.pid}"):
             new_lock(tmp_path).acquire()
         owner.tell("release")
@@ -134,64 +133,123 @@ def test_a_pid_that_is_used_again_is_not_the_owner(tmp_path: Path) -> None:
     assert dead.pid == os.getppid()
 
 
-def test_an_owner_from_before_a_reboot_is_dead_after_its_silence(tmp_path: Path) -> None:
+ELSEWHERE = [
+    {"host": "another-machine"},
+    {"boot": "another-boot-id"},
+    {"namespace": "pid:[1]"},
+    {"boot": "", "namespace": "", "start": ""},
+    {"start": ""},
+]
+elsewhere = pytest.mark.parametrize("process", ELSEWHERE, ids=lambda process: "-".join(process))
+
+
+@elsewhere
+@pytest.mark.parametrize("off_s", [-10_000, 0, 10_000])
+def test_an_owner_that_cannot_be_seen_is_dead_after_its_silence_whatever_clocks_say(
+    tmp_path: Path, quick_looks: None, process: dict[str, str], off_s: float
+) -> None:
     dead_owner(tmp_path)
-    edit_owner(tmp_path, boot="another-boot-id")
-    silent_for(tmp_path, SILENCE_S + 5)
-    assert new_lock(tmp_path).acquire() is not None
+    edit_owner(tmp_path, **process)
+    then = time.time() + off_s
+    os.utime(tmp_path / LOCK_NAME, (then, then))
+    began_s = time.monotonic()
+    dead = new_lock(tmp_path).acquire()
+    assert time.monotonic() - began_s >= lock_module.SILENCE_S
+    assert dead is not None
+    assert {name: getattr(dead, name) for name in process} == process
 
 
-def test_a_live_owner_on_another_machine_of_the_same_name_is_refused(tmp_path: Path, quick_looks: None) -> None:
+@elsewhere
+@pytest.mark.parametrize("beats", [(1, 1, 1, 2), (-9, -8), (5, 5, 4), (10**20, 0)], ids=str)
+def test_an_owner_that_cannot_be_seen_lives_if_its_lock_changes_whatever_clocks_say(
+    tmp_path: Path, quick_looks: None, process: dict[str, str], beats: tuple[int, ...]
+) -> None:
     dead_owner(tmp_path)
-    edit_owner(tmp_path, boot="another-boot-id")
-    with pytest.raises(DirectoryLockedError, match="last heard of 0 s ago"):
-        new_lock(tmp_path, Heartbeats(8, 9, 9.5, 0.2)).acquire()
+    edit_owner(tmp_path, **process)
+    before = (tmp_path / LOCK_NAME).read_bytes()
+    with pytest.raises(DirectoryLockedError, match="which is alive"):
+        new_lock(tmp_path, Beats(*beats)).acquire()
+    assert (tmp_path / LOCK_NAME).read_bytes() == before
 
 
-def test_an_owner_on_another_machine_that_gives_a_sign_of_life_is_refused(tmp_path: Path, quick_looks: None) -> None:
-    dead_owner(tmp_path)
-    edit_owner(tmp_path, host="another-machine")
-    with pytest.raises(DirectoryLockedError, match="on another-machine, last heard of 0 s ago"):
-        new_lock(tmp_path, Heartbeats(8, 9, 9.5, 0.2)).acquire()
-    assert json.loads((tmp_path / LOCK_NAME).read_bytes())["process"]["host"] == "another-machine"
-
-
-def test_one_look_that_sees_no_change_is_no_sign_of_life(tmp_path: Path, quick_looks: None) -> None:
-    dead_owner(tmp_path)
-    edit_owner(tmp_path, host="another-machine")
-    backend = Heartbeats(5, 5, 30, SILENCE_S, SILENCE_S + 1, 0, 0)
-    assert new_lock(tmp_path, backend).acquire() is not None
-
-
-def test_an_owner_on_another_machine_is_replaced_after_its_silence(tmp_path: Path) -> None:
-    dead_owner(tmp_path)
-    edit_owner(tmp_path, host="another-machine")
-    silent_for(tmp_path, SILENCE_S + 5)
+def test_a_new_owner_of_the_same_number_is_not_this_very_process(tmp_path: Path, quick_looks: None) -> None:
+    """Two containers without /proc, in which each has the number 1."""
+    first = new_lock(tmp_path)
+    first.acquire()
+    edit_owner(tmp_path, start="", boot="", namespace="", nonce="of-another")
     dead = new_lock(tmp_path).acquire()
     assert dead is not None
-    assert dead.host == "another-machine"
+    assert dead.pid == os.getpid()
 
 
-def test_an_owner_in_another_container_is_believed_by_its_heartbeat(tmp_path: Path, quick_looks: None) -> None:
+@pytest.mark.parametrize("hung_s", [3 * SILENCE_S, 100 * SILENCE_S])
+def test_a_look_that_takes_long_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hung_s: float) -> None:
+    """The storage does not answer, or this machine sleeps: the owner cannot beat meanwhile either."""
+    now_s = [0.0]
+    monkeypatch.setattr(lock_module, "time", types.SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    class Hanging(LocalBackend):
+        looks = 0
+
+        def modified_ns(self, path: str) -> int:
+            self.looks += 1
+            now_s[0] += hung_s if self.looks == 3 else 1.0
+            return 1 if self.looks < 10 else 2
+
+    monkeypatch.setattr(lock_module, "LOOK_S", 0.001)
     dead_owner(tmp_path)
-    edit_owner(tmp_path, namespace="pid:[1]")
-    with pytest.raises(DirectoryLockedError, match="last heard of"):
-        new_lock(tmp_path, Heartbeats(8, 0)).acquire()
-    silent_for(tmp_path, SILENCE_S + 5)
-    assert new_lock(tmp_path).acquire() is not None
+    edit_owner(tmp_path, host="another-machine")
+    with pytest.raises(DirectoryLockedError, match="which is alive"):
+        new_lock(tmp_path, Hanging()).acquire()
+
+
+def test_a_disk_that_refuses_a_look_takes_nothing_over(tmp_path: Path, quick_looks: None) -> None:
+    class Refusing(LocalBackend):
+        def modified_ns(self, path: str) -> int:
+            raise StorageError(errno.EIO, "refused to look", path)
+
+    dead_owner(tmp_path)
+    edit_owner(tmp_path, host="another-machine")
+    before = (tmp_path / LOCK_NAME).read_bytes()
+    with pytest.raises(StorageError) as refused:
+        new_lock(tmp_path, Refusing()).acquire()
+    assert refused.value.errno == errno.EIO
+    assert (tmp_path / LOCK_NAME).read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"", b'{"process":{"ho'], ids=["empty", "torn"])
+def test_a_lock_that_is_whole_a_moment_later_is_judged_by_what_it_says_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    monkeypatch.setattr(lock_module, "LOOK_S", 0.001)
+    with talking_to(OWN, tmp_path) as owner:
+        assert owner.read() == "owned"
+        whole = (tmp_path / LOCK_NAME).read_bytes()
+        (tmp_path / LOCK_NAME).write_bytes(content)
+
+        class Written(LocalBackend):
+            looks = 0
+
+            def modified_ns(self, path: str) -> int:
+                self.looks += 1
+                if self.looks == 3:
+                    Path(path).write_bytes(whole)
+                return super().modified_ns(path)
+
+        with pytest.raises(DirectoryLockedError, match=f"owned by process {owner.process.pid}"):
+            new_lock(tmp_path, Written()).acquire()
 
 
 def test_the_heartbeat_is_often_enough_to_be_heard() -> None:
     assert HEARTBEAT_S * 3 <= SILENCE_S
 
 
-def test_a_heartbeat_makes_the_lock_young_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_changes_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_module, "HEARTBEAT_S", 0.01)
     lock = new_lock(tmp_path)
     lock.acquire()
-    silent_for(tmp_path, 1000)
-    backend = LocalBackend()
-    while backend.age_s(str(tmp_path / LOCK_NAME)) > 500:
+    before = LocalBackend().modified_ns(lock.path)
+    while LocalBackend().modified_ns(lock.path) == before:
         pass  # ends with the next beat; without one, pytest's time limit ends it
     lock.release()
 
@@ -229,8 +287,8 @@ def test_a_lock_out_of_sight_for_a_moment_is_kept_alive(
     assert lock._beat_once()
     (tmp_path / "aside").rename(path)
     lock.check()
-    silent_for(tmp_path, 1000)
-    while LocalBackend().age_s(str(path)) > 500:
+    before = LocalBackend().modified_ns(str(path))
+    while LocalBackend().modified_ns(str(path)) == before:
         pass  # as above: ends with the next beat
     lock.release()
 
@@ -322,15 +380,22 @@ def test_whoever_is_late_to_take_over_does_not_unseat_who_was_quicker(tmp_path: 
     assert refused == ["third"]
 
 
-def test_takeovers_leave_no_heap_of_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends", [False, True])
+def test_takeovers_leave_no_heap_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+    """An owner that lives long enough removes them, at a heartbeat or at its end."""
     for _ in range(3):
         dead_owner(tmp_path)
-        for path in tmp_path.iterdir():
-            os.utime(path, (1, 1))
+    monkeypatch.setattr(lock_module, "SILENCE_S", 0.0)
+    monkeypatch.setattr(lock_module, "HEARTBEAT_S", 1000.0 if ends else 0.01)
     lock = new_lock(tmp_path)
     lock.acquire()
+    if ends:
+        lock.release()
+        assert len(os.listdir(tmp_path)) <= 1
+        return
+    while len(os.listdir(tmp_path)) > 2:
+        pass  # ends with the next beat
     lock.release()
-    assert len(os.listdir(tmp_path)) <= 1
 
 
 class StuckBackend(LocalBackend):
@@ -358,22 +423,3 @@ def test_a_lock_that_the_disk_refused_to_release_does_not_lock_its_process_out(t
         new_lock(tmp_path).acquire()
     again.check()
     again.release()
-
-
-def test_a_clock_that_was_put_back_does_not_make_the_wait_any_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_looks: None
-) -> None:
-    """The lock is of tomorrow, and its owner of another boot: only its heartbeat could tell."""
-    dead_owner(tmp_path)
-    edit_owner(tmp_path, boot="another-boot-id")
-    monkeypatch.setattr(lock_module, "SILENCE_S", 0.5)
-    ages_s = itertools.count(-86_400.0, 0.001)
-    monkeypatch.setattr(LocalBackend, "age_s", lambda self, path: next(ages_s))
-    assert new_lock(tmp_path).acquire() is not None
-
-
-def test_nor_is_an_owner_that_lives_then_taken_for_dead(tmp_path: Path, quick_looks: None) -> None:
-    dead_owner(tmp_path)
-    edit_owner(tmp_path, boot="another-boot-id")
-    with pytest.raises(DirectoryLockedError, match="last heard of 0 s ago"):
-        new_lock(tmp_path, Heartbeats(-86_400, -86_399, 19, 20, 0)).acquire()

@@ -42,7 +42,7 @@ OWNING = (
     OwnerLock.acquire,
     OwnerLock._acquire,
     OwnerLock._keep_beating,
-    OwnerLock._left_by_the_dead,
+    OwnerLock._look_for_left,
     OwnerLock.clean,
     Deleter.delete,
     Deleter._ensure_worker,
@@ -99,11 +99,11 @@ def beating() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "jaxckpt-heartbeat"}
 
 
-class NoRoom(LocalBackend):
-    """Has no room for the small file that tells the time."""
+class Keeping(LocalBackend):
+    """Removes nothing."""
 
-    def age_s(self, path: str) -> float:
-        raise StorageError(errno.ENOSPC, "cannot find the age of the file", path)
+    def remove(self, path: str) -> None:
+        raise StorageError(errno.EPERM, "cannot remove", path)
 
 
 def test_a_run_that_was_moved_under_its_job_is_told(tmp_path: Path) -> None:
@@ -119,14 +119,17 @@ def test_a_run_that_was_moved_under_its_job_is_told(tmp_path: Path) -> None:
 
 
 def test_a_lock_of_the_dead_that_cannot_be_removed_stops_no_heartbeat(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("jaxckpt_train.steps.lock.SILENCE_S", 0.0)
     (tmp_path / ".owner.dead-x").write_bytes(b"{}")
-    before, held = beating(), OwnerLock(NoRoom(), str(tmp_path))
+    before, held = beating(), OwnerLock(Keeping(), str(tmp_path))
     held.acquire()
+    assert held._beat_once()
     assert len(beating() - before) == 1
     assert "was not removed" in caplog.text
-    held.release()
+    with pytest.raises(StorageError):
+        held.release()
 
 
 def test_a_deletion_that_fails_in_a_way_nobody_thought_of_hangs_nobody(
@@ -214,7 +217,7 @@ CLOSING = (
     OwnerLock.release,
     OwnerLock._release,
     OwnerLock._remove_own,
-    OwnerLock._left_by_the_dead,
+    OwnerLock._look_for_left,
     OwnerLock.clean,
     LocalBackend.remove,
 )
@@ -345,15 +348,13 @@ def test_a_forked_child_neither_saves_nor_hangs_with_its_parents_manager(tmp_pat
     assert run_python(FORKED, tmp_path / "run", check=True, timeout_s=60).stdout.split("\n")[:3] == ["7", "2", "[3, 4]"]
 
 
-def test_an_owner_that_ends_takes_along_what_the_dead_left(tmp_path: Path) -> None:
+def test_an_owner_that_ends_takes_along_what_the_dead_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = OwnerLock(LocalBackend(), str(tmp_path))
-    held.acquire()
-    for name in (".owner.dead-x", f"{HALF_MADE[0]}x", f"{HALF_MADE[1]}x"):
+    for name in (".owner.dead-x", f"{HALF_MADE[0]}x", f"{HALF_MADE[1]}x", ".new-of-somebody-else"):
         (tmp_path / name).write_bytes(b"{}")
-        os.utime(tmp_path / name, (0, 0))
+    held.acquire()
     (tmp_path / f"{HALF_MADE[0]}young").write_bytes(b"")
-    (tmp_path / ".new-of-somebody-else").write_bytes(b"")
-    os.utime(tmp_path / ".new-of-somebody-else", (0, 0))
+    monkeypatch.setattr("jaxckpt_train.steps.lock.SILENCE_S", 0.0)
     held.release()
     assert sorted(os.listdir(tmp_path)) == [f"{HALF_MADE[0]}young", ".new-of-somebody-else"]
 
