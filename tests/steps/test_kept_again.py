@@ -82,10 +82,10 @@ def test_a_step_that_is_just_restored_is_what_the_run_goes_on_from(
 ) -> None:
     backend, take_note = Late(), RunDirectory.rolled_back
 
-    def late(run: RunDirectory, restored: Restored, there: Any) -> None:
+    def late(run: RunDirectory, restored: Restored, there: Any, **more: Any) -> None:
         backend.go.set()
         assert run._deleter.wait(60)  # what waits is looked at once more before this process goes on
-        take_note(run, restored, there)
+        take_note(run, restored, there, **more)
 
     monkeypatch.setattr(RunDirectory, "rolled_back", late)
     with waiting_for_the_third(tmp_path, backend, lambda _: None) as steps:
