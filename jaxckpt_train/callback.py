@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
@@ -15,10 +16,11 @@ from jaxckpt_train.checkpointables.fingerprint import DATA_NAME, with_fingerprin
 from jaxckpt_train.checkpointables.grain_iterator import mark_absl_flags_parsed
 from jaxckpt_train.checkpointables.makers import made
 from jaxckpt_train.config import callback_arguments, check_arguments
-from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.errors import SettingsError, UnsupportedLeafError
 from jaxckpt_train.exit_code import is_success
 from jaxckpt_train.goodput_table import print_goodput
 from jaxckpt_train.loop_forms import LoopForms
+from jaxckpt_train.multihost import current
 from jaxckpt_train.notices.source import NoticeSource
 from jaxckpt_train.progress import progress_line, wants_progress
 from jaxckpt_train.resuming import initialise, restore
@@ -71,6 +73,7 @@ class CheckpointCallback(LoopForms):
         best_link: bool = False,
         keep_policy: PreservationPolicy | None = None,
         save_on_exit: bool = True,
+        save_on_error: bool = False,
         save_initial: bool = False,
         if_busy: Literal["wait", "skip"] = "wait",
         stall_timeout_s: float = STALL_TIMEOUT_S,
@@ -95,6 +98,7 @@ class CheckpointCallback(LoopForms):
         self.enabled = enabled
         mark_absl_flags_parsed()  # now: `iter(dataset)` in the call of `resume` may need it already
         self._save_on_exit, self._save_initial, self._on_mismatch = save_on_exit, save_initial, data_on_mismatch
+        self._save_on_error = save_on_error
         self._fingerprint, self._progress, self._init_from = fingerprint, progress, init_from
         policy = save_policy_of(given)
         self._leaves_temporary = has_temporary(policy)
@@ -106,7 +110,7 @@ class CheckpointCallback(LoopForms):
         self._best_metric, self._best_mode = best_metric, best_mode
         self._saved: int | None = None
         self._failed_with: str | None = None
-        self._loop = LoopState(warns=enabled)
+        self._loop = LoopState(warns=enabled, takes_positions=save_on_error)
 
     @classmethod
     def from_config(cls, config: Any = None) -> CheckpointCallback:
@@ -256,21 +260,44 @@ class CheckpointCallback(LoopForms):
     def save_now(self) -> SaveResult:
         """Save the last completed update, whatever the policy says, if it is not saved yet.
 
+        In an `except` block it also saves while the next update is under way, if nothing of the last one is changed;
+        what cannot be saved there is a warning, and a save that fails has the exception that is handled in a note.
+
         Raises:
-            SettingsError: no update was completed yet, or the next one has begun.
+            SettingsError: no update was completed yet, or the next one is under way.
+            The original error of a save that fails.
         """
         if not self.enabled:
             return _DISABLED
-        if self._loop.last is None:
-            raise SettingsError("save_now: expected a completed update to save; call ckpt(state) first")
-        if self._is_saved():
-            return SaveResult(False, f"step {self._loop.step} is saved already")
-        if self._loop.has_begun_another():
-            raise SettingsError(f"save_now: update {self._loop.completed} has begun; call it right after ckpt(state)")
-        return self._save("save_now", force=True)
+        handled, loop = sys.exception(), self._loop
+        if loop.last is not None and self._is_saved():
+            return SaveResult(False, f"step {loop.step} is saved already")
+        values = None if handled is None and loop.has_begun_another() else loop.unchanged()
+        if values is None:
+            why_not = (
+                "expected a completed update to save; call ckpt(state) first"
+                if loop.last is None
+                else f"update {loop.completed} is under way; call it right after ckpt(state)"
+            )
+            if handled is None:
+                raise SettingsError(f"save_now: {why_not}")
+            _log.warning("save_now: nothing is saved: %s", why_not)
+            return SaveResult(False, why_not)
+        try:
+            return self._save("save_now", force=True, values=values)
+        except BaseException as failure:
+            if handled is not None:
+                failure.add_note(f"save_now was called while {type(handled).__name__} was handled: {handled}")
+            raise
 
     def _save(
-        self, reason: str, *, force: bool = False, temporary: bool = False, timeout_s: float | None = None
+        self,
+        reason: str,
+        *,
+        force: bool = False,
+        temporary: bool = False,
+        timeout_s: float | None = None,
+        values: Mapping[str, Any] | None = None,
     ) -> SaveResult:
         loop = self._loop
         assert loop.last is not None
@@ -278,7 +305,7 @@ class CheckpointCallback(LoopForms):
         with with_fingerprint(self._fingerprint), self.manager.telling_later():
             more: dict[str, Any] = {"metrics": metrics, "force": force, "reason": reason, "timeout_s": timeout_s}
             with advised_for_a_loop(self.manager.directory, loop.step, self._saved):
-                result = self.manager.save(loop.step, loop.last, temporary=temporary, **more)
+                result = self.manager.save(loop.step, values or loop.last, temporary=temporary, **more)
             self._saved = loop.step if result.saved else self._saved
         return result
 
@@ -373,8 +400,10 @@ class CheckpointCallback(LoopForms):
                 if error is None:
                     self._save_last()
                     leaving = self._leave_unless_finished()
+                elif self._save_on_error:
+                    self._save_after(error)
             except BaseException as failed:
-                self._failed_with = _failure(failed)
+                self._failed_with = self._failed_with or _failure(failed)
                 raise
             finally:
                 self.close()
@@ -390,6 +419,21 @@ class CheckpointCallback(LoopForms):
             self._departure.finish(self.manager)
             self._departure.decide(self.manager)
         return self._departure.error() if self.preempted else None
+
+    def _save_after(self, error: BaseException) -> None:
+        """On an error: the last completed update, if nothing of it is changed. A save that fails becomes a note."""
+        is_over = not self.enabled or self._closed or self.preempted or self._departure.is_late
+        is_alone = current().processes == 1  # in a job the other processes may train on
+        if is_over or not is_alone or not isinstance(error, Exception | KeyboardInterrupt) or self._unsaved() is None:
+            return
+        values = self._loop.unchanged()
+        if values is None:
+            self._loop.tell_that_it_went_on(self._saved)
+            return
+        try:
+            self._save(f"error: {type(error).__name__}", force=True, values=values)
+        except UnsupportedLeafError as changed:  # such as arrays that the next update was given to reuse
+            error.add_note(f"step {self._loop.step} is not saved: {changed}")
 
     def _save_last(self) -> None:
         """On a normal end: the last completed update, exactly once."""

@@ -95,6 +95,9 @@ class CheckpointConfig:
             whoever exports it.
         keep_policy: further reasons to keep a step: a node with `_target_: jaxckpt_train.<Policy>`, or an object.
         save_on_exit: save the last step when the loop ends.
+        save_on_error: save the last completed update when the loop ends by an exception or Ctrl-C, which is raised all
+            the same; not in a job of several processes. The position in the data is taken in every update then. What is
+            changed by then is not saved: arrays that were donated, and NNX objects once the next update is under way.
         save_initial: save step 0, the state before training, unless something was restored.
         if_busy: a save is due while the last one is still being written: "wait" for it, or "skip" this one.
         stall_timeout_s: seconds without any progress (a disk that does not answer) after which the last one is not
@@ -142,6 +145,7 @@ class CheckpointConfig:
     best_link: bool = False
     keep_policy: Any = None
     save_on_exit: bool = True
+    save_on_error: bool = False
     save_initial: bool = False
     if_busy: str = "wait"
     stall_timeout_s: float = STALL_TIMEOUT_S
@@ -207,6 +211,7 @@ _CHECKS: dict[str, Check] = {
     "best_link": flag,
     "keep_policy": anything,
     "save_on_exit": flag,
+    "save_on_error": flag,
     "save_initial": flag,
     "if_busy": one_of("wait", "skip"),
     "stall_timeout_s": seconds,

@@ -278,7 +278,9 @@ def test_save_now_saves_the_last_completed_update_once(tmp_path: Path) -> None:
         for step in ckpt.steps(4):
             next(data)
             if step == 3:
-                with pytest.raises(jct.SettingsError, match=r"save_now: update 4 has begun.*right after ckpt\(state\)"):
+                with pytest.raises(
+                    jct.SettingsError, match=r"save_now: update 4 is under way.*right after ckpt\(state\)"
+                ):
                     ckpt.save_now()
             ckpt(state_of(step + 1))
             if step == 1:

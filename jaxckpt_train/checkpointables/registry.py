@@ -93,6 +93,11 @@ def keeps_itself_current(value: object) -> bool:
     return handler.kind != _PYTREE.kind if is_current is None else bool(is_current(value))
 
 
+def is_tree_in_place(value: object) -> bool:
+    """Whether it is a tree whose arrays are replaced in place, as those of NNX objects are."""
+    return keeps_itself_current(value) and handler_of(value).kind == _PYTREE.kind
+
+
 def _kinds_of(handler: Handler) -> tuple[str, ...]:
     """The kinds that a handler restores: its own first."""
     return handler.kind, *getattr(handler, "restores", ())

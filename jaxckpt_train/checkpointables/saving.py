@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from jaxckpt_train.checkpointables.colocated_saving import write_on_hosts
-from jaxckpt_train.checkpointables.contract import NOTHING
+from jaxckpt_train.checkpointables.contract import NOTHING, Staged
 from jaxckpt_train.checkpointables.registry import handler_of
 from jaxckpt_train.errors import CheckpointTimeoutError, NonFiniteError, SettingsError, UnsupportedLeafError
 from jaxckpt_train.pending import LAST_PATIENCE_S, Movement, PendingSave, start_save
@@ -79,6 +79,20 @@ class StagedPart:
     own_files: OwnFiles | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """A checkpointable as its handler staged it at an earlier moment: saved in its place, as it was then."""
+
+    kind: str
+    staged: Staged
+
+
+def take(value: Any) -> Taken:
+    """Have the handler of a checkpointable stage it now."""
+    handler = handler_of(value)
+    return Taken(handler.kind, handler.stage(value))
+
+
 @dataclasses.dataclass
 class SaveTimes:
     """How long the phases of one save took, in seconds, and how large the files are that this process wrote.
@@ -124,24 +138,24 @@ def _stage(
     name: str, value: Any, times: SaveTimes, settings: StoreSettings, ahead: Ahead, shares: JobShares | None
 ) -> StagedPart:
     started = time.perf_counter()
-    handler = handler_of(value)
-    staged = handler.stage(value)
+    taken_before = value if isinstance(value, Taken) else take(value)
+    kind, staged = taken_before.kind, taken_before.staged
     is_value = staged.tree is NOTHING and staged.write_files is None
     encoded = encode_value(staged.value) if is_value else None
     now = time.perf_counter()
     times.stage_s += now - started
     if staged.write_files is not None:
-        return StagedPart(name, handler.kind, own_files=OwnFiles(staged.write_files))
+        return StagedPart(name, kind, own_files=OwnFiles(staged.write_files))
     if encoded is not None:
         same = None if staged.same is NOTHING else encode_value(staged.same)
-        return StagedPart(name, handler.kind, value=encoded, same=same)
+        return StagedPart(name, kind, value=encoded, same=same)
     is_guarded = settings.nonfinite != "allow"
     taken = snapshot(
         staged.tree, settings.snapshot, ahead, is_guarded=is_guarded, shares=shares, colocated=settings.colocated
     )
     times.device_wait_s += taken.device_wait_s
     times.snapshot_s += time.perf_counter() - now - taken.device_wait_s
-    return StagedPart(name, handler.kind, snapshot=taken)
+    return StagedPart(name, kind, snapshot=taken)
 
 
 def wait_until_taken(

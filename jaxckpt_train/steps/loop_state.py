@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from jaxckpt_train.checkpointables.registry import keeps_itself_current
+from jaxckpt_train.checkpointables.registry import is_tree_in_place, keeps_itself_current
+from jaxckpt_train.checkpointables.saving import Taken, take
 from jaxckpt_train.errors import IteratorStateError, SettingsError
 from jaxckpt_train.steps.step_names import check_step
 from jaxckpt_train.value_checks import whole
@@ -29,6 +30,8 @@ class LoopState:
 
     Args:
         warns: whether a loop is told when it leaves an update out.
+        takes_positions: whether the positions of iterators are taken in each update, so that the update can be saved
+            while the next one is under way.
 
     Attributes:
         completed: how many are complete; in `updates`, the one under way included.
@@ -41,7 +44,9 @@ class LoopState:
         metrics: its metrics.
     """
 
-    def __init__(self, warns: bool = True) -> None:
+    def __init__(self, warns: bool = True, takes_positions: bool = False) -> None:
+        self._takes_positions = takes_positions
+        self._taken: Mapping[str, Taken] | None = None
         self._warns = self._warns_of_steps_back = warns
         self.completed = 0
         self.called = self.in_steps = self.broken = False
@@ -169,6 +174,7 @@ class LoopState:
             if given[name] is not self._current[name]:
                 self._hand_over(name, given[name])
         self.last = {**self._current, **given}
+        self._taken = self._positions() if self._takes_positions else None
         self.step, self.metrics = self.completed, metrics
 
     def _hand_over(self, name: str, value: Any) -> None:
@@ -178,6 +184,20 @@ class LoopState:
         else:
             del self._current[name]
             self._needed |= {name}
+
+    def _positions(self) -> Mapping[str, Taken] | None:
+        """Those of all iterators now; None: something changes in place that cannot be taken, such as NNX objects."""
+        taken = {name: take(value) for name, value in self._current.items() if not is_tree_in_place(value)}
+        holds_all = len(taken) == len(self._current) and all(each.staged.write_files is None for each in taken.values())
+        return taken if holds_all else None
+
+    def unchanged(self) -> Mapping[str, Any] | None:
+        """The checkpointables as of the last completed update; None: the next one may have changed some of them."""
+        if self.last is None or not self.has_begun_another():
+            return self.last
+        if not self._current:
+            return self.last
+        return None if self._taken is None else {**self.last, **self._taken}
 
     def data_ended(self) -> IteratorStateError:
         """The error in place of a StopIteration that ends the loop."""
