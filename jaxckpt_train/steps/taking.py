@@ -31,9 +31,9 @@ def take(backend: Backend, directory: str, lock: OwnerLock, took_over: Callable[
     def look(moved: Callable[[], None]) -> None:
         refuse_checkpoint(backend, directory)
         moved()
-        try_to_write(backend, directory)
         for doubt in doubts_about(directory):
             _log.warning("%s: %s", directory, doubt)
+        try_to_write(backend, directory)
 
     with contextlib.suppress(StorageError):  # which is told below: asked first where nobody waits for ever
         answer_of(directory, look)

@@ -19,6 +19,7 @@ from jaxckpt_train.store import local
 from jaxckpt_train.store.backend import is_in_use
 from jaxckpt_train.store.disk_trial import try_operations
 from jaxckpt_train.store.local import LocalBackend
+from tests.cli.commands import told
 from tests.faults.fuse_disk import why_not
 from tests.faults.poor_disk import FLAWS, poor_disk
 from tests.steps.runs import talking_to
@@ -203,6 +204,14 @@ def test_doctor_names_what_does_not_work(tmp_path: Path, flaw: str | None, faili
         assert [each.name for each in found if each.problem] == failing
         assert [each.is_needed for each in found if each.problem] == [flaw in ("no times", "copies") for _ in failing]
         assert os.listdir(root) == []
+
+
+@pytest.mark.parametrize(("flaw", "code"), [("no links", 0), ("no times", 1), ("copies", 1)])
+def test_doctor_ends_with_1_where_no_run_works(tmp_path: Path, flaw: str, code: int) -> None:
+    with poor(tmp_path, flaw) as root:
+        found = told("doctor", root, "--size-mib", 1, code=code)
+        assert bool(found["warnings"]) is bool(code)
+        assert found["operations"]["lock"] is None
 
 
 def test_the_flaws_are_all_tried() -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from jaxckpt_train.errors import StorageError
+from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.store import file_system
-from jaxckpt_train.store.file_system import _mount_of, file_system_of
+from jaxckpt_train.store.file_system import _mount_of, doubts_about, file_system_of
+from jaxckpt_train.store.local import LocalBackend
 
 MOUNTS = """\
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
@@ -55,3 +57,28 @@ def test_a_system_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert file_system_of(str(tmp_path)).kind == "unknown"
     with pytest.raises(StorageError, match="cannot look at the file system"):
         file_system_of(str(tmp_path / "gone"))
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("fuse.gcsfuse bucket rw,user_id=0", "gcsfuse"),
+        ("fuse mountpoint-s3 rw", "mountpoint-s3"),
+        ("fuse.rclone remote: rw", "rclone"),
+        ("overlay overlay rw,lowerdir=/a,upperdir=/b,workdir=/c,volatile", "volatile"),
+        ("ext4 /dev/sda1 rw,nobarrier", "nobarrier"),
+        ("ext4 /dev/s3fs rw", None),
+        ("fuse.mergerfs a:b rw", None),
+        ("overlay overlay rw,lowerdir=/a,upperdir=/volatile,workdir=/c", None),
+    ],
+)
+def test_what_a_run_must_not_rely_on_is_named_when_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, line: str, named: str | None
+) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"{MOUNTS}40 22 0:40 / {tmp_path} rw,relatime shared:1 - {line}\n")
+    monkeypatch.setattr(file_system, "MOUNTS", str(mounts))
+    assert [named in each for each in doubts_about(str(tmp_path / "run"))] == ([True] if named else [])
+    with StepManager(tmp_path / "run", backend=LocalBackend()) as manager:
+        manager.own()
+    assert [str(named) in each.getMessage() for each in caplog.records] == ([True] if named else [])
