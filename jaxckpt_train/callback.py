@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import time
@@ -16,7 +17,7 @@ from jaxckpt_train.checkpointables.fingerprint import DATA_NAME, with_fingerprin
 from jaxckpt_train.checkpointables.grain_iterator import mark_absl_flags_parsed
 from jaxckpt_train.checkpointables.makers import made
 from jaxckpt_train.config import callback_arguments, check_arguments
-from jaxckpt_train.errors import SettingsError, UnsupportedLeafError
+from jaxckpt_train.errors import Preempted, SettingsError, UnsupportedLeafError
 from jaxckpt_train.exit_code import is_success
 from jaxckpt_train.goodput_table import print_goodput
 from jaxckpt_train.loop_forms import LoopForms
@@ -105,7 +106,7 @@ class CheckpointCallback(LoopForms):
         self.manager = manager_of(given, policy)
         self._watch = watch_of(given, self.manager)
         self._departure = departure_of(given, self._watch, self.manager)
-        self._started = self._closed = self._resumed = False
+        self._started = self._closed = self._resumed = self._is_leaving = False
         self._made_at = time.monotonic()
         self._best_metric, self._best_mode = best_metric, best_mode
         self._saved: int | None = None
@@ -311,6 +312,7 @@ class CheckpointCallback(LoopForms):
 
     def _leave(self) -> SaveResult:
         """Save the last completed update, wait until it is durable, and end the loop."""
+        self._is_leaving = True
         self.manager.leaves()
         with progress_line(f"saving step {self._loop.step}", None, wants_progress(self._progress)):
             result = self._departure.finish(self.manager, self._save_before_leaving, self._unsaved())
@@ -324,10 +326,10 @@ class CheckpointCallback(LoopForms):
     def _unsaved(self) -> int | None:
         return None if self._loop.last is None or self._is_saved() else self._loop.step
 
-    def _save_before_leaving(self, timeout_s: float | None) -> SaveResult:
+    def _save_before_leaving(self, timeout_s: float | None, values: Mapping[str, Any] | None = None) -> SaveResult:
         if self._unsaved() is None:
             return NOTHING_NEW
-        more: dict[str, Any] = {"temporary": self._leaves_temporary, "timeout_s": timeout_s}
+        more: dict[str, Any] = {"temporary": self._leaves_temporary, "timeout_s": timeout_s, "values": values}
         return self._save(f"preemption: {self._watch.reason}", force=True, **more)
 
     @property
@@ -400,15 +402,17 @@ class CheckpointCallback(LoopForms):
                 if error is None:
                     self._save_last()
                     leaving = self._leave_unless_finished()
-                elif self._save_on_error:
-                    self._save_after(error)
+                else:
+                    leaving = self._leave_after(error)
+                    if self._save_on_error:
+                        self._save_after(error)
             except BaseException as failed:
                 self._failed_with = self._failed_with or _failure(failed)
                 raise
             finally:
                 self.close()
         if leaving is not None:
-            raise leaving
+            raise leaving from error
         if isinstance(error, StopIteration):
             raise self._loop.data_ended() from error
 
@@ -419,6 +423,38 @@ class CheckpointCallback(LoopForms):
             self._departure.finish(self.manager)
             self._departure.decide(self.manager)
         return self._departure.error() if self.preempted else None
+
+    def _leave_after(self, error: BaseException) -> BaseException | None:
+        """Leave after an error of the loop if the job was asked to before; what says so.
+
+        Processes that feed the loop get the signals that are sent to the whole process group, and die of them: the loop
+        fails then, in the midst of an update. An exit by the user's own code keeps its exit code.
+        """
+        could = self.enabled and self._started and not self._closed and isinstance(error, Exception | SystemExit)
+        is_of_leaving = isinstance(error, SystemExit | Preempted) if self.preempted else self._is_leaving
+        if not could or is_of_leaving or not self._watch.reached_alone():
+            return None
+        _log.error("asked to leave by %s, and the loop has failed since", self._watch.reason, exc_info=error)
+        if not self.preempted:
+            self._leave_with_what_is_unchanged()
+        return None if isinstance(error, SystemExit) else self._departure.error()
+
+    def _leave_with_what_is_unchanged(self) -> None:
+        values, unsaved = self._loop.unchanged(), self._unsaved()
+        try:
+            if unsaved is not None and values is None:
+                self._lose(unsaved, "the next update has begun, and may have changed what is saved")
+                self._departure.finish(self.manager)
+            else:
+                save = functools.partial(self._save_before_leaving, values=values)
+                self._departure.finish(self.manager, save, unsaved)
+        except UnsupportedLeafError as changed:  # such as arrays that the next update was given to reuse
+            self._lose(self._loop.step, str(changed))
+        self._departure.decide(self.manager)
+
+    def _lose(self, step: int, why: str) -> None:
+        self._departure.loses = True
+        _log.error("step %d is not saved: %s; the last saved step is %s", step, why, self.manager.latest)
 
     def _save_after(self, error: BaseException) -> None:
         """On an error: the last completed update, if nothing of it is changed. A save that fails becomes a note."""

@@ -275,3 +275,143 @@ def test_in_another_thread_signals_are_not_watched_but_a_file_is(
     assert "signals are not watched" in caplog.text
     assert [type(error) for error in raised] == [SystemExit]
     assert jct.StepManager(tmp_path / "run").steps == [1, 2]
+
+
+class LoopError(Exception):
+    """What a loop fails with."""
+
+
+def fail_when_asked(directory: Path, error: BaseException, taken: bool, data: Any, **options: Any) -> None:
+    """A loop that is asked to leave in update 3, and fails there before or after it has taken its batch."""
+    with callback(directory, **options) as ckpt:
+        _, data = ckpt.resume(state_of(0), data)
+        for step in ckpt.steps(50):
+            if step == 3:
+                send()
+                if taken:
+                    next(data)
+                raise error
+            next(data)
+            ckpt(state_of(step + 1))
+
+
+def range_iterator() -> Any:
+    grain = pytest.importorskip("grain")
+    return iter(grain.MapDataset.range(100).to_iter_dataset())
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_error_after_a_request_saves_the_last_update(
+    tmp_path: Path, taken: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = LoopError()
+    with pytest.raises(SystemExit) as caught:
+        fail_when_asked(tmp_path, error, taken, range_iterator())
+    assert (caught.value.code, caught.value.__cause__) == (75, error)
+    assert any(record.exc_info and record.exc_info[1] is error for record in caplog.records)
+    manager, data = jct.StepManager(tmp_path), range_iterator()
+    restored = manager.restore({"state": state_of(0), "data": data})
+    assert (manager.steps, step_of(restored), next(data)) == ([3], 3, 3)
+    assert manager.history.events()[-1]["how"] == "preempted"
+
+
+def test_error_after_a_request_in_a_loop_of_ones_own_saves_its_position(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit), callback(tmp_path) as ckpt:
+        _, data = ckpt.resume(state_of(0), range_iterator())
+        for batch in data:
+            if batch == 2:
+                send()
+                raise LoopError
+            ckpt(state_of(batch + 1))
+    data = range_iterator()
+    jct.StepManager(tmp_path).restore({"state": state_of(0), "data": data})
+    assert next(data) == 2
+
+
+def test_error_after_a_request_raises_preempted_where_that_is_wanted(tmp_path: Path) -> None:
+    with pytest.raises(jct.Preempted) as caught:
+        fail_when_asked(tmp_path, LoopError(), False, range_iterator(), on_preemption="raise")
+    assert (caught.value.step, type(caught.value.__cause__)) == (3, LoopError)
+
+
+def test_exit_after_a_request_keeps_its_code_and_saves(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        fail_when_asked(tmp_path, SystemExit(3), True, range_iterator())
+    assert caught.value.code == 3
+    assert jct.StepManager(tmp_path).steps == [3]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), LoopError()])
+def test_interrupt_or_error_without_a_request_saves_nothing(tmp_path: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)), callback(tmp_path) as ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(5):
+            ckpt(state_of(step + 1))
+            if isinstance(error, KeyboardInterrupt):
+                send()
+            raise error
+    assert jct.StepManager(tmp_path).steps == []
+
+
+def test_error_after_a_request_before_any_update_leaves_too(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as caught, callback(tmp_path) as ckpt:
+        ckpt.resume(state_of(0), range_iterator())
+        send()
+        raise LoopError
+    assert caught.value.code == 75
+    assert jct.StepManager(tmp_path).steps == []
+
+
+def test_iterator_of_another_kind_that_may_have_moved_is_not_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        fail_when_asked(tmp_path, LoopError(), True, Counter(), save_interval_steps=2)
+    assert caught.value.code == 75
+    check_saved(tmp_path, 2)
+    assert "step 3 is not saved" in caplog.text
+
+
+def test_state_that_was_donated_to_the_failed_update_is_not_saved(tmp_path: Path) -> None:
+    update = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state), donate_argnums=0)
+    with pytest.raises(SystemExit) as caught, callback(tmp_path, save_interval_steps=2) as ckpt:
+        state = ckpt.resume(state_of(0))
+        for step in ckpt.steps(50):
+            update(state)
+            if step == 3:
+                send()
+                raise LoopError
+            ckpt(state := state_of(step + 1))
+    assert caught.value.code == 75
+    assert jct.StepManager(tmp_path).steps == [2]
+
+
+def test_objects_that_change_in_place_are_saved_while_no_batch_was_taken(tmp_path: Path) -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    for taken, steps in ((False, [2, 3]), (True, [2])):
+        model, directory = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tmp_path / str(taken)
+        with pytest.raises(SystemExit) as caught, callback(directory, save_interval_steps=2) as ckpt:
+            _, data = ckpt.resume(model, range_iterator())
+            for step in ckpt.steps(50):
+                if step == 3:
+                    send()
+                    if taken:
+                        next(data)
+                    raise LoopError
+                model.bias[...] += next(data)
+                ckpt()
+        assert caught.value.code == 75
+        assert jct.StepManager(directory).steps == steps
+
+
+def test_error_after_the_loop_was_left_keeps_the_exit_code(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as caught, callback(tmp_path) as ckpt:
+        _, data = ckpt.resume(state_of(0), Counter())
+        for step in ckpt.steps(50):
+            next(data)
+            if step == 1:
+                send()
+            ckpt(state_of(step + 1))
+        raise LoopError  # as of an evaluation, whose workers are gone
+    assert caught.value.code == 75
+    check_saved(tmp_path, 2)

@@ -98,6 +98,11 @@ def is_tree_in_place(value: object) -> bool:
     return keeps_itself_current(value) and handler_of(value).kind == _PYTREE.kind
 
 
+def is_grain_iterator(value: object) -> bool:
+    """Whether it is an iterator of Grain for which the user has registered no handler."""
+    return isinstance(handler_of(value), GrainHandler)
+
+
 def _kinds_of(handler: Handler) -> tuple[str, ...]:
     """The kinds that a handler restores: its own first."""
     return handler.kind, *getattr(handler, "restores", ())

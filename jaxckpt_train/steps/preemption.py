@@ -303,6 +303,10 @@ class PreemptionWatch:
             return True
         return self._sources.notice() is not None
 
+    def reached_alone(self) -> bool:
+        """As `reached`, at any place of the loop; False in a job, in which all have to ask at the same place."""
+        return not self._is_shared and self.reached()
+
     def _time_is_up_at(self) -> float:
         return math.inf if self._limit is None else self._limit.end
 
