@@ -168,6 +168,11 @@ $(TORCH_IMPORTS_STAMP): $(TORCH_STAMP) pyproject.toml constraints.txt
 orbax-versions: $(STAMP)  ## checkpoints of twelve versions of the real Orbax are loaded, and exports restored by them (half an hour, then minutes)
 	$(BIN)/python -m tests.formats.orbax_versions $(ARGS)
 
+# Give the file's path: ARGS=path/to/checkpoint_manager_test.py; without it that of the installed Orbax, which has none by default.
+.PHONY: orbax-manager-tests
+orbax-manager-tests: $(STAMP)  ## Orbax's own tests of its manager, with the manager in Orbax's form (some minutes)
+	$(BIN)/python -m tests.loops.orbax_manager_suite $(ARGS)
+
 scale: $(STAMP)  ## jobs of up to 100,000 processes, planned and simulated, and JAX's key-value store (some ten minutes)
 	$(BIN)/python -m benchmarks.scale
 

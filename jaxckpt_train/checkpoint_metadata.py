@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
 from jaxckpt_train.store.stored_metrics import metrics_from_json
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.tree.leaf_records import (
+    ArrayLeaf,
     KeyLeaf,
     LeafRecord,
     TreeRecord,
@@ -38,6 +39,7 @@ class LeafMetadata:
         bytes: of array data.
         sharding: the sharding it had when it was saved: `{"mesh": {"x": 4}, "spec": ["x", None]}`, or None.
         value: of a leaf stored inline (numbers, text).
+        host: what an array was: "jax", "numpy", or "scalar" (a NumPy scalar); None for other leaves.
     """
 
     description: str
@@ -46,6 +48,7 @@ class LeafMetadata:
     bytes: int = 0
     sharding: Any = None
     value: Any = None
+    host: Literal["jax", "numpy", "scalar"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +131,8 @@ def _describe_leaf(name: str, leaf: LeafRecord, array: ArrayRecord | None, direc
     if array is None:
         return LeafMetadata(description, value=python_value(name, leaf, directory))
     shape = array.shape[:-1] if isinstance(leaf, KeyLeaf) else array.shape
-    return LeafMetadata(description, shape, DTYPES[array.dtype], _array_bytes(array), array.sharding)
+    host = leaf.host if isinstance(leaf, ArrayLeaf) else None
+    return LeafMetadata(description, shape, DTYPES[array.dtype], _array_bytes(array), array.sharding, host=host)
 
 
 def _array_bytes(array: ArrayRecord) -> int:

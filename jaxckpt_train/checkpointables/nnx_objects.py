@@ -7,13 +7,8 @@ from typing import Any
 
 import jax
 from flax import nnx
-from flax.core import meta
 
 from jaxckpt_train.checkpointables.contract import Saved, Staged
-from jaxckpt_train.tree.flatten import register_transparent
-
-for _box in (nnx.Variable, meta.AxisMetadata):
-    register_transparent(_box)
 
 
 def _is_object(value: object) -> bool:

@@ -21,7 +21,7 @@ class StandardSave:
 
     Attributes:
         item: the pytree; numbers, text, keys and NumPy arrays among its leaves come back as such.
-        save_args: None.
+        save_args: a tree of `SaveArgs`; None: each leaf as it is.
         custom_metadata: None: it belongs to the step, as `save(..., custom_metadata=...)`.
     """
 
@@ -64,13 +64,14 @@ class PyTreeSave:
 
 @dataclasses.dataclass
 class PyTreeRestore:
-    """As `StandardRestore`, with arguments for each leaf.
+    """Restore a pytree, each leaf as its own arguments say.
 
     Attributes:
-        item: the target; None: as it was saved.
-        restore_args: a tree of objects that may have `sharding`, or `mesh` and `mesh_axes`, `dtype`, and `restore_type`
-            (`np.ndarray`: on the host).
-        transforms, legacy_transform_fn, partial_restore: not done here.
+        item: a tree of the structure that is restored, whose leaves may be anything; None: as it was saved.
+        restore_args: a tree of `RestoreArgs`, with the structure of `item` or of a part of it.
+        transforms: None; or {}, which is as `partial_restore`.
+        legacy_transform_fn: None.
+        partial_restore: whether what is not in `item` is passed over.
     """
 
     item: Any = None
@@ -79,6 +80,47 @@ class PyTreeRestore:
     transforms_default_to_original: bool = True
     legacy_transform_fn: Any = None
     partial_restore: bool = False
+
+
+@dataclasses.dataclass
+class SaveArgs:
+    """How one leaf is saved.
+
+    Attributes:
+        dtype: the dtype that it is converted to; None: its own.
+    """
+
+    dtype: Any = None
+
+
+@dataclasses.dataclass
+class RestoreArgs:
+    """How one leaf is restored.
+
+    Attributes:
+        restore_type: `np.ndarray`: on the host; `jax.Array`, int, float, str; None: as it was saved.
+        dtype: the dtype that it is converted to; None: that of the checkpoint.
+    """
+
+    restore_type: Any = None
+    dtype: Any = None
+
+
+@dataclasses.dataclass
+class ArrayRestoreArgs(RestoreArgs):
+    """How one leaf is restored as a `jax.Array`.
+
+    Attributes:
+        mesh, mesh_axes: its sharding, as a mesh and a `jax.sharding.PartitionSpec`; None: see `sharding`.
+        sharding: its sharding; None: the one that it was saved with, else the default device.
+        global_shape: its shape, which has to be that of the checkpoint; None: not compared.
+    """
+
+    restore_type: Any = jax.Array
+    mesh: jax.sharding.Mesh | None = None
+    mesh_axes: Any = None
+    sharding: Any = None
+    global_shape: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass

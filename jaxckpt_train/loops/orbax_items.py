@@ -5,7 +5,7 @@ Objects of Orbax, of Grain, and those of `orbax_args` are known by the names of 
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,68 +16,127 @@ from jaxckpt_train.checkpoint_metadata import CheckpointableMetadata
 from jaxckpt_train.checkpointables.per_process_value import PerProcess
 from jaxckpt_train.checkpointables.pytree import JsonValue
 from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.loops import orbax_args
 from jaxckpt_train.loops.orbax_args import Composite
-from jaxckpt_train.tree.flatten import EMPTY, flatten, unflatten
+from jaxckpt_train.loops.orbax_metadata import TreeMetadata
+from jaxckpt_train.loops.orbax_trees import TreeTarget
+from jaxckpt_train.tree.flatten import flatten, unflatten
 
 _TREES = ("Standard", "PyTree", "Array", "JaxRandomKey")
 _OTHERS = ("Json", "NumpyRandomKey", "Checkpoint", "PyGrainCheckpoint")
 _KINDS = {f"{name}{what}": (name, what) for name in (*_TREES, *_OTHERS) for what in ("Save", "Restore")}
 _COMPOSITE, DEFAULT_ITEM = "Composite", "default"
-_HANDLERS = {f"{name}CheckpointHandler" for name in (*_TREES, "Json", "NumpyRandomKey", "", "PyGrain")}
-# What a load here does not do, by attribute: what it has to be, and what to do instead.
-_UNDONE: dict[str, tuple[Any, str]] = {
-    "strict": (True, "arrays are neither cut nor padded: restore what was saved, and change it then"),
-    "support_layout": (False, "arrays are restored in the default layout of their devices"),
-    "transforms": (None, 'use jaxckpt_train.load(manager.path(step), like, rename={"old/**": "new/**"})'),
-    "legacy_transform_fn": (None, 'use jaxckpt_train.load(manager.path(step), like, rename={"old/**": "new/**"})'),
-    "partial_restore": (False, 'use jaxckpt_train.load(manager.path(step), like, only="params/**")'),
-    "custom_metadata": (None, "it is kept for a step, not for an item: pass it to save(..., custom_metadata=...)"),
+_HANDLERS = {f"{name}CheckpointHandler": name for name in (*_TREES, "Json", "NumpyRandomKey")}
+_HANDLERS |= {"CheckpointHandler": "Checkpoint", "PyGrainCheckpointHandler": "PyGrainCheckpoint"}
+_SAVES_BY_ITSELF = {"save", "async_save", "restore"}
+# What a load here does not do, by attribute: the values that are fine, and what to do instead.
+_UNDONE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "strict": ((True,), "arrays are neither cut nor padded: restore what was saved, and change it then"),
+    "support_layout": ((False,), "arrays are restored in the default layout of their devices"),
+    "transforms": ((None, {}), 'use jaxckpt_train.load(manager.path(step), like, rename={"old/**": "new/**"})'),
+    "legacy_transform_fn": ((None,), 'use jaxckpt_train.load(manager.path(step), like, rename={"old/**": "new/**"})'),
+    "custom_metadata": ((None,), "it is kept for a step, not for an item: pass it to save(..., custom_metadata=...)"),
 }
 
 
-class Items:
-    """Whether a manager has one checkpointable without a name, or several by name.
+class UnknownItemError(SettingsError, KeyError):
+    """A step has no item of this name; Orbax raises KeyError."""
 
-    Args:
-        item_names: their names; None: args tell.
-        item_handlers: Orbax's handlers, one or several by name; None: args tell.
+    __str__ = Exception.__str__
 
-    Raises:
-        SettingsError: a handler saves in a way of its own.
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What one checkpointable is loaded into, where it is no tree.
+
+    Attributes:
+        like: the target of the load.
     """
 
-    def __init__(self, item_names: Any, item_handlers: Any) -> None:
-        has_names = isinstance(item_handlers, Mapping)
-        for handler in item_handlers.values() if has_names else [item_handlers]:
-            if handler is not None and type(handler).__name__ not in _HANDLERS:
-                raise SettingsError(
-                    f"CheckpointManager: item_handlers: expected handlers of Orbax or Grain, found a "
-                    f"{type(handler).__qualname__}: register it by jaxckpt_train.register_handler(type, handler)"
-                )
-        self._is_single: bool | None = None if item_names is None and item_handlers is None else True
-        if item_names is not None or has_names:
-            self._is_single = False
+    like: Any
 
-    def to_save(self, args: Any) -> dict[str, Any]:
+    def finished(self, loaded: Any) -> Any:
+        """What was restored, without the mark that says how it was saved."""
+        return loaded.value if isinstance(loaded, (JsonValue, PerProcess)) else loaded
+
+
+class Items:
+    """The checkpointables of a manager: one without a name, or several by name, and what args each takes.
+
+    Args:
+        item_names: their names; None: args say them.
+        item_handlers: Orbax's handlers, one or several by name; None: args say what is saved.
+        handler_registry: a registry of Orbax's handlers; None: args say what is saved.
+        checkpointers: Orbax's checkpointers, one or several by name, whose handlers take `items`; None: `args` only.
+
+    Attributes:
+        is_async: whether one of the checkpointers saves in the background; None: there are none.
+
+    Raises:
+        SettingsError: two of these exclude each other, or a handler saves in a way of its own.
+    """
+
+    def __init__(
+        self, item_names: Any, item_handlers: Any, handler_registry: Any = None, checkpointers: Any = None
+    ) -> None:
+        given = {"handler_registry": handler_registry, "checkpointers": checkpointers, "item_handlers": item_handlers}
+        named = [name for name, value in given.items() if value is not None]
+        if len(named) > 1 or (item_names is not None and named not in ([], ["item_handlers"])):
+            raise SettingsError(f"CheckpointManager: expected one of {', '.join(given)} or item_names, found several")
+        handlers = item_handlers if checkpointers is None else _handlers_of(checkpointers)
+        self.is_async = None if checkpointers is None else _is_async(checkpointers)
+        has_names = isinstance(handlers, Mapping)
+        if item_names is not None and handlers is not None and not has_names:
+            raise SettingsError("CheckpointManager: item_names: expected None with a single handler in item_handlers")
+        by_name = handlers if has_names else {DEFAULT_ITEM: handlers}
+        kinds = {name: {_handler_kind(name, each)} for name, each in by_name.items() if each is not None}
+        self._kinds: dict[str, set[str]] = kinds if handler_registry is None else _registered_kinds(handler_registry)
+        self._names = None if item_names is None and not has_names else {*(item_names or ()), *(handlers or ())}
+        self._is_single: bool | None = None
+        if self._names is not None or (handlers is not None and handler_registry is None):
+            self._is_single = self._names is None
+
+    def to_save(self, args: Any, items: Any = None, save_kwargs: Any = None) -> dict[str, Any]:
         """What is to be saved, by name.
 
         Raises:
-            SettingsError: these are no args to save with, or not as before one, or several.
+            SettingsError: these are no args to save with, a name is unknown, or there is one where several are
+                expected.
         """
-        return {name: checkpointable_of(name, each) for name, each in self._named(args).items()}
+        named = self._named(args) if items is None else self._args_of("Save", args, items, save_kwargs)
+        for name, each in named.items():
+            self._check(name, each)
+        return {name: checkpointable_of(name, each) for name, each in named.items()}
 
-    def targets(self, args: Any, saved: Mapping[str, CheckpointableMetadata] | None) -> dict[str, Any] | None:
-        """What is restored into what, by name; None: all, without targets.
+    def targets(
+        self,
+        args: Any,
+        saved: Mapping[str, CheckpointableMetadata] | None,
+        items: Any = None,
+        restore_kwargs: Any = None,
+    ) -> dict[str, Target | TreeTarget]:
+        """What is restored into what, by name; empty: all, without targets.
 
         Args:
             args: those to restore with; None: all, as it was saved.
             saved: what there is, by name; None: that is not known.
+            items, restore_kwargs: of the deprecated form, instead of args.
 
         Raises:
-            SettingsError: these are no args to restore with, or not as before one, or several.
+            UnknownItemError: the step has no such item.
+            SettingsError: these are no args to restore with, or there is one where several are expected.
         """
-        named = dict.fromkeys(saved or ()) if args is None else self._named(args)
-        return {name: target_of(name, each, (saved or {}).get(name)) for name, each in named.items()} or None
+        if self._is_single is None and saved:
+            self._is_single = DEFAULT_ITEM in saved
+        if items is not None or restore_kwargs is not None:
+            named = self._args_of("Restore", args, items, restore_kwargs)
+        else:
+            named = dict.fromkeys(saved or ()) if args is None else self._named(args)
+        there = named if saved is None else saved
+        for name in named:
+            if name not in there:
+                raise UnknownItemError(f"item {name!r}: expected one of {', '.join(map(repr, there))}")
+        return {name: target_of(name, each, (saved or {}).get(name)) for name, each in named.items()}
 
     def found(self, values: Mapping[str, Any]) -> Any:
         """What a caller gets of these: the one, or a Composite."""
@@ -87,13 +146,48 @@ class Items:
     def _named(self, args: Any) -> dict[str, Any]:
         if args is None:
             raise SettingsError("args: expected one of args.StandardSave, ..., or an args.Composite, found None")
-        is_single = not any(_plain_name(cls) == _COMPOSITE for cls in type(args).__mro__)
+        is_single = not _is_composite(args)
         if self._is_single is None:
             self._is_single = is_single
         if self._is_single != is_single:
             expected = "args of one checkpointable" if self._is_single else "an args.Composite"
             raise SettingsError(f"args: expected {expected}, as before, found {type(args).__qualname__}")
         return {DEFAULT_ITEM: args} if is_single else dict(args.items())
+
+    def _args_of(self, what: str, args: Any, items: Any, kwargs: Any) -> dict[str, Any]:
+        """The args of the deprecated form, in which each item is known by the handler of its checkpointer."""
+        if args is not None or _is_composite(items) or any(_plain_name(cls) in _KINDS for cls in type(items).__mro__):
+            raise SettingsError(
+                "items: expected None with args, which are given by keyword: args=args.StandardSave(item)"
+            )
+        if self._is_single:
+            items, kwargs = {DEFAULT_ITEM: items}, {DEFAULT_ITEM: kwargs}
+        items, kwargs, found = items or {}, kwargs or {}, {}
+        for name in {**items, **kwargs}:
+            kinds = self._kinds.get(name)
+            if kinds is None:
+                raise SettingsError(
+                    f"items: {name!r}: expected one of {', '.join(map(repr, self._kinds)) or 'none'}, whose handlers "
+                    "are known: give what is saved as args, such as args=args.StandardSave(item)"
+                )
+            cls = getattr(orbax_args, f"{next(iter(kinds))}{what}")
+            more = kwargs.get(name) or {}
+            found[name] = cls(**({"item": items.get(name)} if "item" in cls.__dataclass_fields__ else {}), **more)
+        return found
+
+    def _check(self, name: str, args: Any) -> None:
+        """Refuse args that Orbax has no handler for, with these names and handlers."""
+        kinds, kind = self._kinds.get(name), _kind_of(name, args, "Save")
+        if self._names is not None and name not in self._names:
+            raise SettingsError(
+                f"item {name!r} does not match with any registered handler: expected one of item_names or "
+                f"item_handlers, {', '.join(map(repr, sorted(self._names)))}"
+            )
+        if kinds is not None and kind not in kinds:
+            raise SettingsError(
+                f"args of {name!r}: {kind}Save does not match with any registered handler: expected "
+                f"{' or '.join(sorted(f'{each}Save' for each in kinds))}"
+            )
 
 
 def checkpointable_of(name: str, args: Any) -> Any:
@@ -108,15 +202,11 @@ def checkpointable_of(name: str, args: Any) -> Any:
         return JsonValue(args.item)
     if kind == "NumpyRandomKey":
         return PerProcess(args.item)
-    for leaf in jax.tree_util.tree_leaves(getattr(args, "save_args", None)):
-        if getattr(leaf, "dtype", None) is not None:
-            raise SettingsError(
-                f"args of {name!r}: save_args: expected no dtype, found {leaf.dtype}: convert the tree beforehand"
-            )
-    return args.item
+    save_args = getattr(args, "save_args", None)
+    return args.item if save_args is None else _converted(args.item, save_args)
 
 
-def target_of(name: str, args: Any, saved: CheckpointableMetadata | None) -> Any:
+def target_of(name: str, args: Any, saved: CheckpointableMetadata | None) -> Target | TreeTarget:
     """What a checkpointable is restored into.
 
     Args:
@@ -128,24 +218,30 @@ def target_of(name: str, args: Any, saved: CheckpointableMetadata | None) -> Any
         SettingsError: it is no args to restore with, or asks for what is not done here.
     """
     if args is None:
-        return _as_saved(saved, None)
+        return Target(None) if saved is None or saved.tree is None else TreeTarget(name, None, saved)
     kind = _kind_of(name, args, "Restore")
     _refuse_undone(name, args)
     if kind == "Json":
-        return JsonValue(None)
+        return Target(JsonValue(None))
     if kind == "NumpyRandomKey":
-        return PerProcess(None)
+        return Target(PerProcess(None))
     if kind not in _TREES:
-        return args.item
-    item, fallback = getattr(args, "item", None), getattr(args, "fallback_sharding", None)
-    target = _as_saved(saved, fallback) if item is None or kind == "Array" else item
-    restore_args = getattr(args, "restore_args", None)
-    return target if target is None else _placed(name, target, restore_args, fallback)
+        return Target(args.item)
+    item = None if kind == "Array" else getattr(args, "item", None)
+    item = item.tree if isinstance(item, TreeMetadata) else item
+    return TreeTarget(
+        name,
+        item,
+        saved,
+        restore_args=getattr(args, "restore_args", None),
+        fallback=getattr(args, "fallback_sharding", None),
+        leaves_count=kind == "Standard",
+        is_partial=getattr(args, "partial_restore", False) or getattr(args, "transforms", None) == {},
+    )
 
 
-def plain(restored: Any) -> Any:
-    """What was restored, without the mark that says how it was saved."""
-    return restored.value if isinstance(restored, (JsonValue, PerProcess)) else restored
+def _is_composite(args: object) -> bool:
+    return any(_plain_name(cls) == _COMPOSITE for cls in type(args).__mro__)
 
 
 def _plain_name(cls: type) -> str:
@@ -164,90 +260,65 @@ def _kind_of(name: str, args: object, what: str) -> str:
     )
 
 
+def _handler_kind(name: str, handler: object) -> str:
+    """The args that a handler of Orbax takes, such as "PyTree".
+
+    Raises:
+        SettingsError: it saves or restores in a way of its own.
+    """
+    for cls in type(handler).__mro__:
+        if cls.__name__ in _HANDLERS:
+            return _HANDLERS[cls.__name__]
+        if not _SAVES_BY_ITSELF.isdisjoint(vars(cls)):
+            break
+    raise SettingsError(
+        f"CheckpointManager: item_handlers: {name!r}: expected a handler of Orbax or Grain, found a "
+        f"{type(handler).__qualname__}: register it by jaxckpt_train.register_handler(type, handler)"
+    )
+
+
+def _registered_kinds(registry: Any) -> dict[str, set[str]]:
+    """The args that each item with an entry in a registry of Orbax takes."""
+    kinds: dict[str, set[str]] = {}
+    for (name, _), handler in registry.get_all_entries().items():
+        if name is not None:
+            kinds.setdefault(name, set()).add(_handler_kind(name, handler))
+    return kinds
+
+
+def _handlers_of(checkpointers: Any) -> Any:
+    """The handlers of Orbax's checkpointers, one or several by name."""
+    if isinstance(checkpointers, Mapping):
+        return {name: _handlers_of(each) for name, each in checkpointers.items()}
+    handler = getattr(checkpointers, "handler", None)
+    if handler is None:
+        raise SettingsError(f"CheckpointManager: checkpointers: expected those of Orbax, found {checkpointers!r}")
+    return handler
+
+
+def _is_async(checkpointers: Any) -> bool:
+    each = checkpointers.values() if isinstance(checkpointers, Mapping) else [checkpointers]
+    return any(cls.__name__ == "AsyncCheckpointer" for one in each for cls in type(one).__mro__)
+
+
 def _refuse_undone(name: str, args: object) -> None:
-    for attribute, (wanted, instead) in _UNDONE.items():
-        found = getattr(args, attribute, wanted)
-        if found is not wanted and found != wanted:
-            raise SettingsError(f"args of {name!r}: {attribute}: expected {wanted}, found {found!r}: {instead}")
+    for attribute, (fine, instead) in _UNDONE.items():
+        found = getattr(args, attribute, fine[0])
+        if not any(found is value or found == value for value in fine):
+            raise SettingsError(f"args of {name!r}: {attribute}: expected {fine[0]}, found {found!r}: {instead}")
 
 
-def _as_saved(saved: CheckpointableMetadata | None, fallback: jax.sharding.Sharding | None) -> Any:
-    """A target like what was saved, on as many devices if there are so many; None: without one."""
-    if saved is None or saved.tree is None:
-        return None
-    flat = flatten(saved.tree)
-    shardings = [saved.leaves[name].sharding if name in saved.leaves else None for name in flat.names]
-    leaves = [
-        _struct(leaf, _sharding_of(sharding) or fallback) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
-        for leaf, sharding in zip(flat.leaves, shardings, strict=True)
-    ]
-    return unflatten(saved.tree, leaves)
+def _converted(item: Any, save_args: Any) -> Any:
+    """The tree with its leaves in the dtypes that Orbax's `SaveArgs` name."""
+    flat, wanted = flatten(item), flatten(save_args)
+    dtypes = {path: getattr(each, "dtype", None) for path, each in zip(wanted.names, wanted.leaves, strict=True)}
+    leaves = [_in_dtype(leaf, dtypes.get(path)) for path, leaf in zip(flat.names, flat.leaves, strict=True)]
+    return item if all(map(lambda one, other: one is other, leaves, flat.leaves)) else unflatten(item, leaves)
 
 
-def _sharding_of(saved: Any) -> jax.sharding.Sharding | None:
-    """The sharding that an array had, over the first devices of this process's job; None: there are too few."""
-    try:
-        axes, spec = dict(saved["mesh"]), [tuple(axis) if isinstance(axis, list) else axis for axis in saved["spec"]]
-    except (KeyError, TypeError, ValueError):  # it is there for people, and may be anything
-        return None
-    count = math.prod(axes.values())
-    if count > len(jax.devices()):
-        return None
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:count]).reshape(tuple(axes.values())), tuple(axes))
-    partition: Any = jax.sharding.PartitionSpec
-    return jax.sharding.NamedSharding(mesh, partition(*spec))
-
-
-def _placed(name: str, target: Any, restore_args: Any, fallback: jax.sharding.Sharding | None) -> Any:
-    """The target, each leaf where its own arguments want it; the very object if they want nothing."""
-    try:
-        wanted = flatten(restore_args) if restore_args is not None else flatten({})
-        flat = flatten(target)
-    except TypeError as error:
-        raise SettingsError(f"args of {name!r}: expected trees, found {error}") from error
-    by_name: Mapping[str, Any] = dict(zip(wanted.names, wanted.leaves, strict=True))
-    leaves = [_leaf(leaf, by_name.get(path), fallback) for path, leaf in zip(flat.names, flat.leaves, strict=True)]
-    is_same = all(one is other for one, other in zip(leaves, flat.leaves, strict=True))
-    return target if is_same else unflatten(target, leaves)
-
-
-def _leaf(leaf: Any, args: Any, fallback: jax.sharding.Sharding | None) -> Any:
-    if leaf is None or leaf is EMPTY or not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+def _in_dtype(leaf: Any, dtype: Any) -> Any:
+    if dtype is None or leaf is None:
         return leaf
-    dtype, sharding = getattr(args, "dtype", None), _wanted_sharding(args)
-    if getattr(args, "restore_type", None) is np.ndarray:
-        return _on_host(leaf.shape, dtype or leaf.dtype)
-    if sharding is None and dtype is None and not isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    there = getattr(leaf, "sharding", None) or fallback
-    return _struct(leaf, sharding or there, dtype)
-
-
-def _wanted_sharding(args: Any) -> Any:
-    """Where the arguments of one leaf want it; None: nowhere in particular."""
-    sharding: Any = getattr(args, "sharding", None)
-    mesh = getattr(args, "mesh", None)
-    if sharding is None and mesh is not None:
-        return jax.sharding.NamedSharding(mesh, args.mesh_axes)
-    return sharding.to_jax_sharding() if hasattr(sharding, "to_jax_sharding") else sharding
-
-
-def _struct(leaf: Any, sharding: Any, dtype: Any = None) -> Any:
-    """An abstract array; of a dtype that JAX holds only with 64-bit types switched on: an array of NumPy."""
-    struct: Any = jax.ShapeDtypeStruct
-    dtype = leaf.dtype if dtype is None else dtype
-    if not _fits_jax(dtype):
-        return _on_host(leaf.shape, dtype)
-    is_it = isinstance(leaf, struct) and leaf.sharding is sharding and leaf.dtype == dtype
-    return leaf if is_it else struct(leaf.shape, dtype, sharding=sharding)
-
-
-def _fits_jax(dtype: Any) -> bool:
-    dtypes: Any = jax.dtypes
-    is_key = dtypes.issubdtype(dtype, dtypes.extended)
-    return bool(is_key or dtypes.canonicalize_dtype(dtype) == dtype)
-
-
-def _on_host(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """A target on the host that takes no memory."""
-    return np.broadcast_to(np.zeros((), dtype), shape)
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        return leaf if leaf.dtype == dtype else leaf.astype(dtype)
+    return np.asarray(leaf).astype(dtype).item() if isinstance(leaf, (bool, int, float)) else leaf

@@ -7,29 +7,51 @@ Orbax need not be installed; its own `args` and options are taken as well, also 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import os
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, cast, overload
 
 from jaxckpt_train.checkpoint import load_checkpointables
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
-from jaxckpt_train.errors import CorruptCheckpointError, SettingsError, StepNotFoundError
+from jaxckpt_train.errors import (
+    CorruptCheckpointError,
+    DirectoryLockedError,
+    MismatchError,
+    SettingsError,
+    StepNotFoundError,
+)
 from jaxckpt_train.loops import orbax_args as args
-from jaxckpt_train.loops.orbax_items import Items, plain
+from jaxckpt_train.loops.orbax_args import ArrayRestoreArgs, RestoreArgs, SaveArgs
+from jaxckpt_train.loops.orbax_items import Items, UnknownItemError
+from jaxckpt_train.loops.orbax_metadata import (
+    RootMetadata,
+    StepMetadata,
+    TreeMetadata,
+    read_root_metadata,
+    write_root_metadata,
+)
 from jaxckpt_train.loops.orbax_options import (
     CheckpointManagerOptions,
     best_policy,
+    may_drop_newest,
     preservation_policy,
     read_options,
     save_policy,
 )
 from jaxckpt_train.loops.orbax_policies import ButDeleted
-from jaxckpt_train.loops.orbax_steps import BegunSteps, MissingStepError, StepAlreadyExistsError
+from jaxckpt_train.loops.orbax_steps import (
+    ListedSteps,
+    MissingStepError,
+    MovesDeleted,
+    StepAlreadyExistsError,
+    TargetMismatchError,
+)
+from jaxckpt_train.loops.orbax_trees import as_saved
 from jaxckpt_train.multihost import current, preemption_service
 from jaxckpt_train.outcome import Outcome
 from jaxckpt_train.settings import StoreSettings
@@ -38,57 +60,48 @@ from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.preemption import PreemptionWatch
 from jaxckpt_train.steps.refusals import refuse_flax_checkpoints, refuse_other_steps
 from jaxckpt_train.steps.step_names import check_step
+from jaxckpt_train.steps.step_save import SaveResult
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.tree.flatten import PLACEHOLDER
 
 __all__ = [
+    "PLACEHOLDER",
+    "ArrayRestoreArgs",
     "CheckpointManager",
     "CheckpointManagerOptions",
     "MissingStepError",
+    "RestoreArgs",
+    "RootMetadata",
+    "SaveArgs",
     "StepAlreadyExistsError",
     "StepMetadata",
+    "TargetMismatchError",
+    "TreeMetadata",
+    "UnknownItemError",
     "args",
 ]
 
+_SAVING: weakref.WeakValueDictionary[str, CheckpointManager] = weakref.WeakValueDictionary()
 _log = logging.getLogger("jaxckpt_train")
 PathLike = str | os.PathLike[str]
-_ARGS = "items and their keyword arguments are given as args, such as args=args.StandardSave(item)"
-_INSTEAD = {
-    **dict.fromkeys(("items", "save_kwargs", "restore_kwargs"), _ARGS),
-    "checkpointers": "what is saved is said by args, at save and restore",
-    "handler_registry": "register an object's handler by jaxckpt_train.register_handler",
-    "metadata": "pass it to save(..., custom_metadata=...), with which it is kept",
-    "logger": "what happens is in history.jsonl of the directory, and logged to jaxckpt_train",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class StepMetadata:
-    """What a step holds.
-
-    Attributes:
-        item_metadata: as `CheckpointManager.item_metadata` gives it.
-        metrics: numbers by name.
-        custom_metadata: as given to `save`.
-    """
-
-    item_metadata: Any
-    metrics: Mapping[str, float]
-    custom_metadata: Any
 
 
 class CheckpointManager:
     """The steps of one run, with the calls of Orbax's `CheckpointManager`.
 
-    Steps have the numbers that they are given. A step counts from when its save has begun, as in Orbax, unless that is
-    told to have failed.
+    Steps have the numbers that they are given. A step is listed from the start of its save, as in Orbax, unless that
+    fails.
 
     Args:
         directory: of the run.
-        checkpointers, handler_registry, metadata, logger: None: the error says what to do instead.
+        checkpointers: Orbax's checkpointers, one or several by name, for programs that give `items` to `save`; or None.
         options: own ones, or Orbax's.
-        item_names: names of the checkpointables; args tell them as well.
-        item_handlers: Orbax's handlers, or None; what is saved is known by its args, and found again without.
+        metadata: plain JSON data to keep with the run; where the run has such already, that stays.
+        item_names: names of the checkpointables, and no others; None: args say them.
+        item_handlers: Orbax's handlers, one or several by name, whose args are taken, and no others; or None.
+        logger: None: what happens is in history.jsonl of the directory, and logged to jaxckpt_train.
+        handler_registry: Orbax's registry of handlers, by which items take the args of their handlers; or None.
         settings: how checkpoints are stored; None: the defaults.
 
     Raises:
@@ -108,26 +121,45 @@ class CheckpointManager:
         *,
         settings: StoreSettings | None = None,
     ) -> None:
-        given = {"checkpointers": checkpointers, "metadata": metadata, "logger": logger}
-        _refuse("CheckpointManager", given | {"handler_registry": handler_registry})
-        self._items, self._options = Items(item_names, item_handlers), read_options(options)
+        if logger is not None:
+            raise SettingsError(
+                f"CheckpointManager: logger: expected None, found a {type(logger).__name__}: what happens is in "
+                "history.jsonl of the directory, and logged to jaxckpt_train"
+            )
+        self._items = Items(item_names, item_handlers, handler_registry, checkpointers)
+        self._options = read_options(options)
         self._kept, self._best = ButDeleted(preservation_policy(self._options)), best_policy(self._options)
-        self._manager = StepManager(
-            os.fspath(directory),
-            save_decision_policy=save_policy(self._options),
-            preservation_policy=self._kept,
-            settings=settings,
-        )
+        self._directory, self._settings = os.fspath(directory), settings
+        self._manager, self._steps = self._opened()
         if self._manager.latest is None:
             refuse_other_steps(LocalBackend(), self._manager.directory)
             refuse_flax_checkpoints(LocalBackend(), self._manager.directory)
-        self._steps = BegunSteps(self._manager, self._kept, self._best)
         self._watch: PreemptionWatch | None = None
         self._said: tuple[int, bool] | None = None  # whether to leave at a step, as was found out for it
         self._is_told = False  # by reached_preemption
         if self._options.create and not self._options.read_only:
             make = functools.partial(LocalBackend().make_directory, self._manager.directory, parents=True, sync=True)
             answer_of(self._manager.directory, lambda moved: make())
+        self._metadata = None if metadata is None else dict(metadata)
+        if metadata is not None and self._options.save_root_metadata and not self._options.read_only:
+            self._manager.all_do("keeping the metadata of the run", self._keep_metadata)
+
+    def _opened(self) -> tuple[StepManager, ListedSteps]:
+        """The run, as a manager that does not own it yet, and its steps."""
+        folder = self._options.todelete_subdir
+        manager = StepManager(
+            self._directory,
+            save_decision_policy=save_policy(self._options),
+            preservation_policy=self._kept,
+            settings=self._settings,
+            backend=None if folder is None else MovesDeleted(folder),
+        )
+        return manager, ListedSteps(manager, self._kept, self._best)
+
+    def _keep_metadata(self) -> None:
+        directory, metadata = self._manager.directory, self._metadata
+        if metadata is not None and current().process == 0:
+            answer_of(directory, lambda moved: write_root_metadata(directory, metadata))
 
     @property
     def directory(self) -> Path:
@@ -156,7 +188,8 @@ class CheckpointManager:
 
         Args:
             step: its number, above those that there are.
-            items, save_kwargs: None.
+            items, save_kwargs: what to save, and more arguments of its args, where `args` is None: the deprecated form
+                of a manager whose handlers are given.
             metrics: numbers by name.
             force: save it whatever the options say.
             args: what to save: args of `orbax_args`, of Orbax or of Grain, one, or a Composite of several by name.
@@ -170,21 +203,21 @@ class CheckpointManager:
             SettingsError: args cannot be honoured; or with `force`: it is below one that is there.
             The original error of the save before, if that failed.
         """
-        _refuse("save", {"items": items, "save_kwargs": save_kwargs})
-        step, values = check_step(step), self._items.to_save(args)
+        step, values = check_step(step), self._items.to_save(args, items, save_kwargs)
         if self._is_read_only("saved"):
             return False
         self._look_whether_to_leave(step)
         if not (force or self._steps.is_above(step)):
             return False
         metrics = None if self._options.prevent_write_metrics else metrics
+        is_listed = self._is_listed(step, metrics, bool(force))
         more: dict[str, Any] = {"metrics": metrics, "custom_metadata": custom_metadata, "force": bool(force)}
-        result = self._steps.told(lambda: self._manager.save(step, values, **more))
+        result = self._begin(step, values, more | {"temporary": not is_listed})
         if result.pending is None:
             return False
         if self._best is not None and metrics is None:
             _log.warning("step %d: best_fn is given, and no metrics: it is never the best", step)
-        self._steps.begun(step, metrics)
+        self._steps.begun(step, metrics, is_listed=is_listed)
         self._kept.deleted.discard(step)
         finalized = self._options.finalized
         if finalized is not None:
@@ -192,9 +225,39 @@ class CheckpointManager:
                 "Outcome[Any]", result.pending.committed
             )  # whose error is raised later: this has not seen it
             outcome.add_done_callback(lambda done: outcome.error() is None and finalized())
-        if not self._options.enable_async_checkpointing:
+        is_async = self._options.enable_async_checkpointing if self._items.is_async is None else self._items.is_async
+        if not is_async:
             self.wait_until_finished()
         return True
+
+    def _begin(self, step: int, values: Mapping[str, Any], more: Mapping[str, Any]) -> SaveResult:
+        """Have the run save a step, also where another manager of this process, or an unlisted step, is in the way."""
+        try:
+            result = self._steps.told(lambda: self._manager.save(step, values, **more))
+        except DirectoryLockedError:
+            other = _SAVING.get(self._manager.directory)
+            if other is None or other is self:
+                raise
+            other._let_go()
+            result = self._steps.told(lambda: self._manager.save(step, values, **more))
+        except (StepAlreadyExistsError, SettingsError):
+            if not self._steps.is_unlisted(step):
+                raise
+            result = self._steps.told(lambda: self._manager.save(step, values, **more, overwrite=True))
+        if result.pending is not None:
+            _SAVING[self._manager.directory] = self
+        return result
+
+    def _let_go(self) -> None:
+        """Wait for the save under way, and leave the directory to another manager of this process."""
+        self._manager.close()
+        self._manager, self._steps = self._opened()
+
+    def _is_listed(self, step: int, metrics: Mapping[str, Any] | None, force: bool) -> bool:
+        """Whether a step that is saved now is one that the options keep."""
+        if not may_drop_newest(self._options) or not (force or self._manager.should_save(step)):
+            return True
+        return self._steps.keeps(step, metrics)
 
     def _is_read_only(self, done: str) -> bool:
         if self._options.read_only:
@@ -216,7 +279,8 @@ class CheckpointManager:
 
         Args:
             step: which; None: the newest one that is whole.
-            items, restore_kwargs: None.
+            items, restore_kwargs: the targets, and more arguments of their args, where `args` is None: the deprecated
+                form of a manager whose handlers are given.
             directory: of another run; None: of this one.
             args: what to restore, and into which targets; None: all, as it was saved.
 
@@ -225,16 +289,25 @@ class CheckpointManager:
 
         Raises:
             MissingStepError: there is no such step.
-            MismatchError: a target does not fit.
+            UnknownItemError: it has no such item.
+            TargetMismatchError: a target does not fit.
             CorruptCheckpointError: the step is damaged.
         """
-        _refuse("restore", {"items": items, "restore_kwargs": restore_kwargs})
         source = self._manager if directory is None else StepManager(directory, settings=self._manager.settings)
         self.wait_until_finished()
+        if step is None and directory is None and self._steps.is_unlisted(0):
+            step = self._steps.latest()
+            if step is None:
+                raise MissingStepError(f"{self.directory}: has no steps that the options keep")
         saved = self._saved(source, step)
-        targets = self._items.targets(args, None if saved is None else saved.checkpointables)
-        found = self._load(source, step, targets)
-        return self._items.found({name: plain(value) for name, value in found.items()})
+        targets = self._items.targets(args, None if saved is None else saved.checkpointables, items, restore_kwargs)
+        like = {name: target.like for name, target in targets.items()}
+        try:
+            found = self._load(source, step, like or None)
+        except MismatchError as error:
+            raise TargetMismatchError(str(error), error.differences) from error
+        done = {name: targets[name].finished(value) if name in targets else value for name, value in found.items()}
+        return self._items.found(done)
 
     def _saved(self, source: StepManager, step: int | None) -> CheckpointMetadata | None:
         """What a step holds; None: it does not say, and another one is restored instead."""
@@ -273,26 +346,40 @@ class CheckpointManager:
         return self._steps.metrics(step)
 
     def item_metadata(self, step: int) -> Any:
-        """What a step holds: trees of `jax.ShapeDtypeStruct`, for targets; of several checkpointables a Composite.
-
-        Raises:
-            MissingStepError: there is no such step.
-        """
-        return self.metadata(step).item_metadata
-
-    def metadata(self, step: int) -> StepMetadata:
-        """What a step holds, its metrics, and what was given with it.
+        """What a step holds: `TreeMetadata` of a tree, None of anything else; of several items a Composite of these.
 
         Raises:
             MissingStepError: there is no such step.
         """
         if step is None:
-            raise SettingsError("metadata: expected a step, found None: there is no metadata of all steps here")
+            raise SettingsError("item_metadata: expected a step, found None")
+        return self.metadata(step).item_metadata
+
+    @overload
+    def metadata(self, step: None = None) -> RootMetadata: ...
+
+    @overload
+    def metadata(self, step: int) -> StepMetadata: ...
+
+    def metadata(self, step: int | None = None) -> RootMetadata | StepMetadata:
+        """What a step holds, its metrics, and what was given with it; None: what was given with the run.
+
+        Raises:
+            MissingStepError: there is no such step.
+        """
+        directory = self._manager.directory
+        if step is None:
+            found = answer_of(directory, lambda moved: read_root_metadata(directory))
+            if found is None and self._options.read_only:
+                found = self._metadata
+            return RootMetadata(found or {})
         self.wait_until_finished()
         saved = self._saved(self._manager, step)
         assert saved is not None
-        trees = {name: each.tree for name, each in saved.checkpointables.items()}
-        return StepMetadata(self._items.found(trees), saved.metrics, saved.custom_metadata)
+        parts = saved.checkpointables
+        trees = {name: None if each.tree is None else TreeMetadata(as_saved(each)) for name, each in parts.items()}
+        custom = {} if saved.custom_metadata is None else saved.custom_metadata
+        return StepMetadata(self._items.found(trees), saved.metrics, custom)
 
     def delete(self, step: int) -> None:
         """Delete a step; the newest one cannot be.
@@ -304,8 +391,9 @@ class CheckpointManager:
         if self._is_read_only("deleted"):
             return
         self.wait_until_finished()
-        if step not in self._manager.steps:
-            raise MissingStepError(f"{self.directory}: expected one of {self._manager.steps} to delete, found {step}")
+        listed = self._steps.all()
+        if step not in listed:
+            raise MissingStepError(f"{self.directory}: expected one of {listed} to delete, found {step}")
         self._kept.deleted.add(step)
         self._manager.retain()
         if step in self._manager.steps:
@@ -381,9 +469,3 @@ class CheckpointManager:
     ) -> None:
         with closing_besides(error, self._manager.directory):
             self.close()
-
-
-def _refuse(subject: str, given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise SettingsError(f"{subject}: {name}: expected None, found a {type(value).__name__}: {_INSTEAD[name]}")

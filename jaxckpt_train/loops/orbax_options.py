@@ -10,8 +10,15 @@ from typing import Any
 
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.loops.orbax_policies import BestByFunction, ShouldSaveFunction
+from jaxckpt_train.multihost import current
 from jaxckpt_train.steps.policy_context import PreservationPolicy, SavePolicy
-from jaxckpt_train.steps.preservation_policies import AnyPreservationPolicy, EveryNSeconds, EveryNSteps, LatestN
+from jaxckpt_train.steps.preservation_policies import (
+    AnyPreservationPolicy,
+    CustomSteps,
+    EveryNSeconds,
+    EveryNSteps,
+    LatestN,
+)
 from jaxckpt_train.steps.save_policies import (
     AnySavePolicy,
     FixedIntervalPolicy,
@@ -19,12 +26,12 @@ from jaxckpt_train.steps.save_policies import (
     PreemptionCheckpointingPolicy,
     SpecificStepsPolicy,
 )
+from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.value_checks import one_of, optional, refuse, whole
 
 _log = logging.getLogger("jaxckpt_train")
 _REFUSED = {
-    "todelete_subdir": "steps that are not kept are deleted, and not moved: keep them all, and move them yourself",
-    "todelete_full_path": "steps that are not kept are deleted, and not moved: keep them all, and move them yourself",
+    "todelete_full_path": "it is for Google Cloud Storage; todelete_subdir moves steps within the run",
 }
 _WITHOUT_EFFECT = {
     "step_prefix": "the directory of step 100 is called step-0000000100",
@@ -50,8 +57,8 @@ class CheckpointManagerOptions:
 
     Attributes:
         save_interval_steps: save each step that is a multiple of this.
-        max_to_keep: how many of the newest steps, or with `best_fn` of the best, are kept; the newest one always
-            stays. None: all.
+        max_to_keep: how many of the newest steps, or with `best_fn` of the best, are kept; None: all. A newest step
+            that is not kept is not listed, and stays on the disk until the next one is there.
         keep_time_interval: keep at least one step in each such time; None: no rule of this kind.
         keep_period: keep steps that are a multiple of this; None: no rule of this kind.
         best_fn: gives the value of a step's metrics, which are numbers by name; None: no step is better.
@@ -61,6 +68,7 @@ class CheckpointManagerOptions:
         should_save_fn: of the step and the newest one there is: says instead of the above whether to save.
         save_decision_policy: says instead of all of the above whether to save.
         preservation_policy: says instead of all of the above which steps are kept.
+        todelete_subdir: a subdirectory of the run, into which steps are moved that would be deleted; None: none.
         read_only: nothing is saved and nothing is deleted; each call that would tells so.
         enable_async_checkpointing: False: `save` returns once the step is on the disk.
         prevent_write_metrics: True: metrics are not saved.
@@ -110,7 +118,7 @@ class CheckpointManagerOptions:
     def __post_init__(self) -> None:
         checks = {
             "save_interval_steps": whole(0 if self.read_only else 1),  # which Orbax sets so
-            "max_to_keep": optional(whole(1)),
+            "max_to_keep": optional(whole(0)),
             "keep_period": optional(whole(1)),
             "best_mode": one_of("min", "max"),
             "best_fn": optional(_function),
@@ -121,17 +129,14 @@ class CheckpointManagerOptions:
         for name, instead in _REFUSED.items():
             if getattr(self, name) is not None:
                 raise SettingsError(f"CheckpointManagerOptions.{name}: expected None: {instead}")
+        folder = self.todelete_subdir
+        if folder is not None and (folder in ("", ".", "..") or "/" in folder or parse_step_name(folder) is not None):
+            raise SettingsError(f"CheckpointManagerOptions.todelete_subdir: expected a plain name, found {folder!r}")
         limits = ("max_to_keep", "keep_time_interval", "keep_period")
         if self.preservation_policy is not None and any(getattr(self, name) for name in limits):
             raise SettingsError(f"CheckpointManagerOptions: expected preservation_policy alone, or {', '.join(limits)}")
         if self.prevent_write_metrics and self.best_fn is not None:
             raise SettingsError("CheckpointManagerOptions.prevent_write_metrics: expected False with best_fn")
-        processes = _others(self, "multiprocessing_options")
-        if processes:
-            raise SettingsError(
-                f"CheckpointManagerOptions.multiprocessing_options: expected all processes of the job, led by process "
-                f"0, found {processes}"
-            )
 
     @property
     def finalized(self) -> Callable[[], Any] | None:
@@ -153,6 +158,8 @@ def read_options(options: Any) -> CheckpointManagerOptions:
     Raises:
         SettingsError: one cannot be honoured, or is not known here.
     """
+    if options is not None:
+        _refuse_processes(options)
     if options is None:
         return CheckpointManagerOptions()
     fields: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(CheckpointManagerOptions)}
@@ -169,6 +176,17 @@ def read_options(options: Any) -> CheckpointManagerOptions:
     return found
 
 
+def _refuse_processes(options: Any) -> None:
+    """Refuse to save with some processes of a job only. A single process is the whole job, whatever it is called."""
+    found = _others(options, "multiprocessing_options")
+    is_alone = current().processes == 1 and found.get("active_processes") in (None, {0})
+    if found.keys() - {"barrier_sync_key_prefix"} and not is_alone:
+        raise SettingsError(
+            f"CheckpointManagerOptions.multiprocessing_options: expected all processes of the job, led by process 0, "
+            f"found {found}"
+        )
+
+
 def without_effect(options: CheckpointManagerOptions) -> list[str]:
     """The options that have none, each with what is done instead."""
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
@@ -183,9 +201,9 @@ def without_effect(options: CheckpointManagerOptions) -> list[str]:
     return found
 
 
-def _others(options: CheckpointManagerOptions, name: str) -> dict[str, Any]:
+def _others(options: Any, name: str) -> dict[str, Any]:
     """Of an option that is an object of others, the attributes that are set, with their values."""
-    given, known = getattr(options, name), _OF_OTHERS[name]
+    given, known = getattr(options, name, None), _OF_OTHERS[name]
     found = {each: getattr(given, each, default) for each, default in known.items()}
     return {each: value for each, value in found.items() if given is not None and value != known[each]}
 
@@ -211,6 +229,13 @@ def best_policy(options: CheckpointManagerOptions) -> BestByFunction | None:
     return BestByFunction(options.best_fn, options.best_mode, options.max_to_keep, keeps_others)
 
 
+def may_drop_newest(options: CheckpointManagerOptions) -> bool:
+    """Whether a step that was just saved may be one that the options do not keep."""
+    if options.preservation_policy is not None:
+        return True
+    return options.max_to_keep is not None and (options.best_fn is not None or options.max_to_keep == 0)
+
+
 def preservation_policy(options: CheckpointManagerOptions) -> PreservationPolicy | None:
     """Which steps are kept; None: all."""
     if options.preservation_policy is not None:
@@ -218,7 +243,8 @@ def preservation_policy(options: CheckpointManagerOptions) -> PreservationPolicy
     if options.max_to_keep is None:
         return None
     best = best_policy(options)
-    reasons: list[PreservationPolicy] = [LatestN(options.max_to_keep) if best is None else best]
+    newest: PreservationPolicy = LatestN(options.max_to_keep) if options.max_to_keep else CustomSteps(frozenset())
+    reasons: list[PreservationPolicy] = [newest if best is None else best]
     if options.keep_period is not None:
         reasons.append(EveryNSteps(options.keep_period))
     if options.keep_time_interval is not None:

@@ -74,7 +74,8 @@ class BestByFunction:
         """True for the best."""
         if self.n is None or len(checkpoints) <= self.n:
             return [True] * len(checkpoints)
-        kept = {info.step for info in self.ranked(checkpoints)[-self.n :]}
+        ranked = self.ranked(checkpoints)
+        kept = {info.step for info in ranked[max(0, len(ranked) - self.n) :]}
         return [info.step in kept or (info.metrics is None and self.keeps_others) for info in checkpoints]
 
 

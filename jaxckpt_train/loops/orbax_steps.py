@@ -6,10 +6,18 @@ import datetime
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from jaxckpt_train.errors import CheckpointExistsError, SettingsError, StepNotFoundError
+from jaxckpt_train.errors import CheckpointExistsError, MismatchError, SettingsError, StepNotFoundError
 from jaxckpt_train.loops.orbax_policies import BestByFunction
+from jaxckpt_train.steps.interrupted import shown_name
 from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy, steps_to_delete
+from jaxckpt_train.steps.policy_context import (
+    CheckpointInfo,
+    DecisionContext,
+    PreservationPolicy,
+    ask_to_preserve,
+    steps_to_delete,
+)
+from jaxckpt_train.store.local import LocalBackend
 
 T = TypeVar("T")
 
@@ -22,10 +30,38 @@ class MissingStepError(StepNotFoundError, FileNotFoundError):
     """There is no such step; Orbax raises FileNotFoundError."""
 
 
-class BegunSteps:
-    """The committed steps of a manager, and the one whose save has begun last, unless that is told to have failed.
+class TargetMismatchError(MismatchError, ValueError):
+    """A target does not fit; Orbax raises ValueError."""
 
-    In a job, all that decides whether its processes go on together is the same in all of them.
+
+class MovesDeleted(LocalBackend):
+    """The local file system, where a step that is deleted is moved into a subdirectory of its run instead.
+
+    Args:
+        folder: the name of the subdirectory.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def remove(self, path: str) -> None:
+        """Move a deleted step, under the name that it had, or the next free one; remove anything else."""
+        directory, _, hidden = path.rpartition("/")
+        name = shown_name(hidden)
+        if name == hidden:
+            return super().remove(path)
+        folder = f"{directory}/{self._folder}"
+        self.make_directory(folder, parents=True, sync=True)
+        taken = {entry.name for entry in self.list(folder)}
+        names = (name if number == 0 else f"{name}.{number}" for number in range(len(taken) + 1))
+        return self.rename(path, f"{folder}/{next(each for each in names if each not in taken)}")
+
+
+class ListedSteps:
+    """The steps that a program of Orbax sees: committed ones that the policy keeps, and one that is being saved.
+
+    A newest step that the policy does not keep is saved as a temporary one: it is on the disk until the next commit,
+    and not listed. In a job, all that decides whether its processes go on together is the same in all of them.
 
     Args:
         manager: of the run.
@@ -42,9 +78,9 @@ class BegunSteps:
         self._restored: int | None = None  # unless a save has begun since
         self.has_saved = False
 
-    def begun(self, step: int, metrics: Mapping[str, Any] | None) -> None:
-        """A save of it has begun."""
-        self._newest = CheckpointInfo(step, _now(), None if metrics is None else {**metrics})
+    def begun(self, step: int, metrics: Mapping[str, Any] | None, *, is_listed: bool) -> None:
+        """A save of it was started; `is_listed`: whether the policy keeps it."""
+        self._newest = CheckpointInfo(step, _now(), None if metrics is None else {**metrics}, temporary=not is_listed)
         self._restored, self.has_saved = None, True
 
     def restored(self) -> None:
@@ -68,8 +104,21 @@ class BegunSteps:
             raise
 
     def latest(self) -> int | None:
-        """The newest step; None: there is none."""
-        return self._manager.latest if self._newest is None else self._newest.step
+        """The newest step that is listed; None: there is none."""
+        if self._newest is not None and not self._newest.temporary:
+            return self._newest.step
+        latest, listed = self._manager.latest, [info.step for info in self._infos()]
+        return latest if latest in listed else max(listed, default=None)
+
+    def is_unlisted(self, step: int) -> bool:
+        """Whether this step, or a later one, is on the disk although the policy does not keep it."""
+        return any(info.temporary and info.step >= step for info in self._every_info())
+
+    def keeps(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
+        """Whether the policy would keep this step if it were saved now."""
+        now = _now()
+        infos = [*self._infos(), CheckpointInfo(step, now, None if metrics is None else {**metrics})]
+        return ask_to_preserve(self._kept, infos, context=DecisionContext(now))[-1]
 
     def is_above(self, step: int) -> bool:
         """Whether a step is above all that there are; after a restore, above the one that was restored."""
@@ -95,10 +144,13 @@ class BegunSteps:
         return None if found is None else {name: float(value) for name, value in found.items()}
 
     def _infos(self) -> list[CheckpointInfo]:
+        return [info for info in self._every_info() if not info.temporary]
+
+    def _every_info(self) -> list[CheckpointInfo]:
         infos, newest = self._manager.infos, self._newest
-        if newest is None or any(info.step == newest.step for info in infos):
+        if newest is None or any(info.step == newest.step and info.temporary == newest.temporary for info in infos):
             return infos
-        return sorted([*infos, newest], key=lambda info: info.step)
+        return sorted([*(info for info in infos if info.step != newest.step), newest], key=lambda info: info.step)
 
 
 def _now() -> datetime.datetime:

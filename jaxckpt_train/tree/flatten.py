@@ -47,7 +47,10 @@ class Flat:
 
 
 def register_transparent(kind: type) -> None:
-    """Declare a pytree node with a single child that is stored under the node's own path (a box around a value)."""
+    """Declare a pytree node with a single child that is stored under the node's own path (a box around a value).
+
+    The boxes of Flax NNX and Linen are known without it.
+    """
     _transparent[kind] = True
 
 
@@ -190,8 +193,13 @@ def _plain_key(entry: Any) -> Any:
 def _is_transparent(kind: type) -> bool:
     known = _transparent.get(kind)
     if known is None:
-        known = _transparent[kind] = any(_transparent.get(parent, False) for parent in kind.__mro__[1:])
+        known = _transparent[kind] = any(_transparent.get(parent, _is_flax_box(parent)) for parent in kind.__mro__)
     return known
+
+
+def _is_flax_box(kind: type) -> bool:
+    """Whether it is one of Flax's bases of boxes, by name: Flax is not imported here."""
+    return kind.__name__ in ("Variable", "AxisMetadata") and kind.__module__.startswith("flax.")
 
 
 def _container(node: Any) -> str:

@@ -46,14 +46,198 @@ def flip_a_byte(step: Path) -> None:
     (step / "state").rename(step / "default")
 
 
-def test_the_newest_step_stays_beside_better_ones(tmp_path: Path) -> None:
-    options = CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"], best_mode="min", max_to_keep=2)
+def lowest(metrics: Any) -> float:
+    return float(metrics["loss"])
+
+
+def test_newest_step_that_is_not_kept_stays_on_the_disk_until_the_next(tmp_path: Path) -> None:
+    options = CheckpointManagerOptions(best_fn=lowest, best_mode="min", max_to_keep=2)
     with CheckpointManager(tmp_path, options=options) as manager:
         for step, loss in enumerate([1.0, 2.0, float("nan"), 3.0, 4.0]):
             manager.save(step, args=args.StandardSave(state_of(step)), metrics={"loss": loss})
-        assert (manager.all_steps(), manager.best_step(), manager.latest_step()) == ([0, 1, 4], 0, 4)
+        assert (manager.all_steps(), manager.best_step(), manager.latest_step()) == ([0, 1], 0, 1)
         assert manager.metrics(1) == {"loss": 2.0}
     assert jct.StepManager(tmp_path).steps == [0, 1, 4]
+    for again in (options, CheckpointManagerOptions(read_only=True)):
+        with CheckpointManager(tmp_path, options=again) as manager:
+            assert (manager.all_steps(), manager.latest_step(), step_in(manager.restore(None))) == ([0, 1], 1, 1)
+
+
+@pytest.mark.parametrize("step", [2, 4, 5])
+@pytest.mark.parametrize("restores", [False, True])
+def test_run_goes_on_past_a_newest_step_that_is_not_kept(step: int, restores: bool, tmp_path: Path) -> None:
+    options = CheckpointManagerOptions(best_fn=lowest, best_mode="min", max_to_keep=2)
+    with CheckpointManager(tmp_path, options=options) as manager:
+        for number, loss in enumerate([1.0, 2.0, 3.0, 3.0, 4.0]):
+            manager.save(number, args=args.StandardSave(state_of(number)), metrics={"loss": loss})
+    with CheckpointManager(tmp_path, options=options) as manager:
+        assert not restores or step_in(manager.restore(1)) == 1
+        assert manager.save(step, args=args.StandardSave(state_of(50)), metrics={"loss": 0.5})
+        assert manager.all_steps() == [0, step]
+    with CheckpointManager(tmp_path, options=options) as manager:
+        assert (manager.latest_step(), step_in(manager.restore(None))) == (step, 50)
+    assert step_in(jct.load(jct.StepManager(tmp_path).path(step))) == 50
+
+
+def test_nothing_is_listed_where_nothing_is_kept(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, options=CheckpointManagerOptions(max_to_keep=0)) as manager:
+        for step in range(3):
+            assert manager.save(step, args=args.StandardSave(state_of(step)))
+            assert (manager.all_steps(), manager.latest_step(), manager.best_step()) == ([], None, None)
+        with pytest.raises(FileNotFoundError):
+            manager.restore(None)
+    assert jct.StepManager(tmp_path).steps == [2]
+
+
+def test_deleted_steps_are_moved_into_the_subdirectory_that_is_named(tmp_path: Path) -> None:
+    options = CheckpointManagerOptions(max_to_keep=1, todelete_subdir="ttl=1h")
+    for start in (0, 2):
+        with CheckpointManager(tmp_path, options=options) as manager:
+            for step in (start, start + 1):
+                manager.save(step, args=args.StandardSave(state_of(step)))
+    assert jct.StepManager(tmp_path).steps == [3]
+    moved = sorted((tmp_path / "ttl=1h").iterdir())
+    assert [step_in(jct.load(each)) for each in moved] == [0, 1, 2]
+    with CheckpointManager(tmp_path, options=options) as manager:
+        assert manager.all_steps() == [3]
+        manager.restore(None)
+        manager.save(4, args=args.StandardSave(state_of(4)))
+    assert step_in(jct.load(sorted((tmp_path / "ttl=1h").iterdir())[-1])) == 3
+
+
+def test_a_step_that_is_moved_twice_is_kept_twice(tmp_path: Path) -> None:
+    options = CheckpointManagerOptions(todelete_subdir="old")
+    for value in (10, 20):
+        with CheckpointManager(tmp_path, options=options) as manager:
+            assert value == 10 or step_in(manager.restore(0)) == 0
+            for step in (1,) if value == 20 else (0, 1):
+                manager.save(step, args=args.StandardSave(state_of(value * step)))
+            manager.wait_until_finished()
+            manager.save(2, args=args.StandardSave(state_of(2)))
+            manager.wait_until_finished()
+            manager.delete(1)
+    assert sorted(step_in(jct.load(each)) for each in (tmp_path / "old").iterdir() if "1" in each.name) == [10, 20]
+
+
+def test_a_second_manager_of_the_process_takes_the_directory_over(tmp_path: Path) -> None:
+    first, second = CheckpointManager(tmp_path), CheckpointManager(tmp_path)
+    assert first.save(0, args=args.StandardSave(state_of(0)))
+    first.wait_until_finished()
+    for step, manager in enumerate([second, first, second], start=1):
+        assert manager.latest_step() == step - 1
+        assert manager.save(step, args=args.StandardSave(state_of(step)))
+        manager.wait_until_finished()
+        assert step_in(manager.restore(step)) == step
+    first.close()
+    second.close()
+    assert jct.StepManager(tmp_path).steps == [0, 1, 2, 3]
+
+
+def test_metadata_of_a_run_is_kept_once(tmp_path: Path) -> None:
+    read_only = CheckpointManagerOptions(read_only=True)
+    found = []
+    for name, library in (("orbax", ocp), ("ours", orbax_manager)):
+        told, directory = [], tmp_path / name
+        directory.mkdir()
+        for metadata, options in [
+            ({"a": 0}, library.CheckpointManagerOptions(read_only=True)),
+            (None, None),
+            ({"a": 1}, library.CheckpointManagerOptions(save_root_metadata=False)),
+            ({"a": 2, "b": {"c": [1.5]}}, None),
+            ({"a": 3}, None),
+            (None, None),
+            ({"a": 4}, library.CheckpointManagerOptions(read_only=True)),
+        ]:
+            with library.CheckpointManager(directory, metadata=metadata, options=options) as manager:
+                told.append(manager.metadata().custom_metadata)
+        found.append(told)
+    assert found[0] == found[1]
+    with CheckpointManager(tmp_path / "orbax", options=read_only) as manager:
+        assert manager.metadata().custom_metadata == {"a": 2, "b": {"c": [1.5]}}
+    with pytest.raises(jct.SettingsError, match="metadata"):
+        CheckpointManager(tmp_path, metadata={"a": object()})
+
+
+@pytest.mark.parametrize("text", [b"{", b"[1]", b'{"custom_metadata": 3}'])
+def test_broken_metadata_of_a_run_is_refused(text: bytes, tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, metadata={"a": 1}) as manager:
+        (tmp_path / "metadata" / "_ROOT_METADATA").write_bytes(text)
+        with pytest.raises(jct.CorruptCheckpointError):
+            manager.metadata()
+
+
+HANDLERS: dict[str, Any] = {
+    "a single handler": {"item_handlers": ocp.PyTreeCheckpointHandler()},
+    "handlers by name": {"item_handlers": {"state": ocp.PyTreeCheckpointHandler()}},
+    "names": {"item_names": ("other",)},
+    "a checkpointer": {"checkpointers": ocp.PyTreeCheckpointer()},
+}
+
+
+@pytest.mark.parametrize("library", [ocp, orbax_manager])
+@pytest.mark.parametrize("name", HANDLERS)
+def test_args_without_a_handler_are_refused(name: str, library: Any, tmp_path: Path) -> None:
+    given = library.args.StandardSave({"n": 1})
+    is_single = name in ("a single handler", "a checkpointer")
+    with (
+        library.CheckpointManager(tmp_path, **HANDLERS[name]) as manager,
+        pytest.raises(ValueError, match="does not match with any registered handler"),
+    ):
+        manager.save(1, args=given if is_single else library.args.Composite(state=given))
+
+
+@pytest.mark.parametrize("library", [ocp, orbax_manager])
+def test_items_that_a_step_lacks_are_key_errors(library: Any, tmp_path: Path) -> None:
+    with library.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=library.args.Composite(state=library.args.StandardSave({"n": 1})))
+        manager.wait_until_finished()
+        with pytest.raises(KeyError, match="state"):
+            manager.restore(1, args=library.args.Composite(other=library.args.StandardRestore({"n": 1})))
+
+
+@pytest.mark.parametrize("library", [ocp, orbax_manager])
+def test_names_and_a_single_handler_exclude_each_other(library: Any, tmp_path: Path) -> None:
+    for given in ({"item_handlers": ocp.PyTreeCheckpointHandler()}, {"checkpointers": ocp.PyTreeCheckpointer()}):
+        with pytest.raises(ValueError, match="item_names"):
+            library.CheckpointManager(tmp_path, item_names=("a",), **given)
+
+
+def test_registered_handlers_say_which_args_an_item_takes(tmp_path: Path) -> None:
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    for cls in (ocp.args.PyTreeSave, ocp.args.PyTreeRestore):
+        registry.add("params", cls, ocp.PyTreeCheckpointHandler())
+    with CheckpointManager(tmp_path, handler_registry=registry) as manager:
+        given = {"params": args.PyTreeSave(state_of(1)), "other": args.JsonSave([1])}
+        assert manager.save(1, args=args.Composite(**given))
+        manager.wait_until_finished()
+        assert step_in(manager.restore(1).params) == 1
+        with pytest.raises(jct.SettingsError, match="PyTreeSave"):
+            manager.save(2, args=args.Composite(params=args.StandardSave(state_of(2))))
+
+
+def test_items_of_checkpointers_are_saved_and_restored(tmp_path: Path) -> None:
+    found = []
+    for name, library in (("orbax", ocp), ("ours", orbax_manager)):
+        told: list[Any] = []
+        with library.CheckpointManager(tmp_path / name / "one", ocp.PyTreeCheckpointer()) as manager:
+            told.append(manager.save(1, {"w": np.arange(3.0), "n": 2}))
+            told.append((manager.is_saving_in_progress(), manager.all_steps()))
+            wanted = {"w": ocp.RestoreArgs(dtype=np.float32), "n": ocp.RestoreArgs(restore_type=float)}
+            for restored in (manager.restore(1), manager.restore(1, restore_kwargs={"restore_args": wanted})):
+                told.append((restored["w"].dtype, restored["w"].tolist(), restored["n"], type(restored["n"])))
+        several = {
+            "params": ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler()),
+            "notes": ocp.Checkpointer(ocp.JsonCheckpointHandler()),
+        }
+        with library.CheckpointManager(tmp_path / name / "several", several) as manager:
+            told.append(manager.save(1, {"params": {"n": 1}, "notes": {"a": [1]}}, save_kwargs={"params": {}}))
+            manager.wait_until_finished()
+            restored = manager.restore(1, {"params": {"n": 0}, "notes": None})
+            told.append((restored["params"], restored["notes"]))
+            with pytest.raises(ValueError, match="other"):
+                manager.save(2, {"other": 1})
+        found.append(told)
+    assert found[0] == found[1]
 
 
 def test_a_damaged_step_is_skipped_unless_it_is_asked_for(tmp_path: Path) -> None:
@@ -108,7 +292,7 @@ def test_what_is_saved_is_one_checkpoint_of_this_package(tmp_path: Path) -> None
     assert step_in(jct.load(step_path(tmp_path, 7))) == 7
     assert jct.verify(step_path(tmp_path, 7)).ok
     with CheckpointManager(tmp_path) as manager:
-        assert manager.item_metadata(7) == {"w": jax.ShapeDtypeStruct((3000,), jnp.float32)}
+        assert manager.item_metadata(7).tree == {"w": jax.ShapeDtypeStruct((3000,), jnp.float32)}
         assert step_in(manager.restore(7, args=args.StandardRestore(manager.item_metadata(7)))) == 7
     with CheckpointManager(tmp_path.with_name("elsewhere")) as manager:
         assert step_in(manager.restore(None, directory=tmp_path)) == 7
@@ -238,16 +422,14 @@ def test_a_composite_is_a_mapping_with_attributes() -> None:
 
 
 REFUSED_OPTIONS: dict[str, dict[str, Any]] = {
-    "todelete_subdir": {"todelete_subdir": "old"},
+    "todelete_subdir": {"todelete_subdir": "../old"},
+    "todelete_subdir: expected a plain name, found 'step-0000000001'": {"todelete_subdir": "step-0000000001"},
     "todelete_full_path": {"todelete_full_path": "trash/"},
     "save_interval_steps": {"save_interval_steps": 0},
-    "max_to_keep": {"max_to_keep": 0},
+    "max_to_keep": {"max_to_keep": -1},
     "best_mode": {"best_mode": "median"},
     "preservation_policy": {"preservation_policy": jct.LatestN(1), "max_to_keep": 1},
     "prevent_write_metrics": {"prevent_write_metrics": True, "best_fn": len},
-    "multiprocessing_options.*active_processes": {"multiprocessing_options": ocp.options.MultiprocessingOptions(
-        active_processes={0}
-    )},
 }  # fmt: skip
 
 
@@ -255,6 +437,17 @@ REFUSED_OPTIONS: dict[str, dict[str, Any]] = {
 def test_an_option_that_cannot_be_honoured_is_refused_by_name(name: str) -> None:
     with pytest.raises(jct.SettingsError, match=name):
         CheckpointManagerOptions(**REFUSED_OPTIONS[name])
+
+
+def test_processes_that_are_no_whole_job_are_refused(tmp_path: Path) -> None:
+    for given in ({"active_processes": {0}}, {"primary_host": None}, {"barrier_sync_key_prefix": "a"}):
+        processes = ocp.options.MultiprocessingOptions(**given)
+        options = CheckpointManagerOptions(multiprocessing_options=processes)
+        with CheckpointManager(tmp_path / next(iter(given)), options=options) as manager:
+            assert manager.save(1, args=args.StandardSave(state_of(1))), "this one process is the whole job"
+    processes = ocp.options.MultiprocessingOptions(active_processes={0, 1})
+    with pytest.raises(jct.SettingsError, match="active_processes"):
+        CheckpointManager(tmp_path, options=CheckpointManagerOptions(multiprocessing_options=processes))
 
 
 def test_an_option_that_nobody_knows_yet_is_refused_by_name(tmp_path: Path) -> None:
@@ -297,13 +490,8 @@ def test_every_option_of_orbax_is_known(tmp_path: Path) -> None:
 REFUSED_ARGS: dict[str, tuple[Any, Any]] = {
     "strict: expected True": (None, args.StandardRestore(strict=False)),
     "support_layout": (None, ocp.args.StandardRestore(support_layout=True)),
-    "partial_restore: .*only=": (None, args.PyTreeRestore(partial_restore=True)),
-    "transforms: .*rename=": (None, ocp.args.PyTreeRestore(transforms={})),
+    "transforms: .*rename=": (None, ocp.args.PyTreeRestore(transforms={"a": 1})),
     "custom_metadata: .*save": (ocp.args.StandardSave({"n": 1}, custom_metadata={"a": 1}), None),
-    "save_args: expected no dtype, found": (
-        args.PyTreeSave({"n": jnp.ones(3)}, save_args={"n": ocp.SaveArgs(dtype=jnp.bfloat16)}),
-        None,
-    ),
     "expected one of args.StandardSave.* found orbax.*ProtoSaveArgs": (ocp.args.ProtoSave(None), None),
     "expected one of args.StandardSave.* found .*StandardRestore": (args.StandardRestore(), None),
     "expected one of args.StandardRestore.* found .*JsonSave": (None, args.JsonSave({})),
@@ -324,9 +512,7 @@ def test_args_that_cannot_be_honoured_are_refused_by_name(message: str, tmp_path
 @pytest.mark.parametrize(
     "given",
     [
-        {"checkpointers": ocp.PyTreeCheckpointer()},
-        {"metadata": {"version": 1}},
-        {"handler_registry": ocp.handlers.DefaultCheckpointHandlerRegistry()},
+        {"checkpointers": print},
         {"item_handlers": ocp.handlers.ProtoCheckpointHandler("a")},
         {"logger": print},
     ],
@@ -337,12 +523,14 @@ def test_an_argument_that_cannot_be_honoured_is_refused_by_name(given: dict[str,
         CheckpointManager(tmp_path, **given)
 
 
-def test_items_without_args_are_refused(tmp_path: Path) -> None:
+def test_items_without_a_handler_are_refused(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
-        with pytest.raises(jct.SettingsError, match=r"save: items: .*args=args\.StandardSave"):
+        with pytest.raises(jct.SettingsError, match=r"args=args\.StandardSave"):
             manager.save(1, state_of(1))
-        with pytest.raises(jct.SettingsError, match="restore_kwargs"):
-            manager.restore(1, restore_kwargs={})
+        with pytest.raises(jct.SettingsError, match="by keyword"):
+            manager.save(1, args.StandardSave(state_of(1)))
+        with pytest.raises(jct.SettingsError, match="by keyword"):
+            manager.save(1, state_of(1), args=args.StandardSave(state_of(1)))
 
 
 def test_leaves_without_a_place_go_where_the_fallback_says(tmp_path: Path) -> None:
