@@ -23,6 +23,8 @@ PART = (
     "tests/test_checkpoint.py",
     "tests/test_overwriting.py",
 )
+# It counts arrays that direct I/O has put into their places, and macOS has none.
+ABOUT_DIRECT = "tests/steps/test_restoring.py::test_what_a_damaged_step_had_loaded_is_free_before_the_next_is_read"
 PROGRAM = """
 import os, sys
 from tests import like_macos
@@ -65,6 +67,7 @@ def test_a_training_is_saved_and_resumed(tmp_path: Path, run_python: RunPython) 
 @pytest.mark.skipif(sys.platform != "linux", reason="imitates macOS on Linux")
 def test_a_part_of_the_tests_passes(repo_root: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.like_macos", *PART]
+    command += ["--deselect", ABOUT_DIRECT]
     done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stdout[-5000:]
     found = re.search(r"(\d+) passed", done.stdout)

@@ -52,6 +52,7 @@ def remove_without_commit(backend: Backend, directory: str) -> None:
     for entry in listed(backend, directory):
         if entry.name != MANIFEST_NAME:
             backend.remove(f"{directory}/{entry.name}")
+    sync_directory(backend, directory)
     backend.remove(directory)
 
 
