@@ -28,6 +28,7 @@ from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.store.verify import file_problems
 from jaxckpt_train.tree.given_shardings import wanted_shardings
 from jaxckpt_train.tree.leaf_records import has_tree
+from jaxckpt_train.tree.paths import refused_if_too_deep
 from jaxckpt_train.tree.patterns import Only
 from jaxckpt_train.tree.read_once import JobLoads
 from jaxckpt_train.tree.restore import LoadOptions, TreeRestore
@@ -139,7 +140,8 @@ def load_parts(
     """
     files, loads = HeldFiles(backend, committed, settings.direct_io), loads or JobLoads(None, settings)
     try:
-        return _load_parts(files, committed, named("targets", targets), settings, options, progress, loads)
+        with refused_if_too_deep("the target of a load, or its shardings"):
+            return _load_parts(files, committed, named("targets", targets), settings, options, progress, loads)
     finally:
         have_closed(files.end())
 

@@ -13,6 +13,7 @@ from jaxckpt_train.checkpointables.per_process_value import PerProcessHandler
 from jaxckpt_train.checkpointables.pytree import GetSetStateHandler, JsonHandler, PytreeHandler
 from jaxckpt_train.checkpointables.stateful import StatefulHandler
 from jaxckpt_train.errors import MismatchError, SettingsError
+from jaxckpt_train.tree.paths import refuse_too_deep
 
 _OWN: tuple[Handler, ...] = (
     GrainHandler(),
@@ -82,7 +83,12 @@ def _handlers() -> list[Handler]:
 
 
 def handler_of(value: object) -> Handler:
-    """The handler that takes a value, as something to save or as a target."""
+    """The handler that takes a value, as something to save or as a target.
+
+    Raises:
+        UnsupportedLeafError: it is a tree that is too deep to be looked at.
+    """
+    refuse_too_deep("the tree", value)
     return next(handler for handler in _handlers() if handler.handles(value))
 
 

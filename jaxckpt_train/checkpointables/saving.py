@@ -38,6 +38,7 @@ from jaxckpt_train.store.transaction import Committed, Transaction
 from jaxckpt_train.store.writer import Progress, write_arrays
 from jaxckpt_train.tree.job_shares import JobShares
 from jaxckpt_train.tree.leaf_records import encode_tree
+from jaxckpt_train.tree.paths import refuse_too_deep, refused_if_too_deep
 from jaxckpt_train.tree.snapshot import Snapshot, snapshot
 from jaxckpt_train.tree.transfers import Ahead
 from jaxckpt_train.value_checks import named
@@ -128,7 +129,8 @@ def stage_all(
         if not isinstance(name, str) or not is_plain_name(name):
             raise SettingsError(f"checkpointable name {name!r}: expected {what_is_a_plain_name()}")
         try:
-            parts.append(_stage(name, value, times, settings, ahead, shares))
+            with refused_if_too_deep("the tree"):
+                parts.append(_stage(name, value, times, settings, ahead, shares))
         except UnsupportedLeafError as error:
             raise UnsupportedLeafError(f"checkpointable {name!r}: {error}") from error
     return parts
@@ -140,6 +142,7 @@ def _stage(
     started = time.perf_counter()
     taken_before = value if isinstance(value, Taken) else take(value)
     kind, staged = taken_before.kind, taken_before.staged
+    refuse_too_deep("the tree", staged.tree)
     is_value = staged.tree is NOTHING and staged.write_files is None
     encoded = encode_value(staged.value) if is_value else None
     now = time.perf_counter()

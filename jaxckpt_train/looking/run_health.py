@@ -16,7 +16,7 @@ from jaxckpt_train.steps.lineage import newest_generations
 from jaxckpt_train.steps.lock import SILENCE_S, Owner, OwnerLock
 from jaxckpt_train.steps.notes import Notes
 from jaxckpt_train.steps.pruning import current_line
-from jaxckpt_train.steps.run_events import run_events
+from jaxckpt_train.steps.run_events import RunEvent
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.left_overs import dead_attempts
 
@@ -151,7 +151,7 @@ def _at_risk(
 ) -> tuple[AtRisk | None, str | None]:
     is_live = owner is not None and owner.is_alive
     try:
-        attempts = attempts_of(run_events(History(backend, directory).events()), is_live=is_live)
+        attempts = attempts_of(History(backend, directory).each(RunEvent), is_live=is_live)
     except CheckpointError as error:
         return None, str(error)
     trained = [attempt for attempt in attempts if attempt.stretches]

@@ -157,13 +157,25 @@ def attempts_of(
     """
     found: list[Attempt] = []
     for event in events:
-        if event.event == "start":
-            follows = found[-1].safe_step if found else 0
-            found.append(Attempt(event.time, event.time, follows=follows, tends=event.tends))
-            if event.step is not None:  # it had restored that before
-                found[-1].takes_up(event.step)
-        elif found:
-            found[-1].hear(event)
+        hear(found, event)
+    return settled(found, running, is_live=is_live)
+
+
+def hear(found: list[Attempt], event: RunEvent) -> None:
+    """Take note of the next event of a run."""
+    if event.event == "start":
+        follows = found[-1].safe_step if found else 0
+        found.append(Attempt(event.time, event.time, follows=follows, tends=event.tends))
+        if event.step is not None:  # it had restored that before
+            found[-1].takes_up(event.step)
+    elif found:
+        found[-1].hear(event)
+
+
+def settled(
+    found: list[Attempt], running: tuple[int | None, datetime.datetime] | None = None, *, is_live: bool = False
+) -> list[Attempt]:
+    """The processes once all events of them were heard; arguments as of `attempts_of`."""
     if running is not None and found and found[-1].how == RUNNING:
         completed, now = running
         found[-1].ended = max(found[-1].ended, now)

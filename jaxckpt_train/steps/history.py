@@ -9,7 +9,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -19,14 +19,17 @@ from jaxckpt_train.sinks.feed import Feeds, Sink
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.manifest import NOT_JSON
 from jaxckpt_train.store.per_process import free_in_child
-from jaxckpt_train.store.plain_files import read_end, read_ends
+from jaxckpt_train.store.plain_files import read_blocks, read_end, read_ends
 from jaxckpt_train.value_checks import shown
 
 HISTORY_NAME = "history.jsonl"
-MOST_BYTES = 256 << 20
-"""More than 500,000 events take; of a larger file both ends are read."""
+MOST_BYTES = 1 << 30
+"""More than two million events take; of a larger file both ends are read."""
+BLOCK_BYTES = 4 << 20
+MOST_LINE_BYTES = 16 << 20  # what is longer is no event, and is not put together
 RECENT_BYTES = 8 << 20
 MOST_TOLD = 5
+T = TypeVar("T")
 _log = logging.getLogger("jaxckpt_train")
 
 
@@ -82,7 +85,32 @@ class History:
         Raises:
             CorruptCheckpointError, StorageError: the history cannot be read.
         """
-        return list(self._events())
+        return list(self.each(dict[str, Any]))
+
+    def each(self, kind: type[T]) -> Iterator[T]:
+        """All events so far, oldest first, one at a time: a history may be larger than memory.
+
+        Args:
+            kind: of what is yielded: `dict[str, Any]`, or a struct of msgspec with the fields that matter. Events that
+                do not fit it are left out; what is no event is left out with a warning.
+
+        Raises:
+            CorruptCheckpointError, StorageError: the history cannot be read.
+        """
+        decoder, left_out = msgspec.json.Decoder(kind), 0
+        path = f"{self._directory}/{HISTORY_NAME}"
+        for number, line in enumerate(self._lines(), 1):
+            if not line:
+                continue
+            try:
+                yield decoder.decode(line)
+            except NOT_JSON:
+                error = _why_no_event(line)
+                left_out += error is not None
+                if error is not None and left_out <= MOST_TOLD:
+                    _log.warning("%s: line %d is left out: %s", path, number, error)
+        if left_out > MOST_TOLD:
+            _log.warning("%s: and %d more lines are left out", path, left_out - MOST_TOLD)
 
     def recent(self) -> list[dict[str, Any]]:
         """The last events, oldest first; none if the history cannot be read, which is told."""
@@ -98,30 +126,35 @@ class History:
                 found.append(msgspec.json.decode(line, type=dict[str, Any]))
         return found
 
-    def _events(self) -> Iterator[dict[str, Any]]:
-        path = f"{self._directory}/{HISTORY_NAME}"
+    def _lines(self) -> Iterator[bytes]:
+        rest, end = b"", 0
         try:
-            pieces = read_ends(self._backend, self._directory, HISTORY_NAME, MOST_BYTES)
+            for at, block in read_blocks(self._backend, self._directory, HISTORY_NAME, MOST_BYTES, BLOCK_BYTES):
+                if at != end:
+                    path = f"{self._directory}/{HISTORY_NAME}"
+                    text = "%s: too large to be read whole: what lies in the middle, to byte %d, is left out"
+                    _log.warning(text, path, at)
+                    yield rest
+                    rest = b""
+                *lines, rest = (rest + block).split(b"\n")
+                end = at + len(block)
+                yield from lines
+                if len(rest) > MOST_LINE_BYTES:
+                    yield rest
+                    rest = b""
         except StorageError as error:
-            if error.errno == errno.ENOENT:
-                return
-            raise
-        for start, _ in pieces[1:]:
-            _log.warning(
-                "%s: too large to be read whole: what lies in the middle, to byte %d, is left out", path, start
-            )
-        left_out = 0
-        for number, line in enumerate(b"\n".join(data for _, data in pieces).split(b"\n"), 1):
-            if not line:
-                continue
-            try:
-                yield msgspec.json.decode(line, type=dict[str, Any])
-            except NOT_JSON as error:
-                left_out += 1
-                if left_out <= MOST_TOLD:
-                    _log.warning("%s: line %d is left out: %s", path, number, error)
-        if left_out > MOST_TOLD:
-            _log.warning("%s: and %d more lines are left out", path, left_out - MOST_TOLD)
+            if error.errno != errno.ENOENT:
+                raise
+        yield rest
+
+
+def _why_no_event(line: bytes) -> Exception | None:
+    """What is wrong with a line; None: it is an event."""
+    try:
+        msgspec.json.decode(line, type=dict[str, Any])
+    except NOT_JSON as error:
+        return error
+    return None
 
 
 def _encoded(record: Mapping[str, Any]) -> bytes:

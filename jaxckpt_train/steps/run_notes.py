@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.steps.attempts import attempts_of
+from jaxckpt_train.steps.attempts import Attempt, hear, settled
 from jaxckpt_train.steps.goodput import Goodput, goodput
 from jaxckpt_train.steps.history import History, metrics_to_json, plain_metrics
 from jaxckpt_train.steps.listing import StepListing
 from jaxckpt_train.steps.run_directory import RunDirectory
-from jaxckpt_train.steps.run_events import RunEvent, run_events
+from jaxckpt_train.steps.run_events import RunEvent
 from jaxckpt_train.steps.step_names import check_step
 from jaxckpt_train.steps.step_save import Clock
 from jaxckpt_train.steps.together import Together
@@ -109,10 +109,14 @@ class RunNotes(StepListing, abc.ABC):
         """
         running = (self._run.log.completed, self._clock()) if self._run.is_owner else None
 
-        def read() -> tuple[list[RunEvent], bool]:
-            lock = self._run.held.lock
-            was_live, events = lock.is_anybodys(), [*run_events(self.history.events())]
-            return events, was_live or lock.is_anybodys()  # one may begin meanwhile, and one that ends says so first
+        def read(moved: Callable[[], None]) -> tuple[list[Attempt], bool]:
+            lock, found = self._run.held.lock, list[Attempt]()
+            was_live = lock.is_anybodys()
+            for number, event in enumerate(self.history.each(RunEvent)):
+                hear(found, event)
+                if number % 10_000 == 0:
+                    moved()
+            return found, was_live or lock.is_anybodys()  # one may begin meanwhile, and one that ends says so first
 
-        events, is_live = answer_of(self.directory, lambda moved: read())
-        return goodput(attempts_of(events, running, is_live=is_live))
+        found, is_live = answer_of(self.directory, read)
+        return goodput(settled(found, running, is_live=is_live))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import numpy as np
@@ -98,6 +98,21 @@ def read_ends(files: Opener, directory: str, name: str, limit: int) -> list[tupl
         whole, half = source.size, limit // 2
         spans = [(0, whole)] if whole <= limit else [(0, half), (whole - half, whole)]
         return [(start, _read_span(source, start, stop, f"{directory}/{name}")) for start, stop in spans]
+    finally:
+        source.close()
+
+
+def read_blocks(files: Opener, directory: str, name: str, limit: int, block_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """As `read_ends`, block by block: of a large file no more than one block is in memory.
+
+    Each block comes with the byte that it begins at. Of a file of more than `limit` bytes the middle is left out.
+    """
+    source: Source = files.open(directory, name, direct=False)
+    try:
+        whole, half = source.size, limit // 2
+        for start, stop in [(0, whole)] if whole <= limit else [(0, half), (whole - half, whole)]:
+            for at in range(start, stop, block_bytes):
+                yield at, _read_span(source, at, min(at + block_bytes, stop), f"{directory}/{name}")
     finally:
         source.close()
 

@@ -16,7 +16,7 @@ from jaxckpt_train.surgery.joining import Fuse, Split, Stack, Unstack
 from jaxckpt_train.surgery.naming import Copy, Drop, Nest, Rename
 from jaxckpt_train.surgery.operation import Operation
 from jaxckpt_train.surgery.reforming import Cast, Pad, Reshape, Transpose, Truncate
-from jaxckpt_train.value_checks import known_keys, nearest
+from jaxckpt_train.value_checks import known_keys, nearest, shown
 
 _NAMING, _JOINING = (Rename, Nest, Drop, Copy), (Stack, Unstack, Split, Fuse)
 _REFORMING, _MAKING = (Transpose, Reshape, Cast, Pad, Truncate), (Add, Average)
@@ -41,7 +41,7 @@ def operations_of(subject: str, given: object, in_all: int | None = None) -> tup
     if given is None:
         return ()
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
-        raise SettingsError(f"{subject}: expected a list of operations, found {given!r}")
+        raise SettingsError(f"{subject}: expected a list of operations, found {shown(given)}")
     return tuple(
         _operation_of(f"{subject}: {place_of(number, in_all or len(given))}", each)
         for number, each in enumerate(given, 1)
@@ -58,7 +58,7 @@ def _operation_of(subject: str, given: object) -> Operation:
         return given
     if not isinstance(given, Mapping) or "op" not in given:
         raise SettingsError(
-            f'{subject}: expected an operation such as {{"op": "drop", "leaves": "head/**"}}, found {given!r}'
+            f'{subject}: expected an operation such as {{"op": "drop", "leaves": "head/**"}}, found {shown(given)}'
         )
     name = given["op"]
     kind = OPERATIONS.get(name) if isinstance(name, str) else None

@@ -6,15 +6,51 @@ integer gets the mark `~s`. Within text, `~` is written `~0`, `/` `~1` and `@` `
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from jaxckpt_train.errors import UnsupportedLeafError
 
 ROOT = "~"
 MAX_DEPTH = 200
+_CONTAINERS = (dict, list, tuple)
+
+
+def refuse_too_deep(subject: str, tree: object) -> None:
+    """Raise UnsupportedLeafError if dicts, lists and tuples hold each other in more levels than Python can follow.
+
+    To be called before JAX walks the tree: an error in the midst of that leaves the thread at Python's limit for good.
+    """
+    level: dict[int, Any] = {0: tree} if isinstance(tree, _CONTAINERS) else {}
+    for _ in range(2 * MAX_DEPTH):  # what is less deep is refused with the path of its leaf
+        if not level:
+            return
+        children = (node.values() if isinstance(node, dict) else node for node in level.values())
+        level = {id(child): child for some in children for child in some if isinstance(child, _CONTAINERS)}
+    raise UnsupportedLeafError(
+        f"{subject}: expected containers in at most {MAX_DEPTH} levels, found more than {2 * MAX_DEPTH}; flatten it, "
+        "or look for a container that holds itself"
+    )
+
+
+@contextlib.contextmanager
+def refused_if_too_deep(subject: str) -> Iterator[None]:
+    """Within: a tree that is deeper than Python or JAX can follow raises UnsupportedLeafError; `subject` names it."""
+    try:
+        yield
+    except (RecursionError, SystemError) as error:
+        # JAX's C++ code raises SystemError where it did not expect the RecursionError of what it called.
+        if not isinstance(error, RecursionError) and not isinstance(error.__cause__, RecursionError):
+            raise
+        raise UnsupportedLeafError(
+            f"{subject}: expected containers in at most {MAX_DEPTH} levels, found more than Python can follow "
+            f"({type(error).__name__}); flatten it, or look for a container that holds itself"
+        ) from None  # its traceback has a thousand frames, and holds the tree
+
+
 Key = Any  # str, int, bool, float, None, or a tuple of these
 
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")

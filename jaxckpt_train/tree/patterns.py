@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.tree.paths import HOW_ESCAPED, ROOT, key_text, parse_key, split
+from jaxckpt_train.value_checks import shown
 
 Only = str | Sequence[str] | Callable[[str], bool] | None
 
@@ -31,7 +32,7 @@ def leaf_filter(only: Only) -> Callable[[str], bool]:
     patterns: object = (only,) if isinstance(only, str) else only
     if not isinstance(patterns, Collection) or not all(isinstance(pattern, str) for pattern in patterns):
         raise SettingsError(
-            f'only: expected a pattern such as "params/**", a list of them or a predicate, found {only!r}'
+            f'only: expected a pattern such as "params/**", a list of them or a predicate, found {shown(only)}'
         )
     exact = {pattern for pattern in patterns if not set(pattern) & set("*?")}
     compiled = [re.compile(_expression(pattern), re.DOTALL) for pattern in patterns if pattern not in exact]

@@ -48,14 +48,14 @@ from jaxckpt_train.tree.mismatch import (
     rename_map,
     rounded_array,
 )
-from jaxckpt_train.tree.paths import ROOT, one_below_another
+from jaxckpt_train.tree.paths import ROOT, one_below_another, refuse_too_deep
 from jaxckpt_train.tree.patterns import Only, leaf_filter, refuse_idle_pattern
 from jaxckpt_train.tree.placement import Placement, default_platform, device_placement, host_placement
 from jaxckpt_train.tree.read_once import JobLoads, ReadTogether, read_together
 from jaxckpt_train.tree.rebuild import rebuild
 from jaxckpt_train.tree.static_data import other_static, shortened
 from jaxckpt_train.tree.target import Want, concrete_sharding, lost_type, own_dtype, settled, wanted
-from jaxckpt_train.value_checks import flag
+from jaxckpt_train.value_checks import flag, shown
 
 _log = logging.getLogger("jaxckpt_train")
 
@@ -73,7 +73,14 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         if self.rename is not None and not isinstance(self.rename, Mapping):
-            raise SettingsError(f'rename: expected a mapping such as {{"old/**": "new/**"}}, found {self.rename!r}')
+            raise SettingsError(
+                f'rename: expected a mapping such as {{"old/**": "new/**"}}, found {shown(self.rename)}'
+            )
+        pairs: Any = (self.rename or {}).items()
+        for old, new in pairs:
+            if not (isinstance(old, str) and isinstance(new, str)):
+                raise SettingsError(f"rename: expected leaf paths as text, found {shown(old)}: {shown(new)}")
+        refuse_too_deep("shardings", self.shardings)
         if self.missing not in ("error", "keep"):
             raise SettingsError(f'missing: expected "error" or "keep", found {self.missing!r}')
         flag("cast", self.cast)

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 
@@ -135,7 +136,39 @@ def test_of_a_history_that_is_too_large_both_ends_are_read(tmp_path: Path, caplo
         file.write(b"\n")
     history.add("save", START, step=2)
     assert [event["step"] for event in history.events()] == [1, 2]
-    assert "history.jsonl: too large to be read whole: what lies in the middle, to byte 1099377410" in caplog.text
+    assert "history.jsonl: too large to be read whole: what lies in the middle, to byte 1098974756" in caplog.text
+
+
+class Small(msgspec.Struct):
+    event: str
+    step: int
+
+
+@pytest.mark.parametrize("block_bytes", [1, 7, 64, 4096])
+def test_events_are_read_block_by_block_wherever_blocks_end(
+    block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("jaxckpt_train.steps.history.BLOCK_BYTES", block_bytes)
+    history = History(LocalBackend(), str(tmp_path))
+    for step in range(20):
+        history.add("save", START, step=step, reason="é" * step)
+    with (tmp_path / HISTORY_NAME).open("ab") as file:
+        file.write(b'\n{"event":"save"}\n[3]\n{"event":"save","step":"x"}\n{"event":"save","step":20}')
+    assert [event.get("step") for event in history.events()] == [*range(20), None, "x", 20]
+    assert caplog.text.count("is left out") == 1
+    assert [each.step for each in history.each(Small)] == [*range(21)]
+    assert caplog.text.count("is left out") == 2
+
+
+def test_a_line_that_never_ends_is_not_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxckpt_train.steps.history.BLOCK_BYTES", 64)
+    monkeypatch.setattr("jaxckpt_train.steps.history.MOST_LINE_BYTES", 512)
+    history = History(LocalBackend(), str(tmp_path))
+    history.add("save", START, step=1)
+    with (tmp_path / HISTORY_NAME).open("ab") as file:
+        file.write(b"[" * 5000 + b"\n")
+    history.add("save", START, step=2)
+    assert [event["step"] for event in history.events()] == [1, 2]
 
 
 def test_the_recent_events_are_all_of_a_small_history_and_none_of_no_history(tmp_path: Path) -> None:
