@@ -128,7 +128,8 @@ class TreeRestore:
             flat, names, jobs, places = self._plan(like, options, loads)
         if options.forms is None:
             self._report_lost_types(names, jobs)
-        self._report_other_static(flat, {names[job.name]: job.name for job in jobs})
+        if self.record.static:
+            self._report_other_static(flat, {names[job.name]: job.name for job in jobs})
         values = self._produce(jobs, places, progress, loads)
         loaded = dict(zip((names[job.name] for job in jobs), values, strict=True))
         return unflatten(like, [loaded.get(n, leaf) for n, leaf in zip(flat.names, flat.leaves, strict=True)])
@@ -219,7 +220,7 @@ class TreeRestore:
         for name, saved in saved_names.items():
             if name not in wants and selected(name) and not name.startswith(skipped):
                 differences.unexpected(name, self.record.leaves[saved], self._arrays.get(saved), free)
-        loaded = {name: saved_names[name] for name in found}
+        loaded = {name: saved_names[name] for name in found} if self.record.static else {}
         for path, kind in other_static(self.record.static, flat.static, flat.names, loaded):
             if kind == "moved":
                 differences.moved(path, self.record.static[path], flat.static[path])

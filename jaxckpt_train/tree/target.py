@@ -104,6 +104,8 @@ def settled(want: Want, saved: LeafRecord, array: ArrayRecord | None, *, has_typ
         has_types: whether the checkpoint records weak types and Python numbers; those of other tools do not.
     """
     if isinstance(saved, ArrayLeaf):
+        if want.form == "jax" and not want.weak and not saved.weak:
+            return want  # as most leaves are
         assert array is not None
         if want.form == "python" and has_types:
             return _of_number(want, saved, array)
@@ -145,6 +147,8 @@ def is_held(dtype: np.dtype) -> bool:
 
 def lost_type(saved: LeafRecord, want: Want) -> str | None:
     """What a load cannot take from the checkpoint of a leaf's type, and what to do; None: nothing is lost."""
+    if want.form == "jax":
+        return None
     if want.form in ("numpy", "scalar"):
         if isinstance(saved, ArrayLeaf) and saved.weak:
             return "saved weakly typed, loaded as a NumPy array, which has no weak type; use a JAX array as the target"
