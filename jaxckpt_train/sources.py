@@ -9,6 +9,7 @@ from typing import TypeVar
 from jaxckpt_train.errors import MismatchError, NotACheckpointError
 from jaxckpt_train.formats.found import find_file, find_in_directory
 from jaxckpt_train.formats.orbax_names import in_form_of
+from jaxckpt_train.formats.safetensors_files import KIND as SAFETENSORS
 from jaxckpt_train.formats.torch_checkpoint import KIND as PYTORCH
 from jaxckpt_train.opened import DEFAULT_NAME, ORBAX, OURS, Opened, open_found
 from jaxckpt_train.settings import StoreSettings
@@ -27,7 +28,11 @@ Progress = Callable[[int], object]
 
 def options_for(source: Opened, options: LoadOptions) -> LoadOptions:
     """How a tree of it is loaded."""
-    return dataclasses.replace(options, forms=in_form_of) if source.wrote_tree in (ORBAX, PYTORCH) else options
+    if source.wrote_tree == SAFETENSORS:
+        return dataclasses.replace(options, has_types=False)
+    if source.wrote_tree in (ORBAX, PYTORCH):
+        return dataclasses.replace(options, forms=in_form_of, has_types=False)
+    return options
 
 
 def main_part(source: Opened) -> str:

@@ -52,7 +52,7 @@ _NUMBERED = re.compile(
 _PARTS_OF_TENSORS = "DCP_SHARDING_INFO"  # metadata of files that torch.distributed.checkpoint writes, one a process
 MAX_HEADER_BYTES = 100_000_000  # what safetensors itself reads at most
 MAX_INDEX_BYTES = 256 << 20
-NAME = "state"
+NAME, KIND = "state", "safetensors"
 # What safetensors names, as numpy and ml_dtypes know it. Not so F4 and floats of 6 bits, of which several share bytes.
 NAMED = {
     "BOOL": "bool", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "U8": "uint8", "U16": "uint16",
@@ -211,7 +211,7 @@ def _opened(
     record = TreeRecord({}, {leaf: ArrayLeaf("numpy") for leaf in arrays})
     info = {"custom_metadata": metadata} if metadata else {}
     parts = {NAME: ForeignTree(record, list(arrays.values()))}
-    return foreign_checkpoint("safetensors", subject, parts, segments, block_bytes=BLOCK_BYTES, info=info)
+    return foreign_checkpoint(KIND, subject, parts, segments, block_bytes=BLOCK_BYTES, info=info)
 
 
 def _series(names: Sequence[str]) -> dict[tuple[str, str], dict[int, str]]:

@@ -70,6 +70,7 @@ class LoadOptions:
     missing: Literal["error", "keep"] = "error"
     shardings: Any = None
     forms: Callable[[Flat, TreeRecord, Mapping[str, str]], tuple[TreeRecord, dict[str, str]]] | None = None  # of others
+    has_types: bool = True  # whether weak types and Python numbers are recorded; most other tools do not
 
     def __post_init__(self) -> None:
         if self.rename is not None and not isinstance(self.rename, Mapping):
@@ -126,7 +127,7 @@ class TreeRestore:
             return self._load_all(names, leaf_filter(options.only), options, progress, loads)
         with paused_collection():
             flat, names, jobs, places = self._plan(like, options, loads)
-        if options.forms is None:
+        if options.has_types:
             self._report_lost_types(names, jobs)
         if self.record.static:
             self._report_other_static(flat, {names[job.name]: job.name for job in jobs})
@@ -210,7 +211,7 @@ class TreeRestore:
                 continue
             saved = saved_names[name]
             record, array = self.record.leaves[saved], self._arrays.get(saved)
-            found[name] = want = settled(asked, record, array, has_types=options.forms is None)
+            found[name] = want = settled(asked, record, array, has_types=options.has_types)
             line = leaf_difference(name, record, array, want, cast=options.cast)
             line = line or self._inexact_number(name, saved, want, is_rounded=asked.weak)
             if line is not None:

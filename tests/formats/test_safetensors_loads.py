@@ -234,6 +234,15 @@ def test_parts_of_tensors_of_torch_processes_are_refused(tmp_path: Path) -> None
             jct.load(path)
 
 
+@pytest.mark.parametrize("value", [3, 0.5, True])
+def test_targets_have_their_own_numbers(tmp_path: Path, value: Any) -> None:
+    save_file({"n": np.asarray(value)}, tmp_path / "m.safetensors")
+    run("import", tmp_path / "m.safetensors", tmp_path / "b")
+    for path in (tmp_path / "m.safetensors", tmp_path / "b"):
+        found = jct.load(path, {"n": type(value)()})["n"]
+        assert (type(found), found) == (type(value), value)
+
+
 def test_directories_named_as_files_are_no_files_of_a_model(tmp_path: Path) -> None:
     save_file(HALVES[0], tmp_path / "model.safetensors")
     (tmp_path / "old.safetensors").mkdir()
