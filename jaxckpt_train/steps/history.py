@@ -25,6 +25,7 @@ from jaxckpt_train.value_checks import shown
 HISTORY_NAME = "history.jsonl"
 MOST_BYTES = 1 << 30
 """More than two million events take; of a larger file both ends are read."""
+MOST_LISTED_BYTES = 256 << 20  # where all events are in memory at once
 BLOCK_BYTES = 4 << 20
 MOST_LINE_BYTES = 16 << 20  # what is longer is no event, and is not put together
 RECENT_BYTES = 8 << 20
@@ -85,21 +86,22 @@ class History:
         Raises:
             CorruptCheckpointError, StorageError: the history cannot be read.
         """
-        return list(self.each(dict[str, Any]))
+        return list(self.each(dict[str, Any], MOST_LISTED_BYTES))
 
-    def each(self, kind: type[T]) -> Iterator[T]:
+    def each(self, kind: type[T], most_bytes: int = MOST_BYTES) -> Iterator[T]:
         """All events so far, oldest first, one at a time: a history may be larger than memory.
 
         Args:
             kind: of what is yielded: `dict[str, Any]`, or a struct of msgspec with the fields that matter. Events that
                 do not fit it are left out; what is no event is left out with a warning.
+            most_bytes: of a larger history both ends are read, with a warning.
 
         Raises:
             CorruptCheckpointError, StorageError: the history cannot be read.
         """
         decoder, left_out = msgspec.json.Decoder(kind), 0
         path = f"{self._directory}/{HISTORY_NAME}"
-        for number, line in enumerate(self._lines(), 1):
+        for number, line in enumerate(self._lines(most_bytes), 1):
             if not line:
                 continue
             try:
@@ -126,10 +128,10 @@ class History:
                 found.append(msgspec.json.decode(line, type=dict[str, Any]))
         return found
 
-    def _lines(self) -> Iterator[bytes]:
+    def _lines(self, most_bytes: int) -> Iterator[bytes]:
         rest, end = b"", 0
         try:
-            for at, block in read_blocks(self._backend, self._directory, HISTORY_NAME, MOST_BYTES, BLOCK_BYTES):
+            for at, block in read_blocks(self._backend, self._directory, HISTORY_NAME, most_bytes, BLOCK_BYTES):
                 if at != end:
                     path = f"{self._directory}/{HISTORY_NAME}"
                     text = "%s: too large to be read whole: what lies in the middle, to byte %d, is left out"
