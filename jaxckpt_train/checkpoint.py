@@ -34,7 +34,7 @@ from jaxckpt_train.errors import (
 from jaxckpt_train.jobs.coordinator import Coordinator
 from jaxckpt_train.multihost import current
 from jaxckpt_train.opened import DEFAULT_NAME, Opened
-from jaxckpt_train.pending import PendingSave
+from jaxckpt_train.pending import PendingSave, wait_for_saves_of
 from jaxckpt_train.settings import StoreSettings, checked_settings
 from jaxckpt_train.sources import main_part, operated, options_for, use_source
 from jaxckpt_train.store.answers import answer_of
@@ -65,6 +65,13 @@ def absolute(path: PathLike) -> str:
         SettingsError: it is no path, or is relative to a home that nobody has, or to a removed working directory.
     """
     return absolute_path("path", path)
+
+
+def _to_read(path: PathLike) -> str:
+    """The absolute path, once the saves to it that this process has begun have ended."""
+    there = absolute(path)
+    wait_for_saves_of(there)
+    return there
 
 
 def run_info(custom_metadata: Any = None, **more: Any) -> dict[str, Any]:
@@ -275,7 +282,7 @@ def load(
     with loads.told_on_error():
         expect_parts(loads, {DEFAULT_NAME: like}, only, shardings)
         options = LoadOptions(only=only, rename=rename, cast=cast, missing=missing, shardings=shardings)
-        there = absolute(path)
+        there = _to_read(path)
         operations = operations_of("surgery", surgery)
 
         def load_main(source: Opened) -> Any:
@@ -315,7 +322,7 @@ def load_checkpointables(
 
     with loads.told_on_error():
         expect_parts(loads, {} if targets is None else named("targets", targets))
-        return use_source(_BACKEND, absolute(path), load_named, chosen, progress)
+        return use_source(_BACKEND, _to_read(path), load_named, chosen, progress)
 
 
 def metadata(path: PathLike) -> CheckpointMetadata:
@@ -324,7 +331,7 @@ def metadata(path: PathLike) -> CheckpointMetadata:
     Raises:
         NotACheckpointError, CorruptCheckpointError, FormatVersionError: see `errors`.
     """
-    return use_source(_BACKEND, absolute(path), lambda source: describe(source.committed), StoreSettings())
+    return use_source(_BACKEND, _to_read(path), lambda source: describe(source.committed), StoreSettings())
 
 
 def verify(path: PathLike, *, settings: StoreSettings | None = None) -> VerifyReport:
@@ -333,7 +340,7 @@ def verify(path: PathLike, *, settings: StoreSettings | None = None) -> VerifyRe
     Raises:
         NotACheckpointError: nothing committed at `path`, or it was removed meanwhile, as retention does.
     """
-    chosen, there = checked_settings("settings", settings), absolute(path)
+    chosen, there = checked_settings("settings", settings), _to_read(path)
 
     def verify_or_raise(committed: Committed) -> VerifyReport:
         report = verify_opened(_BACKEND, committed, chosen)

@@ -264,6 +264,11 @@ class PendingSave(Generic[T]):
         if self._thread is not None:
             unfinished.give_up(self, self._thread, exit_code)
 
+    def wait_until_ended(self) -> None:
+        """Wait until it has committed or failed, or gets no further; the outcome is left to who asks for it."""
+        if not self.is_of_parent() and threading.current_thread() is not self._thread:
+            self.wait_for(self._ended, None, LAST_PATIENCE_S)
+
     def mark_reported(self) -> None:
         """Say that the user has seen the outcome, so that it need not be told again at exit."""
         unfinished.seen(self)
@@ -310,6 +315,13 @@ def start_save(
         unfinished.finish_late(pending)
     pending._raise_interrupt()
     return pending
+
+
+def wait_for_saves_of(path: str) -> None:
+    """Wait until the saves to this path that this process has begun have ended, before it is read."""
+    for save in list(unfinished.under_way):
+        if save.subject == path and isinstance(save, PendingSave):
+            save.wait_until_ended()
 
 
 def call_within(

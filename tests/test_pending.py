@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 
 import jaxckpt_train as jct
@@ -324,3 +325,60 @@ def test_sigterm_without_a_handler_leaves_only_what_was_committed(tmp_path: Path
         assert jct.verify(tmp_path / "c2").ok
     jct.save(tmp_path / "c2", {"w": 1}, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "c2"]  # what the dead attempt left is gone
+
+
+class Held:
+    """Writes its files once it is let go on."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    async def save(self, directory: Any) -> Any:
+        async def write() -> None:
+            (await directory.await_creation() / "file").write_text("x")
+            assert self.go.wait(60)
+
+        return write()
+
+    async def load(self, directory: Any) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("reads", ["load", "load_checkpointables", "metadata", "verify"])
+@pytest.mark.parametrize("before", [False, True])
+def test_reads_wait_for_the_save_of_the_same_path(tmp_path: Path, reads: str, before: bool) -> None:
+    held, path = Held(), tmp_path / "c"
+    if before:
+        jct.save(path, {"w": np.zeros(2)})
+    both = {"state": {"w": np.ones(3)}, "held": held}
+    pending = jct.save_checkpointables_async(path, both, overwrite=before)
+    other = jct.save_async(tmp_path / "other", {"w": np.zeros(1)})
+    timer = threading.Timer(0.3, held.go.set)
+    timer.start()
+    if reads == "load":
+        assert jct.load(path)["w"].tolist() == [1, 1, 1]
+    elif reads == "load_checkpointables":
+        assert jct.load_checkpointables(path, {"state": {"w": np.zeros(3)}})["state"]["w"].tolist() == [1, 1, 1]
+    elif reads == "metadata":
+        assert jct.metadata(path).checkpointables["state"].bytes == 24
+    else:
+        assert jct.verify(path).ok
+    assert pending.done()
+    timer.join()
+    other.wait()
+
+
+def test_failure_of_a_save_is_not_raised_by_a_load_of_what_was_there(tmp_path: Path) -> None:
+    jct.save(tmp_path / "c", {"w": np.zeros(2)})
+
+    class Fails(Held):
+        async def save(self, directory: Any) -> Any:
+            async def write() -> None:
+                raise OSError("a disk")
+
+            return write()
+
+    pending = jct.save_checkpointables_async(tmp_path / "c", {"state": Fails()}, overwrite=True)
+    assert jct.load(tmp_path / "c")["w"].tolist() == [0, 0]
+    with pytest.raises(OSError, match="a disk"):
+        pending.wait()

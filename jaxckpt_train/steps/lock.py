@@ -330,7 +330,8 @@ class OwnerLock:
             now = self._sign()
             if now is None or now[0] != other.token:
                 return True
-        who = "this very process" if other.process == this_process() else str(other)
+        is_own = other.process == this_process()
+        who = "this very process (call close() of the manager or callback that has it)" if is_own else str(other)
         raise DirectoryLockedError(
             f"{self._directory}: owned by {who}, which is alive. Two jobs cannot save to "
             "one directory: stop the other one, close its manager, or choose another directory; if both are processes "
