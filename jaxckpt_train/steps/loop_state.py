@@ -50,7 +50,7 @@ class LoopState:
     def __init__(self, warns: bool = True, takes_positions: bool = False) -> None:
         self._takes_positions = takes_positions
         self._taken: Mapping[str, Taken] = {}
-        self._taking_s, self._began_at = 0.0, time.monotonic()
+        self._taking_s, self._began_at = -0.5, time.monotonic()  # the first ones import what they need
         self._warns = self._warns_of_steps_back = warns
         self.completed = 0
         self.called = self.in_steps = self.broken = False
