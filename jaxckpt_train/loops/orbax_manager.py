@@ -233,17 +233,17 @@ class CheckpointManager:
     def _begin(self, step: int, values: Mapping[str, Any], more: Mapping[str, Any]) -> SaveResult:
         """Have the run save a step, also where another manager of this process, or an unlisted step, is in the way."""
         try:
-            result = self._steps.told(lambda: self._manager.save(step, values, **more))
+            result = self._steps.checked(lambda: self._manager.save(step, values, **more))
         except DirectoryLockedError:
             other = _SAVING.get(self._manager.directory)
             if other is None or other is self:
                 raise
             other._let_go()
-            result = self._steps.told(lambda: self._manager.save(step, values, **more))
+            result = self._steps.checked(lambda: self._manager.save(step, values, **more))
         except (StepAlreadyExistsError, SettingsError):
             if not self._steps.is_unlisted(step):
                 raise
-            result = self._steps.told(lambda: self._manager.save(step, values, **more, overwrite=True))
+            result = self._steps.checked(lambda: self._manager.save(step, values, **more, overwrite=True))
         if result.pending is not None:
             _SAVING[self._manager.directory] = self
         return result
@@ -436,7 +436,7 @@ class CheckpointManager:
         Raises:
             The original error of it, if it failed.
         """
-        self._steps.told(self._manager.wait)
+        self._steps.checked(self._manager.wait)
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save is under way."""
@@ -444,7 +444,7 @@ class CheckpointManager:
 
     def check_for_errors(self) -> None:
         """Raise the original error of a save that has failed, once."""
-        self._steps.told(self._manager.check)
+        self._steps.checked(self._manager.check)
 
     def reload(self) -> None:
         """Nothing: who only reads looks at the directory each time, and nobody else changes that of who saves."""

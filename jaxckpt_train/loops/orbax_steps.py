@@ -87,8 +87,8 @@ class ListedSteps:
         """The run goes on from what was restored, and not from what was saved here."""
         self._newest, self._restored = None, self._manager.restored_step
 
-    def told(self, call: Callable[[], T]) -> T:
-        """What the call gives; a save that it tells to have failed does not count any more.
+    def checked(self, call: Callable[[], T]) -> T:
+        """The result of a call; where it raises the error of a save, that step is not listed any more.
 
         Raises:
             StepAlreadyExistsError: the step that it saves is there.

@@ -178,8 +178,8 @@ def test_a_conversion_of_a_target_is_logged(saved: dict[str, Path], caplog: pyte
         manager.restore(1, args=args.StandardRestore(tree()))
         assert not [message for message in caplog.messages if "converted" in message]
         manager.restore(1, args=args.StandardRestore(target))
-    (told,) = [message for message in caplog.messages if "converted" in message]
-    assert "w from float32 to bfloat16" in told
+    (warning,) = [message for message in caplog.messages if "converted" in message]
+    assert "w from float32 to bfloat16" in warning
 
 
 def test_save_arguments_convert_as_in_orbax(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_metadata_of_a_run_is_kept_once(tmp_path: Path) -> None:
     read_only = CheckpointManagerOptions(read_only=True)
     found = []
     for name, library in (("orbax", ocp), ("ours", orbax_manager)):
-        told, directory = [], tmp_path / name
+        seen, directory = [], tmp_path / name
         directory.mkdir()
         for metadata, options in [
             ({"a": 0}, library.CheckpointManagerOptions(read_only=True)),
@@ -149,8 +149,8 @@ def test_metadata_of_a_run_is_kept_once(tmp_path: Path) -> None:
             ({"a": 4}, library.CheckpointManagerOptions(read_only=True)),
         ]:
             with library.CheckpointManager(directory, metadata=metadata, options=options) as manager:
-                told.append(manager.metadata().custom_metadata)
-        found.append(told)
+                seen.append(manager.metadata().custom_metadata)
+        found.append(seen)
     assert found[0] == found[1]
     with CheckpointManager(tmp_path / "orbax", options=read_only) as manager:
         assert manager.metadata().custom_metadata == {"a": 2, "b": {"c": [1.5]}}
@@ -218,25 +218,25 @@ def test_registered_handlers_say_which_args_an_item_takes(tmp_path: Path) -> Non
 def test_items_of_checkpointers_are_saved_and_restored(tmp_path: Path) -> None:
     found = []
     for name, library in (("orbax", ocp), ("ours", orbax_manager)):
-        told: list[Any] = []
+        seen: list[Any] = []
         with library.CheckpointManager(tmp_path / name / "one", ocp.PyTreeCheckpointer()) as manager:
-            told.append(manager.save(1, {"w": np.arange(3.0), "n": 2}))
-            told.append((manager.is_saving_in_progress(), manager.all_steps()))
+            seen.append(manager.save(1, {"w": np.arange(3.0), "n": 2}))
+            seen.append((manager.is_saving_in_progress(), manager.all_steps()))
             wanted = {"w": ocp.RestoreArgs(dtype=np.float32), "n": ocp.RestoreArgs(restore_type=float)}
             for restored in (manager.restore(1), manager.restore(1, restore_kwargs={"restore_args": wanted})):
-                told.append((restored["w"].dtype, restored["w"].tolist(), restored["n"], type(restored["n"])))
+                seen.append((restored["w"].dtype, restored["w"].tolist(), restored["n"], type(restored["n"])))
         several = {
             "params": ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler()),
             "notes": ocp.Checkpointer(ocp.JsonCheckpointHandler()),
         }
         with library.CheckpointManager(tmp_path / name / "several", several) as manager:
-            told.append(manager.save(1, {"params": {"n": 1}, "notes": {"a": [1]}}, save_kwargs={"params": {}}))
+            seen.append(manager.save(1, {"params": {"n": 1}, "notes": {"a": [1]}}, save_kwargs={"params": {}}))
             manager.wait_until_finished()
             restored = manager.restore(1, {"params": {"n": 0}, "notes": None})
-            told.append((restored["params"], restored["notes"]))
+            seen.append((restored["params"], restored["notes"]))
             with pytest.raises(ValueError, match="other"):
                 manager.save(2, {"other": 1})
-        found.append(told)
+        found.append(seen)
     assert found[0] == found[1]
 
 
