@@ -14,6 +14,7 @@ from jaxckpt_train.checkpoint import verify as verify
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata as CheckpointMetadata
 from jaxckpt_train.checkpointables.contract import Saved as Saved
 from jaxckpt_train.checkpointables.contract import Staged as Staged
+from jaxckpt_train.checkpointables.counted_iterator import CountedIterator as CountedIterator
 from jaxckpt_train.checkpointables.per_process_value import PerProcess as PerProcess
 from jaxckpt_train.checkpointables.pytree import JsonValue as JsonValue
 from jaxckpt_train.checkpointables.registry import register_handler as register_handler
