@@ -111,7 +111,7 @@ class CheckpointCallback(LoopForms):
         self._best_metric, self._best_mode = best_metric, best_mode
         self._saved: int | None = None
         self._failed_with: str | None = None
-        self._loop = LoopState(warns=enabled, takes_positions=save_on_error)
+        self._loop = LoopState(warns=enabled, takes_positions=save_on_error, fingerprint=fingerprint)
 
     @classmethod
     def from_config(cls, config: Any = None) -> CheckpointCallback:
@@ -273,7 +273,10 @@ class CheckpointCallback(LoopForms):
         handled, loop = sys.exception(), self._loop
         if loop.last is not None and self._is_saved():
             return SaveResult(False, f"step {loop.step} is saved already")
-        values = None if handled is None and loop.has_begun_another() else loop.unchanged()
+        if handled is None:
+            values: Mapping[str, Any] | None = None if loop.has_begun_another() else loop.last
+        else:
+            values = loop.unchanged()
         if values is None:
             why_not = (
                 "expected a completed update to save; call ckpt(state) first"
@@ -305,6 +308,8 @@ class CheckpointCallback(LoopForms):
         metrics = savable_metrics(loop.metrics) if force else loop.metrics
         with with_fingerprint(self._fingerprint), self.manager.telling_later():
             more: dict[str, Any] = {"metrics": metrics, "force": force, "reason": reason, "timeout_s": timeout_s}
+            if self.manager.drift is not None and DATA_NAME in loop.handed_over:
+                self.manager.drift.warns_of_position = False  # each epoch may end at the same one
             with advised_for_a_loop(self.manager.directory, loop.step, self._saved):
                 result = self.manager.save(loop.step, values or loop.last, temporary=temporary, **more)
             self._saved = loop.step if result.saved else self._saved

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import logging
+import math
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import Any
 import grain
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 import jaxckpt_train as jct
+from jaxckpt_train.steps import loop_state
 from tests.steps.fake_backends import RefusingBackend, callback_on
 from tests.steps.runs import Counter, state_of, step_of
 
@@ -60,6 +63,67 @@ def test_last_completed_update_is_saved_with_its_position(
     assert not getattr(error, "__notes__", [])
     assert jct.StepManager(tmp_path).steps == [3]
     assert train(tmp_path, make_data) == [3, 4]
+
+
+class InPlace(Counter):
+    """Its state is an object that each element changes."""
+
+    def __init__(self, make_state: Callable[[], Any]) -> None:
+        self.state = make_state()
+
+    @property
+    def position(self) -> int:  # type: ignore[override]
+        return int(np.sum(jax.tree.leaves(self.state)[0]))
+
+    def __next__(self) -> int:
+        taken = self.position
+        (box,) = self.state.values()
+        box[0] += 1
+        return taken
+
+    def get_state(self) -> Any:
+        return self.state
+
+    def set_state(self, state: Any) -> None:
+        self.state = jax.tree.map(np.array, state)
+
+
+@pytest.mark.parametrize(
+    "make_state",
+    [lambda: {"at": [0]}, lambda: {"at": np.zeros(1, np.int64)}, lambda: {"at": {0: np.int64(0)}}],
+    ids=["list", "array", "dict"],
+)
+def test_position_that_is_taken_early_is_no_view_of_the_iterator(tmp_path: Path, make_state: Callable[[], Any]) -> None:
+    with pytest.raises(Failure):
+        train(tmp_path, lambda: InPlace(make_state), Failure())
+    assert jct.StepManager(tmp_path).steps == [3]
+    saved = jct.load_checkpointables(jct.StepManager(tmp_path).path(3))["data"]
+    assert int(np.sum(jax.tree.leaves(saved)[0])) == 3
+
+
+@pytest.mark.parametrize("save_on_error", [True, False])
+def test_position_that_is_taken_early_has_the_fingerprint(tmp_path: Path, save_on_error: bool) -> None:
+    with (
+        pytest.raises(Failure),
+        jct.CheckpointCallback(
+            tmp_path, save_interval_steps=100, save_on_error=save_on_error, fingerprint="one"
+        ) as ckpt,
+    ):
+        state, data = ckpt.resume(state_of(0), numbers())
+        for step in ckpt.steps(5):
+            next(data)
+            if step == 2:
+                try:
+                    raise Failure
+                except Failure:
+                    assert save_on_error or ckpt.save_now()
+                    raise
+            ckpt(state)
+    with (
+        pytest.raises(jct.IteratorStateError, match="'one'"),
+        jct.CheckpointCallback(tmp_path, fingerprint="other") as ckpt,
+    ):
+        ckpt.resume(state_of(0), numbers())
 
 
 @pytest.mark.parametrize("error", [Failure("no"), KeyboardInterrupt()])
@@ -189,3 +253,34 @@ def test_save_now_outside_of_an_exception_still_raises(tmp_path: Path) -> None:
                 with pytest.raises(jct.SettingsError, match="save_now"):
                     ckpt.save_now()
             ckpt(state_of(step + 1))
+
+
+def model() -> Any:
+    return nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("make_state", "make_data"),
+    [
+        (model, None),
+        (model, Counter),
+        (model, numbers),
+        (lambda: state_of(0), Counter),
+        (lambda: state_of(0), lambda: jct.CountedIterator(lambda first: range(first, 9))),
+    ],
+    ids=["nnx", "nnx, object", "nnx, grain", "object", "counted"],
+)
+def test_save_now_after_an_update_of_a_loop_without_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_state: Callable[[], Any], make_data: Callable[[], Any] | None
+) -> None:
+    """Also where taking positions would cost more than its share of the time."""
+    monkeypatch.setattr(loop_state, "TAKING_SHARE", -math.inf)
+    with jct.CheckpointCallback(tmp_path, save_interval_steps=100, save_on_exit=False) as ckpt:
+        data: dict[str, Any] = {} if make_data is None else {"data": make_data()}
+        found = ckpt.resume(make_state(), **data)
+        for _ in range(3):
+            for each in data.values():
+                next(each)
+            ckpt(found[0] if data else found)
+            assert ckpt.save_now()
+    assert jct.StepManager(tmp_path).latest == 3

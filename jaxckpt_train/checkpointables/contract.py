@@ -12,6 +12,8 @@ class _Nothing:
     def __repr__(self) -> str:
         return "NOTHING"
 
+    __reduce__ = __repr__  # a copy of it is itself
+
 
 NOTHING: Any = _Nothing()
 """What `Staged.tree` is when there is no tree: None is a tree too, and a JSON value."""

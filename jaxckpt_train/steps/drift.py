@@ -26,18 +26,21 @@ class Drift:
 
     Args:
         targets: what `resume` was given, by name.
+
+    Attributes:
+        warns_of_position: whether a position that does not move is warned of.
     """
 
     def __init__(self, targets: Mapping[str, Any]) -> None:
         self._wants = {name: wants for name, value in targets.items() if (wants := _wants_of(value)) is not None}
         self._forms: dict[str, Any] = {}
         self._position: tuple[int, Any] | None = None
-        self._warns_of_position = True
+        self.warns_of_position = True
 
     def look(self, step: int, parts: Sequence[StagedPart]) -> None:
         """Warn, once of each, if this save does not fit the next start, or has the position in the data of the last."""
         for part in parts:
-            if part.name == DATA_NAME and self._warns_of_position:
+            if part.name == DATA_NAME and self.warns_of_position:
                 self._look_at_position(step, part)
             if part.snapshot is not None and part.name in self._wants:
                 form = _form_of(part.snapshot)
@@ -64,12 +67,12 @@ class Drift:
         found = _position_of(part)
         before, self._position = self._position, (step, found)
         if found is not None and before is not None and before[1] == found and before[0] < step:
-            self._warns_of_position = False
+            self.warns_of_position = False
             _log.warning(
-                "step %d: the position of %r is still that of step %d, so the loop takes its batches from another "
-                "iterator, and a resume would repeat data: take them from the iterator that resume(...) returned. For "
-                "several epochs let the data repeat (dataset.repeat()), or hand over each new iterator by "
-                "ckpt(state, data=iterator)",
+                "step %d: the position of %r is that of step %d. If the loop takes its batches from another iterator, "
+                "a resume would repeat data: take them from the iterator that resume(...) returned. For several epochs "
+                "let the data repeat (dataset.repeat()), or hand over each new iterator by ckpt(state, data=iterator). "
+                "If the position starts anew in each epoch, and each save is at the same place of one, all is well",
                 step,
                 part.name,
                 before[0],

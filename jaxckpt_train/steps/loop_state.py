@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from jaxckpt_train.checkpointables.fingerprint import with_fingerprint
 from jaxckpt_train.checkpointables.registry import is_grain_iterator, is_tree_in_place, keeps_itself_current
 from jaxckpt_train.checkpointables.saving import Taken, take
 from jaxckpt_train.errors import IteratorStateError, SettingsError
@@ -35,6 +38,7 @@ class LoopState:
         warns: whether a loop is told when it leaves an update out.
         takes_positions: whether the positions of all iterators are taken in each update, so that the update can be
             saved while the next one is under way. Else those of Grain's are, as far as that takes 1 % of the time.
+        fingerprint: of the data, for these positions.
 
     Attributes:
         completed: how many are complete; in `updates`, the one under way included.
@@ -45,10 +49,11 @@ class LoopState:
         last: checkpointables of the last completed update by name; None until the loop has told of one.
         step: its label.
         metrics: its metrics.
+        handed_over: the names for which the loop has given another object than the one before.
     """
 
-    def __init__(self, warns: bool = True, takes_positions: bool = False) -> None:
-        self._takes_positions = takes_positions
+    def __init__(self, warns: bool = True, takes_positions: bool = False, fingerprint: str | None = None) -> None:
+        self._takes_positions, self._fingerprint = takes_positions, fingerprint
         self._taken: Mapping[str, Taken] = {}
         self._taking_s, self._began_at = -0.5, time.monotonic()  # the first ones import what they need
         self._warns = self._warns_of_steps_back = warns
@@ -59,8 +64,10 @@ class LoopState:
         self.step = 0
         self.metrics: Mapping[str, Any] | None = None
         self._current: dict[str, Any] = {}
+        self.handed_over: set[str] = set()
         self._needed: frozenset[str] = frozenset()
-        self._iterators: tuple[str, ...] = ()  # names of those whose positions are taken
+        # Of the iterators whose positions are taken, whether what they give may change with the next element.
+        self._iterators: dict[str, bool] = {}
 
     def begin(self, values: Mapping[str, Any], completed: int = 0) -> None:
         """Take note of what the loop works with from now on. Values that go stale are not held.
@@ -185,6 +192,7 @@ class LoopState:
 
     def _hand_over(self, name: str, value: Any) -> None:
         """What later calls save under this name, if they do not give it: the new value, as far as it stays current."""
+        self.handed_over.add(name)
         if keeps_itself_current(value):
             self._current[name] = value
         else:
@@ -193,20 +201,29 @@ class LoopState:
         self._find_iterators()
 
     def _find_iterators(self) -> None:
-        self._iterators = tuple(
-            name
+        self._iterators = {
+            name: not is_grain_iterator(value)
             for name, value in self._current.items()
             if is_grain_iterator(value) or (self._takes_positions and not is_tree_in_place(value))
-        )
+        }
 
     def _positions(self) -> Mapping[str, Taken]:
         """Those of the iterators now."""
         if not self._takes_positions and self._taking_s > TAKING_SHARE * (time.monotonic() - self._began_at):
             return {}
         began = time.thread_time()
-        taken = {name: take(self._current[name]) for name in self._iterators}
+        found = dict[str, Taken]()
+        for name, may_change in self._iterators.items():
+            taken = self._take(name)
+            if taken.staged.write_files is None:
+                staged = copy.deepcopy(taken.staged) if may_change else taken.staged
+                found[name] = dataclasses.replace(taken, staged=staged)
         self._taking_s += time.thread_time() - began
-        return {name: each for name, each in taken.items() if each.staged.write_files is None}
+        return found
+
+    def _take(self, name: str) -> Taken:
+        with with_fingerprint(self._fingerprint):
+            return take(self._current[name])
 
     def unchanged(self) -> Mapping[str, Any] | None:
         """The checkpointables as of the last completed update; None: the next one may have changed some of them."""
@@ -219,7 +236,7 @@ class LoopState:
     def _is_data_where_it_was(self) -> bool:
         """Whether Grain's iterators gave nothing since: then the next update has not begun, and nothing has changed."""
         of_grain = [name for name in self._taken if is_grain_iterator(self._current[name])]
-        return bool(of_grain) and all(take(self._current[name]) == self._taken[name] for name in of_grain)
+        return bool(of_grain) and all(self._take(name) == self._taken[name] for name in of_grain)
 
     def data_ended(self) -> IteratorStateError:
         """The error in place of a StopIteration that ends the loop."""

@@ -181,6 +181,23 @@ def test_iterator_that_is_handed_over_resumes_in_its_epoch(tmp_path: Path, caplo
     assert warnings_of(caplog) == []
 
 
+@pytest.mark.parametrize("make", [Counter, lambda: iter(epochs())])
+@pytest.mark.parametrize("always", [True, False])
+def test_iterators_that_are_handed_over_may_end_at_one_position(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[], Any], always: bool
+) -> None:
+    """A save at the end of each epoch, with its iterator given in each call, or in the first one."""
+    with jct.CheckpointCallback(tmp_path, save_interval_steps=4) as ckpt:
+        state, data = ckpt.resume({"w": jnp.zeros(1)}, make())
+        for step in ckpt.steps(12):
+            is_new = step > 0 and step % 4 == 0
+            data = make() if is_new else data
+            next(data)
+            ckpt(state, **({"data": data} if always or is_new else {}))
+    assert jct.StepManager(tmp_path).latest == 12
+    assert warnings_of(caplog) == []
+
+
 def test_data_that_repeats_resumes_in_its_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def data() -> Any:
         return iter(grain.MapDataset.range(8).seed(3).shuffle().batch(2).repeat().to_iter_dataset())
