@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import re
@@ -188,6 +189,38 @@ def test_a_break_before_the_update_was_told_saves_no_wrong_position(
     assert "the last saved step is 2" in caplog.text
     assert jct.StepManager(tmp_path).steps == [2]
     assert position_of(tmp_path, 2) == 2
+
+
+@pytest.mark.parametrize("stops", [(3,), (0, 1), (3, 3, 5)])
+def test_a_loop_that_is_run_again_after_an_interrupt_does_that_update_again(
+    stops: tuple[int, ...], tmp_path: Path
+) -> None:
+    with callback(tmp_path, interval=1) as ckpt:
+        ckpt.resume(state_of(0))
+        done = []
+        for stop in (*stops, None):
+            with contextlib.suppress(KeyboardInterrupt):
+                for step in ckpt.steps(7):
+                    if step == stop:
+                        raise KeyboardInterrupt
+                    done.append(step)
+                    ckpt(state_of(len(done)))
+            assert ckpt.completed_steps == len(done)
+    assert done == list(range(7))
+    assert jct.StepManager(tmp_path).steps == list(range(1, 8))
+
+
+def test_a_loop_that_has_nothing_left_to_do_saves_no_position_of_an_update_that_was_interrupted(tmp_path: Path) -> None:
+    with callback(tmp_path, interval=100) as ckpt:
+        _, data = ckpt.resume(state_of(0), Counter())
+        with contextlib.suppress(KeyboardInterrupt):
+            for step in ckpt.steps(7):
+                next(data)
+                if step == 3:
+                    raise KeyboardInterrupt
+                ckpt(state_of(step + 1))
+        assert list(ckpt.steps(3)) == []
+    assert jct.StepManager(tmp_path).steps == []
 
 
 def test_a_loop_of_ones_own_counts_calls(tmp_path: Path) -> None:

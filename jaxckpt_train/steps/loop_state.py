@@ -87,6 +87,8 @@ class LoopState:
     def updates(self, num_steps: int, must_stop: Callable[[], bool]) -> Iterator[int]:
         """The numbers of the updates still to do; asks before each whether to stop."""
         self.num_steps = whole(0)("steps: num_steps", num_steps)
+        if self._is_under_way() and self.complete < num_steps:  # an error or interrupt ended it: its number comes again
+            self.completed, self.broken = self.complete, False
         if self.completed > num_steps:
             _log.warning(
                 "steps(%d): the run has completed %d updates already, so there is nothing to do; give the number of "
