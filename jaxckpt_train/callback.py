@@ -253,6 +253,7 @@ class CheckpointCallback(LoopForms):
         """
         if not self.enabled or self._departure.preempted is not None:
             return self._departure.preempted is not None
+        loop_observer.polled()
         asked = self._watch.reached()
         if asked and ((self._loop.in_steps and self._loop.called) or self._loop.last is None):
             self._leave()

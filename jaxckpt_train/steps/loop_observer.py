@@ -21,6 +21,9 @@ class LoopObserver(Protocol):
     def told(self, manager: StepManager, loop: LoopState) -> None:
         """The loop has told of the update `loop.step`; nothing of it is saved yet."""
 
+    def polled(self) -> None:
+        """The loop calls `ckpt.poll()`, as an evaluation does."""
+
 
 _observer: LoopObserver | None = None
 
@@ -40,3 +43,9 @@ def told(manager: StepManager, loop: LoopState) -> None:
     """See LoopObserver.told."""
     if _observer is not None:
         _observer.told(manager, loop)
+
+
+def polled() -> None:
+    """See LoopObserver.polled."""
+    if _observer is not None:
+        _observer.polled()

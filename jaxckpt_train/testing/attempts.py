@@ -15,7 +15,7 @@ from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.testing.failures import ResumeNotProvenError
 from jaxckpt_train.testing.processes import run_child
 from jaxckpt_train.testing.record_files import How, Plan, ProcessFiles, is_below
-from jaxckpt_train.testing.records import Leaf, Resumed, Stopped, Update
+from jaxckpt_train.testing.records import Between, Leaf, Line, Resumed, Stopped, Update
 from jaxckpt_train.testing.run_target import Target
 
 
@@ -36,7 +36,7 @@ class Attempt:
     ignores: Callable[[str], bool] = lambda name: False
 
     @functools.cached_property
-    def _lines(self) -> Sequence[Resumed | Update | Stopped]:
+    def _lines(self) -> Sequence[Line]:
         return self.files.lines()
 
     @functools.cached_property
@@ -63,6 +63,11 @@ class Attempt:
     def by_step(self) -> dict[int, Update]:
         """The updates by their label."""
         return {update.step: update for update in self.updates}
+
+    @functools.cached_property
+    def between(self) -> dict[int, Between]:
+        """What was seen after `ckpt(...)` of an update and before the next one, by the label of the former."""
+        return {line.step: line for line in self._lines if isinstance(line, Between)}
 
     @property
     def start(self) -> Resumed:
@@ -117,13 +122,20 @@ class Runner:
     start: Callable[[Path, Path, float], int | None] = run_child
     ignores: Callable[[str], bool] = lambda name: False
 
-    def run(self, name: str, number: int, stop_at: int | None = None, values_from: int | None = None) -> Attempt:
+    def run(
+        self,
+        name: str,
+        number: int,
+        stop_at: int | None = None,
+        values_from: int | None = None,
+        saves_first: bool = False,
+    ) -> Attempt:
         """Run one process.
 
         Args:
             name: of the run, whose processes save in one directory.
             number: of the process in it, from 1.
-            stop_at, values_from: see Plan.
+            stop_at, values_from, saves_first: see Plan.
 
         Raises:
             ResumeNotProvenError: it hung, or nothing of it can be compared.
@@ -138,6 +150,7 @@ class Runner:
             values_from,
             self.timeout_s,
             time.monotonic() + self.timeout_s,
+            saves_first,
         )
         code = self.start(files.write_plan(plan), files.log, self.timeout_s)
         attempt = Attempt(files, plan, code, self.ignores)
@@ -180,18 +193,26 @@ def _check_that_it_can_be_compared(attempt: Attempt, subject: str) -> None:
         )
 
 
-def run_interrupted(runner: Runner, kill_at: Sequence[int]) -> list[Attempt]:
+def run_interrupted(
+    runner: Runner, kill_at: Sequence[int], name: str = "interrupted", saves_first: bool = False
+) -> list[Attempt]:
     """Run it with its interruptions until it ends.
+
+    Args:
+        runner: starts its processes.
+        kill_at: the updates in which it is interrupted.
+        name: of the run.
+        saves_first: whether these updates are saved before, so that the run resumes at each.
 
     Raises:
         ResumeNotProvenError: it did not get to one of them, did not resume, or ended by itself with an error.
     """
     attempts: list[Attempt] = []
     for number, stop_at in enumerate([*kill_at, None], 1):
-        attempt = runner.run("interrupted", number, stop_at)
+        attempt = runner.run(name, number, stop_at, saves_first=saves_first)
         if attempts:
             _check_that_it_resumed(attempt, attempts[-1])
-        _check_end(attempt, f"the interrupted run, process {number}{_resumed(attempt)}")
+        _check_end(attempt, f"the {name} run, process {number}{_resumed(attempt)}")
         attempts.append(attempt)
     return attempts
 

@@ -249,8 +249,27 @@ def _state_not_taken(evidence: Evidence) -> Iterator[Cause]:
         )
 
 
+def _evaluation(evidence: Evidence) -> Iterator[Cause]:
+    """What happens after `ckpt(...)` of the update that was resumed at is part of no step."""
+    between, step = evidence.between, evidence.attempt.resumed_at
+    seen = "a resume at another step was exact"
+    if between is not None and between.changed:
+        seen = f"it changes in place after ckpt(...) of update {step}: {', '.join(between.changed[:3])}"
+    elif not evidence.was_exact_elsewhere:
+        return
+    elif between is not None:
+        seen += f"; ckpt.poll() is called after ckpt(...) of update {step}"
+    yield Cause(
+        "the state changes between ckpt(...) and the next update (an evaluation?)",
+        seen,
+        "evaluate before ckpt(...), or at the top of the loop's body, where a resumed run does it too; or let the "
+        "evaluation change nothing that training uses",
+    )
+
+
 def _usual(evidence: Evidence) -> Iterator[Cause]:
     """What explains a difference anywhere, and is seen directly."""
+    yield from _evaluation(evidence)
     if evidence.tells_what_was_restored:
         step = evidence.attempt.updates[0].step
         yield Cause(

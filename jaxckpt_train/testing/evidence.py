@@ -14,7 +14,7 @@ from jaxckpt_train.testing.attempts import Attempt
 from jaxckpt_train.testing.data_faults import DataFault, fault_of
 from jaxckpt_train.testing.differences import Difference, Kind
 from jaxckpt_train.testing.leaf_numbers import common_factor, number_of, relative_difference
-from jaxckpt_train.testing.records import Leaf, Update
+from jaxckpt_train.testing.records import Between, Leaf, Update
 
 _OPTIMIZER = re.compile(
     r"(^|[/_.])(opt|optim|optimizer|adam\w*|sgd|mu|nu|trace|momentum|velocity|moments?)($|[/_.])", re.I
@@ -198,6 +198,18 @@ class Evidence:
         stays = all(name in restored and leaf.same(restored[name]) for name, leaf in update.leaves.items())
         moves = any(name in before.leaves and not leaf.same(before.leaves[name]) for name, leaf in after.leaves.items())
         return stays and moves
+
+    @functools.cached_property
+    def between(self) -> Between | None:
+        """What the uninterrupted run does between the update that was resumed at and the next, where they part."""
+        is_first = self.first.position == 1 and self.first.kind in ("leaf", "metric")
+        return self.straight.between.get(self.attempt.resumed_at or 0) if is_first else None
+
+    @property
+    def was_exact_elsewhere(self) -> bool:
+        """Whether a resume at another step was exact, and the first update after this one is not."""
+        at_other_steps = self.first.number > 1 or self.attempts[0].plan.saves_first
+        return at_other_steps and self.first.position == 1
 
     @functools.cached_property
     def factor(self) -> float | None:

@@ -33,6 +33,7 @@ class Plan(msgspec.Struct, frozen=True):
         values_from: the update from which on the values of leaves are wanted most; None: the first.
         timeout_s: it must have ended by then.
         ends_at: when that is, by `time.monotonic`, which is one clock for all processes of a machine.
+        saves_first: whether the update in which it is interrupted is saved before, whatever the policy says.
     """
 
     target: FunctionTarget | ScriptTarget
@@ -42,6 +43,7 @@ class Plan(msgspec.Struct, frozen=True):
     values_from: int | None
     timeout_s: float
     ends_at: float
+    saves_first: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -94,10 +94,24 @@ class Update(msgspec.Struct, frozen=True, tag="update", tag_field="line"):
     host: dict[str, str]
 
 
+class Between(msgspec.Struct, frozen=True, tag="between", tag_field="line"):
+    """What happens after `ckpt(...)` of an update and before the next update, if anything is seen there.
+
+    Attributes:
+        step: the label of the update.
+        polled: whether `ckpt.poll()` is called there, as in an evaluation.
+        changed: names of the leaves that change in place there. A save of this update does not have the change.
+    """
+
+    step: int
+    polled: bool
+    changed: tuple[str, ...]
+
+
 class Stopped(msgspec.Struct, frozen=True, tag="stopped", tag_field="line"):
     """The run is interrupted in this update."""
 
     step: int
 
 
-Line = Resumed | Update | Stopped
+Line = Resumed | Update | Between | Stopped

@@ -29,7 +29,7 @@ class ResumeProof:
 
     Attributes:
         updates: how many updates the run has.
-        interrupted_in: the updates in which it was interrupted.
+        interrupted_in: the updates in which it was interrupted: those of `kill_at`, then the one before an evaluation.
         resumed_at: the steps that it went on from.
         compared_updates: how many updates after a resume were compared; those done twice count twice.
         compared_batches: how many batches in them; 0: none were seen, see docs/resume-proof.md.
@@ -95,13 +95,30 @@ def prove(runner: Runner, stops: Sequence[int]) -> ResumeProof:
     """Run it with and without interruptions in these updates, and compare; see `assert_resume_exact`."""
     attempts = run_interrupted(runner, stops)
     straight = run_uninterrupted(runner, "uninterrupted", attempts[1].resumed_at or 0)
+    _compare(runner, attempts, straight)
+    if (step := _before_an_evaluation(attempts, straight)) is not None:
+        more = run_interrupted(runner, [step], "interrupted-before-an-evaluation", saves_first=True)
+        _compare(runner, more, straight)
+        attempts += more
+    remove(runner.directory)
+    return _proof(attempts, straight)
+
+
+def _compare(runner: Runner, attempts: list[Attempt], straight: Attempt) -> None:
     kinds = firsts(differences(attempts, straight))
     if kinds:
         evidence = _evidence(runner, attempts, straight, kinds)
         causes = likely_causes(evidence)
         raise ResumeNotExactError(report(evidence, causes), tuple(cause.what for cause in causes))
-    remove(runner.directory)
-    return _proof(stops, attempts, straight)
+
+
+def _before_an_evaluation(attempts: list[Attempt], straight: Attempt) -> int | None:
+    """The update after which the loop changes or polls something first, unless the run has resumed at such a one."""
+    found = [each for each in straight.between.values() if each.step != straight.last]
+    changing = [each.step for each in found if each.changed]
+    steps = changing or [each.step for each in found]
+    is_tried = any(attempt.resumed_at in steps for attempt in attempts)
+    return steps[0] if steps and not is_tried else None
 
 
 def _stops(kill_at: int | Sequence[int]) -> list[int]:
@@ -129,12 +146,13 @@ def _evidence(runner: Runner, attempts: list[Attempt], straight: Attempt, kinds:
     return Evidence(attempts, straight, kinds, twin, again)
 
 
-def _proof(stops: Sequence[int], attempts: list[Attempt], straight: Attempt) -> ResumeProof:
-    resumed = [update for attempt in attempts[1:] for update in attempt.updates]
+def _proof(attempts: list[Attempt], straight: Attempt) -> ResumeProof:
+    starts = [attempt.resumed_at for attempt in attempts if attempt.resumed_at is not None]
+    resumed = [update for attempt in attempts if attempt.resumed_at is not None for update in attempt.updates]
     return ResumeProof(
         straight.last or 0,
-        tuple(stops),
-        tuple(attempt.resumed_at or 0 for attempt in attempts[1:]),
+        tuple(attempt.plan.stop_at for attempt in attempts if attempt.plan.stop_at is not None),
+        tuple(starts),
         len(resumed),
         sum(not batch.unseen() for update in resumed if not update.elsewhere for batch in update.batches),
         tuple(sorted(straight.ignored)),

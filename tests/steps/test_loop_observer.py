@@ -29,6 +29,9 @@ class Watching:
         assert loop.last is not None
         self.notes.append(("told", loop.step, sorted(loop.last), loop.metrics, manager.is_saved(loop.step)))
 
+    def polled(self) -> None:
+        self.notes.append(("polled",))
+
 
 @pytest.fixture
 def watching() -> Iterator[Watching]:
@@ -64,6 +67,13 @@ def test_it_is_told_what_a_loop_goes_on_from_and_of_each_update_before_that_is_s
 def test_the_loop_gets_what_it_puts_in_the_place_and_what_is_saved_stays(watching: Watching, tmp_path: Path) -> None:
     assert train(tmp_path, 1, jct.JsonValue([7])) == "instead"
     assert jct.load_checkpointables(tmp_path / "step-0000000001", {"data": None})["data"] == jct.JsonValue([7])
+
+
+def test_it_hears_of_polls_by_a_loop_that_is_not_switched_off(watching: Watching, tmp_path: Path) -> None:
+    for enabled in (True, False):
+        with jct.CheckpointCallback(tmp_path, enabled=enabled) as ckpt:
+            assert not ckpt.poll()
+    assert watching.notes == [("polled",)]
 
 
 def test_an_error_of_the_observer_ends_the_call(watching: Watching, tmp_path: Path, monkeypatch: Any) -> None:
