@@ -16,7 +16,7 @@ from jaxckpt_train.formats.foreign import ForeignSegment, check_shape
 from jaxckpt_train.formats.foreign_calls import foreign_call
 from jaxckpt_train.formats.held_pieces import HeldPieces, Newest
 from jaxckpt_train.formats.orbax_bounds import Bounds, check_metadata, chunk_bytes, chunk_shape
-from jaxckpt_train.formats.tensorstore_calls import read_error, tensorstore
+from jaxckpt_train.formats.tensorstore_calls import read_error, refuse_fork, tensorstore
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.dtypes import dtype_name, is_storable
@@ -220,7 +220,9 @@ def read_box(subject: str, stores: Sequence[ts.TensorStore], box: Box, target: n
     Raises:
         CorruptCheckpointError: what is stored is damaged.
         StorageError: the system refused to read it.
+        SettingsError: TensorStore cannot be used in this forked process.
     """
+    refuse_fork(f"{subject}: is read")
     *others, last = stores
     for store in others:
         with contextlib.suppress(ValueError), foreign_call():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +19,45 @@ from jaxckpt_train.store.refusal import refusal
 
 TOLD_LETTERS = 2000  # of an error of TensorStore, which names a file
 _SYSTEM_ERROR = re.compile(r"(?:os_error_code='|\[OS error )(\d+)")  # as its versions have it
+_STARTED = "/tensorstore/thread_pool/started"  # its count of the threads that it has started in this process
 _OF_THE_NAME = MISSING | {errno.ENAMETOOLONG}  # nothing can be there, so whatever has this name is damaged
+
+
+_has_threads = False  # as of the last fork
+_is_lost_to_fork = False
+
+
+def _look_for_threads() -> None:
+    """Note before a fork whether TensorStore has started threads, which the child will not have."""
+    global _has_threads
+    library = sys.modules.get("tensorstore")
+    count = getattr(library, "experimental_collect_matching_metrics", None)
+    _has_threads = library is not None and (count is None or bool(count(_STARTED)))
+
+
+def _note_fork() -> None:
+    global _is_lost_to_fork
+    _is_lost_to_fork = _is_lost_to_fork or _has_threads
+
+
+os.register_at_fork(before=_look_for_threads, after_in_child=_note_fork)
+
+
+def refuse_fork(subject: str) -> None:
+    """Refuse to use TensorStore in a process in which it would abort.
+
+    Args:
+        subject: what is done through it, for messages.
+
+    Raises:
+        SettingsError: this process was forked after TensorStore had started its threads.
+    """
+    if _is_lost_to_fork:
+        raise SettingsError(
+            f"{subject} through TensorStore, which cannot be used in process {os.getpid()}: it was forked after its "
+            'parent had used TensorStore. Start the process by multiprocessing.get_context("spawn"), or load in the '
+            "parent"
+        )
 
 
 def tensorstore(subject: str) -> Any:
@@ -27,8 +67,9 @@ def tensorstore(subject: str) -> Any:
         subject: what is done through it, for messages.
 
     Raises:
-        SettingsError: it is not installed, or cannot be imported.
+        SettingsError: it is not installed, cannot be imported, or cannot be used in this forked process.
     """
+    refuse_fork(subject)
     with _interrupts_wait():  # one within the start of an extension becomes an ImportError
         try:
             import tensorstore
