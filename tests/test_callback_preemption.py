@@ -315,6 +315,13 @@ def test_error_after_a_request_saves_the_last_update(
     assert manager.history.events()[-1]["how"] == "preempted"
 
 
+@pytest.mark.parametrize("taken", [False, True])
+def test_error_after_a_request_saves_the_fingerprint(tmp_path: Path, taken: bool) -> None:
+    with pytest.raises(SystemExit):
+        fail_when_asked(tmp_path, LoopError(), taken, range_iterator(), fingerprint="v1")
+    assert jct.StepManager(tmp_path).load({"data": None}, 3)["data"]["fingerprint"] == "v1"
+
+
 def test_error_after_a_request_in_a_loop_of_ones_own_saves_its_position(tmp_path: Path) -> None:
     with pytest.raises(SystemExit), callback(tmp_path) as ckpt:
         _, data = ckpt.resume(state_of(0), range_iterator())
