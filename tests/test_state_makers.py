@@ -206,3 +206,90 @@ def test_further_checkpointables_may_be_made_too(tmp_path: Path) -> None:
             assert average["w"].tolist() == [ema] * 2
             for _ in ckpt.steps(num_steps):
                 ckpt(state, ema={"w": average["w"] + 1})
+
+
+MESH = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+CUT = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec("x"))
+
+
+def test_arrays_that_a_function_has_not_traced_keep_their_shardings(tmp_path: Path) -> None:
+    outside = jax.device_put(jnp.arange(16.0), CUT)
+    typed = jax.jit(lambda: jnp.arange(16.0), out_shardings=CUT)()
+    constrained = jax.jit(lambda: jax.jit(lambda: jax.lax.with_sharding_constraint(jnp.arange(16.0), CUT))())
+    makers: list[Callable[[], Any]] = [
+        lambda: {"w": outside, "key": jax.random.key(1)},
+        lambda: {"w": typed, "weak": jnp.asarray(1.0)},
+        lambda: {"w": jax.make_array_from_callback((16,), CUT, lambda at: np.arange(16.0, dtype=np.float32)[at])},
+        lambda: {"w": constrained()},
+        lambda: {"w": jax.lax.with_sharding_constraint(jnp.arange(16.0), CUT)},
+    ]
+    for number, make in enumerate(makers):
+        for num_steps in (1, 2):
+            state = resumed(tmp_path / str(number), make, num_steps)
+            assert state["w"].sharding == CUT
+            assert state["w"].tolist() == [at + num_steps - 1.0 for at in range(16)]
+
+
+def of_a_branch() -> dict[str, Any]:
+    w = jax.device_put(jax.random.normal(jax.random.key(0), (16,)), CUT)
+    return {"w": w if float(w.sum()) < 1000 else -w, "weak": jnp.asarray(2.0), "key": jax.random.key(1)}
+
+
+def of_numpy() -> dict[str, Any]:
+    return {"w": jax.device_put(np.asarray(jnp.ones(16)), CUT), "host": np.asarray(jnp.zeros(2)), "n": 3}
+
+
+def of_a_mask() -> dict[str, Any]:
+    w = jnp.arange(32.0)
+    return {"w": jax.device_put(w[w >= 16], CUT), "n": int(w.sum())}
+
+
+def of_nnx() -> nnx.Linear:
+    layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    assert float(layer.bias[...].sum()) == 0
+    return layer
+
+
+@pytest.mark.parametrize("make", [of_a_branch, of_numpy, of_a_mask])
+def test_function_that_needs_values_is_called_where_it_cannot_be_traced(
+    tmp_path: Path, make: Callable[[], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh = resumed(tmp_path, make, 1)
+    assert not caplog.messages
+    restored = resumed(tmp_path, make, 2)
+    assert "cannot be traced" in caplog.text
+    assert raw(restored["w"]) == raw(fresh["w"] + 1)
+    assert (restored["w"].sharding, restored["w"].committed) == (CUT, True)
+    for name in fresh.keys() - {"w"}:
+        assert type(restored[name]) is type(fresh[name])
+        assert getattr(restored[name], "weak_type", None) == getattr(fresh[name], "weak_type", None)
+        assert raw(restored[name]) == raw(fresh[name])
+
+
+def test_function_of_nnx_objects_that_needs_values_is_called(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for num_steps in (1, 2):
+        with jct.CheckpointCallback(tmp_path, save_interval_steps=1) as ckpt:
+            layer = ckpt.resume(of_nnx)
+            assert layer.kernel[...].tolist() == (of_nnx().kernel[...] + (num_steps - 1)).tolist()
+            for _ in ckpt.steps(num_steps):
+                layer.kernel[...] = layer.kernel[...] + 1
+                ckpt()
+    assert "cannot be traced" in caplog.text
+
+
+def test_large_leaves_without_a_sharding_among_sharded_ones_are_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(rows: int) -> Any:
+        params = jax.jit(lambda: {"w": jnp.ones((rows, 256))}, out_shardings=CUT)()
+        return {**params, "moments": optax.adam(1e-2).init(params), "key": jax.random.PRNGKey(0)}
+
+    whole = jax.jit(functools.partial(make, 1024), out_shardings=CUT.update(spec=jax.sharding.PartitionSpec()))
+    for name, maker in (("small", functools.partial(make, 16)), ("whole", whole)):
+        for num_steps in (1, 2):
+            resumed(tmp_path / name, maker, num_steps)
+    assert not caplog.messages
+    for num_steps in (1, 2):
+        resumed(tmp_path / "large", functools.partial(make, 1024), num_steps)
+    (message,) = caplog.messages
+    assert "'moments/0/mu/w'" in message

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +14,9 @@ from jaxckpt_train.checkpointables.pytree import PytreeHandler
 from jaxckpt_train.checkpointables.registry import handler_of
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.tree.flatten import flatten
+
+_log = logging.getLogger("jaxckpt_train")
+_NOTABLE_BYTES = 1 << 20
 
 
 def is_maker(value: object) -> bool:
@@ -53,6 +58,19 @@ def _is_abstract(leaf: object) -> bool:
 
 
 def _abstract(make: Callable[[], Any]) -> Any:
+    try:
+        return _traced(make)
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+        _log.warning(
+            "resume: the function that makes the state cannot be traced, so it is called, which computes all of its "
+            "arrays: it needs the values of some of them. Compute these outside of it. %s",
+            str(error).partition("\n")[0],
+        )
+    state = make()
+    return jax.tree.map(_form, state) if isinstance(handler_of(state), PytreeHandler) else state
+
+
+def _traced(make: Callable[[], Any]) -> Any:
     seen: list[tuple[Any, Any, list[Any]]] = []
 
     def trace() -> list[jax.Array]:
@@ -62,10 +80,8 @@ def _abstract(make: Callable[[], Any]) -> Any:
             seen.append((handler, None, []))
             return []
         leaves, structure = jax.tree.flatten(state)
-        seen.append(
-            (handler, structure, [None if isinstance(leaf, jax.Array) else _host_form(leaf) for leaf in leaves])
-        )
-        return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+        seen.append((handler, structure, [None if _is_tracer(leaf) else _form(leaf) for leaf in leaves]))
+        return [leaf for leaf in leaves if _is_tracer(leaf)]
 
     traced, shapes = jax.make_jaxpr(trace, return_shape=True)()
     handler, structure, leaves = seen[-1]
@@ -74,7 +90,49 @@ def _abstract(make: Callable[[], Any]) -> Any:
         return make() if of_objects is None else of_objects(make)
     shardings = _shardings(traced.jaxpr)
     arrays = iter([_with_sharding(*each) for each in zip(shapes, shardings, strict=True)])
-    return jax.tree.unflatten(structure, [next(arrays) if leaf is None else leaf for leaf in leaves])
+    tree = jax.tree.unflatten(structure, [next(arrays) if leaf is None else leaf for leaf in leaves])
+    _warn_of_unknown_shardings(tree)
+    return tree
+
+
+def _warn_of_unknown_shardings(tree: Any) -> None:
+    """Say so if leaves go to the default device although others of the same state are on several devices."""
+    structs = [leaf for leaf in jax.tree.leaves(tree) if _is_abstract(leaf)]
+    unknown = [leaf for leaf in structs if leaf.sharding is None]
+    if sum(map(_bytes, unknown)) < _NOTABLE_BYTES or not any(_is_on_several_devices(leaf.sharding) for leaf in structs):
+        return
+    flat, largest = flatten(tree), max(unknown, key=_bytes)
+    name = next(name for name, leaf in zip(flat.names, flat.leaves, strict=True) if leaf is largest)
+    _log.warning(
+        "resume: leaf %r is restored to the default device (%d bytes in %d such leaves), while others of the state "
+        "are on several devices: tracing the function that makes the state does not tell its sharding. Make it "
+        "whole by jax.jit(make_state, out_shardings=...)",
+        name,
+        sum(map(_bytes, unknown)),
+        len(unknown),
+    )
+
+
+def _is_on_several_devices(sharding: Any) -> bool:
+    return sharding is not None and sharding.num_devices > 1
+
+
+def _bytes(leaf: Any) -> int:
+    size: int = math.prod(leaf.shape) * leaf.dtype.itemsize
+    return size
+
+
+def _is_tracer(leaf: object) -> bool:
+    return isinstance(leaf, jax.core.Tracer)
+
+
+def _form(leaf: Any) -> Any:
+    """A leaf that is computed already, without its values if it is an array."""
+    if not isinstance(leaf, jax.Array):
+        return _host_form(leaf)
+    struct: Any = jax.ShapeDtypeStruct
+    place, is_weak = leaf.sharding if leaf.committed else None, getattr(leaf, "weak_type", False)
+    return struct(leaf.shape, leaf.dtype, sharding=place, weak_type=is_weak)
 
 
 def _host_form(leaf: Any) -> Any:
@@ -83,12 +141,16 @@ def _host_form(leaf: Any) -> Any:
 
 
 def _shardings(jaxpr: Any) -> Sequence[jax.sharding.Sharding | None]:
-    """The shardings of the outputs that a jitted function gives by `out_shardings`, or a `jax.device_put`."""
+    """The shardings of outputs: of `out_shardings` of a jitted function, a constraint in it, or a `jax.device_put`."""
     made_by = {id(var): (eqn.params, number) for eqn in jaxpr.eqns for number, var in enumerate(eqn.outvars)}
 
     def of(params: Mapping[str, Any], number: int) -> jax.sharding.Sharding | None:
         given = [params[key][number] for key in ("out_shardings", "devices") if key in params]
-        return next((each for each in given if isinstance(each, jax.sharding.Sharding)), None)
+        given.append(params.get("sharding"))
+        found = next((each for each in given if isinstance(each, jax.sharding.Sharding)), None)
+        if found is None and "out_shardings" in params:
+            return _shardings(params["jaxpr"].jaxpr)[number]
+        return found
 
     return [of(*made_by.get(id(var), ({}, 0))) for var in jaxpr.outvars]
 
