@@ -162,13 +162,14 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(660)  # a pipeline starts processes that import all of it: 10 in all, 100 s on a busy machine
 @pytest.mark.parametrize("pipeline", ["DataLoader", "mp_prefetch", "mp_prefetch, window shuffle"])
 def test_pipelines_with_worker_processes_resume_in_a_program_that_never_parsed_absl_flags(
     pipeline: str, tmp_path: Path, run_python: Any
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(WITH_WORKERS)
-    assert run_python(script, pipeline, check=True).stdout == "resumed\n"
+    assert run_python(script, pipeline, check=True, timeout_s=600).stdout == "resumed\n"
 
 
 def test_absl_flags_are_marked_only_where_they_exist_and_are_unparsed(run_python: Any) -> None:
