@@ -6,6 +6,7 @@ import errno
 import functools
 import logging
 import math
+import signal
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -176,6 +177,47 @@ def test_nnx_objects_are_saved_only_until_the_next_update(
                 raise Failure
     assert jct.StepManager(tmp_path).steps == steps
     assert any("step 2 is not saved" in record.getMessage() for record in caplog.records) == is_in_update
+
+
+@pytest.mark.parametrize("per_batch", [1, 2, 3])
+@pytest.mark.parametrize("way", ["save_on_error", "save_now", "signal"])
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_nnx_objects_are_never_saved_as_another_update_left_them(
+    tmp_path: Path, per_batch: int, way: str, is_changed: bool
+) -> None:
+    """Also where the position in the data does not say whether an update is under way."""
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    model.kernel[...] = jnp.zeros((2, 2))
+    options: dict[str, Any] = {
+        "save_interval_steps": 100,
+        "save_on_error": way == "save_on_error",
+        "on_preemption": "raise",
+    }
+    with pytest.raises((Failure, jct.Preempted)), jct.CheckpointCallback(tmp_path, **options) as ckpt:
+        _, data = ckpt.resume(model, numbers())
+        for step in ckpt.steps(9):
+            if step == 5:
+                if way == "signal":
+                    signal.raise_signal(signal.SIGTERM)
+                if is_changed:
+                    if step % per_batch == 0:
+                        next(data)
+                    model.kernel[...] += 1
+                try:
+                    raise Failure
+                except Failure:
+                    if way == "save_now":
+                        ckpt.save_now()
+                    raise
+            if step % per_batch == 0:
+                next(data)
+            model.kernel[...] += 1
+            ckpt()
+    manager = jct.StepManager(tmp_path)
+    assert manager.steps == ([5] if per_batch == 1 and not is_changed else [])
+    if manager.steps:
+        (kernel,) = [each for each in jax.tree.leaves(manager.load()["state"]) if each.ndim == 2]
+        assert kernel.tolist() == [[5, 5], [5, 5]]
 
 
 def test_save_that_fails_on_an_error_is_a_note_of_it(tmp_path: Path) -> None:

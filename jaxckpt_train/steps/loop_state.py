@@ -68,6 +68,7 @@ class LoopState:
         self._needed: frozenset[str] = frozenset()
         # Of the iterators whose positions are taken, whether what they give may change with the next element.
         self._iterators: dict[str, bool] = {}
+        self._moves: bool | None = None  # whether one of Grain's moved in each update; None: not known yet
 
     def begin(self, values: Mapping[str, Any], completed: int = 0) -> None:
         """Take note of what the loop works with from now on. Values that go stale are not held.
@@ -81,6 +82,7 @@ class LoopState:
         self._needed = frozenset(name for name, value in values.items() if not keeps_itself_current(value))
         self._current = {name: value for name, value in values.items() if name not in self._needed}
         self._find_iterators()
+        self._taken, self._moves = {}, None
         self.last, self.metrics, self.step = None, None, 0
         self.completed, self.called, self.broken = completed, False, False
 
@@ -189,7 +191,11 @@ class LoopState:
             if given[name] is not self._current[name]:
                 self._hand_over(name, given[name])
         self.last = {**self._current, **given}
-        self._taken = self._positions() if self._iterators else {}
+        if self._iterators:
+            before, self._taken = self._taken, self._positions()
+            self._note_movement(before)
+        else:
+            self._taken = {}
         self.step, self.metrics = self.completed, metrics
 
     def _hand_over(self, name: str, value: Any) -> None:
@@ -223,6 +229,14 @@ class LoopState:
         self._taking_s += time.thread_time() - began
         return found
 
+    def _note_movement(self, before: Mapping[str, Taken]) -> None:
+        both = [name for name in self._grain_iterators() if name in before and name in self._taken]
+        if both:
+            self._moves = self._moves is not False and any(before[name] != self._taken[name] for name in both)
+
+    def _grain_iterators(self) -> list[str]:
+        return [name for name, may_change in self._iterators.items() if not may_change]
+
     def _take(self, name: str) -> Taken:
         with with_fingerprint(self._fingerprint):
             return take(self._current[name])
@@ -236,9 +250,12 @@ class LoopState:
         return {**self.last, **self._taken}
 
     def _is_data_where_it_was(self) -> bool:
-        """Whether Grain's iterators gave nothing since: then the next update has not begun, and nothing has changed."""
-        of_grain = [name for name in self._taken if is_grain_iterator(self._current[name])]
-        return bool(of_grain) and all(self._take(name) == self._taken[name] for name in of_grain)
+        """Whether Grain's iterators gave nothing since: then the next update has not begun, and nothing has changed.
+
+        Known of loops only in which each update so far has taken something: others make several updates of one batch.
+        """
+        of_grain = [name for name in self._grain_iterators() if name in self._taken]
+        return bool(self._moves and of_grain) and all(self._take(name) == self._taken[name] for name in of_grain)
 
     def data_ended(self) -> IteratorStateError:
         """The error in place of a StopIteration that ends the loop."""
