@@ -265,9 +265,12 @@ class PendingSave(Generic[T]):
             unfinished.give_up(self, self._thread, exit_code)
 
     def wait_until_ended(self) -> None:
-        """Wait until it has committed or failed, or gets no further; the outcome is left to who asks for it."""
-        if not self.is_of_parent() and threading.current_thread() is not self._thread:
-            self.wait_for(self._ended, None, LAST_PATIENCE_S)
+        """Wait until it has committed or failed, or gets no further; the outcome is left to who asks for it.
+
+        Its callbacks are not waited for: one of them may wait for the caller.
+        """
+        if not (self._is_done or self.is_of_parent() or threading.current_thread() is self._thread):
+            self.wait_for(self._ended, None, LAST_PATIENCE_S, self.done)
 
     def mark_reported(self) -> None:
         """Say that the user has seen the outcome, so that it need not be told again at exit."""

@@ -9,6 +9,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -382,3 +383,14 @@ def test_failure_of_a_save_is_not_raised_by_a_load_of_what_was_there(tmp_path: P
     assert jct.load(tmp_path / "c")["w"].tolist() == [0, 0]
     with pytest.raises(OSError, match="a disk"):
         pending.wait()
+
+
+@pytest.mark.parametrize("read", [jct.load, jct.metadata, jct.verify])
+def test_callback_may_wait_for_another_thread_that_reads(tmp_path: Path, read: Callable[[Path], Any]) -> None:
+    held, found = Held(), list[Any]()
+    with ThreadPoolExecutor(1) as others:
+        pending = jct.save_checkpointables_async(tmp_path / "c", {"state": {"w": np.zeros(2)}, "held": held})
+        pending.committed.add_done_callback(lambda _: found.append(others.submit(read, tmp_path / "c").result(60)))
+        held.go.set()
+        pending.wait()
+    assert len(found) == 1
