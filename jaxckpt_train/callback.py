@@ -6,6 +6,7 @@ import functools
 import logging
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
@@ -104,6 +105,7 @@ class CheckpointCallback(LoopForms):
         policy = save_policy_of(given)
         self._leaves_temporary = has_temporary(policy)
         self.manager = manager_of(given, policy)
+        self.manager.holder = weakref.ref(self)
         self._watch = watch_of(given, self.manager)
         self._departure = departure_of(given, self._watch, self.manager)
         self._started = self._closed = self._resumed = self._is_leaving = False
@@ -254,6 +256,7 @@ class CheckpointCallback(LoopForms):
         if not self.enabled or self._departure.preempted is not None:
             return self._departure.preempted is not None
         loop_observer.polled()
+        self.manager.refuse_replaced()
         asked = self._watch.reached()
         if asked and ((self._loop.in_steps and self._loop.called) or self._loop.last is None):
             self._leave()
@@ -271,6 +274,7 @@ class CheckpointCallback(LoopForms):
         """
         if not self.enabled:
             return _DISABLED
+        self.manager.refuse_replaced()
         handled, loop = sys.exception(), self._loop
         if loop.last is not None and self._is_saved():
             return SaveResult(False, f"step {loop.step} is saved already")
@@ -363,6 +367,7 @@ class CheckpointCallback(LoopForms):
         return found
 
     def _start(self) -> None:
+        self.manager.refuse_replaced()
         if self._closed:
             raise SettingsError("this CheckpointCallback is closed; make a new one")
         if not self._started:
@@ -396,6 +401,7 @@ class CheckpointCallback(LoopForms):
 
     def __enter__(self) -> CheckpointCallback:
         self._start()
+        self.manager.is_within = True
         return self
 
     def __exit__(

@@ -8,9 +8,10 @@ import functools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from jaxckpt_train.checkpoint import PathLike, absolute, load_checkpointables
 from jaxckpt_train.errors import CheckpointTimeoutError, SettingsError
@@ -46,6 +47,13 @@ _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
 
 
+class Holder(Protocol):
+    """What a manager is part of, and is closed with."""
+
+    def close(self) -> None:
+        """Close it, and the manager."""
+
+
 def _never() -> bool:
     return False
 
@@ -73,6 +81,10 @@ class StepManager(RunNotes):
         restored_step: the step that `restore` brought back last; None: none so far.
         is_in_loop: whether a loop goes on from what was restored, so that `restore` only reads.
         drift: compares each save with what the loop was resumed with; None: nothing does.
+        holder: what it is closed with; None: it is used by itself.
+        is_within: whether it is used in a `with`, which closes it.
+        users: numbers of the threads that have used it.
+        is_replaced: whether a newer manager of this process has taken over its directory.
 
     Raises:
         SettingsError: an argument is wrong.
@@ -112,6 +124,10 @@ class StepManager(RunNotes):
         self._decider = Decider(save_decision_policy, run, self._in_flight, together, clock)
         self.history.send_to(checked_sinks("StepManager.sinks", sinks))
         self.telling_later, self.leave_to_parent = self._in_flight.telling_later, self._in_flight.leave_to_parent
+        self.holder: weakref.ref[Holder] | None = None
+        self.is_within = self.is_replaced = False
+        self.users = set[int]()
+        _managers.add(self)
         self._closed, self._guard = False, threading.RLock()  # each save has its turn
         free_in_child(self)
 
@@ -131,6 +147,7 @@ class StepManager(RunNotes):
             CheckpointTimeoutError: its disk has not answered for ten minutes; as `restore`.
         """
         self._check_open()
+        self._replace_idle()
         self._together.own()
 
     def all_do(self, doing: str, act: Callable[[], T]) -> T:
@@ -209,6 +226,7 @@ class StepManager(RunNotes):
             if not decision.save:
                 return SaveResult(False, decision.reason)
             started = time.perf_counter()
+            self._replace_idle()
             self._together.hold()
             why_not = wait_for_turn(
                 self._together,
@@ -285,6 +303,7 @@ class StepManager(RunNotes):
         """
         if self.is_in_loop and not flag("StepManager.restore: roll_back", roll_back):
             return self.load(targets, step, progress=progress)
+        self.refuse_replaced()
         self.wait()
         job = JobRestore(self._together, self._backend, targets, self.settings, progress)
         if not self._together.leads:
@@ -413,7 +432,53 @@ class StepManager(RunNotes):
             call_after(last, functools.partial(self._run.close, longest_s, until))
             self.history.finish(ends_at - time.monotonic(), until)
 
+    def _replace_idle(self) -> None:
+        """Close older managers of this directory that nobody in this process uses any more, such as in a notebook.
+
+        A stored traceback keeps them alive there. A failed save of theirs is logged.
+        """
+        if self._run.is_owner or not self._together.is_alone:
+            return
+        self._check_open()
+        for other in list(_managers):
+            if other is not self and other.directory == self.directory and other._is_idle():
+                other._give_way()
+
+    def _is_idle(self) -> bool:
+        """Whether it may have the directory, is not used in a `with`, and no other live thread has used it."""
+        lock = self._run.held.lock
+        if self._closed or self.is_within or not self._together.is_alone:
+            return False
+        others = {each.ident for each in threading.enumerate()} - {threading.get_ident()}
+        return lock.may_be_held and not lock.is_inherited and not self.users & others
+
+    def _give_way(self) -> None:
+        try:
+            failure = self.settle()
+        except CheckpointTimeoutError as stalled:  # it keeps the directory, which is refused to the newer one
+            _log.error("%s: its older manager cannot be closed: %s", self.directory, stalled)
+            return
+        if failure is not None:
+            _log.error("a save of the older manager failed", exc_info=failure)
+        self.is_replaced = True
+        holder = None if self.holder is None else self.holder()
+        if holder is None:
+            self.close()
+        else:
+            holder.close()
+        _log.warning("%s: taken over from an older manager of this process, which is closed now", self.directory)
+
+    def refuse_replaced(self) -> None:
+        """Take note of the thread that uses it; SettingsError: a newer manager has taken over its directory."""
+        self.users.add(threading.get_ident())
+        if self.is_replaced:
+            raise SettingsError(
+                f"{self.directory}: this manager or callback is closed, since a newer one of this process took over "
+                "its directory; use the newer one"
+            )
+
     def _check_open(self) -> None:
+        self.refuse_replaced()
         if self._closed:
             raise SettingsError(f"{self.directory}: this StepManager is closed; make a new one")
         made_in, now = self._together.processes, current().processes
@@ -428,6 +493,7 @@ class StepManager(RunNotes):
         return f"StepManager({self.directory!r}, restored_step={self.restored_step}{closed})"
 
     def __enter__(self) -> StepManager:
+        self.is_within = True
         return self
 
     def __exit__(
@@ -435,3 +501,6 @@ class StepManager(RunNotes):
     ) -> None:
         with closing_besides(error, self.directory):
             self.close()
+
+
+_managers: weakref.WeakSet[StepManager] = weakref.WeakSet()

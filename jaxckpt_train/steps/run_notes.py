@@ -45,6 +45,10 @@ class RunNotes(StepListing, abc.ABC):
     def _check_open(self) -> None:
         """Raise SettingsError if it is closed."""
 
+    @abc.abstractmethod
+    def _replace_idle(self) -> None:
+        """Close older managers of this directory that nobody uses any more."""
+
     def pin(self, step: int, pinned: bool = True) -> None:
         """Keep a step whatever the preservation policy says; `pinned=False` lets it go again.
 
@@ -63,6 +67,7 @@ class RunNotes(StepListing, abc.ABC):
 
     def _note(self, step: int, note: Callable[[], Mapping[str, Any]]) -> None:
         self._check_open()
+        self._replace_idle()
         self._together.hold()
 
         def write() -> None:
@@ -83,6 +88,7 @@ class RunNotes(StepListing, abc.ABC):
             DirectoryLockedError, StorageError: a live process owns the directory, or it cannot be taken.
         """
         self._check_open()
+        self._replace_idle()
         self._together.retain(is_durable=self.settings.durability == "full")
 
     def note_resume(self, step: int, resume_s: float, progress: Progress | None = None) -> None:
