@@ -100,13 +100,6 @@ class PendingSave(Generic[T]):
         if self._is_on_caller:
             self._run()
 
-    def _raise_interrupt(self) -> None:
-        """Pass on an interrupt of a save that the calling thread did itself."""
-        error = self._outcome.error()
-        if self._is_on_caller and isinstance(error, KeyboardInterrupt | SystemExit):
-            self.mark_reported()
-            raise error
-
     def _take_back(self, error: BaseException) -> bool:
         """See to it that nothing is done and nobody waits, if its thread has not begun."""
         try:
@@ -130,8 +123,11 @@ class PendingSave(Generic[T]):
             return  # taken back
         try:
             result = self._work_once(work)
-        except BaseException as error:  # noqa: BLE001  # a thread's edge: raised to the user by wait()
+        except BaseException as error:  # a thread's edge: raised to the user by wait()
             self.committed.set_exception(self._as_told(error))
+            if self._is_on_caller and isinstance(error, KeyboardInterrupt | SystemExit):  # it is meant for the caller
+                self.mark_reported()
+                raise
         else:
             self.committed.set_result(result)
             unfinished.seen(self)
@@ -316,7 +312,6 @@ def start_save(
         raise
     if unfinished.waits_for_itself():
         unfinished.finish_late(pending)
-    pending._raise_interrupt()
     return pending
 
 

@@ -67,7 +67,7 @@ def test_error_of_a_save_without_a_thread_is_raised_by_wait() -> None:
 
 
 @pytest.mark.usefixtures("_no_threads")
-@pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(3)])
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(3), SystemExit(0), SystemExit()])
 def test_interrupt_of_a_save_without_a_thread_reaches_the_caller(stop: BaseException) -> None:
     def interrupted() -> None:
         raise stop
