@@ -351,7 +351,7 @@ def test_what_a_damaged_step_had_loaded_is_free_before_the_next_is_read(tmp_path
     names = [f"x{number}" for number in range(6)]
     with jct.StepManager(tmp_path / "run", settings=jct.StoreSettings(io_threads=1)) as manager:
         for step in (1, 2):
-            manager.save(step, {"state": {name: jnp.full(1 << 22, step) for name in names}}, force=True)
+            manager.save(step, {"state": {name: jnp.full(1 << 22, step, jnp.int32) for name in names}}, force=True)
     segment = step_path(tmp_path / "run", 2) / "state" / "p00000-s000.safetensors"
     with segment.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
