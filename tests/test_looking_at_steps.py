@@ -11,7 +11,16 @@ import pytest
 
 import jaxckpt_train as jct
 from tests.file_content import content
-from tests.steps.runs import files_below, flip_a_payload_byte, made_run, save_steps, state_of, step_of, step_path
+from tests.steps.runs import (
+    Counter,
+    files_below,
+    flip_a_payload_byte,
+    made_run,
+    save_steps,
+    state_of,
+    step_of,
+    step_path,
+)
 
 
 def looks(ckpt: jct.CheckpointCallback) -> list[Any]:
@@ -39,6 +48,19 @@ def test_a_look_at_an_older_step_inside_a_training_makes_no_branch(tmp_path: Pat
     assert manager.metadata(8).custom_metadata is None
     assert step_of(manager.restore({"state": state_of(0)})) == 8
     assert manager.restored_step == 8
+
+
+@pytest.mark.parametrize("way", range(4))
+def test_a_look_says_nothing_of_what_it_leaves_out(tmp_path: Path, way: int, caplog: pytest.LogCaptureFixture) -> None:
+    with jct.CheckpointCallback(tmp_path, save_interval_steps=2) as ckpt:
+        _, data = ckpt.resume(state_of(0), Counter())
+        for step in ckpt.steps(4):
+            next(data)
+            ckpt(state_of(step + 1))
+        ckpt.wait()
+        assert step_of({"state": looks(ckpt)[way]}) == 2
+        assert data.position == 4
+    assert caplog.text == ""
 
 
 def test_a_look_right_after_a_resume_makes_no_branch(tmp_path: Path) -> None:

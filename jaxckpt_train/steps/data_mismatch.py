@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from jaxckpt_train.checkpointables.fingerprint import DATA_NAME
 from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all
-from jaxckpt_train.errors import IteratorStateError
+from jaxckpt_train.errors import IteratorStateError, UnsupportedLeafError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.store.reader import Progress
@@ -18,8 +18,15 @@ _log = logging.getLogger("jaxckpt_train")
 
 def refuse_unsavable(data: Any) -> None:
     """Raise UnsupportedLeafError if the data (None: there is none) cannot be saved: now, and not at the first save."""
-    if data is not None:
+    if data is None:
+        return
+    try:
         stage_all({DATA_NAME: data}, SaveTimes(), StoreSettings())
+    except UnsupportedLeafError as error:
+        raise UnsupportedLeafError(
+            f"{error}\nresume: data: expected an iterator with get_state() and set_state(state), "
+            f"which save its position, found {type(data).__name__}; for others give CountedIterator(items_from)"
+        ) from error
 
 
 def restore_values(

@@ -317,6 +317,7 @@ class StepManager(RunNotes):
             restored: Restored = self._run.with_entries(step, use, damaged=True, progress=progress, then=then)
             self.restored_step = restored.entry.step
             answer_of(self.directory, lambda moved: self._run.judge(restored), progress)
+            restored.warn_of_left_out()
             job.restored(restored.entry.step)
         return restored.results
 

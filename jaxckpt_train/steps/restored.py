@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 from jaxckpt_train.steps.entry import Entry
+
+_log = logging.getLogger("jaxckpt_train")
 
 
 class StepVanishedError(Exception):
@@ -36,6 +39,13 @@ class Restored:
     restore_s: float
     is_mended: bool = False  # it was set aside, and all of it was verified now
     is_verified: bool = False  # all of it was compared by this; asked for only where another one was skipped
+    left_out: frozenset[str] = frozenset()  # names of what the step has and nobody asked for
+
+    def warn_of_left_out(self) -> None:
+        """For a run that goes on from it: what was not restored, such as the position in the data, is at its start."""
+        if self.left_out:
+            names = ", ".join(map(repr, sorted(self.left_out)))
+            _log.warning("step %d also has %s, not asked for: what is not restored begins anew", self.entry.step, names)
 
     def record(self) -> dict[str, Any]:
         """What the history says of it."""

@@ -118,10 +118,9 @@ def restore_newest(
         try:
             results = reading.twice()
             reading.tell_if_renamed()
-            reading.tell_what_is_left_out()
             taken_s = time.perf_counter() - started
             is_mended, is_verified = reading.is_mended(), bool(skipped) and reading.is_verified()
-            return Restored(entry, results, skipped, meter.bytes, taken_s, is_mended, is_verified)
+            return Restored(entry, results, skipped, meter.bytes, taken_s, is_mended, is_verified, reading.left_out())
         except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
             if isinstance(error, StorageError) and error.errno not in _DAMAGE:
                 raise
@@ -195,12 +194,9 @@ class _Reading:
         if self.saved_as not in (None, self.entry.step):
             _log.warning("step %d was saved as step %s: %s was renamed", self.entry.step, self.saved_as, self.path)
 
-    def tell_what_is_left_out(self) -> None:
-        """What is not asked for, such as a position in the data, does not go on, and is not saved any more."""
-        missing = set() if self.targets is None else self.parts - set(self.targets)
-        if missing:
-            names = ", ".join(map(repr, sorted(missing)))
-            _log.warning("step %d also has %s, not asked for: what is not restored begins anew", self.entry.step, names)
+    def left_out(self) -> frozenset[str]:
+        """Names of what the step has and nobody asked for, such as the position in the data."""
+        return frozenset() if self.targets is None else self.parts - set(self.targets)
 
     def is_mended(self) -> bool:
         """Whether it was set aside and is whole again, also where nothing was asked for."""

@@ -93,6 +93,16 @@ def test_an_iterator_instead_of_a_function_is_refused() -> None:
         jct.CountedIterator(iter([1]))  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("ignore:Python iterable type")  # of JAX, which looks whether they are trees
+@pytest.mark.parametrize(
+    "data", [iter([1]), (number for number in range(3)), zip([1], [2], strict=True), lambda: iter([1])]
+)
+def test_data_without_a_position_is_refused_with_what_counts_it(tmp_path: Path, data: Any) -> None:
+    with jct.CheckpointCallback(tmp_path) as ckpt, pytest.raises(jct.UnsupportedLeafError, match="CountedIterator"):
+        ckpt.resume({"w": jnp.zeros(1)}, data)
+    assert not jct.StepManager(tmp_path).steps
+
+
 def noisy(start: int) -> Iterator[np.ndarray]:
     for number in itertools.count(start):
         yield np.random.default_rng([1, number]).normal(size=4).astype(np.float32)
