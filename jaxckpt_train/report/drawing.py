@@ -72,7 +72,7 @@ def _over_time(gathered: Gathered, limits: Limits, left_out: dict[str, str]) -> 
     times += [mark.time for mark in marks]
     times += [time for step in steps for time in (step.saved, step.deleted) if time is not None]
     span, now = time_span(times), max(times, default=gathered.made)
-    charts: dict[str, Any] = {}
+    charts, counts = dict[str, Any](), gathered.counts
     if processes or saves or restores or marks:
         charts["timeline"] = charts_of_time.timeline(processes, saves, restores, marks, span)
     if saves:
@@ -85,9 +85,9 @@ def _over_time(gathered: Gathered, limits: Limits, left_out: dict[str, str]) -> 
     if uses:
         charts["disk-use"] = charts_of_steps.disk_use(uses, now, span)
     for place in ("timeline", "save-times", "throughput"):
-        _tell(left_out, place, len(saves), len(gathered.saves), "saves", "of neighbours the longest")
-    _tell(left_out, "retention", len(steps), len(gathered.steps), "steps", "of neighbours one that is still there")
-    _tell(left_out, "disk-use", len(uses), len(gathered.disk_use), "changes", "of neighbours the largest")
+        _tell(left_out, place, len(saves), counts.saves, "saves", "of neighbours the longest")
+    _tell(left_out, "retention", len(steps), counts.steps, "steps", "of neighbours one that is still there")
+    _tell(left_out, "disk-use", len(uses), counts.changes, "changes", "of neighbours the largest")
     return charts
 
 
@@ -97,10 +97,11 @@ def _of_steps(gathered: Gathered, limits: Limits, left_out: dict[str, str]) -> d
         last = gathered.processes[-MOST_BARS:]
         charts["time-spent"] = charts_of_goodput.time_spent(last, gathered.totals)
         _tell(left_out, "time-spent", len(last), len(gathered.processes), "processes", "the last ones")
-    for number, values in enumerate(list(gathered.metrics.values())[:MOST_METRICS]):
+    for number, (name, values) in enumerate(list(gathered.metrics.items())[:MOST_METRICS]):
         some = thinned(values, limits.points, lambda each: abs(each.value))
         charts[metric_place(number)] = charts_of_steps.metric(some)
-        _tell(left_out, metric_place(number), len(some), len(values), "values", "of neighbours the largest")
+        there = gathered.counts.values[name]
+        _tell(left_out, metric_place(number), len(some), there, "values", "of neighbours the largest")
     pairs = shown_pairs(gathered)
     if any(leaf.relative is not None for pair in pairs for leaf in pair.leaves):
         most, room = max(len(pair.leaves) for pair in pairs), max(1, limits.changed_leaves // len(pairs))

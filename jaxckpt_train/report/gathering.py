@@ -13,11 +13,12 @@ from jaxckpt_train.opened import OURS, Opened
 from jaxckpt_train.report.changes import Changes, Plan, compare
 from jaxckpt_train.report.disk_rate import DiskRate
 from jaxckpt_train.report.leaf_sizes import TreeSizes, tree_sizes
-from jaxckpt_train.report.metric_series import MetricValue, metric_series
+from jaxckpt_train.report.metric_series import MetricValue
 from jaxckpt_train.report.processes import Process, Totals, processes_of
+from jaxckpt_train.report.run_history import Counts
 from jaxckpt_train.report.run_reading import RunRead
-from jaxckpt_train.report.step_lives import DiskUse, StepLife, disk_use_of, lives_of
-from jaxckpt_train.report.timeline import Mark, Restore, Save, counts_of, marks_of, restores_of, saves_of
+from jaxckpt_train.report.step_lives import DiskUse, StepLife
+from jaxckpt_train.report.timeline import Mark, Restore, Save
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.transaction import open_committed
@@ -25,7 +26,7 @@ from jaxckpt_train.store.transaction import open_committed
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """All of it.
+    """All of it; of a very long run the lists of saves, restores, marks, steps and values hold a part.
 
     Attributes:
         run: the directory.
@@ -33,6 +34,7 @@ class Gathered:
         is_live: whether a process was at work on the run then.
         warnings: what could not be read.
         events: how many events of each kind the history has.
+        counts: how much there was in all.
         tree: of the newest step that can be restored; None: there is none.
         disk: None: it was not measured.
     """
@@ -42,6 +44,7 @@ class Gathered:
     is_live: bool
     warnings: tuple[str, ...]
     events: dict[str, int]
+    counts: Counts
     saves: tuple[Save, ...]
     restores: tuple[Restore, ...]
     marks: tuple[Mark, ...]
@@ -78,24 +81,24 @@ def gather(
         disk: what was measured.
         progress: told of bytes as they are read.
     """
-    saves = saves_of(read.told)
-    lives = lives_of(read.told, read.looks)
-    processes, totals = processes_of(read.told, read.is_live)
+    history, steps = read.history, read.history.steps(read.looks)
+    processes, totals = processes_of(history.attempts(read.is_live), history.places)
     tree, problem = _newest_tree(backend, read)
     return Gathered(
         run=read.directory,
         made=made.astimezone(datetime.UTC),
         is_live=read.is_live,
         warnings=(*read.warnings, *problem),
-        events=counts_of(read.told),
-        saves=tuple(saves),
-        restores=tuple(restores_of(read.told)),
-        marks=tuple(marks_of(read.told)),
+        events=history.events,
+        counts=history.counts(steps),
+        saves=tuple(history.saves()),
+        restores=tuple(history.restores()),
+        marks=tuple(history.marks()),
         processes=tuple(processes),
         totals=totals,
-        steps=tuple(lives),
-        disk_use=tuple(disk_use_of(lives)),
-        metrics=metric_series(saves, read.looks, lives),
+        steps=tuple(steps.lives),
+        disk_use=tuple(steps.uses),
+        metrics=steps.metrics,
         tree=tree,
         changes=compare(backend, read.directory, plan, progress),
         disk=disk,
@@ -119,4 +122,5 @@ def gathered_json(gathered: Gathered) -> dict[str, Any]:
     found = dataclasses.asdict(gathered)
     for step, life in zip(found["steps"], gathered.steps, strict=True):
         step["state"] = life.state
+        del step["metrics"]  # they are in the series
     return found

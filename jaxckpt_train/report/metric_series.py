@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping
 
-from jaxckpt_train.looking.run_look import StepLook
-from jaxckpt_train.report.step_lives import StepLife
-from jaxckpt_train.report.timeline import Save
+from jaxckpt_train.report.thinning import Sample
+
+MOST_VALUES = 500_000
+"""Of all metrics together, held at once."""
+MOST_NAMES = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,29 +21,37 @@ class MetricValue:
     value: float
 
 
-def metric_series(
-    saves: Sequence[Save], looks: Sequence[StepLook], lives: Sequence[StepLife]
-) -> dict[str, list[MetricValue]]:
-    """Of each metric its values by step, lowest first; of steps that were left behind there are none.
+class MetricSeries:
+    """Collects the metrics of steps; of very many values it keeps the largest of each group of neighbours."""
 
-    What the history tells of steps that are deleted is part of it. What the steps themselves say goes before that: it
-    may have been noted by a later evaluation.
+    def __init__(self) -> None:
+        self._samples: dict[str, Sample[tuple[int, float]]] = {}
+        self._held = 0
 
-    Args:
-        saves: in order; of a step that was saved again the last save counts.
-        looks: the steps that are there.
-        lives: all steps.
-    """
-    by_step: dict[int, dict[str, float]] = {}
-    for save in saves:
-        if save.ok and save.step is not None:
-            by_step[save.step] = dict(save.metrics)
-    for look in looks:
-        if look.entry is not None and look.is_current:
-            by_step.setdefault(look.step, {}).update(look.entry.metrics or {})
-    line = {life.step for life in lives if life.left is None and life.is_current}
-    found: dict[str, list[MetricValue]] = {}
-    for step in sorted(line & set(by_step)):
-        for name, value in by_step[step].items():
-            found.setdefault(name, []).append(MetricValue(step, value))
-    return found
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add those of a step; of a step that was added before, the new ones count."""
+        for name, value in metrics.items():
+            sample = self._samples.get(name)
+            if sample is None:
+                if len(self._samples) == MOST_NAMES:
+                    continue
+                sample = self._samples[name] = Sample(_size, MOST_VALUES)
+            sample.add((step, value))
+        self._held += len(metrics)
+        if self._held > MOST_VALUES:
+            for sample in self._samples.values():
+                sample.halve()
+            self._held = sum(map(len, self._samples.values()))
+
+    def found(self) -> tuple[dict[str, list[MetricValue]], dict[str, int]]:
+        """The values of each metric, lowest step first, and how many there were."""
+        found, counts = dict[str, list[MetricValue]](), dict[str, int]()
+        for name, sample in sorted(self._samples.items(), key=lambda each: min(each[1].items)[0]):
+            by_step = dict(sample.items)
+            found[name] = [MetricValue(step, by_step[step]) for step in sorted(by_step)]
+            counts[name] = len(by_step) if sample.count == len(sample) else sample.count
+        return found, counts
+
+
+def _size(each: tuple[int, float]) -> float:
+    return -1.0 if math.isnan(each[1]) else abs(each[1])

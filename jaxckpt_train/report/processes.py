@@ -6,8 +6,8 @@ import dataclasses
 import datetime
 from collections.abc import Sequence
 
-from jaxckpt_train.report.told_events import Told
-from jaxckpt_train.steps.attempts import Attempt, attempts_of
+from jaxckpt_train.report.report_event import ReportEvent, count, text
+from jaxckpt_train.steps.attempts import Attempt
 from jaxckpt_train.steps.goodput import AttemptGoodput, goodput
 
 
@@ -65,19 +65,17 @@ class Totals:
     wall_s: float
 
 
-def processes_of(told: Sequence[Told], is_live: bool) -> tuple[list[Process], Totals]:
-    """The processes of a training that these events tell of, in order, and their totals.
+def processes_of(attempts: Sequence[Attempt], places: Sequence[str]) -> tuple[list[Process], Totals]:
+    """The processes of a training, in order, and their totals.
 
     Args:
-        told: oldest first.
-        is_live: whether the last one is at work.
+        attempts: all processes that a history names, in order.
+        places: where each of them ran, as `place_of` gives it.
     """
-    all_of_them = attempts_of((each.event for each in told), is_live=is_live)
-    starts = [each for each in told if each.kind == "start"]
-    of_the_training = [pair for pair in zip(all_of_them, starts, strict=True) if pair[0].is_of_the_training]
-    attempts, starts = [attempt for attempt, _ in of_the_training], [start for _, start in of_the_training]
+    of_the_training = [pair for pair in zip(attempts, places, strict=True) if pair[0].is_of_the_training]
+    attempts, places = [attempt for attempt, _ in of_the_training], [place for _, place in of_the_training]
     found = goodput(attempts)
-    rows = zip(attempts, found.attempts, starts, strict=True)
+    rows = zip(attempts, found.attempts, places, strict=True)
     processes = [_process(number, *row) for number, row in enumerate(rows, 1)]
     return processes, Totals(
         share=found.share,
@@ -95,7 +93,7 @@ def processes_of(told: Sequence[Told], is_live: bool) -> tuple[list[Process], To
     )
 
 
-def _process(number: int, attempt: Attempt, rated: AttemptGoodput, start: Told) -> Process:
+def _process(number: int, attempt: Attempt, rated: AttemptGoodput, place: str) -> Process:
     rest_s = max(0.0, rated.wall_s - rated.to_resume_s - rated.blocked_s - rated.useful_s)
     has_updates = rated.useful_steps + rated.redone_steps > 0
     return Process(
@@ -103,7 +101,7 @@ def _process(number: int, attempt: Attempt, rated: AttemptGoodput, start: Told) 
         began=rated.began.astimezone(datetime.UTC),
         ended=rated.ended.astimezone(datetime.UTC),
         how=rated.how,
-        where=_where(start),
+        where=place,
         first_step=rated.first_step,
         last_step=rated.last_step,
         useful_steps=rated.useful_steps,
@@ -119,10 +117,11 @@ def _process(number: int, attempt: Attempt, rated: AttemptGoodput, start: Told) 
     )
 
 
-def _where(start: Told) -> str:
-    pid, restarts = start.count("pid"), start.count("slurm_restart_count")
-    words = [start.text("host"), "" if pid is None else f"process {pid}"]
-    job = start.text("slurm_job_id")
+def place_of(start: ReportEvent) -> str:
+    """Where a process ran, by the event of its start: its host and number, and its job, as far as they are known."""
+    pid, restarts = count(start.pid), count(start.slurm_restart_count)
+    words = [text(start.host), "" if pid is None else f"process {pid}"]
+    job = text(start.slurm_job_id)
     if job:
         words.append(f"Slurm job {job}" + (f", restart {restarts}" if restarts else ""))
     return ", ".join(filter(None, words))

@@ -7,11 +7,12 @@ import dataclasses
 import datetime
 import errno
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError, StorageError
 from jaxckpt_train.looking.run_look import StepLook, look_at_run
-from jaxckpt_train.report.told_events import Told, told_events
+from jaxckpt_train.report.report_event import ReportEvent
+from jaxckpt_train.report.run_history import RunHistory
 from jaxckpt_train.steps.history import HISTORY_NAME, History
 from jaxckpt_train.steps.lock import LOCK_NAME, OwnerLock
 from jaxckpt_train.steps.step_names import parse_step_name
@@ -28,14 +29,14 @@ class RunRead:
 
     Attributes:
         directory: of the run.
-        told: the events of its history, oldest first.
+        history: what its history says.
         looks: its steps, lowest first.
         is_live: whether a process is at work on it.
         warnings: what could not be read.
     """
 
     directory: str
-    told: tuple[Told, ...]
+    history: RunHistory
     looks: tuple[StepLook, ...]
     is_live: bool
     warnings: tuple[str, ...]
@@ -54,16 +55,19 @@ def read_run(backend: Backend, directory: str, now: datetime.datetime) -> RunRea
         StorageError: it cannot be read.
     """
     names = _names(backend, directory)
+    history = RunHistory({name for name in names if parse_step_name(name) is not None})
     with _heard() as warnings:
         lock = OwnerLock(backend, directory)
         was_live = lock.is_anybodys()
-        told, left_out = _events(backend, directory, warnings)
+        try:
+            for event in _events(backend, directory):
+                history.add(event)
+        except CheckpointError as error:
+            _log.warning("the history cannot be read: %s", error)
         is_live = was_live or lock.is_anybodys()  # one may begin meanwhile, and one that ends says so first
-        is_live = is_live or (LOCK_NAME in names and _was_heard_of(told, now))
+        is_live = is_live or (LOCK_NAME in names and _was_heard_of(history.last, now))
         looks = look_at_run(backend, directory)
-    if left_out:
-        _keep(warnings, f"{left_out} lines of {HISTORY_NAME} tell of no event of a run, and are left out")
-    return RunRead(directory, tuple(told), tuple(looks), is_live, tuple(warnings))
+    return RunRead(directory, history, tuple(looks), is_live, tuple(warnings))
 
 
 def _names(backend: Backend, directory: str) -> set[str]:
@@ -79,17 +83,15 @@ def _names(backend: Backend, directory: str) -> set[str]:
     return names
 
 
-def _was_heard_of(told: Sequence[Told], now: datetime.datetime) -> bool:
+def _was_heard_of(last: ReportEvent | None, now: datetime.datetime) -> bool:
     """Whether an owner has written a moment ago: who may not write here cannot ask for the age of its lock."""
-    return bool(told) and told[-1].kind != "end" and abs((now - told[-1].time).total_seconds()) < HEARD_S
+    return last is not None and last.event != "end" and abs((now - last.time).total_seconds()) < HEARD_S
 
 
-def _events(backend: Backend, directory: str, warnings: list[str]) -> tuple[list[Told], int]:
-    try:
-        return told_events(History(backend, directory).events())
-    except CheckpointError as error:
-        _keep(warnings, f"the history cannot be read: {error}")
-        return [], 0
+def _events(backend: Backend, directory: str) -> Iterator[ReportEvent]:
+    unfit = yield from History(backend, directory).each(ReportEvent)
+    if unfit:
+        _log.warning("%d lines of %s tell of no event of a run, and are left out", unfit, HISTORY_NAME)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,6 @@ from jaxckpt_train.report.quantities import (
     seconds_text,
     time_text,
 )
-from jaxckpt_train.report.step_lives import STATES
 from jaxckpt_train.report.tables import (
     Table,
     changes_table,
@@ -49,16 +48,17 @@ def summary(gathered: Gathered) -> Html:
     """What matters at a glance, and what is wrong."""
     there = [step for step in gathered.steps if step.is_there]
     newest = max((step.step for step in there if step.is_current and not step.problem), default=None)
-    totals, failed = gathered.totals, [save for save in gathered.saves if not save.ok]
+    totals, counts = gathered.totals, gathered.counts
     rows = [
         ("Newest whole step", "none" if newest is None else f"{newest:,}", counted(len(there), "step") + " there"),
         ("On the disk", bytes_text(sum(step.bytes or 0 for step in there)), "data of all steps"),
         ("Useful time", percent_text(totals.share) if gathered.processes else "not known", _of_time(gathered)),
         ("Processes", f"{len(gathered.processes):,}", "one is at work" if gathered.is_live else "none is at work"),
-        ("Saves", f"{sum(save.ok for save in gathered.saves):,}", f"{len(failed):,} failed"),
-        ("Blocked by saves", seconds_text(sum(save.blocked_s for save in gathered.saves)), _per_save(gathered)),
+        ("Saves", f"{counts.saves - counts.failed_saves:,}", f"{counts.failed_saves:,} failed"),
+        ("Blocked by saves", seconds_text(counts.blocked_s), _per_save(gathered)),
     ]
     wrong = [f"Step {step.step}, {step.name}: {step.problem}" for step in gathered.damaged]
+    failed = [save for save in gathered.saves if not save.ok]
     wrong += [f"Step {save.step} was not saved at {time_text(save.ended)}: {save.error}" for save in failed[-10:]]
     return joined(
         facts(rows),
@@ -72,10 +72,8 @@ def _of_time(gathered: Gathered) -> str:
 
 
 def _per_save(gathered: Gathered) -> str:
-    saves = len(gathered.saves)
-    if not saves:
-        return "no save"
-    return f"{seconds_text(sum(save.blocked_s for save in gathered.saves) / saves)} each"
+    counts = gathered.counts
+    return f"{seconds_text(counts.blocked_s / counts.saves)} each" if counts.saves else "no save"
 
 
 def timeline(gathered: Gathered, drawing: Drawing) -> Html:
@@ -84,9 +82,9 @@ def timeline(gathered: Gathered, drawing: Drawing) -> Html:
         return section("timeline", "Timeline", note("The history tells of nothing yet."))
     tables: list[tuple[str, Table]] = [
         ("processes", processes_table(gathered.processes, gathered.totals)),
-        ("saves", saves_table(gathered.saves)),
-        ("restores", restores_table(gathered.restores)),
-        ("other events", marks_table(gathered.marks)),
+        ("saves", saves_table(gathered.saves, gathered.counts.saves)),
+        ("restores", restores_table(gathered.restores, gathered.counts.restores)),
+        ("other events", marks_table(gathered.marks, gathered.counts.marks)),
     ]
     events = ", ".join(f"{count:,} {clipped(kind, 40)}" for kind, count in list(gathered.events.items())[:20])
     return section(
@@ -110,7 +108,8 @@ def throughput(gathered: Gathered, drawing: Drawing) -> Html:
     """How fast bytes went to the disk and came back."""
     if "throughput" not in drawing.places:
         return section("throughput-of-saves", "Throughput", note("No save or restore has told how fast it was."))
-    disk = gathered.disk
+    disk, counts = gathered.disk, gathered.counts
+    saves, restores = saves_table(gathered.saves, counts.saves), restores_table(gathered.restores, counts.restores)
     limit = "With --measure-disk this has a line for what the disk takes."
     if disk is not None:
         limit = (
@@ -126,7 +125,7 @@ def throughput(gathered: Gathered, drawing: Drawing) -> Html:
             "throughput",
             "Bytes a second.",
             "A save counts from its first write to its commit, a restore as a whole.",
-            [("saves", saves_table(gathered.saves)), ("restores", restores_table(gathered.restores))],
+            [("saves", saves), ("restores", restores)],
         ),
     )
 
@@ -160,18 +159,17 @@ def steps(gathered: Gathered, drawing: Drawing) -> Html:
     """What became of each step."""
     if not gathered.steps:
         return section("steps", "Steps", note("No step was saved yet."))
-    counts = {state: sum(step.state == state for step in gathered.steps) for state in STATES}
-    told = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
+    told = ", ".join(f"{count:,} {state}" for state, count in gathered.counts.states.items())
     return section(
         "steps",
         "Steps",
-        element("p", f"{counted(len(gathered.steps), 'step')}: {told}."),
+        element("p", f"{counted(gathered.counts.steps, 'step')}: {told}."),
         chart_html(
             drawing,
             "retention",
             "Retention.",
             "A line for each step, from when it was saved to when it was deleted, by what it is now.",
-            [("steps", steps_table(gathered.steps))],
+            [("steps", steps_table(gathered.steps, gathered.counts.steps))],
         ),
         chart_html(
             drawing,
@@ -189,8 +187,9 @@ def metrics(gathered: Gathered, drawing: Drawing) -> Html:
         return section("metrics", "Metrics", note("No step that is known has metrics."))
     charts = []
     for number, (name, values) in enumerate(gathered.metrics.items()):
-        table = metric_table(values)
-        known = f"{counted(len(values), 'step')}, the last one {number_text(values[-1].value)}."
+        there = gathered.counts.values[name]
+        table = metric_table(values, there)
+        known = f"{counted(there, 'step')}, the last one {number_text(values[-1].value)}."
         if number < MOST_METRICS:
             charts.append(chart_html(drawing, metric_place(number), clipped(name, 60), known, [("values", table)]))
     left_out = len(gathered.metrics) - MOST_METRICS

@@ -43,11 +43,17 @@ class Table:
     left_out: str = ""
 
 
-def _cut(headings: Sequence[str], rows: Sequence[Sequence[str]], last: Sequence[str] = ()) -> Table:
-    """The last rows, where there are too many for a page."""
-    shown = rows[-MOST_ROWS:]
-    left_out = "" if len(shown) == len(rows) else f"The last {len(shown):,} of {len(rows):,}; `--json` has all of them."
-    return Table(headings, shown, last, left_out)
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], there: int, kept: int) -> Table:
+    """The last rows, where there are too many for a page.
+
+    Args:
+        headings, rows: of the table, with the rows that a page has room for.
+        there: how many rows there would be.
+        kept: how many of them the data of the report has.
+    """
+    has = "all" if kept == there else f"{kept:,}"
+    left_out = "" if len(rows) == there else f"The last {len(rows):,} of {there:,}; `--json` has {has} of them."
+    return Table(headings, rows, left_out=left_out)
 
 
 def processes_table(processes: Sequence[Process], totals: Totals) -> Table:
@@ -55,11 +61,12 @@ def processes_table(processes: Sequence[Process], totals: Totals) -> Table:
     headings = ["#", "began (UTC)", "ended", "where", "steps#", "useful#", "redone#", "saves#", "blocked#", "resume#"]
     headings += ["wall#", "useful time#"]
     rows = []
-    for each in processes:
+    for each in processes[-MOST_ROWS:]:
         steps = "-" if each.first_step is None else f"{each.first_step}-{each.last_step}"
         first = [str(each.number), time_text(each.began), each.how, each.where, steps]
         rows.append([*first, *_amounts(each, each.useful_s / each.wall_s if each.wall_s else 0.0)])
-    return _cut(headings, rows, ["", "total", "", "", "", *_amounts(totals, totals.share)])
+    table = _table(headings, rows, len(processes), len(processes))
+    return dataclasses.replace(table, last=["", "total", "", "", "", *_amounts(totals, totals.share)])
 
 
 def _amounts(of: Process | Totals, share: float) -> list[str]:
@@ -84,7 +91,7 @@ def spent_table(totals: Totals) -> Table:
     return Table(["what", "time#", "share#"], rows, ["all", seconds_text(whole), ""])
 
 
-def saves_table(saves: Sequence[Save]) -> Table:
+def saves_table(saves: Sequence[Save], there: int) -> Table:
     """How long each save took, and how fast it was."""
     headings = ["step#", "ended (UTC)", "blocked#", "background#", "size#", "rate#", "reason", "outcome"]
     rows = [
@@ -98,12 +105,12 @@ def saves_table(saves: Sequence[Save]) -> Table:
             save.reason,
             "committed" if save.ok else f"failed: {save.error}",
         ]
-        for save in saves
+        for save in saves[-MOST_ROWS:]
     ]
-    return _cut(headings, rows)
+    return _table(headings, rows, there, len(saves))
 
 
-def restores_table(restores: Sequence[Restore]) -> Table:
+def restores_table(restores: Sequence[Restore], there: int) -> Table:
     """What was restored."""
     headings = ["step#", "ended (UTC)", "took#", "size#", "rate#", "damaged ones passed over"]
     rows = [
@@ -115,19 +122,19 @@ def restores_table(restores: Sequence[Restore]) -> Table:
             rate_text(each.bytes_per_s),
             ", ".join(each.skipped),
         ]
-        for each in restores
+        for each in restores[-MOST_ROWS:]
     ]
-    return _cut(headings, rows)
+    return _table(headings, rows, there, len(restores))
 
 
-def marks_table(marks: Sequence[Mark]) -> Table:
+def marks_table(marks: Sequence[Mark], there: int) -> Table:
     """The other events."""
     words = {"preempted": "preemption", "set_aside": "step set aside", "take_over": "lock taken over"}
-    rows = [[time_text(mark.time), words[mark.kind], count_text(mark.step), mark.text] for mark in marks]
-    return _cut(["time (UTC)", "what", "step#", "why"], rows)
+    rows = [[time_text(mark.time), words[mark.kind], count_text(mark.step), mark.text] for mark in marks[-MOST_ROWS:]]
+    return _table(["time (UTC)", "what", "step#", "why"], rows, there, len(marks))
 
 
-def steps_table(steps: Sequence[StepLife]) -> Table:
+def steps_table(steps: Sequence[StepLife], there: int) -> Table:
     """What became of each step; those that are there come last."""
     headings = ["step#", "directory", "state", "saved (UTC)", "deleted (UTC)", "size#", "about it"]
     ordered = [step for step in steps if not step.is_there] + [step for step in steps if step.is_there]
@@ -141,9 +148,9 @@ def steps_table(steps: Sequence[StepLife]) -> Table:
             bytes_text(step.bytes),
             _about(step),
         ]
-        for step in ordered
+        for step in ordered[-MOST_ROWS:]
     ]
-    return _cut(headings, rows)
+    return _table(headings, rows, there, len(steps))
 
 
 def _about(step: StepLife) -> str:
@@ -159,13 +166,15 @@ def _about(step: StepLife) -> str:
 
 def use_table(gathered: Gathered) -> Table:
     """The room that steps took."""
-    rows = [[time_text(use.time), count_text(use.steps), bytes_text(use.bytes)] for use in gathered.disk_use]
-    return _cut(["from (UTC)", "steps#", "size#"], rows)
+    uses = gathered.disk_use
+    rows = [[time_text(use.time), count_text(use.steps), bytes_text(use.bytes)] for use in uses[-MOST_ROWS:]]
+    return _table(["from (UTC)", "steps#", "size#"], rows, gathered.counts.changes, len(uses))
 
 
-def metric_table(values: Sequence[MetricValue]) -> Table:
+def metric_table(values: Sequence[MetricValue], there: int) -> Table:
     """A metric by step."""
-    return _cut(["step#", "value#"], [[count_text(each.step), number_text(each.value)] for each in values])
+    rows = [[count_text(each.step), number_text(each.value)] for each in values[-MOST_ROWS:]]
+    return _table(["step#", "value#"], rows, there, len(values))
 
 
 def largest_table(tree: TreeSizes, most: int = 50) -> Table:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Iterable, Sequence
 
-from jaxckpt_train.report.told_events import Told
+from jaxckpt_train.report.report_event import ReportEvent, count, number, text, texts
 from jaxckpt_train.store.stored_metrics import metrics_from_json
 
 PHASES = ("decide_s", "wait_s", "device_wait_s", "snapshot_s", "stage_s", "write_s", "commit_s")
@@ -63,67 +62,56 @@ class Mark:
     text: str
 
 
-def saves_of(told: Iterable[Told]) -> list[Save]:
-    """The saves, in order."""
-    return [_save(each) for each in told if each.kind == "save"]
+def save_s_of(event: ReportEvent) -> float:
+    """Seconds of a save from the call to the commit, without the time in which devices computed queued updates."""
+    return max(event.save_s - min(event.save_s, number(event.device_wait_s) or 0.0), event.blocked_s)
 
 
-def _save(told: Told) -> Save:
-    event = told.event
-    save_s = max(event.save_s - min(event.save_s, told.number("device_wait_s") or 0.0), event.blocked_s)
-    phases = {name: value for name in PHASES if (value := told.number(name)) is not None}
+def save_of(event: ReportEvent) -> Save:
+    """The save that an event is about."""
+    save_s = save_s_of(event)
+    phases = {name: value for name in PHASES if (value := number(getattr(event, name))) is not None}
     return Save(
-        began=told.before(save_s),
-        ended=told.time,
+        began=event.before(save_s),
+        ended=event.utc,
         step=event.step,
-        name=told.text("name"),
+        name=text(event.name),
         ok=event.ok is True,
-        reason=told.text("reason"),
-        error=told.text("error"),
+        reason=text(event.reason),
+        error=text(event.error),
         blocked_s=event.blocked_s,
         background_s=save_s - event.blocked_s,
         save_s=save_s,
         phases=phases,
-        bytes=told.count("bytes"),
-        bytes_per_s=told.number("bytes_per_s") if event.ok else None,
-        metrics=metrics_from_json(told.fields.get("metrics")),
+        bytes=count(event.bytes),
+        bytes_per_s=number(event.bytes_per_s) if event.ok else None,
+        metrics=metrics_from_json(event.metrics),
     )
 
 
-def restores_of(told: Iterable[Told]) -> list[Restore]:
-    """The restores, in order."""
-    found = []
-    for each in told:
-        if each.kind == "restore":
-            restore_s = each.number("restore_s")
-            found.append(
-                Restore(
-                    began=each.before(min(restore_s or 0.0, 1e9)),
-                    ended=each.time,
-                    step=each.event.step,
-                    name=each.text("name"),
-                    bytes=each.count("bytes"),
-                    restore_s=restore_s,
-                    bytes_per_s=each.number("bytes_per_s"),
-                    skipped=each.texts("skipped"),
-                )
-            )
-    return found
+def restore_of(event: ReportEvent) -> Restore:
+    """The restore that an event is about."""
+    restore_s = number(event.restore_s)
+    return Restore(
+        began=event.before(min(restore_s or 0.0, 1e9)),
+        ended=event.utc,
+        step=event.step,
+        name=text(event.name),
+        bytes=count(event.bytes),
+        restore_s=restore_s,
+        bytes_per_s=number(event.bytes_per_s),
+        skipped=texts(event.skipped),
+    )
 
 
-def marks_of(told: Iterable[Told]) -> list[Mark]:
-    """The other events that are worth a mark, in order."""
-    texts = {
-        "preempted": lambda each: "; ".join(filter(None, (each.text("reason"), each.text("plan")))),
-        "set_aside": lambda each: f"{each.text('name')}: {each.text('problem')}",
-        "take_over": lambda each: f"from process {each.count('pid')} on {each.text('host')}",
-    }
-    return [Mark(each.time, each.kind, each.event.step, texts[each.kind](each)) for each in told if each.kind in texts]
-
-
-def counts_of(told: Sequence[Told]) -> dict[str, int]:
-    """How many events there are of each kind, in the order in which they came first."""
-    found: dict[str, int] = {}
-    for each in told:
-        found[each.kind] = found.get(each.kind, 0) + 1
-    return found
+def mark_of(event: ReportEvent) -> Mark | None:
+    """The mark of an event that is neither a save nor a restore; None: it is not worth one."""
+    if event.event == "preempted":
+        about = "; ".join(filter(None, (text(event.reason), text(event.plan))))
+    elif event.event == "set_aside":
+        about = f"{text(event.name)}: {text(event.problem)}"
+    elif event.event == "take_over":
+        about = f"from process {count(event.pid)} on {text(event.host)}"
+    else:
+        return None
+    return Mark(event.utc, event.event, event.step, about)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import collections
 import dataclasses
 import datetime
 import itertools
@@ -98,10 +97,12 @@ def goodput(attempts: Sequence[Attempt]) -> Goodput:
 
 def _complete(attempts: Sequence[Attempt]) -> None:
     """One that was killed may have come further than was heard of it: to where the next one went on."""
-    committed = set[int]()  # as far as anybody has said so
-    for attempt, following in itertools.pairwise(attempt for attempt in attempts if attempt.stretches):
+    trained = [attempt for attempt in attempts if attempt.stretches]
+    asked = {attempt.stretches[0].first for attempt in trained}
+    committed = set[int]()  # those of them that an event so far says were committed
+    for attempt, following in itertools.pairwise(trained):
         for stretch in attempt.stretches:
-            committed.update([stretch.first, *stretch.saved])
+            committed.update(asked.intersection([stretch.first]), asked.intersection(stretch.saved))
         last, taken_up = attempt.stretches[-1], following.stretches[0].first
         if taken_up > last.last and taken_up not in committed:
             last.last = taken_up
@@ -109,11 +110,11 @@ def _complete(attempts: Sequence[Attempt]) -> None:
 
 def _useful(stretches: Sequence[Stretch]) -> list[int]:
     """Of each stretch, how many of its updates are among those that what the run has now descends from."""
-    had_in: dict[int, list[int]] = collections.defaultdict(
-        list
-    )  # by committed steps; the numbers of stretches, in order
+    # The numbers of the stretches that had a step committed, in order, by the steps that a stretch began with.
+    had_in: dict[int, list[int]] = {stretch.first: [] for stretch in stretches}
     for number, stretch in enumerate(stretches):
-        for step in (stretch.first, *stretch.saved):
+        had_in[stretch.first].append(number)
+        for step in filter(had_in.__contains__, stretch.saved):
             had_in[step].append(number)
     useful = [0] * len(stretches)
     number = len(stretches) - 1

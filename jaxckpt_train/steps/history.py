@@ -8,7 +8,7 @@ import errno
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -88,7 +88,7 @@ class History:
         """
         return list(self.each(dict[str, Any], MOST_LISTED_BYTES))
 
-    def each(self, kind: type[T], most_bytes: int = MOST_BYTES) -> Iterator[T]:
+    def each(self, kind: type[T], most_bytes: int = MOST_BYTES) -> Generator[T, None, int]:
         """All events so far, oldest first, one at a time: a history may be larger than memory.
 
         Args:
@@ -96,10 +96,13 @@ class History:
                 do not fit it are left out; what is no event is left out with a warning.
             most_bytes: of a larger history both ends are read, with a warning.
 
+        Returns:
+            How many events did not fit `kind`; what is no event is not counted.
+
         Raises:
             CorruptCheckpointError, StorageError: the history cannot be read.
         """
-        decoder, left_out = msgspec.json.Decoder(kind), 0
+        decoder, left_out, unfit = msgspec.json.Decoder(kind), 0, 0
         path = f"{self._directory}/{HISTORY_NAME}"
         for number, line in enumerate(self._lines(most_bytes), 1):
             if not line:
@@ -108,11 +111,13 @@ class History:
                 yield decoder.decode(line)
             except NOT_JSON:
                 error = _why_no_event(line)
+                unfit += error is None
                 left_out += error is not None
                 if error is not None and left_out <= MOST_TOLD:
                     _log.warning("%s: line %d is left out: %s", path, number, error)
         if left_out > MOST_TOLD:
             _log.warning("%s: and %d more lines are left out", path, left_out - MOST_TOLD)
+        return unfit
 
     def recent(self) -> list[dict[str, Any]]:
         """The last events, oldest first; none if the history cannot be read, which is told."""

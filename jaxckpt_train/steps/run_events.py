@@ -11,7 +11,7 @@ import msgspec
 
 FIRST_YEAR, LAST_YEAR = 1971, 9000  # what is outside no clock has told
 
-_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 _Step = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
 
@@ -25,13 +25,13 @@ class RunEvent(msgspec.Struct):
     ok: bool | None = None
     tends: bool = False  # it took the directory for a command such as `jaxckpt pin`
     how: str | None = None
-    blocked_s: _Seconds = 0.0
-    save_s: _Seconds = 0.0
-    decide_s: _Seconds = 0.0
-    wait_s: _Seconds = 0.0
-    resume_s: _Seconds = 0.0
-    process_age_s: _Seconds | None = None
-    cost_s: _Seconds | None = None
+    blocked_s: Seconds = 0.0
+    save_s: Seconds = 0.0
+    decide_s: Seconds = 0.0
+    wait_s: Seconds = 0.0
+    resume_s: Seconds = 0.0
+    process_age_s: Seconds | None = None
+    cost_s: Seconds | None = None
 
     def __post_init__(self) -> None:
         if not FIRST_YEAR <= self.time.year <= LAST_YEAR:

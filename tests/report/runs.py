@@ -5,12 +5,16 @@ from __future__ import annotations
 import datetime
 import json
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from jaxckpt_train.report.changes import plan_changes
 from jaxckpt_train.report.gathering import Gathered, gather
+from jaxckpt_train.report.report_event import ReportEvent
+from jaxckpt_train.report.run_history import RunHistory
 from jaxckpt_train.report.run_reading import read_run
 from jaxckpt_train.store.local import LocalBackend
 from tests.steps.runs import START, talking_to
@@ -63,3 +67,11 @@ def gathered_of(directory: Path, changes: int | None = None, made: datetime.date
     """What a report of a run tells."""
     read = read_run(BACKEND, str(directory), made)
     return gather(BACKEND, read, plan_changes(read.looks, changes), made)
+
+
+def history_of(*events: Mapping[str, Any], names: Collection[str] = ()) -> RunHistory:
+    """What a report takes from events."""
+    history = RunHistory(names)
+    for event in events:
+        history.add(msgspec.convert(event, ReportEvent))
+    return history

@@ -79,8 +79,8 @@ def test_tree_and_changes_are_those_of_the_newest_steps(preempted_run: Path) -> 
 def test_the_json_has_everything_under_stable_keys(preempted_run: Path) -> None:
     found = gathered_json(gathered_of(preempted_run))
     assert sorted(found) == [
-        "changes", "disk", "disk_use", "events", "is_live", "made", "marks", "metrics", "processes", "restores", "run",
-        "saves", "steps", "totals", "tree", "warnings",
+        "changes", "counts", "disk", "disk_use", "events", "is_live", "made", "marks", "metrics", "processes",
+        "restores", "run", "saves", "steps", "totals", "tree", "warnings",
     ]  # fmt: skip
     assert {step["state"] for step in found["steps"]} == {"kept", "deleted"}
     assert found["metrics"]["loss"][0] == {"step": 5, "value": 0.2}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime
+from typing import Any
 
 import pytest
 
-from jaxckpt_train.report.processes import processes_of
-from jaxckpt_train.report.told_events import told_events
+from jaxckpt_train.report.processes import Process, Totals, processes_of
+from tests.report.runs import history_of
 from tests.steps.events import at
 from tests.steps.runs import START
 
@@ -26,8 +27,13 @@ RUN = (
 )
 
 
+def found(*events: dict[str, Any], is_live: bool = False) -> tuple[list[Process], Totals]:
+    history = history_of(*events)
+    return processes_of(history.attempts(is_live), history.places)
+
+
 def test_each_process_is_a_row_with_how_it_ended() -> None:
-    rows, _ = processes_of(told_events(RUN)[0], is_live=False)
+    rows, _ = found(*RUN)
     assert [(row.number, row.how, row.where) for row in rows] == [
         (1, "killed", "node-1, process 11, Slurm job 7, restart 2"),
         (2, "finished", "node-2, process 12"),
@@ -40,7 +46,7 @@ def test_each_process_is_a_row_with_how_it_ended() -> None:
 
 
 def test_what_the_time_went_into_adds_up() -> None:
-    rows, totals = processes_of(told_events(RUN)[0], is_live=False)
+    rows, totals = found(*RUN)
     assert [(row.useful_s, row.lost_s, row.other_s, row.blocked_s, row.to_resume_s) for row in rows] == [
         (45.0, 45.0, 0.0, 10.0, 10.0), (80.0, 0.0, 0.0, 0.0, 20.0)
     ]  # fmt: skip
@@ -54,11 +60,10 @@ def test_what_the_time_went_into_adds_up() -> None:
 
 
 def test_the_last_one_is_at_work_if_somebody_holds_the_run() -> None:
-    told = told_events(RUN[:5])[0]
-    assert [row.how for row in processes_of(told, is_live=True)[0]] == ["running"]
-    assert [row.how for row in processes_of(told, is_live=False)[0]] == ["killed"]
+    assert [row.how for row in found(*RUN[:5], is_live=True)[0]] == ["running"]
+    assert [row.how for row in found(*RUN[:5])[0]] == ["killed"]
 
 
 def test_no_event_is_no_process() -> None:
-    rows, totals = processes_of([], is_live=False)
+    rows, totals = found()
     assert (rows, totals.wall_s, totals.share) == ([], 0.0, 0.0)

@@ -6,12 +6,13 @@ import datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import jaxckpt_train as jct
 from jaxckpt_train.looking.run_look import StepLook, look_at_run
-from jaxckpt_train.report.step_lives import StepLife, disk_use_of, lives_of
-from jaxckpt_train.report.told_events import told_events
+from jaxckpt_train.report.step_lives import StepLife, StepsFound
 from jaxckpt_train.steps.step_names import step_name
-from tests.report.runs import BACKEND, gathered_of
+from tests.report.runs import BACKEND, gathered_of, history_of
 from tests.steps.events import at
 from tests.steps.runs import START, made_run, save_steps, step_path, truncate_the_manifest
 
@@ -29,8 +30,12 @@ def there(*steps: int, **fields: Any) -> list[StepLook]:
     return [StepLook(step_name(step), step, None, nbytes, False, fields.get("problem")) for step in steps]
 
 
+def steps_of(*events: dict[str, Any], looks: list[StepLook] | None = None) -> StepsFound:
+    return history_of(*events).steps(looks or [])
+
+
 def lives(*events: dict[str, Any], looks: list[StepLook] | None = None) -> list[StepLife]:
-    return lives_of(told_events(events)[0], looks or [])
+    return steps_of(*events, looks=looks).lives
 
 
 def second(number: float) -> datetime.datetime:
@@ -75,7 +80,7 @@ def test_to_save_a_step_anew_leaves_what_came_after_it() -> None:
 
 
 def test_the_room_is_that_of_the_steps_that_were_there_at_a_time() -> None:
-    uses = disk_use_of(lives(saved(1, 10), saved(5, 20), deleted(6, 10), saved(7, 30), looks=there(20, 30)))
+    uses = steps_of(saved(1, 10), saved(5, 20), deleted(6, 10), saved(7, 30), looks=there(20, 30)).uses
     assert [(use.time, use.steps, use.bytes) for use in uses] == [
         (second(1), 1, 110), (second(5), 2, 110 + 999), (second(6), 1, 999), (second(7), 2, 999 + 999)
     ]  # fmt: skip
@@ -118,7 +123,7 @@ def test_without_a_history_steps_tell_of_themselves(tmp_path: Path) -> None:
     (tmp_path / "history.jsonl").unlink()
     looks = look_at_run(BACKEND, str(tmp_path))
     times = [look.entry.time for look in looks if look.entry is not None]
-    found = lives_of([], looks)
+    found = lives(looks=looks)
     assert [(life.step, life.state, life.saved) for life in found] == [(1, "kept", times[0]), (2, "kept", times[1])]
     assert [life.bytes for life in found] == [look.nbytes for look in looks]
 
@@ -130,3 +135,24 @@ def test_temporary_and_uncommitted_steps_are_told(tmp_path: Path) -> None:
         manager.wait()
     (step_path(tmp_path, 1) / "COMMIT").unlink()
     assert {life.step: life.state for life in gathered_of(tmp_path).steps} == {1: "not committed", 2: "temporary"}
+
+
+def test_of_very_many_steps_that_somebody_removed_all_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxckpt_train.report.step_lives.MOST_THERE", 10)
+    events = [saved(number, number) for number in range(1, 101)]
+    history = history_of(*events, deleted(101, 100), names={step_name(2), step_name(99)})
+    found = history.steps(there(2, 99))
+    assert found.states == {"not committed": 2, "deleted": 1, "gone": 97}
+    assert {life.step for life in found.lives if life.is_there} == {2, 99}
+    assert all(life.saved is not None for life in found.lives)
+    assert [use.steps for use in found.uses] == [1, 2, 3, 2]
+
+
+def test_what_was_passed_over_and_deleted_before_the_next_save_is_left_behind() -> None:
+    restored = at(4, "restore", step=10, name=step_name(10))
+    metrics = {"metrics": {"loss": 0.5}}
+    events = saved(1, 10, **metrics), saved(2, 20, **metrics), restored, deleted(5, 20)
+    assert [life.left for life in lives(*events)] == [None, None]
+    found = steps_of(*events, saved(6, 15, **metrics))
+    assert {life.step: life.left for life in found.lives} == {10: None, 20: second(6), 15: None}
+    assert [value.step for value in found.metrics["loss"]] == [10, 15]
