@@ -220,6 +220,23 @@ def test_nnx_objects_are_never_saved_as_another_update_left_them(
         assert kernel.tolist() == [[5, 5], [5, 5]]
 
 
+@pytest.mark.parametrize("make_array", [np.zeros, lambda size: np.zeros((2, size))[1], lambda size: jnp.zeros(size)])
+def test_numpy_arrays_are_not_saved_as_the_failed_update_left_them(
+    tmp_path: Path, make_array: Callable[[int], Any]
+) -> None:
+    with pytest.raises(Failure), jct.CheckpointCallback(tmp_path, **SELDOM) as ckpt:
+        state = ckpt.resume({"w": make_array(3)})
+        for step in ckpt.steps(5):
+            array = state["w"]
+            array += 1
+            if step == 2:
+                raise Failure
+            state = {"w": array}
+            ckpt(state)
+    manager = jct.StepManager(tmp_path)
+    assert manager.steps == ([2] if isinstance(state["w"], jax.Array) else [])
+
+
 def test_save_that_fails_on_an_error_is_a_note_of_it(tmp_path: Path) -> None:
     error = Failure("of the loop")
     with (

@@ -9,6 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
+import numpy as np
+
 from jaxckpt_train.checkpointables.fingerprint import with_fingerprint
 from jaxckpt_train.checkpointables.registry import is_grain_iterator, is_tree_in_place, keeps_itself_current
 from jaxckpt_train.checkpointables.saving import Taken, take
@@ -246,6 +249,9 @@ class LoopState:
         if self.last is None or (self.num_steps is not None and not self.has_begun_another()):
             return self.last
         if self._current.keys() - self._taken.keys() and not self._is_data_where_it_was():
+            return None
+        given = {name: value for name, value in self.last.items() if name not in self._taken}
+        if any(isinstance(leaf, np.ndarray) and leaf.flags.writeable for leaf in jax.tree.leaves(given)):
             return None
         return {**self.last, **self._taken}
 
