@@ -20,7 +20,6 @@ from jaxckpt_train.checkpoint import load_checkpointables
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
 from jaxckpt_train.errors import (
     CorruptCheckpointError,
-    DirectoryLockedError,
     MismatchError,
     SettingsError,
     StepNotFoundError,
@@ -232,13 +231,10 @@ class CheckpointManager:
 
     def _begin(self, step: int, values: Mapping[str, Any], more: Mapping[str, Any]) -> SaveResult:
         """Have the run save a step, also where another manager of this process, or an unlisted step, is in the way."""
+        other = _SAVING.get(self._manager.directory)
+        if other is not None and other is not self and (more["force"] or self._manager.should_save(step)):
+            other._let_go()  # it can go on: it takes the directory back with its next save
         try:
-            result = self._steps.checked(lambda: self._manager.save(step, values, **more))
-        except DirectoryLockedError:
-            other = _SAVING.get(self._manager.directory)
-            if other is None or other is self:
-                raise
-            other._let_go()
             result = self._steps.checked(lambda: self._manager.save(step, values, **more))
         except (StepAlreadyExistsError, SettingsError):
             if not self._steps.is_unlisted(step):

@@ -21,6 +21,7 @@ from jaxckpt_train.steps.preemption import PreemptionWatch
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.latch import LOOK_S, Latch
 from jaxckpt_train.store.local import LocalBackend, _LocalSource
+from tests.signal_handlers import WATCHED, handlers_put_back
 from tests.steps.fake_backends import HoldingBackend, callback_on
 from tests.steps.runs import made_run, state_of, step_of
 
@@ -31,16 +32,9 @@ GRACE_S, LATEST_S = 1.5, 6.0
 
 @pytest.fixture(autouse=True)
 def _handlers_are_put_back() -> Iterator[None]:
-    """But that of a signal that the process ends for, which may come again."""
-    names = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-    before = [signal.getsignal(name) for name in names]
-    yield
-    found: list[Any] = [signal.getsignal(name) for name in names]
-    for name, handler in zip(names, before, strict=True):
-        signal.signal(name, handler)
-    was_left = found[0] != before[0]
-    assert found[was_left:] == before[was_left:]
-    assert not was_left or not found[0].is_live()
+    """But those of a process that leaves, which ignore the signals that may still come."""
+    with handlers_put_back(*WATCHED, may_end=True):
+        yield
 
 
 def asked_soon() -> threading.Timer:

@@ -114,6 +114,7 @@ def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX's arrays on the CPU are taken as those of other devices."""
     taker = snapshots._Taker
     monkeypatch.setattr(snapshots, "_Taker", lambda keeps_views, **more: taker(keeps_views=False, **more))
+    monkeypatch.setattr(snapshots, "_wait_for_cpus", lambda leaves, hosts: 0.0)
 
 
 def no_room(*_: Any) -> None:
