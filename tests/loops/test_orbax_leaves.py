@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 SPEC = jax.sharding.PartitionSpec
+
+
+@pytest.fixture(autouse=True)
+def _coroutines_end_here() -> Iterator[None]:
+    """What Orbax leaves is collected within the test that made it, not in a later one."""
+    yield
+    gc.collect()
 
 
 def mesh() -> jax.sharding.Mesh:
