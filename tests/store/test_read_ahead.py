@@ -127,12 +127,16 @@ def test_no_more_than_the_budget_is_read_ahead_of_who_holds_what_he_took() -> No
 )
 def test_what_decoding_takes_is_of_the_budget(budget: int, expected: list[int]) -> None:
     boxes = free(10)
+    for box in boxes[1:]:
+        box.may_end.clear()  # one that ends makes room for the next
     ahead, coming = ahead_of(boxes, budget, decoding=2)
     with ahead:
         coming[0].fetch()
         for number in expected:
             assert boxes[number].began.wait(60)
         assert begun(boxes) == expected
+        for box in boxes:
+            box.may_end.set()
         assert [each.fetch()[0] for each in coming[1:]] == list(range(1, 10))
 
 
