@@ -455,7 +455,7 @@ class CheckpointCallback(LoopForms):
         values, unsaved = self._loop.unchanged(), self._unsaved()
         try:
             if unsaved is not None and values is None:
-                self._lose(unsaved, "the next update has begun, and may have changed what is saved")
+                self._lose(unsaved, "the next update is under way and may have changed what is saved")
                 self._departure.finish(self.manager)
             else:
                 save = functools.partial(self._save_before_leaving, values=values)

@@ -68,7 +68,7 @@ def absolute(path: PathLike) -> str:
 
 
 def _to_read(path: PathLike) -> str:
-    """The absolute path, once the saves to it that this process has begun have ended."""
+    """The absolute path, after this process's own saves to it have ended."""
     there = absolute(path)
     wait_for_saves_of(there)
     return there

@@ -316,7 +316,7 @@ def start_save(
 
 
 def wait_for_saves_of(path: str) -> None:
-    """Wait until the saves to this path that this process has begun have ended, before it is read."""
+    """Wait for this process's own saves to a path before it is read."""
     for save in list(unfinished.under_way):
         if save.subject == path and isinstance(save, PendingSave):
             save.wait_until_ended()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from typing import Annotated, Any
 
@@ -10,14 +9,12 @@ import typer
 
 from jaxckpt_train.cli.arguments import BACKEND, Json, Run, absolute, checked_step, step_number
 from jaxckpt_train.cli.exporting import Only, prepared, to_be_written, to_be_written_text
-from jaxckpt_train.cli.importing import READ_BUDGET_MIB, Budget, Out, make_room, now_text
+from jaxckpt_train.cli.importing import READ_BUDGET_MIB, Budget, Out, make_room, now_text, write_prepared
 from jaxckpt_train.cli.operations import DryRun, plan_json, print_plan
-from jaxckpt_train.cli.output import bytes_text, print_json, print_text, progress, told_errors
+from jaxckpt_train.cli.output import bytes_text, print_json, print_text, told_errors
 from jaxckpt_train.errors import SettingsError, StepNotFoundError
 from jaxckpt_train.looking.opening import metadata_of, open_at, told_of_import
 from jaxckpt_train.looking.run_look import StepLook, look_at_run
-from jaxckpt_train.store.appearing import MOVE_IT_AWAY
-from jaxckpt_train.store.copying import copy_checkpoint
 from jaxckpt_train.surgery.averaging import Average
 
 LAST = 5
@@ -89,19 +86,7 @@ def average(
             make_room(final)
             about = {key: value for key, value in metadata_of(opened).items() if key not in ("metrics", "temporary")}
             info = {**about, "created": now_text(), **told_of_import(opened), "averaged_steps": steps}
-            with progress("writing", None, as_json) as advance:
-                committed = copy_checkpoint(
-                    source.files,
-                    source.committed,
-                    BACKEND,
-                    final,
-                    dataclasses.replace(source.settings, read_budget_bytes=read_budget_mib << 20),
-                    info=info,
-                    if_taken=MOVE_IT_AWAY,
-                    parts=parts,
-                    progress=advance,
-                )
-            summary["bytes"] = committed.data_bytes
+            summary["bytes"] = write_prepared(source, final, info, parts, read_budget_mib, as_json)
         if as_json:
             print_json(summary)
         else:

@@ -21,6 +21,7 @@ from jaxckpt_train.cli.operations import (
 from jaxckpt_train.cli.output import bytes_text, print_json, print_text, progress, told_errors
 from jaxckpt_train.looking.opening import metadata_of, open_at, told_of_import
 from jaxckpt_train.moving.destination import refuse_place
+from jaxckpt_train.opened import Opened
 from jaxckpt_train.store.appearing import MOVE_IT_AWAY, refuse_existing_name
 from jaxckpt_train.store.copying import copy_checkpoint
 from jaxckpt_train.store.final_name import refuse_left_over_name, remove_left_overs
@@ -80,24 +81,32 @@ def import_(
         else:
             make_room(final)
             info = {"created": now_text(), **metadata_of(opened), **told_of_import(opened)}
-            with progress("writing", None, as_json) as advance:
-                committed = copy_checkpoint(
-                    source.files,
-                    source.committed,
-                    BACKEND,
-                    final,
-                    dataclasses.replace(source.settings, read_budget_bytes=read_budget_mib << 20),
-                    info=info,
-                    if_taken=MOVE_IT_AWAY,
-                    parts=None if part is None else [name],
-                    decoding=source.decoding,
-                    progress=advance,
-                )
-            told["bytes"] = committed.data_bytes
+            chosen = None if part is None else [name]
+            told["bytes"] = write_prepared(source, final, info, chosen, read_budget_mib, as_json)
         if as_json:
             print_json(told)
         else:
             print_text(to_be_written_text(told) if dry_run else f"{final}: {bytes_text(told['bytes'])}")
+
+
+def write_prepared(
+    source: Opened, final: str, info: dict[str, Any], parts: list[str] | None, read_budget_mib: int, as_json: bool
+) -> int:
+    """Write what `prepared` gave as a checkpoint of this package, with a progress line; the bytes of its data."""
+    with progress("writing", None, as_json) as advance:
+        committed = copy_checkpoint(
+            source.files,
+            source.committed,
+            BACKEND,
+            final,
+            dataclasses.replace(source.settings, read_budget_bytes=read_budget_mib << 20),
+            info=info,
+            if_taken=MOVE_IT_AWAY,
+            parts=parts,
+            decoding=source.decoding,
+            progress=advance,
+        )
+    return committed.data_bytes
 
 
 def make_room(final: str) -> None:

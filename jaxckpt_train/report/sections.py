@@ -159,11 +159,11 @@ def steps(gathered: Gathered, drawing: Drawing) -> Html:
     """What became of each step."""
     if not gathered.steps:
         return section("steps", "Steps", note("No step was saved yet."))
-    told = ", ".join(f"{count:,} {state}" for state, count in gathered.counts.states.items())
+    by_state = ", ".join(f"{count:,} {state}" for state, count in gathered.counts.states.items())
     return section(
         "steps",
         "Steps",
-        element("p", f"{counted(gathered.counts.steps, 'step')}: {told}."),
+        element("p", f"{counted(gathered.counts.steps, 'step')}: {by_state}."),
         chart_html(
             drawing,
             "retention",

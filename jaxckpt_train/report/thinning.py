@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 MOST_KEPT = 10_000
-"""Of a stream that is thinned, at least so many items are kept, and at most twice as many."""
+"""How many items of a thinned stream are kept at least; at most twice this number."""
 RECENT = 1000  # the last ones of a stream are all kept, as tables show them
 BATCH = 4096
 Item = TypeVar("Item")

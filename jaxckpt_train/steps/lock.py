@@ -1,7 +1,7 @@
 """The owner's lock of a run directory: one job saves there, and a dead one is recognised.
 
 No clock of another machine, or of the storage, decides: a live owner changes the modification time of its lock every
-`HEARTBEAT_S`, and whoever wants the lock compares what it sees with what it saw, for `SILENCE_S` of its own time.
+`HEARTBEAT_S`, and a process that wants the lock compares successive looks at it, for `SILENCE_S` of its own time.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class StepClock:
                 self._began_at, self._began_step = now, step
 
     def save_began(self, step: int, device_wait_s: float = 0.0) -> None:
-        """The call under way has begun a save, and taken the state; the loop goes on after it.
+        """Note that the call under way took the state and started a save; the loop continues after it.
 
         Args:
             step: number of updates that the loop has called for.
