@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,13 @@ def skip_where_it_cannot_be_met(name: str) -> None:
         pytest.skip(f"{name}: {reason}")
 
 
-@pytest.mark.parametrize("name", LIMITS)
+def limits_of_memory(*options: str) -> subprocess.CompletedProcess[str]:
+    """The trials of memory in a process of their own: what this one has freed would be memory to their saves."""
+    command = [sys.executable, "-m", "tests.faults.limits", "--limits", "memory", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize("name", [name for name in LIMITS if name != "memory"])
 def test_a_run_that_meets_a_limit_loses_nothing_and_its_error_says_of_what_it_is_what_was_refused_and_what_to_do(
     tmp_path: Path, name: str
 ) -> None:
@@ -34,6 +41,14 @@ def test_a_run_that_meets_a_limit_loses_nothing_and_its_error_says_of_what_it_is
     found = campaign([name], tmp_path)
     assert found.problems == []
     assert found.failed[name] > 0, "no save was refused: the limit was none"
+
+
+def test_a_run_that_lacks_memory_loses_nothing_and_says_so() -> None:
+    done = limits_of_memory()
+    assert done.returncode == 0, done.stdout + done.stderr
+    refused = re.search(r"in (\d+) of them the save was refused", done.stdout)
+    assert refused is not None
+    assert int(refused[1]) > 0, "no save was refused: the limit was none"
 
 
 @pytest.mark.parametrize(
@@ -68,8 +83,6 @@ def test_a_writer_with_a_flaw_is_found_out(
 
 
 def test_a_writer_that_leaves_attempts_when_it_lacks_memory_is_found_out() -> None:
-    # In a process of its own: what this one has freed would be memory to the flawed one.
-    command = [sys.executable, "-m", "tests.faults.limits", "--limits", "memory", "--flaw", "leaves attempts"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = limits_of_memory("--flaw", "leaves attempts")
     assert done.returncode == 1, done.stderr
     assert "left over in a life" in done.stdout + done.stderr
