@@ -246,6 +246,7 @@ def load(
     missing: Literal["error", "keep"] = "error",
     shardings: Any = None,
     surgery: Sequence[Any] | None = None,
+    donatable: bool = False,
     settings: StoreSettings | None = None,
     progress: Progress | None = None,
 ) -> Any:
@@ -265,6 +266,9 @@ def load(
         missing: "keep": a leaf of `like` that the checkpoint lacks keeps its value.
         shardings: one sharding or a tree of them, for leaves of `like` that bring none, or without `like`.
         surgery: operations on the stored tree before all of the above, see `jaxckpt_train.surgery`.
+        donatable: on the CPU, copy into memory that JAX reuses when the arrays are donated to a computation. Without it
+            the arrays are in the memory they were read into: the load is faster, but the first step that donates them
+            needs memory for the state a second time. Restores of a run always do this; other devices need not.
         settings: how to read; None: the defaults.
         progress: called with numbers of bytes as they are read.
 
@@ -281,7 +285,9 @@ def load(
     loads = JobLoads(current(), chosen)
     with loads.told_on_error():
         expect_parts(loads, {DEFAULT_NAME: like}, only, shardings)
-        options = LoadOptions(only=only, rename=rename, cast=cast, missing=missing, shardings=shardings)
+        options = LoadOptions(
+            only=only, rename=rename, cast=cast, missing=missing, shardings=shardings, donatable=donatable
+        )
         there = _to_read(path)
         operations = operations_of("surgery", surgery)
 

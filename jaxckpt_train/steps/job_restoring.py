@@ -156,7 +156,8 @@ class JobRestore:
 
         def load() -> dict[str, Any]:
             with loads.told_on_error():
-                return load_parts(self._backend, committed, wanted, self._settings, LoadOptions(), self._meter, loads)
+                options = LoadOptions(donatable=True)
+                return load_parts(self._backend, committed, wanted, self._settings, options, self._meter, loads)
 
         return self._together.all_do(f"restoring {directory}", load)
 

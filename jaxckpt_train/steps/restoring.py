@@ -187,7 +187,7 @@ class _Reading:
         if self.load is not None:
             return self.load(committed)
         wanted = {part.name: None for part in committed.manifest.parts} if self.targets is None else self.targets
-        return load_parts(self.backend, committed, wanted, self.settings, LoadOptions(), self.meter)
+        return load_parts(self.backend, committed, wanted, self.settings, LoadOptions(donatable=True), self.meter)
 
     def tell_if_renamed(self) -> None:
         """A directory may have been given another number; whoever did it knows what is trained anew, or not at all."""

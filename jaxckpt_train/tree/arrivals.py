@@ -45,11 +45,14 @@ class Arrivals:
         destinations: of all arrays, by their numbers in the load.
         values: what is made of them.
         budget: in which arrays on their way to accelerators count.
+        donatable: as of `DevicePuts`.
     """
 
-    def __init__(self, destinations: Sequence[Destination], values: list[Any], budget: ReadBudget) -> None:
+    def __init__(
+        self, destinations: Sequence[Destination], values: list[Any], budget: ReadBudget, *, donatable: bool = False
+    ) -> None:
         self._destinations, self._values, self._budget = destinations, values, budget
-        self._puts = DevicePuts()
+        self._puts = DevicePuts(donatable=donatable)
         self._late = dict[int, tuple[Destination, np.ndarray]]()
         for each in destinations:
             if not each.placement.boxes:  # all of it lies on devices of other processes

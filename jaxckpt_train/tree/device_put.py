@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
@@ -33,7 +34,24 @@ def _find_fast_put() -> Callable[..., jax.Array] | None:
     return found
 
 
+def _find_copying_put() -> Callable[..., jax.Array] | None:
+    """The call behind `_find_fast_put`, which can copy: the array gets memory that XLA allocates. None: not there.
+
+    On the CPU XLA reuses only its own memory for the results of a computation that its arguments are donated to, and
+    no public function copies a host array into such memory without keeping the host array for a while.
+    """
+    try:
+        from jax._src.lib import xla_client  # type: ignore[attr-defined]
+
+        during_call = xla_client.HostBufferSemantics.IMMUTABLE_ONLY_DURING_CALL
+        put = functools.partial(xla_client.batched_device_put, force_copy=True, host_buffer_semantics=during_call)
+    except (ImportError, AttributeError):
+        return None
+    return put if "force_copy" in (xla_client.batched_device_put.__doc__ or "") else None
+
+
 _fast_put = _find_fast_put()
+_copying_put = _find_copying_put()
 
 
 class _Kind(NamedTuple):
@@ -45,9 +63,14 @@ class _Kind(NamedTuple):
 
 
 class DevicePuts:
-    """Arrays of one load on their way to the devices. The first of each kind goes through JAX's public functions."""
+    """Arrays of one load on their way to the devices. The first of each kind goes through JAX's public functions.
 
-    def __init__(self) -> None:
+    Args:
+        donatable: on the CPU, copy each box into memory of XLA, which a computation can reuse when it is donated.
+    """
+
+    def __init__(self, *, donatable: bool = False) -> None:
+        self._donatable = donatable
         self._kinds: dict[object, _Kind] = {}
         self._begun: dict[int, tuple[list[jax.Array], int]] = {}
 
@@ -55,7 +78,7 @@ class DevicePuts:
         """Put one box of array number `number` onto its devices; returns the array once it has all of its boxes.
 
         Without a sharding it goes to the default device and stays uncommitted. On the CPU an aligned, writable box
-        becomes the device's memory without a copy, so the caller must let go of it.
+        becomes the device's memory without a copy, unless the arrays are to be donatable: the caller must drop it.
         """
         if len(placement.boxes) == 1:
             return self._put_alike(placement.shape, placement.sharding, data)
@@ -82,11 +105,18 @@ class DevicePuts:
         kind = self._kinds.get(key)
         if kind is None or _fast_put is None:
             array = _put_here(shape, sharding, data)
-            if array.dtype == data.dtype:  # else JAX converts: 64-bit types while x64 is off
-                devices = list(array.sharding.addressable_devices_indices_map(shape))
-                self._kinds[key] = _Kind(array.aval, array.sharding, devices)
-            return array
-        return _fast_put(kind.aval, kind.sharding, [data] * len(kind.devices), kind.devices, sharding is not None)
+            if array.dtype != data.dtype:  # JAX converts: 64-bit types while x64 is off
+                return array
+            devices = list(array.sharding.addressable_devices_indices_map(shape))
+            kind = self._kinds[key] = _Kind(array.aval, array.sharding, devices)
+            if not self._is_copied(kind):
+                return array
+        put = _copying_put if self._is_copied(kind) else _fast_put
+        assert put is not None
+        return put(kind.aval, kind.sharding, [data] * len(kind.devices), kind.devices, sharding is not None)
+
+    def _is_copied(self, kind: _Kind) -> bool:
+        return self._donatable and _copying_put is not None and kind.devices[0].platform == "cpu"
 
 
 def _put_here(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, data: np.ndarray) -> jax.Array:

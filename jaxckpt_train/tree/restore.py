@@ -70,6 +70,7 @@ class LoadOptions:
     missing: Literal["error", "keep"] = "error"
     shardings: Any = None
     forms: Callable[[Flat, TreeRecord, Mapping[str, str]], tuple[TreeRecord, dict[str, str]]] | None = None  # of others
+    donatable: bool = False
     has_types: bool = True  # whether weak types and Python numbers are recorded; most other tools do not
 
     def __post_init__(self) -> None:
@@ -85,6 +86,7 @@ class LoadOptions:
         if self.missing not in ("error", "keep"):
             raise SettingsError(f'missing: expected "error" or "keep", found {self.missing!r}')
         flag("cast", self.cast)
+        flag("donatable", self.donatable)
 
 
 class _Job(NamedTuple):
@@ -131,7 +133,7 @@ class TreeRestore:
             self._report_lost_types(names, jobs)
         if self.record.static:
             self._report_other_static(flat, {names[job.name]: job.name for job in jobs})
-        values = self._produce(jobs, places, progress, loads)
+        values = self._produce(jobs, places, progress, loads, donatable=options.donatable)
         loaded = dict(zip((names[job.name] for job in jobs), values, strict=True))
         return unflatten(like, [loaded.get(n, leaf) for n, leaf in zip(flat.names, flat.leaves, strict=True)])
 
@@ -261,7 +263,7 @@ class TreeRestore:
             leaf_difference(names[job.name], job.record, job.array, job.want, cast=False) for job in jobs if job.array
         ]
         raise_differences(self._subject, [line for line in lines if line is not None])
-        produced = self._produce(jobs, self._places(jobs), progress, loads)
+        produced = self._produce(jobs, self._places(jobs), progress, loads, donatable=options.donatable)
         values = dict(zip((names[job.name] for job in jobs), produced, strict=True))
         if options.rename:
             record = TreeRecord({}, {names[old]: leaf for old, leaf in self.record.leaves.items()})
@@ -291,7 +293,13 @@ class TreeRestore:
         return _Job(name, self.record.leaves[name], self._arrays.get(name), want)
 
     def _produce(
-        self, jobs: Sequence[_Job], places: Sequence[Placement | None], progress: Progress | None, loads: JobLoads
+        self,
+        jobs: Sequence[_Job],
+        places: Sequence[Placement | None],
+        progress: Progress | None,
+        loads: JobLoads,
+        *,
+        donatable: bool,
     ) -> list[Any]:
         """The values of all jobs, in order; inline ones first, so that they fail before a bulk read."""
         values: list[Any] = [PLACEHOLDER] * len(jobs)
@@ -301,7 +309,7 @@ class TreeRestore:
                 stored.append((number, job, place))
             else:
                 values[number] = self._inline(job)
-        self._read(stored, values, progress, loads)
+        self._read(stored, values, progress, loads, donatable=donatable)
         return values
 
     def _read(
@@ -310,6 +318,8 @@ class TreeRestore:
         values: list[Any],
         progress: Progress | None,
         loads: JobLoads,
+        *,
+        donatable: bool,
     ) -> None:
         """Read what the jobs want and put each array where it goes while others are still on their way."""
         jobs = self._read_on_hosts(jobs, values, progress)
@@ -318,7 +328,11 @@ class TreeRestore:
         unplaced = any(job.want.form == "jax" and not placement.devices for _, job, placement in jobs)
         default = default_platform() if unplaced else "cpu"
         requests = [
-            Wanted(job.array, placement.boxes, _only_passes(job, placement, default))
+            Wanted(
+                job.array,
+                placement.boxes,
+                (donatable and job.want.form == "jax") or _only_passes(job, placement, default),
+            )
             for _, job, placement in jobs
             if job.array is not None
         ]
@@ -330,7 +344,7 @@ class TreeRestore:
             if job.array is not None
         ]
         budget = ReadBudget(self._settings.read_budget_bytes)
-        arrivals = Arrivals(destinations, values, budget)
+        arrivals = Arrivals(destinations, values, budget, donatable=donatable)
         shared, cached, memory = self._shared(destinations, loads)
         left = sorted(set(range(len(requests))) - {each.number for each in shared} - {*cached})
         # No function that refers to these: it would stay with the frames of an error, and all that is loaded with it.
