@@ -8,13 +8,16 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-# JAX 0.6 has the first two, and JAX 0.7 the last, under another name.
+# Each name came with a release of its own: `set_mesh` with 0.7.1, `enable_x64` with 0.8.0, `get_mesh` with 0.8.1.
 try:
     from jax import set_mesh
+except ImportError:
+    from jax.sharding import use_mesh as set_mesh  # type: ignore[attr-defined, no-redef]
+
+try:
     from jax.sharding import get_mesh
 except ImportError:
     from jax._src.mesh import get_concrete_mesh
-    from jax.sharding import use_mesh as set_mesh  # type: ignore[attr-defined, no-redef]
 
     def get_mesh() -> jax.sharding.Mesh:
         """The mesh in effect; an empty one if there is none."""
