@@ -17,6 +17,7 @@ WARM_UP_STEPS = 2  # the first ones compile
 WINDOWS, SAVES = 33, 6
 HYSTERESIS = 0.1
 OUTLIER = 4.0
+UNSEEN_SAVES = 2  # in a row, of a loop that is ahead of its device, without updates between them that show its pace
 
 
 class StepClock:
@@ -46,7 +47,7 @@ class StepClock:
         self._entered_at = self._left_at = 0.0
         self._free_from: tuple[float, int] | None = None  # where the window of free updates began
         self._save: _Save | None = None  # that is under way, or not measured yet
-        self._began_step = self._saves = self._free_windows = 0
+        self._began_step = self._saves = self._free_windows = self._unseen_saves = 0
         self._began_at: float | None = None
         self._spent_s = self._ahead_s = 0.0
         self._held_s: float | None = None
@@ -99,6 +100,7 @@ class StepClock:
             self._end_save(before, before.computed_at, now.computed_at, step)
         elif self._free_from is not None and step - self._free_from[1] >= LEAST_WINDOW_STEPS:
             self._end_window(self._entered_at, step)
+        self._unseen_saves = 0 if self._has_window() else self._unseen_saves + 1
         self._free_from, self._free_windows = None, 0
         self._saves += 1
         self._count_queue(now, device_wait_s)
@@ -126,7 +128,7 @@ class StepClock:
             blocked_s=_trimmed_mean([*self._blocked]) if self._blocked else None,
             duration_s=max(durations, default=None),
             usual_s=statistics.median(own) if own else None,
-            is_measuring=self._save is not None or (self._ahead_s > 0 and not self._has_window()),
+            is_measuring=self._save is not None or self._has_to_see_updates(),
             spent_s=self._spent_s,
             trained_s=max(0.0, trained_s),
             ahead_s=self._ahead_s,
@@ -146,6 +148,10 @@ class StepClock:
         """Whether updates without a save were seen since the last one; a save that comes now ends their window."""
         steps = 0 if self._free_from is None else self._step - self._free_from[1]
         return self._free_windows > 0 or steps >= LEAST_WINDOW_STEPS
+
+    def _has_to_see_updates(self) -> bool:
+        """Whether the pace of a loop that is ahead of its device was not seen lately: only a full queue shows it."""
+        return self._ahead_s > 0 and self._unseen_saves >= UNSEEN_SAVES and not self._has_window()
 
     def _end_window(self, now: float, step: int) -> None:
         assert self._free_from is not None
