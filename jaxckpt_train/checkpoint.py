@@ -246,7 +246,7 @@ def load(
     missing: Literal["error", "keep"] = "error",
     shardings: Any = None,
     surgery: Sequence[Any] | None = None,
-    donatable: bool = False,
+    donatable: bool | None = None,
     settings: StoreSettings | None = None,
     progress: Progress | None = None,
 ) -> Any:
@@ -266,9 +266,10 @@ def load(
         missing: "keep": a leaf of `like` that the checkpoint lacks keeps its value.
         shardings: one sharding or a tree of them, for leaves of `like` that bring none, or without `like`.
         surgery: operations on the stored tree before all of the above, see `jaxckpt_train.surgery`.
-        donatable: on the CPU, copy into memory that JAX reuses when the arrays are donated to a computation. Without it
-            the arrays are in the memory they were read into: the load is faster, but the first step that donates them
-            needs memory for the state a second time. Restores of a run always do this; other devices need not.
+        donatable: on the CPU, copy into memory that JAX reuses when the arrays are donated to a computation. Without
+            the copy they stay in the memory they were read into: the load is faster, but the first step that donates
+            them holds the state twice. None: copy what takes the place of a `jax.Array` of `like`. Restores of a run
+            always copy; devices other than CPUs need no copy.
         settings: how to read; None: the defaults.
         progress: called with numbers of bytes as they are read.
 

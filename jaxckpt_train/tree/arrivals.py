@@ -28,6 +28,7 @@ class Destination(NamedTuple):
         placement: which boxes of it, and on which devices.
         dtype: as it is stored.
         leaves_host: whether it goes to an accelerator.
+        donatable: as of `DevicePuts.put`.
     """
 
     number: int
@@ -36,6 +37,7 @@ class Destination(NamedTuple):
     placement: Placement
     dtype: np.dtype
     leaves_host: bool
+    donatable: bool
 
 
 class Arrivals:
@@ -45,14 +47,11 @@ class Arrivals:
         destinations: of all arrays, by their numbers in the load.
         values: what is made of them.
         budget: in which arrays on their way to accelerators count.
-        donatable: as of `DevicePuts`.
     """
 
-    def __init__(
-        self, destinations: Sequence[Destination], values: list[Any], budget: ReadBudget, *, donatable: bool = False
-    ) -> None:
+    def __init__(self, destinations: Sequence[Destination], values: list[Any], budget: ReadBudget) -> None:
         self._destinations, self._values, self._budget = destinations, values, budget
-        self._puts = DevicePuts(donatable=donatable)
+        self._puts = DevicePuts()
         self._late = dict[int, tuple[Destination, np.ndarray]]()
         for each in destinations:
             if not each.placement.boxes:  # all of it lies on devices of other processes
@@ -68,7 +67,7 @@ class Arrivals:
             if each.leaves_host:
                 self._budget.charge(data)  # until the device has it
         if each.want.form == "jax":
-            array = self._puts.put(wanted, each.placement, box, data)
+            array = self._puts.put(wanted, each.placement, box, data, donatable=each.donatable)
             self._values[each.number] = PLACEHOLDER if array is None else _typed(each, array)
         elif spans_processes(each.want.sharding):
             self._late[each.number] = each, data

@@ -63,32 +63,30 @@ class _Kind(NamedTuple):
 
 
 class DevicePuts:
-    """Arrays of one load on their way to the devices. The first of each kind goes through JAX's public functions.
+    """Arrays of one load on their way to the devices. The first of each kind goes through JAX's public functions."""
 
-    Args:
-        donatable: on the CPU, copy each box into memory of XLA, which a computation can reuse when it is donated.
-    """
-
-    def __init__(self, *, donatable: bool = False) -> None:
-        self._donatable = donatable
+    def __init__(self) -> None:
         self._kinds: dict[object, _Kind] = {}
         self._begun: dict[int, tuple[list[jax.Array], int]] = {}
 
-    def put(self, number: int, placement: Placement, box: int, data: np.ndarray) -> jax.Array | None:
+    def put(
+        self, number: int, placement: Placement, box: int, data: np.ndarray, *, donatable: bool = False
+    ) -> jax.Array | None:
         """Put one box of array number `number` onto its devices; returns the array once it has all of its boxes.
 
         Without a sharding it goes to the default device and stays uncommitted. On the CPU an aligned, writable box
-        becomes the device's memory without a copy, unless the arrays are to be donatable: the caller must drop it.
+        becomes the device's memory without a copy: the caller must drop it. If the array is to be donatable, the box is
+        copied into memory of XLA, which reuses it when the array is donated to a computation.
         """
         if len(placement.boxes) == 1:
-            return self._put_alike(placement.shape, placement.sharding, data)
+            return self._put_alike(placement.shape, placement.sharding, data, donatable)
         shards, left = self._begun.pop(number, ([], len(placement.boxes)))
         assert placement.sharding is not None
         memory = placement.sharding.memory_kind
         for device, wanted in placement.devices:
             if wanted == box:
                 alone = jax.sharding.SingleDeviceSharding(device, memory_kind=memory)
-                shards.append(self._put_alike(data.shape, alone, data))
+                shards.append(self._put_alike(data.shape, alone, data, donatable))
         if left > 1:
             self._begun[number] = shards, left - 1
             return None
@@ -99,7 +97,9 @@ class DevicePuts:
         assert placement.sharding is not None
         return jax.make_array_from_single_device_arrays(placement.shape, placement.sharding, [], dtype=dtype)
 
-    def _put_alike(self, shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, data: np.ndarray) -> jax.Array:
+    def _put_alike(
+        self, shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, data: np.ndarray, donatable: bool
+    ) -> jax.Array:
         """An array of this shape, with the same data on every device of its sharding that this process has."""
         key = shape, data.dtype, sharding
         kind = self._kinds.get(key)
@@ -109,14 +109,15 @@ class DevicePuts:
                 return array
             devices = list(array.sharding.addressable_devices_indices_map(shape))
             kind = self._kinds[key] = _Kind(array.aval, array.sharding, devices)
-            if not self._is_copied(kind):
+            if not (donatable and _can_copy(kind)):
                 return array
-        put = _copying_put if self._is_copied(kind) else _fast_put
+        put = _copying_put if donatable and _can_copy(kind) else _fast_put
         assert put is not None
         return put(kind.aval, kind.sharding, [data] * len(kind.devices), kind.devices, sharding is not None)
 
-    def _is_copied(self, kind: _Kind) -> bool:
-        return self._donatable and _copying_put is not None and kind.devices[0].platform == "cpu"
+
+def _can_copy(kind: _Kind) -> bool:
+    return _copying_put is not None and kind.devices[0].platform == "cpu"
 
 
 def _put_here(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, data: np.ndarray) -> jax.Array:

@@ -70,7 +70,7 @@ class LoadOptions:
     missing: Literal["error", "keep"] = "error"
     shardings: Any = None
     forms: Callable[[Flat, TreeRecord, Mapping[str, str]], tuple[TreeRecord, dict[str, str]]] | None = None  # of others
-    donatable: bool = False
+    donatable: bool | None = None  # None: what takes the place of an array on a device
     has_types: bool = True  # whether weak types and Python numbers are recorded; most other tools do not
 
     def __post_init__(self) -> None:
@@ -86,16 +86,18 @@ class LoadOptions:
         if self.missing not in ("error", "keep"):
             raise SettingsError(f'missing: expected "error" or "keep", found {self.missing!r}')
         flag("cast", self.cast)
-        flag("donatable", self.donatable)
+        if self.donatable is not None:
+            flag("donatable", self.donatable)
 
 
 class _Job(NamedTuple):
-    """One leaf to produce: its path in the checkpoint, its record, and what it must become."""
+    """One leaf to produce: its path in the checkpoint, its record, what it must become, whether it can be donated."""
 
     name: str
     record: LeafRecord
     array: ArrayRecord | None
     want: Want
+    donatable: bool
 
 
 class TreeRestore:
@@ -133,7 +135,7 @@ class TreeRestore:
             self._report_lost_types(names, jobs)
         if self.record.static:
             self._report_other_static(flat, {names[job.name]: job.name for job in jobs})
-        values = self._produce(jobs, places, progress, loads, donatable=options.donatable)
+        values = self._produce(jobs, places, progress, loads)
         loaded = dict(zip((names[job.name] for job in jobs), values, strict=True))
         return unflatten(like, [loaded.get(n, leaf) for n, leaf in zip(flat.names, flat.leaves, strict=True)])
 
@@ -174,7 +176,10 @@ class TreeRestore:
         loads.expect(want.sharding for want in wants.values())
         saved_names = {new: old for old, new in names.items()}
         found = self._compare(wants, saved_names, selected, options, flat)
-        jobs = [self._job(saved_names[name], want) for name, want in found.items()]
+        jobs = [
+            self._job(saved_names[name], want, donatable=_is_donatable(options, leaves[name]))
+            for name, want in found.items()
+        ]
         return flat, names, jobs, self._places(jobs)
 
     def _places(self, jobs: Sequence[_Job]) -> list[Placement | None]:
@@ -257,13 +262,14 @@ class TreeRestore:
         refuse_idle_pattern(self._subject, options.only, names.values())
         if options.rename and (pair := one_below_another(set(names.values()))):
             raise MismatchError(f"{self._subject}: rename: leaf {pair[0]!r} would lie below leaf {pair[1]!r}")
-        jobs = [self._job(old, self._own_want(old, given(names[old]))) for old in chosen]
+        donatable = _is_donatable(options, None)
+        jobs = [self._job(old, self._own_want(old, given(names[old])), donatable=donatable) for old in chosen]
         loads.expect(job.want.sharding for job in jobs)
         lines = [
             leaf_difference(names[job.name], job.record, job.array, job.want, cast=False) for job in jobs if job.array
         ]
         raise_differences(self._subject, [line for line in lines if line is not None])
-        produced = self._produce(jobs, self._places(jobs), progress, loads, donatable=options.donatable)
+        produced = self._produce(jobs, self._places(jobs), progress, loads)
         values = dict(zip((names[job.name] for job in jobs), produced, strict=True))
         if options.rename:
             record = TreeRecord({}, {names[old]: leaf for old, leaf in self.record.leaves.items()})
@@ -289,8 +295,8 @@ class TreeRestore:
             case _:
                 return Want("python")
 
-    def _job(self, name: str, want: Want) -> _Job:
-        return _Job(name, self.record.leaves[name], self._arrays.get(name), want)
+    def _job(self, name: str, want: Want, *, donatable: bool) -> _Job:
+        return _Job(name, self.record.leaves[name], self._arrays.get(name), want, donatable and want.form == "jax")
 
     def _produce(
         self,
@@ -298,8 +304,6 @@ class TreeRestore:
         places: Sequence[Placement | None],
         progress: Progress | None,
         loads: JobLoads,
-        *,
-        donatable: bool,
     ) -> list[Any]:
         """The values of all jobs, in order; inline ones first, so that they fail before a bulk read."""
         values: list[Any] = [PLACEHOLDER] * len(jobs)
@@ -309,7 +313,7 @@ class TreeRestore:
                 stored.append((number, job, place))
             else:
                 values[number] = self._inline(job)
-        self._read(stored, values, progress, loads, donatable=donatable)
+        self._read(stored, values, progress, loads)
         return values
 
     def _read(
@@ -318,8 +322,6 @@ class TreeRestore:
         values: list[Any],
         progress: Progress | None,
         loads: JobLoads,
-        *,
-        donatable: bool,
     ) -> None:
         """Read what the jobs want and put each array where it goes while others are still on their way."""
         jobs = self._read_on_hosts(jobs, values, progress)
@@ -331,20 +333,26 @@ class TreeRestore:
             Wanted(
                 job.array,
                 placement.boxes,
-                (donatable and job.want.form == "jax") or _only_passes(job, placement, default),
+                job.donatable or _only_passes(job, placement, default),
             )
             for _, job, placement in jobs
             if job.array is not None
         ]
         destinations = [
             Destination(
-                number, job.name, job.want, placement, DTYPES[job.array.dtype], _leaves_host(job, placement, default)
+                number,
+                job.name,
+                job.want,
+                placement,
+                DTYPES[job.array.dtype],
+                _leaves_host(job, placement, default),
+                job.donatable,
             )
             for number, job, placement in jobs
             if job.array is not None
         ]
         budget = ReadBudget(self._settings.read_budget_bytes)
-        arrivals = Arrivals(destinations, values, budget, donatable=donatable)
+        arrivals = Arrivals(destinations, values, budget)
         shared, cached, memory = self._shared(destinations, loads)
         left = sorted(set(range(len(requests))) - {each.number for each in shared} - {*cached})
         # No function that refers to these: it would stay with the frames of an error, and all that is loaded with it.
@@ -423,6 +431,11 @@ def _placement(job: _Job, known: dict[object, Placement]) -> Placement:
         found = host_placement(shape) if sharding is None else device_placement(job.name, shape, sharding)
         known[shape, sharding] = found
     return found
+
+
+def _is_donatable(options: LoadOptions, leaf: Any) -> bool:
+    """Whether what takes the place of a leaf of the target can be donated; by default, if the leaf can."""
+    return isinstance(leaf, jax.Array) if options.donatable is None else options.donatable
 
 
 def _only_passes(job: _Job, placement: Placement, default: str) -> bool:

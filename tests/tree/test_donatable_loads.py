@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxckpt_train as jct
 from jaxckpt_train.tree import device_put
@@ -56,26 +57,46 @@ def fast_put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("fast_put")
 def test_copied_boxes_are_the_arrays_that_jax_makes(name: str, dtype: str) -> None:
-    sharding, puts = SHARDINGS[name](), device_put.DevicePuts(donatable=True)
+    sharding, puts = SHARDINGS[name](), device_put.DevicePuts()
     placement = placement_of(sharding, (8, 16))
     for number in range(3):
         whole, array = content(number, (8, 16), dtype), None
         for box, sides in enumerate(placement.boxes):
             part = aligned(whole[(*(slice(*side) for side in sides), ...)])
-            array = puts.put(number, placement, box, part)
+            array = puts.put(number, placement, box, part, donatable=True)
             part[...] = part[::-1].copy()  # what becomes of that memory is nothing to the array
         assert array is not None
         assert_alike(array, jax.device_put(whole, sharding))
 
 
 @pytest.mark.usefixtures("fast_put")
-def test_a_step_reuses_the_memory_of_what_a_load_returned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("donatable", [None, True])
+def test_a_step_reuses_the_memory_of_what_a_load_returned(tmp_path: Path, donatable: bool | None) -> None:
     made = state()
     jct.save(tmp_path / "c", made)
-    loaded = jct.load(tmp_path / "c", made, donatable=True)
+    loaded = jct.load(tmp_path / "c", made, donatable=donatable)
     jax.tree.map(assert_alike, loaded, made)
     assert reused(state()) == 1
     assert reused(loaded) == 1
+
+
+def test_by_default_what_takes_the_place_of_a_jax_array_can_be_donated(tmp_path: Path) -> None:
+    jct.save(tmp_path / "c", {name: jnp.arange(1 << 18, dtype=jnp.float32) for name in "ab"})
+    like = {"a": jnp.zeros(1 << 18), "b": jax.ShapeDtypeStruct((1 << 18,), jnp.float32)}
+    loaded = jct.load(tmp_path / "c", like)
+    assert raw(loaded["a"]) == raw(loaded["b"])
+    assert reused(loaded["a"]) == 1
+    assert reused(loaded["b"]) == 0
+    assert reused(jct.load(tmp_path / "c", jax.tree.map(jnp.zeros_like, loaded), donatable=False)) == 0
+
+
+def test_nnx_objects_that_were_loaded_can_be_donated(tmp_path: Path) -> None:
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    jct.save(tmp_path / "c", model)
+    loaded = nnx.Linear(64, 64, rngs=nnx.Rngs(1))
+    jct.load(tmp_path / "c", loaded)
+    assert raw(loaded.kernel.get_value()) == raw(model.kernel.get_value())
+    assert reused(nnx.to_pure_dict(nnx.state(loaded))) == 1
 
 
 @pytest.mark.parametrize("name", ["one device", "on all", "over 4x2", "over 4 and on 2"])

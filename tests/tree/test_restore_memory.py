@@ -66,9 +66,9 @@ class SlowDevice(DevicePuts):
 
     held: collections.deque[np.ndarray]
 
-    def put(self, number: int, placement: Any, box: int, data: np.ndarray) -> Any:
+    def put(self, number: int, placement: Any, box: int, data: np.ndarray, **how: Any) -> Any:
         self.held.append(data)
-        return super().put(number, placement, box, data.copy())
+        return super().put(number, placement, box, data.copy(), **how)
 
 
 @pytest.fixture
@@ -123,9 +123,9 @@ def test_arrays_are_put_while_others_are_being_read(path: Path, monkeypatch: pyt
     backend = Gate(beyond=(LEAVES - 2) * LEAF_BYTES)
 
     class Telling(DevicePuts):
-        def put(self, *given: Any) -> Any:
+        def put(self, *given: Any, **how: Any) -> Any:
             backend.gate.set()
-            return super().put(*given)
+            return super().put(*given, **how)
 
     monkeypatch.setattr(checkpoint, "_BACKEND", backend)
     monkeypatch.setattr(arrivals, "DevicePuts", Telling)
