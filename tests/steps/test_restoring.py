@@ -341,8 +341,8 @@ def test_what_a_damaged_step_had_loaded_is_free_before_the_next_is_read(tmp_path
     seen: list[weakref.ref[jax.Array]] = []
     put = device_put.DevicePuts.put
 
-    def watched(self: Any, number: int, *rest: Any) -> Any:
-        array = put(self, number, *rest)
+    def watched(self: Any, number: int, *rest: Any, **how: Any) -> Any:
+        array = put(self, number, *rest, **how)
         if array is not None:
             alive.append(sum(one() is not None for one in seen))
             seen.append(weakref.ref(array))
