@@ -77,7 +77,8 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._ckpt = CheckpointCallback(**self._settings)
         self._is_closed = self._is_fitting = False
         self._data: EpochData | None = None
-        self._epoch = self._batch = self._before_epoch = self._completed = 0
+        self._dataset: ReplayedDataset | None = None
+        self._epoch = self._batch = self._before_epoch = self._completed = self._told = 0
         self._saved: int | None = None
         self._resumed: Mapping[str, Any] | None = None
         self._random: Any = None
@@ -130,6 +131,7 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             self._state.forget()
         else:
             self._model._initial_epoch = self._resumed["epoch"]  # which Keras has for its own BackupAndRestore
+        self._told = self._completed
         self._is_fitting = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -239,6 +241,10 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
         Raises:
             The original error of a save that failed.
+        interval, told, self._told = self._settings.get("save_interval_steps"), self._told, self._completed
+        # An execution of several steps may go past a multiple, which no label is then.
+        if interval and not result.saved and self._completed % interval:
+            result = self._ckpt.save_now() if self._completed // interval > told // interval else result
         """
         self._is_fitting, self._is_closed = False, True
         self._ckpt.close()

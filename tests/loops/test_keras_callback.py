@@ -200,6 +200,23 @@ def test_data_whose_position_is_not_known_is_told_of(tmp_path: Path, caplog: pyt
     assert "resumed after batch 3 of epoch 2, both counted from 1, without a position in the data" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("steps_per_execution", "interval", "saved"),
+    [
+        (2, 3, [4, 7, 9, 12, 15]),
+        (3, 4, [5, 8, 13, 15]),
+        (3, 7, [8, 15]),
+        (5, 1, [5, 10, 15]),
+    ],
+)
+def test_execution_past_an_interval_is_saved(
+    steps_per_execution: int, interval: int, saved: list[int], tmp_path: Path
+) -> None:
+    ckpt = KerasCheckpoint(tmp_path, save_interval_steps=interval, save_every_epochs=None)
+    short_fit(ckpt, build(steps_per_execution=steps_per_execution), epochs=EPOCHS)
+    assert jct.StepManager(tmp_path).steps == saved
+
+
 def test_another_model_is_refused_with_the_names_of_its_variables(tmp_path: Path) -> None:
     short_fit(KerasCheckpoint(tmp_path))
     other = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(9, name="wide"), keras.layers.Dense(1)])
