@@ -32,7 +32,7 @@ from jaxckpt_train.value_checks import optional, whole
 try:
     import keras  # type: ignore[import-untyped]
 
-    from jaxckpt_train.loops.keras_data import EpochData
+    from jaxckpt_train.loops.keras_data import EpochData, ReplayedDataset
 except ImportError as error:
     raise ImportError(
         "KerasCheckpoint needs Keras 3 with its JAX backend: pip install 'jaxckpt-train[keras]', and set "
@@ -41,9 +41,10 @@ except ImportError as error:
 
 _log = logging.getLogger("jaxckpt_train")
 _UNKNOWN_DATA = (
-    "resumed after batch %d of epoch %d, both counted from 1, without a position in the data: arrays, and data sets of "
-    "Keras, go on as they would have, but data that goes on from epoch to epoch (fit(..., steps_per_epoch=...)) begins "
-    "anew: give that to fit as ckpt.data(...)"
+    "resumed after batch %d of epoch %d, both counted from 1, without a position in the data: arrays go on as they "
+    "would have, and so does a PyDataset whose on_epoch_end changes nothing; one that changes its order there, and "
+    "data that goes on from epoch to epoch (fit(..., steps_per_epoch=...)), begin anew: give these to fit as "
+    "ckpt.data(...)"
 )
 
 
@@ -94,18 +95,23 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         found._new_settings = lambda: callback_arguments(config)  # its sinks are closed with each run
         return found
 
-    def data(self, source: Any, steps_per_epoch: int | None = None) -> EpochData:
+    def data(self, source: Any, steps_per_epoch: int | None = None) -> EpochData | ReplayedDataset:
         """Data to give to `fit` as `x`, whose position is saved and resumed.
 
         Args:
             source: a data set or loader of Grain, or an iterator with `get_state` and `set_state`, of batches
-                `(inputs, targets)`. It goes on from epoch to epoch, and begins anew when it ends.
-            steps_per_epoch: batches in each epoch; None: as many as `len(source)`. `fit` needs not be told.
+                `(inputs, targets)`. It goes on from epoch to epoch, and begins anew when it ends. Or a `PyDataset`
+                that changes in `on_epoch_end`: that is called again for the epochs before the one that is resumed.
+            steps_per_epoch: batches in each epoch; None: as many as `len(source)`. `fit` needs not be told. Not for a
+                `PyDataset`.
 
         Raises:
             SettingsError: the source has no position, or no length.
         """
-        self._data = EpochData(source, steps_per_epoch)
+        if isinstance(source, keras.utils.PyDataset):
+            self._data, self._dataset = None, ReplayedDataset(source, steps_per_epoch)
+            return self._dataset
+        self._data, self._dataset = EpochData(source, steps_per_epoch), None
         return self._data
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -125,13 +131,13 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         if self._data is not None:
             self._data.begin()
         self._resumed, self._completed = restored["progress"].value, self._ckpt.completed_steps
+        self._told = self._completed
         self._random = restored["random"].value if "random" in restored else None
         self._saved = self._completed if self._resumed is not None else None
         if self._resumed is None:
             self._state.forget()
         else:
             self._model._initial_epoch = self._resumed["epoch"]  # which Keras has for its own BackupAndRestore
-        self._told = self._completed
         self._is_fitting = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -163,9 +169,11 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
                     f"KerasCheckpoint: step {self._completed} is batch {self._batch} of epoch {resumed['epoch']} with "
                     f"{resumed['steps']} steps; expected the same {name}, found {value}: fit as before"
                 )
+        if self._dataset is not None:
+            self._dataset.replay(self._epoch)
         if self._random is not None:
             _set_random_state(self._random)
-        if self._data is None:
+        if self._data is None and self._dataset is None:
             _log.warning(_UNKNOWN_DATA, self._batch, self._epoch + 1)
         if self._batch:  # Keras has begun the metrics anew, and callbacks the epoch
             self._state.again()
@@ -233,6 +241,10 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             more["data"] = self._data.position()
         metrics = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
         result = self._ckpt(self._state, step=self._completed, metrics=metrics, **more)
+        interval, told, self._told = self._settings.get("save_interval_steps"), self._told, self._completed
+        # An execution of several steps may go past a multiple, which no label is then.
+        if interval and not result.saved and self._completed % interval:
+            result = self._ckpt.save_now() if self._completed // interval > told // interval else result
         self._saved = self._completed if result.saved else self._saved
         return result
 
@@ -241,10 +253,6 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
         Raises:
             The original error of a save that failed.
-        interval, told, self._told = self._settings.get("save_interval_steps"), self._told, self._completed
-        # An execution of several steps may go past a multiple, which no label is then.
-        if interval and not result.saved and self._completed % interval:
-            result = self._ckpt.save_now() if self._completed // interval > told // interval else result
         """
         self._is_fitting, self._is_closed = False, True
         self._ckpt.close()

@@ -99,6 +99,68 @@ class EpochData(keras.utils.PyDataset):  # type: ignore[misc]
         return copy.deepcopy(self.iterator.get_state())  # some keep what they have given, and change it
 
 
+class ReplayedDataset(keras.utils.PyDataset):  # type: ignore[misc]
+    """A PyDataset that changes from epoch to epoch, such as by a shuffle in `on_epoch_end`, and can be resumed.
+
+    Args:
+        source: new, as in a process that has not trained yet.
+        steps_per_epoch: None.
+
+    Raises:
+        SettingsError: it has no end, another number of steps is wanted, or Keras would read it by workers, which take
+            batches of the next epoch before its order is known.
+    """
+
+    def __init__(self, source: Any, steps_per_epoch: int | None) -> None:
+        super().__init__()
+        found = {
+            "one without an end": source.num_batches is None,
+            f"steps_per_epoch={steps_per_epoch!r}": steps_per_epoch is not None,
+            f"workers={source.workers}": source.workers > 1,
+            "use_multiprocessing=True": source.workers > 0 and source.use_multiprocessing,
+        }
+        if any(found.values()):
+            wrong = ", ".join(name for name, is_so in found.items() if is_so)
+            raise SettingsError(
+                f"data: expected a PyDataset that is an epoch by itself and is read by one thread, found {wrong}; "
+                "where its order does not matter, give it to fit as it is"
+            )
+        self._source, self._ended, self._has_begun = source, 0, False
+
+    @property
+    def num_batches(self) -> int:
+        """Batches in an epoch."""
+        return int(self._source.num_batches)
+
+    def __getitem__(self, index: int) -> Any:
+        """The batch that the source has there now."""
+        return self._source[index]
+
+    def on_epoch_begin(self) -> None:
+        """Tell the source."""
+        self._has_begun = True
+        self._source.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """Tell the source, but not once more at the begin of each further `fit`, as Keras does."""
+        if self._has_begun or not self._ended:
+            self._source.on_epoch_end()
+            self._ended += 1
+        self._has_begun = False
+
+    def replay(self, epoch: int) -> None:
+        """Bring the source to the begin of an epoch, counted from 0. Keras has told it of an end before the first one.
+
+        Raises:
+            SettingsError: it is beyond that.
+        """
+        while self._ended <= epoch:
+            self.on_epoch_begin()
+            self.on_epoch_end()
+        if self._ended > epoch + 1:
+            raise SettingsError("data: this PyDataset has been trained with before; make it anew for each training")
+
+
 def _length(source: Any) -> int:
     length = len(source) if hasattr(source, "__len__") else sys.maxsize
     if length >= sys.maxsize:

@@ -41,6 +41,24 @@ class Shuffled:
         self._state = state
 
 
+class Reordered(keras.utils.PyDataset):
+    """A data set that is shuffled after each epoch, from the order that it has."""
+
+    def __init__(self, rng: Any, **more: Any) -> None:
+        super().__init__(**more)
+        self._rng, self._rows = rng, np.arange(len(INPUTS))
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = self._rows[index * 8 : (index + 1) * 8]
+        return INPUTS[rows], TARGETS[rows]
+
+    def on_epoch_end(self) -> None:
+        self._rng.shuffle(self._rows)
+
+
 def grain_data() -> grain.IterDataset:
     """Batches of a shuffled data set that ends within the second epoch and begins anew."""
     rows = grain.MapDataset.range(40).shuffle(seed=3).repeat(2).batch(8)

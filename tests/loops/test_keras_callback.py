@@ -18,7 +18,19 @@ from keras.src.backend.jax.trainer import JAXEpochIterator
 import jaxckpt_train as jct
 from jaxckpt_train.loops.keras_callback import KerasCheckpoint
 from tests.compiled_once import compiled_once
-from tests.loops.keras_fits import EPOCHS, INPUTS, STEPS, TARGETS, AskToLeave, Shuffled, Watch, build, fit, grain_data
+from tests.loops.keras_fits import (
+    EPOCHS,
+    INPUTS,
+    STEPS,
+    TARGETS,
+    AskToLeave,
+    Reordered,
+    Shuffled,
+    Watch,
+    build,
+    fit,
+    grain_data,
+)
 from tests.signal_handlers import WATCHED, handlers_put_back
 
 # NumPy says so of Keras' own variables, when its learning rate schedule reads one.
@@ -198,6 +210,61 @@ def test_data_whose_position_is_not_known_is_told_of(tmp_path: Path, caplog: pyt
     with caplog.at_level(logging.WARNING):
         short_fit(KerasCheckpoint(tmp_path))
     assert "resumed after batch 3 of epoch 2, both counted from 1, without a position in the data" in caplog.text
+
+
+def reordered(random: str, **more: Any) -> Reordered:
+    """A data set that shuffles by a generator of its own, or by NumPy's global one."""
+    return Reordered(np.random.default_rng(3) if random == "own" else np.random, **more)
+
+
+@pytest.mark.parametrize(
+    ("random", "shuffle", "asks"),
+    [
+        ("own", False, [AskToLeave(0, 2), AskToLeave(2, 1)]),
+        ("own", True, [AskToLeave(1, 4)]),
+        ("global", True, [AskToLeave(1, 1)]),
+    ],
+)
+def test_data_set_shuffled_after_each_epoch_goes_on_in_its_order(
+    random: str, shuffle: bool, asks: list[AskToLeave], tmp_path: Path
+) -> None:
+    whole: dict[str, Any] = {"y": None, "batch_size": None, "epochs": EPOCHS}
+    alone = build()
+    alone.fit(reordered(random), epochs=EPOCHS, shuffle=shuffle, verbose=0)
+    for ask in asks:
+        ckpt = KerasCheckpoint(tmp_path)
+        with pytest.raises(SystemExit):
+            short_fit(ckpt, None, ask, x=ckpt.data(reordered(random)), shuffle=shuffle, **whole)
+    ckpt = KerasCheckpoint(tmp_path)
+    model = short_fit(ckpt, x=ckpt.data(reordered(random)), shuffle=shuffle, **whole)
+    assert weights(model) == weights(alone)
+
+
+def test_data_set_serves_further_fits_but_no_other_training(tmp_path: Path) -> None:
+    ckpt = KerasCheckpoint(tmp_path / "a")
+    data = ckpt.data(reordered("own"))
+    model = short_fit(ckpt, x=data, y=None, batch_size=None)
+    short_fit(ckpt, model, x=data, y=None, batch_size=None, epochs=EPOCHS)
+    other = KerasCheckpoint(tmp_path / "b")
+    whole = short_fit(other, x=other.data(reordered("own")), y=None, batch_size=None, epochs=EPOCHS)
+    assert weights(model) == weights(whole)
+    with pytest.raises(jct.SettingsError, match="make it anew"):
+        short_fit(ckpt, x=data, y=None, batch_size=None, epochs=EPOCHS + 1)
+
+
+def test_data_set_that_is_no_epoch_by_itself_is_refused(tmp_path: Path) -> None:
+    class Endless(Reordered):
+        num_batches = None
+
+    ckpt = KerasCheckpoint(tmp_path)
+    for source, steps, found in [
+        (Endless(np.random), None, "without an end"),
+        (reordered("own"), 3, "steps_per_epoch=3"),
+        (reordered("own", workers=2), None, "workers=2"),
+        (reordered("own", use_multiprocessing=True), None, "use_multiprocessing"),
+    ]:
+        with pytest.raises(jct.SettingsError, match=found):
+            ckpt.data(source, steps_per_epoch=steps)
 
 
 @pytest.mark.parametrize(
