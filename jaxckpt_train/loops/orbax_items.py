@@ -28,6 +28,8 @@ _KINDS = {f"{name}{what}": (name, what) for name in (*_TREES, *_OTHERS) for what
 _COMPOSITE, DEFAULT_ITEM = "Composite", "default"
 _HANDLERS = {f"{name}CheckpointHandler": name for name in (*_TREES, "Json", "NumpyRandomKey")}
 _HANDLERS |= {"CheckpointHandler": "Checkpoint", "PyGrainCheckpointHandler": "PyGrainCheckpoint"}
+# In which Orbax's checkpointers put a handler that no args are registered for.
+_WRAPPER = "LegacyCheckpointHandlerWrapper"
 _SAVES_BY_ITSELF = {"save", "async_save", "restore"}
 # What a load here does not do, by attribute: the values that are fine, and what to do instead.
 _UNDONE: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -71,6 +73,7 @@ class Items:
 
     Attributes:
         is_async: whether one of the checkpointers saves in the background; None: there are none.
+        is_single: whether there is one without a name; None: nothing has shown it yet.
 
     Raises:
         SettingsError: two of these exclude each other, or a handler saves in a way of its own.
@@ -92,9 +95,9 @@ class Items:
         kinds = {name: {_handler_kind(name, each)} for name, each in by_name.items() if each is not None}
         self._kinds: dict[str, set[str]] = kinds if handler_registry is None else _registered_kinds(handler_registry)
         self._names = None if item_names is None and not has_names else {*(item_names or ()), *(handlers or ())}
-        self._is_single: bool | None = None
+        self.is_single: bool | None = None
         if self._names is not None or (handlers is not None and handler_registry is None):
-            self._is_single = self._names is None
+            self.is_single = self._names is None
 
     def to_save(self, args: Any, items: Any = None, save_kwargs: Any = None) -> dict[str, Any]:
         """What is to be saved, by name.
@@ -126,8 +129,8 @@ class Items:
             UnknownItemError: the step has no such item.
             SettingsError: these are no args to restore with, or there is one where several are expected.
         """
-        if self._is_single is None and saved:
-            self._is_single = DEFAULT_ITEM in saved
+        if self.is_single is None and saved:
+            self.is_single = DEFAULT_ITEM in saved
         if items is not None or restore_kwargs is not None:
             named = self._args_of("Restore", args, items, restore_kwargs)
         else:
@@ -140,17 +143,17 @@ class Items:
 
     def found(self, values: Mapping[str, Any]) -> Any:
         """What a caller gets of these: the one, or a Composite."""
-        is_one = self._is_single is not False and values.keys() == {DEFAULT_ITEM}
+        is_one = self.is_single is not False and values.keys() == {DEFAULT_ITEM}
         return values[DEFAULT_ITEM] if is_one else Composite(**values)
 
     def _named(self, args: Any) -> dict[str, Any]:
         if args is None:
             raise SettingsError("args: expected one of args.StandardSave, ..., or an args.Composite, found None")
         is_single = not _is_composite(args)
-        if self._is_single is None:
-            self._is_single = is_single
-        if self._is_single != is_single:
-            expected = "args of one checkpointable" if self._is_single else "an args.Composite"
+        if self.is_single is None:
+            self.is_single = is_single
+        if self.is_single != is_single:
+            expected = "args of one checkpointable" if self.is_single else "an args.Composite"
             raise SettingsError(f"args: expected {expected}, as before, found {type(args).__qualname__}")
         return {DEFAULT_ITEM: args} if is_single else dict(args.items())
 
@@ -160,7 +163,7 @@ class Items:
             raise SettingsError(
                 "items: expected None with args, which are given by keyword: args=args.StandardSave(item)"
             )
-        if self._is_single:
+        if self.is_single:
             items, kwargs = {DEFAULT_ITEM: items}, {DEFAULT_ITEM: kwargs}
         items, kwargs, found = items or {}, kwargs or {}, {}
         for name in {**items, **kwargs}:
@@ -266,6 +269,8 @@ def _handler_kind(name: str, handler: object) -> str:
     Raises:
         SettingsError: it saves or restores in a way of its own.
     """
+    if type(handler).__name__.endswith(_WRAPPER):
+        handler = vars(handler)["_handler"]
     for cls in type(handler).__mro__:
         if cls.__name__ in _HANDLERS:
             return _HANDLERS[cls.__name__]

@@ -59,7 +59,7 @@ from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.preemption import PreemptionWatch
 from jaxckpt_train.steps.refusals import refuse_flax_checkpoints, refuse_other_steps
 from jaxckpt_train.steps.step_names import check_step
-from jaxckpt_train.steps.step_save import SaveResult
+from jaxckpt_train.steps.step_save import Clock, SaveResult, utc_now
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.tree.flatten import PLACEHOLDER
@@ -102,6 +102,7 @@ class CheckpointManager:
         logger: None: what happens is in history.jsonl of the directory, and logged to jaxckpt_train.
         handler_registry: Orbax's registry of handlers, by which items take the args of their handlers; or None.
         settings: how checkpoints are stored; None: the defaults.
+        clock: the time, with a time zone, for tests; None: the wall clock.
 
     Raises:
         SettingsError: an argument cannot be honoured.
@@ -119,6 +120,7 @@ class CheckpointManager:
         handler_registry: Any = None,
         *,
         settings: StoreSettings | None = None,
+        clock: Clock | None = None,
     ) -> None:
         if logger is not None:
             raise SettingsError(
@@ -128,7 +130,7 @@ class CheckpointManager:
         self._items = Items(item_names, item_handlers, handler_registry, checkpointers)
         self._options = read_options(options)
         self._kept, self._best = ButDeleted(preservation_policy(self._options)), best_policy(self._options)
-        self._directory, self._settings = os.fspath(directory), settings
+        self._directory, self._settings, self._clock = os.fspath(directory), settings, clock or utc_now
         self._manager, self._steps = self._opened()
         if self._manager.latest is None:
             refuse_other_steps(LocalBackend(), self._manager.directory)
@@ -151,9 +153,10 @@ class CheckpointManager:
             save_decision_policy=save_policy(self._options),
             preservation_policy=self._kept,
             settings=self._settings,
+            clock=self._clock,
             backend=None if folder is None else MovesDeleted(folder),
         )
-        return manager, ListedSteps(manager, self._kept, self._best)
+        return manager, ListedSteps(manager, self._kept, self._best, self._clock)
 
     def _keep_metadata(self) -> None:
         directory, metadata = self._manager.directory, self._metadata

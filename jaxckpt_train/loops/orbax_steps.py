@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ from jaxckpt_train.steps.policy_context import (
     ask_to_preserve,
     steps_to_delete,
 )
+from jaxckpt_train.steps.step_save import Clock
 from jaxckpt_train.store.local import LocalBackend
 
 T = TypeVar("T")
@@ -67,20 +67,25 @@ class ListedSteps:
         manager: of the run.
         kept: which steps are kept.
         best: which are better; None: nobody says.
+        clock: the time, with a time zone.
 
     Attributes:
         has_saved: whether a save has begun here.
     """
 
-    def __init__(self, manager: StepManager, kept: PreservationPolicy, best: BestByFunction | None) -> None:
-        self._manager, self._kept, self._best = manager, kept, best
+    def __init__(
+        self, manager: StepManager, kept: PreservationPolicy, best: BestByFunction | None, clock: Clock
+    ) -> None:
+        self._manager, self._kept, self._best, self._clock = manager, kept, best, clock
         self._newest: CheckpointInfo | None = None
         self._restored: int | None = None  # unless a save has begun since
         self.has_saved = False
 
     def begun(self, step: int, metrics: Mapping[str, Any] | None, *, is_listed: bool) -> None:
         """A save of it was started; `is_listed`: whether the policy keeps it."""
-        self._newest = CheckpointInfo(step, _now(), None if metrics is None else {**metrics}, temporary=not is_listed)
+        self._newest = CheckpointInfo(
+            step, self._clock(), None if metrics is None else {**metrics}, temporary=not is_listed
+        )
         self._restored, self.has_saved = None, True
 
     def restored(self) -> None:
@@ -107,7 +112,7 @@ class ListedSteps:
         """The newest step that is listed; None: there is none."""
         if self._newest is not None and not self._newest.temporary:
             return self._newest.step
-        latest, listed = self._manager.latest, [info.step for info in self._infos()]
+        latest, listed = self._manager.latest, [info.step for info in self.infos()]
         return latest if latest in listed else max(listed, default=None)
 
     def is_unlisted(self, step: int) -> bool:
@@ -116,8 +121,8 @@ class ListedSteps:
 
     def keeps(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
         """Whether the policy would keep this step if it were saved now."""
-        now = _now()
-        infos = [*self._infos(), CheckpointInfo(step, now, None if metrics is None else {**metrics})]
+        now = self._clock()
+        infos = [*self.infos(), CheckpointInfo(step, now, None if metrics is None else {**metrics})]
         return ask_to_preserve(self._kept, infos, context=DecisionContext(now))[-1]
 
     def is_above(self, step: int) -> bool:
@@ -127,23 +132,24 @@ class ListedSteps:
 
     def all(self) -> list[int]:
         """The steps, lowest first; what goes once the save under way is committed is not among them."""
-        infos, is_saving = self._infos(), self._newest is not None and self._manager.is_saving_in_progress()
-        leaving = steps_to_delete(infos, self._kept, context=DecisionContext(_now())) if is_saving else set()
+        infos, is_saving = self.infos(), self._newest is not None and self._manager.is_saving_in_progress()
+        leaving = steps_to_delete(infos, self._kept, context=DecisionContext(self._clock())) if is_saving else set()
         return [info.step for info in infos if info.step not in leaving]
 
     def best(self) -> int | None:
         """The step with the best metrics, if somebody says which are better, else the newest; None: there is none."""
         if self._best is None:
             return self.latest()
-        ranked = self._best.ranked(self._infos())
+        ranked = self._best.ranked(self.infos())
         return ranked[-1].step if ranked else None
 
     def metrics(self, step: int) -> dict[str, float] | None:
         """The metrics of a step; None: it has none."""
-        found = next((info.metrics for info in self._infos() if info.step == step), None)
+        found = next((info.metrics for info in self.infos() if info.step == step), None)
         return None if found is None else {name: float(value) for name, value in found.items()}
 
-    def _infos(self) -> list[CheckpointInfo]:
+    def infos(self) -> list[CheckpointInfo]:
+        """What is known of the steps that are listed, lowest first."""
         return [info for info in self._every_info() if not info.temporary]
 
     def _every_info(self) -> list[CheckpointInfo]:
@@ -151,7 +157,3 @@ class ListedSteps:
         if newest is None or any(info.step == newest.step and info.temporary == newest.temporary for info in infos):
             return infos
         return sorted([*(info for info in infos if info.step != newest.step), newest], key=lambda info: info.step)
-
-
-def _now() -> datetime.datetime:
-    return datetime.datetime.now(datetime.UTC)

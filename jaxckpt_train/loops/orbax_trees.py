@@ -113,10 +113,10 @@ class TreeTarget:
                 planned = _planned(leaf, there[path], found, wish, fallback, leaves_count=has_leaves)
                 self._leaves[path] = planned
         self._picked = [*given] if is_partial and item is not None else None
+        _refuse_below(name, given, there, is_partial=self._picked is not None)
         if self._picked is None:
             self.like = self._filled(self._tree)
         else:
-            _refuse_below(name, given, there)
             leaves = (leaf if leaf is EMPTY else self._target_of(path) for path, leaf in there.items())
             self.like = unflatten(saved.tree, [*leaves])
 
@@ -170,14 +170,11 @@ def _by_path(tree: Any) -> dict[str, Any]:
     return dict(zip(flat.names, flat.leaves, strict=True))
 
 
-def _refuse_below(name: str, given: Mapping[str, Any], there: Mapping[str, Any]) -> None:
-    """Refuse a leaf of a partial target where the checkpoint has a subtree."""
+def _refuse_below(name: str, given: Mapping[str, Any], there: Mapping[str, Any], *, is_partial: bool) -> None:
+    """Refuse a placeholder, and any leaf of a partial target, where the checkpoint has a subtree."""
     for path, leaf in given.items():
-        if (
-            leaf not in (EMPTY, PLACEHOLDER)
-            and path not in there
-            and any(each.startswith(f"{path}/") for each in there)
-        ):
+        is_refused = leaf is not EMPTY if is_partial else leaf is PLACEHOLDER
+        if is_refused and path not in there and any(each.startswith(f"{path}/") for each in there):
             raise SettingsError(f"args of {name!r}: {path}: expected a subtree as in the checkpoint, found a leaf")
 
 

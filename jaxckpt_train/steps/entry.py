@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from jaxckpt_train.steps.note_lines import count_of
 from jaxckpt_train.steps.policy_context import CheckpointInfo
 from jaxckpt_train.store.stored_metrics import metrics_from_json
 
-_LONG_AGO = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+_LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Entry:
     step: int
     generation: int
     sequence: int
-    time: datetime.datetime
+    time: datetime
     metrics: Mapping[str, float] | None
     temporary: bool
     run: str | None = None
@@ -55,7 +55,7 @@ class Entry:
         return (self.sequence, self.step, self.generation)
 
     @property
-    def identity(self) -> tuple[str, datetime.datetime]:
+    def identity(self) -> tuple[str, datetime]:
         """Which save it is; a name alone may be given again."""
         return (self.name, self.time)
 
@@ -88,11 +88,11 @@ def entry_from_manifest(name: str, step: int, generation: int, info: Mapping[str
     )
 
 
-def _time(value: object) -> datetime.datetime:
+def _time(value: object) -> datetime:
     try:
-        found = datetime.datetime.fromisoformat(str(value))
-        found = found if found.tzinfo else found.replace(tzinfo=datetime.UTC)
-        found.astimezone(datetime.UTC)  # as policies see it; kept as it is written, by which notes name it
+        found = datetime.fromisoformat(str(value))
+        found = found if found.tzinfo else found.replace(tzinfo=UTC)
+        found.astimezone(UTC)  # as policies see it; kept as it is written, by which notes name it
     except (ValueError, OverflowError):
         return _LONG_AGO
     return found

@@ -24,13 +24,22 @@ class CheckpointManagerTest(parameterized.TestCase, multiprocess_test.MultiProce
   @parameterized.parameters((1,), (2.5,))
   def test_saves(self, value):
     with checkpoint_manager.CheckpointManager(self.multiprocess_create_tempdir(name='a')) as manager:
-      if checkpoint_manager.CheckpointManager is orbax_manager.CheckpointManager:
+      if issubclass(checkpoint_manager.CheckpointManager, orbax_manager.CheckpointManager):
         self.assertTrue(manager.save(1, args=args.StandardSave({'n': value})))
         self.assertEqual(manager.restore(1), {'n': value})
 
+  def test_refusals(self):
+    with checkpoint_manager.CheckpointManager(self.multiprocess_create_tempdir(name='c')) as manager:
+      with self.assertRaisesRegex(FileNotFoundError, 'a sentence that only Orbax has'):
+        manager.restore(3)
+      self.assertIsNone(manager._default_item.get())
+      self.assertEmpty(manager._checkpoints)
+      with self.assertRaises(ValueError):
+        manager._root_metadata_file_path()
+
   def test_privates(self):
     manager = checkpoint_manager.CheckpointManager(self.multiprocess_create_tempdir(name='b'))
-    manager._checkpoints
+    manager._checkpointer
 """
 
 
@@ -38,7 +47,7 @@ def test_script_counts_what_passes_and_why_the_rest_fails(tmp_path: Path) -> Non
     file = tmp_path / "checkpoint_manager_test.py"
     file.write_text(TESTS)
     done = subprocess.run([*COMMAND, file], cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.stdout.splitlines()[-1].startswith("3 tests: {'failed': 1, 'passed': 2}"), done.stderr
+    assert done.stdout.splitlines()[-1].startswith("4 tests: {'failed': 1, 'passed': 3}"), done.stderr
     assert "'privates of Orbax': 1" in done.stdout
     assert done.returncode == 1, "fewer pass than of Orbax's own"
 
@@ -50,7 +59,11 @@ def test_script_skips_where_there_is_no_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("manager._checkpointer", "privates of Orbax"), ("gcs_utils.is_gcs_path", "Google Cloud Storage"), ("", "other")],
+    [
+        ("manager._checkpointer", "privates of Orbax"),
+        ("atomicity.COMMIT_SUCCESS_FILE", "files of Orbax"),
+        ("", "other"),
+    ],
 )
 def test_reason_is_found_in_the_text_of_a_test(text: str, reason: str) -> None:
     assert reason_of(text) == reason

@@ -1,0 +1,54 @@
+"""What Orbax's tests read of a manager's private attributes, answered by the one of this package.
+
+No answer depends on the test that asks: each is looked up in the manager, or on the disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from jaxckpt_train.loops.orbax_manager import CheckpointManager
+
+
+class ObservedManager(CheckpointManager):
+    """The manager, with the private attributes of Orbax's that its tests read."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more, clock=_replaceable_now)
+
+    @property
+    def _default_item(self) -> Any:
+        """Whether there is one item without a name; None: nothing has shown it yet."""
+        return SimpleNamespace(get=lambda: self._items.is_single)
+
+    @property
+    def _checkpoints(self) -> list[Any]:
+        """The steps that there are, with their times and metrics."""
+        return [_Checkpoint(info.step, info.time, info.metrics) for info in self._steps.infos()]
+
+    def _root_metadata_file_path(self) -> Path:
+        folder = self.directory / "metadata"
+        if not folder.is_dir():
+            raise ValueError(f"{folder}: there is no such directory")
+        return folder / "_ROOT_METADATA"
+
+
+@dataclasses.dataclass
+class _Checkpoint:
+    step: int
+    time: datetime.datetime
+    metrics: Mapping[str, Any] | None
+
+
+_real_datetime = datetime.datetime
+
+
+def _replaceable_now() -> datetime.datetime:
+    """The time by `datetime.datetime`, which a test may have replaced: the real one until that has a time."""
+    now = datetime.datetime.now(datetime.UTC)
+    return now if isinstance(now, _real_datetime) else _real_datetime.now(datetime.UTC)
