@@ -33,7 +33,9 @@ def initialise(manager: StepManager, values: dict[str, Any], init_from: Any, dep
         given, options = path_and_options(init_from)
         path, makes_some = hydra_job.resolve_directory(given), {"only", "missing"} & options.keys()
         like = (made if makes_some else made_abstractly)({"state": values["state"]})["state"]
-        values["state"] = manager.all_do("loading", lambda: load(path, like, progress=heeded, **options))
+        values["state"] = manager.all_do(
+            "loading", lambda: load(path, like, donatable=True, progress=heeded, **options)
+        )
         _log.info("initialised the state from %s", given)
     values = made(values)
     refuse_abstract(values, manager.directory)

@@ -173,8 +173,12 @@ class StepClock:
             self._windows.append((save.entered_at + queued_s - self._began_at) / steps)
 
     def _is_queue_full(self, save: _Save, step: int) -> bool:
-        """Whether the loop has called for as many updates since a save as it had waited for there."""
-        return (step - save.step) * (self.step_s() or 0.0) >= save.device_wait_s
+        """Whether the loop has called for as many updates since a save as it had waited for there.
+
+        True where that is not known, as no update was timed yet.
+        """
+        step_s = self.step_s()
+        return step_s is None or (step - save.step) * step_s >= save.device_wait_s
 
     def _end_save(self, save: _Save, began: float, now: float, step: int) -> None:
         """All updates since its call are complete: what they took longer is what it cost."""

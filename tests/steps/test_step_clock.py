@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given
@@ -299,3 +300,30 @@ def test_two_saves_that_empty_the_queue_are_measured_from_one_to_the_other() -> 
     assert costs.step_s == pytest.approx(0.1, rel=0.15)
     assert costs.ahead_s == pytest.approx(2.0, rel=0.1)
     assert costs.is_measuring
+
+
+@pytest.mark.parametrize("first", [1, 2, 3, 10, 33])
+@pytest.mark.parametrize("drains", [True, False])
+def test_a_loop_ahead_of_its_device_is_measured_whenever_its_first_save_comes(first: int, drains: bool) -> None:
+    loop = Ahead(0.1)
+    for number in range(1, 401):
+        loop.update((0.05, 0.2, 1.0, drains) if number in (first, 200) else None)
+    costs = loop.clock.costs()
+    assert costs.step_s == pytest.approx(0.1, rel=0.1)
+    assert costs.cost_s is not None
+    assert not costs.is_measuring
+
+
+def test_a_loop_ahead_of_its_device_can_save_each_time_its_queue_is_full() -> None:
+    loop, saves = Ahead(0.1), list[int]()
+    for number in range(1, 601):
+        costs = loop.clock.costs()
+        is_due = costs.step_s is not None and not costs.is_measuring
+        if is_due:
+            saves.append(number)
+        loop.update((0.05, 0.2, 1.0, True) if is_due else None)
+    apart = [second - first for first, second in itertools.pairwise(saves)][1:]
+    assert min(apart) >= 32
+    assert max(apart) <= 37
+    assert loop.clock.costs().step_s == pytest.approx(0.1, rel=0.1)
+    assert loop.clock.costs().cost_s == pytest.approx(0.05, abs=0.05)

@@ -129,6 +129,15 @@ def test_a_run_is_resumed_and_restored_so_that_its_state_can_be_donated(tmp_path
         assert reused(ckpt.manager.restore({"state": state()})) == 1
 
 
+def test_so_can_a_state_that_a_run_is_initialised_with(tmp_path: Path) -> None:
+    made = state()
+    jct.save(tmp_path / "c", made)
+    with jct.CheckpointCallback(tmp_path / "run", save_interval_steps=1, init_from=tmp_path / "c") as ckpt:
+        begun = ckpt.resume(state)  # a function, which is only traced
+    jax.tree.map(assert_alike, begun, made)
+    assert reused(begun) == 1
+
+
 def test_the_memory_that_is_read_into_stays_within_the_budget(path: Path, watch: Any) -> None:  # noqa: F811
     like = {f"x{n:02d}": jax.ShapeDtypeStruct((LEAF_BYTES // 8,), np.float64) for n in range(LEAVES)}
     with enable_x64(True):
