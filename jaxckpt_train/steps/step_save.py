@@ -211,10 +211,10 @@ class StepSave:
             raise
 
     def _lead(self) -> CheckpointMetadata:
-        if self._drift is not None:
-            self._drift.look(self._step, self._parts)
-        if self._job_save is None:
-            with undone_on_error(None, self._parts):
+        with undone_on_error(None, self._parts):
+            if self._drift is not None:
+                self._drift.look(self._step, self._parts)
+            if self._job_save is None:
                 self._check_owner()
         try:
             committed = self._write()
