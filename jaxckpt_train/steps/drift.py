@@ -72,6 +72,8 @@ class Drift:
                 "step %d: the position of %r is that of step %d. If the loop takes its batches from another iterator, "
                 "a resume would repeat data: take them from the iterator that resume(...) returned. For several epochs "
                 "let the data repeat (dataset.repeat()), or hand over each new iterator by ckpt(state, data=iterator). "
+                "If one batch serves several updates, call ckpt(...) after the last of them only, or keep the batch in "
+                "the state: a resume between them would take the next batch. "
                 "If the position starts anew in each epoch, and each save is at the same place of one, all is well",
                 step,
                 part.name,
