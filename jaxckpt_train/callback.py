@@ -71,7 +71,7 @@ class CheckpointCallback(LoopForms):
         keep_every_steps: int | None = None,
         keep_best: int | None = None,
         best_metric: str | None = None,
-        best_mode: Literal["min", "max"] = "min",
+        best_mode: Literal["min", "max"] | None = None,
         best_link: bool = False,
         keep_policy: PreservationPolicy | None = None,
         save_on_exit: bool = True,

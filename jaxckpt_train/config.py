@@ -26,6 +26,7 @@ from jaxckpt_train.value_checks import (
     refuse,
     seconds,
     signals,
+    stated_mode,
     text,
     unicode_text,
     whole,
@@ -90,7 +91,8 @@ class CheckpointConfig:
             metric stays until a later one has it (`manager.attach_metrics`).
         best_metric: the name of the metric that says which step is better, for `keep_best` and `best_link`, and refused
             without them; None: none does.
-        best_mode: "min": lower is better; "max": higher is better.
+        best_mode: "min": lower is better; "max": higher is better; None: "min", and refused for a metric such as
+            "accuracy", whose name says that higher is better.
         best_link: have a link `best` in the run's directory that stands for the step with the best `best_metric`, for
             whoever exports it.
         keep_policy: further reasons to keep a step: a node with `_target_: jaxckpt_train.<Policy>`, or an object.
@@ -141,7 +143,7 @@ class CheckpointConfig:
     keep_every_steps: int | None = None
     keep_best: int | None = None
     best_metric: str | None = None
-    best_mode: str = "min"
+    best_mode: str | None = None
     best_link: bool = False
     keep_policy: Any = None
     save_on_exit: bool = True
@@ -179,6 +181,8 @@ class CheckpointConfig:
                 f"{_ROOT}.best_metric: expected {_ROOT}.keep_best or {_ROOT}.best_link with it, which it is for; found "
                 "neither"
             )
+        if self.best_metric is not None:
+            stated_mode(f"{_ROOT}.best_mode", self.best_mode, self.best_metric)
         limit_s, grace_s = self.max_run_time_s, self.grace_period_s
         if limit_s is not None and grace_s is not None and limit_s <= grace_s:
             kept = f"for which time is left at the end ({grace_s:g} seconds; it may be less)"
@@ -207,7 +211,7 @@ _CHECKS: dict[str, Check] = {
     "keep_every_steps": optional(whole(1)),
     "keep_best": optional(whole(1)),
     "best_metric": optional(text),
-    "best_mode": one_of("min", "max"),
+    "best_mode": optional(one_of("min", "max")),
     "best_link": flag,
     "keep_policy": anything,
     "save_on_exit": flag,

@@ -26,7 +26,7 @@ class LoopForms(abc.ABC):
     manager: StepManager
     _departure: Departure
     _best_metric: str | None
-    _best_mode: Literal["min", "max"]
+    _best_mode: Literal["min", "max"] | None
 
     @abc.abstractmethod
     def __call__(self, state: Any, *, metrics: Mapping[str, Any] | None = None, step: int | None = None) -> SaveResult:
@@ -66,7 +66,7 @@ class LoopForms(abc.ABC):
         name = metric or self._best_metric
         if name is None:
             raise SettingsError("best_step: expected a metric, or best_metric of the callback; found neither")
-        return self.manager.best(name, mode or self._best_mode) if self.enabled else None
+        return self.manager.best(name, mode or self._best_mode or "min") if self.enabled else None
 
     def load(self, step: int | None = None, like: Any = None) -> Any:
         """The state of a committed step. Only reads: the loop and the run go on as if nothing was loaded.

@@ -10,11 +10,17 @@ import os
 import re
 import signal
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from jaxckpt_train.errors import SettingsError
 
 Check = Callable[[str, Any], Any]
+Mode = Literal["min", "max"]
+_HIGHER_IS_BETTER = frozenset(
+    {"acc", "accuracy", "auc", "auroc", "bleu", "dice", "f1", "iou", "miou", "precision", "psnr", "recall", "return"}
+    | {"returns", "reward", "rewards", "rouge", "score", "ssim"}
+)
+_LOWER_IS_BETTER = frozenset({"err", "error", "loss"})  # also of "dice_loss"
 _URL = re.compile("[A-Za-z][A-Za-z0-9+.-]*:/")  # one slash is all that pathlib leaves of two
 
 
@@ -149,6 +155,26 @@ def one_of(*choices: str | bool) -> Check:
         refuse(subject, wanted, value)
 
     return check
+
+
+def metric_mode(subject: str, value: object) -> Mode:
+    """`value` as the direction in which a metric gets better."""
+    if value == "min":
+        return "min"
+    if value == "max":
+        return "max"
+    raise SettingsError(f'{subject}: expected "min" (lower is better) or "max" (higher is better), found {value!r}')
+
+
+def stated_mode(subject: str, value: object, metric: str) -> Mode:
+    """`value` as a mode; None: "min", unless the name of the metric says that higher may be better."""
+    words = set(re.split(r"[^a-z0-9]+", metric.lower()))
+    if value is None and words & _HIGHER_IS_BETTER and not words & _LOWER_IS_BETTER:
+        raise SettingsError(
+            f'{subject}: expected "max" or "min" for the metric {metric!r}, whose name says that higher is better; '
+            "found neither"
+        )
+    return metric_mode(subject, "min" if value is None else value)
 
 
 def optional(check: Check) -> Check:

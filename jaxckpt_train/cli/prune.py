@@ -16,6 +16,9 @@ from jaxckpt_train.steps.owned_run import owned_run
 from jaxckpt_train.steps.policy_context import PreservationPolicy
 from jaxckpt_train.steps.preservation_policies import BestN, EveryNSteps, LatestN
 from jaxckpt_train.steps.pruning import Pruning
+from jaxckpt_train.value_checks import (
+    stated_mode,
+)
 
 KeepLatest = Annotated[
     int | None, typer.Option("--keep-latest", min=1, metavar="N", help="Keep the N highest steps.", show_default=False)
@@ -95,7 +98,8 @@ def _policies(
     policies |= {} if latest is None else {f"--keep-latest {latest}": LatestN(latest)}
     policies |= {} if every is None else {f"--keep-every {every}": EveryNSteps(every)}
     if best is not None and metric is not None:
-        policies[f"--keep-best {best} --metric {metric} --mode {mode or 'min'}"] = BestN(metric, best, mode or "min")
+        stated = stated_mode("--mode", mode, metric)
+        policies[f"--keep-best {best} --metric {metric} --mode {stated}"] = BestN(metric, best, stated)
     if not policies:
         raise SettingsError("expected at least one of --keep-latest, --keep-every and --keep-best, found none")
     return policies

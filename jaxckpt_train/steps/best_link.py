@@ -10,10 +10,16 @@ from collections.abc import Callable, Sequence
 
 from jaxckpt_train.errors import SettingsError, StorageError
 from jaxckpt_train.steps.entry import Entry
-from jaxckpt_train.steps.policy_arguments import Mode, metric_mode, metric_name
+from jaxckpt_train.steps.policy_arguments import (
+    metric_name,
+)
 from jaxckpt_train.steps.ranking import rank_checkpoints
 from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store.backend import Backend, Linking
+from jaxckpt_train.value_checks import (
+    Mode,
+    stated_mode,
+)
 
 _log = logging.getLogger("jaxckpt_train")
 
@@ -24,7 +30,7 @@ class BestLink:
 
     Args:
         metric: the metric that says which step is better.
-        mode: "min": lower is better; "max": higher is better.
+        mode: "min": lower is better; "max": higher is better; None: "min", and refused for a metric such as "accuracy".
         name: of the link, in the run's directory.
 
     Raises:
@@ -32,12 +38,12 @@ class BestLink:
     """
 
     metric: str
-    mode: Mode = "min"
+    mode: Mode | None = None
     name: str = "best"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "metric", metric_name("BestLink.metric", self.metric))
-        object.__setattr__(self, "mode", metric_mode("BestLink.mode", self.mode))
+        object.__setattr__(self, "mode", stated_mode("BestLink.mode", self.mode, self.metric))
         name = self.name
         is_plain = isinstance(name, str) and name.isidentifier() and name.isascii()
         if not is_plain or parse_step_name(name) is not None:
@@ -65,7 +71,7 @@ class LinkToBest:
             return
         number = next(self._begun)
         entries = newest()
-        ranked = rank_checkpoints([entry.info() for entry in entries], self._link.metric, self._link.mode)
+        ranked = rank_checkpoints([entry.info() for entry in entries], self._link.metric, self._link.mode or "min")
         target = next((entry.name for entry in entries if ranked and entry.step == ranked[0].step), None)
         with self._guard:
             if number < self._newest:  # another thread has looked later, and was faster

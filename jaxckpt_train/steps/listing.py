@@ -7,7 +7,6 @@ from typing import Literal
 
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
 from jaxckpt_train.steps.followed_run import KnownRun
-from jaxckpt_train.steps.policy_arguments import metric_mode
 from jaxckpt_train.steps.policy_context import CheckpointInfo
 from jaxckpt_train.steps.ranking import rank_checkpoints
 from jaxckpt_train.steps.refusals import step_not_found
@@ -17,6 +16,9 @@ from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.steps.together import Together
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.reader import Progress
+from jaxckpt_train.value_checks import (
+    metric_mode,
+)
 
 
 class StepListing:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.value_checks import refuse, whole
-
-Mode = Literal["min", "max"]
 
 
 def whole_number(subject: str, value: object, least: int) -> int:
@@ -34,15 +32,6 @@ def metric_name(subject: str, value: object) -> str:
     if isinstance(value, str) and value:
         return value
     raise SettingsError(f'{subject}: expected the name of a metric, such as "loss", found {value!r}')
-
-
-def metric_mode(subject: str, value: object) -> Mode:
-    """`value` as the direction in which a metric gets better."""
-    if value == "min":
-        return "min"
-    if value == "max":
-        return "max"
-    raise SettingsError(f'{subject}: expected "min" (lower is better) or "max" (higher is better), found {value!r}')
 
 
 def step_collection(subject: str, value: object) -> Collection[int]:

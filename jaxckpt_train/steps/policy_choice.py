@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.steps.policy_context import PreservationPolicy, SavePolicy
 from jaxckpt_train.steps.preservation_policies import AnyPreservationPolicy, BestN, EveryNSteps, LatestN
@@ -12,6 +10,10 @@ from jaxckpt_train.steps.save_policies import (
     EverySecondsPolicy,
     FixedIntervalPolicy,
     TemporarySavePolicy,
+)
+from jaxckpt_train.value_checks import (
+    Mode,
+    stated_mode,
 )
 
 DEFAULT_INTERVAL_SECS = 600.0
@@ -43,7 +45,7 @@ def choose_preservation_policy(
     every_steps: int | None,
     best: int | None,
     metric: str | None,
-    mode: Literal["min", "max"],
+    mode: Mode | None,
     policy: PreservationPolicy | None,
 ) -> PreservationPolicy | None:
     """A policy that keeps what any of the given reasons keeps; with none given, None: everything is kept.
@@ -59,7 +61,7 @@ def choose_preservation_policy(
     if best is not None:
         if metric is None:
             raise SettingsError("keep_best: expected best_metric with it, the metric that says which step is better")
-        reasons.append(BestN(metric, best, mode))
+        reasons.append(BestN(metric, best, stated_mode("best_mode", mode, metric)))
     if policy is not None:
         reasons.append(policy)
     if not reasons:

@@ -24,9 +24,7 @@ from jaxckpt_train.steps.interval_preservation import (
     only_last,
 )
 from jaxckpt_train.steps.policy_arguments import (
-    Mode,
     child_policies,
-    metric_mode,
     metric_name,
     step_collection,
     steps_text,
@@ -34,6 +32,10 @@ from jaxckpt_train.steps.policy_arguments import (
 )
 from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy, ask_to_preserve
 from jaxckpt_train.steps.ranking import metric_value, rank_checkpoints
+from jaxckpt_train.value_checks import (
+    Mode,
+    metric_mode,
+)
 
 __all__ = [
     "AnyPreservationPolicy",

@@ -15,9 +15,7 @@ from datetime import datetime
 from typing import ClassVar
 
 from jaxckpt_train.steps.policy_arguments import (
-    Mode,
     child_policies,
-    metric_mode,
     metric_name,
     positive_seconds,
     require_policy,
@@ -35,6 +33,10 @@ from jaxckpt_train.steps.policy_context import (
     saves_temporarily,
 )
 from jaxckpt_train.steps.ranking import is_better, metric_value
+from jaxckpt_train.value_checks import (
+    Mode,
+    metric_mode,
+)
 
 __all__ = [
     "AllSavePolicy",

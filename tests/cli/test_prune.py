@@ -212,6 +212,7 @@ def test_a_disk_that_keeps_nothing_keeps_what_would_be_replaced(
         (["--keep-best", 1], "expected --metric NAME with it"),
         (["--keep-latest", 1, "--metric", "loss"], "expected --keep-best N with them"),
         (["--keep-latest", 1, "--mode", "max"], "expected --keep-best N with them"),
+        (["--keep-best", 1, "--metric", "accuracy"], '--mode: expected "max" or "min"'),
         (["--keep-best", 1, "--metric", "lose"], "the metrics that they have: loss"),
     ],
 )

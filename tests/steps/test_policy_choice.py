@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train.config import CheckpointConfig
 from jaxckpt_train.steps.policy_choice import DEFAULT_INTERVAL_SECS, choose_preservation_policy, choose_save_policy
 
 
@@ -46,6 +49,24 @@ def test_several_reasons_to_keep_are_alternatives() -> None:
 def test_best_without_a_metric_is_refused() -> None:
     with pytest.raises(jct.SettingsError, match="keep_best: expected best_metric with it"):
         choose_preservation_policy(None, None, 1, None, "min", None)
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "val_acc", "eval/top5-Accuracy", "macro.f1", "episode_reward"])
+def test_metric_that_is_better_if_higher_needs_a_mode(metric: str, tmp_path: Path) -> None:
+    for kept in ({"keep_best": 2}, {"best_link": True}):
+        with pytest.raises(jct.SettingsError, match=rf"checkpoint\.best_mode: .*{metric}"):
+            jct.CheckpointCallback(tmp_path, best_metric=metric, **kept)  # type: ignore[arg-type]
+    with pytest.raises(jct.SettingsError, match=r"BestLink\.mode"):
+        jct.BestLink(metric)
+    assert jct.BestLink(metric, "max").mode == "max"
+    assert choose_preservation_policy(None, None, 1, metric, "min", None) == jct.BestN(metric, 1, "min")
+
+
+@pytest.mark.parametrize("metric", ["loss", "val_loss", "dice_loss", "accuracy_error", "perplexity", "scores"])
+def test_other_metrics_are_better_if_lower(metric: str) -> None:
+    assert choose_preservation_policy(None, None, 1, metric, None, None) == jct.BestN(metric, 1, "min")
+    assert jct.BestLink(metric).mode == "min"
+    assert CheckpointConfig(keep_best=1, best_metric=metric).best_mode is None
 
 
 def test_a_wrong_interval_is_refused_by_its_policy() -> None:
