@@ -10,9 +10,11 @@ from flax import nnx
 
 from jaxckpt_train.checkpointables.contract import Saved, Staged
 
+_OBJECT: type = nnx.Pytree if hasattr(nnx, "Pytree") else nnx.Object  # Flax 0.11.0 has only the older name
+
 
 def _is_object(value: object) -> bool:
-    return isinstance(value, nnx.Pytree) and not isinstance(value, nnx.Variable)
+    return isinstance(value, _OBJECT) and not isinstance(value, nnx.Variable)
 
 
 class NnxHandler:
