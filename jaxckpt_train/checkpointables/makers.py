@@ -13,6 +13,7 @@ import numpy as np
 from jaxckpt_train.checkpointables.pytree import PytreeHandler
 from jaxckpt_train.checkpointables.registry import handler_of
 from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.tree.array_formats import is_format, with_layout
 from jaxckpt_train.tree.flatten import flatten
 
 _log = logging.getLogger("jaxckpt_train")
@@ -140,22 +141,25 @@ def _host_form(leaf: Any) -> Any:
     return np.broadcast_to(np.empty((), leaf.dtype), leaf.shape) if type(leaf) is np.ndarray else leaf
 
 
-def _shardings(jaxpr: Any) -> Sequence[jax.sharding.Sharding | None]:
-    """The shardings of outputs: of `out_shardings` of a jitted function, a constraint in it, or a `jax.device_put`."""
+def _shardings(jaxpr: Any) -> Sequence[Any]:
+    """The shardings of outputs: of `out_shardings` of a jitted function, a constraint in it, or a `jax.device_put`.
+
+    One that comes with a layout is a `jax.experimental.layout.Format`.
+    """
     made_by = {id(var): (eqn.params, number) for eqn in jaxpr.eqns for number, var in enumerate(eqn.outvars)}
 
-    def of(params: Mapping[str, Any], number: int) -> jax.sharding.Sharding | None:
+    def of(params: Mapping[str, Any], number: int) -> Any:
         given = [params[key][number] for key in ("out_shardings", "devices") if key in params]
         given.append(params.get("sharding"))
-        found = next((each for each in given if isinstance(each, jax.sharding.Sharding)), None)
+        found = next((each for each in given if isinstance(each, jax.sharding.Sharding) or is_format(each)), None)
         if found is None and "out_shardings" in params:
             return _shardings(params["jaxpr"].jaxpr)[number]
-        return found
+        return with_layout(found, params["out_layouts"][number]) if found and "out_layouts" in params else found
 
     return [of(*made_by.get(id(var), ({}, 0))) for var in jaxpr.outvars]
 
 
-def _with_sharding(shape: Any, sharding: jax.sharding.Sharding | None) -> Any:
+def _with_sharding(shape: Any, sharding: Any) -> Any:
     place = shape.sharding if sharding is None else sharding
     struct: Any = jax.ShapeDtypeStruct
     return struct(shape.shape, shape.dtype, sharding=place, weak_type=shape.weak_type)

@@ -22,6 +22,7 @@ from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import Progress, iter_boxes
 from jaxckpt_train.store.reading import ReadBox
 from jaxckpt_train.store.transaction import Committed
+from jaxckpt_train.tree.array_formats import in_format_of
 from jaxckpt_train.tree.arrivals import Arrivals, Destination
 from jaxckpt_train.tree.colocated_devices import runs_on_hosts
 from jaxckpt_train.tree.colocated_reads import HostLeaf, HostReads, dtype_of
@@ -137,7 +138,9 @@ class TreeRestore:
             self._report_other_static(flat, {names[job.name]: job.name for job in jobs})
         values = self._produce(jobs, places, progress, loads)
         loaded = dict(zip((names[job.name] for job in jobs), values, strict=True))
-        return unflatten(like, [loaded.get(n, leaf) for n, leaf in zip(flat.names, flat.leaves, strict=True)])
+        del values
+        leaves = zip(flat.names, flat.leaves, strict=True)
+        return unflatten(like, [in_format_of(leaf, loaded.pop(name, leaf)) for name, leaf in leaves])
 
     def _report_lost_types(self, names: Mapping[str, str], jobs: Sequence[_Job]) -> None:
         lost = [(names[job.name], text) for job in jobs if (text := lost_type(job.record, job.want)) is not None]
