@@ -21,7 +21,7 @@ WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-oldest test-quick test-distributed lint types format bench bench-jobs bench-quick bench-torch torch-imports kill-campaign crash-states block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes scale docs docs-plots clean python-is-new-enough
+.PHONY: help venv demo test test-oldest test-quick test-distributed lint types format bench bench-jobs bench-quick bench-torch bench-accelerator torch-imports kill-campaign crash-states block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes scale docs docs-plots clean python-is-new-enough
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
@@ -120,6 +120,9 @@ many-processes: $(STAMP)  ## processes that own, read, pin and die on one direct
 # ARGS: such as ARGS="--share 0.01 --only soak,limits"
 test-faults: $(STAMP)  ## all campaigns of faults, and their table in build/reliability.md (many hours; parts need root)
 	$(BIN)/python -m tests.faults.everything $(ARGS)
+
+bench-accelerator: $(STAMP)  ## saves and loads of a training on the device that JAX chooses, beside Orbax (six minutes)
+	$(BIN)/python -m benchmarks.accelerator --json build/accelerator.json --page build $(ARGS)
 
 bench-faults: $(STAMP)  ## power cuts, flipped bits and interrupted calls on Orbax beside ours (some ten minutes; needs root)
 	$(BIN)/python -m benchmarks.faults

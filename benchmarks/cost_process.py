@@ -22,22 +22,29 @@ def run_fresh(
     arguments: Mapping[str, Any],
     *,
     devices: int = 1,
+    platform: str | None = "cpu",
+    cache: Path | None = None,
     under: Sequence[str] = (),
     timeout_s: float = TIMEOUT_S,
 ) -> Any:
-    """Call a function in a process of its own, which sees CPU devices only, and return what it returned.
+    """Call a function in a process of its own, and return what it returned.
 
     Args:
         function: as `module:name`; it takes and returns what JSON can hold.
         arguments: passed by keyword.
         devices: how many CPU devices JAX shows there.
+        platform: the only one that JAX uses there; None: JAX chooses.
+        cache: where processes share what they have compiled; None: they do not.
         under: a command to put before, such as `taskset -c 0` or `flock FILE`.
         timeout_s: the process is killed after this long.
 
     Raises:
         RuntimeError: it failed; the end of its output is in the message.
     """
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices)}
+    environment |= {} if platform is None else {"JAX_PLATFORMS": platform}
+    if cache is not None:
+        environment |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         answer = Path(folder, "answer.json")
         command = [

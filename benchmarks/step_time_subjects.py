@@ -41,7 +41,7 @@ class Nothing:
 
 
 NOTHING, OURS, ORBAX_V0, ORBAX_V1 = "nothing", "ours", "orbax_v0", "orbax_v1"
-OURS_HOST, OURS_STREAM = "ours_host", "ours_stream"
+OURS_HOST, OURS_DEVICE, OURS_STREAM = "ours_host", "ours_device", "ours_stream"
 LIBRARIES = (OURS, ORBAX_V0, ORBAX_V1)
 
 
@@ -54,6 +54,8 @@ def make_subject(name: str, read_budget_bytes: int | None = None) -> Subject:
             return Ours() if read_budget_bytes is None else Ours(read_budget_bytes=read_budget_bytes)
         case "ours_host":
             return Ours(snapshot="host")
+        case "ours_device":
+            return Ours(snapshot="device")
         case "ours_stream":
             return Ours(snapshot="stream")
         case "orbax_v0":

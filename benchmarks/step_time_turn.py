@@ -67,15 +67,18 @@ class _Watch:
         return self.finished
 
 
-def run_cycle(training: Training, subject: Subject, path: Path, steps: int) -> Cycle:
-    """Measure one save to the new directory `path`, which is removed again, between `steps` steps before and after."""
+def run_cycle(training: Training, subject: Subject, path: Path, steps: int, *, is_quick: bool = False) -> Cycle:
+    """Measure one save to the new directory `path`, which is removed again, between `steps` steps before and after.
+
+    `is_quick`: do not wait until the machine has given memory back to its host, and has it again.
+    """
     page_cache.settle()
-    host_memory.make_present(training.nbytes)  # as below, so that both blocks begin alike
+    host_memory.make_present(training.nbytes, is_quick=is_quick)  # as below, so that both blocks begin alike
     training.step()
     quiet_began = time.perf_counter()
     quiet = [training.step() for _ in range(steps)]
     quiet_ended = time.perf_counter()
-    host_memory.make_present(training.nbytes)
+    host_memory.make_present(training.nbytes, is_quick=is_quick)
     training.step()
     began = time.perf_counter()
     wait = subject.start_save(path, training.state)
