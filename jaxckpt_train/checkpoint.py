@@ -25,12 +25,7 @@ from jaxckpt_train.checkpointables.saving import (
     wait_until_taken,
     write_parts,
 )
-from jaxckpt_train.errors import (
-    CorruptCheckpointError,
-    SettingsError,
-    StorageError,
-    UnsupportedLeafError,
-)
+from jaxckpt_train.errors import CorruptCheckpointError, SettingsError, StorageError, UnsupportedLeafError
 from jaxckpt_train.jobs.coordinator import Coordinator
 from jaxckpt_train.multihost import current
 from jaxckpt_train.opened import DEFAULT_NAME, Opened

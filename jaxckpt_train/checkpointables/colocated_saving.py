@@ -17,13 +17,7 @@ from jaxckpt_train.store.manifest import PartRecord, SegmentRecord
 from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, merge_indexes, told_index
 from jaxckpt_train.store.writer import Progress, WrittenArrays
 from jaxckpt_train.tree.colocated_calls import HostCall, call_hosts
-from jaxckpt_train.tree.colocated_messages import (
-    WritePlan,
-    WrittenArray,
-    plan_array,
-    room_for_index,
-    settings_there,
-)
+from jaxckpt_train.tree.colocated_messages import WritePlan, WrittenArray, plan_array, room_for_index, settings_there
 from jaxckpt_train.tree.colocated_taking import HostPart, HostParts
 
 

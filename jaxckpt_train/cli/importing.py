@@ -10,14 +10,7 @@ import typer
 
 from jaxckpt_train.cli.arguments import BACKEND, Checkpoint, Json, Step, absolute, step_number
 from jaxckpt_train.cli.exporting import Only, prepared, to_be_written, to_be_written_text
-from jaxckpt_train.cli.operations import (
-    DryRun,
-    Operations,
-    OperationsFile,
-    chosen_operations,
-    plan_json,
-    print_plan,
-)
+from jaxckpt_train.cli.operations import DryRun, Operations, OperationsFile, chosen_operations, plan_json, print_plan
 from jaxckpt_train.cli.output import bytes_text, print_json, print_text, progress, told_errors
 from jaxckpt_train.looking.opening import metadata_of, open_at, told_of_import
 from jaxckpt_train.moving.destination import refuse_place

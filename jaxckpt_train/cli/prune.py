@@ -16,9 +16,7 @@ from jaxckpt_train.steps.owned_run import owned_run
 from jaxckpt_train.steps.policy_context import PreservationPolicy
 from jaxckpt_train.steps.preservation_policies import BestN, EveryNSteps, LatestN
 from jaxckpt_train.steps.pruning import Pruning
-from jaxckpt_train.value_checks import (
-    stated_mode,
-)
+from jaxckpt_train.value_checks import stated_mode
 
 KeepLatest = Annotated[
     int | None, typer.Option("--keep-latest", min=1, metavar="N", help="Keep the N highest steps.", show_default=False)

@@ -12,13 +12,7 @@ import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError
 from jaxckpt_train.formats.array_bytes import record_of
-from jaxckpt_train.formats.foreign import (
-    Foreign,
-    ForeignSegment,
-    ForeignTree,
-    HeldBytes,
-    foreign_checkpoint,
-)
+from jaxckpt_train.formats.foreign import Foreign, ForeignSegment, ForeignTree, HeldBytes, foreign_checkpoint
 from jaxckpt_train.formats.held_pieces import HeldPiece, Newest
 from jaxckpt_train.formats.step_folders import TORCH_METADATA as METADATA
 from jaxckpt_train.formats.step_folders import TORCH_SUFFIX as SUFFIX

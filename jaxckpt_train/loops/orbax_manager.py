@@ -18,12 +18,7 @@ from typing import Any, cast, overload
 
 from jaxckpt_train.checkpoint import load_checkpointables
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
-from jaxckpt_train.errors import (
-    CorruptCheckpointError,
-    MismatchError,
-    SettingsError,
-    StepNotFoundError,
-)
+from jaxckpt_train.errors import CorruptCheckpointError, MismatchError, SettingsError, StepNotFoundError
 from jaxckpt_train.loops import orbax_args as args
 from jaxckpt_train.loops.orbax_args import ArrayRestoreArgs, RestoreArgs, SaveArgs
 from jaxckpt_train.loops.orbax_items import Items, UnknownItemError

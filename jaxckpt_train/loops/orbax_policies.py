@@ -7,12 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxckpt_train.steps.policy_context import (
-    CheckpointInfo,
-    DecisionContext,
-    PreservationPolicy,
-    ask_to_preserve,
-)
+from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy, ask_to_preserve
 
 
 def _named(function: object) -> str:

@@ -10,16 +10,11 @@ from collections.abc import Callable, Sequence
 
 from jaxckpt_train.errors import SettingsError, StorageError
 from jaxckpt_train.steps.entry import Entry
-from jaxckpt_train.steps.policy_arguments import (
-    metric_name,
-)
+from jaxckpt_train.steps.policy_arguments import metric_name
 from jaxckpt_train.steps.ranking import rank_checkpoints
 from jaxckpt_train.steps.step_names import parse_step_name
 from jaxckpt_train.store.backend import Backend, Linking
-from jaxckpt_train.value_checks import (
-    Mode,
-    stated_mode,
-)
+from jaxckpt_train.value_checks import Mode, stated_mode
 
 _log = logging.getLogger("jaxckpt_train")
 

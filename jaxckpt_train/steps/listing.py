@@ -16,9 +16,7 @@ from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.steps.together import Together
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.reader import Progress
-from jaxckpt_train.value_checks import (
-    metric_mode,
-)
+from jaxckpt_train.value_checks import metric_mode
 
 
 class StepListing:

@@ -11,10 +11,7 @@ from jaxckpt_train.steps.save_policies import (
     FixedIntervalPolicy,
     TemporarySavePolicy,
 )
-from jaxckpt_train.value_checks import (
-    Mode,
-    stated_mode,
-)
+from jaxckpt_train.value_checks import Mode, stated_mode
 
 DEFAULT_INTERVAL_SECS = 600.0
 

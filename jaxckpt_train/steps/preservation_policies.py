@@ -23,19 +23,10 @@ from jaxckpt_train.steps.interval_preservation import (
     LatestDuration,
     only_last,
 )
-from jaxckpt_train.steps.policy_arguments import (
-    child_policies,
-    metric_name,
-    step_collection,
-    steps_text,
-    whole_number,
-)
+from jaxckpt_train.steps.policy_arguments import child_policies, metric_name, step_collection, steps_text, whole_number
 from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy, ask_to_preserve
 from jaxckpt_train.steps.ranking import metric_value, rank_checkpoints
-from jaxckpt_train.value_checks import (
-    Mode,
-    metric_mode,
-)
+from jaxckpt_train.value_checks import Mode, metric_mode
 
 __all__ = [
     "AnyPreservationPolicy",

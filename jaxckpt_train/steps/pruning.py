@@ -8,12 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxckpt_train.steps.entry import Entry
 from jaxckpt_train.steps.lineage import RollBack, left_behind, newest_generations
-from jaxckpt_train.steps.policy_context import (
-    CheckpointInfo,
-    DecisionContext,
-    PreservationPolicy,
-    ask_to_preserve,
-)
+from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, PreservationPolicy, ask_to_preserve
 from jaxckpt_train.steps.unkept import replaced, unkept_names
 
 

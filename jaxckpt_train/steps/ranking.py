@@ -8,9 +8,7 @@ from typing import Any
 
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.steps.policy_context import CheckpointInfo
-from jaxckpt_train.value_checks import (
-    Mode,
-)
+from jaxckpt_train.value_checks import Mode
 
 
 def _number(value: Any) -> float:

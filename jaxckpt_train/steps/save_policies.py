@@ -33,10 +33,7 @@ from jaxckpt_train.steps.policy_context import (
     saves_temporarily,
 )
 from jaxckpt_train.steps.ranking import is_better, metric_value
-from jaxckpt_train.value_checks import (
-    Mode,
-    metric_mode,
-)
+from jaxckpt_train.value_checks import Mode, metric_mode
 
 __all__ = [
     "AllSavePolicy",

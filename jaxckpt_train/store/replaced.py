@@ -14,13 +14,7 @@ from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend, Opener
 from jaxckpt_train.store.manifest import COMMIT_NAME, MAX_COMMIT_BYTES, NOT_JSON
 from jaxckpt_train.store.plain_files import read_or_none
-from jaxckpt_train.store.transaction import (
-    CommitRecord,
-    Committed,
-    is_gone,
-    open_committed,
-    which_committed,
-)
+from jaxckpt_train.store.transaction import CommitRecord, Committed, is_gone, open_committed, which_committed
 
 T = TypeVar("T")
 LOOKS = 10

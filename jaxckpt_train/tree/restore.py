@@ -42,13 +42,7 @@ from jaxckpt_train.tree.leaf_records import (
     decode_tree,
     python_value,
 )
-from jaxckpt_train.tree.mismatch import (
-    exact_array,
-    inexact_line,
-    leaf_difference,
-    rename_map,
-    rounded_array,
-)
+from jaxckpt_train.tree.mismatch import exact_array, inexact_line, leaf_difference, rename_map, rounded_array
 from jaxckpt_train.tree.paths import ROOT, one_below_another, refuse_too_deep
 from jaxckpt_train.tree.patterns import Only, leaf_filter, refuse_idle_pattern
 from jaxckpt_train.tree.placement import Placement, default_platform, device_placement, host_placement

@@ -27,14 +27,7 @@ from jaxckpt_train.tree.donations import HeldViews, is_donated
 from jaxckpt_train.tree.flatten import EMPTY, flatten
 from jaxckpt_train.tree.host_copies import copy_all
 from jaxckpt_train.tree.job_shares import JobShares, OwnPart
-from jaxckpt_train.tree.leaf_records import (
-    ArrayLeaf,
-    EmptyLeaf,
-    KeyLeaf,
-    LeafRecord,
-    TreeRecord,
-    record_value,
-)
+from jaxckpt_train.tree.leaf_records import ArrayLeaf, EmptyLeaf, KeyLeaf, LeafRecord, TreeRecord, record_value
 from jaxckpt_train.tree.leaf_values import check_storable, is_key_array
 from jaxckpt_train.tree.own_parts import take_own_parts
 from jaxckpt_train.tree.transfers import Ahead, Transfers

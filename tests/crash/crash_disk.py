@@ -18,18 +18,7 @@ import numpy as np
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.store.backend import HALF_MADE, Entry
 from jaxckpt_train.store.local import side_name
-from tests.crash.image import (
-    Exchange,
-    FailedSync,
-    Image,
-    Link,
-    Operation,
-    Rename,
-    Sync,
-    Truncate,
-    Unlink,
-    Write,
-)
+from tests.crash.image import Exchange, FailedSync, Image, Link, Operation, Rename, Sync, Truncate, Unlink, Write
 
 PAGE = 4096
 ANCIENT_S = 1e6

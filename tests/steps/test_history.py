@@ -14,13 +14,7 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.steps.history import (
-    HISTORY_NAME,
-    RECENT_BYTES,
-    History,
-    metrics_to_json,
-    plain_metrics,
-)
+from jaxckpt_train.steps.history import HISTORY_NAME, RECENT_BYTES, History, metrics_to_json, plain_metrics
 from jaxckpt_train.store.local import LocalBackend
 from jaxckpt_train.store.stored_metrics import metrics_from_json
 from tests.steps.fake_backends import RefusingBackend
