@@ -36,6 +36,11 @@ class TrainerState:
     opt_state: Any
     training_key: jax.Array
 
+    @property
+    def saveable_state(self) -> TrainerState:
+        """What is to be saved. Levanter's leaves out what is not trained; here everything is."""
+        return self
+
 
 @dataclasses.dataclass(frozen=True)
 class StepInfo:
@@ -110,11 +115,11 @@ def main(workdir: str, num_train_steps: int, *more_hooks: Callable[[StepInfo], A
     state = TrainerState(jnp.int32(0), model, OPTIMIZER.init(model), jax.random.key(0))
     trainer = Trainer(num_train_steps)
     with jct.CheckpointCallback(workdir, save_interval_steps=50, keep_latest=2) as ckpt:
-        state = ckpt.resume(state)
+        state, batches = ckpt.resume(state.saveable_state, jct.CountedIterator(batches_from))
         for hook in more_hooks:
             trainer.add_hook(hook, every=1)
         trainer.add_hook(ckpt.on_step, every=1)  # it decides by itself which updates are saved
-        return trainer.train(state, batches_from(int(state.step)))
+        return trainer.train(state, batches)
 
 
 if __name__ == "__main__":
