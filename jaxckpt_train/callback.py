@@ -37,7 +37,7 @@ from jaxckpt_train.steps.drift import Drift
 from jaxckpt_train.steps.goodput import Goodput
 from jaxckpt_train.steps.history import savable_metrics
 from jaxckpt_train.steps.loop_state import LoopState, refuse_to_continue
-from jaxckpt_train.steps.policy_context import PreservationPolicy, SavePolicy
+from jaxckpt_train.steps.policy_context import Decision, PreservationPolicy, SavePolicy
 from jaxckpt_train.steps.refusals import advised_for_a_loop
 from jaxckpt_train.steps.save_policies import has_temporary
 from jaxckpt_train.steps.step_save import SaveResult
@@ -111,6 +111,7 @@ class CheckpointCallback(LoopForms):
         self._started = self._closed = self._resumed = self._is_leaving = False
         self._made_at = time.monotonic()
         self._best_metric, self._best_mode = best_metric, best_mode
+        self._interval, self._last_label = save_interval_steps, 0
         self._saved: int | None = None
         self._failed_with: str | None = None
         self._loop = LoopState(warns=enabled, takes_positions=save_on_error, fingerprint=fingerprint)
@@ -155,6 +156,7 @@ class CheckpointCallback(LoopForms):
                 resume_s, heeded = time.monotonic() - self._made_at, self._departure.heeded(None)
                 self.manager.note_resume(self._saved or 0, resume_s, heeded)
             self._loop.begin(values, completed=self._saved or 0)
+            self._last_label = self._saved or 0
             values = loop_observer.resumed(self.manager, values)
             self.manager.is_in_loop = True
         else:
@@ -223,7 +225,7 @@ class CheckpointCallback(LoopForms):
             return self._leave()
         with self.manager.telling_later():
             self.manager.check()
-            decision = self.manager.decide(self._loop.completed, metrics)
+            decision = self._decide(metrics)
             # The last one now and not at the exit: here the position in the data is surely this step's.
             is_last = self._save_on_exit and self._loop.in_steps and self._loop.completed == self._loop.num_steps
             if not (decision.save or is_last) or self._is_saved():
@@ -233,6 +235,14 @@ class CheckpointCallback(LoopForms):
             else:
                 result = self._save("end of the loop", force=True)
         return self._leave() if self._watch.reached() and not (result.saved and self._loop.in_steps) else result
+
+    def _decide(self, metrics: Mapping[str, Any] | None) -> Decision:
+        """What the policy says; after a multiple of `save_interval_steps` without a call the next step is due."""
+        step, before, interval = self._loop.completed, self._last_label, self._interval
+        decision, self._last_label = self.manager.decide(step, metrics), step
+        if interval is None or step // interval <= before // interval or (decision.save and not decision.temporary):
+            return decision
+        return Decision(True, f"save_interval_steps={interval}: the first step after {step // interval * interval}")
 
     def _refuse_unless_resumed(self) -> None:
         """A loop that forgets to resume must not continue somebody's run with a state from scratch."""

@@ -76,8 +76,8 @@ class CheckpointConfig:
 
     Attributes:
         directory: of the run. Relative: to where the command was given, also when Hydra changes the directory.
-        save_interval_steps: save each step that is a multiple of this; None: not by steps. With no reason to save
-            at all, every 600 seconds.
+        save_interval_steps: save each step that is a multiple of this; where the loop calls for some steps only, the
+            first one after a multiple. None: not by steps. With no reason to save at all, every 600 seconds.
         save_interval_secs: save when this many seconds have passed since the last save; None: not by time.
         temporary_interval_secs: save a temporary step when this many seconds have passed since the last save: one that
             goes once a later step is committed, also by a later job. Then a step that is saved as the job is asked to

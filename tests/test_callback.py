@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,39 @@ def test_the_last_step_is_saved_exactly_once(tmp_path: Path) -> None:
     assert saves(tmp_path / "due") == [(3, "FixedIntervalPolicy(interval=3)"), (6, "FixedIntervalPolicy(interval=3)")]
     train(tmp_path / "not-due", 7, interval=3)
     assert saves(tmp_path / "not-due")[1:] == [(6, "FixedIntervalPolicy(interval=3)"), (7, "end of the loop")]
+
+
+@pytest.mark.parametrize(
+    ("labels", "interval", "due"),
+    [
+        (range(8, 81, 8), 20, [24, 40, 64, 80]),
+        (range(1, 62, 10), 10, [11, 21, 31, 41, 51, 61]),
+        (range(1, 62, 10), 25, [31, 51]),
+        ([3, 4, 9, 10, 11, 30], 5, [9, 10, 30]),
+        (range(1, 8), 3, [3, 6]),
+    ],
+)
+def test_labels_past_an_interval_are_saved(
+    labels: Sequence[int], interval: int, due: list[int], tmp_path: Path
+) -> None:
+    for start in range(0, len(labels), 4):  # a process for each four of them
+        with callback(tmp_path, interval=interval, save_on_exit=False) as ckpt:
+            ckpt.resume(state_of(0))
+            for label in labels[start : start + 4]:
+                assert ckpt(state_of(label), step=label).saved == (label in due)
+    assert jct.StepManager(tmp_path).steps == due
+
+
+def test_labels_past_an_interval_are_saved_for_good_and_by_every_hook(tmp_path: Path) -> None:
+    with callback(tmp_path / "a", interval=20, temporary_interval_secs=1e-6, save_on_exit=False) as ckpt:
+        ckpt.resume(state_of(0))
+        for label in range(8, 49, 8):
+            ckpt(state_of(label), step=label)
+    assert jct.StepManager(tmp_path / "a").steps == [24, 40, 48]
+    with callback(tmp_path / "b", interval=5, save_on_exit=False) as ckpt:
+        state = ckpt.resume(state_of(0))
+        hook = ckpt.as_hook(lambda: state)
+        assert [step for step in range(1, 31) if step % 3 == 0 and hook(step)] == [6, 12, 15, 21, 27, 30]
 
 
 def test_nothing_is_saved_right_after_a_resume(tmp_path: Path) -> None:
@@ -271,7 +305,7 @@ def test_a_call_that_is_not_due_reads_nothing(tmp_path: Path) -> None:
 
 
 def test_a_call_that_is_not_due_does_not_look_at_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with callback(tmp_path, interval=3, keep_latest=3, save_on_exit=False) as ckpt:
+    with callback(tmp_path, interval=6, keep_latest=3, save_on_exit=False) as ckpt:
         ckpt.resume(state_of(0))
         for _ in ckpt.steps(2):
             ckpt(state_of(1))

@@ -79,7 +79,7 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._is_closed = self._is_fitting = False
         self._data: EpochData | None = None
         self._dataset: ReplayedDataset | None = None
-        self._epoch = self._batch = self._before_epoch = self._completed = self._told = 0
+        self._epoch = self._batch = self._before_epoch = self._completed = 0
         self._saved: int | None = None
         self._resumed: Mapping[str, Any] | None = None
         self._random: Any = None
@@ -131,7 +131,6 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         if self._data is not None:
             self._data.begin()
         self._resumed, self._completed = restored["progress"].value, self._ckpt.completed_steps
-        self._told = self._completed
         self._random = restored["random"].value if "random" in restored else None
         self._saved = self._completed if self._resumed is not None else None
         if self._resumed is None:
@@ -241,10 +240,6 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             more["data"] = self._data.position()
         metrics = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
         result = self._ckpt(self._state, step=self._completed, metrics=metrics, **more)
-        interval, told, self._told = self._settings.get("save_interval_steps"), self._told, self._completed
-        # An execution of several steps may go past a multiple, which no label is then.
-        if interval and not result.saved and self._completed % interval:
-            result = self._ckpt.save_now() if self._completed // interval > told // interval else result
         self._saved = self._completed if result.saved else self._saved
         return result
 
