@@ -70,11 +70,13 @@ ADAPTERS = {
         "report.drawing",
     },
     "cloudpickle": {"tree.colocated_calls"},
+    "etils": {"loops.orbax_handlers"},  # only for handlers of Orbax, which has it
     "flax": {"checkpointables.nnx_objects", "checkpointables.flax_legacy"},
     "grain": {"checkpointables.grain_iterator"},
     "hydra": {"config_nodes", "hydra_plugin"},
     "keras": {"loops.keras_callback", "loops.keras_data"},
     "opentelemetry": {"sinks.opentelemetry"},
+    "orbax": {"loops.orbax_handlers"},
     "prometheus_client": {"sinks.prometheus"},
     "pytest": {"pytest_plugin"},
     "rich": {"goodput_table", "progress"},

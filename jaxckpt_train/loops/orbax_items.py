@@ -18,6 +18,12 @@ from jaxckpt_train.checkpointables.pytree import JsonValue
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.loops import orbax_args
 from jaxckpt_train.loops.orbax_args import Composite
+from jaxckpt_train.loops.orbax_handlers import (
+    HandledItem,
+    args_classes,
+    refuse_many_processes,
+    registered_handler_class,
+)
 from jaxckpt_train.loops.orbax_metadata import TreeMetadata
 from jaxckpt_train.loops.orbax_trees import TreeTarget
 from jaxckpt_train.tree.flatten import flatten, unflatten
@@ -59,6 +65,8 @@ class Target:
 
     def finished(self, loaded: Any) -> Any:
         """What was restored, without the mark that says how it was saved."""
+        if isinstance(loaded, HandledItem):
+            return loaded.restored
         return loaded.value if isinstance(loaded, (JsonValue, PerProcess)) else loaded
 
 
@@ -76,7 +84,7 @@ class Items:
         is_single: whether there is one without a name; None: nothing has shown it yet.
 
     Raises:
-        SettingsError: two of these exclude each other, or a handler saves in a way of its own.
+        SettingsError: two of these exclude each other, or one is no handler.
     """
 
     def __init__(
@@ -92,8 +100,17 @@ class Items:
         if item_names is not None and handlers is not None and not has_names:
             raise SettingsError("CheckpointManager: item_names: expected None with a single handler in item_handlers")
         by_name = handlers if has_names else {DEFAULT_ITEM: handlers}
-        kinds = {name: {_handler_kind(name, each)} for name, each in by_name.items() if each is not None}
-        self._kinds: dict[str, set[str]] = kinds if handler_registry is None else _registered_kinds(handler_registry)
+        entries = {(name, None): each for name, each in by_name.items() if each is not None}
+        if handler_registry is not None:
+            entries = dict(handler_registry.get_all_entries())
+        self._kinds: dict[str, set[str]] = {}
+        self._own: dict[tuple[str | None, type | None], Any] = {}  # by item and class of args, None: any
+        for (name, cls), handler in entries.items():
+            kind = _handler_kind(name, handler)
+            if kind is None:
+                self._own[name, cls] = handler
+            elif name is not None:
+                self._kinds.setdefault(name, set()).add(kind)
         self._names = None if item_names is None and not has_names else {*(item_names or ()), *(handlers or ())}
         self.is_single: bool | None = None
         if self._names is not None or (handlers is not None and handler_registry is None):
@@ -107,9 +124,13 @@ class Items:
                 expected.
         """
         named = self._named(args) if items is None else self._args_of("Save", args, items, save_kwargs)
+        handlers = {name: self._own_handler(name, each) for name, each in named.items()}
         for name, each in named.items():
-            self._check(name, each)
-        return {name: checkpointable_of(name, each) for name, each in named.items()}
+            self._check(name, each, handlers[name])
+        return {
+            name: checkpointable_of(name, each) if handlers[name] is None else HandledItem(handlers[name], each)
+            for name, each in named.items()
+        }
 
     def targets(
         self,
@@ -139,7 +160,28 @@ class Items:
         for name in named:
             if name not in there:
                 raise UnknownItemError(f"item {name!r}: expected one of {', '.join(map(repr, there))}")
-        return {name: target_of(name, each, (saved or {}).get(name)) for name, each in named.items()}
+        return {name: self._target(name, each, (saved or {}).get(name)) for name, each in named.items()}
+
+    def _target(self, name: str, args: Any, saved: CheckpointableMetadata | None) -> Target | TreeTarget:
+        handler = self._own_handler(name, args)
+        if handler is None:
+            return target_of(name, args, saved)
+        return Target(HandledItem(handler, args_classes(handler)[1]() if args is None else args))
+
+    def _own_handler(self, name: str, args: Any) -> Any:
+        """The handler that saves and restores an item in a way of its own; None: this package does."""
+        keys = [(name, type(args)), (None, type(args)), (name, None)]
+        handler = next((self._own[key] for key in keys if key in self._own), None)
+        cls = registered_handler_class(args) if handler is None and name not in self._kinds else None
+        if cls is not None and _handler_kind(name, cls) is None:
+            try:
+                handler = cls()
+            except TypeError as error:
+                raise SettingsError(f"args of {name!r}: pass their handler by item_handlers: {error}") from error
+            self._own[name, None] = handler
+        if handler is not None:
+            refuse_many_processes(name)
+        return handler
 
     def found(self, values: Mapping[str, Any]) -> Any:
         """What a caller gets of these: the one, or a Composite."""
@@ -167,25 +209,27 @@ class Items:
             items, kwargs = {DEFAULT_ITEM: items}, {DEFAULT_ITEM: kwargs}
         items, kwargs, found = items or {}, kwargs or {}, {}
         for name in {**items, **kwargs}:
-            kinds = self._kinds.get(name)
+            kinds, own, more = self._kinds.get(name), self._own.get((name, None)), kwargs.get(name) or {}
+            if own is not None:
+                found[name] = args_classes(own)[what == "Restore"](items.get(name), **more)
+                continue
             if kinds is None:
                 raise SettingsError(
                     f"items: {name!r}: expected one of {', '.join(map(repr, self._kinds)) or 'none'}, whose handlers "
                     "are known: give what is saved as args, such as args=args.StandardSave(item)"
                 )
             cls = getattr(orbax_args, f"{next(iter(kinds))}{what}")
-            more = kwargs.get(name) or {}
             found[name] = cls(**({"item": items.get(name)} if "item" in cls.__dataclass_fields__ else {}), **more)
         return found
 
-    def _check(self, name: str, args: Any) -> None:
+    def _check(self, name: str, args: Any, own: Any) -> None:
         """Refuse args that Orbax has no handler for, with these names and handlers."""
-        kinds, kind = self._kinds.get(name), _kind_of(name, args, "Save")
         if self._names is not None and name not in self._names:
             raise SettingsError(
                 f"item {name!r} does not match with any registered handler: expected one of item_names or "
                 f"item_handlers, {', '.join(map(repr, sorted(self._names)))}"
             )
+        kinds, kind = self._kinds.get(name), None if own is not None else _kind_of(name, args, "Save")
         if kinds is not None and kind not in kinds:
             raise SettingsError(
                 f"args of {name!r}: {kind}Save does not match with any registered handler: expected "
@@ -263,32 +307,22 @@ def _kind_of(name: str, args: object, what: str) -> str:
     )
 
 
-def _handler_kind(name: str, handler: object) -> str:
-    """The args that a handler of Orbax takes, such as "PyTree".
+def _handler_kind(name: str | None, handler: Any) -> str | None:
+    """The args that a handler of Orbax, or its class, takes, such as "PyTree"; None: it saves in a way of its own.
 
     Raises:
-        SettingsError: it saves or restores in a way of its own.
+        SettingsError: it is no handler.
     """
     if type(handler).__name__.endswith(_WRAPPER):
         handler = vars(handler)["_handler"]
-    for cls in type(handler).__mro__:
+    for cls in (handler if isinstance(handler, type) else type(handler)).__mro__:
         if cls.__name__ in _HANDLERS:
             return _HANDLERS[cls.__name__]
         if not _SAVES_BY_ITSELF.isdisjoint(vars(cls)):
-            break
+            return None
     raise SettingsError(
-        f"CheckpointManager: item_handlers: {name!r}: expected a handler of Orbax or Grain, found a "
-        f"{type(handler).__qualname__}: register it by jaxckpt_train.register_handler(type, handler)"
+        f"CheckpointManager: item_handlers: {name!r}: expected a handler of Orbax or Grain, found {handler!r}"
     )
-
-
-def _registered_kinds(registry: Any) -> dict[str, set[str]]:
-    """The args that each item with an entry in a registry of Orbax takes."""
-    kinds: dict[str, set[str]] = {}
-    for (name, _), handler in registry.get_all_entries().items():
-        if name is not None:
-            kinds.setdefault(name, set()).add(_handler_kind(name, handler))
-    return kinds
 
 
 def _handlers_of(checkpointers: Any) -> Any:

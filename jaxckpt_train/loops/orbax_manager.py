@@ -21,6 +21,7 @@ from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError, SettingsError, StepNotFoundError
 from jaxckpt_train.loops import orbax_args as args
 from jaxckpt_train.loops.orbax_args import ArrayRestoreArgs, RestoreArgs, SaveArgs
+from jaxckpt_train.loops.orbax_handlers import HandledItem
 from jaxckpt_train.loops.orbax_items import Items, UnknownItemError
 from jaxckpt_train.loops.orbax_metadata import (
     RootMetadata,
@@ -214,14 +215,16 @@ class CheckpointManager:
             return False
         if self._best is not None and metrics is None:
             _log.warning("step %d: best_fn is given, and no metrics: it is never the best", step)
-        self._steps.begun(step, metrics, is_listed=is_listed)
+        self._steps.begun(step, metrics, result.pending, is_listed=is_listed)
         self._kept.deleted.discard(step)
-        finalized = self._options.finalized
+        # Its error is raised later: asking it has not seen that.
+        outcome, finalized = cast("Outcome[Any]", result.pending.committed), self._options.finalized
         if finalized is not None:
-            outcome = cast(
-                "Outcome[Any]", result.pending.committed
-            )  # whose error is raised later: this has not seen it
             outcome.add_done_callback(lambda done: outcome.error() is None and finalized())
+        for value in values.values():
+            if isinstance(value, HandledItem):
+                outcome.add_done_callback(value.give_up)
+                value.taken.wait()
         is_async = self._options.enable_async_checkpointing if self._items.is_async is None else self._items.is_async
         if not is_async:
             self.wait_until_finished()
@@ -430,7 +433,7 @@ class CheckpointManager:
         Raises:
             The original error of it, if it failed.
         """
-        self._steps.checked(self._manager.wait)
+        self._steps.wait()
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save is under way."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from jaxckpt_train.errors import CheckpointExistsError, MismatchError, SettingsError, StepNotFoundError
 from jaxckpt_train.loops.orbax_policies import BestByFunction
+from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.steps.interrupted import shown_name
 from jaxckpt_train.steps.manager import StepManager
 from jaxckpt_train.steps.policy_context import (
@@ -79,10 +81,15 @@ class ListedSteps:
         self._manager, self._kept, self._best, self._clock = manager, kept, best, clock
         self._newest: CheckpointInfo | None = None
         self._restored: int | None = None  # unless a save has begun since
+        self._pending: PendingSave[Any] | None = None  # unless its error was raised
+        self._saver: threading.Thread | None = None
         self.has_saved = False
 
-    def begun(self, step: int, metrics: Mapping[str, Any] | None, *, is_listed: bool) -> None:
+    def begun(
+        self, step: int, metrics: Mapping[str, Any] | None, pending: PendingSave[Any], *, is_listed: bool
+    ) -> None:
         """A save of it was started; `is_listed`: whether the policy keeps it."""
+        self._pending, self._saver = pending, threading.current_thread()
         self._newest = CheckpointInfo(
             step, self._clock(), None if metrics is None else {**metrics}, temporary=not is_listed
         )
@@ -105,8 +112,15 @@ class ListedSteps:
         except SettingsError:  # of this call
             raise
         except BaseException:
-            self._newest = None
+            self._newest = self._pending = None
             raise
+
+    def wait(self) -> None:
+        """Wait for the save under way. Its error is raised in other threads, too, and stays for the one that saves."""
+        if self._pending is not None and self._saver is not threading.current_thread():
+            self._pending.wait()
+        else:
+            self.checked(self._manager.wait)
 
     def latest(self) -> int | None:
         """The newest step that is listed; None: there is none."""
