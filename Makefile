@@ -45,8 +45,8 @@ demo: $(STAMP)  ## a training that is preempted again and again, compared with o
 test: $(STAMP)  ## all tests
 	$(PYTEST) $(TESTS)
 
-# What depends on the versions of JAX, NumPy and Flax.
-OLDEST_TESTS ?= tests/checkpointables tests/test_checkpoint.py tests/test_callback.py $(patsubst %,tests/tree/test_%.py,flatten restore placement target mismatch rebuild caller_context snapshot snapshot_modes restore_parts leaf_records)
+# What depends on the versions of JAX, NumPy, Flax and typer.
+OLDEST_TESTS ?= tests/checkpointables tests/cli/test_show.py tests/cli/test_verify.py tests/test_checkpoint.py tests/test_callback.py $(patsubst %,tests/tree/test_%.py,flatten restore placement target mismatch rebuild caller_context snapshot snapshot_modes restore_parts leaf_records)
 test-oldest: $(OLDEST_STAMP)  ## tests with the oldest JAX, NumPy and Flax that are supported
 	.venv-oldest/bin/python -m pytest -n $(WORKERS) --dist loadfile $(OLDEST_TESTS)
 
