@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import stat
@@ -145,3 +146,22 @@ def test_an_older_step_is_read_whole_and_in_part_where_there_are_newer_ones(step
             assert ckpt.resume(state_of(0))["w"][0] == step
     printed("export", run, out, "--to", "safetensors", "--only", "w", "--step", step)
     assert np.asarray(jct.load(out)["w"])[0] == step
+
+
+def test_another_batch_size_is_refused_where_the_fingerprint_names_it(tmp_path: Path) -> None:
+    def samples(batch_size: int, num_steps: int, **options: str) -> list[int]:
+        def batches(start: int) -> Iterator[range]:
+            return (range(number * batch_size, (number + 1) * batch_size) for number in itertools.count(start))
+
+        seen: list[int] = []
+        with jct.CheckpointCallback(tmp_path, **options) as ckpt:  # type: ignore[arg-type]
+            state, data = ckpt.resume(state_of(0), jct.CountedIterator(batches))
+            for _ in ckpt.steps(num_steps):
+                seen += next(data)
+                ckpt(state)
+        return seen
+
+    first = samples(4, 3, fingerprint="batch=4")
+    with pytest.raises(jct.IteratorStateError, match="found 'batch=8'"):
+        samples(8, 5, fingerprint="batch=8")
+    assert first + samples(4, 5, fingerprint="batch=4") == list(range(20))
