@@ -12,6 +12,7 @@ import pytest
 
 import jaxckpt_train as jct
 from tests.conftest import RunPython
+from tests.signal_handlers import WATCHED, handlers_put_back
 from tests.steps.runs import Clock, files_below, made_run, save_steps, state_of, step_of, step_path, talking_to
 
 JOB = """
@@ -65,16 +66,17 @@ def test_a_hundred_preemptions_leave_one_step_and_no_litter(tmp_path: Path) -> N
     notice = tmp_path / "leave"
     notice.touch()
     run = tmp_path / "run"
-    for step in range(1, 101):
-        with (
-            pytest.raises(SystemExit),
-            jct.CheckpointCallback(
-                str(run), keep_latest=1, notice_file=str(notice), store=jct.StoreSettings(durability="none")
-            ) as ckpt,
-        ):
-            ckpt.resume(state_of(0))
-            assert ckpt.completed_steps == step - 1
-            ckpt(state_of(step))
+    with handlers_put_back(*WATCHED, may_end=True):
+        for step in range(1, 101):
+            with (
+                pytest.raises(SystemExit),
+                jct.CheckpointCallback(
+                    str(run), keep_latest=1, notice_file=str(notice), store=jct.StoreSettings(durability="none")
+                ) as ckpt,
+            ):
+                ckpt.resume(state_of(0))
+                assert ckpt.completed_steps == step - 1
+                ckpt(state_of(step))
     assert sorted(path.name for path in run.iterdir()) == ["history.jsonl", "step-0000000100"]
     assert step_of(jct.StepManager(run).restore()) == 100
 
