@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,6 +40,7 @@ from jaxckpt_train.loops.orbax_options import (
     save_policy,
 )
 from jaxckpt_train.loops.orbax_policies import ButDeleted
+from jaxckpt_train.loops.orbax_statistics import CallStatistics, EndOfSave, checked_logger
 from jaxckpt_train.loops.orbax_steps import (
     ListedSteps,
     MissingStepError,
@@ -95,7 +97,8 @@ class CheckpointManager:
         metadata: plain JSON data to keep with the run; where the run has such already, that stays.
         item_names: names of the checkpointables, and no others; None: args say them.
         item_handlers: Orbax's handlers, one or several by name, whose args are taken, and no others; or None.
-        logger: None: what happens is in history.jsonl of the directory, and logged to jaxckpt_train.
+        logger: an object with `log_entry`, which is given a dict about each save and restore; None: such is logged to
+            jaxckpt_train.
         handler_registry: Orbax's registry of handlers, by which items take the args of their handlers; or None.
         settings: how checkpoints are stored; None: the defaults.
         clock: the time, with a time zone, for tests; None: the wall clock.
@@ -118,11 +121,8 @@ class CheckpointManager:
         settings: StoreSettings | None = None,
         clock: Clock | None = None,
     ) -> None:
-        if logger is not None:
-            raise SettingsError(
-                f"CheckpointManager: logger: expected None, found a {type(logger).__name__}: what happens is in "
-                "history.jsonl of the directory, and logged to jaxckpt_train"
-            )
+        self._logger = checked_logger(logger)
+        self._last_began: float | None = None  # of the last save
         self._items = Items(item_names, item_handlers, handler_registry, checkpointers)
         self._options = read_options(options)
         self._kept, self._best = ButDeleted(preservation_policy(self._options)), best_policy(self._options)
@@ -202,13 +202,17 @@ class CheckpointManager:
             The original error of the save before, if that failed.
         """
         step, values = check_step(step), self._items.to_save(args, items, save_kwargs)
+        statistics = CallStatistics("save", step, self._manager.directory)
         if self._is_read_only("saved"):
             return False
         self._look_whether_to_leave(step)
         if not (force or self._steps.is_above(step)):
             return False
         metrics = None if self._options.prevent_write_metrics else metrics
+        looked, previous = time.time(), EndOfSave(self._steps.pending)
         is_listed = self._is_listed(step, metrics, bool(force))
+        statistics.part("get_old_steps", looked)
+        began = time.time()
         more: dict[str, Any] = {"metrics": metrics, "custom_metadata": custom_metadata, "force": bool(force)}
         result = self._begin(step, values, more | {"temporary": not is_listed})
         if result.pending is None:
@@ -228,7 +232,22 @@ class CheckpointManager:
         is_async = self._options.enable_async_checkpointing if self._items.is_async is None else self._items.is_async
         if not is_async:
             self.wait_until_finished()
+        self._log_save(statistics, began, previous, is_async=is_async)
         return True
+
+    def _log_save(self, statistics: CallStatistics, began: float, previous: EndOfSave, *, is_async: bool) -> None:
+        """Log what a save took; `began`: when it could begin but for the one before."""
+        reached = self._said is not None and self._said[1]
+        statistics.entry |= {
+            "reached_preemption": reached,
+            "preemption_received_at": time.time() if reached else None,
+            "synchronous": not is_async,
+            "time_between_consecutive_saves_sec": None if self._last_began is None else began - self._last_began,
+        }
+        self._last_began = began
+        statistics.part("wait_for_prev", began, previous.time)
+        statistics.part("checkpointer_blocking", max(began, previous.time or began))
+        statistics.ended("checkpoint_manager_blocking", self._logger)
 
     def _begin(self, step: int, values: Mapping[str, Any], more: Mapping[str, Any]) -> SaveResult:
         """Have the run save a step, also where another manager of this process, or an unlisted step, is in the way."""
@@ -291,6 +310,7 @@ class CheckpointManager:
             CorruptCheckpointError: the step is damaged.
         """
         source = self._manager if directory is None else StepManager(directory, settings=self._manager.settings)
+        statistics = CallStatistics("restore", step, source.directory)
         self.wait_until_finished()
         if step is None and directory is None and self._steps.is_unlisted(0):
             step = self._steps.latest()
@@ -299,11 +319,16 @@ class CheckpointManager:
         saved = self._saved(source, step)
         targets = self._items.targets(args, None if saved is None else saved.checkpointables, items, restore_kwargs)
         like = {name: target.like for name, target in targets.items()}
+        began = time.time()
         try:
             found = self._load(source, step, like or None)
         except MismatchError as error:
             raise TargetMismatchError(str(error), error.differences) from error
+        statistics.part("checkpointer", began)
         done = {name: targets[name].finished(value) if name in targets else value for name, value in found.items()}
+        if step is None:
+            statistics.entry["step"] = source.restored_step
+        statistics.ended("checkpoint_manager", self._logger)
         return self._items.found(done)
 
     def _saved(self, source: StepManager, step: int | None) -> CheckpointMetadata | None:

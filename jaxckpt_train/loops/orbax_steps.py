@@ -73,6 +73,7 @@ class ListedSteps:
 
     Attributes:
         has_saved: whether a save has begun here.
+        pending: the last save that has begun here; None: none, or its error was raised.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class ListedSteps:
         self._manager, self._kept, self._best, self._clock = manager, kept, best, clock
         self._newest: CheckpointInfo | None = None
         self._restored: int | None = None  # unless a save has begun since
-        self._pending: PendingSave[Any] | None = None  # unless its error was raised
+        self.pending: PendingSave[Any] | None = None
         self._saver: threading.Thread | None = None
         self.has_saved = False
 
@@ -89,7 +90,7 @@ class ListedSteps:
         self, step: int, metrics: Mapping[str, Any] | None, pending: PendingSave[Any], *, is_listed: bool
     ) -> None:
         """A save of it was started; `is_listed`: whether the policy keeps it."""
-        self._pending, self._saver = pending, threading.current_thread()
+        self.pending, self._saver = pending, threading.current_thread()
         self._newest = CheckpointInfo(
             step, self._clock(), None if metrics is None else {**metrics}, temporary=not is_listed
         )
@@ -112,13 +113,13 @@ class ListedSteps:
         except SettingsError:  # of this call
             raise
         except BaseException:
-            self._newest = self._pending = None
+            self._newest = self.pending = None
             raise
 
     def wait(self) -> None:
         """Wait for the save under way. Its error is raised in other threads, too, and stays for the one that saves."""
-        if self._pending is not None and self._saver is not threading.current_thread():
-            self._pending.wait()
+        if self.pending is not None and self._saver is not threading.current_thread():
+            self.pending.wait()
         else:
             self.checked(self._manager.wait)
 

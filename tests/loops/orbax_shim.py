@@ -1,4 +1,4 @@
-"""What Orbax's tests read of a manager's private attributes, answered by the one of this package.
+"""What Orbax's tests need beside the manager: its private attributes that they read, and a checkpointer of Orbax.
 
 No answer depends on the test that asks: each is looked up in the manager, or on the disk.
 """
@@ -52,3 +52,14 @@ def _replaceable_now() -> datetime.datetime:
     """The time by `datetime.datetime`, which a test may have replaced: the real one until that has a time."""
     now = datetime.datetime.now(datetime.UTC)
     return now if isinstance(now, _real_datetime) else _real_datetime.now(datetime.UTC)
+
+
+def checkpointer_of(base: Any, args_module: Any) -> Any:
+    """Orbax's checkpointer, which also takes args of this package: it saves by those of its own with the same name."""
+
+    class Checkpointer(base):  # type: ignore[misc]
+        def save(self, directory: Any, *given: Any, args: Any = None, **more: Any) -> None:
+            theirs = None if args is None else getattr(args_module, type(args).__name__)(**vars(args))
+            super().save(directory, *given, **({} if theirs is None else {"args": theirs}), **more)
+
+    return Checkpointer

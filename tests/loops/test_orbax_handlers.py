@@ -6,6 +6,7 @@ import dataclasses
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -149,6 +150,17 @@ def test_handlers_of_checkpointers_take_items(library: Any, tmp_path: Path) -> N
         more = {"text": {"is_loud": True}}
         restored = manager.restore(0, {"old": "?", "text": None}, restore_kwargs=more)
         assert (restored["old"], restored["text"]) == ("a!?", "B")
+
+
+def test_a_logger_is_told_how_long_a_save_has_waited_for_the_one_before(tmp_path: Path) -> None:
+    handler, entries = SlowHandler(), list[dict[str, Any]]()
+    logger = SimpleNamespace(log_entry=entries.append)
+    with CheckpointManager(tmp_path, item_handlers=handler, logger=logger) as manager:
+        assert manager.save(0, args=SlowSave("a"))
+        threading.Timer(0.2, handler.may_write.set).start()
+        assert manager.save(1, args=SlowSave("b"))
+    first, second = (entry["wait_for_prev_duration_secs"] for entry in entries)
+    assert first == 0 < 0.05 < second <= entries[1]["checkpoint_manager_blocking_duration_secs"]
 
 
 def test_an_error_in_the_background_stays_for_the_thread_that_saves(tmp_path: Path) -> None:
