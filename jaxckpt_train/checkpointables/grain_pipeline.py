@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -44,6 +45,8 @@ _GRAIN_NODES = frozenset(
     )
 )
 
+_WINDOW_SHUFFLE = frozenset({"parent_window_start_state", "window_index", "pos_in_window"})
+
 
 def iterator_classes() -> tuple[type, ...]:
     """The classes of Grain's iterators; none where Grain was not imported."""
@@ -78,6 +81,17 @@ def grain_version() -> str | None:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("grain")
     return None
+
+
+def loses_its_order(state: Any, version: str) -> bool:
+    """Whether the state has a window shuffle, to which this version of Grain (before 0.2.16) gives another order."""
+    return [int(part) for part in re.findall(r"\d+", version)[:3]] < [0, 2, 16] and _has_window_shuffle(state)
+
+
+def _has_window_shuffle(state: Any) -> bool:
+    if isinstance(state, dict):
+        return state.keys() >= _WINDOW_SHUFFLE or any(map(_has_window_shuffle, state.values()))
+    return isinstance(state, list) and any(map(_has_window_shuffle, state))
 
 
 def worker_count(iterator: Any) -> int | None:
