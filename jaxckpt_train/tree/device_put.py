@@ -103,6 +103,7 @@ class DevicePuts:
         """An array of this shape, with the same data on every device of its sharding that this process has."""
         key = shape, data.dtype, sharding
         kind = self._kinds.get(key)
+        donatable = donatable and data.size > 0  # XLA fails to copy an empty array that is cut where it has no elements
         if kind is None or _fast_put is None:
             array = _put_here(shape, sharding, data)
             if array.dtype != data.dtype:  # JAX converts: 64-bit types while x64 is off

@@ -109,6 +109,18 @@ def test_so_it_does_with_shards_and_without_a_target(tmp_path: Path, name: str) 
     assert reused(loaded) == 1
 
 
+@every_sharding
+@pytest.mark.parametrize("shape", [(0, 16), (8, 0), (0, 0)])
+def test_empty_arrays_are_loaded_in_each_sharding(tmp_path: Path, name: str, shape: tuple[int, int]) -> None:
+    made = {dtype: jax.device_put(jnp.zeros(shape, dtype), SHARDINGS[name]()) for dtype in ("float32", "int4", "bool")}
+    jct.save(tmp_path / "c", made)
+    jax.tree.map(assert_alike, jct.load(tmp_path / "c", made), made)
+    with jct.CheckpointCallback(tmp_path / "run", save_interval_steps=1) as ckpt:
+        ckpt(ckpt.resume(made))
+    with jct.CheckpointCallback(tmp_path / "run", save_interval_steps=1) as ckpt:
+        jax.tree.map(assert_alike, ckpt.resume(made), made)
+
+
 def test_so_it_does_after_a_conversion(tmp_path: Path) -> None:
     jct.save(tmp_path / "c", {"a": np.arange(4096.0), "b": np.arange(4096.0)})
     like = {name: jax.ShapeDtypeStruct((4096,), jnp.float32) for name in "ab"}
