@@ -58,15 +58,17 @@ class LoopForms(abc.ABC):
 
         Args:
             metric: its name; None: `best_metric` of this callback.
-            mode: "min": lower is better; "max": higher is; None: `best_mode` of this callback.
+            mode: "min": lower is better; "max": higher is; None: `best_mode` of this callback, if that is for the same
+                metric; else "min", and refused for a metric such as "accuracy".
 
         Raises:
-            SettingsError: there is no metric to compare.
+            SettingsError: there is no metric to compare, or its mode has to be stated.
         """
         name = metric or self._best_metric
         if name is None:
             raise SettingsError("best_step: expected a metric, or best_metric of the callback; found neither")
-        return self.manager.best(name, mode or self._best_mode or "min") if self.enabled else None
+        own = self._best_mode if self._best_metric in (None, name) else None
+        return self.manager.best(name, mode or own) if self.enabled else None
 
     def load(self, step: int | None = None, like: Any = None) -> Any:
         """The state of a committed step. Only reads: the loop and the run go on as if nothing was loaded.

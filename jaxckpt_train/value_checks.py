@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import numbers
 import operator
@@ -17,10 +18,30 @@ from jaxckpt_train.errors import SettingsError
 Check = Callable[[str, Any], Any]
 Mode = Literal["min", "max"]
 _HIGHER_IS_BETTER = frozenset(
-    {"acc", "accuracy", "auc", "auroc", "bleu", "dice", "f1", "iou", "miou", "precision", "psnr", "recall", "return"}
-    | {"returns", "reward", "rewards", "rouge", "score", "ssim"}
+    {"acc", "accuracies", "accuracy", "ap", "auc", "auroc", "bleu", "chrf", "correct", "dice", "elbo", "exactmatch"}
+    | {"f1", "f1score", "fbeta", "hitrate", "iou", "jaccard", "kappa", "likelihood", "map", "mcc", "meteor", "miou"}
+    | {"mrr", "ndcg", "pearson", "prauc", "precision", "psnr", "r2", "recall", "return", "returns", "rew", "reward"}
+    | {"rewards", "rocauc", "rouge", "sacrebleu", "score", "sensitivity", "similarity", "spearman", "specificity"}
+    | {"ssim", "successrate", "top1", "top5", "winrate"}
 )
-_LOWER_IS_BETTER = frozenset({"err", "error", "loss"})  # also of "dice_loss"
+_LOWER_IS_BETTER = frozenset(  # also of "dice_loss"
+    {
+        "err",
+        "error",
+        "errors",
+        "kl",
+        "loss",
+        "losses",
+        "mae",
+        "mse",
+        "neg",
+        "negative",
+        "nll",
+        "rmse",
+        "std",
+        "variance",
+    }
+)
 _URL = re.compile("[A-Za-z][A-Za-z0-9+.-]*:/")  # one slash is all that pathlib leaves of two
 
 
@@ -168,13 +189,19 @@ def metric_mode(subject: str, value: object) -> Mode:
 
 def stated_mode(subject: str, value: object, metric: str) -> Mode:
     """`value` as a mode; None: "min", unless the name of the metric says that higher may be better."""
-    words = set(re.split(r"[^a-z0-9]+", metric.lower()))
+    words = _words(metric)
     if value is None and words & _HIGHER_IS_BETTER and not words & _LOWER_IS_BETTER:
         raise SettingsError(
             f'{subject}: expected "max" or "min" for the metric {metric!r}, whose name says that higher is better; '
             "found neither"
         )
     return metric_mode(subject, "min" if value is None else value)
+
+
+def _words(metric: str) -> set[str]:
+    """The words of a name such as "valAcc1" or "mean_io_u", also without a number at their end, or two as one."""
+    words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", metric).lower())
+    return {*words, *(word.rstrip("0123456789") for word in words), *map("".join, itertools.pairwise(words))}
 
 
 def optional(check: Check) -> Check:

@@ -130,7 +130,11 @@ def test_callback_names_steps(tmp_path: Path) -> None:
             ckpt(state_of(step + 1), metrics={"loss": loss, "accuracy": loss})
         ckpt.wait()
         assert (ckpt.all_steps(), ckpt.latest_step()) == ([1, 2, 3], 3)
-        assert (ckpt.best_step(), ckpt.best_step("accuracy", "max")) == (2, 1)
+        assert (ckpt.best_step(), ckpt.best_step("loss"), ckpt.best_step("accuracy", "max")) == (2, 2, 1)
+        with pytest.raises(jct.SettingsError, match="accuracy"):
+            ckpt.best_step("accuracy")
+    with jct.CheckpointCallback(tmp_path, best_metric="accuracy", best_mode="max", keep_best=3) as ckpt:
+        assert (ckpt.best_step(), ckpt.best_step("accuracy"), ckpt.best_step("loss")) == (1, 1, 2)
     with jct.CheckpointCallback(tmp_path) as ckpt, pytest.raises(jct.SettingsError, match="best_metric"):
         ckpt.best_step()
     off = jct.CheckpointCallback(tmp_path, enabled=False)

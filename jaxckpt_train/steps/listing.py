@@ -7,6 +7,7 @@ from typing import Literal
 
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
 from jaxckpt_train.steps.followed_run import KnownRun
+from jaxckpt_train.steps.policy_arguments import metric_name
 from jaxckpt_train.steps.policy_context import CheckpointInfo
 from jaxckpt_train.steps.ranking import rank_checkpoints
 from jaxckpt_train.steps.refusals import step_not_found
@@ -16,7 +17,7 @@ from jaxckpt_train.steps.run_directory import RunDirectory
 from jaxckpt_train.steps.together import Together
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.reader import Progress
-from jaxckpt_train.value_checks import metric_mode
+from jaxckpt_train.value_checks import stated_mode
 
 
 class StepListing:
@@ -65,14 +66,19 @@ class StepListing:
         """Whether this step is committed, and was not left behind by a roll-back."""
         return self._known.is_committed(step)
 
-    def best(self, metric: str, mode: Literal["min", "max"] = "min") -> int | None:
+    def best(self, metric: str, mode: Literal["min", "max"] | None = None) -> int | None:
         """The step with the best value of a metric; of equal ones the latest; nan is never best. None: no step has it.
 
+        Args:
+            metric: its name.
+            mode: "min": lower is better; "max": higher is; None: "min", and refused for a metric such as "accuracy".
+
         Raises:
-            SettingsError: `mode` is neither "min" nor "max".
+            SettingsError: `metric` is no name, or `mode` is neither "min" nor "max", or has to be stated.
         """
+        name = metric_name("best: metric", metric)
         infos = [entry.info() for entry in self._known.newest()]
-        ranked = rank_checkpoints(infos, metric, metric_mode("best: mode", mode))
+        ranked = rank_checkpoints(infos, name, stated_mode("best: mode", mode, name))
         return ranked[0].step if ranked else None
 
     def path(self, step: int | None = None) -> str:

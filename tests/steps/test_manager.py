@@ -201,7 +201,9 @@ def test_best_is_never_nan_and_of_equals_the_latest(tmp_path: Path) -> None:
             save_steps(manager, step, metrics=None if loss is None else {"loss": loss})
         assert manager.best("loss") == 6
         assert manager.best("loss", mode="max") == 5
-        assert manager.best("accuracy") is None
+        assert manager.best("accuracy", "max") is None
+        with pytest.raises(jct.SettingsError, match="accuracy"):
+            manager.best("accuracy")
         with pytest.raises(jct.SettingsError, match='expected "min"'):
             manager.best("loss", mode="lowest")  # type: ignore[arg-type]  # what is refused
     assert jct.StepManager(tmp_path).best("loss") == 6
@@ -212,7 +214,7 @@ def test_metrics_can_come_later_and_count_then(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path, preservation_policy=policy) as manager:
         save_steps(manager, 1, metrics={"loss": 1.0})
         save_steps(manager, 2)
-        assert manager.best("accuracy") is None
+        assert manager.best("accuracy", "max") is None
         manager.attach_metrics(1, {"accuracy": jnp.float32(0.75), "bad": math.nan})
         manager.attach_metrics(2, {"accuracy": 0.5})
         assert manager.best("accuracy", mode="max") == 1

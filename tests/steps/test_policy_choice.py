@@ -51,7 +51,12 @@ def test_best_without_a_metric_is_refused() -> None:
         choose_preservation_policy(None, None, 1, None, "min", None)
 
 
-@pytest.mark.parametrize("metric", ["accuracy", "val_acc", "eval/top5-Accuracy", "macro.f1", "episode_reward"])
+HIGHER = ["accuracy", "val_acc", "eval/top5-Accuracy", "macro.f1", "episode_reward"]
+OTHER_SPELLINGS = ["valAccuracy", "BinaryAccuracy", "acc1", "F1Score", "macroF1", "mAP", "rougeL", "bleu4", "mean_io_u"]
+OTHER_NAMES = ["ndcg@10", "R2", "win_rate", "exact_match", "ep_rew_mean", "log_likelihood", "roc_auc", "top1"]
+
+
+@pytest.mark.parametrize("metric", [*HIGHER, *OTHER_SPELLINGS, *OTHER_NAMES])
 def test_metric_that_is_better_if_higher_needs_a_mode(metric: str, tmp_path: Path) -> None:
     for kept in ({"keep_best": 2}, {"best_link": True}):
         with pytest.raises(jct.SettingsError, match=rf"checkpoint\.best_mode: .*{metric}"):
@@ -62,7 +67,10 @@ def test_metric_that_is_better_if_higher_needs_a_mode(metric: str, tmp_path: Pat
     assert choose_preservation_policy(None, None, 1, metric, "min", None) == jct.BestN(metric, 1, "min")
 
 
-@pytest.mark.parametrize("metric", ["loss", "val_loss", "dice_loss", "accuracy_error", "perplexity", "scores"])
+LOWER = ["loss", "val_loss", "dice_loss", "diceLoss", "accuracy_error", "perplexity", "top1_error", "reward_std"]
+
+
+@pytest.mark.parametrize("metric", [*LOWER, "score_mse", "neg_log_likelihood", "wer", "scores", "grad_norm", "fid"])
 def test_other_metrics_are_better_if_lower(metric: str) -> None:
     assert choose_preservation_policy(None, None, 1, metric, None, None) == jct.BestN(metric, 1, "min")
     assert jct.BestLink(metric).mode == "min"
