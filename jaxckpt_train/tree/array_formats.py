@@ -29,6 +29,8 @@ def in_format_of(target: Any, value: Any) -> Any:
     """
     if value is target or not isinstance(value, jax.Array) or value.ndim < 2 or is_key_array(value):
         return value
+    if not value.sharding.addressable_devices:  # all of it is on another process, and JAX knows no layout of it
+        return value
     wanted = _layout_of(target)
     if wanted is None or _order(wanted) == _order(_layout_of(value)):
         return value

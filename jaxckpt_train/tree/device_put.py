@@ -78,7 +78,7 @@ class DevicePuts:
         becomes the device's memory without a copy: the caller must drop it. If the array is to be donatable, the box is
         copied into memory of XLA, which reuses it when the array is donated to a computation.
         """
-        if len(placement.boxes) == 1:
+        if len(placement.boxes) == 1 and not (donatable and _spans_cpus_of_processes(placement)):
             return self._put_alike(placement.shape, placement.sharding, data, donatable)
         shards, left = self._begun.pop(number, ([], len(placement.boxes)))
         assert placement.sharding is not None
@@ -115,6 +115,13 @@ class DevicePuts:
         put = _copying_put if donatable and _can_copy(kind) else _fast_put
         assert put is not None
         return put(kind.aval, kind.sharding, [data] * len(kind.devices), kind.devices, sharding is not None)
+
+
+def _spans_cpus_of_processes(placement: Placement) -> bool:
+    """Whether its array is partly on CPU devices of other processes; the call that copies fails for some of these."""
+    sharding, devices = placement.sharding, placement.devices
+    is_elsewhere = sharding is not None and not sharding.is_fully_addressable
+    return is_elsewhere and any(device.platform == "cpu" for device, _ in devices)
 
 
 def _can_copy(kind: _Kind) -> bool:

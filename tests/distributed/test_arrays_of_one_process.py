@@ -125,6 +125,32 @@ def test_a_run_goes_on_with_arrays_of_single_processes(tmp_path: Path, job_of: J
         assert job_of(3, 2).call(run_pipeline, str(tmp_path / "run")) == [[]] * 3
 
 
+def reuse_after_restore(path: str) -> dict[str, bool]:
+    """Whether a step that a restored array is donated to has its result in the same memory, of those that are here."""
+    with jct.StepManager(path) as manager:
+        manager.save(1, {"state": state_of(more=True)}, force=True)
+        manager.wait()
+        state = manager.restore({"state": state_of(more=True)})["state"]
+    step = jax.jit(lambda leaf: leaf + 1, donate_argnums=0)
+    reused = {}
+    for name in (*sorted(MESHES), "all0"):
+        if state[name].addressable_shards:
+            before = [shard.data.unsafe_buffer_pointer() for shard in state[name].addressable_shards]
+            after = jax.block_until_ready(step(state[name]))
+            reused[name] = before == [shard.data.unsafe_buffer_pointer() for shard in after.addressable_shards]
+    return reused
+
+
+def test_what_a_job_restores_can_be_donated(tmp_path: Path, job_of: JobOf) -> None:
+    found = job_of(3, 2).call(reuse_after_restore, str(tmp_path / "run"))
+    assert [sorted(each) for each in found] == [
+        ["all0", "cut", "stage0"],
+        ["all0", "cut", "some", "stage1"],
+        ["all0", "cut", "some", "stage2"],
+    ]
+    assert all(all(each.values()) for each in found), found
+
+
 def save_two_owners(path: str) -> str:
     """Process 0 has a local array where process 1 has an array on the devices of process 2."""
     leaf = jax.numpy.ones(4)
