@@ -169,7 +169,7 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
                     f"{resumed['steps']} steps; expected the same {name}, found {value}: fit as before"
                 )
         if self._dataset is not None:
-            self._dataset.replay(self._epoch)
+            self._dataset.replay(resumed.get("ended", self._epoch + 1))
         if self._random is not None:
             _set_random_state(self._random)
         if self._data is None and self._dataset is None:
@@ -233,6 +233,8 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     def _tell(self, logs: Any) -> SaveResult:
         """An update is complete, and what was said of it so far is what a save of it saves."""
         progress = {"epoch": self._epoch, "batch": self._batch, "steps": self.params["steps"], "variables": self._names}
+        if self._dataset is not None:  # not the number of the epoch where fit began with a later one
+            progress["ended"] = self._dataset.ended
         more: dict[str, Any] = {"progress": JsonValue(progress)}
         if self._data is None:
             more["random"] = PerProcess(self._random)

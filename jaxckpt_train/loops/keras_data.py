@@ -106,6 +106,9 @@ class ReplayedDataset(keras.utils.PyDataset):  # type: ignore[misc]
         source: new, as in a process that has not trained yet.
         steps_per_epoch: None.
 
+    Attributes:
+        ended: how many epochs have ended, one before the first included.
+
     Raises:
         SettingsError: it has no end, another number of steps is wanted, or Keras would read it by workers, which take
             batches of the next epoch before its order is known.
@@ -125,7 +128,7 @@ class ReplayedDataset(keras.utils.PyDataset):  # type: ignore[misc]
                 f"data: expected a PyDataset that is an epoch by itself and is read by one thread, found {wrong}; "
                 "where its order does not matter, give it to fit as it is"
             )
-        self._source, self._ended, self._has_begun = source, 0, False
+        self._source, self.ended, self._has_begun = source, 0, False
 
     @property
     def num_batches(self) -> int:
@@ -143,21 +146,21 @@ class ReplayedDataset(keras.utils.PyDataset):  # type: ignore[misc]
 
     def on_epoch_end(self) -> None:
         """Tell the source, but not once more at the begin of each further `fit`, as Keras does."""
-        if self._has_begun or not self._ended:
+        if self._has_begun or not self.ended:
             self._source.on_epoch_end()
-            self._ended += 1
+            self.ended += 1
         self._has_begun = False
 
-    def replay(self, epoch: int) -> None:
-        """Bring the source to the begin of an epoch, counted from 0. Keras has told it of an end before the first one.
+    def replay(self, ended: int) -> None:
+        """Bring the source to where so many epochs have ended. Keras ends one before the first one, too.
 
         Raises:
             SettingsError: it is beyond that.
         """
-        while self._ended <= epoch:
+        while self.ended < ended:
             self.on_epoch_begin()
             self.on_epoch_end()
-        if self._ended > epoch + 1:
+        if self.ended > ended:
             raise SettingsError("data: this PyDataset has been trained with before; make it anew for each training")
 
 

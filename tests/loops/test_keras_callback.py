@@ -240,6 +240,20 @@ def test_data_set_shuffled_after_each_epoch_goes_on_in_its_order(
     assert weights(model) == weights(alone)
 
 
+@pytest.mark.parametrize("asks", [[AskToLeave(1, 2)], [AskToLeave(1, STEPS - 1)], [AskToLeave(1, 1), AskToLeave(2, 1)]])
+def test_data_set_goes_on_where_fit_began_with_a_later_epoch(asks: list[AskToLeave], tmp_path: Path) -> None:
+    whole: dict[str, Any] = {"y": None, "batch_size": None, "epochs": EPOCHS, "initial_epoch": 1}
+    alone = build()
+    alone.fit(reordered("own"), epochs=EPOCHS, initial_epoch=1, verbose=0)
+    for ask in asks:
+        ckpt = KerasCheckpoint(tmp_path)
+        with pytest.raises(SystemExit):
+            short_fit(ckpt, None, ask, x=ckpt.data(reordered("own")), **whole)
+    ckpt = KerasCheckpoint(tmp_path)
+    model = short_fit(ckpt, x=ckpt.data(reordered("own")), **whole)
+    assert weights(model) == weights(alone)
+
+
 def test_data_set_serves_further_fits_but_no_other_training(tmp_path: Path) -> None:
     ckpt = KerasCheckpoint(tmp_path / "a")
     data = ckpt.data(reordered("own"))
