@@ -120,7 +120,10 @@ class TreeRestore:
             CorruptCheckpointError: bytes are not what was saved.
             CheckpointTimeoutError, OtherProcessError: another process does not take part, or in something else.
         """
-        loads = loads or JobLoads(None, self._settings)
+        with jax.transfer_guard_host_to_device("allow"):  # the caller's guard is about what its training does unasked
+            return self._load(like, options, progress, loads or JobLoads(None, self._settings))
+
+    def _load(self, like: Any, options: LoadOptions, progress: Progress | None, loads: JobLoads) -> Any:
         if like is None:
             names = rename_map(list(self.record.leaves), options.rename or {})
             return self._load_all(names, leaf_filter(options.only), options, progress, loads)

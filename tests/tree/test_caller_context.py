@@ -8,11 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt_train as jct
 from jaxckpt_train.tree.caller_context import set_mesh
+from tests.tree.same_trees import assert_same
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -34,6 +36,32 @@ def test_arrays_of_any_devices_and_meshes_are_saved(tmp_path: Path, number: int,
         jct.save(tmp_path / "c", tree, settings=jct.StoreSettings(**more))
     loaded = jct.load(tmp_path / "c")
     assert [loaded[name].tobytes() for name in tree] == [(values + n).tobytes() for n in range(3)]
+
+
+@pytest.mark.parametrize("donatable", [None, False])
+def test_arrays_are_loaded_where_transfers_unasked_for_are_refused(tmp_path: Path, donatable: bool | None) -> None:
+    cut = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
+    alike = {f"a{n}": jax.device_put(np.arange(n, n + 8.0, dtype=np.float32), cut) for n in range(3)}
+    keys = {"key": jax.random.key(1), "raw": jax.random.PRNGKey(2)}
+    tree = {
+        **alike,
+        **keys,
+        "weak": jax.numpy.asarray(2.5),
+        "weak too": jax.numpy.asarray(3.5),
+        "model": nnx.state(model()),
+    }
+    with jax.transfer_guard("disallow"):
+        jct.save(tmp_path / "c", tree)
+        assert_same(jct.load(tmp_path / "c", tree, donatable=donatable), tree)
+        assert jct.load(tmp_path / "c")["a1"].tolist() == [*range(1, 9)]
+        for _ in range(2):
+            with jct.CheckpointCallback(tmp_path / "run", save_interval_steps=1) as ckpt:
+                assert_same(ckpt.resume(tree), tree)
+                ckpt(tree)
+
+
+def model() -> nnx.Linear:
+    return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
