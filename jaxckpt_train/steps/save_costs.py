@@ -19,6 +19,8 @@ class SaveCosts:
         duration_s: from the begin of a save until it is committed; the longest of the last few.
         usual_s: the same, the median of the last few.
         is_measuring: whether a save is under way, or the update after it, of which it is not known yet what it costs.
+        is_unseen: whether updates have to be seen without a save before the next one: there were none between the last
+            saves, so what these cost is not known well.
         spent_s: that all saves of this process have cost so far.
         trained_s: since this process began to train, without what saves have cost.
         ahead_s: for which the devices had work at the last save, as the loop does not wait for them; 0.0: it does.
@@ -30,6 +32,7 @@ class SaveCosts:
     duration_s: float | None = None
     usual_s: float | None = None
     is_measuring: bool = False
+    is_unseen: bool = False
     spent_s: float = 0.0
     trained_s: float = 0.0
     ahead_s: float = 0.0

@@ -18,6 +18,7 @@ WINDOWS, SAVES = 33, 6
 HYSTERESIS = 0.1
 OUTLIER = 4.0
 UNSEEN_SAVES = 2  # in a row, of a loop that is ahead of its device, without updates between them that show its pace
+MOST_UNSEEN_SAVES = 8  # of any loop
 
 
 class StepClock:
@@ -129,6 +130,7 @@ class StepClock:
             duration_s=max(durations, default=None),
             usual_s=statistics.median(own) if own else None,
             is_measuring=self._save is not None or self._has_to_see_updates(),
+            is_unseen=self._unseen_saves >= MOST_UNSEEN_SAVES and self._free_windows == 0,
             spent_s=self._spent_s,
             trained_s=max(0.0, trained_s),
             ahead_s=self._ahead_s,

@@ -80,6 +80,10 @@ class _TunedPolicy(abc.ABC):
         costs, most_s = SaveCosts() if context.read_costs is None else context.read_costs(), self.max_interval_secs
         if costs.ahead_s and costs.is_measuring:  # until the queue is full again, calls do not show the time
             return None
+        if costs.is_unseen:
+            if most_s is None:
+                return None
+            return _Interval(most_s, lambda: f"updates are to be timed, but max_interval_secs={most_s:g} have passed")
         if costs.cost_s is not None:
             return _bounded(self._wanted(costs, costs.cost_s, context), self, costs)
         if costs.step_s is not None:

@@ -314,6 +314,21 @@ def test_a_loop_ahead_of_its_device_is_measured_whenever_its_first_save_comes(fi
     assert not costs.is_measuring
 
 
+@pytest.mark.parametrize("drains", [True, False])
+def test_loop_that_saves_whenever_it_reads_is_measured_between_saves(drains: bool) -> None:
+    loop, saves = Ahead(1.0, reads_every=10), list[int]()
+    for number in range(1, 1501):
+        is_due = number % 10 == 0 and not loop.clock.costs().is_unseen
+        if is_due:
+            saves.append(number)
+        loop.update((0.5, 5.0, 1.1, drains) if is_due else None)
+    costs = loop.clock.costs()
+    assert costs.step_s == pytest.approx(1.0, rel=0.02)
+    assert costs.cost_s == pytest.approx(0.95, rel=0.2)
+    assert max(second - first for first, second in itertools.pairwise(saves)) <= 30
+    assert len(saves) >= 0.7 * 150
+
+
 def test_a_loop_ahead_of_its_device_can_save_each_time_its_queue_is_full() -> None:
     loop, saves = Ahead(0.1), list[int]()
     for number in range(1, 601):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from datetime import UTC, datetime, timedelta
@@ -56,6 +57,13 @@ def test_nothing_is_saved_before_something_is_measured_but_for_the_longest_inter
 def test_the_first_save_comes_at_once_and_no_other_until_its_cost_is_known(policy: Any) -> None:
     assert asked(policy, 0.0, SaveCosts(step_s=1.0)).reason.endswith("the first save, to see what it costs")
     assert not asked(policy, 1e6, SaveCosts(step_s=1.0, is_measuring=True)).save
+
+
+@pytest.mark.parametrize("kind", [jct.OverheadBudgetPolicy, jct.YoungDalyPolicy])
+def test_updates_that_are_to_be_seen_put_a_save_off_until_the_longest_interval(kind: Any) -> None:
+    unseen = dataclasses.replace(KNOWN, is_unseen=True)
+    assert interval_of(kind(max_interval_secs=None), unseen) == math.inf
+    assert interval_of(kind(max_interval_secs=5000.0), unseen) == pytest.approx(5000, rel=0.01)
 
 
 @pytest.mark.parametrize("policy", [jct.OverheadBudgetPolicy(), jct.YoungDalyPolicy()])
