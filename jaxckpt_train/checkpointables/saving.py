@@ -142,7 +142,8 @@ def _stage(
     started = time.perf_counter()
     taken_before = value if isinstance(value, Taken) else take(value)
     kind, staged = taken_before.kind, taken_before.staged
-    refuse_too_deep("the tree", staged.tree)
+    if staged.tree is not value:  # which was looked at for its handler
+        refuse_too_deep("the tree", staged.tree)
     is_value = staged.tree is NOTHING and staged.write_files is None
     encoded = encode_value(staged.value) if is_value else None
     now = time.perf_counter()
