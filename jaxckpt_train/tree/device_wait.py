@@ -11,7 +11,7 @@ import jax
 
 # Of a larger tree some leaves are asked: asking 10,000 takes a tenth of the time of a snapshot. All outputs of one
 # computation become ready together.
-MOST_ASKED = 64
+MOST_ASKED = 32
 ASKING_S = 1e-3  # a wait that is shorter is the time of asking
 
 
