@@ -1,13 +1,10 @@
-"""What one process of `benchmarks.accelerator` does: raw limits, one library beside a training, or a comparison."""
+"""What one process of `benchmarks.accelerator` does: raw limits, one library in a training, or a comparison."""
 
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import huge_memory, page_cache
+from benchmarks import huge_memory, page_cache, raw_disk
 from benchmarks.process_figures import ResidentMeter, release_memory
-from benchmarks.raw_disk import open_direct
 from benchmarks.step_time_model import Size, Training
 from benchmarks.step_time_subjects import make_subject
 from benchmarks.step_time_turn import WARM_STEPS, Cycle, run_cycle
+from jaxckpt_train.settings import SnapshotMode
 
-DISK_THREADS, DISK_BLOCK_BYTES = 2, 64 << 20
-MODES = ("auto", "host", "device", "stream")
+DIRECT_BYTES = 4096  # of which direct I/O takes multiples
+MODES: tuple[SnapshotMode, ...] = ("auto", "host", "device", "stream")
 # Of one byte and of half a byte, and those whose bytes an addition of zeros would change.
 DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int4", "uint4", "int8", "bool", "complex64")
 
@@ -60,14 +57,14 @@ def raw_limits(size: dict[str, int], directory: str, repeats: int) -> dict[str, 
 def turn(
     subject: str, size: dict[str, int], directory: str, saves: int, steps: int, is_quick: bool, limit_s: float
 ) -> dict[str, Any]:
-    """Saves beside a training, then saves alone, and loads onto the device.
+    """Saves while a training runs, then saves alone, and loads onto the device.
 
     Args:
         subject: name of the library.
         size: of the model.
         directory: where to save.
         saves: how many saves of each sort are counted; fewer if `limit_s` has passed.
-        steps: of the training, before and beside each save.
+        steps: of the training, before and during each save.
         is_quick: do not have memory present before a save.
         limit_s: seconds after which no further save is begun; one of each sort is made in any case.
     """
@@ -82,7 +79,7 @@ def turn(
     for number in range(saves + 1):  # the first one does not count: it compiles, allocates and learns
         if number > 1 and time.monotonic() > until:
             break
-        cycles.append(run_cycle(training, made, folder / f"beside-{number}", steps, is_quick=is_quick))
+        cycles.append(run_cycle(training, made, folder / f"during-{number}", steps, is_quick=is_quick))
     alone = list[dict[str, float]]()
     for number in range(saves):
         if number > 0:
@@ -128,10 +125,10 @@ def kept_bytes(directory: str, saves: int) -> dict[str, str]:
     return {mode: _difference(Path(directory), mode, saves) for mode in MODES}
 
 
-def _difference(directory: Path, mode: str, saves: int) -> str:
+def _difference(directory: Path, mode: SnapshotMode, saves: int) -> str:
     import jaxckpt_train
 
-    settings = jaxckpt_train.StoreSettings(snapshot=mode)  # type: ignore[arg-type]
+    settings = jaxckpt_train.StoreSettings(snapshot=mode)
     path = directory / f"kept-{mode}"
     for number in range(saves):
         tree = _every_sort(number)
@@ -206,30 +203,12 @@ def _peak_of_device() -> int | None:
 
 
 def _disk(directory: Path, nbytes: int, repeats: int) -> tuple[list[float], list[float]]:
-    """Seconds to write and sync a file of so many bytes, and to read it again past the page cache."""
-    memory, path = huge_memory.touched(-(-nbytes // 4096) * 4096), directory / "raw"
-    view, writes, reads = memoryview(memory), list[float](), list[float]()
-
-    def whole(call: Callable[[int, Sequence[memoryview], int], int], descriptor: int, offset: int) -> None:
-        end = min(offset + DISK_BLOCK_BYTES, len(view))
-        while offset < end:
-            offset += call(descriptor, [view[offset:end]], offset)
-
-    with ThreadPoolExecutor(DISK_THREADS) as pool:
-        for _ in range(repeats):
-            page_cache.settle()
-            for flags, call, seconds in (
-                (os.O_WRONLY | os.O_CREAT | os.O_EXCL, os.pwritev, writes),
-                (os.O_RDONLY, os.preadv, reads),
-            ):
-                if call is os.preadv:
-                    page_cache.drop(directory)
-                began = time.perf_counter()
-                descriptor, _ = open_direct(path, flags)
-                list(pool.map(functools.partial(whole, call, descriptor), range(0, len(view), DISK_BLOCK_BYTES)))
-                if call is os.pwritev:
-                    os.fdatasync(descriptor)
-                os.close(descriptor)
-                seconds.append(time.perf_counter() - began)
-            path.unlink()
+    """Seconds to write and sync a file of this size, and to read it without the page cache."""
+    data = huge_memory.touched(-(-nbytes // DIRECT_BYTES) * DIRECT_BYTES)
+    path, way, writes, reads = directory / "raw", raw_disk.WAYS[-1], list[float](), list[float]()
+    for _ in range(repeats):
+        writes.append(raw_disk.write_file(path, data, way, is_quick=True).wall_s)
+        page_cache.drop(directory)
+        reads.append(raw_disk.read_file(path, data, data.size, way, huge_memory.touched).wall_s)
+        path.unlink()
     return writes, reads

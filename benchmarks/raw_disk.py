@@ -66,7 +66,7 @@ class RawTurns:
     def save(self, path: Path, seed: Sequence[int]) -> SaveSample:
         path.mkdir()
         source = huge_memory.gather(self._workload, seed)
-        writes = [_write(path / str(way), source, way, self._workload.is_quick) for way in self._ways]
+        writes = [write_file(path / str(way), source, way, is_quick=self._workload.is_quick) for way in self._ways]
         del source
         release_memory()
         best = min(writes, key=lambda one: one.wall_s)
@@ -103,7 +103,7 @@ class RawTurns:
         for way in self._ways:
             dropped = page_cache.drop(path)
             host_memory.make_present(nbytes, is_quick=self._workload.is_quick)
-            reads.append(_read(path / str(way), want, nbytes, way, allocate))
+            reads.append(read_file(path / str(way), want, nbytes, way, allocate))
             release_memory()
         best = min(reads, key=lambda one: one.wall_s)
         return LoadSample(
@@ -154,7 +154,8 @@ def warn_if_buffered(folder: Path) -> None:
         print(f"{folder}: this file system does not know O_DIRECT, so all is buffered", file=sys.stderr)
 
 
-def _write(path: Path, source: np.ndarray, way: Way, is_quick: bool) -> _Pass:
+def write_file(path: Path, source: np.ndarray, way: Way, *, is_quick: bool) -> _Pass:
+    """Write and sync a new file; `is_quick`: as of `host_memory.make_present`."""
     page_cache.settle()
     host_memory.make_present(len(source), is_quick=is_quick)
     view = memoryview(source)
@@ -183,7 +184,7 @@ def _started(way: Way) -> ThreadPoolExecutor:
     return pool
 
 
-def _read(path: Path, want: np.ndarray, nbytes: int, way: Way, allocate: Callable[[int], np.ndarray]) -> _Pass:
+def read_file(path: Path, want: np.ndarray, nbytes: int, way: Way, allocate: Callable[[int], np.ndarray]) -> _Pass:
     """Read as many bytes as `want` has, and compare the first `nbytes`: what follows belongs to other leaves."""
     destination = allocate(want.size) if allocate is huge_memory.touched else None
 
