@@ -121,7 +121,7 @@ many-processes: $(STAMP)  ## processes that own, read, pin and die on one direct
 test-faults: $(STAMP)  ## all campaigns of faults, and their table in build/reliability.md (many hours; parts need root)
 	$(BIN)/python -m tests.faults.everything $(ARGS)
 
-bench-accelerator: $(STAMP)  ## saves and loads of a training on the device that JAX chooses, beside Orbax (six minutes)
+bench-accelerator: $(STAMP)  ## saves and loads of a training on the device that JAX chooses, compared with Orbax (six minutes)
 	$(BIN)/python -m benchmarks.accelerator --json build/accelerator.json --page build $(ARGS)
 
 bench-faults: $(STAMP)  ## power cuts, flipped bits and interrupted calls on Orbax beside ours (some ten minutes; needs root)

@@ -1,4 +1,4 @@
-"""Saves and loads of a training on an accelerator, Orbax and raw limits beside: `python -m benchmarks.accelerator`."""
+"""Compares saves and loads on an accelerator with Orbax and the raw limits: `python -m benchmarks.accelerator`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Median, and below it min .. max. The state is donated in each step. Each row is 
   disk            one file of as many bytes by plain calls: two threads, past the page cache, synced
   call            how long the call that saves holds up the loop, while the training runs
   during / quiet  median step that began while a save was under way / median quiet step of the same process
-  save            from the call until the library calls it finished, beside the training
+  save            from the call until the library calls it finished, while the training runs
   durable         the same alone, and until all files and directories are synced
   load            onto the device, page cache dropped, until all arrays are there
   first step      the step after a load / median quiet step
@@ -156,7 +156,7 @@ def _cells(turn: Mapping[str, Any], raw: Mapping[str, Any]) -> list[str]:
 
 
 def _ratios(turn: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, float]:
-    """Of medians: the call to a pinned copy, a step beside a save to a quiet one, times to those of the raw limits."""
+    """Ratios of medians: the call to a pinned copy, a step during a save to a quiet one, times to the raw limits."""
     middle = statistics.median
     loaded_s = middle([each["load_s"] for each in turn["loads"]])
     return {

@@ -102,7 +102,7 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             source: a data set or loader of Grain, or an iterator with `get_state` and `set_state`, of batches
                 `(inputs, targets)`. It goes on from epoch to epoch, and begins anew when it ends. Or a `PyDataset`
                 that changes in `on_epoch_end`: that is called again for the epochs before the one that is resumed.
-            steps_per_epoch: batches in each epoch; None: as many as `len(source)`. `fit` needs not be told. Not for a
+            steps_per_epoch: batches in each epoch; None: as many as `len(source)`. `fit` does not need it. Not for a
                 `PyDataset`.
 
         Raises:

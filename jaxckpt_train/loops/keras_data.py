@@ -152,7 +152,7 @@ class ReplayedDataset(keras.utils.PyDataset):  # type: ignore[misc]
         self._has_begun = False
 
     def replay(self, ended: int) -> None:
-        """Bring the source to where so many epochs have ended. Keras ends one before the first one, too.
+        """Bring the source to its state after this number of ended epochs. Keras ends one before the first, too.
 
         Raises:
             SettingsError: it is beyond that.

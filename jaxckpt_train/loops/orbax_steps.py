@@ -73,7 +73,7 @@ class ListedSteps:
 
     Attributes:
         has_saved: whether a save has begun here.
-        pending: the last save that has begun here; None: none, or its error was raised.
+        pending: the last save that was started here; None: none, or its error was raised.
     """
 
     def __init__(

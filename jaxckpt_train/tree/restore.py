@@ -299,11 +299,7 @@ class TreeRestore:
         return _Job(name, self.record.leaves[name], self._arrays.get(name), want, donatable and want.form == "jax")
 
     def _produce(
-        self,
-        jobs: Sequence[_Job],
-        places: Sequence[Placement | None],
-        progress: Progress | None,
-        loads: JobLoads,
+        self, jobs: Sequence[_Job], places: Sequence[Placement | None], progress: Progress | None, loads: JobLoads
     ) -> list[Any]:
         """The values of all jobs, in order; inline ones first, so that they fail before a bulk read."""
         values: list[Any] = [PLACEHOLDER] * len(jobs)
@@ -330,11 +326,7 @@ class TreeRestore:
         unplaced = any(job.want.form == "jax" and not placement.devices for _, job, placement in jobs)
         default = default_platform() if unplaced else "cpu"
         requests = [
-            Wanted(
-                job.array,
-                placement.boxes,
-                job.donatable or _only_passes(job, placement, default),
-            )
+            Wanted(job.array, placement.boxes, job.donatable or _only_passes(job, placement, default))
             for _, job, placement in jobs
             if job.array is not None
         ]

@@ -1,4 +1,4 @@
-"""What Orbax's tests need beside the manager: its private attributes that they read, and a checkpointer of Orbax.
+"""What Orbax's tests need besides the manager: its private attributes that they read, and a checkpointer of Orbax.
 
 No answer depends on the test that asks: each is looked up in the manager, or on the disk.
 """

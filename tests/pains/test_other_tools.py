@@ -63,7 +63,7 @@ def times(how: str) -> Iterator[float]:
 
 @pytest.mark.parametrize("how", ["epoch", "backwards", "later than now"])
 def test_times_of_files_decide_nothing(how: str, tmp_path: Path) -> None:
-    told = times(how)
+    given = times(how)
     for last in (4, 8, 12):
         with jct.CheckpointCallback(tmp_path, save_interval_steps=2, keep_latest=3) as ckpt:
             assert step_of({"state": ckpt.resume(state_of(0))}) == last - 4
@@ -73,7 +73,7 @@ def test_times_of_files_decide_nothing(how: str, tmp_path: Path) -> None:
                 for folder, names, files in os.walk(tmp_path):  # which bears that some are being deleted
                     for path in [Path(folder, name) for name in [*names, *files] if "step-" in folder + name]:
                         with contextlib.suppress(FileNotFoundError):
-                            os.utime(path, (time := next(told), time))
+                            os.utime(path, (time := next(given), time))
         assert jct.StepManager(tmp_path).steps == list(range(max(2, last - 4), last + 1, 2))
 
 
