@@ -182,7 +182,7 @@ scale: $(STAMP)  ## jobs of up to 100,000 processes, planned and simulated, and 
 docs: $(STAMP)  ## the site of the documentation, in build/site; a link that leads nowhere fails it
 	$(BIN)/python -m mkdocs build --strict --quiet
 
-docs-plots: $(STAMP)  ## draw the plots of docs/policies.md anew, from the policies themselves
+docs-plots: $(STAMP)  ## draw the plots of docs/reference/policies.md anew, from the policies themselves
 	$(BIN)/python -m benchmarks.policy_plots
 
 clean:  ## remove everything that was made

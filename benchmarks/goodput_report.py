@@ -112,7 +112,7 @@ def write(folder: Path, machine: Mapping[str, Any], results: Mapping[str, Any]) 
     goodput = {name: as_goodput(stored) for name, stored in results["goodput"].items()}
     goodput_plot.write(folder / PLOT, goodput)
     lines = ["# Trainings that are killed", "", "Written by `benchmarks.goodput_report` from what was measured;"]
-    lines += ['[benchmarks.md](../benchmarks.md) says how, under "Goodput".', ""]
+    lines += ['[benchmarks.md](../explanation/benchmarks.md) says how, under "Goodput".', ""]
     lines += [f"- {line}" for line in cost_command.machine_lines(dict(machine))]
     lines += [f"- {line}" for line in checks(results)]
     lines += ["", f"![where the time went]({PLOT})"]

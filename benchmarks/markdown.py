@@ -46,8 +46,8 @@ def _page(record: Record, folder: Path, plots: Sequence[Path], title: str) -> li
 
 def _explained(folder: Path) -> str:
     """A link where it leads somewhere."""
-    name = "benchmarks.md"
-    return f"[{name}](../{name})" if (folder.parent / name).exists() else f"`docs/{name}`"
+    name = "explanation/benchmarks.md"
+    return f"[benchmarks.md](../{name})" if (folder.parent / name).exists() else f"`docs/{name}`"
 
 
 def _section(workload: WorkloadRecord) -> list[str]:

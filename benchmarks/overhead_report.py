@@ -92,7 +92,7 @@ def write(folder: Path, machine: Mapping[str, Any], results: Mapping[str, Any]) 
     """The page and its plot."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = ["# What a budget for saves really costs", "", "Written by `benchmarks.overhead_report` from what was"]
-    lines += ['measured; [benchmarks.md](../benchmarks.md) says how, under "Overhead budget".', ""]
+    lines += ['measured; [benchmarks.md](../explanation/benchmarks.md) says how, under "Overhead budget".', ""]
     lines += [f"- {line}" for line in cost_command.machine_lines(dict(machine))]
     lines += [f"- {line}" for line in _remarks(results)]
     if results["phases"]:

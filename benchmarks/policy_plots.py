@@ -1,6 +1,6 @@
-"""Draws the plots of docs/policies.md: what the real policies decide in simulated trainings. `make docs-plots` runs it.
+"""Draws the plots of docs/reference/policies.md from what the real policies decide in simulated trainings.
 
-`python -m benchmarks.policy_plots [FOLDER]`; each file tells by a digest from which data it was drawn.
+`make docs-plots` runs `python -m benchmarks.policy_plots [FOLDER]`. Each file holds a digest of the data that it shows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the policies that tune themselves do in simulated trainings, for the plots of docs/policies.md."""
+"""What the policies that tune themselves do in simulated trainings, for the plots of docs/reference/policies.md."""
 
 from __future__ import annotations
 

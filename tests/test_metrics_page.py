@@ -1,4 +1,4 @@
-"""The Python and the YAML of docs/metrics.md run as they stand there, and its tables name what there is."""
+"""The Python and the YAML of docs/how-to/metrics.md run as they stand there, and its tables name what there is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.sinks.events import RESTORED, SAVED
 from tests.sinks.test_sinks_of_runs import train
 from tests.test_readme import code_blocks, names
 
-PAGE = "docs/metrics.md"
+PAGE = "docs/how-to/metrics.md"
 
 
 @pytest.fixture

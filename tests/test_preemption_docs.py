@@ -1,4 +1,4 @@
-"""The files that docs/preemption.md gives to be copied: they fit the presets, and they work."""
+"""The files that docs/how-to/preemption.md gives to be copied: they fit the presets, and they work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxckpt_train.config import callback_arguments
 from tests.conftest import REPO_ROOT
 from tests.notices.programs import PATH, can_be_process_1, in_a_container, in_slurm_job, put_on_path
 
-PAGE = REPO_ROOT / "docs" / "preemption.md"
+PAGE = REPO_ROOT / "docs" / "how-to" / "preemption.md"
 TRAIN = """
 import threading
 import hydra

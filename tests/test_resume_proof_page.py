@@ -1,4 +1,4 @@
-"""docs/resume-proof.md: its test passes as it stands there, and what it says a failure looks like is how one looks."""
+"""The test of docs/how-to/resume-proof.md passes as it stands there, and a failure looks as the page says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.testing.loops import train_with_key
 
 
 def block(repo_root: Path, language: str) -> str:
-    page = (repo_root / "docs" / "resume-proof.md").read_text()
+    page = (repo_root / "docs" / "how-to" / "resume-proof.md").read_text()
     (found,) = re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
     return str(found)
 

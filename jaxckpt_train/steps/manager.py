@@ -155,7 +155,9 @@ class StepManager(RunNotes):
         return self._together.all_do(doing, act)
 
     def decide(self, step: int, metrics: Mapping[str, Any] | None = None) -> Decision:
-        """Whether the save policy asks for this step, and why; docs/jobs.md says how often it is asked in a job.
+        """Whether the save policy asks for this step, and why.
+
+        docs/how-to/multi-process.md says how often it is asked in a job.
 
         Reads no device unless the policy decides by metrics.
         """

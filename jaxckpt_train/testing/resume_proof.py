@@ -32,7 +32,7 @@ class ResumeProof:
         interrupted_in: the updates in which it was interrupted: those of `kill_at`, then the one before an evaluation.
         resumed_at: the steps that it went on from.
         compared_updates: how many updates after a resume were compared; those done twice count twice.
-        compared_batches: how many batches in them; 0: none were seen, see docs/resume-proof.md.
+        compared_batches: how many batches in them; 0: none were seen, see docs/how-to/resume-proof.md.
         ignored_metrics: the metrics that were not compared, as `ignore_metrics` says.
     """
 

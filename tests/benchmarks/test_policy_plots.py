@@ -18,8 +18,8 @@ def test_a_plot_was_drawn_from_what_the_policy_decides(name: str) -> None:
 
 def test_all_plots_are_there_and_are_shown(repo_root: Path) -> None:
     assert {file.stem for file in FOLDER.iterdir()} == set(PLOTS)
-    page = (repo_root / "docs" / "policies.md").read_text()
-    assert [name for name in PLOTS if f"(plots/{name}.svg)" not in page] == []
+    page = (repo_root / "docs" / "reference" / "policies.md").read_text()
+    assert [name for name in PLOTS if f"(../plots/{name}.svg)" not in page] == []
 
 
 def test_a_plot_is_the_same_each_time_and_tells_its_data(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.cli.test_every_command import CALLS, COMMANDS
 from tests.conftest import REPO_ROOT
 from tests.steps.runs import made_run
 
-PAGE = (REPO_ROOT / "docs" / "cli.md").read_text()
+PAGE = (REPO_ROOT / "docs" / "reference" / "cli.md").read_text()
 SECTIONS = {
     match["name"]: match["text"]
     for match in re.finditer(r"^## `jaxckpt (?P<name>\w+)`\n(?P<text>.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)

@@ -181,7 +181,7 @@ print(sorted({"jax", "bokeh"} & {name.partition(".")[0] for name in sys.modules}
 
 
 def test_the_documentation_tells_all_options_and_all_keys(tmp_path: Path, repo_root: Path) -> None:
-    page = (repo_root / "docs" / "report.md").read_text()
+    page = (repo_root / "docs" / "how-to" / "report.md").read_text()
     options = page.partition("## Options")[2].partition("## ")[0]
     assert set(re.findall(r"^\| `.*?(--[a-z-]+)` \|", options, re.MULTILINE)) == {
         option for each in all_commands()["report"].params for option in each.opts if "--" in option

@@ -1,4 +1,4 @@
-"""The training of docs/getting-started.md is killed, asked to leave, and goes on each time, as the page says."""
+"""The training of the tutorial is killed, asked to leave, and goes on each time, as the page says."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHORTER = {
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (page,) = (page for page in pages() if page.name == "docs/getting-started.md")
+    (page,) = (page for page in pages() if page.name == "docs/tutorial/getting-started.md")
     text = page.blocks("python")[0].text
     for old, new in SHORTER.items():
         assert text.count(old) == 1

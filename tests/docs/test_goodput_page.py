@@ -1,4 +1,4 @@
-"""What docs/goodput.md says of the history and of leaving is what a run writes there."""
+"""What docs/explanation/goodput.md says of the history and of leaving is what a run writes there."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SITUATIONS = (
 
 @pytest.fixture(scope="module")
 def page() -> Page:
-    (found,) = (page for page in pages() if page.name == "docs/goodput.md")
+    (found,) = (page for page in pages() if page.name == "docs/explanation/goodput.md")
     return found
 
 

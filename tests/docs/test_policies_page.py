@@ -1,4 +1,4 @@
-"""What docs/policies.md says that policies write into the history is what they write there."""
+"""What docs/reference/policies.md says that policies write into the history is what they write there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHORT = Training(step_s=0.5, blocked_s=0.0002, save_s=0.01, slower=1.0)
 @pytest.fixture(scope="module")
 def reasons() -> list[str]:
     """The lines of the page."""
-    (page,) = (page for page in pages() if page.name == "docs/policies.md")
+    (page,) = (page for page in pages() if page.name == "docs/reference/policies.md")
     (found,) = (block.text.splitlines() for block in page.blocks("") if "the first save" in block.text)
     return found
 

@@ -52,7 +52,7 @@ def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
 
 
 def test_lists_and_tables_are_such(site: Path) -> None:
-    text = (site / "scale.html").read_text()
+    text = (site / "explanation" / "scale.html").read_text()
     assert "<p>|" not in text
     assert "<li><strong>Simulated</strong>" in text
 
