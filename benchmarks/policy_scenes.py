@@ -1,4 +1,4 @@
-"""Policy decisions in small trainings, for the plots of docs/reference/policies.md; only times and losses are made up."""
+"""Policy decisions in small trainings, for the plots of docs/reference/policies.md. Times and losses are made up."""
 
 from __future__ import annotations
 
