@@ -211,7 +211,8 @@ class CheckpointCallback(LoopForms):
 
         Raises:
             SystemExit, Preempted: outside of `steps`, once a preemption is saved.
-            The original error of an earlier save that failed in the background; the one that is due has begun by then.
+            Exception: the original error of an earlier save that failed in the background. The save that is due has
+                already started then.
         """
         if not self.enabled:
             self._loop.count(step)
@@ -280,7 +281,7 @@ class CheckpointCallback(LoopForms):
 
         Raises:
             SettingsError: no update was completed yet, or the next one is under way.
-            The original error of a save that fails.
+            Exception: the original error of a save that fails.
         """
         if not self.enabled:
             return _DISABLED
@@ -390,7 +391,7 @@ class CheckpointCallback(LoopForms):
         """Wait for what is under way, put signal handlers back, and let go of the directory. Saves nothing new.
 
         Raises:
-            The original error of a save that failed.
+            Exception: the original error of a save that failed.
         """
         if not self._closed:
             self._closed = True

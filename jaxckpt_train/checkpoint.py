@@ -310,8 +310,7 @@ def load_checkpointables(
         settings: how to read; None: the defaults.
         progress: called with numbers of bytes as they are read.
 
-    Raises:
-        As `load`.
+    It raises the same errors as `load`.
     """
     chosen = checked_settings("settings", settings)
     loads = JobLoads(current(), chosen)

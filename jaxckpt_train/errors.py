@@ -1,22 +1,24 @@
 """Every error that jaxckpt_train raises: one class per decision that a caller can take.
 
-CheckpointError                       anything this package raises on purpose
-├── NotACheckpointError               nothing committed at this path (missing, empty, or something else)
-│   ├── StepNotFoundError             this run directory has no such step
-│   └── IncompleteCheckpointError     begun or copied in part: there is no valid COMMIT
-├── CorruptCheckpointError            committed, but bytes are missing or differ from their digest
-├── FormatVersionError                written by a newer version of this package
-├── MismatchError                     the checkpoint and the target differ; lists every difference
-├── UnsupportedLeafError              a leaf or key of the tree cannot be stored
-├── NonFiniteError                    the state holds nan or inf, and such states are not to be saved
-├── CheckpointExistsError             refuses to overwrite what is committed there
-├── StorageError (also OSError)       the file system refused: full, read-only, failing, not permitted
-├── DirectoryLockedError              another live process owns this run directory
-├── IteratorStateError                a data iterator's saved position does not fit this pipeline, or its data ended
-├── SettingsError (also ValueError)   an argument, setting or policy is wrong
-├── CheckpointTimeoutError (also TimeoutError)
-├── OtherProcessError                 another process of this job failed at what all of them do together
-└── Preempted                         the loop was asked to leave and its state is saved
+The classes derive from each other as follows:
+
+    CheckpointError                       anything this package raises on purpose
+    ├── NotACheckpointError               nothing committed at this path (missing, empty, or something else)
+    │   ├── StepNotFoundError             this run directory has no such step
+    │   └── IncompleteCheckpointError     begun or copied in part: there is no valid COMMIT
+    ├── CorruptCheckpointError            committed, but bytes are missing or differ from their digest
+    ├── FormatVersionError                written by a newer version of this package
+    ├── MismatchError                     the checkpoint and the target differ; lists every difference
+    ├── UnsupportedLeafError              a leaf or key of the tree cannot be stored
+    ├── NonFiniteError                    the state holds nan or inf, and such states are not to be saved
+    ├── CheckpointExistsError             refuses to overwrite what is committed there
+    ├── StorageError (also OSError)       the file system refused: full, read-only, failing, not permitted
+    ├── DirectoryLockedError              another live process owns this run directory
+    ├── IteratorStateError                a data iterator's saved position does not fit this pipeline, or its data ended
+    ├── SettingsError (also ValueError)   an argument, setting or policy is wrong
+    ├── CheckpointTimeoutError (also TimeoutError)
+    ├── OtherProcessError                 another process of this job failed at what all of them do together
+    └── Preempted                         the loop was asked to leave and its state is saved
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class LoopForms(abc.ABC):
 
         Raises:
             SystemExit, Preempted: asked to leave meanwhile, and it was not committed within the grace period.
-            The original error of the save, if it failed.
+            Exception: the original error of the save, if it failed.
         """
         self._departure.wait(self.manager)
 

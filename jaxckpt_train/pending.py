@@ -167,7 +167,7 @@ class PendingSave(Generic[T]):
 
         Raises:
             CheckpointTimeoutError: not committed in time, or no further for ten minutes; the save goes on.
-            The original error of the save, if it failed.
+            Exception: the original error of the save, if it failed.
         """
         error = self.outcome(timeout_s, LAST_PATIENCE_S if timeout_s is None else None)
         if error is not None:

@@ -27,7 +27,8 @@ class CountedIterator(Generic[T]):
     Raises:
         SettingsError: `items_from` cannot be called.
 
-    Example:
+    For example:
+
         def batches(start):
             for number in itertools.count(start):
                 epoch, position = divmod(number, len(images) // 64)

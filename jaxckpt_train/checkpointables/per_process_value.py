@@ -19,7 +19,8 @@ class PerProcess:
     of processes gets it. None, bool, int, float, str, bytes, lists, tuples, dicts, NumPy scalars and arrays. As the
     target of a load give `PerProcess(None)`.
 
-    Example:
+    For example:
+
         manager.save(step, {"state": state, "rng": PerProcess(generator.bit_generator.state)})
     """
 

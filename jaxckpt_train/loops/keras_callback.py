@@ -249,7 +249,7 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         """Wait for what is under way, and let go of the directory; the next `fit` resumes.
 
         Raises:
-            The original error of a save that failed.
+            Exception: the original error of a save that failed.
         """
         self._is_fitting, self._is_closed = False, True
         self._ckpt.close()

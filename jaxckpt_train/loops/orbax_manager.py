@@ -186,8 +186,8 @@ class CheckpointManager:
 
         Args:
             step: its number, above those that there are.
-            items, save_kwargs: what to save, and more arguments of its args, where `args` is None: the deprecated form
-                of a manager whose handlers are given.
+            items: what to save where `args` is None: the deprecated form of a manager whose handlers are given.
+            save_kwargs: more arguments of its args, in the same form.
             metrics: numbers by name.
             force: save it whatever the options say.
             args: what to save: args of `orbax_args`, of Orbax or of Grain, one, or a Composite of several by name.
@@ -199,7 +199,7 @@ class CheckpointManager:
         Raises:
             StepAlreadyExistsError: with `force`: it is there.
             SettingsError: args cannot be honoured; or with `force`: it is below one that is there.
-            The original error of the save before, if that failed.
+            Exception: the original error of the save before, if that failed.
         """
         step, values = check_step(step), self._items.to_save(args, items, save_kwargs)
         statistics = CallStatistics("save", step, self._manager.directory)
@@ -295,8 +295,8 @@ class CheckpointManager:
 
         Args:
             step: which; None: the newest one that is whole.
-            items, restore_kwargs: the targets, and more arguments of their args, where `args` is None: the deprecated
-                form of a manager whose handlers are given.
+            items: the targets where `args` is None: the deprecated form of a manager whose handlers are given.
+            restore_kwargs: more arguments of their args, in the same form.
             directory: of another run; None: of this one.
             args: what to restore, and into which targets; None: all, as it was saved.
 
@@ -456,7 +456,7 @@ class CheckpointManager:
         """Wait until the save under way is on the disk.
 
         Raises:
-            The original error of it, if it failed.
+            Exception: the original error of the save, if it failed.
         """
         self._steps.wait()
 
@@ -475,7 +475,7 @@ class CheckpointManager:
         """Wait for what is under way, and let go of the directory.
 
         Raises:
-            The original error of a save that failed.
+            Exception: the original error of a save that failed.
         """
         try:
             self._manager.close()

@@ -82,7 +82,7 @@ class Departure:
             unsaved: the last completed update, if no save of it is committed or under way.
 
         Raises:
-            The original error of the last save, if it failed: of the one under way, if `save` begins none.
+            Exception: the original error of the last save, if it failed: of the one under way, if `save` begins none.
         """
         plan = self._choose(manager, unsaved)
         try:
@@ -118,7 +118,7 @@ class Departure:
         Raises:
             SystemExit, Preempted: it was given up.
             CheckpointTimeoutError: it does not get any further.
-            The original error of the save, if it failed.
+            Exception: the original error of the save, if it failed.
         """
         try:
             failure = manager.settle(until=self.is_time_up)
@@ -135,7 +135,7 @@ class Departure:
 
         Raises:
             CheckpointTimeoutError: the save does not get any further.
-            The original error of a save that failed.
+            Exception: the original error of a save that failed.
         """
         failure = None
         manager.leave_to_parent()

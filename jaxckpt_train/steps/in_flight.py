@@ -144,7 +144,7 @@ class InFlight:
 
         Raises:
             CheckpointTimeoutError: not in time, or it has not got any further for too long.
-            The original error of it, if it failed.
+            Exception: the original error of the save, if it failed.
         """
         pending = self.pending
         if pending is None or pending.done():

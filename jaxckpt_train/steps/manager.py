@@ -213,7 +213,7 @@ class StepManager(RunNotes):
             SettingsError: it is below the step that the run goes on from, without `overwrite`.
             CheckpointTimeoutError: with `force` or `if_stalled="raise"`, instead of skipping the step: not in time, or
                 the disk does not answer.
-            The original error of the save before, if that failed.
+            Exception: the original error of the save before, if that failed.
         """
         step = check_step(step)
         # In a job a process first takes part, and then raises what the save before has failed with.
@@ -350,7 +350,7 @@ class StepManager(RunNotes):
 
         Raises:
             CheckpointTimeoutError: not in time; it goes on.
-            The original error of the save, if it failed.
+            Exception: the original error of the save, if it failed.
         """
         error = self.settle(timeout_s)
         if error is not None:
@@ -415,7 +415,7 @@ class StepManager(RunNotes):
 
         Raises:
             CheckpointTimeoutError: the save does not get any further.
-            The original error of a save that failed.
+            Exception: the original error of a save that failed.
         """
         limit_s = time_limit("close: timeout_s", timeout_s)
         longest_s = LAST_PATIENCE_S if limit_s is None else limit_s
