@@ -180,7 +180,7 @@ scale: $(STAMP)  ## jobs of up to 100,000 processes, planned and simulated, and 
 	$(BIN)/python -m benchmarks.scale
 
 docs: $(STAMP)  ## the site of the documentation, in build/site; a link that leads nowhere fails it
-	$(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python -m mkdocs build --strict
 
 docs-plots: $(STAMP)  ## draw the plots of docs/reference/policies.md anew, from the policies themselves
 	$(BIN)/python -m benchmarks.policy_plots
