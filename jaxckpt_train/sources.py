@@ -23,7 +23,7 @@ from jaxckpt_train.surgery.operation import Operation
 from jaxckpt_train.tree.restore import LoadOptions
 
 T = TypeVar("T")
-Progress = Callable[[int], object]
+ReadProgress = Callable[[int], object]
 
 
 def options_for(source: Opened, options: LoadOptions) -> LoadOptions:
@@ -65,7 +65,7 @@ def use_source(
     path: str,
     use: Callable[[Opened], T],
     settings: StoreSettings,
-    progress: Progress | None = None,
+    progress: ReadProgress | None = None,
 ) -> T:
     """Open what is at a path and call `use` with it; once more whenever another checkpoint took its place meanwhile.
 

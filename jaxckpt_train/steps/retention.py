@@ -18,7 +18,8 @@ from jaxckpt_train.errors import CheckpointError, StorageError
 from jaxckpt_train.pending import SLICE_S
 from jaxckpt_train.steps.interrupted import hidden_name, shown_name
 from jaxckpt_train.steps.step_names import parse_step_name
-from jaxckpt_train.store.backend import Backend, Entry
+from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.backend import Entry as StoredEntry
 from jaxckpt_train.store.latch import Latch
 from jaxckpt_train.store.late_sync import make_durable, sync_directory
 from jaxckpt_train.store.manifest import COMMIT_NAME
@@ -358,7 +359,7 @@ class Deleter:
     def _is_cut(self, hidden: str) -> bool:
         """Whether an owner died while it deleted the step of this hidden name in place."""
         try:
-            return Entry(hidden, "file") in self._backend.list(self._directory)
+            return StoredEntry(hidden, "file") in self._backend.list(self._directory)
         except StorageError:
             return False
 

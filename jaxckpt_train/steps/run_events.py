@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import datetime
 from typing import Annotated, Any
 
 import msgspec
@@ -19,7 +19,7 @@ class RunEvent(msgspec.Struct):
     """What is looked at of an event; the rest of it may be anything. Fields as the history has them."""
 
     event: str
-    time: Annotated[datetime, msgspec.Meta(tz=True)]
+    time: Annotated[datetime.datetime, msgspec.Meta(tz=True)]
     step: _Step | None = None
     completed: _Step | None = None  # by a loop that goes back
     ok: bool | None = None
