@@ -16,6 +16,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.answers import answer_of
 from jaxckpt_train.store.backend import Backend
 from jaxckpt_train.store.local import is_file
+from jaxckpt_train.store.reader import Progress as ReadProgress
 from jaxckpt_train.store.replaced import use_committed
 from jaxckpt_train.store.transaction import Committed
 from jaxckpt_train.surgery.operate import operate
@@ -23,7 +24,6 @@ from jaxckpt_train.surgery.operation import Operation
 from jaxckpt_train.tree.restore import LoadOptions
 
 T = TypeVar("T")
-ReadProgress = Callable[[int], object]
 
 
 def options_for(source: Opened, options: LoadOptions) -> LoadOptions:
