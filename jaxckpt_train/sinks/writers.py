@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import collections
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,7 +33,7 @@ class WriterSink:
     """
 
     def __init__(self, writer: Any) -> None:
-        self._writer, self._step, self._counts, self._flushes = writer, 0, Counter[str](), False
+        self._writer, self._step, self._counts, self._flushes = writer, 0, collections.Counter[str](), False
         self._axes = set[str]()  # of W&B, that are defined
         if callable(getattr(writer, "write_scalars", None)):
             self._write: Callable[[int, Mapping[str, float]], object] = writer.write_scalars
