@@ -31,7 +31,7 @@ python-is-new-enough:
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { echo "PYTHON=$(PYTHON) is $(VERSION), and 3.11 or newer is needed: name one by PYTHON=..." >&2; exit 1; }
 
 # The plugin's file is copied by an editable install, so a change of it is a reason to install anew.
-$(STAMP): pyproject.toml constraints.txt jaxckpt_train/hydra_plugin.py | python-is-new-enough
+$(STAMP): pyproject.toml constraints.txt jaxckpt_train/integrations/hydra_search_path.py | python-is-new-enough
 	@if [ "$$($(BIN)/python -c "import sys; print('%d.%d.%d' % sys.version_info[:3])" 2>/dev/null)" != "$(VERSION)" ]; then \
 		echo "making $(VENV) with Python $(VERSION)"; $(PYTHON) -m venv --clear $(VENV); fi
 	$(PIP) install -c constraints.txt -e '.[all,test,dev,bench,docs]'

@@ -15,9 +15,10 @@ import numpy as np
 from jaxckpt_train import StoreSettings
 from jaxckpt_train.checkpointables.saving import SaveTimes, StagedPart, stage_all, write_parts
 from jaxckpt_train.pending import Movement
+from jaxckpt_train.pytree.restore import TreeRestore
+from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.boxes import Box, box_from_index, full_box
-from jaxckpt_train.store.layout import ArraySource, ChunkSource, plan_segments
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.committed import Committed, open_committed
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
     FORMAT,
@@ -30,11 +31,11 @@ from jaxckpt_train.store.manifest import (
     encode_manifest,
 )
 from jaxckpt_train.store.manifest_decoding import decode_manifest
-from jaxckpt_train.store.quiet_gc import paused_collection
 from jaxckpt_train.store.read_plan import Wanted, plan_reads
 from jaxckpt_train.store.reader import READS_PER_THREAD, read_boxes
-from jaxckpt_train.store.transaction import Committed, Transaction, open_committed
-from jaxckpt_train.tree.restore import TreeRestore
+from jaxckpt_train.store.segment import ArraySource, ChunkSource, plan_segments
+from jaxckpt_train.store.threads import paused_collection
+from jaxckpt_train.store.transaction import Transaction
 
 T = TypeVar("T")
 Seconds = dict[str, float]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from benchmarks.goodput_log import Told, Update
 from benchmarks.goodput_subjects import Interval
-from jaxckpt_train.steps.tuned_policies import daly_interval_s
+from jaxckpt_train.policies.save import daly_interval_s
 
 LEAST_COST_S = 0.005
 QUIET_SHARE = 1 / 3  # of the updates between two saves: the last ones, when the save has long been committed

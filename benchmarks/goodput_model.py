@@ -11,9 +11,8 @@ import random
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
-from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, SavePolicy, decide
-from jaxckpt_train.steps.save_costs import Failures
-from jaxckpt_train.steps.step_clock import StepClock
+from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, Failures, SavePolicy, decide
+from jaxckpt_train.policies.cost_model import StepClock
 
 START = datetime(2026, 3, 1, tzinfo=UTC)
 

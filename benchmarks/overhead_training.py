@@ -14,8 +14,8 @@ import jaxckpt_train as jct
 from benchmarks import page_cache
 from benchmarks.lm_training import LmTraining, configure, lm_training
 from benchmarks.write_limit import WriteLimit
-from jaxckpt_train.steps.save_costs import SaveCosts
-from jaxckpt_train.steps.step_clock import StepClock
+from jaxckpt_train.policies.context import SaveCosts
+from jaxckpt_train.policies.cost_model import StepClock
 
 FRACTION = 0.035
 KEEP = 2

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
 import jaxckpt_train as jct
-from jaxckpt_train.steps.best_link import BestLink, LinkToBest
-from jaxckpt_train.steps.entry import Entry
-from jaxckpt_train.steps.policy_context import (
+from jaxckpt_train.policies.context import (
     CheckpointInfo,
     DecisionContext,
     PreservationPolicy,
@@ -18,6 +16,8 @@ from jaxckpt_train.steps.policy_context import (
     decide,
     steps_to_delete,
 )
+from jaxckpt_train.run.entry import Entry
+from jaxckpt_train.run.retention import BestLink, LinkToBest
 
 START = datetime(2026, 3, 1, tzinfo=UTC)
 UPDATES, EVALUATES_AFTER, EVALUATION_S = 120, 60, 15.0

@@ -15,7 +15,8 @@ import msgspec
 from benchmarks.counted_values import Asked, CountedValues, ValuesOfProcess, WaitsForever
 from benchmarks.process_figures import ResidentMeter
 from benchmarks.scale_layouts import ITEM_BYTES, LAYOUTS, PlannedState, planned_state
-from jaxckpt_train.jobs.coordinator import ManyProcesses
+from jaxckpt_train.distributed.coordinator import ManyProcesses
+from jaxckpt_train.pytree.partition import MeshLayout, Shares
 from jaxckpt_train.store.boxes import Box, box_elements
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
@@ -33,8 +34,6 @@ from jaxckpt_train.store.manifest import (
 from jaxckpt_train.store.manifest_decoding import decode_manifest
 from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, decode_index, encode_index, merge_indexes
 from jaxckpt_train.store.read_plan import Wanted, plan_reads
-from jaxckpt_train.store.shares import Shares
-from jaxckpt_train.tree.mesh_layout import MeshLayout
 
 BAND_BYTES = 64 << 20
 HEAD_BYTES = 4096

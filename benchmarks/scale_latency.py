@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.machine import ROOT
-from jaxckpt_train.jobs.coordinator import ManyProcesses
-from jaxckpt_train.jobs.given_values import GivenValues
-from jaxckpt_train.multihost import JaxKeyValues
+from jaxckpt_train.distributed.coordinator import ManyProcesses
+from jaxckpt_train.distributed.jax_service import JaxKeyValues
+from jaxckpt_train.distributed.rendezvous import GivenValues
 
 SIZES = (16, 512, 32 << 10, 512 << 10, 4 << 20)
 LISTED = (("1,000 of 40 B", 1000, 40), ("10,000 of 40 B", 10_000, 40), ("100,000 of 40 B", 100_000, 40))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxckpt_train.tree.mesh_layout import Cuts
+from jaxckpt_train.pytree.partition import Cuts
 
 ITEM_BYTES = 4
 GROUP = 64

@@ -13,15 +13,16 @@ import numpy as np
 from benchmarks.counted_values import Asked, CountedValues
 from jaxckpt_train.checkpointables.job_saving import JobSave
 from jaxckpt_train.checkpointables.saving import StagedPart
-from jaxckpt_train.jobs.coordinator import ManyProcesses
+from jaxckpt_train.distributed.coordinator import ManyProcesses
+from jaxckpt_train.pytree.leaves import ArrayLeaf, TreeRecord
+from jaxckpt_train.pytree.snapshot import Snapshot
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backend import Backend, Entry, Sink
-from jaxckpt_train.store.latch import Latch
-from jaxckpt_train.store.layout import ArraySource, ChunkSource
-from jaxckpt_train.store.memory import MemoryBackend
-from jaxckpt_train.store.transaction import Committed, Transaction, open_committed
-from jaxckpt_train.tree.leaf_records import ArrayLeaf, TreeRecord
-from jaxckpt_train.tree.snapshot import Snapshot
+from jaxckpt_train.store.backends.base import Backend, Entry, Sink
+from jaxckpt_train.store.backends.memory import MemoryBackend
+from jaxckpt_train.store.committed import Committed, open_committed
+from jaxckpt_train.store.segment import ArraySource, ChunkSource
+from jaxckpt_train.store.threads import Latch
+from jaxckpt_train.store.transaction import Transaction
 
 FINAL = "/runs/state"
 SETTINGS = StoreSettings(io_threads=1, staging_bytes=1 << 20)

@@ -50,7 +50,7 @@ class OursOverDevices(Ours):
     def __init__(self) -> None:
         import jax
 
-        from jaxckpt_train.jobs import neighbours
+        from jaxckpt_train.distributed import shared_memory as neighbours
 
         neighbours.machine_id = lambda: f"machine {jax.process_index()}"
         super().__init__(read_once=True)

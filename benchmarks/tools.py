@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import cost_command, page_cache, tools_report
 from benchmarks.cost_process import run_fresh
-from jaxckpt_train.store.huge_malloc import variables_of_huge_malloc
+from jaxckpt_train.store.process_identity import variables_of_huge_malloc
 
 ROUNDS, QUICK_ROUNDS = 5, 1
 STARTS, QUICK_STARTS = 9, 2

@@ -98,7 +98,7 @@ def load_by_us(path: str, warm: str, nbytes: int, arrays: int, array_bytes: int)
 
 def command(arguments: list[str], warm: list[str], nbytes: int) -> dict[str, Any]:
     """A command of `jaxckpt` in this process, without its start; `warm` is a small one that comes before."""
-    from jaxckpt_train.cli.app import app
+    from jaxckpt_train.cli.main import app
 
     def run(arguments: list[str]) -> None:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
@@ -120,9 +120,9 @@ def load_both(folder: str, warm: str, nbytes: int) -> dict[str, Any]:
 
 def read_both_verified(folder: str, warm: str, nbytes: int) -> dict[str, Any]:
     """Both of two steps read as `diff` reads them, piece by piece into memory that is used again, and verified."""
-    from jaxckpt_train.looking.leaf_reads import over_pieces, pieces_of
-    from jaxckpt_train.looking.opening import open_at
-    from jaxckpt_train.store.local import LocalBackend
+    from jaxckpt_train.inspection.diff import over_pieces, pieces_of
+    from jaxckpt_train.inspection.runs import open_at
+    from jaxckpt_train.store.backends.local import LocalBackend
 
     def both(folder: str) -> None:
         pair = [open_at(LocalBackend(), f"{folder}/{name}") for name in ("a", "b")]
@@ -136,7 +136,7 @@ def read_both_verified(folder: str, warm: str, nbytes: int) -> dict[str, Any]:
 
 def read_both(folder: str, nbytes: int) -> dict[str, Any]:
     """The files of both, read by direct calls of 64 MiB into memory that is there already: what the disk gives."""
-    from jaxckpt_train.store.staging import aligned_buffer
+    from jaxckpt_train.store.buffers import aligned_buffer
 
     files = [str(path) for path in sorted(Path(folder).rglob("*.safetensors"))]
     buffer = aligned_buffer(64 * MIB)

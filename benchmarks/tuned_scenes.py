@@ -10,7 +10,7 @@ from typing import Any
 
 import jaxckpt_train as jct
 from benchmarks.goodput_model import START, SimulatedRun, Training, failure_times
-from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, SavePolicy, decide
+from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, SavePolicy, decide
 
 BUDGET = 0.035
 USUAL = Training(step_s=1.0, blocked_s=0.5, save_s=5.0, slower=1.2)

@@ -1,4 +1,9 @@
-"""CheckpointCallback: the loop's one object. Resumes, saves when it is due, and leaves in time when asked to."""
+"""CheckpointCallback: the loop's one object. Resumes, saves when it is due, and leaves in time when asked to.
+
+Makes what a callback is composed of, from the arguments that it was given.
+
+How a loop gets its state: from the newest step of its run, from elsewhere, or as it is.
+"""
 
 from __future__ import annotations
 
@@ -11,39 +16,144 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-from jaxckpt_train.callback_parts import departure_of, manager_of, save_policy_of, watch_of
-from jaxckpt_train.checkpoint import PathLike
-from jaxckpt_train.checkpointables.contract import NOTHING
-from jaxckpt_train.checkpointables.fingerprint import DATA_NAME, with_fingerprint
-from jaxckpt_train.checkpointables.grain_iterator import mark_absl_flags_parsed
-from jaxckpt_train.checkpointables.makers import made
-from jaxckpt_train.config import callback_arguments, check_arguments
-from jaxckpt_train.errors import Preempted, SettingsError, UnsupportedLeafError
-from jaxckpt_train.exit_code import is_success
-from jaxckpt_train.goodput_table import print_goodput
-from jaxckpt_train.loop_forms import LoopForms
-from jaxckpt_train.multihost import current
-from jaxckpt_train.notices.source import NoticeSource
-from jaxckpt_train.progress import progress_line, wants_progress
-from jaxckpt_train.resuming import initialise, restore
+from jaxckpt_train import config as hydra_job
+from jaxckpt_train import loop as loop_observer
+from jaxckpt_train.checkpoint import PathLike, load
+from jaxckpt_train.checkpointables.base import NOTHING
+from jaxckpt_train.checkpointables.grain import mark_absl_flags_parsed
+from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, with_fingerprint
+from jaxckpt_train.checkpointables.state_makers import made, made_abstractly, refuse_abstract
+from jaxckpt_train.config import build_notices, callback_arguments, check_arguments, path_and_options
+from jaxckpt_train.distributed.jax_service import current, preemption_service
+from jaxckpt_train.errors import Preempted, SettingsError, UnsupportedLeafError, closing_besides, is_success
+from jaxckpt_train.inspection.units import progress_line, wants_progress
+from jaxckpt_train.loop import (
+    LoopForms,
+    LoopState,
+    OnMismatch,
+    choose_preservation_policy,
+    choose_save_policy,
+    refuse_to_continue,
+    refuse_unsavable,
+    restore_values,
+)
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.metrics.events import Sink, checked_sinks
+from jaxckpt_train.policies.context import Decision, PreservationPolicy, SavePolicy, require_policy
+from jaxckpt_train.policies.save import has_temporary
+from jaxckpt_train.preemption.shutdown import NOTHING_NEW, Departure
+from jaxckpt_train.preemption.sources import NoticeSource
+from jaxckpt_train.preemption.watch import PreemptionWatch
+from jaxckpt_train.run.catalog import advised_for_a_loop
+from jaxckpt_train.run.goodput import Goodput, print_goodput
+from jaxckpt_train.run.history import CLOSED, FINISHED, savable_metrics
+from jaxckpt_train.run.restoring import size_if_readable
+from jaxckpt_train.run.retention import BestLink
+from jaxckpt_train.run.saving import Drift, SaveResult
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings
-from jaxckpt_train.sinks.feed import Sink
-from jaxckpt_train.steps import loop_observer
-from jaxckpt_train.steps.attempts import CLOSED, FINISHED
-from jaxckpt_train.steps.besides import closing_besides
-from jaxckpt_train.steps.data_mismatch import OnMismatch, refuse_unsavable
-from jaxckpt_train.steps.departure import NOTHING_NEW
-from jaxckpt_train.steps.drift import Drift
-from jaxckpt_train.steps.goodput import Goodput
-from jaxckpt_train.steps.history import savable_metrics
-from jaxckpt_train.steps.loop_state import LoopState, refuse_to_continue
-from jaxckpt_train.steps.policy_context import Decision, PreservationPolicy, SavePolicy
-from jaxckpt_train.steps.refusals import advised_for_a_loop
-from jaxckpt_train.steps.save_policies import has_temporary
-from jaxckpt_train.steps.step_save import SaveResult
 
 _log = logging.getLogger("jaxckpt_train")
+Arguments = Mapping[str, Any]  # of CheckpointCallback by name, checked
 _NOT_DUE, _DISABLED = SaveResult(False, "not due"), SaveResult(False, "disabled")
+
+
+def initialise(manager: StepManager, values: dict[str, Any], init_from: Any, departure: Departure) -> dict[str, Any]:
+    """What a fresh run begins with: functions that make a value are called; `init_from` gives the state, if it is set.
+
+    Raises:
+        CorruptCheckpointError: there are steps, and none is whole.
+        SettingsError: there are steps of another tool, or checkpoints of Flax and no `init_from`; or an abstract leaf.
+        MismatchError: what is loaded does not fit the state.
+    """
+    heeded = departure.heeded(None)
+    manager.check_fresh(heeded, beside_flax=init_from is not None)
+    if init_from is not None:
+        given, options = path_and_options(init_from)
+        path, makes_some = hydra_job.resolve_directory(given), {"only", "missing"} & options.keys()
+        like = (made if makes_some else made_abstractly)({"state": values["state"]})["state"]
+        values["state"] = manager.all_do(
+            "loading", lambda: load(path, like, donatable=True, progress=heeded, **options)
+        )
+        _log.info("initialised the state from %s", given)
+    values = made(values)
+    refuse_abstract(values, manager.directory)
+    return values
+
+
+def restore(
+    manager: StepManager,
+    values: dict[str, Any],
+    *,
+    on_mismatch: OnMismatch,
+    fingerprint: str | None,
+    progress: bool | Literal["auto"],
+    departure: Departure,
+) -> dict[str, Any]:
+    """What the newest step of the run holds that is whole; `manager.restored_step` tells which one that is.
+
+    Raises:
+        MismatchError: the saved state does not fit; no array was read.
+        CorruptCheckpointError: no step is whole.
+    """
+    shown = wants_progress(progress)
+    total = size_if_readable(lambda: manager.metadata(progress=departure.heeded(None))) if shown else None
+    with with_fingerprint(fingerprint), progress_line("restoring", total, shown) as advance:
+        values = restore_values(manager, made_abstractly(values), on_mismatch, departure.heeded(advance))
+    _log.info("resumed from step %s of %s", manager.restored_step, manager.directory)
+    return values
+
+
+def save_policy_of(given: Arguments) -> SavePolicy:
+    """When it saves."""
+    if given["save_policy"] is not None:
+        require_policy("checkpoint.save_policy", given["save_policy"], "should_save")
+    names = ("save_interval_steps", "save_interval_secs", "save_policy", "temporary_interval_secs")
+    return choose_save_policy(*(given[name] for name in names))
+
+
+def manager_of(given: Arguments, policy: SavePolicy) -> StepManager:
+    """The manager of its run; a directory that another start of the same command would not find is warned about."""
+    problem = hydra_job.hydra_directory_problem(given["directory"]) if given["enabled"] else None
+    if problem is not None:
+        _log.warning("%s", problem)
+    if given["keep_policy"] is not None:
+        require_policy("checkpoint.keep_policy", given["keep_policy"], "should_preserve")
+    checked_sinks("checkpoint.sinks", given["sinks"])
+    kept = ("keep_latest", "keep_every_steps", "keep_best", "best_metric", "best_mode", "keep_policy")
+    return StepManager(
+        hydra_job.run_directory(given["directory"]),
+        save_decision_policy=policy,
+        preservation_policy=choose_preservation_policy(*(given[name] for name in kept)),
+        best_link=BestLink(given["best_metric"], given["best_mode"]) if given["best_link"] else None,
+        settings=given["store"],
+        **{name: given[name] for name in ("if_busy", "stall_timeout_s", "if_stalled", "sinks")},
+    )
+
+
+def watch_of(given: Arguments, manager: StepManager) -> PreemptionWatch:
+    """What watches for requests to leave."""
+    grace_s, limit_s = given["grace_period_s"], given["max_run_time_s"]
+    return PreemptionWatch(
+        current(),
+        service=preemption_service() if given["enabled"] else None,
+        signals=tuple(given["signals"]),
+        notice_file=given["notice_file"],
+        max_run_time_s=limit_s,
+        sources=build_notices("checkpoint.notices", given["notices"]),
+        timeout_s=manager.settings.barrier_timeout_s,
+        leave_early_s=lambda: manager.leave_early_s(limit_s) if grace_s is None else float(grace_s),
+    )
+
+
+def departure_of(given: Arguments, watch: PreemptionWatch, manager: StepManager) -> Departure:
+    """How it leaves; with a grace period, the manager's own waits keep to it."""
+    how, grace_s = given["on_preemption"], given["grace_period_s"]
+    departure = Departure(
+        watch, grace_s, given["exit_code"], lambda: how == "raise" or (how == "auto" and hydra_job.is_multirun())
+    )
+    if grace_s is not None:
+        manager.leave_when(watch.is_asked, departure.is_time_up)
+    return departure
 
 
 def _failure(error: BaseException | None) -> str | None:

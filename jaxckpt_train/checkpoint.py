@@ -1,19 +1,25 @@
-"""One checkpoint: save, load, look at and verify a directory that stands for itself."""
+"""One checkpoint: save, load, look at and verify a directory that stands for itself.
+
+What a path stands for when it is loaded: a checkpoint of ours, or one of another tool, read as if it were.
+
+An opened checkpoint, of ours or of another tool: what it holds, and how it is read.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import importlib.metadata
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import jax
 import msgspec
 
-from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
+from jaxckpt_train._validation import absolute_path, flag, named
 from jaxckpt_train.checkpointables.job_saving import JobSave
 from jaxckpt_train.checkpointables.loading import expect_parts, load_parts
 from jaxckpt_train.checkpointables.saving import (
@@ -25,32 +31,227 @@ from jaxckpt_train.checkpointables.saving import (
     wait_until_taken,
     write_parts,
 )
-from jaxckpt_train.errors import CorruptCheckpointError, SettingsError, StorageError, UnsupportedLeafError
-from jaxckpt_train.jobs.coordinator import Coordinator
-from jaxckpt_train.multihost import current
-from jaxckpt_train.opened import DEFAULT_NAME, Opened
+from jaxckpt_train.distributed.coordinator import Coordinator
+from jaxckpt_train.distributed.jax_service import current
+from jaxckpt_train.errors import (
+    CorruptCheckpointError,
+    MismatchError,
+    NotACheckpointError,
+    SettingsError,
+    StorageError,
+    UnsupportedLeafError,
+)
+from jaxckpt_train.formats.detect import find_file, find_in_directory
+from jaxckpt_train.formats.flax import FlaxFile
+from jaxckpt_train.formats.foreign import PYTREE, Foreign
+from jaxckpt_train.formats.orbax_metadata import in_form_of
+from jaxckpt_train.formats.safetensors import KIND as SAFETENSORS
+from jaxckpt_train.formats.torch import KIND as PYTORCH
+from jaxckpt_train.metadata import CheckpointMetadata, describe
 from jaxckpt_train.pending import PendingSave, wait_for_saves_of
+from jaxckpt_train.pytree.leaves import TreeRecord, decode_tree, has_tree
+from jaxckpt_train.pytree.patterns import Only
+from jaxckpt_train.pytree.restore import LoadOptions
+from jaxckpt_train.pytree.shared_reads import JobLoads
 from jaxckpt_train.settings import StoreSettings, checked_settings
-from jaxckpt_train.sources import main_part, operated, options_for, use_source
-from jaxckpt_train.store.answers import answer_of
-from jaxckpt_train.store.backend import Backend
-from jaxckpt_train.store.final_name import refuse_existing, refuse_left_over_name, remove_left_overs
-from jaxckpt_train.store.json_values import encode_value
-from jaxckpt_train.store.local import LocalBackend
-from jaxckpt_train.store.manifest import MAX_INFO_BYTES
-from jaxckpt_train.store.replaced import use_committed
-from jaxckpt_train.store.transaction import Committed, Transaction
+from jaxckpt_train.store.backends.base import GONE, Backend, Opener
+from jaxckpt_train.store.backends.local import LocalBackend, is_file
+from jaxckpt_train.store.committed import Committed, use_committed
+from jaxckpt_train.store.manifest import MAX_INFO_BYTES, ArrayRecord, PartRecord
+from jaxckpt_train.store.manifest_decoding import encode_value
+from jaxckpt_train.store.reader import ReadProgress
+from jaxckpt_train.store.threads import made_once
+from jaxckpt_train.store.timeouts import answer_of
+from jaxckpt_train.store.transaction import Transaction, refuse_existing, refuse_left_over_name, remove_left_overs
 from jaxckpt_train.store.verify import VerifyReport, verify_opened
 from jaxckpt_train.store.writer import Progress
-from jaxckpt_train.surgery.parsing import operations_of
-from jaxckpt_train.tree.patterns import Only
-from jaxckpt_train.tree.read_once import JobLoads
-from jaxckpt_train.tree.restore import LoadOptions
-from jaxckpt_train.value_checks import absolute_path, flag, named
+from jaxckpt_train.transforms.apply import operate, operations_of
+from jaxckpt_train.transforms.base import Operation
 
+OURS, ORBAX, FLAX = "jaxckpt_train", "Orbax", "Flax"
+DEFAULT_NAME = "state"
+IMPORTED_KIND = "imported_kind"  # in the manifest
+T = TypeVar("T")
 PathLike = str | os.PathLike[str]
-
 _BACKEND: Backend = LocalBackend()
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """An opened checkpoint.
+
+    Attributes:
+        kind: the tool that wrote it.
+        files: what it is read from.
+        committed: what it holds.
+        settings: how it is read: what has no digests cannot be verified.
+        run: the directory of its run, if it was found by that.
+        skipped: the names of newer steps of its run that cannot be restored.
+        decoding: how many times its size reading an array takes beside that, in other libraries.
+    """
+
+    kind: str
+    files: Opener
+    committed: Committed
+    settings: StoreSettings
+    run: str | None = None
+    skipped: tuple[str, ...] = ()
+    decoding: int = 0
+
+    @property
+    def wrote_tree(self) -> object:
+        """The tool whose form the trees have: of an import it is the one that it came from."""
+        return self.committed.manifest.info.get(IMPORTED_KIND, self.kind) if self.kind == OURS else self.kind
+
+    @property
+    def path(self) -> str:
+        """Where it is."""
+        return self.committed.directory
+
+    @made_once
+    def trees(self) -> Mapping[str, TreeRecord]:
+        """The checkpointables that are trees, by name; CorruptCheckpointError if one is damaged."""
+        parts = self.committed.manifest.parts
+        return {part.name: decode_tree(part, self.path) for part in parts if has_tree(part)}
+
+    def arrays(self) -> dict[str, ArrayRecord]:
+        """All arrays, by the name of their checkpointable and their leaf path."""
+        return {f"{part.name}/{array.name}": array for part in self.committed.manifest.parts for array in part.arrays}
+
+    def part(self, name: str | None) -> PartRecord:
+        """A checkpointable by its name; None: `state`, or the only tree.
+
+        Raises:
+            MismatchError: there is none such.
+            CorruptCheckpointError: it is a tree of another tool that is damaged.
+        """
+        trees = self.trees
+        state = self.committed.manifest.part(DEFAULT_NAME)
+        is_state = state is not None and (has_tree(state) or state.kind == PYTREE)
+        wanted = name or (DEFAULT_NAME if is_state else next(iter(trees), "") if len(trees) == 1 else "")
+        found = self.committed.manifest.part(wanted) if wanted else None
+        if found is None:
+            raise MismatchError(f"{self.path}: {self._why_no_part(name)}")
+        if found.kind == PYTREE and not has_tree(found) and found.files:
+            self.files.open(self.path, found.files[0].file, direct=False).close()  # which tells why it has none
+        return found
+
+    def _why_no_part(self, name: str | None) -> str:
+        there = ", ".join(repr(part.name) for part in self.committed.manifest.parts) or "none"
+        if name is not None:
+            return f"expected one of its checkpointables, found {name!r}; it has {there}"
+        if not self.trees:
+            return f"expected a checkpointable that is a tree, found none; it has {there}"
+        several = ", ".join(map(repr, self.trees))
+        return f"has no checkpointable {DEFAULT_NAME!r} but several trees, {several}; choose one with --part"
+
+
+def open_found(backend: Backend, found: Foreign | FlaxFile, settings: StoreSettings) -> Opened:
+    """Open what another tool has written.
+
+    Args:
+        backend: where.
+        found: at a path.
+        settings: how it is going to be read.
+
+    Raises:
+        NotACheckpointError: it is a file of no form that is known here, or Flax is not installed to read it.
+        CorruptCheckpointError: it is damaged; where it is the newest of Flax's no older one is taken.
+        UnsupportedLeafError: it has leaves that are not read here.
+        StorageError: it cannot be read, or does not fit into memory.
+    """
+    if isinstance(found, Foreign):
+        unverified = dataclasses.replace(settings, verify_on_load=False)
+        return Opened(found.kind, found.files, found.committed, unverified, decoding=found.decoding)
+    from jaxckpt_train.formats.detect import find_in_directory
+    from jaxckpt_train.formats.flax_msgpack import open_flax_file  # which needs Flax, and so JAX
+
+    try:
+        memory, committed = open_flax_file(backend, found, settings)
+    except StorageError as error:
+        newer = find_in_directory(backend, found.directory) if found.directory and found.is_newest else None
+        if error.errno not in GONE or newer is None or newer == found:
+            raise
+        return open_found(backend, newer, settings)  # Flax removes an older one as soon as it has a newer
+    except CorruptCheckpointError as error:
+        if found.before is None:
+            raise
+        raise CorruptCheckpointError(
+            f"{error}. It is the newest one in {found.directory}, and no older one is taken in its place; to go back "
+            f"to the one before, give {found.before}"
+        ) from error
+    return Opened(FLAX, memory, committed, settings)
+
+
+def options_for(source: Opened, options: LoadOptions) -> LoadOptions:
+    """How a tree of it is loaded."""
+    if source.wrote_tree == SAFETENSORS:
+        return dataclasses.replace(options, has_types=False)
+    if source.wrote_tree in (ORBAX, PYTORCH):
+        return dataclasses.replace(options, forms=in_form_of, has_types=False)
+    return options
+
+
+def main_part(source: Opened) -> str:
+    """The name of the checkpointable `state`, or of the only one.
+
+    Raises:
+        MismatchError: there are others only.
+    """
+    names = [part.name for part in source.committed.manifest.parts]
+    if DEFAULT_NAME in names:
+        return DEFAULT_NAME
+    if len(names) == 1:
+        return names[0]
+    raise MismatchError(
+        f"{source.path}: has no checkpointable {DEFAULT_NAME!r} but "
+        f"{', '.join(map(repr, names)) or 'none'}; choose with load_checkpointables(path, {{name: target}})"
+    )
+
+
+def operated(source: Opened, operations: Sequence[Operation]) -> Opened:
+    """With operations applied to the main one of its checkpointables."""
+    if not operations:
+        return source
+    found = operate(source.files, source.committed, main_part(source), operations, source.settings)
+    return dataclasses.replace(source, files=found.files, committed=found.committed)
+
+
+def use_source(
+    backend: Backend,
+    path: str,
+    use: Callable[[Opened], T],
+    settings: StoreSettings,
+    progress: ReadProgress | None = None,
+) -> T:
+    """Open what is at a path and call `use` with it; once more whenever another checkpoint took its place meanwhile.
+
+    Args:
+        backend: where.
+        path: of a checkpoint of ours, or of what Orbax, PyTorch, safetensors or Flax have written.
+        use: called with it.
+        settings: how it is read.
+        progress: called with 0 while it is waited for; what it raises ends that.
+
+    Raises:
+        NotACheckpointError: there is none that is known here.
+        As `open_committed` and `open_found`, and what `use` raises.
+    """
+    if answer_of(path, lambda moved: is_file(path), progress):
+        return use(open_found(backend, find_file(backend, path), settings))
+    seen: list[Committed] = []
+
+    def use_ours(committed: Committed) -> T:
+        seen.append(committed)
+        return use(Opened(OURS, backend, committed, settings))
+
+    try:
+        return use_committed(backend, path, use_ours, progress)
+    except NotACheckpointError:
+        found = None if seen else answer_of(path, lambda moved: find_in_directory(backend, path), progress)
+        if found is None:
+            raise
+    return use(open_found(backend, found, settings))
 
 
 def absolute(path: PathLike) -> str:

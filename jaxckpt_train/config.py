@@ -1,25 +1,36 @@
 """The callback's configuration as YAML has it: typed and checked.
 
 Neither Hydra nor OmegaConf is imported: what they made is recognised when they are already there.
+
+Builds the sources of preemption notices that a configuration names, or describes by `_target_`.
+
+Builds the objects that a configuration names by `_target_`: ours by ourselves, any other through Hydra.
+
+Where a fresh run takes its state from: which checkpoint, of whatever origin, which leaves of it, and how changed.
+
+What the running Hydra job says of directories. Hydra is recognised where it runs already, and never imported.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import importlib
+import inspect
+import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from jaxckpt_train.config_nodes import build_policy, build_sinks
-from jaxckpt_train.config_notices import build_notices, notice_list
-from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.initial_state import initial_state
-from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings
-from jaxckpt_train.value_checks import (
+from jaxckpt_train._validation import (
     Check,
+    absolute_path,
     anything,
     flag,
     known_keys,
+    nearest,
     one_of,
     optional,
     path_text,
@@ -31,8 +42,265 @@ from jaxckpt_train.value_checks import (
     unicode_text,
     whole,
 )
+from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.metrics.events import Owned, Sink
+from jaxckpt_train.preemption.sources import NoticeSource
+from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings
 
 _ROOT = "checkpoint"
+_LONGEST_JOB_NAME = 100
+_OPTIONS = ("only", "rename", "cast", "missing", "surgery")
+NAMES = {"gce": "GceNotice", "aws": "AwsNotice", "slurm": "SlurmNotice", "kubernetes": "KubernetesNotice"}
+_METHODS = ("start", "stop", "notice")
+_WANTED = f"one of {', '.join(map(repr, NAMES))}, a node with _target_, or an object that has start, stop and notice"
+
+
+def resolve_directory(directory: str | os.PathLike[str]) -> Path:
+    """The absolute path of a run directory.
+
+    Args:
+        directory: `~` is the user's home; a relative path starts where the command was given: under Hydra in its
+            original working directory, whatever `hydra.job.chdir` says, else in the working directory.
+
+    Raises:
+        SettingsError: it is no path, or a URL.
+    """
+    return Path(absolute_path(f"{_ROOT}.directory", directory, _hydra_value("runtime", "cwd") or ""))
+
+
+def run_directory(directory: str | os.PathLike[str]) -> Path:
+    """As `resolve_directory`; in a Hydra multirun it ends with `job_name()`: no job must continue another one."""
+    return resolve_directory(directory) / job_name()
+
+
+def hydra_directory_problem(directory: str | os.PathLike[str]) -> str | None:
+    """What is wrong with keeping checkpoints there in the running Hydra job; None: nothing, or no Hydra job runs.
+
+    Args:
+        directory: as given to `resolve_directory`.
+    """
+    output = _hydra_value("runtime", "output_dir")
+    path = resolve_directory(directory)
+    kind = "sweep" if is_multirun() else "run"
+    if output is None or not path.is_relative_to(output) or not _has_time_in_it(kind):
+        return None
+    return (
+        f"{_ROOT}.directory: {path} lies in the output folder of this Hydra run, which is a new one in every run: the "
+        f"same command will not find these checkpoints and will start anew; set {_ROOT}.directory to a path outside of "
+        f"{output}, or hydra.{kind}.dir to one without a time in it"
+    )
+
+
+def is_multirun() -> bool:
+    """Whether this process runs a job of a Hydra multirun (`--multirun`)."""
+    return getattr(_hydra_value("mode"), "name", None) == "MULTIRUN"
+
+
+def job_name() -> str:
+    """In a Hydra multirun, a directory name made from the job's overrides; empty elsewhere."""
+    if not is_multirun():
+        return ""
+    overrides = _hydra_value("overrides", "task") or ()
+    whole = ",".join(sorted(one for one in overrides if one.partition("=")[0].lstrip("+~") != f"{_ROOT}.directory"))
+    plain = re.sub(r"[^A-Za-z0-9._=,+-]", "_", whole)
+    if plain == whole and len(plain) <= _LONGEST_JOB_NAME:
+        return plain
+    return f"{plain[:_LONGEST_JOB_NAME]}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+
+
+def _has_time_in_it(kind: str) -> bool:
+    """Whether the template of the output folder, hydra.run.dir or hydra.sweep.dir, makes a new one in every run."""
+    omegaconf: Any = sys.modules["omegaconf"]
+    return "${now" in str(omegaconf.OmegaConf.to_container(_hydra_value(kind), resolve=False))
+
+
+def _hydra_value(*path: str) -> Any:
+    """A value of the running Hydra job's own configuration; None: it is not set, or no Hydra job runs."""
+    module: Any = sys.modules.get("hydra.core.hydra_config")
+    if module is None or not module.HydraConfig.initialized():
+        return None
+    node = module.HydraConfig.get()
+    for name in path:
+        node = None if node is None else node.get(name)
+    return node
+
+
+def initial_state(subject: str, value: Any) -> Any:
+    """A path, or a mapping with `path` and what `jaxckpt_train.load` takes: only, rename, cast, missing, surgery.
+
+    Raises:
+        SettingsError: it is neither, or an option is wrong.
+    """
+    if not isinstance(value, Mapping):
+        return path_text(subject, value)
+    # Which need JAX: a configuration is looked at without.
+    from jaxckpt_train.pytree.restore import LoadOptions
+    from jaxckpt_train.transforms.apply import operations_of
+
+    given = known_keys(subject, value, ("path", *_OPTIONS))
+    if "path" not in given:
+        raise SettingsError(f"{subject}: expected path, of a checkpoint, found {', '.join(given) or 'nothing'}")
+    found = {"path": path_text(f"{subject}.path", given.pop("path")), **given}
+    found["surgery"] = operations_of(f"{subject}.surgery", given.get("surgery"))
+    try:
+        LoadOptions(**{name: option for name, option in given.items() if name != "surgery"})
+    except SettingsError as error:
+        raise SettingsError(f"{subject}: {error}") from error
+    return found
+
+
+def path_and_options(value: Any) -> tuple[Any, dict[str, Any]]:
+    """Both as `jaxckpt_train.load` takes them."""
+    checked = initial_state("init_from", value)
+    if not isinstance(checked, dict):
+        return checked, {}
+    return checked["path"], {name: option for name, option in checked.items() if name != "path"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What a node is to make.
+
+    Attributes:
+        kind: of it, in one word.
+        has: what an object of the kind has, for messages.
+        fits: whether an object is one.
+        is_ours: whether a public name of this package, also within a node, makes such objects.
+    """
+
+    kind: str
+    has: str
+    fits: Callable[[Any], bool]
+    is_ours: Callable[[Any], bool]
+
+
+def build_policy(subject: str, value: Any, method: str) -> Any:
+    """None, or an object with the method, built first if `value` is a node with `_target_`."""
+
+    def is_ours(found: Any) -> bool:
+        return hasattr(found, "should_save") or hasattr(found, "should_preserve")
+
+    wanted = Wanted("policy", f"has {method}(...)", lambda made: callable(getattr(made, method, None)), is_ours)
+    return None if value is None else _built_node(subject, value, wanted)
+
+
+def build_sinks(subject: str, values: list[Any]) -> tuple[Sink, ...]:
+    """The sinks of a list; one that is a node with `_target_` is built first, and closed with the run."""
+
+    def is_ours(found: Any) -> bool:
+        module, name = str(getattr(found, "__module__", "")), str(getattr(found, "__name__", ""))
+        return module.startswith(f"{__package__}.sinks.") or (module == __package__ and name.endswith("Sink"))
+
+    wanted = Wanted("sink", "is called with every event", callable, is_ours)
+    sinks = []
+    for position, value in enumerate(values):
+        sink = _built_node(f"{subject}[{position}]", value, wanted)
+        sinks.append(Owned(sink) if isinstance(value, Mapping) else sink)
+    return tuple(sinks)
+
+
+def _built_node(subject: str, value: Any, wanted: Wanted) -> Any:
+    made = instantiated(subject, value, wanted) if isinstance(value, Mapping) else value
+    if isinstance(made, type) or not wanted.fits(made):
+        refuse(subject, f"a node with _target_, or an object, that {wanted.has}", value)
+    return made
+
+
+def instantiated(subject: str, node: Any, wanted: Wanted) -> Any:
+    """A node with everything in it that has a `_target_` built.
+
+    Raises:
+        SettingsError: something cannot be built.
+    """
+    if isinstance(node, (list, tuple)):
+        return [instantiated(f"{subject}[{position}]", child, wanted) for position, child in enumerate(node)]
+    if not isinstance(node, Mapping):
+        return node
+    arguments = {key: instantiated(f"{subject}.{key}", child, wanted) for key, child in node.items()}
+    target = arguments.pop("_target_", None)
+    if target is None:
+        return arguments
+    package, _, name = text(f"{subject}._target_", target).partition(".")
+    if package == __package__:
+        return _own(subject, name, arguments, wanted)
+    return _foreign(subject, target, arguments)
+
+
+def _own(subject: str, name: str, arguments: Mapping[str, Any], wanted: Wanted) -> Any:
+    package = importlib.import_module(__package__)  # when called, not when imported: this is a lower layer
+    if name not in package.__all__:
+        like = [each for each in package.__all__ if nearest(name, [each]) and wanted.is_ours(getattr(package, each))]
+        raise SettingsError(f'{subject}: {__package__} has no {wanted.kind} "{name}"{nearest(name, like)}')
+    make = getattr(package, name)
+    if not wanted.is_ours(make):
+        refuse(subject, f"a {wanted.kind}", f"{__package__}.{name}")
+    signature = inspect.signature(make)
+    known_keys(f"{subject} ({name})", arguments, list(signature.parameters))
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise SettingsError(f"{subject}: {name}{signature}: {error}") from error
+    try:
+        return make(**arguments)
+    except SettingsError as error:
+        raise SettingsError(f"{subject}: {error}") from error
+
+
+def _foreign(subject: str, target: str, arguments: Mapping[str, Any]) -> Any:
+    try:
+        import hydra.errors
+        import hydra.utils
+    except ImportError as error:
+        raise SettingsError(
+            f"{subject}: {target} is not one of {__package__}'s, and building it takes Hydra: "
+            "install jaxckpt-train[hydra], or pass the object to CheckpointCallback"
+        ) from error
+    try:
+        return hydra.utils.instantiate({"_target_": target, **arguments})
+    except hydra.errors.InstantiationException as error:
+        raise SettingsError(f"{subject}: cannot build {target}: {error}") from error
+
+
+def notice_list(subject: str, value: Any) -> list[Any]:
+    """A list of what `build_notices` takes, as a check of `jaxckpt_train._validation`."""
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Collection):
+        refuse(subject, "a list of sources of notices, such as [slurm]", value)
+    for position, one in enumerate(value):
+        if isinstance(one, str) and one not in NAMES:
+            raise SettingsError(f"{subject}[{position}]: expected {_WANTED}, found {one!r}{nearest(one, NAMES)}")
+        if isinstance(one, Mapping) and "_target_" not in one:
+            refuse(f"{subject}[{position}]", _WANTED, dict(one))
+        if not isinstance(one, (str, Mapping)) and not _is_source(one):
+            refuse(f"{subject}[{position}]", _WANTED, one)
+    return list(value)
+
+
+def build_notices(subject: str, value: Any) -> tuple[NoticeSource, ...]:
+    """The sources, built where they are only named or described.
+
+    Raises:
+        SettingsError: one cannot be built, or is none.
+    """
+    return tuple(
+        _built_notice(f"{subject}[{position}]", one) for position, one in enumerate(notice_list(subject, value))
+    )
+
+
+def _built_notice(subject: str, one: Any) -> NoticeSource:
+    source = {"_target_": f"{__package__}.{NAMES[one]}"} if isinstance(one, str) else one
+    if isinstance(source, Mapping):
+        wanted = Wanted(
+            "source of notices", "has start, stop and notice", _is_source, lambda found: hasattr(found, "notice")
+        )
+        source = instantiated(subject, source, wanted)
+    if not _is_source(source):
+        refuse(subject, _WANTED, one)
+    built: NoticeSource = source
+    return built
+
+
+def _is_source(value: Any) -> bool:
+    return not isinstance(value, type) and all(callable(getattr(value, method, None)) for method in _METHODS)
 
 
 @dataclasses.dataclass(kw_only=True)

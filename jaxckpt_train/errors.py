@@ -19,12 +19,43 @@ The classes derive from each other as follows:
     ├── CheckpointTimeoutError (also TimeoutError)
     ├── OtherProcessError                 another process of this job failed at what all of them do together
     └── Preempted                         the loop was asked to leave and its state is saved
+
+What fails besides, while another error is on its way: it is noted there, and does not hide it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import traceback
+from collections.abc import Iterator
 from typing import Any
+
+_log = logging.getLogger("jaxckpt_train")
+
+
+def is_success(stop: BaseException) -> bool:
+    """Whether it ends a process, a generator or a task as if all were well."""
+    if isinstance(stop, SystemExit):
+        return stop.code is None or (isinstance(stop.code, int) and stop.code & 0xFF == 0)
+    return not isinstance(stop, Exception | KeyboardInterrupt)
+
+
+@contextlib.contextmanager
+def closing_besides(error: BaseException | None, subject: str) -> Iterator[None]:
+    """Within: `subject` is closed, as the end of a `with` does on `error`; what fails then is a note of that error.
+
+    An error that says that all is well, as `sys.exit(0)` does, tells nobody: what failed is raised in its place. An
+    interrupt meanwhile always comes through, or whoever catches the error would go on.
+    """
+    try:
+        yield
+    except BaseException as failure:
+        if error is None or is_success(error) or not isinstance(failure, Exception):
+            raise
+        _log.exception("closing %s failed while another error was on its way", subject)
+        told = str(failure) or type(failure).__name__
+        error.add_note(f"besides, closing {subject} failed: {told}")
 
 
 class CheckpointError(Exception):

@@ -93,13 +93,6 @@ def code_of(stop: BaseException) -> int:
     return (code & 0xFF if isinstance(code, int) else 0) or 1
 
 
-def is_success(stop: BaseException) -> bool:
-    """Whether it ends a process, a generator or a task as if all were well."""
-    if isinstance(stop, SystemExit):
-        return stop.code is None or (isinstance(stop.code, int) and stop.code & 0xFF == 0)
-    return not isinstance(stop, Exception | KeyboardInterrupt)
-
-
 def _plain(stream: Any) -> Any:
     return stream._stream if isinstance(stream, _LastFlush) else stream
 

@@ -6,20 +6,17 @@ import dataclasses
 import math
 from typing import Any, Literal
 
+from jaxckpt_train._validation import shown
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.value_checks import shown
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-
 Durability = Literal["full", "file", "none"]
 DigestName = Literal["xxh3-128", "sha256", "blake3"]
 SnapshotMode = Literal["auto", "host", "device", "stream"]
 NonFinite = Literal["allow", "warn", "reject"]
 Colocated = bool | Literal["auto"]
-
 DEFAULT_IO_THREADS = 2
 STALL_TIMEOUT_S = 60.0  # of a step manager and whoever makes one
-
 _CHOICES: dict[str, tuple[object, ...]] = {
     "durability": ("full", "file", "none"),
     "digest": ("xxh3-128", "sha256", "blake3"),

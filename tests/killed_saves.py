@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.store import machine
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store import process_identity as machine
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.faults.forking import forked
 
 OF_KILLED_SAVES = [

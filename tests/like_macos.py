@@ -75,6 +75,6 @@ for _module, _name in ((os, "open"), (os, "readlink"), (os, "scandir"), (io, "op
     _without_proc(_module, _name)
 sys.platform = "darwin"
 
-from jaxckpt_train.store import local_names  # noqa: E402
+from jaxckpt_train.store.backends import local_names  # noqa: E402
 
 local_names._of_the_c_library = {"renamex_np": _renamex_np}.get  # type: ignore[assignment]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train import hydra_job
+from jaxckpt_train import config as hydra_job
 
 
 @pytest.mark.parametrize(

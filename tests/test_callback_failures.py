@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.steps.fake_backends import callback_on
 from tests.steps.runs import state_of
 

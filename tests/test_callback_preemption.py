@@ -13,7 +13,7 @@ import jax
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train import hydra_job
+from jaxckpt_train import config as hydra_job
 from tests.signal_handlers import WATCHED, handlers_put_back
 from tests.steps.runs import Counter, made_run, state_of, step_of
 

@@ -18,7 +18,7 @@ import safetensors.numpy
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxckpt_train as jct
-from jaxckpt_train.store import final_name
+from jaxckpt_train.store import transaction as final_name
 from jaxckpt_train.store.verify import verify_opened
 from tests.tree.same_trees import assert_same, raw
 

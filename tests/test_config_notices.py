@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.config import callback_arguments
-from jaxckpt_train.config_notices import NAMES, build_notices
+from jaxckpt_train.config import NAMES, build_notices, callback_arguments
 
 
 @dataclasses.dataclass

@@ -14,7 +14,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.faults.forking import Tell, forked
 from tests.killed_saves import OF_KILLED_SAVES, assert_holds, dead_attempt, names
 from tests.overwritten import damage

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.tree.same_trees import assert_same
 
 pytestmark = pytest.mark.timeout(120)
@@ -49,8 +49,8 @@ def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.mark.parametrize("save", [jct.save, jct.save_async], ids=["save", "save_async"])
 def test_who_saves_there_is_told(disk: Stuck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any) -> None:
-    monkeypatch.setattr("jaxckpt_train.store.answers.GIVE_UP_S", 0.1)
-    monkeypatch.setattr("jaxckpt_train.store.answers.LOOK_S", 0.05)
+    monkeypatch.setattr("jaxckpt_train.store.timeouts.GIVE_UP_S", 0.1)
+    monkeypatch.setattr("jaxckpt_train.store.timeouts.LOOK_S", 0.05)
     with pytest.raises(jct.CheckpointTimeoutError, match=r"runs/c: its disk has not answered for 0 s"):
         save(tmp_path / "runs" / "c", STATE)
     disk.go.set()

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train.goodput_table import COLUMNS, MOST_ROWS, _duration, print_goodput
-from jaxckpt_train.steps.attempts import Attempt, Stretch
-from jaxckpt_train.steps.goodput import Goodput, goodput
+from jaxckpt_train.run.goodput import COLUMNS, MOST_ROWS, Attempt, Goodput, Stretch, _duration, goodput, print_goodput
 from tests.steps.runs import START
 
 

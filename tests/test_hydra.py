@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train.config import CheckpointConfig, StoreConfig, callback_arguments
+from jaxckpt_train.config import CheckpointConfig, StoreConfig, callback_arguments, is_multirun, resolve_directory
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.hydra_job import is_multirun, resolve_directory
 from jaxckpt_train.settings import StoreSettings
 
 PRESETS = sorted(file.stem for file in (Path(__file__).parent.parent / "configs" / "checkpoint").glob("*.yaml"))
@@ -321,7 +320,7 @@ def test_neither_hydra_nor_jax_is_imported_by_the_configuration(run_python: Any)
     program = """
 import sys
 from jaxckpt_train.config import callback_arguments
-from jaxckpt_train.hydra_job import hydra_directory_problem, resolve_directory
+from jaxckpt_train.config import hydra_directory_problem, resolve_directory
 callback_arguments({"directory": "a"}), hydra_directory_problem("a"), resolve_directory("a")
 print([name for name in ("hydra", "omegaconf", "jax", "numpy") if name in sys.modules])
 """

@@ -30,7 +30,7 @@ import os, sys
 from tests import like_macos
 import jax.numpy as jnp
 import jaxckpt_train as jct
-from jaxckpt_train.jobs.near_memory import NearMemory
+from jaxckpt_train.distributed.shared_memory import NearMemory
 
 root, plain = sys.argv[1], []
 fsync = os.fsync

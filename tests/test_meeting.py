@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from benchmarks.counted_values import CountedValues, ValuesOfProcess
+from jaxckpt_train.distributed import rendezvous as meeting_module
+from jaxckpt_train.distributed.coordinator import ManyProcesses
+from jaxckpt_train.distributed.rendezvous import PACK, SMALL_BYTES, GivenValues
 from jaxckpt_train.errors import CheckpointTimeoutError, OtherProcessError, StorageError
-from jaxckpt_train.jobs import meeting as meeting_module
-from jaxckpt_train.jobs.coordinator import ManyProcesses
-from jaxckpt_train.jobs.given_values import PACK, SMALL_BYTES, GivenValues
 
 LIMIT_S = 60.0
 

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import jaxckpt_train as jct
-from jaxckpt_train.sinks import measures
+from jaxckpt_train.metrics import exporters as measures
 from tests.sinks.events import RESTORED, SAVED
 from tests.sinks.test_sinks_of_runs import train
 from tests.test_readme import code_blocks, names

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.loopback import free_address
-from jaxckpt_train.multihost import SingleProcess, current
+from jaxckpt_train.distributed.jax_service import SingleProcess, current
 from tests.conftest import RunPython
 
 ONE_PROCESS = """

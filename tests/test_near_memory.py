@@ -14,12 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxckpt_train.jobs import near_memory
-from jaxckpt_train.jobs.coordinator import SingleProcess
-from jaxckpt_train.jobs.near_memory import NearMemory
-from jaxckpt_train.jobs.neighbours import neighbours
-from jaxckpt_train.store.mailbox import Letters, Mailbox
-from jaxckpt_train.store.shared_memory import SharedMemory
+from jaxckpt_train.distributed import shared_memory as near_memory
+from jaxckpt_train.distributed.coordinator import SingleProcess
+from jaxckpt_train.distributed.shared_memory import Letters, Mailbox, NearMemory, SharedMemory, neighbours
 from tests.interrupts import interrupt_at
 from tests.open_memory import left_open
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train import outcome
+from jaxckpt_train import pending as outcome
 from jaxckpt_train.pending import PendingSave, start_save
 
 pytestmark = pytest.mark.timeout(60)

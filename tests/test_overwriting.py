@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.store import local
-from jaxckpt_train.store.left_overs import remove_dead_attempts
-from jaxckpt_train.store.local import LocalBackend
-from jaxckpt_train.store.strangers import strangers
+from jaxckpt_train.store.backends import local
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.removal import remove_dead_attempts, strangers
 from jaxckpt_train.store.transaction import Transaction
 from tests.file_content import content
 from tests.killed_saves import OF_KILLED_SAVES, dead_attempt, killed_after_the_exchange, names, save_under

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train import unfinished
+from jaxckpt_train import pending as unfinished
 from jaxckpt_train.pending import PendingSave, start_save
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.steps.step_save import CALL_S
+from jaxckpt_train.run.saving import CALL_S
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -13,10 +13,10 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train import pending as pending_module
-from jaxckpt_train import unfinished
+from jaxckpt_train import pending as unfinished
 from jaxckpt_train.pending import PendingSave, start_save
-from jaxckpt_train.steps import step_save
-from jaxckpt_train.steps.step_save import StepSave
+from jaxckpt_train.run import saving as step_save
+from jaxckpt_train.run.saving import StepSave
 from tests.interrupts import interrupt_at
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxckpt_train.progress import progress_line, wants_progress
+from jaxckpt_train.inspection.units import progress_line, wants_progress
 from tests.conftest import REPO_ROOT
 from tests.steps.runs import made_run
 

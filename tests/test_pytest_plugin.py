@@ -40,7 +40,7 @@ def test_the_fixture_proves_the_loop_of_a_test_file(run_python: Any, tmp_path: P
         program, "-q", *more, f"--basetemp={tmp_path / 'temp'}", tmp_path, cwd=tmp_path, env=alone, fresh=True
     )
     assert done.stdout.splitlines()[-1].startswith("1 failed, 1 passed"), done.stdout
-    assert "E       jaxckpt_train.testing.failures.ResumeNotProvenError: the interrupted run, process 1" in done.stdout
+    assert "E       jaxckpt_train.testing.attempts.ResumeNotProvenError: the interrupted run, process 1" in done.stdout
     assert "resume_proof(train, kill_at=4)" in done.stdout
     assert "attempts.py" not in done.stdout  # pytest shows the line of the test, and nothing below it
     left = {file.name for file in (tmp_path / "temp").glob("*/resume-proof-1/interrupted/*")}

@@ -20,7 +20,7 @@ import pytest
 from flax import nnx
 
 import jaxckpt_train as jct
-from jaxckpt_train.steps import loop_state
+from jaxckpt_train import loop as loop_state
 from tests.steps.fake_backends import RefusingBackend, callback_on
 from tests.steps.runs import Counter, state_of, step_of
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.store import local
-from jaxckpt_train.store.left_overs import remove_dead_attempts
-from jaxckpt_train.store.local import LocalBackend, side_name
+from jaxckpt_train.store.backends import local
+from jaxckpt_train.store.backends.local import LocalBackend, side_name
+from jaxckpt_train.store.removal import remove_dead_attempts
 from tests.faults.forking import Tell, forked
 from tests.file_content import content
 from tests.killed_saves import OF_KILLED_SAVES, assert_holds, dead_attempt, die, names, save_under

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.steps.goodput import Goodput
+from jaxckpt_train.run.goodput import Goodput
 from tests.signal_handlers import WATCHED, handlers_put_back
 from tests.steps.fake_backends import HoldingBackend, RefusingBackend, callback_on
 from tests.steps.runs import Counter, made_run, state_of, talking_to
@@ -243,8 +243,8 @@ def test_a_history_whose_disk_does_not_answer_keeps_nobody_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made_run(tmp_path, 10)
-    monkeypatch.setattr("jaxckpt_train.store.answers.GIVE_UP_S", 0.02)
-    monkeypatch.setattr("jaxckpt_train.store.answers.LOOK_S", 0.02)
+    monkeypatch.setattr("jaxckpt_train.store.timeouts.GIVE_UP_S", 0.02)
+    monkeypatch.setattr("jaxckpt_train.store.timeouts.LOOK_S", 0.02)
     backend = HoldingBackend("open", "history.jsonl")
     with pytest.raises(jct.CheckpointTimeoutError, match="has not answered"):
         callback_on(backend, tmp_path).summary()

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 from sklearn.datasets import load_digits
 
-from jaxckpt_train.loops.keras_callback import KerasCheckpoint
+from jaxckpt_train.integrations.keras import KerasCheckpoint
 
 BATCH_SIZE, STEPS_PER_EPOCH, HELD_OUT = 32, 40, 300
 

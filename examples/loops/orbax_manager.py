@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from sklearn.datasets import load_digits
 
-from jaxckpt_train.loops import orbax_manager as ocp  # was: import orbax.checkpoint as ocp
+from jaxckpt_train.integrations import orbax_manager as ocp  # was: import orbax.checkpoint as ocp
 
 OPTIMIZER = optax.adam(1e-2)
 

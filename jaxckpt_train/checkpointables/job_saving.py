@@ -13,30 +13,31 @@ from typing import Any
 
 import msgspec
 
-from jaxckpt_train.checkpointables.job_sameness import Sameness, refuse_differences
 from jaxckpt_train.checkpointables.saving import (
+    Sameness,
     SaveTimes,
     StagedPart,
     close_parts,
     look_at_values,
     movement_of,
+    refuse_differences,
     stage_all,
     undone_on_error,
     value_file,
     wait_for_devices,
 )
+from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.errors import CheckpointError, OtherProcessError, StorageError
-from jaxckpt_train.jobs.coordinator import Coordinator
 from jaxckpt_train.pending import Movement
+from jaxckpt_train.pytree.leaves import encode_tree
+from jaxckpt_train.pytree.partition import JobShares
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.attempt import Attempt
-from jaxckpt_train.store.backend import Backend
+from jaxckpt_train.store.backends.base import Backend
+from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.manifest import BLOCK_BYTES, FORMAT, FORMAT_VERSION, FileRecord, Manifest, PartRecord
 from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, decode_index, encode_index, merge_indexes
-from jaxckpt_train.store.transaction import Committed, Transaction
+from jaxckpt_train.store.transaction import Attempt, Transaction
 from jaxckpt_train.store.writer import WrittenArrays, write_arrays
-from jaxckpt_train.tree.job_shares import JobShares
-from jaxckpt_train.tree.leaf_records import encode_tree
 
 _DIFFERS = b"differs"
 

@@ -8,31 +8,29 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxckpt_train.checkpointables.contract import Json
-from jaxckpt_train.checkpointables.fingerprint import DATA_NAME, check_fingerprint, current_fingerprint
+from jaxckpt_train._validation import named
+from jaxckpt_train.checkpointables.base import Json
+from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, check_fingerprint, current_fingerprint
 from jaxckpt_train.checkpointables.registry import handler_for_load, handler_of
 from jaxckpt_train.checkpointables.saving import value_file
+from jaxckpt_train.distributed.jax_service import current
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError
-from jaxckpt_train.multihost import current
+from jaxckpt_train.pytree.flatten import refused_if_too_deep
+from jaxckpt_train.pytree.leaves import has_tree
+from jaxckpt_train.pytree.patterns import Only
+from jaxckpt_train.pytree.restore import LoadOptions, TreeRestore
+from jaxckpt_train.pytree.shared_reads import JobLoads
+from jaxckpt_train.pytree.target import wanted_shardings
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.answers import answer_of, have_closed
-from jaxckpt_train.store.backend import Opener
-from jaxckpt_train.store.held_files import HeldFiles
-from jaxckpt_train.store.json_values import decode_value
-from jaxckpt_train.store.made_once import made_once
+from jaxckpt_train.store.backends.base import Opener
+from jaxckpt_train.store.committed import Committed, refuse_another
+from jaxckpt_train.store.files import read_recorded
 from jaxckpt_train.store.manifest import NOT_JSON, FileRecord, PartRecord
-from jaxckpt_train.store.plain_files import read_recorded
-from jaxckpt_train.store.reader import Progress
-from jaxckpt_train.store.replaced import refuse_another
-from jaxckpt_train.store.transaction import Committed
+from jaxckpt_train.store.manifest_decoding import decode_value
+from jaxckpt_train.store.reader import HeldFiles, ReadProgress
+from jaxckpt_train.store.threads import made_once
+from jaxckpt_train.store.timeouts import answer_of, have_closed
 from jaxckpt_train.store.verify import file_problems
-from jaxckpt_train.tree.given_shardings import wanted_shardings
-from jaxckpt_train.tree.leaf_records import has_tree
-from jaxckpt_train.tree.paths import refused_if_too_deep
-from jaxckpt_train.tree.patterns import Only
-from jaxckpt_train.tree.read_once import JobLoads
-from jaxckpt_train.tree.restore import LoadOptions, TreeRestore
-from jaxckpt_train.value_checks import named
 
 T = TypeVar("T")
 
@@ -47,7 +45,7 @@ class OpenPart:
         part: PartRecord,
         settings: StoreSettings,
         options: LoadOptions,
-        progress: Progress | None,
+        progress: ReadProgress | None,
         loads: JobLoads,
     ) -> None:
         self._files, self._committed, self._part, self._loads = files, committed, part, loads
@@ -124,7 +122,7 @@ def load_parts(
     targets: Mapping[str, Any],
     settings: StoreSettings,
     options: LoadOptions,
-    progress: Progress | None = None,
+    progress: ReadProgress | None = None,
     loads: JobLoads | None = None,
 ) -> dict[str, Any]:
     """Restore the named checkpointables into their targets; a target of None means without one.
@@ -182,7 +180,7 @@ def _load_parts(
     targets: Mapping[str, Any],
     settings: StoreSettings,
     options: LoadOptions,
-    progress: Progress | None,
+    progress: ReadProgress | None,
     loads: JobLoads,
 ) -> dict[str, Any]:
     jobs = []

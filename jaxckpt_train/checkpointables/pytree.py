@@ -7,11 +7,10 @@ import dataclasses
 import inspect
 from typing import Any
 
-from jaxckpt_train.checkpointables.contract import Json, Saved, Staged
-from jaxckpt_train.checkpointables.per_process_value import own_value, stage_own
+from jaxckpt_train.checkpointables.base import ORBAX_GRAIN, Json, Saved, Staged
+from jaxckpt_train.checkpointables.iterator_state import own_value, stage_own
+from jaxckpt_train.distributed.jax_service import current
 from jaxckpt_train.errors import MismatchError, UnsupportedLeafError
-from jaxckpt_train.formats.orbax_grain import ORBAX_GRAIN
-from jaxckpt_train.multihost import current
 
 
 class PytreeHandler:

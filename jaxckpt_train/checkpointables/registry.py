@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from jaxckpt_train.checkpointables.contract import Handler, Saved, Staged
-from jaxckpt_train.checkpointables.grain_iterator import GrainHandler
-from jaxckpt_train.checkpointables.per_process_value import PerProcessHandler
+from jaxckpt_train.checkpointables.base import Handler, Saved, Staged
+from jaxckpt_train.checkpointables.grain import GrainHandler
+from jaxckpt_train.checkpointables.iterator_state import PerProcessHandler
 from jaxckpt_train.checkpointables.pytree import GetSetStateHandler, JsonHandler, PytreeHandler
 from jaxckpt_train.checkpointables.stateful import StatefulHandler
 from jaxckpt_train.errors import MismatchError, SettingsError
-from jaxckpt_train.tree.paths import refuse_too_deep
+from jaxckpt_train.pytree.flatten import refuse_too_deep
 
 _OWN: tuple[Handler, ...] = (
     GrainHandler(),
@@ -56,7 +56,7 @@ def register_handler(taken: type, handler: Any) -> None:
     Args:
         taken: the type; instances of subclasses are taken too.
         handler: an object with `stage(value) -> Staged` and `restore(target, saved) -> value`; see
-            `jaxckpt_train.checkpointables.contract`. Optional attributes: `kind` (text recorded in the checkpoint, by
+            `jaxckpt_train.checkpointables.base`. Optional attributes: `kind` (text recorded in the checkpoint, by
             which the handler is found when there is no target; default: the type's name), `restores`, `early` and
             `compare`.
 
@@ -76,7 +76,7 @@ def _handlers() -> list[Handler]:
     """All handlers in the order in which they are asked. Flax's comes in once the user has imported Flax."""
     known: list[Handler] = [*_registered, *_OWN]
     if "flax" in sys.modules:
-        from jaxckpt_train.checkpointables.nnx_objects import NnxHandler
+        from jaxckpt_train.checkpointables.nnx import NnxHandler
 
         known.insert(len(_registered), NnxHandler())
     return [*known, _PYTREE]

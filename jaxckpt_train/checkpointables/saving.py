@@ -1,4 +1,7 @@
-"""Saves checkpointables: staged on the caller's thread, written and committed on any other."""
+"""What the processes of a job must save alike: compared as one digest, and one by one to name what differs.
+
+Saves checkpointables: staged on the caller's thread, written and committed on any other.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,35 @@ import functools
 import logging
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
-from jaxckpt_train.checkpointables.colocated_saving import write_on_hosts
-from jaxckpt_train.checkpointables.contract import NOTHING, Staged
+from jaxckpt_train._validation import named
+from jaxckpt_train.checkpointables.base import NOTHING, Staged
 from jaxckpt_train.checkpointables.registry import handler_of
-from jaxckpt_train.errors import CheckpointTimeoutError, NonFiniteError, SettingsError, UnsupportedLeafError
+from jaxckpt_train.errors import (
+    CheckpointTimeoutError,
+    MismatchError,
+    NonFiniteError,
+    SettingsError,
+    UnsupportedLeafError,
+)
 from jaxckpt_train.pending import LAST_PATIENCE_S, Movement, PendingSave, start_save
+from jaxckpt_train.pytree.colocated.transfer import write_on_hosts
+from jaxckpt_train.pytree.copies import Ahead
+from jaxckpt_train.pytree.flatten import refuse_too_deep, refused_if_too_deep
+from jaxckpt_train.pytree.leaves import encode_tree
+from jaxckpt_train.pytree.partition import JobShares
+from jaxckpt_train.pytree.snapshot import Snapshot, snapshot
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backend import Backend
-from jaxckpt_train.store.digests import digest_function
-from jaxckpt_train.store.json_values import encode_value
+from jaxckpt_train.store.backends.base import Backend
+from jaxckpt_train.store.committed import Committed
+from jaxckpt_train.store.files import block_digests, digest_function
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
     FORMAT,
@@ -34,18 +51,15 @@ from jaxckpt_train.store.manifest import (
     is_plain_name,
     what_is_a_plain_name,
 )
-from jaxckpt_train.store.transaction import Committed, Transaction
-from jaxckpt_train.store.writer import Progress, write_arrays
-from jaxckpt_train.tree.job_shares import JobShares
-from jaxckpt_train.tree.leaf_records import encode_tree
-from jaxckpt_train.tree.paths import refuse_too_deep, refused_if_too_deep
-from jaxckpt_train.tree.snapshot import Snapshot, snapshot
-from jaxckpt_train.tree.transfers import Ahead
-from jaxckpt_train.value_checks import named
+from jaxckpt_train.store.manifest_decoding import encode_value
+from jaxckpt_train.store.segment import ChunkSource
+from jaxckpt_train.store.transaction import Transaction
+from jaxckpt_train.store.writer import Progress, WrittenArrays, write_arrays
 
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
 SHOWN_LEAVES = 5
+SHOWN = 5
 
 
 class OwnFiles:
@@ -348,3 +362,102 @@ def _write_part(
 def value_file(name: str, process: int = 0) -> str:
     """The file of a checkpointable that is a value, of one process; the first one's may stand for all."""
     return f"{name}/p{process:05d}.json"
+
+
+class Sameness:
+    """Of one process.
+
+    Args:
+        digest_name: of the checkpoint.
+    """
+
+    def __init__(self, digest_name: str) -> None:
+        self._digest = digest_function(digest_name)
+        self._parts: list[StagedPart] = []
+        self._local: dict[str, str] = {}  # by the label of a leaf that each process has for itself
+
+    def add_part(self, part: StagedPart) -> None:
+        """What is the same of every kind of checkpointable."""
+        self._parts.append(part)
+
+    def add_local(self, part: StagedPart, written: WrittenArrays) -> None:
+        """The arrays that each process has for itself, of which `written` are those of this one."""
+        assert part.snapshot is not None
+        for number in part.snapshot.local:
+            array, other = written.arrays[number], part.snapshot.compared.get(number)
+            if other is None:
+                found = sorted((chunk.box, chunk.digests) for chunk in array.chunks)
+            else:
+                found = sorted((chunk.box, self._digests(chunk)) for chunk in other if chunk.data.nbytes)
+            self._local[f"{part.name}/{array.name}"] = self._digest(msgspec.msgpack.encode(found))
+
+    def _digests(self, chunk: ChunkSource) -> str:
+        data = chunk.data.fetch() if hasattr(chunk.data, "fetch") else np.asarray(chunk.data)
+        flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        return block_digests(flat, BLOCK_BYTES, self._digest)
+
+    def of_own_values(self, parts: Sequence[StagedPart]) -> dict[str, str]:
+        """What tells whether the values that each process has for itself are equal, by checkpointable."""
+        return {part.name: self._digest(part.same) for part in parts if part.same is not None}
+
+    def digest(self) -> str:
+        """One of all."""
+        return self._digest(msgspec.msgpack.encode(self._all(one_by_one=False)))
+
+    def encoded(self) -> bytes:
+        """All one by one, for `refuse_differences`."""
+        return msgspec.msgpack.encode(self._all(one_by_one=True))
+
+    def _all(self, *, one_by_one: bool) -> list[tuple[str, str]]:
+        found = [each for part in self._parts for each in self._of_part(part, one_by_one=one_by_one)]
+        return found + [(f"leaf {name!r}: its values", digest) for name, digest in self._local.items()]
+
+    def _of_part(self, part: StagedPart, *, one_by_one: bool) -> Iterator[tuple[str, str]]:
+        label = f"checkpointable {part.name!r}"
+        yield f"{label}: its kind", part.kind
+        if part.value is not None and part.same is None:
+            yield f"{label}: its value", self._digest(part.value)
+        if part.snapshot is None:
+            return
+        local = set(part.snapshot.local)
+        forms = {
+            array.name: (array.shape, str(array.dtype), number in local)
+            for number, array in enumerate(part.snapshot.arrays)
+        }
+        record = part.snapshot.record
+        if not one_by_one:
+            yield label, self._digest(msgspec.msgpack.encode((record.containers, record.leaves, forms)))
+            return
+        yield f"{label}: its structure", self._digest(msgspec.msgpack.encode(record.containers))
+        for name, leaf in record.leaves.items():
+            yield f"leaf {f'{part.name}/{name}'!r}", self._digest(msgspec.msgpack.encode((leaf, forms.get(name))))
+
+
+def refuse_differences(values: Sequence[bytes]) -> bytes:
+    """In process 0: say what differs.
+
+    Raises:
+        MismatchError: always.
+    """
+    found = [dict(msgspec.msgpack.decode(value, type=list[tuple[str, str]])) for value in values]
+    lines = []
+    for label in {label: None for each in found for label in each}:
+        digests = [each.get(label) for each in found]
+        if len(set(digests)) > 1:
+            lines.append(f"{label}: {_told(digests)}")
+    shown = "; ".join(lines[:SHOWN]) or "something that is not the same at every look"
+    more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    raise MismatchError(
+        f"the processes of this job do not save the same: {shown}{more}. What every process has for itself must be "
+        "equal in all of them; make one array of it that spans the devices of all"
+    )
+
+
+def _told(digests: Sequence[str | None]) -> str:
+    most = Counter(digests).most_common(1)[0][0]
+    others = [number for number, digest in enumerate(digests) if digest != most]
+    lacking = [number for number in others if digests[number] is None]
+    named = ", ".join(map(str, others[:SHOWN])) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")
+    who = f"process {named}" if len(others) == 1 else f"processes {named}"
+    have = "has" if len(others) == 1 else "have"
+    return f"{who} {have} none, unlike most" if lacking == others else f"{who} {have} another one than most"

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxckpt_train.checkpointables.contract import Saved, Staged
+from jaxckpt_train.checkpointables.base import Saved, Staged
 from jaxckpt_train.errors import CheckpointError, MismatchError
 
 T = TypeVar("T")

@@ -11,15 +11,24 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxckpt_train.cli.arguments import BACKEND, Json, absolute
-from jaxckpt_train.cli.output import Code, age_text, bytes_text, print_json, print_text, progress, told_errors
+from jaxckpt_train.cli.output import (
+    BACKEND,
+    Code,
+    Json,
+    absolute,
+    age_text,
+    bytes_text,
+    print_json,
+    print_text,
+    progress,
+    told_errors,
+)
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError
-from jaxckpt_train.looking.run_health import AtRisk, RunHealth, health_of
-from jaxckpt_train.looking.run_look import is_run
-from jaxckpt_train.store.disk_trial import DiskTrial, Operation, try_disk, try_operations
-from jaxckpt_train.store.file_system import IN_MEMORY, FileSystem, doubts_about, file_system_of
-from jaxckpt_train.store.local import file_exists, is_file
-from jaxckpt_train.store.local_names import is_directory, link_target
+from jaxckpt_train.inspection.disk_speed import DiskTrial, Operation, try_disk, try_operations
+from jaxckpt_train.inspection.health import AtRisk, RunHealth, health_of
+from jaxckpt_train.inspection.runs import is_run
+from jaxckpt_train.store.backends.local import IN_MEMORY, FileSystem, doubts_about, file_exists, file_system_of, is_file
+from jaxckpt_train.store.backends.local_names import is_directory, link_target
 
 PACKAGES = ("jaxckpt-train", "jax", "jaxlib", "numpy", "flax", "orbax-checkpoint", "grain")
 MIB = 1 << 20

@@ -1,18 +1,28 @@
-"""What a command prints: tables and text for people, one JSON document for programs; and how it ends."""
+"""The standard streams of a command: what cannot be printed ends none of its work, and is told at its end.
+
+What a command prints: tables and text for people, one JSON document for programs; and how it ends.
+
+Arguments and options that several commands have.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import enum
+import io
+import logging
 import math
+import os
+import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any, TextIO
 
 import msgspec
 import typer
 
+from jaxckpt_train._validation import absolute_path, shown
 from jaxckpt_train.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -26,10 +36,74 @@ from jaxckpt_train.errors import (
     SettingsError,
     StorageError,
 )
-from jaxckpt_train.progress import progress_line, wants_progress
-from jaxckpt_train.report import quantities
+from jaxckpt_train.inspection import units as quantities
+from jaxckpt_train.inspection.units import progress_line, wants_progress
+from jaxckpt_train.store.backends.local import LocalBackend
 
+BACKEND = LocalBackend()
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Directory of a run.", show_default=False)]
+Checkpoint = Annotated[
+    str,
+    typer.Argument(
+        metavar="PATH",
+        help="A checkpoint, a step, or a run: its newest whole step; "
+        "or what Orbax, PyTorch, safetensors or Flax have written.",
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Patterns = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[PATTERN]...",
+        help="Leaf paths such as 'params/*/kernel' or 'opt_state/**'; none: all.",
+        show_default=False,
+    ),
+]
+Part = Annotated[
+    str | None, typer.Option("--part", "-p", help="Which checkpointable; else all of them.", show_default=False)
+]
 WIDE = 10_000  # letters, where no terminal cuts lines
+_log = logging.getLogger("jaxckpt_train")
+
+
+def step_number(step: str | None) -> float | None:
+    """The number of a step as a user gives it, of Flax also one with a fraction; None: none is given, or it is none."""
+    if step is None:
+        return None
+    try:
+        return int(step)  # not by way of a float, which would round a large one
+    except ValueError:
+        pass
+    try:
+        number = float(step)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def checked_step(step: str | None) -> str | None:
+    """What is given as a step, or a wrong call if that is no number."""
+    if step is not None and step_number(step) is None:
+        raise typer.BadParameter(f"expected a number, such as 100 or 9.5, found {shown(step)}")
+    return step
+
+
+def step_option(*names: str, told: str) -> Any:
+    """An option by which a step is chosen."""
+    return typer.Option(*names, metavar="NUMBER", callback=checked_step, help=told, show_default=False)
+
+
+Step = Annotated[str | None, step_option("--step", "-s", told="Of a run, also of Orbax or Flax: which step.")]
+
+
+def absolute(path: str) -> str:
+    """The absolute path that a user means.
+
+    Raises:
+        SettingsError: it is none.
+    """
+    return absolute_path("path", path)
 
 
 class Code(enum.IntEnum):
@@ -157,3 +231,93 @@ def age_text(seconds: float) -> str:
 def number_text(value: float | None) -> str:
     """A number for people; empty for none."""
     return "" if value is None else f"{value:.6g}"
+
+
+class _Stream(io.FileIO):
+    """A standard stream; what nobody reads, or the system refuses, is dropped.
+
+    Attributes:
+        refusal: why the first of it was refused; None: nothing was, or nobody reads.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self.refusal: OSError | None = None
+        self._is_over = False
+
+    def write(self, data: Any, /) -> int:
+        """Write some of it, or drop all."""
+        if not self._is_over:
+            try:
+                written: int | None = super().write(data)
+                while written is None:  # whoever has called has made it so that it does not wait
+                    select.select([], [self], [])
+                    written = super().write(data)
+                return written
+            except OSError as error:
+                self._is_over = True
+                if not isinstance(error, BrokenPipeError):  # whoever reads has seen enough, as `head`
+                    self.refusal = error
+        return memoryview(data).nbytes
+
+
+class _Teller(logging.Handler):
+    """Tells what the package warns of as errors are told, a line for each, unless somebody keeps it for later."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not any(getattr(each, "keeps", False) for each in _log.handlers):
+            print_error(record.getMessage())
+
+
+@contextlib.contextmanager
+def standard_streams() -> Iterator[None]:
+    """Within: a command is run, which exits at its end; with 4 if what it has printed was refused.
+
+    Names may be any bytes, and a terminal may know ASCII only: what cannot be shown is printed as `\\udcff`. What was
+    closed by who called stays silent, and no file that is opened gets its number. Streams that the caller has put in
+    the place of Python's own stay as they are.
+    """
+    _take_closed_numbers()
+    before, printed, teller = (sys.stdout, sys.stderr), _Stream(1), _Teller(logging.WARNING)
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = _text(sys.stdout, printed)
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = _text(sys.stderr, _Stream(2))
+    _log.addHandler(teller)
+    try:
+        yield
+    except SystemExit as ended:
+        sys.stdout.flush()
+        if printed.refusal is None:
+            raise
+        why = printed.refusal.strerror
+        print_error(
+            f"standard output: {why}; what was printed is not whole. It would have ended with {ended.code or 0}"
+        )
+        raise SystemExit(int(Code.REFUSED)) from None
+    finally:
+        _log.removeHandler(teller)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+def _take_closed_numbers() -> None:
+    """A file that is opened gets the lowest number that is free: none must get that of a stream to be printed to."""
+    descriptor = 0
+    while descriptor <= 2:
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.close(descriptor)
+
+
+def _text(now: TextIO | None, stream: _Stream) -> TextIO:
+    """A text stream in place of this one; None: Python has found it closed."""
+    if now is None:
+        return io.TextIOWrapper(io.BufferedWriter(stream), encoding="utf-8", errors="backslashreplace")
+    now.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(stream),
+        encoding=now.encoding,
+        errors="backslashreplace",
+        line_buffering=now is sys.stderr or now.isatty(),
+    )

@@ -7,15 +7,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxckpt_train.cli.arguments import BACKEND, Json, Run, absolute
-from jaxckpt_train.cli.output import Code, bytes_text, print_error, print_json, print_text, progress, told_errors
+from jaxckpt_train.cli.output import (
+    BACKEND,
+    Code,
+    Json,
+    Run,
+    absolute,
+    bytes_text,
+    print_error,
+    print_json,
+    print_text,
+    progress,
+    told_errors,
+)
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.moving.destination import refuse_within_checkpoint
+from jaxckpt_train.inspection.copying import refuse_within_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jaxckpt_train.report.gathering import Gathered
+    from jaxckpt_train.report.gather import Gathered
 
 PAGE = "report.html"
 Output = Annotated[
@@ -63,7 +74,7 @@ def report(
 
 
 def _print(gathered: Gathered) -> None:
-    from jaxckpt_train.report.gathering import gathered_json
+    from jaxckpt_train.report.gather import gathered_json
 
     print_json(gathered_json(gathered))
 
@@ -71,8 +82,7 @@ def _print(gathered: Gathered) -> None:
 def _checked_page_of(path: str) -> Callable[[Gathered], str]:
     """What makes a page; that it can be made and written there is seen to before anything that takes long."""
     try:
-        from jaxckpt_train.report.page import page_of
-        from jaxckpt_train.report.page_writing import check_place
+        from jaxckpt_train.report.page import check_place, page_of
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "bokeh":
             raise
@@ -87,9 +97,8 @@ def _checked_page_of(path: str) -> Callable[[Gathered], str]:
 def _gathered(directory: str, changes: int | None, disk: bool, as_json: bool) -> Gathered:
     # Here, as no other command needs it.
     from jaxckpt_train.report.changes import plan_changes
-    from jaxckpt_train.report.disk_rate import measure_disk
-    from jaxckpt_train.report.gathering import gather
-    from jaxckpt_train.report.run_reading import read_run
+    from jaxckpt_train.report.gather import gather, read_run
+    from jaxckpt_train.report.series import measure_disk
 
     now = datetime.datetime.now(datetime.UTC)
     read = read_run(BACKEND, directory, now)
@@ -100,7 +109,7 @@ def _gathered(directory: str, changes: int | None, disk: bool, as_json: bool) ->
 
 
 def _write(path: str, page: str, as_json: bool) -> None:
-    from jaxckpt_train.report.page_writing import write_page
+    from jaxckpt_train.report.page import write_page
 
     write_page(BACKEND, path, page)
     if not as_json:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backend import Backend, Entry
+from jaxckpt_train.store.backends.base import Backend, Entry
+from jaxckpt_train.store.files import read_or_none
 from jaxckpt_train.store.manifest import NOT_JSON
-from jaxckpt_train.store.plain_files import read_or_none
 
 LEVANTER, TORCHTITAN = "Levanter", "TorchTitan"
 TORCH_METADATA, TORCH_SUFFIX = ".metadata", ".distcp"

@@ -2,6 +2,8 @@
 
 The only file here that may import `pickle`. A pickle names classes and functions, and has them called. Here each name
 that PyTorch's own metadata has stands for a record that keeps what it was given; any other name is refused.
+
+Objects of a checkpoint of PyTorch that are no tensors, as leaves: numbers, text, and containers of them.
 """
 
 from __future__ import annotations
@@ -12,8 +14,110 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Self, cast
 
-from jaxckpt_train.errors import CorruptCheckpointError
-from jaxckpt_train.store.manifest import shown
+import numpy as np
+
+from jaxckpt_train.errors import CorruptCheckpointError, UnsupportedLeafError
+from jaxckpt_train.pytree.flatten import MAX_DEPTH, join, key_text
+from jaxckpt_train.pytree.leaves import ArrayLeaf, EmptyLeaf, LeafRecord, record_value
+from jaxckpt_train.store.manifest import MAX_ARRAYS, shown
+
+_METADATA, _PATHS = "torch.distributed.checkpoint.metadata", ("pathlib", "pathlib._local")
+_DTYPE = re.compile(r"bool|(bfloat|float|complex|u?int|qu?int|bits)[0-9][0-9a-z_]{0,30}")
+# What protocols 2 to 5 have for data, names and records. Not the older forms, nor what reserves memory by a number.
+_OPCODES = (
+    pickle.PROTO + pickle.FRAME + pickle.STOP + pickle.MARK + pickle.POP + pickle.POP_MARK
+    + pickle.NONE + pickle.NEWTRUE + pickle.NEWFALSE + pickle.BININT + pickle.BININT1 + pickle.BININT2 + pickle.LONG1
+    + pickle.BINFLOAT + pickle.BINUNICODE + pickle.SHORT_BINUNICODE + pickle.BINUNICODE8
+    + pickle.EMPTY_TUPLE + pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3
+    + pickle.EMPTY_LIST + pickle.APPEND + pickle.APPENDS + pickle.EMPTY_DICT
+    + pickle.MEMOIZE + pickle.BINPUT + pickle.LONG_BINPUT + pickle.BINGET + pickle.LONG_BINGET
+    + pickle.GLOBAL + pickle.STACK_GLOBAL
+)  # fmt: skip
+
+
+class Refused:
+    """In place of an object that is more than plain data.
+
+    Attributes:
+        why: what it would take to make it.
+    """
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+
+class _NotPlainError(Exception):
+    """It holds what can be no leaf; the text says what."""
+
+
+class ObjectLeaves:
+    """The leaves of objects, gathered.
+
+    Args:
+        directory: of the checkpoint, for messages.
+        array: makes an array of a tensor; of anything else None.
+
+    Attributes:
+        leaves: their records by leaf path.
+        containers: the kinds of containers that are no dicts, by path.
+        arrays: the arrays among the leaves.
+        left_out: what can be no leaf, by the path of the object, and why.
+    """
+
+    def __init__(self, directory: str, array: Callable[[Any], np.ndarray | None]) -> None:
+        self._directory, self._array, self._seen = directory, array, 0
+        self.leaves: dict[str, LeafRecord] = {}
+        self.containers: dict[str, str] = {}
+        self.arrays: dict[str, np.ndarray] = {}
+        self.left_out: dict[str, str] = {}
+
+    def add(self, path: str, value: Any) -> None:
+        """Add an object at a path, whole or not at all.
+
+        Raises:
+            CorruptCheckpointError: it is deeper, or has more leaves, than any that a training has.
+        """
+        inner = ObjectLeaves(self._directory, self._array)
+        inner._seen = self._seen
+        try:
+            inner._walk(path, value, path.count("/"))
+        except (_NotPlainError, UnsupportedLeafError) as error:
+            self.left_out[path] = str(error)
+        else:
+            self.leaves |= inner.leaves
+            self.containers |= inner.containers
+            self.arrays |= inner.arrays
+        self._seen = inner._seen
+
+    def _walk(self, path: str, value: Any, depth: int) -> None:
+        self._seen += 1
+        if depth >= MAX_DEPTH or self._seen > MAX_ARRAYS:
+            raise CorruptCheckpointError(
+                f"{self._directory}: {path!r:.100}: objects of more than {MAX_DEPTH} levels or {MAX_ARRAYS:,} values"
+            )
+        if isinstance(value, Refused):
+            raise _NotPlainError(value.why)
+        if isinstance(value, dict | list | tuple):
+            self._walk_container(path, value, depth)
+            return
+        array = self._array(value)
+        record = record_value(path, value) if array is None else ArrayLeaf("numpy")
+        if record is None:
+            raise _NotPlainError(f"a {type(value).__name__} is no leaf")
+        self.leaves[path] = record
+        if array is not None:
+            self.arrays[path] = array
+
+    def _walk_container(self, path: str, value: Any, depth: int) -> None:
+        if not isinstance(value, dict):
+            self.containers[path] = "list" if isinstance(value, list) else "tuple"
+        if not value:
+            self.leaves[path] = EmptyLeaf()
+        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+            name = join(path, key_text(key, path))
+            if name in self.leaves:
+                raise _NotPlainError(f"two keys of a mapping are {key!r}")
+            self._walk(name, child, depth + 1)
 
 
 class Record:
@@ -124,7 +228,6 @@ class Index(Record):
         return hash(self.key)
 
 
-_METADATA, _PATHS = "torch.distributed.checkpoint.metadata", ("pathlib", "pathlib._local")
 _KNOWN: Mapping[tuple[str, str], type[Record] | type[dict[Any, Any]]] = {
     (_METADATA, "Metadata"): Metadata,
     (_METADATA, "MetadataIndex"): Index,
@@ -141,19 +244,6 @@ _KNOWN: Mapping[tuple[str, str], type[Record] | type[dict[Any, Any]]] = {
     ("collections", "OrderedDict"): dict,
     **{(module, kind): Other for module in _PATHS for kind in ("PosixPath", "WindowsPath")},  # where it was saved
 }
-_DTYPE = re.compile(r"bool|(bfloat|float|complex|u?int|qu?int|bits)[0-9][0-9a-z_]{0,30}")
-
-
-# What protocols 2 to 5 have for data, names and records. Not the older forms, nor what reserves memory by a number.
-_OPCODES = (
-    pickle.PROTO + pickle.FRAME + pickle.STOP + pickle.MARK + pickle.POP + pickle.POP_MARK
-    + pickle.NONE + pickle.NEWTRUE + pickle.NEWFALSE + pickle.BININT + pickle.BININT1 + pickle.BININT2 + pickle.LONG1
-    + pickle.BINFLOAT + pickle.BINUNICODE + pickle.SHORT_BINUNICODE + pickle.BINUNICODE8
-    + pickle.EMPTY_TUPLE + pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3
-    + pickle.EMPTY_LIST + pickle.APPEND + pickle.APPENDS + pickle.EMPTY_DICT
-    + pickle.MEMOIZE + pickle.BINPUT + pickle.LONG_BINPUT + pickle.BINGET + pickle.LONG_BINGET
-    + pickle.GLOBAL + pickle.STACK_GLOBAL
-)  # fmt: skip
 
 
 class _Unpickler(pickle._Unpickler):

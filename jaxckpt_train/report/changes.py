@@ -1,4 +1,7 @@
-"""How far each leaf moved between consecutive steps that are kept: the newest pairs, as many as are wanted."""
+"""The leaves of a checkpoint with their sizes, and the files of checkpointables that are no trees.
+
+How far each leaf moved between consecutive steps that are kept: the newest pairs, as many as are wanted.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,21 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
+from jaxckpt_train.checkpoint import OURS, Opened
 from jaxckpt_train.errors import CheckpointError
-from jaxckpt_train.looking.leaf_diff import LeafDiff, diff_leaves
-from jaxckpt_train.looking.run_look import StepLook
-from jaxckpt_train.opened import OURS, Opened
+from jaxckpt_train.inspection.diff import LeafDiff, diff_leaves, leaves_by_name
+from jaxckpt_train.inspection.runs import StepLook
+from jaxckpt_train.pytree.leaves import describe_saved
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backend import Backend
-from jaxckpt_train.store.transaction import open_committed
+from jaxckpt_train.store.backends.base import Backend
+from jaxckpt_train.store.committed import open_committed
+from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.manifest import ArrayRecord
 
 FEW_PAIRS = 4
 FEW_BYTES = 1 << 30
 """What is compared where nobody has said how many pairs: seconds on any disk."""
+FILE = "file"  # the form of what is no leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,3 +155,55 @@ def _relative(diffs: Sequence[LeafDiff]) -> float | None:
         return None
     difference, norm = (math.hypot(*values) for values in ([d.difference for d in read], [d.norm for d in read]))
     return difference / norm if norm else math.inf if difference else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafSize:
+    """A leaf or a file.
+
+    Attributes:
+        name: its checkpointable and leaf path.
+        form: dtype and shape, or kind.
+        bytes: of its data; 0: it is no array.
+    """
+
+    name: str
+    form: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeSizes:
+    """What a step holds.
+
+    Attributes:
+        step, name: of the step and its directory.
+        leaves: in the order of the tree.
+    """
+
+    step: int | None
+    name: str
+    leaves: tuple[LeafSize, ...]
+
+
+def tree_sizes(opened: Opened, step: int | None) -> TreeSizes:
+    """The sizes of all that a checkpoint holds.
+
+    Raises:
+        CorruptCheckpointError: the record of a tree is damaged.
+    """
+    leaves = [
+        LeafSize(name, describe_saved(leaf, array), 0 if array is None else array_bytes(array))
+        for name, (leaf, array) in leaves_by_name(opened).items()
+    ]
+    files = [
+        LeafSize(f"{part.name}/{file.file.removeprefix(part.name + '/')}", FILE, file.bytes)
+        for part in opened.committed.manifest.parts
+        for file in part.files
+    ]
+    return TreeSizes(step, opened.path.rpartition("/")[2], (*leaves, *files))
+
+
+def array_bytes(array: ArrayRecord) -> int:
+    """Bytes of the data of an array."""
+    return math.prod(array.shape) * DTYPES[array.dtype].itemsize

@@ -6,12 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jaxckpt_train.report.changes import PairChange
-from jaxckpt_train.report.gathering import Gathered
-from jaxckpt_train.report.leaf_sizes import TreeSizes
-from jaxckpt_train.report.metric_series import MetricValue
-from jaxckpt_train.report.processes import Process, Totals
-from jaxckpt_train.report.quantities import (
+from jaxckpt_train.inspection.units import (
     bytes_text,
     count_text,
     number_text,
@@ -20,8 +15,10 @@ from jaxckpt_train.report.quantities import (
     seconds_text,
     time_text,
 )
-from jaxckpt_train.report.step_lives import StepLife
-from jaxckpt_train.report.timeline import Mark, Restore, Save
+from jaxckpt_train.report.changes import PairChange, TreeSizes
+from jaxckpt_train.report.events import StepLife
+from jaxckpt_train.report.gather import Gathered, Process, Totals
+from jaxckpt_train.report.series import Mark, MetricValue, Restore, Save
 
 MOST_ROWS = 150
 

@@ -1,11 +1,22 @@
-"""Boxes: rectangles of an array, per dimension a half-open range [start, stop)."""
+"""Tilings: whether boxes cover an array exactly, in time that grows no faster than their number, whoever chose them.
+
+Boxes: rectangles of an array, per dimension a half-open range [start, stop).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import numpy as np
+
+from jaxckpt_train.errors import CorruptCheckpointError
 
 Box = tuple[tuple[int, int], ...]
+_FEW_BOXES = 16
+_PRIME = (1 << 31) - 1
+_ROUNDS = 4
 
 
 def full_box(shape: Sequence[int]) -> Box:
@@ -90,3 +101,127 @@ def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
     for at in range(start, stop):
         for rest in cut_box(inner, itemsize, most_bytes):
             yield ((at, at + 1), *rest)
+
+
+def check_tiling(boxes: Sequence[Box], shape: Sequence[int], subject: str) -> None:
+    """Check that the boxes cover an array of this shape exactly: no hole, no overlap, nothing outside.
+
+    Raises:
+        CorruptCheckpointError: they do not; the message begins with `subject`.
+    """
+    full = full_box(shape)
+    if len(boxes) == 1 and boxes[0] == full:
+        return
+    corners = corners_of(boxes, len(full))
+    if corners is None:
+        for box in boxes:
+            if not _is_inside(box, shape):
+                raise _outside(box, shape, subject)
+        corners = np.array(boxes, np.int64).reshape(len(boxes), len(full), 2)
+    check_corners(corners, shape, subject)
+
+
+def corners_of(boxes: Sequence[Box], dimensions: int) -> np.ndarray | None:
+    """As an array of shape (boxes, dimensions, 2); None: they cannot all be boxes of so many dimensions."""
+    if not dimensions or {len(box) for box in boxes} != {dimensions}:
+        return None
+    numbers = chain.from_iterable(chain.from_iterable(boxes))
+    try:
+        return np.fromiter(numbers, np.int64, 2 * dimensions * len(boxes)).reshape(len(boxes), dimensions, 2)
+    except OverflowError:
+        return None
+
+
+def check_corners(corners: np.ndarray, shape: Sequence[int], subject: str) -> None:
+    """As `check_tiling`, of boxes whose starts and stops are an array of shape (boxes, dimensions, 2).
+
+    Raises:
+        CorruptCheckpointError: as `check_tiling`.
+    """
+    starts, stops = corners[:, :, 0], corners[:, :, 1]
+    inside = ((starts >= 0) & (starts < stops) & (stops <= np.array(shape, np.int64))).all(axis=1)
+    if not inside.all():
+        raise _outside(_box(corners[inside.argmin()]), shape, subject)
+    if len(corners) <= _FEW_BOXES:
+        missed, holders = _few_wrong(corners, shape)
+    else:
+        missed, holders = _many_wrong(corners.copy(), shape)
+    if len(holders) > 1:
+        first, second = (_box(corners[number]) for number in holders[:2])
+        raise CorruptCheckpointError(f"{subject}: boxes {first} and {second} overlap")
+    if missed is not None:
+        covered, wanted = sum(box_elements(_box(box)) for box in corners), math.prod(shape)
+        raise CorruptCheckpointError(
+            f"{subject}: boxes cover {covered} of {wanted} elements of shape {tuple(shape)}{missed}"
+        )
+
+
+def _is_inside(box: Box, shape: Sequence[int]) -> bool:
+    return len(box) == len(shape) and all(0 <= s < e <= n for (s, e), n in zip(box, shape, strict=True))
+
+
+def _outside(box: Box, shape: Sequence[int], subject: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{subject}: box {box} is empty or lies outside shape {tuple(shape)}")
+
+
+def _box(corners: np.ndarray) -> Box:
+    return tuple((start, stop) for start, stop in corners.tolist())
+
+
+def _few_wrong(corners: np.ndarray, shape: Sequence[int]) -> tuple[str | None, Sequence[int]]:
+    """As `_many_wrong`, by comparing all pairs."""
+    starts, stops = corners[:, :, 0], corners[:, :, 1]
+    common = (np.maximum(starts[:, None], starts) < np.minimum(stops[:, None], stops)).all(axis=2)
+    pairs = np.argwhere(np.triu(common, 1))
+    if len(pairs):
+        return None, pairs[0].tolist()
+    return (None if sum(map(math.prod, (stops - starts).tolist())) == math.prod(shape) else ""), ()
+
+
+def _many_wrong(corners: np.ndarray, shape: Sequence[int]) -> tuple[str | None, Sequence[int]]:
+    """What to say of an element that no box holds, or None; and the numbers of boxes that hold one together, or none.
+
+    Boxes tile an array if along its first axis, at every place, those that hold the place tile the rest. Whether they
+    do is asked by weighing: on every other axis each place gets a weight by chance, and a box weighs the product of
+    what the places that it holds on each weigh together. Boxes that tile the rest weigh together what it weighs. If
+    they do not, the difference is a polynomial in the chosen numbers that is not zero everywhere, of degree d - 1: it
+    is zero by chance for less than d in 2^31 choices (Schwartz and Zippel), in all rounds for d^4 in 2^124. A file
+    cannot aim at that: the numbers are chosen anew by each check. What is refused is refused for a place that is
+    shown, and never by chance.
+    """
+    places = [np.unique(np.append(corners[:, axis], (0, size))) for axis, size in enumerate(shape)]
+    for axis, known in enumerate(places):
+        corners[:, axis] = np.searchsorted(known, corners[:, axis])
+    chance = np.random.default_rng()
+    for _ in range(_ROUNDS):
+        weights = [chance.integers(_PRIME, size=len(known)) for known in places]
+        found = _wrong_place(corners, weights)
+        if found is not None:
+            element = tuple(int(known[at]) for known, at in zip(places, found[0], strict=True))
+            return f", but not element {element}", found[1].tolist()
+    return None, ()
+
+
+def _wrong_place(corners: np.ndarray, weights: Sequence[np.ndarray]) -> tuple[list[int], np.ndarray] | None:
+    """A place that not exactly one box holds, and the numbers of those that do; None if their weights are right.
+
+    Where a sum of weights is wrong, so is that at one place of the next axis at least, down to the last: there each
+    box weighs one, and the sum is their number.
+    """
+    inner, whole = [np.ones(len(corners), np.int64)], [1]  # what each box weighs on the axes that follow, and all
+    for axis in range(len(weights) - 1, 0, -1):
+        sums = weights[axis]
+        inner.append(inner[-1] * (sums[corners[:, axis, 1]] - sums[corners[:, axis, 0]]) % _PRIME)
+        whole.append(whole[-1] * int(sums[-1] - sums[0]) % _PRIME)
+    place, numbers = list[int](), np.arange(len(corners))
+    for axis, sums in enumerate(weights):
+        weight, (starts, stops) = inner.pop()[numbers], corners[numbers, axis].T
+        steps = np.zeros(len(sums), np.int64)
+        np.add.at(steps, starts, weight)
+        np.subtract.at(steps, stops, weight)
+        wrong = np.flatnonzero((np.cumsum(steps[:-1]) - whole.pop()) % _PRIME)
+        if not len(wrong):
+            return None  # this can be so on the first axis only
+        place.append(int(wrong[0]))
+        numbers = numbers[(starts <= wrong[0]) & (wrong[0] < stops)]
+    return place, numbers

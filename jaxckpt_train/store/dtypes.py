@@ -15,13 +15,10 @@ _ML_DTYPES = (
     "float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
     "float8_e8m0fnu"
 ).split()
-
 DTYPES: dict[str, np.dtype] = {name: np.dtype(name) for name in _NUMPY} | {
     name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_DTYPES if hasattr(ml_dtypes, name)
 }
-
 _INEXACT = frozenset(name for name in DTYPES if "float" in name or "complex" in name)
-
 # Only names whose layout is exactly numpy's and that safetensors' own numpy reader opens: it fails on a whole file for
 # one float8 tensor. Everything else is stored as U8.
 _SAFETENSORS = {

@@ -1,15 +1,23 @@
-"""The manifest: the record of everything in a checkpoint, as typed JSON that is validated before it is believed."""
+"""Whether many chunks surely lie as they must; what is not sure is looked at one by one, to say what is wrong.
+
+The manifest: the record of everything in a checkpoint, as typed JSON that is validated before it is believed.
+
+Metrics as files hold them.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError, UnsupportedLeafError
 from jaxckpt_train.store.boxes import Box
 
+HEX_DIGITS = {"xxh3-128": 32, "sha256": 64, "blake3": 64}
 FORMAT = "jaxckpt"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -27,6 +35,18 @@ MIN_BLOCK_BYTES = 4096  # of which every size of a block is a multiple
 MAX_BLOCK_BYTES = 64 << 20  # what one block takes in memory when it is verified
 WHOLE_CHUNKS = 1 << 60  # bytes of a block where a chunk is read whole if it can be, as one of another tool's
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
+MANY = 16
+
+
+def metrics_from_json(metrics: object) -> dict[str, float]:
+    """Metrics as files hold them: what is no mapping counts as no metrics, and what is no number is left out."""
+    found = {}
+    for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, OverflowError):
+            continue
+    return found
 
 
 # gc=False: such records hold no cycles, and hundreds of thousands of them would slow the garbage collector down.
@@ -171,3 +191,69 @@ def what_is_a_plain_name() -> str:
 def block_count(length: int, block_bytes: int) -> int:
     """How many digest blocks this many bytes have."""
     return -(-length // block_bytes)
+
+
+class SegmentRoom:
+    """What chunks of some segments must be like.
+
+    Args:
+        segments: whose sizes are below 2^62.
+        width: hexadecimal digits of a digest.
+        block_bytes: that one digest covers.
+    """
+
+    def __init__(self, segments: Sequence[SegmentRecord], width: int, block_bytes: int) -> None:
+        self._heads = np.array([segment.header_bytes for segment in segments], np.int64)
+        self._ends = np.array([segment.bytes for segment in segments], np.int64)
+        self._width, self._block_bytes = width, block_bytes
+
+    def surely_holds(self, chunks: Sequence[ChunkRecord], corners: np.ndarray, item_bytes: int) -> bool:
+        """Whether each chunk is as long as its box, within its segment, and has as many digests as blocks.
+
+        Args:
+            chunks: of one array of less than 2^62 bytes.
+            corners: of their boxes, which lie within the array; of shape (chunks, dimensions, 2).
+            item_bytes: of an element.
+        """
+        columns = _columns(chunks)
+        if columns is None:
+            return False
+        segments, offsets, lengths, digits = columns
+        expected = np.prod(corners[:, :, 1] - corners[:, :, 0], axis=1) * item_bytes
+        if (lengths != expected).any() or segments.min() < 0 or segments.max() >= len(self._ends):
+            return False
+        starts_well = offsets >= self._heads[segments]
+        ends_well = offsets <= self._ends[segments] - lengths  # a sum could be too large
+        return bool((starts_well & ends_well & (digits == -(-lengths // self._block_bytes) * self._width)).all())
+
+    def surely_full(self, arrays: Sequence[ArrayRecord]) -> bool:
+        """Whether all chunks, which their segments hold, fill the data of each segment exactly."""
+        columns = _columns([chunk for array in arrays for chunk in array.chunks])
+        if columns is None or not len(self._ends):
+            return False
+        segments, offsets, lengths, _ = columns
+        order = np.lexsort((offsets, segments))
+        segments, starts = segments[order], offsets[order]
+        stops = starts + lengths[order]
+        first = np.flatnonzero(np.diff(segments, prepend=-1))
+        if not np.array_equal(segments[first], np.arange(len(self._ends))):
+            return False
+        expected = np.append(0, stops[:-1])
+        expected[first] = self._heads
+        last = np.append(first[1:], len(segments)) - 1
+        return np.array_equal(starts, expected) and np.array_equal(stops[last], self._ends)
+
+
+def _columns(chunks: Sequence[ChunkRecord]) -> Sequence[np.ndarray] | None:
+    """Segments, offsets, lengths and how many digits of digests; None: none, or numbers beyond 64 bits."""
+    if not chunks:
+        return None
+    try:
+        return (
+            np.array([chunk.segment for chunk in chunks], np.int64),
+            np.array([chunk.offset for chunk in chunks], np.int64),
+            np.array([chunk.length for chunk in chunks], np.int64),
+            np.array([len(chunk.digests) for chunk in chunks], np.int64),
+        )
+    except OverflowError:
+        return None

@@ -1,19 +1,25 @@
-"""Decodes a manifest that somebody else may have made: a part is believed before the next takes memory."""
+"""Decodes a manifest that somebody else may have made: a part is believed before the next takes memory.
+
+Long JSON lists, read as short ones: what is refused at its beginning takes no memory for its rest.
+
+Plain data as JSON files hold it: strict JSON, and Python's own where a number is none (NaN, Infinity, -Infinity).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
-from jaxckpt_train.errors import CorruptCheckpointError
-from jaxckpt_train.store.array_bounds import LIMIT, array_bytes
-from jaxckpt_train.store.boxes import Box, box_elements, full_box
-from jaxckpt_train.store.chunk_checks import MANY, SegmentRoom
-from jaxckpt_train.store.digests import HEX_DIGITS
+from jaxckpt_train.errors import CorruptCheckpointError, UnsupportedLeafError
+from jaxckpt_train.store.boxes import Box, box_elements, check_corners, check_tiling, corners_of, full_box
 from jaxckpt_train.store.dtypes import DTYPES, dtype_named
-from jaxckpt_train.store.json_lists import elements, length
 from jaxckpt_train.store.manifest import (
+    HEX_DIGITS,
+    MANY,
     MAX_ARRAYS,
     MAX_BLOCK_BYTES,
     MAX_PARTS,
@@ -25,21 +31,148 @@ from jaxckpt_train.store.manifest import (
     Manifest,
     PartRecord,
     SegmentRecord,
+    SegmentRoom,
     block_count,
     check_version,
     decode_info,
     is_plain_name,
     shown,
 )
-from jaxckpt_train.store.quiet_gc import paused_collection
-from jaxckpt_train.store.segment import MAX_DIMENSIONS, MAX_HEADER_BYTES
-from jaxckpt_train.store.shardings import Shardings, decode_sharding
-from jaxckpt_train.store.tiling import check_corners, check_tiling, corners_of
+from jaxckpt_train.store.segment import LIMIT, MAX_DIMENSIONS, MAX_HEADER_BYTES, Shardings, array_bytes, decode_sharding
+from jaxckpt_train.store.threads import paused_collection
 
+BATCH_BYTES = 64 << 10
+T = TypeVar("T")
 _BETWEEN_FILES, _BETWEEN_ARRAYS, _BETWEEN_CHUNKS = b'"],["', b'},{"name":"', b'"],[['
 _LONGEST_PATH = 4096
 _MAX_BOX_BYTES = MAX_DIMENSIONS * len("[1000000000000000000,1000000000000000000],") + 2
 _MAX_DTYPE_LETTERS = 100
+_NOTHING = msgspec.Raw(b"")
+_segments, _segment = msgspec.json.Decoder(list[SegmentRecord]).decode, msgspec.json.Decoder(SegmentRecord).decode
+_files, _file = msgspec.json.Decoder(list[FileRecord]).decode, msgspec.json.Decoder(FileRecord).decode
+_shape, _box = msgspec.json.Decoder(tuple[int, ...]).decode, msgspec.json.Decoder(Box).decode
+
+
+def encode_value(value: Any, *, is_strict: bool = False) -> bytes:
+    """Plain data as JSON.
+
+    Args:
+        value: the data.
+        is_strict: whether NaN and infinities are refused, as a manifest cannot hold them.
+
+    Raises:
+        UnsupportedLeafError: it would not come back as it is.
+    """
+    try:
+        data = msgspec.json.encode(value)
+        same = msgspec.json.decode(data) == value
+        if not same and not is_strict:  # NaN, which is equal to nothing, and has become null as infinities have
+            data = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+            same = repr(json.loads(data)) == repr(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UnsupportedLeafError(f"not JSON: {error}") from error
+    if not same:
+        numbers = ", nan" if is_strict else ""
+        raise UnsupportedLeafError(f"would not come back from JSON as it is (a tuple{numbers}, a key that is no text?)")
+    return data
+
+
+def decode_value(data: Any) -> Any:
+    """The data that is in a file of JSON, of ours or of another tool in Python.
+
+    Raises:
+        NOT_JSON: it is none.
+    """
+    try:
+        return msgspec.json.decode(data)
+    except NOT_JSON as error:
+        found = _by_python(bytes(data))
+        if found is None:
+            raise error from None
+        return found[0]
+
+
+def decode_told(data: bytes, kind: Any = Any) -> Any:
+    """What another tool in Python tells as JSON, for a manifest of ours: numbers that are none are text, such as "nan".
+
+    Raises:
+        NOT_JSON: it is none, or not of this kind.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except NOT_JSON as error:
+        found = _by_python(data, parse_float=_number_or_text, parse_constant=_number_or_text)
+        if found is None:
+            raise error from None
+        return msgspec.convert(found[0], kind)
+
+
+def _by_python(data: bytes, **options: Any) -> tuple[Any] | None:
+    """What Python reads of it, in a tuple; None: it is no JSON to Python either, or has text that is no Unicode."""
+    try:
+        found = json.loads(data.decode(), **options)
+        msgspec.json.encode(found)
+    except (ValueError, RecursionError):
+        return None
+    return (found,)
+
+
+def _number_or_text(text: str) -> float | str:
+    number = float(text)
+    return number if math.isfinite(number) else str(number)
+
+
+def elements(
+    raw: msgspec.Raw, between: bytes, decode_some: Callable[[Any], list[T]], decode_one: Callable[[Any], T]
+) -> Iterator[T]:
+    """The elements of a list, of which few are decoded before the first is handed out.
+
+    Args:
+        raw: the list, without white space.
+        between: what stands between two elements and nowhere within one: the end of one, a comma, a beginning. A list
+            in which it stands elsewhere is in no form of ours, and is refused as soon as it is cut there.
+        decode_some: from a list of at most 64 KiB.
+        decode_one: from one element that is larger. It may take many times that much memory, unless this looks at it
+            first.
+
+    Raises:
+        msgspec.MsgspecError: it is no list of these.
+    """
+    view = memoryview(raw)
+    if bytes(view[:1]) != b"[":
+        yield from decode_some(view)  # which says what it is instead
+        return
+    start, end = 1, len(view) - 1
+    while start < end:
+        stop = _cut(view, start, end, between)
+        if stop - start <= BATCH_BYTES:
+            yield from decode_some(b"[" + view[start:stop] + b"]")
+        else:
+            yield decode_one(view[start:stop])
+        start = stop + 1
+
+
+def length(raw: msgspec.Raw, between: bytes) -> int:
+    """How many elements a list in our form has, without making one of them."""
+    view, overlap = memoryview(raw), len(between) - 1
+    windows = range(0, len(view), BATCH_BYTES)
+    return (len(view) > 2) + sum(bytes(view[at : at + BATCH_BYTES + overlap]).count(between) for at in windows)
+
+
+def _cut(view: memoryview, start: int, end: int, between: bytes) -> int:
+    """Where as many elements as go into a batch end, but not before the first does."""
+    if end - start <= BATCH_BYTES:
+        return end
+    comma = between.index(b",")
+    found = bytes(view[start : start + BATCH_BYTES]).rfind(between)
+    if found >= 0:
+        return start + found + comma
+    overlap = len(between) - 1
+    for at in range(start + BATCH_BYTES - overlap, end, BATCH_BYTES):
+        found = bytes(view[at : at + BATCH_BYTES + overlap]).find(between)
+        if found >= 0:
+            return at + found + comma
+    return end
 
 
 class _PartOutline(msgspec.Struct, gc=False, forbid_unknown_fields=True):
@@ -70,9 +203,6 @@ class _Outline(msgspec.Struct, forbid_unknown_fields=True):
     info: msgspec.Raw
 
 
-_NOTHING = msgspec.Raw(b"")
-
-
 def _size(outline: _Outline) -> int:
     """How many bytes it has in the form that is ours."""
     rest = msgspec.structs.replace(outline, segments=_NOTHING, parts=_NOTHING, info=_NOTHING)
@@ -97,11 +227,12 @@ class _LargeChunk(msgspec.Struct, gc=False, array_like=True, forbid_unknown_fiel
 
 
 _outline, _parts = msgspec.json.Decoder(_Outline).decode, msgspec.json.Decoder(_Parts).decode
-_segments, _segment = msgspec.json.Decoder(list[SegmentRecord]).decode, msgspec.json.Decoder(SegmentRecord).decode
-_files, _file = msgspec.json.Decoder(list[FileRecord]).decode, msgspec.json.Decoder(FileRecord).decode
+
+
 _arrays, _large_array = msgspec.json.Decoder(list[ArrayRecord]).decode, msgspec.json.Decoder(_LargeArray).decode
+
+
 _chunks, _large_chunk = msgspec.json.Decoder(list[ChunkRecord]).decode, msgspec.json.Decoder(_LargeChunk).decode
-_shape, _box = msgspec.json.Decoder(tuple[int, ...]).decode, msgspec.json.Decoder(Box).decode
 
 
 def decode_manifest(data: bytes | bytearray, subject: str) -> Manifest:

@@ -1,4 +1,7 @@
-"""Plans a load: which byte runs of which segments, each byte once, and where in memory they go."""
+"""Finds what can be read straight to where it is wanted, without a copy: it lies there as it does in the file.
+
+Plans a load: which byte runs of which segments, each byte once, and where in memory they go.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxckpt_train.store.boxes import Box, box_elements, element_span, intersect, is_contiguous_within, row_major_range
-from jaxckpt_train.store.made_once import made_once
 from jaxckpt_train.store.manifest import BLOCK_BYTES, WHOLE_CHUNKS, ArrayRecord, ChunkRecord, Manifest
 from jaxckpt_train.store.segment import ALIGNMENT
+from jaxckpt_train.store.threads import made_once
 
 COALESCE_BYTES = 16 << 20
 GAP_BYTES = 64 << 10
@@ -278,3 +281,23 @@ def _run(reads: Sequence[ChunkRead], passing: bool) -> Run:
     start = reads[0].start // ALIGNMENT * ALIGNMENT
     stop = -(-reads[-1].stop // ALIGNMENT) * ALIGNMENT
     return Run(reads[0].chunk.segment, start, stop, reads[-1].stop - start, tuple(reads), passing)
+
+
+def straight_target(run: Run, wanted: Sequence[Wanted]) -> np.ndarray | None:
+    """The part of a target that is just what a run reads, and where it can be read to; None: it has to be copied.
+
+    It is one row-major piece of the chunk and of the target, and whole pages of both: nothing else is read, and nothing
+    else overwritten.
+    """
+    if len(run.reads) != 1 or len(run.reads[0].uses) != 1:
+        return None
+    (use,), chunk = run.reads[0].uses, run.reads[0].chunk
+    target, box = wanted[use.wanted].target, wanted[use.wanted].boxes[use.box]
+    if target is None or not (is_contiguous_within(use.common, chunk.box) and is_contiguous_within(use.common, box)):
+        return None
+    itemsize = chunk.length // box_elements(chunk.box)
+    first, last = (chunk.offset + element * itemsize for element in element_span(use.common, chunk.box))
+    at = element_span(use.common, box)[0] * itemsize
+    if (run.start, run.stop) != (first, last) or (target.ctypes.data + at) % ALIGNMENT:
+        return None
+    return target[at : at + last - first]

@@ -1,34 +1,516 @@
-"""Reads boxes of arrays of one checkpoint, on several threads, each box handed out as soon as it is complete."""
+"""Reads boxes of arrays of one checkpoint, on several threads, each box handed out as soon as it is complete.
+
+What one load reads: runs of bytes into aligned memory, digests checked, boxes as views or copies of it.
+
+The files of a checkpoint of several parts: open from the start, whatever retention removes.
+
+The segments of one load: opened before the first read as far as possible, closed after their last one.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
-from typing import TypeVar
+import errno
+import math
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from jaxckpt_train.errors import CheckpointTimeoutError
+from jaxckpt_train.errors import CheckpointTimeoutError, CorruptCheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.answers import answer_of, have_closed
-from jaxckpt_train.store.backend import Opener
-from jaxckpt_train.store.boxes import Box, box_elements, box_shape
+from jaxckpt_train.store.backends.base import Opener, Source
+from jaxckpt_train.store.boxes import Box, box_elements, box_shape, element_span, slices_within
+from jaxckpt_train.store.buffers import Arena, ReadBudget, WarmMemory, aligned_buffer, empty_array, owner_of
+from jaxckpt_train.store.committed import Committed, refuse_another
 from jaxckpt_train.store.dtypes import DTYPES
-from jaxckpt_train.store.manifest import ArrayRecord
-from jaxckpt_train.store.read_budget import ReadBudget
-from jaxckpt_train.store.read_plan import Wanted, plan_reads
-from jaxckpt_train.store.reading import ReadBox, Reading
-from jaxckpt_train.store.sources import Sources
-from jaxckpt_train.store.staging import empty_array
-from jaxckpt_train.store.transaction import Committed
-from jaxckpt_train.store.warm_memory import WarmMemory
-from jaxckpt_train.store.workers import shared_workers
+from jaxckpt_train.store.files import HexDigest, digest_function, open_recorded
+from jaxckpt_train.store.manifest import HEX_DIGITS, ArrayRecord, ChunkRecord, PartRecord
+from jaxckpt_train.store.read_plan import (
+    VIEW_ALIGNMENT,
+    ChunkRead,
+    Run,
+    Use,
+    Wanted,
+    plan_reads,
+    step_bytes,
+    straight_target,
+)
+from jaxckpt_train.store.segment import ALIGNMENT
+from jaxckpt_train.store.threads import shared_workers
+from jaxckpt_train.store.timeouts import answer_of, have_closed
 
+OPEN_AT_ONCE = 256  # of the 1,024 open files that a process may often have, for all it does
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)
+Direct = bool | Literal["auto"]
+PIECE_BLOCKS = 4
+LARGE_BYTES = 64 << 10
 # A reading thread waits for the disk about half of its time; the other half it touches fresh memory and digests.
 READS_PER_THREAD = 2
-Progress = Callable[[int], None]
+ReadProgress = Callable[[int], None]
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+class Sources:
+    """Open segments, shared by reading threads.
+
+    Those that are opened before the first read stay readable if a retention removes the step meanwhile. Of more than
+    `OPEN_AT_ONCE` the others are opened when their turn comes.
+
+    Args:
+        files: where.
+        committed: the opened checkpoint.
+        settings: whether past the page cache, and whether what is read is verified.
+        segments: the segment of each read to come, with repetitions.
+    """
+
+    def __init__(self, files: Opener, committed: Committed, settings: StoreSettings, segments: Iterable[int]) -> None:
+        self._files, self._committed = files, committed
+        self._direct, self._is_verified = settings.direct_io, settings.verify_on_load
+        self._left = Counter(segments)
+        self._open: dict[int, Source] = {}
+        self._in_use: Counter[int] = Counter()
+        self._is_closed = False
+        self._lock = threading.Lock()  # never held while a disk is asked, which may not answer
+
+    def open(self, moved: Callable[[], None] = lambda: None) -> None:
+        """Open the segments, or the first of them; `moved` is told of each.
+
+        Raises:
+            CorruptCheckpointError: one is missing, or has another size than the manifest says.
+            StorageError: the file system refused.
+        """
+        for number in sorted(self._left)[:OPEN_AT_ONCE]:
+            self._keep(number, self._opened(number))
+            moved()
+        if self._left:
+            self._refuse_another()
+
+    def read_into(self, segment: int, offset: int, data: np.ndarray, needed: int) -> None:
+        """As `Source.read_into`."""
+        with self._using(segment) as source:
+            source.read_into(offset, data, needed)
+
+    def done(self, segment: int) -> None:
+        """Tell that one of its reads is over; after the last one it is closed."""
+        with self._lock:
+            self._left[segment] -= 1
+        self._close_unused(segment)
+
+    def end(self) -> list[Source]:
+        """Let nobody read any more, and hand over what is to be closed; what is being read is closed when that ends."""
+        with self._lock:
+            self._is_closed = True
+            return [self._open.pop(number) for number in list(self._open) if not self._in_use[number]]
+
+    def _close_unused(self, number: int) -> None:
+        with self._lock:
+            is_over = self._is_closed or not self._left[number]
+            unused = self._open.pop(number, None) if is_over and not self._in_use[number] else None
+        if unused is not None:
+            unused.close()
+
+    @contextlib.contextmanager
+    def _using(self, number: int) -> Iterator[Source]:
+        source = self._taken(number)
+        try:
+            yield source
+        finally:
+            with self._lock:
+                self._in_use[number] -= 1
+            self._close_unused(number)
+
+    def _taken(self, number: int) -> Source:
+        """The open segment, opened if it is not yet."""
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    raise StorageError(errno.EBADF, "the load is over", self._committed.directory)
+                if number in self._open:
+                    self._in_use[number] += 1
+                    return self._open[number]
+            opened = self._opened(number)
+            try:
+                self._refuse_another()
+            except BaseException:
+                opened.close()
+                raise
+            self._keep(number, opened)
+
+    def _keep(self, number: int, opened: Source) -> None:
+        """Share a segment, unless another thread was faster, or the load is over."""
+        with self._lock:
+            is_wanted = not self._is_closed and number not in self._open
+            if is_wanted:
+                self._open[number] = opened
+        if not is_wanted:
+            opened.close()
+
+    def _refuse_another(self) -> None:
+        """A segment of the right name and size may be of a checkpoint that took the place of this one meanwhile.
+
+        Digests tell even if that one is gone by now.
+        """
+        refuse_another(self._files, self._committed, may_be_gone=self._is_verified)
+
+    def _opened(self, number: int) -> Source:
+        record = self._committed.manifest.segments[number]
+        return open_recorded(
+            self._files,
+            self._committed.directory,
+            record.file,
+            record.bytes,
+            direct=self._direct,
+            subject="segment",
+        )
+
+
+class HeldFiles:
+    """Opens files; those of one checkpoint that it holds, without looking for their names again.
+
+    Args:
+        files: where.
+        committed: the opened checkpoint.
+        direct: how its segments are going to be opened.
+    """
+
+    def __init__(self, files: Opener, committed: Committed, direct: Direct) -> None:
+        self._files, self._committed, self._direct = files, committed, direct
+        self._held: dict[tuple[str, Direct], Source] = {}
+        self._is_closed = False
+        self._lock = threading.Lock()  # never held while a disk is asked, which may not answer
+
+    def hold(self, parts: Sequence[PartRecord], moved: Callable[[], None] = lambda: None) -> None:
+        """Open what these parts are read from, in this order, but no files of their own kind; `moved` is told of each.
+
+        Of more than `OPEN_AT_ONCE` the others are opened when their turn comes. What cannot be opened is told then.
+        """
+        names = {part.name: place for place, part in enumerate(parts)}
+        files = [each.file for each in self._committed.manifest.segments if each.file.partition("/")[0] in names]
+        segments = sorted(files, key=lambda file: names[file.partition("/")[0]])
+        values = [part.files[0].file for part in parts if len(part.files) == 1]
+        wanted: list[tuple[str, Direct]] = [(name, False) for name in values]
+        wanted += [(name, self._direct) for name in segments]
+        for name, direct in wanted[:OPEN_AT_ONCE]:
+            try:
+                source = self._files.open(self._committed.directory, name, direct=direct)
+            except StorageError as error:
+                if error.errno not in _TOO_MANY:
+                    continue
+                self._release()  # others need some, too
+                return
+            with self._lock:
+                is_wanted = not self._is_closed
+                if is_wanted:
+                    self._held[name, direct] = source
+            if not is_wanted:
+                source.close()
+                return
+            moved()
+
+    def open(self, directory: str, name: str, *, direct: Direct) -> Source:
+        """As `Opener.open`; a file that is held is handed over."""
+        with self._lock:
+            held = self._held.pop((name, direct), None) if directory == self._committed.directory else None
+        if held is not None:
+            return held
+        try:
+            return self._files.open(directory, name, direct=direct)
+        except StorageError as error:
+            if error.errno not in _TOO_MANY or not self._release():
+                raise
+        return self._files.open(directory, name, direct=direct)
+
+    def _release(self) -> bool:
+        """Close what is held; whether there was any."""
+        left = self._take_all()
+        for source in left:
+            source.close()
+        return bool(left)
+
+    def _take_all(self) -> list[Source]:
+        with self._lock:
+            left = list(self._held.values())
+            self._held.clear()
+        return left
+
+    def end(self) -> list[Source]:
+        """Hold nothing any more, and hand over what nobody has asked for, to be closed."""
+        with self._lock:
+            self._is_closed = True
+        return self._take_all()
+
+
+class ReadBox(NamedTuple):
+    """Box number `box` of wanted array number `wanted`."""
+
+    wanted: int
+    box: int
+    data: np.ndarray
+
+
+class _Room:
+    """Aligned memory for pieces of a run that cannot stay where they were read: one allocation for thousands.
+
+    Attributes:
+        stays: whether aligned pieces can: a view of one keeps no memory that should be free by then.
+        memory: for the others; None while there were none.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._needed = run.moved_bytes
+        self.memory: np.ndarray | None = None
+        self._used = 0
+        self.stays = run.passing or run.is_destination
+
+    def copy(self, piece: np.ndarray) -> np.ndarray:
+        if self.memory is None:
+            self.memory = empty_array((self._needed,), np.dtype(np.uint8))
+        target = self.memory[self._used : self._used + len(piece)]
+        target[:] = piece
+        self._used += -(-len(piece) // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
+        return target
+
+
+class Reading:
+    """Reads of one load under way: destinations, and what all threads share.
+
+    Args:
+        sources: of the segments.
+        committed: the opened checkpoint.
+        wanted: which boxes of which arrays.
+        settings: verification.
+        progress: as of `iter_boxes`.
+        budget: what the reading memory is counted in.
+        warm: what is only copied from is read into.
+
+    Attributes:
+        reads: another number after each.
+    """
+
+    def __init__(
+        self,
+        sources: Sources,
+        committed: Committed,
+        wanted: Sequence[Wanted],
+        settings: StoreSettings,
+        progress: Callable[[int], None] | None,
+        budget: ReadBudget,
+        warm: WarmMemory,
+    ) -> None:
+        self._manifest, self._settings, self._wanted = committed.manifest, settings, wanted
+        self._digest = digest_function(self._manifest.digest) if settings.verify_on_load else None
+        self._budget = budget
+        self._progress = progress
+        self._parts: dict[tuple[int, int], tuple[np.ndarray, int]] = {}  # begun boxes, and their missing elements
+        self._lock = threading.Lock()
+        self._directory, self._sources = committed.directory, sources
+        self._arena, self._warm = Arena(0), warm
+        self.reads = 0
+
+    def read_run(self, run: Run) -> list[ReadBox]:
+        """Read and check one run on the calling thread; returns the boxes that it completed.
+
+        Raises:
+            CorruptCheckpointError: a segment is missing, has another size, or its bytes differ from their digest.
+            StorageError: the file system refused.
+        """
+        size = run.stop - run.start
+        if run.is_destination and not run.passing:
+            return self._read_into(run, self._arena.take(size))
+        if run.is_parts:
+            place = straight_target(run, self._wanted)
+            if place is not None:
+                return self._read_straight(run, place)
+            with self._counted(size), self._warm.lent(size) as memory:
+                return self._read_into(run, memory)
+        if not run.passing:
+            with self._counted(size):
+                return self._read_into(run, aligned_buffer(size))
+        self._budget.take(size + run.moved_bytes)
+        try:
+            memory = aligned_buffer(size)
+            weakref.finalize(memory, self._budget.give, size).atexit = False
+            with self._budget.at_work():
+                return self._read_into(run, memory)
+        except BaseException:
+            self._budget.lift()  # the error's traceback keeps the memory, and others wait for it
+            raise
+
+    def read_one_less(self, run: Run) -> list[ReadBox]:
+        """As `read_run`; and tell the sources that one of the reads that they expect is over."""
+        completed = self.read_run(run)
+        self._sources.done(run.segment)
+        return completed
+
+    @contextlib.contextmanager
+    def _counted(self, size: int) -> Iterator[None]:
+        self._budget.take(size)
+        try:
+            with self._budget.at_work():
+                yield
+        finally:
+            self._budget.give(size)
+
+    def _read_straight(self, run: Run, place: np.ndarray) -> list[ReadBox]:
+        self._read_and_verify(run, place)
+        (use,) = run.reads[0].uses
+        want, completed = self._wanted[use.wanted], list[ReadBox]()
+        dtype = DTYPES[want.array.dtype]
+        self._begin_part(use, want, dtype)
+        self._end_part(use, want, place.size // dtype.itemsize, completed)
+        return completed
+
+    def _read_into(self, run: Run, memory: np.ndarray) -> list[ReadBox]:
+        self._read_and_verify(run, memory)
+        room, completed = _Room(run), list[ReadBox]()
+        for read in run.reads:
+            self._hand_out(read, memory[read.start - run.start : read.stop - run.start], room, completed)
+        if run.passing and room.memory is not None:
+            weakref.finalize(owner_of(room.memory), self._budget.give, run.moved_bytes).atexit = False
+        return completed
+
+    def _read_and_verify(self, run: Run, memory: np.ndarray) -> None:
+        at = run.start
+        for start, stop in _pieces(run, self._manifest.block_bytes):
+            at = self._read_up_to(run, memory, at, stop)
+            self._verify_all(run, memory, start, stop)
+            if self._progress is not None:
+                self._progress(stop - start)
+
+    def _read_up_to(self, run: Run, memory: np.ndarray, at: int, stop: int) -> int:
+        """Read whole pages from `at` on, until `stop` is there; no page twice, since what was verified must stay."""
+        high = min(-(-stop // ALIGNMENT) * ALIGNMENT, run.stop)
+        if high > at:
+            needed = min(high, run.start + run.needed) - at
+            self._sources.read_into(run.segment, at, memory[at - run.start : high - run.start], needed)
+            self.reads += 1
+        return high
+
+    def _verify_all(self, run: Run, memory: np.ndarray, start: int, stop: int) -> None:
+        if self._digest is not None:
+            for read in run.reads:
+                if read.start < stop and read.stop > start and read.chunk.digests:  # what is made has none
+                    self._verify(self._digest, read, run, memory, max(start, read.start), min(stop, read.stop))
+
+    def _verify(self, digest: HexDigest, read: ChunkRead, run: Run, memory: np.ndarray, start: int, stop: int) -> None:
+        width, block_bytes = HEX_DIGITS[self._manifest.digest], self._manifest.block_bytes
+        for at in range(start, stop, block_bytes):
+            block = (at - read.chunk.offset) // block_bytes
+            end = min(at + block_bytes, read.stop)
+            found = digest(memoryview(memory[at - run.start : end - run.start]))
+            if found != read.chunk.digests[block * width : (block + 1) * width]:
+                raise self._damaged(read, at, end)
+
+    def _damaged(self, read: ChunkRead, start: int, stop: int) -> CorruptCheckpointError:
+        name = self._wanted[read.uses[0].wanted].array.name
+        file = self._manifest.segments[read.chunk.segment].file
+        return CorruptCheckpointError(
+            f"{self._directory}/{file}: bytes {start} to {stop} of leaf {name!r} are not what was saved "
+            f"({self._manifest.digest} differs)"
+        )
+
+    def _hand_out(self, read: ChunkRead, data: np.ndarray, room: _Room, completed: list[ReadBox]) -> None:
+        skipped = read.first_block * step_bytes(self._manifest)
+        for use in read.uses:
+            want = self._wanted[use.wanted]
+            dtype, box = DTYPES[want.array.dtype], want.boxes[use.box]
+            start, stop = 0, len(data)
+            if use.common != read.chunk.box:
+                first, last = element_span(use.common, read.chunk.box)
+                start, stop = first * dtype.itemsize - skipped, last * dtype.itemsize - skipped
+            piece = data[start:stop]
+            if use.whole:
+                if (read.start + start) % VIEW_ALIGNMENT or not room.stays:
+                    piece = room.copy(piece)
+                completed.append(ReadBox(use.wanted, use.box, piece.view(dtype).reshape(box_shape(box))))
+            else:
+                self._copy_part(use, _part(piece, dtype, use, read.chunk), completed)
+
+    def moved(self) -> int:
+        """For who waits: another number after each read. A progress may raise here, to end the load."""
+        if self._progress is not None:
+            self._progress(0)
+        return self.reads
+
+    def hand_over(self, completed: list[ReadBox]) -> Generator[ReadBox]:
+        """One box after the other, of which the consumer holds only one."""
+        with self._budget.at_work():
+            while completed:
+                yield completed.pop()
+
+    def give_up(self) -> None:
+        """Let the reading threads end although nobody takes what they read."""
+        self._budget.lift()
+
+    def prepare(self, runs: Sequence[Run]) -> None:
+        """Reserve the memory of all large results that stay in host memory in one piece."""
+        kept = [run for run in runs if not run.passing]
+        sizes = [run.stop - run.start for run in kept if run.is_destination]
+        parts = {(use.wanted, use.box) for run in kept for read in run.reads for use in read.uses if not use.whole}
+        for wanted, box in parts:
+            array = self._wanted[wanted].array
+            if self._wanted[wanted].target is not None:
+                continue
+            size = box_elements(self._wanted[wanted].boxes[box]) * DTYPES[array.dtype].itemsize
+            sizes.append(size if size >= LARGE_BYTES else 0)
+        self._arena = Arena(sum(map(Arena.room_for, sizes)))
+
+    def _new_box(self, want: Wanted, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        if want.target is not None:
+            return want.target.view(dtype).reshape(shape)
+        size = dtype.itemsize * math.prod(shape)
+        if size < LARGE_BYTES or want.passing:
+            return empty_array(shape, dtype)
+        return self._arena.take(size).view(dtype).reshape(shape)
+
+    def _copy_part(self, use: Use, part: np.ndarray, completed: list[ReadBox]) -> None:
+        want = self._wanted[use.wanted]
+        target = self._begin_part(use, want, part.dtype)
+        target[slices_within(use.common, want.boxes[use.box])] = part
+        self._end_part(use, want, part.size, completed)
+
+    def _begin_part(self, use: Use, want: Wanted, dtype: np.dtype) -> np.ndarray:
+        """The box that a part belongs to."""
+        key, box = (use.wanted, use.box), want.boxes[use.box]
+        with self._lock:
+            if key not in self._parts:
+                self._parts[key] = self._new_box(want, box_shape(box), dtype), box_elements(box)
+            return self._parts[key][0]
+
+    def _end_part(self, use: Use, want: Wanted, elements: int, completed: list[ReadBox]) -> None:
+        """So many elements of the box are there."""
+        key = (use.wanted, use.box)
+        with self._lock:
+            target, left = self._parts[key]
+            left -= elements
+            self._parts[key] = target, left
+            if left == 0:
+                completed.append(ReadBox(*key, target))
+                del self._parts[key]
+                if want.passing:
+                    self._budget.charge(target)
+
+
+def _pieces(run: Run, block_bytes: int) -> Generator[tuple[int, int]]:
+    """Cuts of a run for single read calls: a run of one chunk in groups of whole blocks, a coalesced one whole."""
+    first, end = run.reads[0].start, run.reads[-1].stop
+    step = PIECE_BLOCKS * block_bytes if len(run.reads) == 1 else end - first
+    for start in range(first, end, step):
+        yield start, min(start + step, end)
+
+
+def _part(piece: np.ndarray, dtype: np.dtype, use: Use, chunk: ChunkRecord) -> np.ndarray:
+    """The common box as an array over the span of bytes that holds it, with the chunk's strides."""
+    strides, step = [], dtype.itemsize
+    for size in reversed(box_shape(chunk.box)):
+        strides.append(step)
+        step *= size
+    return np.ndarray(box_shape(use.common), dtype, buffer=piece.data, strides=tuple(reversed(strides)))
 
 
 def iter_boxes(
@@ -36,7 +518,7 @@ def iter_boxes(
     committed: Committed,
     wanted: Sequence[Wanted],
     settings: StoreSettings,
-    progress: Progress | None = None,
+    progress: ReadProgress | None = None,
     budget: ReadBudget | None = None,
 ) -> Generator[ReadBox]:
     """Read boxes of arrays of one committed checkpoint, and hand out each box as soon as it is complete.
@@ -114,7 +596,7 @@ def read_boxes(
     committed: Committed,
     wanted: Sequence[Wanted],
     settings: StoreSettings,
-    progress: Progress | None = None,
+    progress: ReadProgress | None = None,
 ) -> list[list[np.ndarray]]:
     """As `iter_boxes`, all at once: for every wanted array one numpy array per box."""
     found: list[dict[int, np.ndarray]] = [{} for _ in wanted]

@@ -1,4 +1,8 @@
-"""The transaction: the only file that decides that a checkpoint exists.
+"""Whether a checkpoint may get a name: what has it already, and what dead saves have left beside it.
+
+A directory for other tools that appears under its name at once, when all that is in it is written.
+
+The transaction: the only file that decides that a checkpoint exists.
 
 A checkpoint is a directory that holds COMMIT, and COMMIT fits its manifest. An attempt is written beside the final
 name, in a hidden directory. The order, which crash safety rests on:
@@ -8,11 +12,13 @@ name, in a hidden directory. The order, which crash safety rests on:
    disk before the rename;
 3. the attempt is renamed to its final name;
 4. the parent directory is synced; only then is the save acknowledged.
+
+One attempt to write a checkpoint: the files in its directory, as one process writes and syncs them.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import errno
 import hashlib
 import itertools
@@ -22,22 +28,23 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from jaxckpt_train.errors import (
     CheckpointError,
     CheckpointExistsError,
     CorruptCheckpointError,
-    FormatVersionError,
+    SettingsError,
     StorageError,
     UnsupportedLeafError,
 )
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.attempt import Attempt
-from jaxckpt_train.store.backend import MISSING, Backend
-from jaxckpt_train.store.late_sync import sync_directory
-from jaxckpt_train.store.local import side_name
-from jaxckpt_train.store.machine import process_tag
+from jaxckpt_train.store.backends.base import GONE, Backend, is_in_use, sync_directory
+from jaxckpt_train.store.backends.local import file_exists, side_name
+from jaxckpt_train.store.committed import LOOKS, CommitRecord, Committed, attempt_paths, is_committed
+from jaxckpt_train.store.files import block_digests, digest_function, file_record, read_or_none
 from jaxckpt_train.store.manifest import (
+    BLOCK_BYTES,
     COMMIT_NAME,
     FORMAT,
     FORMAT_VERSION,
@@ -45,52 +52,116 @@ from jaxckpt_train.store.manifest import (
     MAX_ARRAYS,
     MAX_COMMIT_BYTES,
     MAX_MANIFEST_BYTES,
-    NOT_JSON,
+    FileRecord,
     Manifest,
-    check_version,
     encode_manifest,
-    shown,
+    is_plain_name,
+    what_is_a_plain_name,
 )
-from jaxckpt_train.store.manifest_decoding import decode_manifest
-from jaxckpt_train.store.plain_files import read_or_none
-from jaxckpt_train.store.removal import first_strangers, remove_replaced, remove_without_commit
-from jaxckpt_train.store.why_not import why_not_committed
+from jaxckpt_train.store.removal import (
+    MOST_TOLD,
+    first_strangers,
+    is_left_over_name,
+    remove_dead_attempts,
+    remove_dead_exports,
+    remove_replaced,
+    remove_without_commit,
+    strangers,
+)
+from jaxckpt_train.store.threads import shared_workers
 
+SYNCS_AT_ONCE = 4
 _log = logging.getLogger("jaxckpt_train")
+MOVE_IT_AWAY = "move it away, or choose another path"
+"""What is to be done about a name that is taken, where nothing is ever replaced."""
 
 
-class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of COMMIT: which manifest it stands for."""
+class Attempt:
+    """What a process writes below the directory of an attempt; only a `Transaction` makes a checkpoint of it.
 
-    format: str
-    format_version: int
-    manifest_bytes: int
-    manifest_sha256: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Committed:
-    """A committed checkpoint.
+    Args:
+        backend: where.
+        directory: of the attempt; it exists.
+        settings: how durable.
 
     Attributes:
-        directory: where.
-        manifest: validated; of a process that did not commit it itself without segments and chunks.
-        manifest_sha256: of the manifest's bytes as stored.
-        told_bytes: what `manifest` does not say then.
+        directory: as given.
     """
 
-    directory: str
-    manifest: Manifest
-    manifest_sha256: str
-    told_bytes: int | None = None
+    def __init__(self, backend: Backend, directory: str, settings: StoreSettings) -> None:
+        self._backend, self.directory, self._settings = backend, directory, settings
+        self._sync = settings.durability != "none"
+        self._sync_directories = settings.durability == "full"
+        self._folders: list[str] = []
+        self._files: list[str] = []  # whose data is not synced yet
 
-    @property
-    def data_bytes(self) -> int:
-        """Size of all data."""
-        if self.told_bytes is not None:
-            return self.told_bytes
-        segments = sum(segment.bytes for segment in self.manifest.segments)
-        return segments + sum(file.bytes for part in self.manifest.parts for file in part.files)
+    def add_folder(self, name: str) -> str:
+        """Create the folder of one checkpointable; returns its path."""
+        path = f"{self.directory}/{name}"
+        self._backend.make_directory(path, parents=False, sync=False)
+        self._folders.append(path)
+        return path
+
+    def write_file(self, name: str, data: bytes) -> FileRecord:
+        """Write a small file, which the commit syncs, and return what the manifest says of it."""
+        path = f"{self.directory}/{name}"
+        sink = self._backend.create(path, direct=False)
+        try:
+            content = np.frombuffer(data, np.uint8)
+            if data:
+                sink.write_at(0, content)
+            sink.finish(len(data), sync=False)
+        finally:
+            sink.abandon()
+        self._files.append(path)
+        return FileRecord(name, len(data), block_digests(content, BLOCK_BYTES, digest_function(self._settings.digest)))
+
+    def adopt_folder(self, name: str, progress: Callable[[int], None]) -> tuple[FileRecord, ...]:
+        """Digest the files that someone else wrote into a folder of the attempt; the commit syncs them.
+
+        `progress` is told of each block.
+
+        Raises:
+            UnsupportedLeafError: a file or directory whose name a load would refuse.
+            CorruptCheckpointError: something there is neither a plain file nor a directory.
+        """
+        records: list[FileRecord] = []
+        for entry in self._backend.list(f"{self.directory}/{name}"):
+            path = f"{name}/{entry.name}"
+            if is_in_use(entry.name):
+                continue
+            if not is_plain_name(entry.name):
+                raise UnsupportedLeafError(
+                    f"file {path!r}: its name cannot be stored; expected {what_is_a_plain_name()}"
+                )
+            if entry.kind == "directory":
+                self._folders.append(f"{self.directory}/{path}")
+                records.extend(self.adopt_folder(path, progress))
+            elif entry.kind == "file":
+                self._files.append(f"{self.directory}/{path}")
+                records.append(file_record(self._backend, self.directory, path, self._settings.digest, progress))
+            else:
+                raise CorruptCheckpointError(f"{self.directory}/{path}: expected a plain file, found a link or device")
+        return tuple(records)
+
+    def take_in(self, name: str) -> None:
+        """Have the commit sync what somebody else has written into a folder of the attempt; it is not looked at."""
+        for entry in self._backend.list(f"{self.directory}/{name}"):
+            path = f"{self.directory}/{name}/{entry.name}"
+            if is_in_use(entry.name):
+                continue
+            if entry.kind == "directory":
+                self._folders.append(path)
+                self.take_in(f"{name}/{entry.name}")
+            else:
+                self._files.append(path)
+
+    def sync(self) -> None:
+        """Sync all that is not synced yet, several at a time: a journal brings them to the disk together."""
+        paths = list(self._files) if self._sync else []
+        if self._sync_directories:
+            paths += [*reversed(self._folders), self.directory]
+        shared_workers(SYNCS_AT_ONCE, "jaxckpt-sync").run_all(self._backend.sync, paths)
 
 
 class Transaction(Attempt):
@@ -279,100 +350,113 @@ def begin_attempt(backend: Backend, final: str) -> str:
     raise AssertionError("unreachable: the count has no end")
 
 
-def attempt_paths(final: str) -> Iterator[str]:
-    """Where this process may write a checkpoint, or remove one: the first that is free is taken."""
-    (parent, name), tag = os.path.split(final), process_tag()
-    return (os.path.join(parent, f".{name}.tmp-{tag}-{number}") for number in itertools.count())
+@contextlib.contextmanager
+def appearing(backend: Backend, final: str, settings: StoreSettings, only_file: str | None = None) -> Iterator[Attempt]:
+    """Within: a directory to write into; afterwards it has its name, or is gone if anything has failed.
 
+    Args:
+        backend: where.
+        final: the absolute path that it is to have; nothing may be there.
+        settings: how durable it is made.
+        only_file: the name of the one file in it that gets the path `final` instead; None: the whole directory does.
 
-def is_committed(backend: Backend, directory: str) -> bool:
-    """Whether the directory holds a COMMIT; a cheap look that validates nothing."""
+    Raises:
+        CheckpointExistsError: something is there.
+        StorageError: the file system refused.
+    """
+    refuse_existing_name(final)
+    parent = os.path.dirname(final)
+    backend.make_directory(parent, parents=True, sync=settings.durability == "full")
+    _remove_dead(backend, final)
+    attempt = Attempt(backend, begin_attempt(backend, final), settings)
     try:
-        backend.open(directory, COMMIT_NAME, direct=False).close()
-    except StorageError as error:
-        if error.errno in MISSING:
-            return False
+        yield attempt
+        attempt.sync()
+        _publish(backend, attempt.directory if only_file is None else f"{attempt.directory}/{only_file}", final)
+    except BaseException as error:
+        try:
+            backend.remove(attempt.directory)
+        except StorageError as second:
+            error.add_note(f"and what was written of it, {attempt.directory}, could not be removed: {second}")
         raise
-    return True
+    if settings.durability == "full":
+        backend.sync(parent)
+    if only_file is not None:
+        try:
+            backend.remove(attempt.directory)
+        except StorageError as error:
+            _log.warning("%s: is written, but %s could not be removed: %s", final, attempt.directory, error)
 
 
-def is_gone(backend: Backend, directory: str) -> bool:
-    """Whether there surely is no COMMIT; a disk that refuses to tell leaves it in doubt."""
+def refuse_existing_name(final: str) -> None:
+    """Raise CheckpointExistsError if anything has this name."""
+    if file_exists(final):
+        raise _exists(final)
+
+
+def _remove_dead(backend: Backend, final: str) -> None:
+    """Make room; what stays is no reason not to go on."""
     try:
-        return not is_committed(backend, directory)
-    except StorageError:
-        return False
+        remove_dead_exports(backend, final)
+    except StorageError as error:
+        _log.warning("%s: what an earlier export left could not be removed: %s", final, error)
 
 
-def open_committed(backend: Backend, directory: str) -> Committed:
-    """Read and validate COMMIT and the manifest of a checkpoint.
-
-    Raises:
-        NotACheckpointError: nothing is there, or it is a file, or a directory of something else.
-        IncompleteCheckpointError: there is a manifest or data but no COMMIT.
-        CorruptCheckpointError: COMMIT or the manifest is damaged.
-        FormatVersionError: written by a newer version.
-    """
-    directory = _recover(backend, directory)
-    found = read_committed(backend, directory)
-    if found is None:
-        raise why_not_committed(backend, directory)
-    data, sha256 = found
-    return Committed(directory, decode_manifest(data, f"{directory}/{MANIFEST_NAME}"), sha256)
-
-
-def which_committed(backend: Backend, directory: str) -> tuple[str, str] | None:
-    """Where the checkpoint lies now, and the SHA-256 of its manifest; None: there is none. Cheaper than to open it.
-
-    Raises:
-        CorruptCheckpointError, FormatVersionError, StorageError: as `open_committed`.
-    """
-    directory = _recover(backend, directory)
-    found = read_committed(backend, directory)
-    return None if found is None else (directory, found[1])
-
-
-def read_committed(backend: Backend, directory: str) -> tuple[bytes | bytearray, str] | None:
-    """The manifest that COMMIT stands for, not decoded, and its SHA-256; None: there is no COMMIT.
-
-    Raises:
-        CorruptCheckpointError, FormatVersionError, StorageError: as `open_committed`.
-    """
-    commit_file = f"{directory}/{COMMIT_NAME}"
-    raw = read_or_none(backend, directory, COMMIT_NAME, MAX_COMMIT_BYTES)
-    if raw is None:
-        return None
-    _check_commit_version(backend, directory, raw)
+def _publish(backend: Backend, directory: str, final: str) -> None:
     try:
-        commit = msgspec.json.decode(raw, type=CommitRecord)
-    except NOT_JSON as error:
-        raise CorruptCheckpointError(f"{commit_file}: not valid: {shown(error)}") from error
-    manifest_file = f"{directory}/{MANIFEST_NAME}"
-    data = read_or_none(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES, size=commit.manifest_bytes)
-    if data is None:
-        if read_or_none(backend, directory, COMMIT_NAME, MAX_COMMIT_BYTES) is None:
-            return None  # all of it was removed meanwhile
-        raise CorruptCheckpointError(f"{manifest_file}: missing, but COMMIT stands for it")
-    if hashlib.sha256(data).hexdigest() != commit.manifest_sha256:
-        raise CorruptCheckpointError(f"{manifest_file}: changed since it was committed (SHA-256 differs)")
-    return data, commit.manifest_sha256
-
-
-def _check_commit_version(backend: Backend, directory: str, commit: bytes | bytearray) -> None:
-    """A newer version is one only if the manifest says so too: a flipped bit must not pass for what cannot be read."""
-    try:
-        check_version(commit, f"{directory}/{COMMIT_NAME}")
-    except FormatVersionError as error:
-        data = read_or_none(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)
-        if data is None:
+        backend.rename(directory, final)
+    except StorageError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
-        check_version(data, f"{directory}/{MANIFEST_NAME}")  # raises the same for what is newer
-        raise CorruptCheckpointError(
-            f"{directory}/{COMMIT_NAME}: not valid: its manifest is of an older one"
-        ) from error
+        raise _exists(final) from error
 
 
-def _recover(backend: Backend, directory: str) -> str:
-    """The directory, or its side name if a crash fell between the two renames of an exchange."""
-    aside = side_name(directory)
-    return aside if not is_committed(backend, directory) and is_committed(backend, aside) else directory
+def _exists(final: str) -> CheckpointExistsError:
+    return CheckpointExistsError(f"{final}: exists; {MOVE_IT_AWAY}")
+
+
+def refuse_left_over_name(final: str) -> None:
+    """Raise SettingsError if later saves would clean up what has this name."""
+    if is_left_over_name(os.path.basename(final)):
+        raise SettingsError(
+            f"path: {final}: expected a name that no unfinished save may have: later saves clean up `.NAME.aside` and "
+            "`.NAME.tmp-...`; choose another one"
+        )
+
+
+def refuse_existing(backend: Backend, final: str, replace: bool, how: str = "pass overwrite=True") -> None:
+    """Raise CheckpointExistsError unless nothing has this name, or a checkpoint alone that is to be replaced.
+
+    Args:
+        backend: where.
+        final: the name.
+        replace: whether it is.
+        how: what to do to have it replaced.
+    """
+    if not file_exists(final):
+        return
+    # One look may meet what another process has just replaced, and is removing: the next one sees the new.
+    # What is half removed is a checkpoint if a crash cut its replacement in place: the new one has the side name then.
+    names = (final, side_name(final))
+    if not any(any(is_committed(backend, name) for name in names) or not file_exists(final) for _ in range(LOOKS)):
+        raise CheckpointExistsError(f"{final}: exists and is no checkpoint; it is not replaced. Choose another path")
+    if not replace:
+        raise CheckpointExistsError(f"{final}: exists; {how} to replace it, or choose another path")
+    for _ in range(LOOKS):
+        others = list(itertools.islice(strangers(backend, final, certain=False), MOST_TOLD))
+        if not others:
+            return
+    raise CheckpointExistsError(
+        f"{final}: expected nothing but a checkpoint to replace, found also {', '.join(others)}; move that away, or "
+        "choose another path"
+    )
+
+
+def remove_left_overs(backend: Backend, final: str) -> None:
+    """Make room; left-overs that stay are no reason not to save. Where there is no directory there are none."""
+    try:
+        remove_dead_attempts(backend, final)
+    except StorageError as error:
+        if error.errno in {*GONE, errno.ENOTDIR}:
+            return
+        _log.warning("%s: what an earlier attempt left could not be removed: %s", final, error)

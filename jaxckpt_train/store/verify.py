@@ -9,13 +9,14 @@ from typing import Literal
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.answers import answer_of
-from jaxckpt_train.store.backend import Backend, Opener, Source, is_refusal
+from jaxckpt_train.store.backends.base import Backend, Opener, Source, is_refusal
 from jaxckpt_train.store.boxes import box_shape
-from jaxckpt_train.store.digests import HEX_DIGITS, digest_function
+from jaxckpt_train.store.buffers import aligned_buffer
+from jaxckpt_train.store.committed import Committed, open_committed
 from jaxckpt_train.store.dtypes import DTYPES, safetensors_form
-from jaxckpt_train.store.layout import chunk_name
+from jaxckpt_train.store.files import digest_function, open_recorded
 from jaxckpt_train.store.manifest import (
+    HEX_DIGITS,
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     ArrayRecord,
@@ -24,11 +25,9 @@ from jaxckpt_train.store.manifest import (
     Manifest,
     SegmentRecord,
 )
-from jaxckpt_train.store.plain_files import open_recorded
-from jaxckpt_train.store.segment import ALIGNMENT, Tensor, is_head_of
-from jaxckpt_train.store.staging import aligned_buffer
-from jaxckpt_train.store.transaction import Committed, open_committed
-from jaxckpt_train.store.workers import shared_workers
+from jaxckpt_train.store.segment import ALIGNMENT, Tensor, chunk_name, is_head_of
+from jaxckpt_train.store.threads import shared_workers
+from jaxckpt_train.store.timeouts import answer_of
 
 Pace = Callable[[int], None]
 _Chunks = list[tuple[ArrayRecord, ChunkRecord]]

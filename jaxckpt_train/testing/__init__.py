@@ -1,6 +1,6 @@
 """For the tests of training loops: a proof that a loop resumes exactly. Imports nothing of JAX."""
 
-from jaxckpt_train.testing.failures import ResumeNotExactError, ResumeNotProvenError
+from jaxckpt_train.testing.attempts import ResumeNotExactError, ResumeNotProvenError
 from jaxckpt_train.testing.resume_proof import ResumeProof, assert_resume_exact
 
 __all__ = ["ResumeNotExactError", "ResumeNotProvenError", "ResumeProof", "assert_resume_exact"]

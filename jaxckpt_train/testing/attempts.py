@@ -1,4 +1,11 @@
-"""The runs of a proof: one that is interrupted and started again until it ends, and one that is left alone."""
+"""The runs of a proof: one that is interrupted and started again until it ends, and one that is left alone.
+
+What a proof of an exact resume fails with; pytest shows both as failures of the test.
+
+AssertionError
+├── ResumeNotExactError      the interrupted run differs from the uninterrupted one
+└── ResumeNotProvenError     a run crashed, hung, never saved, or never got to its interruption
+"""
 
 from __future__ import annotations
 
@@ -12,11 +19,36 @@ import msgspec
 import numpy as np
 
 from jaxckpt_train.store.dtypes import DTYPES
-from jaxckpt_train.testing.failures import ResumeNotProvenError
-from jaxckpt_train.testing.processes import run_child
-from jaxckpt_train.testing.record_files import How, Plan, ProcessFiles, is_below
-from jaxckpt_train.testing.records import Between, Leaf, Line, Resumed, Stopped, Update
-from jaxckpt_train.testing.run_target import Target
+from jaxckpt_train.testing.processes import (
+    Between,
+    How,
+    Leaf,
+    Line,
+    Plan,
+    ProcessFiles,
+    Resumed,
+    Stopped,
+    Target,
+    Update,
+    is_below,
+    run_child,
+)
+
+
+class ResumeNotExactError(AssertionError):
+    """An interrupted run differs from an uninterrupted one; the message begins with the first difference.
+
+    Attributes:
+        causes: likely causes, the likeliest first.
+    """
+
+    def __init__(self, message: str, causes: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.causes = causes
+
+
+class ResumeNotProvenError(AssertionError):
+    """The runs did not get so far that they could be compared; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)

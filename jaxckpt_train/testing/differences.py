@@ -1,18 +1,76 @@
-"""Where two runs differ: in what they go on from, the batches, what they tell of an update, or the state after it."""
+"""What is wrong with the batches that a run takes after a resume, told by those of a run without an interruption.
+
+Where two runs differ: in what they go on from, the batches, what they tell of an update, or the state after it.
+
+The numbers in leaves of two runs, and how far, and in which direction, they are apart.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
 
 from jaxckpt_train.testing.attempts import Attempt
-from jaxckpt_train.testing.leaf_numbers import number_of, whole_numbers
-from jaxckpt_train.testing.records import Batch, Leaf, Leaves, Update
+from jaxckpt_train.testing.processes import Batch, Leaf, Leaves, Update
 
+_SAME_DIRECTION = 0.02
 Kind = Literal["start", "restored", "label", "batch", "metric", "leaf", "end"]
+DataFault = Literal["anew", "ahead", "behind", "order", "parts", "other"]
+"""They begin anew; some are skipped, or come twice; the same examples in another order; only some arrays are others."""
+
+
+def relative_difference(one: np.ndarray | None, other: np.ndarray | None) -> float:
+    """The largest difference in relation to the largest value; inf if it cannot be told."""
+    if one is None or other is None or one.shape != other.shape or not one.size:
+        return np.inf
+    largest = float(np.max(np.abs(one)))
+    difference = float(np.max(np.abs(one - other)))
+    return difference / largest if largest > 0 and np.isfinite(difference) else np.inf
+
+
+def number_of(attempt: Attempt, leaf: Leaf) -> np.ndarray | None:
+    """The data of a leaf as float64 or complex128; None: it has no numbers, or they were not kept."""
+    if leaf.kind == "python float":
+        return np.asarray(float.fromhex(leaf.content.decode()))
+    if leaf.kind in ("python int", "python complex") and leaf.content:
+        return np.asarray(complex(leaf.content.decode()))
+    if leaf.kind == "python bool":
+        return np.asarray(float(leaf.content == b"True"))
+    array = attempt.array(leaf)
+    if array is None:
+        return None
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+
+
+def whole_numbers(attempt: Attempt, leaf: Leaf) -> np.ndarray | None:
+    """The data of a leaf as Python integers, exact however large they are; None: it has no integers, or none kept."""
+    if leaf.kind == "python int" and leaf.content:
+        return np.array(int(leaf.content.decode()), dtype=object)
+    array = attempt.array(leaf)
+    return array.astype(object) if array is not None and array.dtype.kind in "iu" else None
+
+
+def common_factor(moves: Sequence[Sequence[np.ndarray]]) -> float | None:
+    """If all leaves have moved in one direction in two runs: how much further in the second; None: they have not.
+
+    Args:
+        moves: of each leaf: before the update, and after it in both runs, flat.
+    """
+    if not moves or any(len({array.shape for array in each}) != 1 for each in moves):
+        return None
+    old, straight, resumed = (np.concatenate([each[place] for each in moves]) for place in range(3))
+    expected, found = straight - old, resumed - old
+    size = float(expected @ expected)
+    if size == 0 or not np.isfinite(found).all() or not np.isfinite(size):
+        return None
+    factor = float(expected @ found) / size
+    # What rounding of the state itself makes of a small move is no other direction.
+    rounding = 4 * np.finfo(np.float32).eps * float(np.linalg.norm(old))
+    is_same = np.linalg.norm(found - factor * expected) <= _SAME_DIRECTION * np.linalg.norm(found) + rounding
+    return factor if is_same and abs(factor - 1) > _SAME_DIRECTION else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,3 +184,42 @@ def _of_leaves(
 
 def _same(first: Leaf | None, second: Leaf | None) -> bool:
     return first is not None and second is not None and first.same(second)
+
+
+def fault_of(found: Difference, attempts: Sequence[Attempt], straight: Attempt) -> tuple[DataFault, int]:
+    """What is wrong with the batches from a difference on, and of how many if they are skipped or come twice."""
+    attempt = attempts[found.number]
+    expected = _batches(update for update in straight.updates)
+    taken = _batches(update for update in attempt.updates if update.step >= found.step)
+    if not taken or not expected:
+        return "other", 0
+    before = len(_batches(update for update in straight.updates if update.step < found.step))
+    at = [place for place, batch in enumerate(expected) if _is_continued(expected, place, taken)]
+    if 0 in at and attempt.resumed_at is not None and before:
+        return "anew", before
+    if at:
+        offset = min((place - before for place in at), key=abs)
+        if offset == 0 and isinstance(found.straight, int) and isinstance(found.resumed, int):
+            offset = found.resumed - found.straight  # each start takes so many ahead
+        return ("ahead" if offset > 0 else "behind"), abs(offset)
+    if isinstance(found.straight, Batch) and isinstance(found.resumed, Batch):
+        return _of_content(found.straight, found.resumed, expected), 0
+    return "other", 0
+
+
+def _batches(updates: Iterable[Update]) -> list[Batch]:
+    return [batch for update in updates for batch in update.batches]
+
+
+def _is_continued(expected: Sequence[Batch], place: int, taken: Sequence[Batch]) -> bool:
+    """Whether the batches that were taken are those from a place on, as far as both go."""
+    return all(one.digest == other.digest for one, other in zip(expected[place:], taken, strict=False))
+
+
+def _of_content(straight: Batch, resumed: Batch, expected: Sequence[Batch]) -> DataFault:
+    known = {row for batch in expected for row in batch.rows}
+    digests = {batch.digest for batch in expected}
+    if resumed.digest in digests or (resumed.rows and known.intersection(resumed.rows)):
+        return "order"
+    common = straight.leaves.keys() & resumed.leaves.keys()
+    return "parts" if any(straight.leaves[name].same(resumed.leaves[name]) for name in common) else "other"

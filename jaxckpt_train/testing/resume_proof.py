@@ -1,26 +1,216 @@
-"""The proof that a training loop resumes exactly: with and without an interruption it does the same, byte for byte."""
+"""The proof that a training loop resumes exactly: with and without an interruption it does the same, byte for byte.
+
+What is told of runs that differ: the first difference, what each process did, and likely causes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import textwrap
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.testing.attempts import Attempt, Runner, run_interrupted, run_uninterrupted
-from jaxckpt_train.testing.causes import likely_causes
-from jaxckpt_train.testing.differences import Difference, Kind, differences, firsts
-from jaxckpt_train.testing.evidence import Evidence
-from jaxckpt_train.testing.failures import ResumeNotExactError
-from jaxckpt_train.testing.record_files import How, new_directory, remove
-from jaxckpt_train.testing.report import report
-from jaxckpt_train.testing.run_target import MakeRun, target_of
-from jaxckpt_train.tree.patterns import leaf_filter
-from jaxckpt_train.value_checks import one_of, refuse, seconds, whole
+import numpy as np
 
+from jaxckpt_train._validation import one_of, refuse, seconds, whole
+from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.pytree.patterns import leaf_filter
+from jaxckpt_train.testing.attempts import Attempt, ResumeNotExactError, Runner, run_interrupted, run_uninterrupted
+from jaxckpt_train.testing.causes import Cause, Evidence, likely_causes
+from jaxckpt_train.testing.differences import Difference, Kind, differences, firsts, number_of, whole_numbers
+from jaxckpt_train.testing.processes import Batch, How, Leaf, MakeRun, new_directory, remove, target_of
+
+_WIDTH = 116
+_TEXT_DIGITS = (4, 6, 9, 17)
 TIMEOUT_S = 300.0
+
+
+def report(evidence: Evidence, causes: Sequence[Cause]) -> str:
+    """The text of the failure; its first line is the first difference."""
+    lines = [told(evidence, evidence.first)]
+    for kind, words in (("leaf", "first leaf that differs: "), ("batch", ""), ("metric", "")):
+        found = evidence.kinds.get(kind)  # type: ignore[call-overload]  # one of Kind
+        if found is not None and found is not evidence.first:
+            lines.append(words + told(evidence, found))
+    if "batch" not in evidence.kinds:
+        lines.append(_of_equal_batches(evidence))
+    lines += ["likely causes, the likeliest first:"]
+    for number, cause in enumerate(causes, 1):
+        lines += _wrapped(f"  {number}. ", cause.what)
+        lines += _wrapped("     seen: ", cause.seen) if cause.seen else []
+        lines += _wrapped("     do: ", cause.do)
+    lines.append(_of_repetition(evidence))
+    lines.append("what the processes did:")
+    lines += [f"  {_of_process(attempt)}" for attempt in evidence.attempts]
+    lines.append(f"their logs and records: {evidence.straight.files.folder.parent.parent}")
+    return "\n".join(lines)
+
+
+def _wrapped(head: str, text: str) -> list[str]:
+    return textwrap.wrap(head + text, _WIDTH, subsequent_indent=" " * len(head), break_long_words=False)
+
+
+def told(evidence: Evidence, found: Difference) -> str:
+    """One difference as a line."""
+    attempt = evidence.attempts[found.number]
+    since = "resumed" if attempt.resumed_at is not None else "interrupted later"
+    since += f" at {attempt.resumed_at}" if attempt.resumed_at is not None else ""
+    match found.kind:
+        case "start":
+            return f"at the start: {_of_leaf(evidence, found, 'a second start')}"
+        case "restored":
+            return f"the state as restored from {found.step} is not the state after update {found.step}: " + _of_leaf(
+                evidence, found, since
+            )
+        case "label":
+            return f"after the resume at {attempt.resumed_at}: expected update {found.straight}, found {found.resumed}"
+        case "end":
+            return f"the run ended after update {found.straight} (uninterrupted) vs {found.resumed} ({since})"
+        case "batch":
+            return f"update {found.step}: {_of_batch(found, since)}"
+        case "metric":
+            return f"update {found.step}: {_of_metric(evidence, found, since)}"
+        case _:
+            return f"update {found.step}: {_of_leaf(evidence, found, since)}"
+
+
+def _of_metric(evidence: Evidence, found: Difference, since: str) -> str:
+    straight, resumed = found.straight, found.resumed
+    if not isinstance(straight, Leaf) or not isinstance(resumed, Leaf):
+        return f"{found.name} is told of by one run only ({'uninterrupted' if isinstance(straight, Leaf) else since})"
+    again = evidence.attempts[found.number]
+    one, other = _whole_texts(whole_numbers(evidence.straight, straight), whole_numbers(again, resumed))
+    if one == other:
+        one, other = _texts(number_of(evidence.straight, straight), number_of(again, resumed))
+    if one == other:
+        one, other = straight.form(), resumed.form()
+    return f"{found.name} differs: {one} (uninterrupted) vs {other} ({since})"
+
+
+def _texts(one: np.ndarray | None, other: np.ndarray | None) -> tuple[str, str]:
+    """Two numbers with as many digits as tell them apart; of more numbers, nothing."""
+    if one is None or other is None or one.size != 1 or other.size != 1:
+        return "", ""
+    for digits in _TEXT_DIGITS:
+        texts = f"{one.item().real:.{digits}g}", f"{other.item().real:.{digits}g}"
+        if texts[0] != texts[1]:
+            break
+    return texts
+
+
+def _whole_texts(one: np.ndarray | None, other: np.ndarray | None) -> tuple[str, str]:
+    """Two integers, however large; of anything else, nothing."""
+    if one is None or other is None or one.size != 1 or other.size != 1:
+        return "", ""
+    return str(one.item()), str(other.item())
+
+
+def _of_batch(found: Difference, since: str) -> str:
+    which = f" (number {found.name} of {found.of})" if found.of > 1 else ""
+    if not isinstance(found.straight, Batch) or not isinstance(found.resumed, Batch):
+        return f"batches that it takes: {found.straight} (uninterrupted) vs {found.resumed} ({since})"
+    differing = [
+        name
+        for name in found.straight.leaves.keys() | found.resumed.leaves.keys()
+        if name not in found.straight.leaves
+        or name not in found.resumed.leaves
+        or not found.straight.leaves[name].same(found.resumed.leaves[name])
+    ]
+    arrays = f"{', '.join(sorted(differing)[:3])}, {len(differing)} of {len(found.straight.leaves)} arrays"
+    return f"its batch differs{which}: in {arrays} ({since})"
+
+
+def _of_leaf(evidence: Evidence, found: Difference, since: str) -> str:
+    count = f"; {found.differing} of {found.of} leaves differ there" if found.of > 1 else ""
+    straight, resumed = found.straight, found.resumed
+    if not isinstance(straight, Leaf) or not isinstance(resumed, Leaf):
+        only = "uninterrupted" if isinstance(straight, Leaf) else since
+        return f"{found.name} is in the state of the {only} run only{count}"
+    if straight.form() != resumed.form():
+        return f"{found.name} differs: {straight.form()} (uninterrupted) vs {resumed.form()} ({since}){count}"
+    form = "" if straight.kind.startswith("python") else f" {straight.form()}"
+    return f"{found.name}{form} differs{_of_values(evidence, found, straight, resumed)}{count}"
+
+
+def _of_values(evidence: Evidence, found: Difference, straight: Leaf, resumed: Leaf) -> str:
+    """How far the values are apart, and where most."""
+    again = evidence.attempts[found.number]
+    old, new = whole_numbers(evidence.straight, straight), whole_numbers(again, resumed)
+    if old is not None and new is not None and old.size and not straight.kind.startswith("key<"):
+        return _of_wholes(old, new)
+    one, other = number_of(evidence.straight, straight), number_of(again, resumed)
+    if one is None or other is None or not one.size:
+        return " (its values were not kept)" if straight.shape and not straight.content else ""
+    if straight.kind.startswith("key<"):
+        return f": key data {_listed(one)} (uninterrupted) vs {_listed(other)}"
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(one - other)
+    place = np.unravel_index(int(np.argmax(np.where(np.isnan(apart), np.inf, apart))), apart.shape)
+    texts = _texts(one[place], other[place])
+    values = f"{texts[0]} (uninterrupted) vs {texts[1]}"
+    if not straight.shape:
+        return f": {values}"
+    differing = int(np.count_nonzero(~((one == other) | (np.isnan(one) & np.isnan(other)))))
+    if not differing:
+        return " in its bits only: in the sign of a zero, or the content of a nan"
+    where = ",".join(str(int(index)) for index in place)
+    return f" in {differing} of {one.size} values, max abs difference {float(apart[place]):.4g} at [{where}]: {values}"
+
+
+def _of_wholes(one: np.ndarray, other: np.ndarray) -> str:
+    """The same of integers, which no float holds exactly if they are large."""
+    apart = np.abs(one - other)
+    place = np.unravel_index(int(np.argmax(apart)), one.shape)
+    values = f"{one[place]} (uninterrupted) vs {other[place]}"
+    if not one.shape:
+        return f": {values}"
+    where = ",".join(str(int(index)) for index in place)
+    differing = int(np.count_nonzero(one != other))
+    return f" in {differing} of {one.size} values, max abs difference {apart[place]} at [{where}]: {values}"
+
+
+def _listed(data: np.ndarray) -> str:
+    return str([int(value) for value in data.reshape(-1)[:4]])
+
+
+def _of_equal_batches(evidence: Evidence) -> str:
+    if evidence.takes_elsewhere:
+        return "batches were taken on other threads than the loop's, and were not compared"
+    if evidence.unseen is not None:
+        return f"batches could not be compared: they have {evidence.unseen}, of which only the type is known"
+    if evidence.sees_batches:
+        return "all batches are equal"
+    return "no batches were seen: the loop takes none from an iterator that ckpt.resume(state, data) returned"
+
+
+def _of_repetition(evidence: Evidence) -> str:
+    if not evidence.twin:
+        return (
+            "the uninterrupted run was done once more, as there is a difference: it is repeatable, so the "
+            "interruption makes the difference"
+        )
+    if evidence.again is evidence.attempts[0]:
+        return (
+            "the uninterrupted run was done once more, as there is a difference: it was the same that time, but the "
+            "interrupted run differs before its interruption, so it is NOT repeatable; make it so first"
+        )
+    first = next(iter(evidence.twin.values()))
+    where = "its start" if first.kind == "start" else f"update {first.step}"
+    return (
+        "the uninterrupted run was done once more, as there is a difference: it is NOT repeatable, first in "
+        f"{where} ({first.kind}); make it so before looking at the resume"
+    )
+
+
+def _of_process(attempt: Attempt) -> str:
+    began = "began anew" if attempt.resumed_at is None else f"resumed at {attempt.resumed_at}"
+    ends = {"kill": "was killed (SIGKILL)", "preempt": "was asked to leave (SIGTERM)", "raise": "met an error"}
+    end = f"ended after update {attempt.last}"
+    if attempt.was_interrupted:
+        end = f"{ends[attempt.plan.how]} in update {attempt.plan.stop_at}"
+    return f"{attempt.files.folder.name.replace('-', ' ')}: {began}, {end}"
 
 
 @dataclasses.dataclass(frozen=True)

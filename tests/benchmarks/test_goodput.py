@@ -21,7 +21,7 @@ from benchmarks.goodput_subjects import INTERVALS, SUBJECTS
 from benchmarks.goodput_summary import as_goodput, goodput_of
 from benchmarks.goodput_training import Arguments
 from benchmarks.lm_training import QUICK
-from jaxckpt_train.steps.tuned_policies import daly_interval_s
+from jaxckpt_train.policies.save import daly_interval_s
 from tests.benchmarks.recorded import WITH_VERSIONS
 
 MEAN_S = goodput.MEAN_S

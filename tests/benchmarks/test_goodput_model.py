@@ -8,7 +8,7 @@ import pytest
 
 import jaxckpt_train as jct
 from benchmarks.goodput_model import Outcome, SimulatedRun, Training, failure_times
-from jaxckpt_train.steps.policy_context import SavePolicy
+from jaxckpt_train.policies.context import SavePolicy
 
 NEVER = 1e12
 

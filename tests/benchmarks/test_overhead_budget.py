@@ -18,7 +18,7 @@ from benchmarks.lm_training import QUICK
 from benchmarks.overhead_summary import as_overhead, overhead_of
 from benchmarks.overhead_training import Block, OwnTime, SavingLoop
 from benchmarks.write_limit import CannotLimitError, WriteLimit, device_of
-from jaxckpt_train.steps import manager
+from jaxckpt_train import manager
 from tests.benchmarks.recorded import WITH_VERSIONS
 from tests.steps.fake_backends import HoldingBackend
 

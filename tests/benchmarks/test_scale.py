@@ -13,11 +13,11 @@ from benchmarks.scale import QUICK, of_each, of_process_0, of_reader
 from benchmarks.scale_case import Planned, asked, give, index_of, manifest_of, plan, run_case
 from benchmarks.scale_layouts import LAYOUTS, SHAPES, planned_state
 from benchmarks.scale_storage import save_together
-from jaxckpt_train.jobs.coordinator import ManyProcesses
-from jaxckpt_train.jobs.given_values import PACK
+from jaxckpt_train.distributed.coordinator import ManyProcesses
+from jaxckpt_train.distributed.rendezvous import PACK
+from jaxckpt_train.store.boxes import check_tiling
 from jaxckpt_train.store.manifest_decoding import decode_manifest
 from jaxckpt_train.store.process_index import encode_index
-from jaxckpt_train.store.tiling import check_tiling
 
 ARRAYS = 2 * len(SHAPES)
 

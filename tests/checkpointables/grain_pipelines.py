@@ -11,8 +11,8 @@ import grain
 import msgspec
 import numpy as np
 
-from jaxckpt_train.checkpointables.contract import NOTHING, Json, Staged
-from jaxckpt_train.checkpointables.grain_iterator import GrainHandler
+from jaxckpt_train.checkpointables.base import NOTHING, Json, Staged
+from jaxckpt_train.checkpointables.grain import GrainHandler
 
 Pipeline = Callable[[], Any]
 x = grain.experimental

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.tree.same_trees import assert_same
 
 PARTS = 5

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train
-from jaxckpt_train.checkpointables.grain_iterator import GrainHandler
-from jaxckpt_train.checkpointables.grain_pipeline import loses_its_order
+from jaxckpt_train.checkpointables.grain import GrainHandler, loses_its_order
 from tests.checkpointables.grain_pipelines import (
     EXACT,
     IS_NEW,
@@ -171,7 +170,7 @@ import sys
 import grain
 from absl import flags
 
-from jaxckpt_train.checkpointables.grain_iterator import GrainHandler
+from jaxckpt_train.checkpointables.grain import GrainHandler
 from tests.checkpointables.grain_pipelines import Halve, loader, mapped, saved_from, take, x
 
 OPTIONS = grain.multiprocessing.MultiprocessingOptions(num_workers=2)
@@ -217,7 +216,7 @@ def test_pipelines_with_worker_processes_resume_in_a_program_that_never_parsed_a
 def test_absl_flags_are_marked_only_where_they_exist_and_are_unparsed(run_python: Any) -> None:
     script = """
 import sys
-from jaxckpt_train.checkpointables.grain_iterator import mark_absl_flags_parsed
+from jaxckpt_train.checkpointables.grain import mark_absl_flags_parsed
 assert "absl.flags" not in sys.modules
 mark_absl_flags_parsed()
 assert "absl.flags" not in sys.modules
@@ -237,7 +236,7 @@ def test_grain_is_neither_imported_nor_needed_where_nobody_imported_it(run_pytho
     script = """
 import sys
 sys.modules["grain"] = None  # whoever imports it fails
-from jaxckpt_train.checkpointables.grain_iterator import GrainHandler
+from jaxckpt_train.checkpointables.grain import GrainHandler
 class Saved:
     name, kind = "data", "grain"
     def value(self):

@@ -10,11 +10,11 @@ import grain
 import numpy as np
 import pytest
 
-from jaxckpt_train.checkpointables.contract import Json
-from jaxckpt_train.checkpointables.fingerprint import with_fingerprint
-from jaxckpt_train.checkpointables.grain_iterator import GrainHandler
+from jaxckpt_train.checkpointables.base import Json
+from jaxckpt_train.checkpointables.grain import GrainHandler
+from jaxckpt_train.checkpointables.iterator_state import with_fingerprint
 from jaxckpt_train.errors import CorruptCheckpointError, IteratorStateError, SettingsError, UnsupportedLeafError
-from jaxckpt_train.store.quiet_gc import paused_collection
+from jaxckpt_train.store.threads import paused_collection
 from tests.checkpointables.grain_pipelines import (
     IS_NEW,
     PIPELINES,

@@ -12,7 +12,7 @@ from typing import Any
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
-from jaxckpt_train.cli.app import app
+from jaxckpt_train.cli.main import app
 from tests.conftest import REPO_ROOT
 
 SECONDS = re.compile(r"\d+ s ago")  # some pass from one call to the next

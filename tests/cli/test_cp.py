@@ -16,12 +16,15 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.moving import checked_copy, sameness
+from jaxckpt_train.inspection import copying as checked_copy
+from jaxckpt_train.inspection import copying as sameness
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import box_to_come, copying, kept_chunks
-from jaxckpt_train.store.box_to_come import BoxToCome
-from jaxckpt_train.store.local import LocalBackend
-from jaxckpt_train.store.transaction import open_committed
+from jaxckpt_train.store import copy as box_to_come
+from jaxckpt_train.store import copy as copying
+from jaxckpt_train.store import copy as kept_chunks
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.committed import open_committed
+from jaxckpt_train.store.copy import BoxToCome
 from tests.cli.commands import printed, refused, run, told
 from tests.cli.test_prune import OWNER
 from tests.conftest import REPO_ROOT
@@ -293,7 +296,7 @@ def test_a_source_that_goes_meanwhile_is_no_damage(tmp_path: Path, monkeypatch: 
 
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
-    from jaxckpt_train.looking.opening import open_at
+    from jaxckpt_train.inspection.runs import open_at
 
     directory = made_run(tmp_path / "run", 1)
 

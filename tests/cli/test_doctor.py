@@ -14,8 +14,7 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.cli import doctor
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.store.file_system import FileSystem
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.backends.local import FileSystem, LocalBackend
 from tests.cli.commands import printed, refused, run, told
 from tests.steps.runs import (
     Clock,

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.cli import start
+from jaxckpt_train.cli import __main__ as start
 from jaxckpt_train.cli.output import Code, age_text, bytes_text, code_of
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError, StepNotFoundError
-from jaxckpt_train.store.huge_malloc import variables_of_huge_malloc
+from jaxckpt_train.store.process_identity import variables_of_huge_malloc
 from tests.cli.commands import all_commands, run
 from tests.conftest import REPO_ROOT, RunPython
 from tests.steps.runs import made_run
@@ -97,7 +97,7 @@ CALLS = {
 }
 PROGRAM = """
 import json, sys
-from jaxckpt_train.cli.app import main
+from jaxckpt_train.cli.main import main
 try:
     main()
 except SystemExit as ended:
@@ -109,12 +109,15 @@ def test_each_is_imported_when_it_is_asked_for(directory: Path, run_python: RunP
     program = PROGRAM.replace('{name.partition(".")[0] for name in sys.modules}', "sys.modules")
     done = run_python(program, "ls", "run", cwd=directory, check=True, fresh=True)
     modules = set(json.loads(done.stdout.splitlines()[-1])[1])
-    assert "jaxckpt_train.cli.ls" in modules
-    assert not {"jaxckpt_train.cli.cp", "jaxckpt_train.surgery", "jaxckpt_train.formats.found", "pydantic"} & modules
+    assert "jaxckpt_train.cli.inspect" in modules
+    assert (
+        not {"jaxckpt_train.cli.maintain", "jaxckpt_train.surgery", "jaxckpt_train.formats.detect", "pydantic"}
+        & modules
+    )
     done = run_python(program, "--help", cwd=directory, check=True, fresh=True)
     modules = set(json.loads(done.stdout.splitlines()[-1])[1])
-    assert "jaxckpt_train.cli.app" in modules
-    assert not {"jaxckpt_train.cli.ls", "numpy"} & modules
+    assert "jaxckpt_train.cli.main" in modules
+    assert not {"jaxckpt_train.cli.inspect", "numpy"} & modules
 
 
 def test_one_that_is_nearly_another_is_suggested() -> None:
@@ -135,7 +138,7 @@ WITHOUT_JAX = """
 import json, sys
 for name in ("jax", "jaxlib", "flax", "orbax"):
     sys.modules[name] = None  # as where it is not installed
-from jaxckpt_train.cli.app import main
+from jaxckpt_train.cli.main import main
 codes = []
 for sys.argv[1:] in json.loads(sys.argv[1]):
     try:
@@ -232,7 +235,7 @@ LAUNCHERS = {
 # -*- coding: utf-8 -*-
 import re
 import sys
-from jaxckpt_train.cli.start import main
+from jaxckpt_train.cli.__main__ import main
 if __name__ == '__main__':
     sys.argv[0] = re.sub(r'(-script\\.pyw|\\.exe)?$', '', sys.argv[0])
     sys.exit(main())
@@ -243,7 +246,7 @@ if __name__ == '__main__':
 # -*- coding: utf-8 -*-
 import re
 import sys
-from jaxckpt_train.cli.start import main
+from jaxckpt_train.cli.__main__ import main
 if __name__ == '__main__':
     sys.argv[0] = re.sub(r'(-script\\.pyw|\\.exe)?$', '', sys.argv[0])
     sys.exit(main())
@@ -251,7 +254,7 @@ if __name__ == '__main__':
     "uv": """#!{python}
 # -*- coding: utf-8 -*-
 import sys
-from jaxckpt_train.cli.start import main
+from jaxckpt_train.cli.__main__ import main
 if __name__ == "__main__":
     if sys.argv[0].endswith("-script.pyw"):
         sys.argv[0] = sys.argv[0][:-11]
@@ -264,7 +267,7 @@ import os
 import sys
 print("begins")
 os.chdir("/")
-from jaxckpt_train.cli.start import main
+from jaxckpt_train.cli.__main__ import main
 if __name__ == "__main__":
     sys.exit(main())
 """,

@@ -126,7 +126,7 @@ def test_where_there_is_no_run_it_ends_with_3(tmp_path: Path) -> None:
 
 def test_a_directory_that_may_not_be_read_ends_with_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from jaxckpt_train.errors import StorageError
-    from jaxckpt_train.store.local import LocalBackend
+    from jaxckpt_train.store.backends.local import LocalBackend
 
     def refuse(self: LocalBackend, path: str) -> None:
         raise StorageError(13, "cannot list the directory: Permission denied", path)

@@ -20,8 +20,8 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 import jaxckpt_train as jct
-from jaxckpt_train.cli import importing
-from jaxckpt_train.cli.app import app
+from jaxckpt_train.cli import convert as importing
+from jaxckpt_train.cli.main import app
 from tests.formats.states import llama, mnist
 from tests.formats.test_orbax_export import assert_same_content
 from tests.formats.test_orbax_loads import blank

@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.moving import source_removal
-from jaxckpt_train.steps.best_link import BestLink
+from jaxckpt_train.inspection import copying as source_removal
+from jaxckpt_train.run.retention import BestLink
 from tests.cli.commands import printed, refused, run, told
 from tests.cli.test_prune import OWNER
 from tests.steps.runs import (
@@ -176,7 +176,7 @@ def test_what_is_there_is_replaced_only_if_that_is_asked_for(tmp_path: Path) -> 
 
 
 def test_a_source_that_the_disk_does_not_let_go_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jaxckpt_train.store.local import LocalBackend
+    from jaxckpt_train.store.backends.local import LocalBackend
 
     directory = made_run(tmp_path / "run", 1, 2)
     rename = LocalBackend.rename

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import jaxckpt_train as jct
-from jaxckpt_train.cli.app import app
+from jaxckpt_train.cli.main import app
 from tests.cli.test_moving_between_formats import run, told
 from tests.tree.same_trees import assert_same, raw
 

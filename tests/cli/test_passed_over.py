@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.cli import verify
+from jaxckpt_train.cli import maintain as verify
 from tests.cli.commands import refused, run, told
 from tests.steps.runs import (
     DAMAGE,

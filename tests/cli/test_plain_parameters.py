@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from jaxckpt_train.cli.plain_parameters import PlainCommand
+from jaxckpt_train.cli.main import PlainCommand
 
 WHOLE = [
     "0", "7", "-7", "12345678901234567", "+7", "007", "-0", " 7 ", "7.0", "7.5", "1_000", "0x7", "1e3", "", "seven",

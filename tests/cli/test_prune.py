@@ -10,8 +10,8 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.steps.best_link import BestLink
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.run.retention import BestLink
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.cli.commands import printed, refused, run, told
 from tests.steps.runs import (
     Clock,
@@ -189,7 +189,7 @@ def test_a_disk_that_keeps_nothing_keeps_what_would_be_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from jaxckpt_train.errors import StorageError
-    from jaxckpt_train.store.local import LocalBackend
+    from jaxckpt_train.store.backends.local import LocalBackend
 
     directory = made_run(tmp_path / "run", 1, 2)
     sync = LocalBackend.sync

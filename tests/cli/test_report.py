@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import jaxckpt_train as jct
-from jaxckpt_train.cli.app import app
+from jaxckpt_train.cli.main import app
 from jaxckpt_train.report.page import MARK
 from tests.cli.commands import all_commands
 from tests.conftest import RunPython
@@ -154,7 +154,7 @@ def test_without_the_library_it_says_what_to_install_and_json_works(tmp_path: Pa
     program = """
 import sys
 sys.modules["bokeh"] = None  # as where it is not installed
-from jaxckpt_train.cli.app import main
+from jaxckpt_train.cli.main import main
 main()
 """
     done = run_python(program, "report", run, "-o", tmp_path / "page.html", fresh=True)
@@ -169,7 +169,7 @@ def test_neither_jax_nor_for_json_the_library_is_imported(tmp_path: Path, run_py
     run = made_run(tmp_path / "run", 1, 2)
     program = """
 import sys
-from jaxckpt_train.cli.app import app
+from jaxckpt_train.cli.main import app
 try:
     app(sys.argv[1:])
 except SystemExit as end:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.looking import leaf_reads
+from jaxckpt_train.inspection import diff as leaf_reads
 from tests.cli.commands import printed, refused, told
 from tests.steps.runs import flip_a_payload_byte, made_run, step_path
 

@@ -105,7 +105,7 @@ import signal, sys
 from jaxckpt_train.cli import start
 class Interrupts:
     def find_spec(self, name, path=None, target=None):
-        if name == "jaxckpt_train.cli.app":
+        if name == "jaxckpt_train.cli.main":
             signal.raise_signal(signal.SIGINT)
 sys.meta_path.insert(0, Interrupts())
 start.main()

@@ -16,8 +16,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.store.backend import Source
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.backends.base import Source
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.cli.commands import ended, refused, told
 from tests.steps.runs import flip_a_payload_byte, made_run, segment_of, step_path
 
@@ -125,8 +125,8 @@ class _FailingSource:
 def test_what_the_disk_fails_to_read_may_be_whole(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next try may succeed, or another way to the disk."""
     failing = _Failing(step_path(directory, 3), "state/p00000-s000.safetensors")
-    monkeypatch.setattr("jaxckpt_train.cli.verify.BACKEND", failing)
-    monkeypatch.setattr("jaxckpt_train.cli.stats.BACKEND", failing)
+    monkeypatch.setattr("jaxckpt_train.cli.maintain.BACKEND", failing)
+    monkeypatch.setattr("jaxckpt_train.cli.inspect.BACKEND", failing)
     found = told("verify", directory, code=4)
     assert (found["ok"], found["damaged"], found["bytes"]) == (False, False, 0)
     assert [each["damaged"] for each in told("scrub", directory, code=4)["steps"]] == [False] * 3
@@ -137,7 +137,7 @@ def test_no_step_is_moved_out_of_a_run_while_a_newer_one_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
-    monkeypatch.setattr("jaxckpt_train.cli.mv.BACKEND", _Failing(step_path(directory, 3), "manifest.json"))
+    monkeypatch.setattr("jaxckpt_train.cli.maintain.BACKEND", _Failing(step_path(directory, 3), "manifest.json"))
     refused("mv", directory, tmp_path / "moved", "--step", 1, code=4)
     assert step_path(directory, 1).is_dir()
     assert not (tmp_path / "moved").exists()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.cli.verify import _Pace
+from jaxckpt_train.cli.maintain import _Pace
 from tests.cli.commands import printed, refused, told
 from tests.steps.runs import DAMAGE, damaged, files_below, flip_a_payload_byte, made_run, save_steps, step_path
 

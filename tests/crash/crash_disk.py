@@ -1,6 +1,6 @@
 """A file system in memory that writes down every operation on it, so that a crash can be made to lose some of them.
 
-`CrashDisk` is a back end that does what `store/local.py` does, in the same order, as `test_same_as_local.py` shows. A
+`CrashDisk` is a back end that does what `store/backends/local.py` does, in the same order, as `test_same_as_local.py` shows. A
 `Machine` is what stays when a process dies: the files, and the list of what was done to them.
 """
 
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backend import HALF_MADE, Entry
-from jaxckpt_train.store.local import side_name
+from jaxckpt_train.store.backends.base import HALF_MADE, Entry
+from jaxckpt_train.store.backends.local import side_name
 from tests.crash.image import Exchange, FailedSync, Image, Link, Operation, Rename, Sync, Truncate, Unlink, Write
 
 PAGE = 4096

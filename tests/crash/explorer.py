@@ -24,8 +24,8 @@ from typing import Any
 import pytest
 
 from jaxckpt_train.settings import Durability, StoreSettings
-from jaxckpt_train.store import answers
-from jaxckpt_train.store.workers import Workers
+from jaxckpt_train.store import timeouts as answers
+from jaxckpt_train.store.threads import Workers
 from tests.crash.crash_disk import CrashDisk, Machine
 from tests.crash.facts import Facts, WrongContentError
 from tests.crash.image import Image

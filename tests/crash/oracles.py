@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from jaxckpt_train import checkpoint
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StepNotFoundError
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.run.entry import newest_generations, parse_step_name
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.steps.lineage import newest_generations
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.steps.step_names import parse_step_name
 from tests.crash.crash_disk import CrashDisk
 from tests.crash.facts import Facts, state_of, token_of
 from tests.crash.problems import Problem

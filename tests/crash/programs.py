@@ -10,19 +10,20 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train import checkpoint, sources
+from jaxckpt_train import checkpoint
+from jaxckpt_train import checkpoint as sources
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.policies.preservation import LatestN
+from jaxckpt_train.run import lock
+from jaxckpt_train.run.annotations import NOTES_NAME
+from jaxckpt_train.run.entry import parse_step_name
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.steps import lock
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.steps.notes import NOTES_NAME
-from jaxckpt_train.steps.preservation_policies import LatestN
-from jaxckpt_train.steps.step_names import parse_step_name
-from jaxckpt_train.store import final_name
-from jaxckpt_train.store import machine as machine_module
-from jaxckpt_train.store.local import side_name
-from jaxckpt_train.store.machine import ProcessIdentity
-from jaxckpt_train.store.transaction import is_committed
+from jaxckpt_train.store import process_identity as machine_module
+from jaxckpt_train.store import transaction as final_name
+from jaxckpt_train.store.backends.local import side_name
+from jaxckpt_train.store.committed import is_committed
+from jaxckpt_train.store.process_identity import ProcessIdentity
 from tests.crash.crash_disk import CrashDisk, Machine
 from tests.crash.facts import Facts, state_of, token_of
 from tests.crash.image import FailedSync, Image, Operation, Sync

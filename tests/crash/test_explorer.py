@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 
+from jaxckpt_train.run import annotations as notes
+from jaxckpt_train.run import directory as taking
+from jaxckpt_train.run import lock, retention
+from jaxckpt_train.run import pruning as unkept
+from jaxckpt_train.run.directory import RunDirectory
+from jaxckpt_train.run.entry import Entry
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.steps import lock, notes, retention, taking, unkept
-from jaxckpt_train.steps.entry import Entry
-from jaxckpt_train.steps.run_directory import RunDirectory
-from jaxckpt_train.store import final_name, transaction
+from jaxckpt_train.store import transaction
+from jaxckpt_train.store import transaction as final_name
 from tests.crash.crash_disk import CrashDisk, Machine
 from tests.crash.explorer import PROGRAMS, SETTINGS, explore, small_sizes
 from tests.crash.image import Sync

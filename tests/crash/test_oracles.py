@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jaxckpt_train.errors import StorageError
+from jaxckpt_train.run.annotations import NOTES_NAME
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.steps.notes import NOTES_NAME
 from tests.crash.crash_disk import CrashDisk, Machine
 from tests.crash.explorer import SETTINGS, _check, small_sizes
 from tests.crash.facts import Facts, state_of

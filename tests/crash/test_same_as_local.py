@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.errors import StorageError
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.policies.preservation import LatestN
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.steps.preservation_policies import LatestN
-from jaxckpt_train.store import local_names
-from jaxckpt_train.store.backend import HALF_MADE, Backend
-from jaxckpt_train.store.local import LocalBackend
-from jaxckpt_train.store.workers import Workers
+from jaxckpt_train.store.backends import local_names
+from jaxckpt_train.store.backends.base import HALF_MADE, Backend
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.threads import Workers
 from tests.crash.crash_disk import CrashDisk, Machine
 from tests.crash.explorer import SETTINGS, small_sizes
 from tests.crash.facts import state_of

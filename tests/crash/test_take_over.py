@@ -10,8 +10,8 @@ import pytest
 from jaxckpt_train import checkpoint
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import left_overs
-from jaxckpt_train.store.left_overs import remove_dead_attempts
+from jaxckpt_train.store import removal as left_overs
+from jaxckpt_train.store.removal import remove_dead_attempts
 from tests.crash.crash_disk import CrashDisk, Machine
 from tests.crash.explorer import SETTINGS, small_sizes
 from tests.crash.facts import state_of, token_of

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from jaxckpt_train.run.retention import Deleter
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.steps.retention import Deleter
 from tests.crash.crash_disk import CrashDisk, Machine
 from tests.crash.explorer import SETTINGS, small_sizes
 from tests.crash.facts import state_of

@@ -10,10 +10,8 @@ from collections.abc import Callable
 
 from jaxckpt_train import checkpoint
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
-from jaxckpt_train.steps.entry import Entry
-from jaxckpt_train.steps.lineage import newest_generations
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.steps.step_names import parse_step_name
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.run.entry import Entry, newest_generations, parse_step_name
 from tests.crash.crash_disk import CrashDisk
 from tests.crash.facts import Facts, state_of, token_of
 from tests.crash.image import Image

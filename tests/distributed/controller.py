@@ -24,7 +24,7 @@ import jax
 import msgspec
 import pytest
 
-from jaxckpt_train.tree import colocated_calls
+from jaxckpt_train.pytree.colocated import calls as colocated_calls
 from tests.distributed.host_process import Reply, Request, packed, unpacked
 
 REPO_ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt_train as jct
-from jaxckpt_train.jobs import neighbours
+from jaxckpt_train.distributed import shared_memory as neighbours
 from tests.distributed.arrays import sharding_of
 
 Spec = list[Any]

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 import jaxckpt_train as jct
-from jaxckpt_train.loops.orbax_manager import CheckpointManager, CheckpointManagerOptions, args
+from jaxckpt_train.integrations.orbax_manager import CheckpointManager, CheckpointManagerOptions, args
 
 
 def state_of(step: int, value: float | None = None) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.multihost import current
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.distributed.jax_service import current
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.distributed.alike import QUICK, SAVED, is_first, outcome, save, save_steps, state_of
 from tests.distributed.arrays import global_array
 from tests.distributed.conftest import JobOf

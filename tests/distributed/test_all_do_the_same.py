@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.distributed.alike import QUICK, RESTORED, SAVED, is_first, outcome, save, save_steps, state_of
 from tests.distributed.arrays import global_array
 from tests.distributed.conftest import JobOf

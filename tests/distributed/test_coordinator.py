@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from jaxckpt_train.distributed.coordinator import MOST_ENDED, ManyProcesses
+from jaxckpt_train.distributed.jax_service import current
 from jaxckpt_train.errors import CheckpointError, OtherProcessError, StorageError
-from jaxckpt_train.jobs.coordinator import MOST_ENDED, ManyProcesses
-from jaxckpt_train.multihost import current
 from tests.distributed.conftest import JobOf
 from tests.distributed.job import running
 

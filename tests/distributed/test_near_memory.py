@@ -12,7 +12,7 @@ import jax
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.jobs import near_memory
+from jaxckpt_train.distributed import shared_memory as near_memory
 from tests.distributed.arrays import digest_of
 from tests.distributed.conftest import JobOf
 from tests.distributed.once import Arrays, save_alone, target_of

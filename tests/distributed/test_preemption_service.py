@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxckpt_train.multihost import preemption_service
+from jaxckpt_train.distributed.jax_service import preemption_service
 from tests.distributed.conftest import JobOf
 from tests.distributed.job import running
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.jobs import near_memory
+from jaxckpt_train.distributed import shared_memory as near_memory
+from jaxckpt_train.pytree.redistribution import JobTransfer, Moving
 from jaxckpt_train.store.dtypes import DTYPES
-from jaxckpt_train.tree.job_transfer import JobTransfer, Moving
 from tests.distributed.arrays import global_array, sharding_of
 from tests.distributed.conftest import JobOf
 from tests.distributed.once import (

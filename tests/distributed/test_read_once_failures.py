@@ -18,9 +18,9 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import free_frames
+from jaxckpt_train.pytree.placing import Arrivals
 from jaxckpt_train.store.manifest import MANIFEST_NAME
-from jaxckpt_train.store.reading import ReadBox
-from jaxckpt_train.tree.arrivals import Arrivals
+from jaxckpt_train.store.reader import ReadBox
 from tests.distributed.arrays import digest_of
 from tests.distributed.conftest import JobOf
 from tests.distributed.job import running

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.distributed.arrays import are_equal, global_array
 from tests.distributed.conftest import JobOf
 from tests.distributed.job import running

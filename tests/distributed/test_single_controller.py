@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.store import workers
-from jaxckpt_train.tree import colocated_taking
+from jaxckpt_train.pytree.colocated import transfer as colocated_taking
+from jaxckpt_train.store import threads as workers
 from tests.distributed.arrays import global_array, values_of
 from tests.distributed.conftest import JobOf
 from tests.distributed.controller import HostProcess, controlled
@@ -176,7 +176,7 @@ def test_a_host_that_has_stopped_is_not_waited_for_for_ever(
 
 def test_hosts_tell_how_far_they_have_got(tmp_path: Path, hosts: dict[jax.Device, HostProcess]) -> None:
     """A slow host moves the save on, so that it is not taken for one whose disk does not answer."""
-    from jaxckpt_train.tree.colocated_calls import Asking
+    from jaxckpt_train.pytree.colocated.calls import Asking
 
     with controlled(hosts):
         asking = Asking({0: jax.devices()[0], 1: jax.devices()[1]})

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt_train as jct
-from jaxckpt_train.config_nodes import build_policy
+from jaxckpt_train.config import build_policy
 
 RECORDS, GLOBAL_BATCH, WIDTH = 96, 8, 16
 

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 import jaxckpt_train as jct
-from jaxckpt_train.multihost import JaxKeyValues
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.distributed.jax_service import JaxKeyValues
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.distributed.arrays import are_equal, global_array
 
 LIMIT_S = 6.0

@@ -15,10 +15,10 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import NonFiniteError, Preempted
-from jaxckpt_train.steps import run_log
-from jaxckpt_train.steps.leaving_plan import Situation, choose
-from jaxckpt_train.steps.owned_run import owned_run
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.policies.cost_model import Situation, choose
+from jaxckpt_train.run import history as run_log
+from jaxckpt_train.run.owned import owned_run
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.docs.pages import ROOT, Page, pages
 from tests.steps.runs import Clock, Counter, flip_a_payload_byte, state_of, step_path
 

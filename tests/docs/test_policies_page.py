@@ -7,7 +7,7 @@ import pytest
 import jaxckpt_train as jct
 from benchmarks.goodput_model import SimulatedRun, Training, failure_times
 from benchmarks.tuned_scenes import MTBF_S, NEVER_S, USUAL
-from jaxckpt_train.steps.policy_context import SavePolicy
+from jaxckpt_train.policies.context import SavePolicy
 from tests.docs.pages import pages
 
 SHORT = Training(step_s=0.5, blocked_s=0.0002, save_s=0.01, slower=1.0)

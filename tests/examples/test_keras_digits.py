@@ -37,7 +37,7 @@ GOES_ON = """
 import sys
 import keras, numpy as np
 from examples.loops import keras_digits
-from jaxckpt_train.loops.keras_state import KerasState
+from jaxckpt_train.integrations.keras import KerasState
 
 class Losses(keras.callbacks.Callback):
     def __init__(self):

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from examples import run_report
-from jaxckpt_train.cli.app import app
+from jaxckpt_train.cli.main import app
 
 
 @pytest.mark.slow

@@ -27,10 +27,10 @@ import numpy as np
 
 from jaxckpt_train import checkpoint
 from jaxckpt_train.errors import CheckpointError
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.policies.preservation import LatestN
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.steps.preservation_policies import LatestN
-from jaxckpt_train.store.backend import HALF_MADE
+from jaxckpt_train.store.backends.base import HALF_MADE
 from tests.crash.facts import Facts, state_of
 from tests.crash.oracles import problems_in_run, problems_of_single
 from tests.crash.programs import process

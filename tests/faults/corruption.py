@@ -19,10 +19,10 @@ import pytest
 
 from jaxckpt_train import checkpoint
 from jaxckpt_train.errors import CheckpointError
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.policies.preservation import LatestN
 from jaxckpt_train.settings import DigestName, StoreSettings
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.steps.preservation_policies import LatestN
-from jaxckpt_train.store.memory import MemoryBackend
+from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.verify import verify
 from tests.crash.explorer import small_sizes
 from tests.faults import damaged_background, damaged_owners

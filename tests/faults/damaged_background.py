@@ -7,11 +7,11 @@ import random
 import weakref
 from typing import Any
 
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.run.scrubber import Scrubber
 from jaxckpt_train.settings import DigestName
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.steps.scrubber import Scrubber
+from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.manifest import MANIFEST_NAME
-from jaxckpt_train.store.memory import MemoryBackend
 from tests.faults.damages import KINDS, Files, Victim, chosen
 from tests.faults.sample_runs import DIGESTS, RUN, files_below, made, planted
 

@@ -17,14 +17,14 @@ import traceback
 import pytest
 
 from jaxckpt_train.errors import CheckpointError
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.policies.preservation import AnyPreservationPolicy, BestN, LatestN
+from jaxckpt_train.run import lock
+from jaxckpt_train.run.annotations import NOTES_NAME
+from jaxckpt_train.run.history import HISTORY_NAME
+from jaxckpt_train.run.lock import LOCK_NAME
 from jaxckpt_train.settings import DigestName
-from jaxckpt_train.steps import lock
-from jaxckpt_train.steps.history import HISTORY_NAME
-from jaxckpt_train.steps.lock import LOCK_NAME
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.steps.notes import NOTES_NAME
-from jaxckpt_train.steps.preservation_policies import AnyPreservationPolicy, BestN, LatestN
-from jaxckpt_train.store.memory import MemoryBackend
+from jaxckpt_train.store.backends.memory import MemoryBackend
 from tests.crash.programs import process
 from tests.faults.damage_report import CLEAN, markdown
 from tests.faults.damages import KINDS, Files, Victim, chosen

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxckpt_train.errors import StepNotFoundError
-from jaxckpt_train.steps.manager import StepManager
+from jaxckpt_train.manager import StepManager
 from tests.faults.campaign_end import leave_with
 from tests.faults.fuse_disk import FuseDisk, fuse_disk, why_not
 from tests.faults.needs import leave_if

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.steps.in_flight import InFlight
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.store import local, local_names
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.run.saving import InFlight
+from jaxckpt_train.store.backends import local, local_names
 from jaxckpt_train.store.transaction import Transaction
 from tests.faults.known_states import KEPT
 

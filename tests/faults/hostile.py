@@ -32,23 +32,21 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxckpt_train import checkpoint, sources
+from jaxckpt_train import checkpoint
+from jaxckpt_train import checkpoint as sources
 from jaxckpt_train.checkpointables.iterator_state import encode_state
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError
+from jaxckpt_train.run.annotations import NOTES_NAME, sealed
+from jaxckpt_train.run.catalog import scan
+from jaxckpt_train.run.history import HISTORY_NAME, History
+from jaxckpt_train.run.lock import LOCK_NAME, OwnerLock
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.steps.catalog import scan
-from jaxckpt_train.steps.history import HISTORY_NAME, History
-from jaxckpt_train.steps.lock import LOCK_NAME, OwnerLock
-from jaxckpt_train.steps.note_lines import sealed
-from jaxckpt_train.steps.notes import NOTES_NAME
-from jaxckpt_train.store.chunk_checks import MANY
-from jaxckpt_train.store.digests import block_digests, digest_function
-from jaxckpt_train.store.manifest import COMMIT_NAME, FORMAT, FORMAT_VERSION, MANIFEST_NAME, encode_manifest
+from jaxckpt_train.store.backends.memory import MemoryBackend
+from jaxckpt_train.store.committed import CommitRecord, open_committed
+from jaxckpt_train.store.files import block_digests, digest_function, read_whole
+from jaxckpt_train.store.manifest import COMMIT_NAME, FORMAT, FORMAT_VERSION, MANIFEST_NAME, MANY, encode_manifest
 from jaxckpt_train.store.manifest_decoding import decode_manifest
-from jaxckpt_train.store.memory import MemoryBackend
-from jaxckpt_train.store.plain_files import read_whole
 from jaxckpt_train.store.segment import is_head_of
-from jaxckpt_train.store.transaction import CommitRecord, open_committed
 from jaxckpt_train.store.verify import _chunks_by_segment, _tensors, verify
 from tests.crash.explorer import small_sizes
 from tests.faults.campaign_end import leave_with

@@ -29,8 +29,8 @@ import pytest
 
 from jaxckpt_train.checkpointables.registry import handler_of
 from jaxckpt_train.errors import CheckpointError
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.steps.preservation_policies import LatestN
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.policies.preservation import LatestN
 from tests.faults.campaign_end import leave_with, those_that_can
 from tests.faults.flaws import FLAWS
 from tests.faults.forking import LONGEST_S, Tell, forked

@@ -25,9 +25,9 @@ from pathlib import Path
 import pytest
 
 from jaxckpt_train.errors import DirectoryLockedError, StepNotFoundError
-from jaxckpt_train.steps.lock import OwnerLock
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.steps.preservation_policies import LatestN
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.policies.preservation import LatestN
+from jaxckpt_train.run.lock import OwnerLock
 from tests.faults.campaign_end import leave_with
 from tests.faults.forking import LONGEST_S, Tell, ended, started
 from tests.faults.known_states import KEPT, SETTINGS, checkpointables_of, token_in

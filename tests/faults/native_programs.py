@@ -19,12 +19,12 @@ import pytest
 
 from jaxckpt_train import checkpoint
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError, StepNotFoundError
-from jaxckpt_train.steps.lock import LOCK_NAME
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.steps.preservation_policies import LatestN
-from jaxckpt_train.store import local_names
-from jaxckpt_train.store.backend import HALF_MADE
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.policies.preservation import LatestN
+from jaxckpt_train.run.lock import LOCK_NAME
+from jaxckpt_train.store.backends import local_names
+from jaxckpt_train.store.backends.base import HALF_MADE
+from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.transaction import Transaction
 from tests.faults.forking import LONGEST_S, Tell, forked
 from tests.faults.known_states import KEPT, SETTINGS, checkpointables_of, step_in, token_in, token_of

@@ -26,9 +26,9 @@ import numpy as np
 
 from jaxckpt_train.checkpointables.pytree import JsonValue
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.policies.preservation import LatestN
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.steps.preservation_policies import LatestN
 from tests.crash.programs import process
 from tests.faults.campaign_end import leave_with, those_that_can
 from tests.faults.loop_disk import Cut, LoopDisk, loop_disk, why_not

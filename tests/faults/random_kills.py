@@ -25,10 +25,10 @@ from typing import Any
 import pytest
 
 from jaxckpt_train.errors import StepNotFoundError
-from jaxckpt_train.steps.lock import LOCK_NAME
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.steps.preservation_policies import LatestN
-from jaxckpt_train.store.backend import HALF_MADE
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.policies.preservation import LatestN
+from jaxckpt_train.run.lock import LOCK_NAME
+from jaxckpt_train.store.backends.base import HALF_MADE
 from tests.faults.campaign_end import leave_with
 from tests.faults.flaws import FLAWS
 from tests.faults.forking import LONGEST_S, Tell, Work, ended, started

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.checkpointables.pytree import JsonValue
+from jaxckpt_train.manager import StepManager
 from jaxckpt_train.settings import DigestName, StoreSettings
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.store.memory import MemoryBackend
+from jaxckpt_train.store.backends.memory import MemoryBackend
 from tests.faults.damages import Files
 from tests.steps.runs import Clock
 

@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxckpt_train.steps.history import HISTORY_NAME
-from jaxckpt_train.steps.lock import LOCK_NAME, SILENCE_S
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.steps.notes import NOTES_NAME
-from jaxckpt_train.steps.preservation_policies import LatestN
-from jaxckpt_train.store.backend import HALF_MADE
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.policies.preservation import LatestN
+from jaxckpt_train.run.annotations import NOTES_NAME
+from jaxckpt_train.run.history import HISTORY_NAME
+from jaxckpt_train.run.lock import LOCK_NAME, SILENCE_S
+from jaxckpt_train.store.backends.base import HALF_MADE
 from tests.faults.campaign_end import leave_with
 from tests.faults.fuse_disk import ANSWER, WEDGED, FuseDisk, fuse_disk, why_not
 from tests.faults.needs import leave_if

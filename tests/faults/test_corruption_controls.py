@@ -10,14 +10,30 @@ from typing import Any
 import msgspec
 import pytest
 
+from jaxckpt_train.run import (
+    annotations as note_lines,
+)
+from jaxckpt_train.run import (
+    annotations as notes,
+)
+from jaxckpt_train.run import (
+    catalog,
+)
+from jaxckpt_train.run import (
+    directory as run_directory,
+)
+from jaxckpt_train.run import (
+    entry as lineage,
+)
+from jaxckpt_train.run.annotations import NoteLines, Notes
+from jaxckpt_train.run.directory import RunDirectory
+from jaxckpt_train.run.entry import Entry
+from jaxckpt_train.run.scrubber import Scrubber
 from jaxckpt_train.settings import DigestName, StoreSettings
-from jaxckpt_train.steps import catalog, lineage, note_lines, notes, run_directory
-from jaxckpt_train.steps.entry import Entry
-from jaxckpt_train.steps.note_lines import NoteLines
-from jaxckpt_train.steps.notes import Notes
-from jaxckpt_train.steps.run_directory import RunDirectory
-from jaxckpt_train.steps.scrubber import Scrubber
-from jaxckpt_train.store import digests, plain_files, reading, verify
+from jaxckpt_train.store import files as digests
+from jaxckpt_train.store import files as plain_files
+from jaxckpt_train.store import reader as reading
+from jaxckpt_train.store import verify
 from tests.crash.explorer import small_sizes
 from tests.faults import corruption, damaged_background, damaged_owners
 from tests.faults.sample_runs import DIGESTS

@@ -16,9 +16,9 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import CorruptCheckpointError
+from jaxckpt_train.store.committed import CommitRecord
 from jaxckpt_train.store.manifest import FORMAT, FORMAT_VERSION, MAX_BLOCK_BYTES
 from jaxckpt_train.store.manifest_decoding import decode_manifest
-from jaxckpt_train.store.transaction import CommitRecord
 from tests.in_time import in_time
 from tests.steps.runs import made_run, state_of, step_of
 

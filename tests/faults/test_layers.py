@@ -12,8 +12,8 @@ import pytest
 from jaxckpt_train import checkpoint
 from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.digests import digest_function
-from jaxckpt_train.store.memory import MemoryBackend
+from jaxckpt_train.store.backends.memory import MemoryBackend
+from jaxckpt_train.store.files import digest_function
 from jaxckpt_train.store.verify import verify
 from tests.crash.explorer import small_sizes
 from tests.faults.damages import Files

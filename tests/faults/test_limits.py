@@ -76,7 +76,7 @@ def test_a_writer_with_a_flaw_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, flaw: str, symptom: str
 ) -> None:
     skip_where_it_cannot_be_met(name)
-    monkeypatch.setattr("jaxckpt_train.steps.lock.SILENCE_S", 1.0)  # a flawed owner may leave its lock behind
+    monkeypatch.setattr("jaxckpt_train.run.lock.SILENCE_S", 1.0)  # a flawed owner may leave its lock behind
     FLAWS[flaw](monkeypatch)
     problems = [problem for problem in campaign([name], tmp_path).problems if UNCLEAR not in problem]
     assert any(symptom in problem for problem in problems)

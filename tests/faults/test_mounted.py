@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.store.disk_trial import try_operations
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.inspection.disk_speed import try_operations
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.faults.loop_disk import run_command, unmount
 from tests.faults.needs import why_no_mount
 

@@ -15,10 +15,10 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.store import local
-from jaxckpt_train.store.backend import is_in_use
-from jaxckpt_train.store.disk_trial import try_operations
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.inspection.disk_speed import try_operations
+from jaxckpt_train.store.backends import local
+from jaxckpt_train.store.backends.base import is_in_use
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.cli.commands import told
 from tests.faults.fuse_disk import why_not
 from tests.faults.poor_disk import FLAWS, poor_disk

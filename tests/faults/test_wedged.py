@@ -16,7 +16,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import CheckpointTimeoutError
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.faults.fuse_disk import WEDGED, FuseDisk, fuse_disk, why_not
 from tests.store.backend_contract import BackendContract
 
@@ -239,7 +239,7 @@ def test_when_its_server_dies_the_save_fails_and_what_was_there_stays(disk: Fuse
 
 
 def test_a_load_does_not_wait_for_ever(disk: FuseDisk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxckpt_train.store.workers.GIVE_UP_S", 2.0)
+    monkeypatch.setattr("jaxckpt_train.store.threads.GIVE_UP_S", 2.0)
     run = disk.path / "run"
     with jct.StepManager(run) as manager:
         assert manager.save(1, {"state": {"w": np.ones(3 << 20)}}).saved
@@ -277,7 +277,7 @@ CALLS: dict[str, Callable[[jct.StepManager], object]] = {
 def test_nor_does_who_begins(disk: FuseDisk, monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
     with jct.StepManager(disk.path / "run") as manager:
         saved(manager, 1)
-    monkeypatch.setattr("jaxckpt_train.store.answers.GIVE_UP_S", STALL_S)
+    monkeypatch.setattr("jaxckpt_train.store.timeouts.GIVE_UP_S", STALL_S)
     manager = jct.StepManager(disk.path / "run")
     disk.set(WEDGED)
     try:

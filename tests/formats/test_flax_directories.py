@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 import jaxckpt_train as jct
 from jaxckpt_train import checkpoint
-from jaxckpt_train.formats.flax_directory import in_flax_order
-from jaxckpt_train.loops.orbax_manager import CheckpointManager
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.formats.flax import in_flax_order
+from jaxckpt_train.integrations.orbax_manager import CheckpointManager
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.formats.flax_saves import save, state_of
 from tests.steps.runs import made_run
 from tests.tree.same_trees import raw

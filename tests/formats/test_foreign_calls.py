@@ -18,11 +18,11 @@ SCRIPT = """
 import sys
 import threading
 import numpy as np
-from jaxckpt_train.looking.leaf_reads import pieces_of
-from jaxckpt_train.looking.opening import open_at
-from jaxckpt_train.store.answers import Question, put
-from jaxckpt_train.store.box_to_come import BoxToCome
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.inspection.diff import pieces_of
+from jaxckpt_train.inspection.runs import open_at
+from jaxckpt_train.store.timeouts import Question, put
+from jaxckpt_train.store.copy import BoxToCome
+from jaxckpt_train.store.backends.local import LocalBackend
 
 opened = open_at(LocalBackend(), sys.argv[1])
 (array,) = opened.arrays().values()

@@ -19,7 +19,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp1
 
 import jaxckpt_train as jct
-from jaxckpt_train.formats import orbax_bounds
+from jaxckpt_train.formats import orbax_metadata as orbax_bounds
 from tests.cli.commands import refused, run
 from tests.tree.same_trees import raw
 

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 import jaxckpt_train as jct
 from jaxckpt_train.checkpointables import registry
-from jaxckpt_train.checkpointables.grain_iterator import GrainHandler
-from jaxckpt_train.cli.app import app
+from jaxckpt_train.checkpointables.grain import GrainHandler
+from jaxckpt_train.cli.main import app
 from tests.checkpointables.grain_pipelines import PIPELINES, SOURCE, loader, raw, take
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Sharding info not provided:UserWarning")

@@ -19,9 +19,10 @@ from orbax.checkpoint import v1 as ocp1
 from safetensors.numpy import load_file
 
 import jaxckpt_train as jct
-from jaxckpt_train.formats import orbax_arrays, orbax_trees
-from jaxckpt_train.loops.orbax_manager import CheckpointManager
-from jaxckpt_train.tree.flatten import EMPTY, flatten
+from jaxckpt_train.formats import orbax_read as orbax_trees
+from jaxckpt_train.formats import tensorstore_reads as orbax_arrays
+from jaxckpt_train.integrations.orbax_manager import CheckpointManager
+from jaxckpt_train.pytree.flatten import EMPTY, flatten
 from tests.cli.commands import run
 from tests.formats.states import STATES, llama, mesh
 from tests.tree.same_trees import assert_same, raw

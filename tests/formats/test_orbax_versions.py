@@ -15,8 +15,8 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jaxckpt_train as jct
-from jaxckpt_train.formats.orbax_aggregate import decode_aggregate, encode_aggregate
-from jaxckpt_train.tree.flatten import flatten
+from jaxckpt_train.formats.orbax_read import decode_aggregate, encode_aggregate
+from jaxckpt_train.pytree.flatten import flatten
 from tests.cli.commands import refused, told
 from tests.formats.orbax_golden import assert_item, blank, expected_items, path_of
 from tests.tree.same_trees import assert_same, raw

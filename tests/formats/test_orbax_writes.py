@@ -9,11 +9,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.formats import orbax_writes
-from jaxckpt_train.formats.orbax_export import export_orbax
+from jaxckpt_train.formats import orbax_write as orbax_writes
+from jaxckpt_train.formats.orbax_write import export_orbax
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.local import LocalBackend
-from jaxckpt_train.store.transaction import open_committed
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.committed import open_committed
 from tests.tree.same_trees import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")

@@ -13,11 +13,11 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxckpt_train as jct
-from jaxckpt_train.formats import safetensors_export
-from jaxckpt_train.formats.safetensors_export import Exported, export_safetensors
+from jaxckpt_train.formats import safetensors as safetensors_export
+from jaxckpt_train.formats.safetensors import Exported, export_safetensors
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.local import LocalBackend
-from jaxckpt_train.store.transaction import open_committed
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.committed import open_committed
 from tests.formats.states import llama, mnist
 from tests.tree.same_trees import assert_same, raw
 

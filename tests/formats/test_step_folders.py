@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.loops import orbax_manager
+from jaxckpt_train.integrations import orbax_manager
 from tests.file_content import content
 from tests.steps.runs import made_run, state_of
 

@@ -13,13 +13,13 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, SettingsError, StorageError
-from jaxckpt_train.formats.tensorstore_calls import read_error, refused, tensorstore
+from jaxckpt_train.formats.tensorstore_reads import read_error, refused, tensorstore
 from tests.cli.commands import run
 
 # TensorStore's own code imports asyncio when it begins, and makes an ImportError of whatever is raised there.
 INTERRUPTED = """
 import signal, sys
-from jaxckpt_train.formats.tensorstore_calls import tensorstore
+from jaxckpt_train.formats.tensorstore_reads import tensorstore
 
 class Interrupts:
     def find_spec(self, name, path=None, target=None):

@@ -14,9 +14,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxckpt_train as jct
-from jaxckpt_train.formats.torch_items import TorchItems
-from jaxckpt_train.looking.opening import open_at
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.formats.torch import TorchItems
+from jaxckpt_train.inspection.runs import open_at
+from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.reader import read_box
 from tests.formats.states import mesh
 from tests.formats.test_torch_loads import assert_equal, torch_bytes

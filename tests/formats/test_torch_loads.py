@@ -21,9 +21,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from typer.testing import CliRunner
 
 import jaxckpt_train as jct
-from jaxckpt_train.cli.app import app
-from jaxckpt_train.formats import held_pieces
-from jaxckpt_train.formats.torch_items import TorchItems
+from jaxckpt_train.cli.main import app
+from jaxckpt_train.formats import foreign as held_pieces
+from jaxckpt_train.formats.torch import TorchItems
 from tests.formats.states import mesh
 from tests.golden.make_torch import FOLDER
 from tests.tree.same_trees import raw

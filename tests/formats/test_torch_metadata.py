@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import jaxckpt_train as jct
-from jaxckpt_train.cli.app import app
+from jaxckpt_train.cli.main import app
 from jaxckpt_train.errors import CheckpointError
-from jaxckpt_train.formats.torch_metadata import decode_torch_metadata
+from jaxckpt_train.formats.torch import decode_torch_metadata
 from jaxckpt_train.formats.torch_pickle import Record, Size
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "torch"
@@ -200,7 +200,7 @@ def test_pytorch_is_not_imported_for_anything_else(tmp_path: Path, run_python: A
     program = f"""
 import sys
 import jaxckpt_train as jct
-from jaxckpt_train.formats.found import find_in_directory
+from jaxckpt_train.formats.detect import find_in_directory
 jct.save({str(tmp_path / "a")!r}, {{"w": 1}})
 jct.load({str(tmp_path / "a")!r})
 print("torch" in sys.modules)

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train.checkpoint import Opened
 from jaxckpt_train.errors import CheckpointTimeoutError, CorruptCheckpointError
-from jaxckpt_train.looking import leaf_reads
-from jaxckpt_train.looking.leaf_reads import Wanted, over_pieces, pieces_of
-from jaxckpt_train.looking.opening import open_at
-from jaxckpt_train.opened import Opened
-from jaxckpt_train.store import answers, read_ahead
-from jaxckpt_train.store.backend import Source
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.inspection import diff as leaf_reads
+from jaxckpt_train.inspection.diff import Wanted, over_pieces, pieces_of
+from jaxckpt_train.inspection.runs import open_at
+from jaxckpt_train.store import copy as read_ahead
+from jaxckpt_train.store import timeouts as answers
+from jaxckpt_train.store.backends.base import Source
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.steps.runs import flip_a_payload_byte
 
 MIB = 1 << 20

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from jaxckpt_train.looking import leaf_stats
-from jaxckpt_train.looking.leaf_stats import BINS, Histogram, LeafStats
+from jaxckpt_train.inspection import stats as leaf_stats
+from jaxckpt_train.inspection.stats import BINS, Histogram, LeafStats
 from jaxckpt_train.store.dtypes import DTYPES
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)

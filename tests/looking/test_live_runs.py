@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.cli import verify
-from jaxckpt_train.looking.run_health import health_of
-from jaxckpt_train.looking.run_look import look_at_run
-from jaxckpt_train.store.backend import Entry, Source
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.cli import maintain as verify
+from jaxckpt_train.inspection.health import health_of
+from jaxckpt_train.inspection.runs import look_at_run
+from jaxckpt_train.store.backends.base import Entry, Source
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.cli.commands import told
 from tests.steps.runs import made_run, save_steps, step_path
 

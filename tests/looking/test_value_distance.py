@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxckpt_train.looking.value_distance import BLOCK, Distance, distance
+from jaxckpt_train.inspection.diff import BLOCK, Distance, distance
 from jaxckpt_train.store.dtypes import DTYPES
 
 NUMBERS = sorted(set(DTYPES) - {"bool"})

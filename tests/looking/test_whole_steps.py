@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.looking.whole_steps import NewestWhole, newest_whole_step
-from jaxckpt_train.steps.catalog import scan
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.inspection.runs import NewestWhole, newest_whole_step
+from jaxckpt_train.run.catalog import scan
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.steps.runs import DAMAGE, flip_a_payload_byte, made_run, segment_of, step_path
 
 

@@ -12,8 +12,7 @@ import grain
 import keras
 import numpy as np
 
-from jaxckpt_train.loops.keras_callback import KerasCheckpoint
-from jaxckpt_train.loops.keras_state import KerasState
+from jaxckpt_train.integrations.keras import KerasCheckpoint, KerasState
 
 STEPS, EPOCHS = 5, 3
 INPUTS = np.random.RandomState(0).normal(size=(40, 6)).astype("float32")

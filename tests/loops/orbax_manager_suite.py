@@ -96,7 +96,7 @@ def _with_this_manager(path: Path) -> Any:
     from orbax.checkpoint import args, checkpoint_manager, test_utils  # noqa: F401
     from orbax.checkpoint._src import checkpointers, metadata
 
-    from jaxckpt_train.loops import orbax_manager
+    from jaxckpt_train.integrations import orbax_manager
     from tests.loops.orbax_shim import ObservedManager, checkpointer_of
 
     class MultiProcessTest(absltest.TestCase):

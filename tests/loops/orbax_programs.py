@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxckpt_train.loops import orbax_manager
+from jaxckpt_train.integrations import orbax_manager
 
 OURS = orbax_manager
 """The own manager, options and args: what a program imports that has no Orbax."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from jaxckpt_train.loops.orbax_manager import CheckpointManager
+from jaxckpt_train.integrations.orbax_manager import CheckpointManager
 
 
 class ObservedManager(CheckpointManager):

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from jaxckpt_train.loops import orbax_manager
+from jaxckpt_train.integrations import orbax_manager
 
 LIBRARIES = {"orbax": ocp, "ours": orbax_manager}
 

@@ -16,7 +16,7 @@ import pytest
 from keras.src.backend.jax.trainer import JAXEpochIterator
 
 import jaxckpt_train as jct
-from jaxckpt_train.loops.keras_callback import KerasCheckpoint
+from jaxckpt_train.integrations.keras import KerasCheckpoint
 from tests.compiled_once import compiled_once
 from tests.loops.keras_fits import (
     EPOCHS,
@@ -395,13 +395,13 @@ def test_another_backend_is_refused(run_python: Any) -> None:
     program = """
 import os, sys
 try:
-    import jaxckpt_train.loops.keras_callback
+    import jaxckpt_train.integrations.keras
 except ImportError as error:
     print(error)
 os.environ["KERAS_BACKEND"] = "numpy"
 for name in [name for name in sys.modules if name.partition(".")[0] == "keras"]:
     del sys.modules[name]
-from jaxckpt_train.loops.keras_callback import KerasCheckpoint
+from jaxckpt_train.integrations.keras import KerasCheckpoint
 KerasCheckpoint("none")
 """
     done = run_python(program, env={"KERAS_BACKEND": "tensorflow"})

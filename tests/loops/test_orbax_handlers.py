@@ -13,8 +13,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.loops import orbax_manager
-from jaxckpt_train.loops.orbax_manager import CheckpointManager, args
+from jaxckpt_train.integrations import orbax_manager
+from jaxckpt_train.integrations.orbax_manager import CheckpointManager, args
 
 BOTH = pytest.mark.parametrize("library", [ocp, orbax_manager])
 

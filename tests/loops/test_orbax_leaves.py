@@ -14,8 +14,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.loops import orbax_manager
-from jaxckpt_train.loops.orbax_manager import args
+from jaxckpt_train.integrations import orbax_manager
+from jaxckpt_train.integrations.orbax_manager import args
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sharding info not provided when restoring:UserWarning"),

@@ -17,8 +17,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.loops import orbax_manager
-from jaxckpt_train.loops.orbax_manager import CheckpointManager, CheckpointManagerOptions, args
+from jaxckpt_train.integrations import orbax_manager
+from jaxckpt_train.integrations.orbax_manager import CheckpointManager, CheckpointManagerOptions, args
 from tests.signal_handlers import handlers_put_back
 from tests.steps.runs import flip_a_payload_byte, step_path
 
@@ -354,7 +354,7 @@ def test_who_is_called_once_a_step_is_on_the_disk_does_not_hide_that_it_is_not(r
 import tempfile, numpy as np
 from types import SimpleNamespace
 import jaxckpt_train as jct
-from jaxckpt_train.loops.orbax_manager import CheckpointManager, CheckpointManagerOptions, args
+from jaxckpt_train.integrations.orbax_manager import CheckpointManager, CheckpointManagerOptions, args
 options = CheckpointManagerOptions(async_options=SimpleNamespace(post_finalization_callback=lambda: print("called")))
 directory = tempfile.mkdtemp()
 manager = CheckpointManager(directory, options=options, settings=jct.StoreSettings(nonfinite="reject"))

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from jaxckpt_train.notices.metadata_server import MetadataServer, NoAnswerError
+from jaxckpt_train.preemption.clouds import MetadataServer, NoAnswerError
 from tests.notices.servers import (
     Handler,
     Respond,

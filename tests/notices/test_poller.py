@@ -184,8 +184,8 @@ def test_one_that_is_dropped_leaves_no_thread(kind: Kind) -> None:
 
 FORK = """
 import os, sys, threading
-from jaxckpt_train.notices.gce import GceNotice
-from jaxckpt_train.notices.watched_sources import WatchedSources
+from jaxckpt_train.preemption.clouds import GceNotice
+from jaxckpt_train.preemption.sources import WatchedSources
 class Noting(GceNotice):
     def left(self, step):
         print("left", step, flush=True)

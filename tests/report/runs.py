@@ -12,11 +12,9 @@ from typing import Any
 import msgspec
 
 from jaxckpt_train.report.changes import plan_changes
-from jaxckpt_train.report.gathering import Gathered, gather
-from jaxckpt_train.report.report_event import ReportEvent
-from jaxckpt_train.report.run_history import RunHistory
-from jaxckpt_train.report.run_reading import read_run
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.report.gather import Gathered, RunHistory, gather, read_run
+from jaxckpt_train.report.series import ReportEvent
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.steps.runs import START, talking_to
 
 BACKEND = LocalBackend()

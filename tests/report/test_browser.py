@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 import jaxckpt_train as jct
-from jaxckpt_train.report.gathering import Gathered
-from jaxckpt_train.report.leaf_sizes import LeafSize, TreeSizes
+from jaxckpt_train.report.changes import LeafSize, TreeSizes
+from jaxckpt_train.report.gather import Gathered
 from jaxckpt_train.report.page import page_of
 from tests.report.chromium import Browser, Tab
 from tests.report.runs import gathered_of, write_history

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.looking.run_look import look_at_run
+from jaxckpt_train.inspection.runs import look_at_run
 from jaxckpt_train.report import changes
 from jaxckpt_train.report.changes import Changes, compare, plan_changes
 from tests.report.runs import BACKEND

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.report.disk_rate import BLOCK_BYTES, measure_disk
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.report.series import BLOCK_BYTES, measure_disk
+from jaxckpt_train.store.backends.local import LocalBackend
 
 
 class CountingBackend(LocalBackend):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.report.gathering import gathered_json
+from jaxckpt_train.report.gather import gathered_json
 from tests.report.runs import LAST_STEP, gathered_of
 
 

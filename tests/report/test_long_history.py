@@ -20,9 +20,9 @@ BYTES = 1 << 20
 READ = """
 import dataclasses, datetime, json, sys
 from jaxckpt_train.report.changes import plan_changes
-from jaxckpt_train.report.gathering import gather
-from jaxckpt_train.report.run_reading import read_run
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.report.gather import gather
+from jaxckpt_train.report.gather import read_run
+from jaxckpt_train.store.backends.local import LocalBackend
 
 def most_bytes():
     lines = open("/proc/self/status").read().splitlines()  # ru_maxrss would count the parent before exec

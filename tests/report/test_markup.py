@@ -6,7 +6,7 @@ import html.parser
 
 import pytest
 
-from jaxckpt_train.report.markup import Html, element, escaped, joined
+from jaxckpt_train.report.page import Html, element, escaped, joined
 
 HOSTILE = [
     "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "' onclick='x", "</td></table>", "&lt;", "<!-- ",

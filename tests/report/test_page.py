@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.report.gathering import Gathered
-from jaxckpt_train.report.leaf_sizes import LeafSize, TreeSizes
-from jaxckpt_train.report.limits import MOST_BYTES
-from jaxckpt_train.report.page import MARK, page_of
-from jaxckpt_train.report.sections import NAMES
+from jaxckpt_train.report.changes import LeafSize, TreeSizes
+from jaxckpt_train.report.gather import Gathered
+from jaxckpt_train.report.page import MARK, NAMES, page_of
+from jaxckpt_train.report.series import MOST_BYTES
 from tests.report.runs import gathered_of, write_history
 from tests.report.test_markup import HOSTILE, NO_UNICODE, Seen
 from tests.steps.events import at

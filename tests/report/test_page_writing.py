@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from jaxckpt_train.errors import CheckpointExistsError, StorageError
-from jaxckpt_train.report.page import MARK
-from jaxckpt_train.report.page_writing import write_page
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.report.page import MARK, write_page
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.report.runs import BACKEND
 
 

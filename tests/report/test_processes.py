@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train.report.processes import Process, Totals, processes_of
+from jaxckpt_train.report.gather import Process, Totals, processes_of
 from tests.report.runs import history_of
 from tests.steps.events import at
 from tests.steps.runs import START

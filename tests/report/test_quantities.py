@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from jaxckpt_train.report.quantities import (
+from jaxckpt_train.inspection.units import (
     bytes_text,
     clipped,
     counted,

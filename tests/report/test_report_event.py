@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from jaxckpt_train.report.report_event import ReportEvent, count, number, text, texts
-from jaxckpt_train.report.run_reading import read_run
+from jaxckpt_train.report.gather import read_run
+from jaxckpt_train.report.series import ReportEvent, count, number, text, texts
 from tests.report.runs import BACKEND, NOW, write_history
 from tests.steps.events import at
 

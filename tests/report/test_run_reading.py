@@ -12,8 +12,8 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import NotACheckpointError, StorageError
-from jaxckpt_train.report.run_reading import MOST_WARNINGS, read_run
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.report.gather import MOST_WARNINGS, read_run
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.report.runs import BACKEND, NOW, gathered_of, write_history
 from tests.steps.events import at
 from tests.steps.runs import START, made_run, save_steps

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.looking.run_look import StepLook, look_at_run
-from jaxckpt_train.report.step_lives import StepLife, StepsFound
-from jaxckpt_train.steps.step_names import step_name
+from jaxckpt_train.inspection.runs import StepLook, look_at_run
+from jaxckpt_train.report.events import StepLife, StepsFound
+from jaxckpt_train.run.entry import step_name
 from tests.report.runs import BACKEND, gathered_of, history_of
 from tests.steps.events import at
 from tests.steps.runs import START, made_run, save_steps, step_path, truncate_the_manifest
@@ -138,7 +138,7 @@ def test_temporary_and_uncommitted_steps_are_told(tmp_path: Path) -> None:
 
 
 def test_of_very_many_steps_that_somebody_removed_all_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxckpt_train.report.step_lives.MOST_THERE", 10)
+    monkeypatch.setattr("jaxckpt_train.report.events.MOST_THERE", 10)
     events = [saved(number, number) for number in range(1, 101)]
     history = history_of(*events, deleted(101, 100), names={step_name(2), step_name(99)})
     found = history.steps(there(2, 99))

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from jaxckpt_train.report.limits import Limits
-from jaxckpt_train.report.thinning import BATCH, RECENT, Sample, thinned
+from jaxckpt_train.report.series import BATCH, RECENT, Limits, Sample, thinned
 
 
 def test_few_items_all_stay() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
-from jaxckpt_train.report.timeline import Mark, Restore, Save
+from jaxckpt_train.report.series import Mark, Restore, Save
 from tests.report.runs import history_of
 from tests.steps.events import at
 from tests.steps.runs import START

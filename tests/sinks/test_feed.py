@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.sinks.feed import MOST_WAITING, Feed, Feeds, Owned, Sink, checked_sinks
+from jaxckpt_train.metrics.events import MOST_WAITING, Feed, Feeds, Owned, Sink, checked_sinks
 from tests.faults.forking import Tell, forked
 
 LONGEST_S = 60  # to wait for what comes at once

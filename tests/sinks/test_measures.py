@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train.sinks.measures import KNOWN, figures, moment_s, samples
+from jaxckpt_train.metrics.exporters import KNOWN, figures, moment_s, samples
 from tests.sinks.events import DELETED, FAILED, PREEMPTED, RESTORED, SAVED, TAKEN_OVER, TIME, TIME_S
 
 

@@ -140,7 +140,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from jaxckpt_train.sinks.opentelemetry import OpenTelemetrySink
+from jaxckpt_train.metrics.exporters import OpenTelemetrySink
 from tests.sinks.events import SAVED
 
 sink = OpenTelemetrySink()  # before the program sets OpenTelemetry up

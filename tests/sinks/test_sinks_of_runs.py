@@ -20,9 +20,9 @@ import prometheus_client
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.sinks import feed
-from jaxckpt_train.steps.history import HISTORY_NAME, History
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.metrics import events as feed
+from jaxckpt_train.run.history import HISTORY_NAME, History
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.killed_saves import die, killed
 from tests.signal_handlers import WATCHED, handlers_put_back
 from tests.sinks.test_feed import LONGEST_S, Held, Recorder, warnings

@@ -5,8 +5,8 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
-from jaxckpt_train.steps.attempts import Attempt, attempts_of
-from jaxckpt_train.steps.run_events import run_events
+from jaxckpt_train.run.goodput import Attempt, attempts_of
+from jaxckpt_train.run.history import run_events
 from tests.steps.runs import START
 
 

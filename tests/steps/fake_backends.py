@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train import manager
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.steps import manager
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.backends.local import LocalBackend
 
 
 class HoldingBackend(LocalBackend):

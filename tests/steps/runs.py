@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxckpt_train.steps.manager import StepManager
+from jaxckpt_train.manager import StepManager
 from tests.conftest import REPO_ROOT
 from tests.warm_python import WarmProcess
 

@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxckpt_train.steps.attempts import attempts_of
-from jaxckpt_train.steps.goodput import goodput
-from jaxckpt_train.steps.past import Past
-from jaxckpt_train.steps.run_events import run_events
+from jaxckpt_train.run.goodput import Past, attempts_of, goodput
+from jaxckpt_train.run.history import run_events
 from tests.steps.events import at, attempts, stretches
 from tests.steps.runs import START
 

@@ -13,11 +13,11 @@ from safetensors.numpy import load_file
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.steps.best_link import BestLink, LinkToBest
-from jaxckpt_train.steps.catalog import scan
-from jaxckpt_train.steps.entry import Entry
-from jaxckpt_train.store.local import LocalBackend
-from jaxckpt_train.store.memory import MemoryBackend
+from jaxckpt_train.run.catalog import scan
+from jaxckpt_train.run.entry import Entry
+from jaxckpt_train.run.retention import BestLink, LinkToBest
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.backends.memory import MemoryBackend
 from tests.steps.runs import state_of
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from jaxckpt_train.callback import CheckpointCallback
-from jaxckpt_train.steps.catalog import scan
-from jaxckpt_train.steps.lineage import newest_generations
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.steps.note_lines import encode_note
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.run.annotations import encode_note
+from jaxckpt_train.run.catalog import scan
+from jaxckpt_train.run.entry import newest_generations
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.steps.runs import (
     Clock,
     made_run,

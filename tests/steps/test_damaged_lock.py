@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from jaxckpt_train.errors import DirectoryLockedError
-from jaxckpt_train.steps import lock as lock_module
-from jaxckpt_train.steps.lock import LOCK_NAME
-from jaxckpt_train.store.local import LocalBackend
-from jaxckpt_train.store.machine import this_process
+from jaxckpt_train.run import lock as lock_module
+from jaxckpt_train.run.lock import LOCK_NAME
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.process_identity import this_process
 from tests.steps.test_lock import Beats, Between, new_lock, quick_looks
 
 __all__ = ["quick_looks"]

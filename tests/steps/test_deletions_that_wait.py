@@ -13,9 +13,9 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.steps.interrupted import half_deleted, hidden_name, shown_name
-from jaxckpt_train.steps.retention import Deleter
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.run.catalog import half_deleted, hidden_name, shown_name
+from jaxckpt_train.run.retention import Deleter
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.crash.crash_disk import CrashDisk, Machine
 from tests.crash.explorer import SETTINGS, small_sizes
 from tests.crash.facts import state_of, token_of

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train.pytree.copies import MOST_ASKED, device_wait_s, some_arrays
+from jaxckpt_train.pytree.snapshot import snapshot
 from jaxckpt_train.settings import SnapshotMode
-from jaxckpt_train.tree.device_wait import MOST_ASKED, device_wait_s, some_arrays
-from jaxckpt_train.tree.snapshot import snapshot
 
 LEAST_S = 0.4
 

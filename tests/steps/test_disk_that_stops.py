@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.tree.same_trees import assert_same
 
 pytestmark = pytest.mark.timeout(240)
@@ -69,11 +69,11 @@ class StoppingSource:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxckpt_train.store.answers.GIVE_UP_S", 0.02)
-    monkeypatch.setattr("jaxckpt_train.store.answers.LOOK_S", 0.02)
-    monkeypatch.setattr("jaxckpt_train.store.workers.GIVE_UP_S", 0.02)
-    monkeypatch.setattr("jaxckpt_train.store.workers.LOOK_S", 0.02)
-    monkeypatch.setattr("jaxckpt_train.store.workers.MOMENT_S", 0.02)
+    monkeypatch.setattr("jaxckpt_train.store.timeouts.GIVE_UP_S", 0.02)
+    monkeypatch.setattr("jaxckpt_train.store.timeouts.LOOK_S", 0.02)
+    monkeypatch.setattr("jaxckpt_train.store.threads.GIVE_UP_S", 0.02)
+    monkeypatch.setattr("jaxckpt_train.store.threads.LOOK_S", 0.02)
+    monkeypatch.setattr("jaxckpt_train.store.threads.MOMENT_S", 0.02)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_a_fresh_start_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     disk = StoppingBackend()
     manager = jct.StepManager(tmp_path, backend=disk)  # type: ignore[arg-type]
     with monkeypatch.context() as patient:
-        patient.setattr("jaxckpt_train.store.answers.GIVE_UP_S", LONGEST_S)
+        patient.setattr("jaxckpt_train.store.timeouts.GIVE_UP_S", LONGEST_S)
         manager.own()
         manager.check_fresh()
     disk.stop = disk.calls
@@ -220,8 +220,8 @@ WITH_PROGRESS: dict[str, Callable[[jct.StepManager, Progress], Any]] = {
 def test_who_is_asked_to_leave_leaves_whichever_call_gets_no_answer(
     set_aside: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[jct.StepManager, Progress], Any]
 ) -> None:
-    monkeypatch.setattr("jaxckpt_train.store.answers.GIVE_UP_S", LONGEST_S)
-    monkeypatch.setattr("jaxckpt_train.store.workers.GIVE_UP_S", LONGEST_S)
+    monkeypatch.setattr("jaxckpt_train.store.timeouts.GIVE_UP_S", LONGEST_S)
+    monkeypatch.setattr("jaxckpt_train.store.threads.GIVE_UP_S", LONGEST_S)
     left = 0
     for number in range(1000):
         disk = StoppingBackend()
@@ -244,7 +244,7 @@ def test_who_is_asked_to_leave_leaves_whichever_call_gets_no_answer(
 
 
 def test_a_load_of_one_checkpoint_is_ended_by_its_progress_too(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxckpt_train.store.answers.GIVE_UP_S", LONGEST_S)
+    monkeypatch.setattr("jaxckpt_train.store.timeouts.GIVE_UP_S", LONGEST_S)
     for number in range(6):
         disk = StoppingBackend()
         disk.stop = number

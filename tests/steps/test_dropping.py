@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.steps.lock import LOCK_NAME
+from jaxckpt_train.run.lock import LOCK_NAME
 from tests.steps.fake_backends import HoldingBackend
 from tests.steps.runs import made_run, save_steps, segment_of, step_path
 
@@ -79,7 +79,7 @@ def test_the_lock_of_a_dropped_manager_is_gone_at_once_where_the_disk_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that ends right after that leaves none: another machine would wait for its silence."""
-    monkeypatch.setattr("jaxckpt_train.steps.retention._MOMENT_S", 60.0)
+    monkeypatch.setattr("jaxckpt_train.run.retention._MOMENT_S", 60.0)
     managers = [jct.StepManager(tmp_path)]
     save_steps(managers[0], 1)
     dropped(managers)

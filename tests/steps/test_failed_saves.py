@@ -17,8 +17,8 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.store.local import LocalBackend
-from jaxckpt_train.store.quiet_gc import paused_collection
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.threads import paused_collection
 from tests.conftest import RunPython
 from tests.steps.fake_backends import HoldingBackend, RefusingBackend
 from tests.steps.runs import flip_a_payload_byte, made_run, save_steps, state_of, step_of, step_path

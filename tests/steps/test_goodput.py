@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxckpt_train.steps.goodput import Goodput, goodput
+from jaxckpt_train.run.goodput import Goodput, goodput
 from tests.steps.events import at, attempts
 
 

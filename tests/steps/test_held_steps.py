@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train.steps.catalog import scan
-from jaxckpt_train.steps.entry import entry_from_manifest
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.steps.notes import NOTES_NAME
-from jaxckpt_train.steps.preservation_policies import LatestN
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.policies.preservation import LatestN
+from jaxckpt_train.run.annotations import NOTES_NAME
+from jaxckpt_train.run.catalog import scan
+from jaxckpt_train.run.entry import entry_from_manifest
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.steps.runs import flip_a_payload_byte, made_run, save_steps, step_path, truncate_the_manifest
 
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.steps.history import HISTORY_NAME, RECENT_BYTES, History, metrics_to_json, plain_metrics
-from jaxckpt_train.store.local import LocalBackend
-from jaxckpt_train.store.stored_metrics import metrics_from_json
+from jaxckpt_train.run.history import HISTORY_NAME, RECENT_BYTES, History, metrics_to_json, plain_metrics
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.manifest import metrics_from_json
 from tests.steps.fake_backends import RefusingBackend
 from tests.steps.runs import START
 
@@ -142,7 +142,7 @@ class Small(msgspec.Struct):
 def test_events_are_read_block_by_block_wherever_blocks_end(
     block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("jaxckpt_train.steps.history.BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("jaxckpt_train.run.history.BLOCK_BYTES", block_bytes)
     history = History(LocalBackend(), str(tmp_path))
     for step in range(20):
         history.add("save", START, step=step, reason="é" * step)
@@ -155,8 +155,8 @@ def test_events_are_read_block_by_block_wherever_blocks_end(
 
 
 def test_a_line_that_never_ends_is_not_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxckpt_train.steps.history.BLOCK_BYTES", 64)
-    monkeypatch.setattr("jaxckpt_train.steps.history.MOST_LINE_BYTES", 512)
+    monkeypatch.setattr("jaxckpt_train.run.history.BLOCK_BYTES", 64)
+    monkeypatch.setattr("jaxckpt_train.run.history.MOST_LINE_BYTES", 512)
     history = History(LocalBackend(), str(tmp_path))
     history.add("save", START, step=1)
     with (tmp_path / HISTORY_NAME).open("ab") as file:

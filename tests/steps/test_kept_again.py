@@ -12,10 +12,10 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.steps.preservation_policies import LatestN
-from jaxckpt_train.steps.restored import Restored
-from jaxckpt_train.steps.run_directory import RunDirectory
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.policies.preservation import LatestN
+from jaxckpt_train.run.directory import RunDirectory
+from jaxckpt_train.run.entry import Restored
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.steps.fake_backends import RefusingBackend
 from tests.steps.runs import flip_a_payload_byte, save_steps, state_of, step_of, step_path
 

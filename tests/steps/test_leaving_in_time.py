@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.multihost import SingleProcess
+from jaxckpt_train.distributed.jax_service import SingleProcess
 from jaxckpt_train.pending import Movement, PendingSave, call_within
-from jaxckpt_train.steps.preemption import PreemptionWatch
-from jaxckpt_train.store.answers import answer_of
-from jaxckpt_train.store.latch import LOOK_S, Latch
-from jaxckpt_train.store.local import LocalBackend, _LocalSource
+from jaxckpt_train.preemption.watch import PreemptionWatch
+from jaxckpt_train.store.backends.local import LocalBackend, _LocalSource
+from jaxckpt_train.store.threads import LOOK_S, Latch
+from jaxckpt_train.store.timeouts import answer_of
 from tests.signal_handlers import WATCHED, handlers_put_back
 from tests.steps.fake_backends import HoldingBackend, callback_on
 from tests.steps.runs import made_run, state_of, step_of

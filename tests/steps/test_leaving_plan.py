@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxckpt_train.steps.leaving_plan import ENDING_S, MARGIN, MARGIN_S, UNKNOWN_S, Situation, choose, leave_early_s
+from jaxckpt_train.policies.cost_model import ENDING_S, MARGIN, MARGIN_S, UNKNOWN_S, Situation, choose, leave_early_s
 
 KNOWN = Situation(left_s=10.0, unsaved=120, committed=100, save_s=2.0, step_s=0.01)
 seconds = st.floats(0, 1e6)

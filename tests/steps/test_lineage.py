@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.steps.entry import entry_from_manifest
-from jaxckpt_train.steps.lineage import left_behind
+from jaxckpt_train.run.entry import entry_from_manifest, left_behind
 from tests.steps.runs import flip_a_payload_byte, made_run, save_steps, state_of, step_of, step_path
 
 

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 from jaxckpt_train.errors import DirectoryLockedError, StorageError
-from jaxckpt_train.steps import lock as lock_module
-from jaxckpt_train.steps.lock import HEARTBEAT_S, LOCK_NAME, SILENCE_S, OwnerLock
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.run import lock as lock_module
+from jaxckpt_train.run.lock import HEARTBEAT_S, LOCK_NAME, SILENCE_S, OwnerLock
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.steps.runs import Talker, talking_to
 
 OWN = """
 import sys
-from jaxckpt_train.steps.lock import OwnerLock
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.run.lock import OwnerLock
+from jaxckpt_train.store.backends.local import LocalBackend
 lock = OwnerLock(LocalBackend(), sys.argv[1])
 lock.acquire()
 print("owned", flush=True)
@@ -34,8 +34,8 @@ if sys.stdin.readline().strip() == "release":
 RACE = """
 import sys
 from jaxckpt_train.errors import DirectoryLockedError
-from jaxckpt_train.steps.lock import OwnerLock
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.run.lock import OwnerLock
+from jaxckpt_train.store.backends.local import LocalBackend
 lock = OwnerLock(LocalBackend(), sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxckpt_train.steps.lock import LOCK_NAME, SILENCE_S, OwnerLock
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.run.lock import LOCK_NAME, SILENCE_S, OwnerLock
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.conftest import RunPython
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.steps import loop_observer
-from jaxckpt_train.steps.loop_state import LoopState
-from jaxckpt_train.steps.manager import StepManager
+from jaxckpt_train import loop as loop_observer
+from jaxckpt_train.loop import LoopState
+from jaxckpt_train.manager import StepManager
 
 
 class Watching:

@@ -17,9 +17,9 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.steps import scrubber
+from jaxckpt_train.run import scrubber
 from jaxckpt_train.store import verify
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.steps.runs import flip_a_payload_byte, save_steps, state_of, step_path
 
 pytestmark = pytest.mark.timeout(120)

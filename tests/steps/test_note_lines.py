@@ -9,10 +9,9 @@ import msgspec
 import pytest
 
 from jaxckpt_train.errors import DirectoryLockedError
-from jaxckpt_train.steps.lineage import RollBack
-from jaxckpt_train.steps.note_lines import NoteLines, count_of, encode_note, sealed
-from jaxckpt_train.steps.notes import NOTES_NAME, NoteBook
-from jaxckpt_train.store.memory import MemoryBackend
+from jaxckpt_train.run.annotations import NOTES_NAME, NoteBook, NoteLines, encode_note, sealed
+from jaxckpt_train.run.entry import RollBack, count_of
+from jaxckpt_train.store.backends.memory import MemoryBackend
 
 SECTOR = 512
 

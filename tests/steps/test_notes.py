@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 
 from jaxckpt_train.errors import DirectoryLockedError, StorageError
-from jaxckpt_train.steps.catalog import scan
-from jaxckpt_train.steps.lock import LOCK_NAME
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.steps.note_lines import NoteLines
-from jaxckpt_train.steps.notes import NOTES_NAME, NoteBook, Notes
-from jaxckpt_train.steps.preservation_policies import LatestN
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.policies.preservation import LatestN
+from jaxckpt_train.run.annotations import NOTES_NAME, NoteBook, NoteLines, Notes
+from jaxckpt_train.run.catalog import scan
+from jaxckpt_train.run.lock import LOCK_NAME
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.crash.crash_disk import CrashDisk, Machine
 from tests.crash.image import Image
 from tests.crash.states import crash_state

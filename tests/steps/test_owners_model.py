@@ -14,11 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from jaxckpt_train import checkpoint
 from jaxckpt_train.errors import DirectoryLockedError, StepNotFoundError
-from jaxckpt_train.steps import lock
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.steps.preservation_policies import LatestN
-from jaxckpt_train.store import machine as machine_module
-from jaxckpt_train.store.machine import ProcessIdentity
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.policies.preservation import LatestN
+from jaxckpt_train.run import lock
+from jaxckpt_train.store import process_identity as machine_module
+from jaxckpt_train.store.process_identity import ProcessIdentity
 from tests.crash.crash_disk import CrashDisk, Machine
 from tests.crash.facts import state_of, token_of
 from tests.crash.programs import LONGEST_S, RUN, die, on

@@ -20,16 +20,15 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.pending import call_after
-from jaxckpt_train.steps import letting_go
-from jaxckpt_train.steps import lock as lock_module
-from jaxckpt_train.steps.interrupted import hidden_name
-from jaxckpt_train.steps.lock import OwnerLock
-from jaxckpt_train.steps.retention import Deleter
-from jaxckpt_train.steps.run_directory import RunDirectory
-from jaxckpt_train.store.backend import HALF_MADE
-from jaxckpt_train.store.latch import Latch
-from jaxckpt_train.store.local import LocalBackend
-from jaxckpt_train.store.quiet_gc import paused_collection
+from jaxckpt_train.run import directory as letting_go
+from jaxckpt_train.run import lock as lock_module
+from jaxckpt_train.run.catalog import hidden_name
+from jaxckpt_train.run.directory import RunDirectory
+from jaxckpt_train.run.lock import OwnerLock
+from jaxckpt_train.run.retention import Deleter
+from jaxckpt_train.store.backends.base import HALF_MADE
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.threads import Latch, paused_collection
 from tests.conftest import RunPython
 from tests.interrupts import interrupt_at
 from tests.steps.runs import made_run, save_steps
@@ -121,7 +120,7 @@ def test_a_run_that_was_moved_under_its_job_is_told(tmp_path: Path) -> None:
 def test_a_lock_of_the_dead_that_cannot_be_removed_stops_no_heartbeat(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxckpt_train.steps.lock.SILENCE_S", 0.0)
+    monkeypatch.setattr("jaxckpt_train.run.lock.SILENCE_S", 0.0)
     (tmp_path / ".owner.dead-x").write_bytes(b"{}")
     before, held = beating(), OwnerLock(Keeping(), str(tmp_path))
     held.acquire()
@@ -354,7 +353,7 @@ def test_an_owner_that_ends_takes_along_what_the_dead_left(tmp_path: Path, monke
         (tmp_path / name).write_bytes(b"{}")
     held.acquire()
     (tmp_path / f"{HALF_MADE[0]}young").write_bytes(b"")
-    monkeypatch.setattr("jaxckpt_train.steps.lock.SILENCE_S", 0.0)
+    monkeypatch.setattr("jaxckpt_train.run.lock.SILENCE_S", 0.0)
     held.release()
     assert sorted(os.listdir(tmp_path)) == [f"{HALF_MADE[0]}young", ".new-of-somebody-else"]
 

@@ -8,7 +8,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.config import CheckpointConfig
-from jaxckpt_train.steps.policy_choice import DEFAULT_INTERVAL_SECS, choose_preservation_policy, choose_save_policy
+from jaxckpt_train.loop import DEFAULT_INTERVAL_SECS, choose_preservation_policy, choose_save_policy
 
 
 def test_without_arguments_time_decides() -> None:

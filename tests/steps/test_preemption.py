@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from jaxckpt_train.distributed.jax_service import SingleProcess
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.multihost import SingleProcess
-from jaxckpt_train.steps.preemption import FileNotice, PreemptionWatch, SignalNotice, TimeNotice
+from jaxckpt_train.preemption.watch import FileNotice, PreemptionWatch, SignalNotice, TimeNotice
 from tests.signal_handlers import WATCHED, handlers_put_back
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
@@ -263,7 +263,7 @@ def test_before_the_start_no_handler_is_installed() -> None:
 
 POOL = """
 import multiprocessing, time
-from jaxckpt_train.steps.preemption import SignalNotice
+from jaxckpt_train.preemption.watch import SignalNotice
 notice = SignalNotice(["SIGTERM"])
 notice.install()
 with multiprocessing.get_context("fork").Pool(2) as pool:

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.multihost import SingleProcess
-from jaxckpt_train.notices.watched_sources import WatchedSources
-from jaxckpt_train.steps import telling
-from jaxckpt_train.steps.departure import Departure
-from jaxckpt_train.steps.preemption import PreemptionWatch
+from jaxckpt_train.distributed.jax_service import SingleProcess
+from jaxckpt_train.preemption import sources as telling
+from jaxckpt_train.preemption.shutdown import Departure
+from jaxckpt_train.preemption.sources import WatchedSources
+from jaxckpt_train.preemption.watch import PreemptionWatch
 from tests.in_time import in_time
 from tests.notices.servers import until
 from tests.signal_handlers import WATCHED, handlers_put_back

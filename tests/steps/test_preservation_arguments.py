@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, steps_to_delete
-from jaxckpt_train.steps.preservation_policies import (
+from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, steps_to_delete
+from jaxckpt_train.policies.preservation import (
     AnyPreservationPolicy,
     BestN,
     CustomSteps,
@@ -22,7 +22,7 @@ from jaxckpt_train.steps.preservation_policies import (
     LatestN,
     PreserveAll,
 )
-from jaxckpt_train.steps.save_policies import FixedIntervalPolicy
+from jaxckpt_train.policies.save import FixedIntervalPolicy
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, steps_to_delete
-from jaxckpt_train.steps.preservation_policies import (
+from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, rank_checkpoints, steps_to_delete
+from jaxckpt_train.policies.preservation import (
     AnyPreservationPolicy,
     BestN,
     CustomSteps,
@@ -28,7 +28,6 @@ from jaxckpt_train.steps.preservation_policies import (
     LatestN,
     PreserveAll,
 )
-from jaxckpt_train.steps.ranking import rank_checkpoints
 
 START = datetime(2026, 3, 1, 12, tzinfo=UTC)
 

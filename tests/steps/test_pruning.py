@@ -9,13 +9,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxckpt_train.steps.entry import Entry
-from jaxckpt_train.steps.lineage import RollBack, left_behind
-from jaxckpt_train.steps.policy_context import DecisionContext
-from jaxckpt_train.steps.preservation_policies import EveryNSteps, LatestN
-from jaxckpt_train.steps.pruning import Fate, Pruning, current_line, fates
-from jaxckpt_train.steps.step_names import step_name
-from jaxckpt_train.steps.unkept import replaced, unkept_names
+from jaxckpt_train.policies.context import DecisionContext
+from jaxckpt_train.policies.preservation import EveryNSteps, LatestN
+from jaxckpt_train.run.entry import Entry, RollBack, left_behind, step_name
+from jaxckpt_train.run.pruning import Fate, Pruning, current_line, fates, replaced, unkept_names
 from tests.steps.runs import START
 
 NOW = START + datetime.timedelta(days=1)

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.steps.policy_context import CheckpointInfo
-from jaxckpt_train.steps.ranking import is_better, metric_value, rank_checkpoints
+from jaxckpt_train.policies.context import CheckpointInfo, is_better, metric_value, rank_checkpoints
 
 VALUES = st.one_of(st.none(), st.just(math.nan), st.integers(-3, 3).map(float), st.floats())
 

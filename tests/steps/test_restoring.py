@@ -20,8 +20,8 @@ import pytest
 from flax import nnx
 
 import jaxckpt_train as jct
-from jaxckpt_train.store.local import LocalBackend
-from jaxckpt_train.tree import device_put
+from jaxckpt_train.pytree import placing as device_put
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.steps.fake_backends import RefusingBackend
 from tests.steps.runs import (
     DAMAGE,

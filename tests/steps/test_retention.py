@@ -15,9 +15,9 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.steps.interrupted import begun_deletions, half_deleted, hidden_name
-from jaxckpt_train.steps.retention import Deleter
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.run.catalog import begun_deletions, half_deleted, hidden_name
+from jaxckpt_train.run.retention import Deleter
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.steps.fake_backends import HoldingBackend, RecordingBackend, RefusingBackend, Told
 from tests.steps.runs import Clock, made_run, save_steps, state_of, step_of, step_path
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.steps.run_directory import RunDirectory
-from jaxckpt_train.steps.step_save import utc_now
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.run.directory import RunDirectory
+from jaxckpt_train.run.history import utc_now
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.faults.forking import Tell, forked
 from tests.steps.runs import made_run, save_steps, state_of, step_of, step_path, talking_to
 
@@ -34,7 +34,7 @@ SAVING_BESIDE = """
 import sys
 import jaxckpt_train as jct
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.transaction import Transaction
 Transaction(LocalBackend(), sys.argv[1] + "/export", StoreSettings()).add_folder("state")
 print("begun", flush=True)

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from jaxckpt_train.steps.run_facts import run_facts
+from jaxckpt_train.run.history import run_facts
 from tests.notices.programs import in_slurm_job
 
 

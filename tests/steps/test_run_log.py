@@ -16,10 +16,10 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import CheckpointTimeoutError
-from jaxckpt_train.steps import lock, run_log
-from jaxckpt_train.steps.history import HISTORY_NAME, History
-from jaxckpt_train.steps.run_log import LEAST_S, MOST_S, RunLog
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.run import history as run_log
+from jaxckpt_train.run import lock
+from jaxckpt_train.run.history import HISTORY_NAME, LEAST_S, MOST_S, History, RunLog
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.signal_handlers import handlers_put_back
 from tests.steps.fake_backends import HoldingBackend, RefusingBackend, callback_on
 from tests.steps.runs import Clock, Counter, state_of

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.steps.policy_context import NOT_DUE, CheckpointInfo, Decision, DecisionContext, decide
-from jaxckpt_train.steps.preservation_policies import LatestN
-from jaxckpt_train.steps.save_policies import (
+from jaxckpt_train.policies.context import NOT_DUE, CheckpointInfo, Decision, DecisionContext, decide
+from jaxckpt_train.policies.preservation import LatestN
+from jaxckpt_train.policies.save import (
     AllSavePolicy,
     AnySavePolicy,
     ContinuousCheckpointingPolicy,

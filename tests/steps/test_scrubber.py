@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.steps import scrubber
-from jaxckpt_train.steps.entry import Entry
-from jaxckpt_train.steps.scrubber import Scrubber
+from jaxckpt_train.run import scrubber
+from jaxckpt_train.run.entry import Entry
+from jaxckpt_train.run.scrubber import Scrubber
 from jaxckpt_train.store import verify
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.steps.fake_backends import RefusingBackend
 from tests.steps.runs import START, flip_a_payload_byte, made_run, save_steps, step_of, step_path
 

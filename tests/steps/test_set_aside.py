@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.steps.fake_backends import RefusingBackend
 from tests.steps.runs import (
     damaged,

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train.steps.preemption import SignalNotice
+from jaxckpt_train.preemption.watch import SignalNotice
 from tests.conftest import REPO_ROOT
 from tests.signal_handlers import handlers_put_back
 
@@ -272,7 +272,7 @@ def test_another_kind_of_signal_does_not_change_the_exit_code(tmp_path: Path, fi
 
 
 LIVES_ON = """
-from jaxckpt_train.steps.preemption import SignalNotice
+from jaxckpt_train.preemption.watch import SignalNotice
 
 notice = SignalNotice(["SIGTERM"])
 notice.install()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxckpt_train.steps.step_clock import HYSTERESIS, WARM_UP_STEPS, StepClock
+from jaxckpt_train.policies.cost_model import HYSTERESIS, WARM_UP_STEPS, StepClock
 
 
 @dataclasses.dataclass

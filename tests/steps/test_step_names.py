@@ -11,14 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt_train.errors import CheckpointExistsError, SettingsError
-from jaxckpt_train.steps.step_names import (
-    MAX_GENERATION,
-    MAX_STEP,
-    check_step,
-    free_step_name,
-    parse_step_name,
-    step_name,
-)
+from jaxckpt_train.run.entry import MAX_GENERATION, MAX_STEP, check_step, free_step_name, parse_step_name, step_name
 
 
 @given(st.integers(0, MAX_STEP - 1), st.integers(0, MAX_GENERATION))

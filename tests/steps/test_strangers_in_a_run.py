@@ -13,10 +13,10 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.steps.lock import LOCK_NAME
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.steps.preservation_policies import AnyPreservationPolicy, BestN, LatestN
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.policies.preservation import AnyPreservationPolicy, BestN, LatestN
+from jaxckpt_train.run.lock import LOCK_NAME
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.steps.fake_backends import RefusingBackend
 from tests.steps.runs import made_run, save_steps, state_of, step_of, step_path
 
@@ -302,7 +302,7 @@ def test_what_is_set_aside_is_not_deleted_and_what_is_being_deleted_not_set_asid
 
 
 def test_a_disk_that_takes_nothing_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxckpt_train.store.answers.GIVE_UP_S", 0.2)
+    monkeypatch.setattr("jaxckpt_train.store.timeouts.GIVE_UP_S", 0.2)
     run, go = made_run(tmp_path, 1), threading.Event()
 
     class Frozen(LocalBackend):

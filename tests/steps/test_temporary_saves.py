@@ -14,9 +14,9 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.config import callback_arguments
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.steps.job_decisions import Outlook, _known_deciding, decided_alone, outlook
-from jaxckpt_train.steps.policy_context import CheckpointInfo, DecisionContext, decide
-from jaxckpt_train.steps.save_policies import has_temporary
+from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, decide
+from jaxckpt_train.policies.save import has_temporary
+from jaxckpt_train.run.job import Outlook, _known_deciding, decided_alone, outlook
 from tests.steps.runs import START, Clock, state_of, step_of
 
 EVERY_MINUTE = jct.TemporarySavePolicy(jct.EverySecondsPolicy(60))

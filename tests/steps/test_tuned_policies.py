@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 import jaxckpt_train as jct
 from jaxckpt_train.config import callback_arguments
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.steps.job_decisions import Outlook, decided_alone, outlook
-from jaxckpt_train.steps.policy_context import CheckpointInfo, Decision, DecisionContext, decide
-from jaxckpt_train.steps.save_costs import Failures, SaveCosts
-from jaxckpt_train.steps.tuned_policies import AIM, ROOM, daly_interval_s
+from jaxckpt_train.policies.context import CheckpointInfo, Decision, DecisionContext, Failures, SaveCosts, decide
+from jaxckpt_train.policies.save import AIM, ROOM, daly_interval_s
+from jaxckpt_train.run.job import Outlook, decided_alone, outlook
 
 START = datetime(2026, 3, 1, 12, tzinfo=UTC)
 KNOWN = SaveCosts(step_s=1.0, cost_s=2.0, blocked_s=0.5, duration_s=3.0)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.steps.preservation_policies import LatestN
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.policies.preservation import LatestN
+from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.transaction import Transaction
 from tests.steps.fake_backends import RefusingBackend
 from tests.steps.runs import made_run, save_steps, segment_of, step_path

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backend import Entry
-from jaxckpt_train.store.staging import aligned_buffer
+from jaxckpt_train.store.backends.base import Entry
+from jaxckpt_train.store.buffers import aligned_buffer
 
 
 def refused(code: int, message: str = "cannot ") -> Any:

@@ -13,11 +13,12 @@ import numpy as np
 
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.boxes import Box, full_box, slices_within
-from jaxckpt_train.store.layout import ArraySource, ChunkSource
+from jaxckpt_train.store.committed import Committed, open_committed
 from jaxckpt_train.store.manifest import BLOCK_BYTES, FORMAT, FORMAT_VERSION, Manifest, PartRecord
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import read_boxes
-from jaxckpt_train.store.transaction import Committed, Transaction, open_committed
+from jaxckpt_train.store.segment import ArraySource, ChunkSource
+from jaxckpt_train.store.transaction import Transaction
 from jaxckpt_train.store.writer import write_arrays
 
 Boxes = Mapping[str, Sequence[Box]]

@@ -19,8 +19,8 @@ import numpy as np
 
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.left_overs import attempts, remove_dead_attempts
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.removal import attempts, remove_dead_attempts
 from jaxckpt_train.store.transaction import Transaction
 from jaxckpt_train.store.verify import verify
 from tests.store.checkpoints import commit, load

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxckpt_train.store import read_plan, segment_writer
-from jaxckpt_train.store.memory import MemoryBackend
+from jaxckpt_train.store import read_plan
+from jaxckpt_train.store import writer as segment_writer
+from jaxckpt_train.store.backends.memory import MemoryBackend
 from tests.store import checkpoints
 
 PAGE = 4096

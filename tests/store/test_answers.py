@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from jaxckpt_train.errors import CheckpointTimeoutError
-from jaxckpt_train.store import answers
-from jaxckpt_train.store.answers import Question, answer_of
+from jaxckpt_train.store import timeouts as answers
+from jaxckpt_train.store.timeouts import Question, answer_of
 
 pytestmark = pytest.mark.timeout(120)
 

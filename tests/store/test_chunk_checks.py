@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from jaxckpt_train.errors import CorruptCheckpointError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import manifest_decoding
-from jaxckpt_train.store.chunk_checks import MANY, SegmentRoom
-from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, SegmentRecord, encode_manifest
+from jaxckpt_train.store.backends.memory import MemoryBackend
+from jaxckpt_train.store.manifest import MANY, ArrayRecord, ChunkRecord, SegmentRecord, SegmentRoom, encode_manifest
 from jaxckpt_train.store.manifest_decoding import decode_manifest
-from jaxckpt_train.store.memory import MemoryBackend
 from tests.store.checkpoints import commit
 
 ROWS = 3 * MANY

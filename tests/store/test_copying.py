@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxckpt_train.errors import UnsupportedLeafError
-from jaxckpt_train.store.copying import chunk_boxes
+from jaxckpt_train.store.copy import chunk_boxes
 
 
 def test_boxes_tile_an_array() -> None:

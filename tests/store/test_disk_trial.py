@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store import disk_trial
-from jaxckpt_train.store.disk_trial import BLOCK_BYTES, try_disk
-from jaxckpt_train.store.local import LocalBackend, _LocalSink, _LocalSource
+from jaxckpt_train.inspection import disk_speed as disk_trial
+from jaxckpt_train.inspection.disk_speed import BLOCK_BYTES, try_disk
+from jaxckpt_train.store.backends.local import LocalBackend, _LocalSink, _LocalSource
 from tests.steps.runs import talking_to
 
 MIB = 1 << 20
@@ -55,8 +55,8 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, after: int) -> None:
 
 TRIAL = """
 import sys
-from jaxckpt_train.store.disk_trial import try_disk
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.inspection.disk_speed import try_disk
+from jaxckpt_train.store.backends.local import LocalBackend
 
 def progress(done):
     print(done)

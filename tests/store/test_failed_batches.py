@@ -7,8 +7,7 @@ import weakref
 
 import pytest
 
-from jaxckpt_train.store.quiet_gc import paused_collection
-from jaxckpt_train.store.workers import Workers, _Batch
+from jaxckpt_train.store.threads import Workers, _Batch, paused_collection
 
 pytestmark = pytest.mark.timeout(60)
 

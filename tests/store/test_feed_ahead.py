@@ -14,15 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt_train.errors import CheckpointTimeoutError, CorruptCheckpointError
+from jaxckpt_train.pytree import redistribution as feed_ahead
+from jaxckpt_train.pytree.read_assignment import ShareFeed, Stream, read_shares
+from jaxckpt_train.pytree.redistribution import FeedAhead
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import answers, feed_ahead, reading
+from jaxckpt_train.store import reader as reading
+from jaxckpt_train.store import timeouts as answers
 from jaxckpt_train.store.boxes import Box
-from jaxckpt_train.store.digests import digest_function
-from jaxckpt_train.store.feed_ahead import FeedAhead
+from jaxckpt_train.store.committed import Committed
+from jaxckpt_train.store.files import digest_function
 from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT
-from jaxckpt_train.store.read_shares import Stream, read_shares
-from jaxckpt_train.store.share_feed import ShareFeed
-from jaxckpt_train.store.transaction import Committed
 from tests.store.checkpoints import commit
 from tests.store.strategies import tilings
 from tests.store.strict_backend import BLOCK, StrictBackend, small_sizes

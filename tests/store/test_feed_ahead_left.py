@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.errors import StorageError
+from jaxckpt_train.pytree.read_assignment import ShareFeed, read_shares
+from jaxckpt_train.pytree.redistribution import FeedAhead
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import answers
-from jaxckpt_train.store.feed_ahead import FeedAhead
-from jaxckpt_train.store.read_shares import read_shares
-from jaxckpt_train.store.share_feed import ShareFeed
+from jaxckpt_train.store import timeouts as answers
 from tests.store.checkpoints import commit
 from tests.store.strict_backend import BLOCK, StrictBackend, small_sizes
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.store import file_system
-from jaxckpt_train.store.file_system import _mount_of, doubts_about, file_system_of
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.store.backends import local as file_system
+from jaxckpt_train.store.backends.local import LocalBackend, _mount_of, doubts_about, file_system_of
 
 MOUNTS = """\
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxckpt_train.store import huge_malloc
-from jaxckpt_train.store.huge_malloc import has_huge_malloc, variables_of_huge_malloc
+from jaxckpt_train.store import process_identity as huge_malloc
+from jaxckpt_train.store.process_identity import has_huge_malloc, variables_of_huge_malloc
 from tests.conftest import REPO_ROOT
 
 ASKED, KEPT = "glibc.malloc.hugetlb=1", "glibc.malloc.mmap_threshold=4194304"
@@ -92,7 +92,7 @@ def test_the_first_touch_of_a_large_block_is_cheap_then() -> None:
 
 AGAIN = """
 import os, sys
-from jaxckpt_train.store.huge_malloc import begin_again, has_huge_malloc
+from jaxckpt_train.store.process_identity import begin_again, has_huge_malloc
 print(os.getpid(), has_huge_malloc(), sys.argv[1:], flush=True)
 begin_again(sys.orig_argv)
 print("goes on")

@@ -12,14 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxckpt_train.pytree import copies as host_copies
+from jaxckpt_train.pytree.snapshot import snapshot
 from jaxckpt_train.settings import SnapshotMode, StoreSettings
-from jaxckpt_train.store import segment_writer
+from jaxckpt_train.store import writer as segment_writer
 from jaxckpt_train.store.boxes import full_box
-from jaxckpt_train.store.layout import ArraySource, ChunkSource, OwnChunkSource
-from jaxckpt_train.store.segment_writer import SegmentWriter
-from jaxckpt_train.store.writer import WrittenArrays, write_arrays
-from jaxckpt_train.tree import host_copies
-from jaxckpt_train.tree.snapshot import snapshot
+from jaxckpt_train.store.segment import ArraySource, ChunkSource, OwnChunkSource
+from jaxckpt_train.store.writer import SegmentWriter, WrittenArrays, write_arrays
 from tests.store.strict_backend import PAGE, StrictBackend, small_sizes
 
 BLOCKS = (PAGE, 4 * PAGE, 16 * PAGE)

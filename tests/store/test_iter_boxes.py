@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 
 from jaxckpt_train.errors import CorruptCheckpointError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import read_budget, reader, reading, staging
+from jaxckpt_train.store import buffers as read_budget
+from jaxckpt_train.store import buffers as staging
+from jaxckpt_train.store import reader
+from jaxckpt_train.store import reader as reading
 from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import iter_boxes, read_boxes

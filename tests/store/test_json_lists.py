@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxckpt_train.store import json_lists
-from jaxckpt_train.store.json_lists import BATCH_BYTES, elements, length
+from jaxckpt_train.store import manifest_decoding as json_lists
+from jaxckpt_train.store.manifest_decoding import BATCH_BYTES, elements, length
 
 texts = st.text(max_size=30) | st.sampled_from(['},{"name":"', "},{", '\\},{"', '"},{"name":"', "name", '}]},{"name":'])
 plain_texts = st.text("ab/.", max_size=30)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from jaxckpt_train.store.boxes import Box, box_elements, full_box
-from jaxckpt_train.store.kept_chunks import kept_boxes, same_digests
+from jaxckpt_train.store.boxes import Box, box_elements, check_tiling, full_box
+from jaxckpt_train.store.copy import kept_boxes, same_digests
 from jaxckpt_train.store.manifest import BLOCK_BYTES, FORMAT, FORMAT_VERSION, ArrayRecord, ChunkRecord, Manifest
-from jaxckpt_train.store.tiling import check_tiling
 
 MIB = 1 << 20
 

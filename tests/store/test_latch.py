@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train.store.latch import Latch, Mailbox
+from jaxckpt_train.store.threads import Latch, Mailbox
 
 
 def test_a_closed_latch_is_waited_for_no_longer_than_asked() -> None:

@@ -11,8 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt_train.store.boxes import full_box
-from jaxckpt_train.store.layout import ArraySource, ChunkSource, SegmentLayout, chunk_name, plan_segments
-from jaxckpt_train.store.segment import MAX_HEADER_BYTES
+from jaxckpt_train.store.segment import (
+    MAX_HEADER_BYTES,
+    ArraySource,
+    ChunkSource,
+    SegmentLayout,
+    chunk_name,
+    plan_segments,
+)
 
 
 def source(name: str, size: int) -> ArraySource:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.store import machine
-from jaxckpt_train.store.left_overs import remove_dead_attempts, remove_dead_exports
-from jaxckpt_train.store.memory import MemoryBackend
+from jaxckpt_train.store import process_identity as machine
+from jaxckpt_train.store.backends.memory import MemoryBackend
+from jaxckpt_train.store.removal import remove_dead_attempts, remove_dead_exports
 
 BEFORE_A_POWER_CUT = re.sub(r"^([0-9a-f]+)-[0-9a-f]+-", r"\1-00000000-", machine.process_tag())
 

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.store import local, local_names
-from jaxckpt_train.store.backend import Entry
-from jaxckpt_train.store.local import LocalBackend, file_exists, is_file, side_name
-from jaxckpt_train.store.staging import aligned_buffer
+from jaxckpt_train.store.backends import local, local_names
+from jaxckpt_train.store.backends.base import Entry
+from jaxckpt_train.store.backends.local import LocalBackend, file_exists, is_file, side_name
+from jaxckpt_train.store.buffers import aligned_buffer
 from tests.file_content import content
 from tests.store.backend_contract import BackendContract, refused
 
@@ -290,7 +290,7 @@ def test_a_new_file_is_seen_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_an_exchange_without_the_kernel_goes_by_way_of_the_side_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxckpt_train.store.local_names._renameat2", lambda *_: False)
+    monkeypatch.setattr("jaxckpt_train.store.backends.local_names._renameat2", lambda *_: False)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).write_text(name)

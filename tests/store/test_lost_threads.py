@@ -15,10 +15,11 @@ import pytest
 
 from jaxckpt_train.errors import CheckpointTimeoutError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import answers, workers
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store import threads as workers
+from jaxckpt_train.store import timeouts as answers
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.threads import Workers
 from jaxckpt_train.store.verify import verify
-from jaxckpt_train.store.workers import Workers
 from tests.store.checkpoints import commit, load
 
 pytestmark = pytest.mark.timeout(120)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxckpt_train.store import machine
+from jaxckpt_train.store import process_identity as machine
 
 
 def test_a_process_name_that_is_no_text_is_no_obstacle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

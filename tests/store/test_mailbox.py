@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from jaxckpt_train.store.mailbox import MESSAGE_BYTES, Letters, Mailbox
+from jaxckpt_train.distributed.shared_memory import MESSAGE_BYTES, Letters, Mailbox
 from tests.store.addresses import changed
 
 pytestmark = [
@@ -25,7 +25,7 @@ pytestmark = [
 
 SEND = """
 import sys
-from jaxckpt_train.store.mailbox import MESSAGE_BYTES, Letters
+from jaxckpt_train.distributed.shared_memory import MESSAGE_BYTES, Letters
 letters, sender, count = Letters(bytes.fromhex(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
 for number in range(count):
     message = bytes([sender]) + number.to_bytes(4, "big") + bytes([number % 251 + 1]) * (MESSAGE_BYTES - 5)
@@ -38,7 +38,7 @@ for number in range(count):
 """
 BE_THERE = """
 import sys
-from jaxckpt_train.store.mailbox import Mailbox
+from jaxckpt_train.distributed.shared_memory import Mailbox
 mailbox = Mailbox()
 print(mailbox.address.hex(), flush=True)
 sys.stdin.read()
@@ -206,7 +206,7 @@ def test_all_descriptors_are_closed() -> None:
 
 SEND_TO_NOBODY = """
 import signal
-from jaxckpt_train.store.mailbox import Letters, Mailbox
+from jaxckpt_train.distributed.shared_memory import Letters, Mailbox
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in a script that ends when nobody reads its output any more
 mailbox = Mailbox()
 letters = Letters(mailbox.address)

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import json_lists
+from jaxckpt_train.store import manifest_decoding as json_lists
+from jaxckpt_train.store.backends.memory import MemoryBackend
+from jaxckpt_train.store.buffers import empty_array
 from jaxckpt_train.store.manifest import MAX_INFO_BYTES, Manifest, encode_manifest, is_plain_name
 from jaxckpt_train.store.manifest_decoding import decode_manifest
-from jaxckpt_train.store.memory import MemoryBackend
-from jaxckpt_train.store.staging import empty_array
 from tests.in_time import in_time
 from tests.store.checkpoints import commit
 from tests.store.strategies import shapes, tilings

@@ -11,10 +11,10 @@ import pytest
 
 from jaxckpt_train.errors import CorruptCheckpointError, UnsupportedLeafError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import segment_writer
+from jaxckpt_train.store import writer as segment_writer
+from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.manifest import MAX_ARRAYS, MAX_PARTS, MIN_BLOCK_BYTES, Manifest, PartRecord, encode_manifest
 from jaxckpt_train.store.manifest_decoding import decode_manifest
-from jaxckpt_train.store.memory import MemoryBackend
 from tests.in_time import in_time
 from tests.store import checkpoints
 from tests.store.checkpoints import commit

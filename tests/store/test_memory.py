@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train.store.memory import MemoryBackend
+from jaxckpt_train.store.backends.memory import MemoryBackend
 from tests.store.backend_contract import BackendContract
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxckpt_train.store import local_names
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.backends import local_names
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.steps.runs import made_run
 
 ROUNDS = 8  # a file system may give another number now and then

@@ -16,7 +16,7 @@ import jaxckpt_train as jct
 from jaxckpt_train import checkpoint
 from jaxckpt_train.errors import CheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.crash.crash_disk import CrashDisk, Machine
 from tests.crash.explorer import SETTINGS, small_sizes
 from tests.crash.facts import state_of, token_of

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train.store import quiet_gc
-from jaxckpt_train.store.quiet_gc import paused_collection
+from jaxckpt_train.store import threads as quiet_gc
+from jaxckpt_train.store.threads import paused_collection
 from tests.interrupts import interrupt_at
 
 pytestmark = pytest.mark.timeout(60)
@@ -143,7 +143,7 @@ def test_many_threads_leave_it_on() -> None:
 
 FORKED = """
 import gc, os, sys, warnings
-from jaxckpt_train.store.quiet_gc import paused_collection
+from jaxckpt_train.store.threads import paused_collection
 warnings.simplefilter("ignore")
 
 def is_on():

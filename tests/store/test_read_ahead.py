@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.errors import CheckpointTimeoutError, CorruptCheckpointError
-from jaxckpt_train.store.box_to_come import BoxToCome
-from jaxckpt_train.store.read_ahead import AT_ONCE, TOGETHER, BoxAhead, ReadAhead
+from jaxckpt_train.store.copy import AT_ONCE, TOGETHER, BoxAhead, BoxToCome, ReadAhead
 
 MIB = 1 << 20
 

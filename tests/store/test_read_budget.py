@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import read_budget
+from jaxckpt_train.store import buffers as read_budget
 from jaxckpt_train.store.boxes import full_box
+from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import read_boxes
-from jaxckpt_train.store.transaction import Committed
 from tests.store.checkpoints import commit
 from tests.store.strict_backend import PAGE, StrictBackend, small_sizes
 from tests.store.watched_reads import LEAF_PAGES, Watch, leaf, passing, saved

@@ -12,17 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxckpt_train.pytree.read_assignment import (
+    Assembly,
+    RepeatedReads,
+    ShareFeed,
+    Stream,
+    pack,
+    read_shares,
+    row_bytes,
+)
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import read_plan
 from jaxckpt_train.store.boxes import Box, box_shape, full_box
+from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord
 from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT, Wanted, plan_reads
-from jaxckpt_train.store.read_repeats import RepeatedReads
-from jaxckpt_train.store.read_shares import Stream, read_shares
-from jaxckpt_train.store.share_feed import ShareFeed
-from jaxckpt_train.store.share_parts import Assembly, pack, row_bytes
-from jaxckpt_train.store.transaction import Committed
 from tests.store.checkpoints import commit
 from tests.store.strategies import boxes_in, shapes, tilings
 from tests.store.strict_backend import BLOCK, PAGE, StrictBackend, small_sizes

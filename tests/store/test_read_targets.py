@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from jaxckpt_train.errors import CorruptCheckpointError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.boxes import Box, full_box
+from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import iter_boxes
-from jaxckpt_train.store.staging import aligned_buffer
 from tests.store.checkpoints import commit
 from tests.store.strategies import arrays, boxes_in, tilings
 from tests.store.strict_backend import PAGE, StrictBackend, small_sizes

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import sources
+from jaxckpt_train.store import reader as sources
+from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.boxes import Box, box_shape, full_box
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.committed import open_committed
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import read_boxes
-from jaxckpt_train.store.transaction import open_committed
 from jaxckpt_train.store.verify import verify
 from tests.store.checkpoints import commit, load
 from tests.store.strategies import arrays, boxes_in, tilings

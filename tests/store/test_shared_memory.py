@@ -10,15 +10,15 @@ import msgspec
 import numpy as np
 import pytest
 
+from jaxckpt_train.distributed.shared_memory import SharedMemory, seen
 from jaxckpt_train.store.segment import ALIGNMENT
-from jaxckpt_train.store.shared_memory import SharedMemory, seen
 from tests.store.addresses import changed
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd on this system")
 
 LOOK = """
 import sys
-from jaxckpt_train.store.shared_memory import seen
+from jaxckpt_train.distributed.shared_memory import seen
 data = seen(bytes.fromhex(sys.argv[1]))
 print(data.sum(), data.flags.writeable, data.ctypes.data % 4096)
 """

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt_train.errors import CheckpointError
+from jaxckpt_train.pytree.partition import LEAST_PART_BYTES, HeldBox, Shares, cut
 from jaxckpt_train.store.boxes import Box, box_elements
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, PartRecord
 from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, decode_index, encode_index, merge_indexes
-from jaxckpt_train.store.shares import LEAST_PART_BYTES, HeldBox, Shares, cut
 
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 

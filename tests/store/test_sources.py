@@ -14,13 +14,12 @@ import pytest
 
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import sources
-from jaxckpt_train.store.answers import answer_of
-from jaxckpt_train.store.memory import MemoryBackend
-from jaxckpt_train.store.replaced import use_committed
-from jaxckpt_train.store.sources import Sources
-from jaxckpt_train.store.staging import aligned_buffer
-from jaxckpt_train.store.transaction import open_committed
+from jaxckpt_train.store import reader as sources
+from jaxckpt_train.store.backends.memory import MemoryBackend
+from jaxckpt_train.store.buffers import aligned_buffer
+from jaxckpt_train.store.committed import open_committed, use_committed
+from jaxckpt_train.store.reader import Sources
+from jaxckpt_train.store.timeouts import answer_of
 from tests.interrupts import interrupt_at
 from tests.store.checkpoints import commit, load_committed
 from tests.store.strict_backend import StrictBackend

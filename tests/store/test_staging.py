@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.store import staging
-from jaxckpt_train.store.staging import HUGE_PAGE_BYTES, Arena, StagingPool, aligned_buffer, shared_pool
+from jaxckpt_train.store import buffers as staging
+from jaxckpt_train.store.buffers import HUGE_PAGE_BYTES, Arena, StagingPool, aligned_buffer, shared_pool
 
 PAGE = 4096
 MIB = 1 << 20

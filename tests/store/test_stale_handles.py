@@ -12,11 +12,11 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.steps.manager import StepManager
-from jaxckpt_train.store.backend import GONE
-from jaxckpt_train.store.local import LocalBackend
-from jaxckpt_train.store.plain_files import read_or_none
-from jaxckpt_train.store.transaction import is_committed
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.store.backends.base import GONE
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.committed import is_committed
+from jaxckpt_train.store.files import read_or_none
 from tests.steps.runs import made_run, segment_of, state_of, step_of, step_path
 
 Stale = Callable[..., "list[int]"]

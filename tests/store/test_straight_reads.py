@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 import jaxckpt_train as jct
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backend import Source
+from jaxckpt_train.store.backends.base import Source
+from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.boxes import box_elements
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.buffers import aligned_buffer
+from jaxckpt_train.store.committed import Committed, open_committed
 from jaxckpt_train.store.reader import read_box
-from jaxckpt_train.store.staging import aligned_buffer
-from jaxckpt_train.store.transaction import Committed, open_committed
 from tests.steps.runs import flip_a_payload_byte
 
 MIB = 1 << 20

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt_train.errors import CorruptCheckpointError
-from jaxckpt_train.store import tiling
-from jaxckpt_train.store.boxes import Box
-from jaxckpt_train.store.tiling import check_tiling
+from jaxckpt_train.store import boxes as tiling
+from jaxckpt_train.store.boxes import Box, check_tiling
 from tests.in_time import in_time
 from tests.store.strategies import boxes_in, shapes, tilings
 

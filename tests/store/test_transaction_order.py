@@ -10,10 +10,11 @@ import pytest
 
 from jaxckpt_train.errors import CheckpointExistsError, NotACheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.left_overs import attempts
-from jaxckpt_train.store.local import LocalBackend, side_name
-from jaxckpt_train.store.memory import MemoryBackend
-from jaxckpt_train.store.transaction import Transaction, open_committed
+from jaxckpt_train.store.backends.local import LocalBackend, side_name
+from jaxckpt_train.store.backends.memory import MemoryBackend
+from jaxckpt_train.store.committed import open_committed
+from jaxckpt_train.store.removal import attempts
+from jaxckpt_train.store.transaction import Transaction
 from tests.store.checkpoints import commit, load, written
 from tests.store.recording import Died, RecordingBackend
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from jaxckpt_train.store.buffers import WarmMemory
 from jaxckpt_train.store.segment import ALIGNMENT
-from jaxckpt_train.store.warm_memory import WarmMemory
 
 
 def test_what_was_used_last_is_lent_first() -> None:

@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.local import LocalBackend
-from jaxckpt_train.store.quiet_gc import paused_collection
-from jaxckpt_train.store.workers import NICENESS, Workers, shared_workers
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.threads import NICENESS, Workers, paused_collection, shared_workers
 from tests.store.checkpoints import load
 
 BUSY = bytes(16 << 20)  # hashing it takes a while, in which other threads run
@@ -352,7 +351,7 @@ FORKED = """
 import os, sys, warnings
 import numpy as np
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.local import LocalBackend
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.store.checkpoints import commit
 warnings.simplefilter("ignore")
 arrays = {f"x{n}": np.arange(300_000) for n in range(8)}

@@ -16,12 +16,12 @@ from safetensors import safe_open
 
 from jaxckpt_train.errors import CorruptCheckpointError, SettingsError
 from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.boxes import Box, box_shape, full_box, slices_within
+from jaxckpt_train.store.committed import open_committed
 from jaxckpt_train.store.dtypes import DTYPES
-from jaxckpt_train.store.local import LocalBackend
-from jaxckpt_train.store.memory import MemoryBackend
 from jaxckpt_train.store.reader import read_boxes
-from jaxckpt_train.store.transaction import open_committed
 from jaxckpt_train.store.verify import verify
 from tests.store.checkpoints import commit, load
 

@@ -10,14 +10,13 @@ import pytest
 
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import write_depth
+from jaxckpt_train.store import writer as write_depth
+from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.boxes import full_box
-from jaxckpt_train.store.layout import ArraySource, ChunkSource
-from jaxckpt_train.store.local import LocalBackend
-from jaxckpt_train.store.per_process import PerProcess
-from jaxckpt_train.store.staging import StagingPool
-from jaxckpt_train.store.write_depth import CANDIDATES, TURN_BYTES, WriteDepth, best_of, write_depth_of
-from jaxckpt_train.store.writer import write_arrays
+from jaxckpt_train.store.buffers import StagingPool
+from jaxckpt_train.store.segment import ArraySource, ChunkSource
+from jaxckpt_train.store.threads import PerProcess
+from jaxckpt_train.store.writer import CANDIDATES, TURN_BYTES, WriteDepth, best_of, write_arrays, write_depth_of
 from tests.store.strict_backend import PAGE, StrictBackend, small_sizes
 
 LARGE = 20 * TURN_BYTES

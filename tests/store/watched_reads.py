@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import reading, staging
+from jaxckpt_train.store import buffers as staging
+from jaxckpt_train.store import reader as reading
 from jaxckpt_train.store.boxes import full_box
+from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import iter_boxes
-from jaxckpt_train.store.transaction import Committed
 from tests.store.checkpoints import commit
 from tests.store.strict_backend import PAGE, StrictBackend
 

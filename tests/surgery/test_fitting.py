@@ -10,7 +10,7 @@ import pytest
 
 from jaxckpt_train.errors import MismatchError
 from jaxckpt_train.store.dtypes import DTYPES
-from jaxckpt_train.surgery.fitting import converted, held
+from jaxckpt_train.transforms.views import converted, held
 
 INTEGERS = [name for name in DTYPES if "int" in name] + ["bool"]
 VALUES = [0, 1, -1, 2, -2, 7, -8, 8, 127, -128, 255, 2**15, 2**31 - 1, -(2**31), 2**32, 2**63 - 1, -(2**63), 2**64 - 1]

@@ -12,10 +12,21 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxckpt_train as jct
-from jaxckpt_train.surgery.adding import Add
-from jaxckpt_train.surgery.joining import Fuse, Split, Stack, Unstack
-from jaxckpt_train.surgery.naming import Copy, Drop, Rename
-from jaxckpt_train.surgery.reforming import Cast, Pad, Reshape, Transpose, Truncate
+from jaxckpt_train.transforms.operations import (
+    Add,
+    Cast,
+    Copy,
+    Drop,
+    Fuse,
+    Pad,
+    Rename,
+    Reshape,
+    Split,
+    Stack,
+    Transpose,
+    Truncate,
+    Unstack,
+)
 from tests.cli.commands import run
 
 RANDOM = np.random.default_rng(0)

@@ -7,11 +7,23 @@ from typing import Any
 import pytest
 
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.surgery.adding import Add
-from jaxckpt_train.surgery.joining import Fuse, Split, Stack, Unstack
-from jaxckpt_train.surgery.naming import Copy, Drop, Nest, Rename
-from jaxckpt_train.surgery.parsing import OPERATIONS, operations_of, parse_operation
-from jaxckpt_train.surgery.reforming import Cast, Pad, Reshape, Transpose, Truncate
+from jaxckpt_train.transforms.apply import OPERATIONS, operations_of, parse_operation
+from jaxckpt_train.transforms.operations import (
+    Add,
+    Cast,
+    Copy,
+    Drop,
+    Fuse,
+    Nest,
+    Pad,
+    Rename,
+    Reshape,
+    Split,
+    Stack,
+    Transpose,
+    Truncate,
+    Unstack,
+)
 
 
 @pytest.mark.parametrize(

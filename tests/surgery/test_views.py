@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from jaxckpt_train.store.boxes import Box, box_shape, cut_box, full_box, slices_within
 from jaxckpt_train.store.manifest import ChunkRecord
-from jaxckpt_train.surgery import views
-from jaxckpt_train.surgery.views import Cast, Filled, Joined, Padded, Reshaped, Sliced, Stored, Transposed, View
+from jaxckpt_train.transforms import views
+from jaxckpt_train.transforms.views import Cast, Filled, Joined, Padded, Reshaped, Sliced, Stored, Transposed, View
 
 Both = tuple[View, np.ndarray]
 

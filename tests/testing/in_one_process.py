@@ -6,12 +6,11 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxckpt_train.steps import loop_observer
+from jaxckpt_train import loop as loop_observer
 from jaxckpt_train.testing.attempts import Runner
-from jaxckpt_train.testing.record_files import ProcessFiles, RecordWriter
+from jaxckpt_train.testing.processes import ProcessFiles, RecordWriter, ScriptTarget
 from jaxckpt_train.testing.recorder import InterruptedRunError, Recorder
 from jaxckpt_train.testing.resume_proof import ResumeProof, prove
-from jaxckpt_train.testing.run_target import ScriptTarget
 
 MakeRun = Callable[[Path], object]
 

@@ -12,7 +12,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.testing import ResumeNotExactError
-from jaxckpt_train.testing.leaf_numbers import common_factor
+from jaxckpt_train.testing.differences import common_factor
 from tests.testing.in_one_process import MakeRun, prove_here
 from tests.testing.loops import Batches, train, train_with_key
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jaxckpt_train as jct
 from jaxckpt_train.testing import ResumeNotExactError, assert_resume_exact
-from jaxckpt_train.testing.record_files import How
+from jaxckpt_train.testing.processes import How
 from tests.testing.in_one_process import prove_here
 from tests.testing.loops import Batches
 

@@ -15,8 +15,8 @@ import pytest
 from flax import nnx
 
 import jaxckpt_train as jct
-from jaxckpt_train.testing import fingerprints
-from jaxckpt_train.testing.records import Leaf, Leaves
+from jaxckpt_train.testing import recorder as fingerprints
+from jaxckpt_train.testing.processes import Leaf, Leaves
 
 
 def nowhere(leaf: Leaf, data: Callable[[], bytes], nbytes: int) -> Leaf:

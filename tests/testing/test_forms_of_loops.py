@@ -15,11 +15,10 @@ import pytest
 from flax import nnx
 
 import jaxckpt_train as jct
-from jaxckpt_train.steps import loop_observer
+from jaxckpt_train import loop as loop_observer
 from jaxckpt_train.testing import ResumeNotExactError
-from jaxckpt_train.testing.record_files import Plan, ProcessFiles, RecordWriter
+from jaxckpt_train.testing.processes import Plan, ProcessFiles, RecordWriter, ScriptTarget
 from jaxckpt_train.testing.recorder import Recorder
-from jaxckpt_train.testing.run_target import ScriptTarget
 from tests.testing.in_one_process import prove_here
 from tests.testing.loops import Batches
 

@@ -8,7 +8,7 @@ from typing import Any
 import grain
 import pytest
 
-from jaxckpt_train.testing.observed_data import can_be_observed, observed, plain
+from jaxckpt_train.testing.recorder import can_be_observed, observed, plain
 
 
 class Positioned:

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.testing import record_files
-from jaxckpt_train.testing.record_files import ProcessFiles, RecordWriter
-from jaxckpt_train.testing.records import Leaf, Stopped, Update
+from jaxckpt_train.testing import processes as record_files
+from jaxckpt_train.testing.processes import Leaf, ProcessFiles, RecordWriter, Stopped, Update
 
 
 @pytest.fixture

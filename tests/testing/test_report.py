@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.testing import ResumeNotExactError, record_files
+from jaxckpt_train.testing import ResumeNotExactError
+from jaxckpt_train.testing import processes as record_files
 from tests.testing.in_one_process import prove_here
 
 

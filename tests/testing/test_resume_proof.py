@@ -11,7 +11,7 @@ import pytest
 
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.testing import ResumeNotExactError, ResumeProof, assert_resume_exact
-from jaxckpt_train.testing.record_files import How
+from jaxckpt_train.testing.processes import How
 from tests.testing.loops import train, train_with_key
 
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.testing.run_target import FunctionTarget, Target, target_of
+from jaxckpt_train.testing.processes import FunctionTarget, Target, target_of
 
 
 def at_the_top(directory: Path, word: str = "default") -> None:

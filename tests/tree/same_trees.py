@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxckpt_train.tree.flatten import EMPTY, flatten
+from jaxckpt_train.pytree.flatten import EMPTY, flatten
 
 
 def raw(leaf: Any) -> bytes:

@@ -11,8 +11,8 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.checkpointables import saving
-from jaxckpt_train.tree import device_leaves
-from jaxckpt_train.tree.transfers import Ahead
+from jaxckpt_train.pytree import copies as device_leaves
+from jaxckpt_train.pytree.copies import Ahead
 
 KIB = 1 << 10
 STAGING_BYTES = 1 << 20

@@ -16,7 +16,7 @@ from jax.experimental import layout
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jaxckpt_train as jct
-from jaxckpt_train.tree.array_formats import in_format_of
+from jaxckpt_train.pytree.target import in_format_of
 from tests.tree.same_trees import assert_same
 
 if not hasattr(layout, "Format"):

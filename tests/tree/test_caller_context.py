@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt_train as jct
-from jaxckpt_train.tree.caller_context import set_mesh
+from jaxckpt_train.pytree._jax import set_mesh
 from tests.tree.same_trees import assert_same
 
 

@@ -14,12 +14,10 @@ from jax.sharding import SingleDeviceSharding
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import CheckpointError
-from jaxckpt_train.store.local import LocalBackend
-from jaxckpt_train.store.transaction import open_committed
-from jaxckpt_train.tree import colocated_devices, colocated_taking
-from jaxckpt_train.tree.colocated_devices import cpu_beside, is_single_controller
-from jaxckpt_train.tree.colocated_host import write_here
-from jaxckpt_train.tree.colocated_messages import (
+from jaxckpt_train.pytree.colocated import calls as colocated_devices
+from jaxckpt_train.pytree.colocated import transfer as colocated_taking
+from jaxckpt_train.pytree.colocated.calls import cpu_beside, is_single_controller
+from jaxckpt_train.pytree.colocated.host import (
     Answer,
     WritePlan,
     WrittenArray,
@@ -28,9 +26,12 @@ from jaxckpt_train.tree.colocated_messages import (
     plan_array,
     room_for_index,
     settings_there,
+    write_here,
 )
-from jaxckpt_train.tree.colocated_reads import HostLeaf, HostReads
-from jaxckpt_train.tree.placement import device_placement
+from jaxckpt_train.pytree.colocated.transfer import HostLeaf, HostReads
+from jaxckpt_train.pytree.target import device_placement
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.committed import open_committed
 from tests.conftest import RunPython
 from tests.tree.colocated_states import HOSTS, MIB, PLAIN, abstract, spread, written_by
 from tests.tree.same_trees import assert_same, raw

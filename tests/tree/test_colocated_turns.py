@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.tree import colocated_host
-from jaxckpt_train.tree.colocated_turns import Turns
+from jaxckpt_train.pytree.colocated import host as colocated_host
+from jaxckpt_train.pytree.colocated.calls import Turns
 from tests.tree.colocated_states import HOSTS, MIB
 from tests.tree.same_trees import assert_same
 

@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.layout import Format, Layout
 
 import jaxckpt_train as jct
-from jaxckpt_train.tree.cpu_views import plain_kinds, take_views
+from jaxckpt_train.pytree.snapshot import plain_kinds, take_views
 from tests.tree.same_trees import assert_same, raw
 
 pytestmark = pytest.mark.timeout(60)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxckpt_train.tree import device_copies
-from jaxckpt_train.tree.device_copies import SPARE_FRACTION, copy_on_devices, have_room
+from jaxckpt_train.pytree import copies as device_copies
+from jaxckpt_train.pytree.copies import SPARE_FRACTION, copy_on_devices, have_room
 from tests.tree.same_trees import raw
 
 

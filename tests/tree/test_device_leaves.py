@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxckpt_train.tree import device_leaves
-from jaxckpt_train.tree.device_leaves import take_from_devices
-from jaxckpt_train.tree.transfers import Ahead
+from jaxckpt_train.pytree import copies as device_leaves
+from jaxckpt_train.pytree.copies import Ahead, take_from_devices
 
 MIB = 1 << 20
 

@@ -14,10 +14,10 @@ import pytest
 from jax._src.interpreters import pxla
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxckpt_train.store.staging import Arena, empty_array
-from jaxckpt_train.tree import device_put
-from jaxckpt_train.tree.device_put import DevicePuts
-from jaxckpt_train.tree.placement import Placement, device_placement, host_placement
+from jaxckpt_train.pytree import placing as device_put
+from jaxckpt_train.pytree.placing import DevicePuts
+from jaxckpt_train.pytree.target import Placement, device_placement, host_placement
+from jaxckpt_train.store.buffers import Arena, empty_array
 from tests.tree.same_trees import raw
 
 DTYPES = ("float32", "bfloat16", "int4", "bool", "complex64", "float8_e4m3fn")

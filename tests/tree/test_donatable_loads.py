@@ -13,8 +13,8 @@ import pytest
 from flax import nnx
 
 import jaxckpt_train as jct
-from jaxckpt_train.tree import device_put
-from jaxckpt_train.tree.caller_context import enable_x64
+from jaxckpt_train.pytree import placing as device_put
+from jaxckpt_train.pytree._jax import enable_x64
 from tests.tree.same_trees import raw
 from tests.tree.test_device_put import SHARDINGS, aligned, assert_alike, content, every_sharding, placement_of
 from tests.tree.test_restore_memory import BUDGET, LEAF_BYTES, LEAVES, MIB, path, watch  # noqa: F401

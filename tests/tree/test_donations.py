@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxckpt_train.tree import donations, host_copies
-from jaxckpt_train.tree.snapshot import Snapshot, snapshot
+from jaxckpt_train.pytree import copies as host_copies
+from jaxckpt_train.pytree import snapshot as donations
+from jaxckpt_train.pytree.snapshot import Snapshot, snapshot
 
 LARGE = donations.LEAST_BYTES // 4
 

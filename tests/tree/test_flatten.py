@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxckpt_train.errors import UnsupportedLeafError
-from jaxckpt_train.tree import flatten as flattening
-from jaxckpt_train.tree.flatten import EMPTY, PLACEHOLDER, flatten, register_transparent, unflatten
+from jaxckpt_train.pytree import flatten as flattening
+from jaxckpt_train.pytree.flatten import EMPTY, PLACEHOLDER, flatten, register_transparent, unflatten
 
 
 class Point(NamedTuple):

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxckpt_train.tree import host_copies
-from jaxckpt_train.tree.host_copies import copy_all
+from jaxckpt_train.pytree import copies as host_copies
+from jaxckpt_train.pytree.copies import copy_all
 from tests.tree.same_trees import raw
 
 MIB = 1 << 20

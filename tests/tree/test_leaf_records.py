@@ -13,20 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt_train.errors import CorruptCheckpointError, UnsupportedLeafError
-from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
-from jaxckpt_train.tree import leaf_records
-from jaxckpt_train.tree.leaf_records import (
+from jaxckpt_train.pytree import leaves as leaf_records
+from jaxckpt_train.pytree.leaves import (
     ArrayLeaf,
     ComplexLeaf,
     FloatLeaf,
     IntLeaf,
     TreeRecord,
+    check_storable,
     decode_tree,
     encode_tree,
     python_value,
     record_value,
 )
-from jaxckpt_train.tree.leaf_values import check_storable
+from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
 
 values = st.one_of(
     st.none(),

@@ -11,11 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxckpt_train.store.boxes import box_from_index
-from jaxckpt_train.store.shares import HeldBox, Several, Shares, as_holders
-from jaxckpt_train.store.tiling import check_tiling
-from jaxckpt_train.tree.job_shares import JobShares
-from jaxckpt_train.tree.mesh_layout import MeshLayout, cuts_of
+from jaxckpt_train.pytree.partition import HeldBox, JobShares, MeshLayout, Several, Shares, as_holders, cuts_of
+from jaxckpt_train.store.boxes import box_from_index, check_tiling
 
 AXES = ("data", "fsdp", "model")
 SPECS = [

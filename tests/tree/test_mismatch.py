@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.tree.device_put import weakly_typed
-from jaxckpt_train.tree.differences import SHOWN_DIFFERENCES
-from jaxckpt_train.tree.mismatch import can_cast, exact_array, rename_map
+from jaxckpt_train.pytree.mismatch import SHOWN_DIFFERENCES, can_cast, exact_array, rename_map
+from jaxckpt_train.pytree.placing import weakly_typed
 from tests.tree.same_trees import assert_same
 
 S = jax.ShapeDtypeStruct

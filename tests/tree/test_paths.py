@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxckpt_train as jct
+from jaxckpt_train.pytree.flatten import ROOT, join, key_text, one_below_another, parse_key, split
 from jaxckpt_train.store.manifest import is_plain_name
-from jaxckpt_train.tree.paths import ROOT, join, key_text, one_below_another, parse_key, split
 
 TRICKY = [
     "",

@@ -14,9 +14,9 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import jaxckpt_train as jct
-from jaxckpt_train.tree import pinned_host
-from jaxckpt_train.tree import snapshot as snapshots
-from jaxckpt_train.tree.pinned_host import start_transfers
+from jaxckpt_train.pytree import copies as pinned_host
+from jaxckpt_train.pytree import snapshot as snapshots
+from jaxckpt_train.pytree.copies import start_transfers
 from tests.tree.same_trees import raw
 from tests.tree.test_snapshot_modes import next_state, quick, raw_of, state_of
 
@@ -101,7 +101,7 @@ def test_a_full_memory_is_told_once_and_not_asked_again(
         no_room()
 
     arrays = arrays_on_several_devices()
-    monkeypatch.setattr("jaxckpt_train.tree.pinned_host.jax.device_put", refuse)
+    monkeypatch.setattr("jaxckpt_train.pytree.copies.jax.device_put", refuse)
     for _ in range(3):
         assert [a is b for a, b in zip(start_transfers(arrays), arrays, strict=True)] == [True] * len(arrays)
     assert asked == [len(arrays)]
@@ -134,7 +134,7 @@ def test_host_saves_the_state_at_the_call(
         expected = raw_of(state)
         with monkeypatch.context() as patch:
             if not room:
-                patch.setattr("jaxckpt_train.tree.pinned_host.jax.device_put", no_room)
+                patch.setattr("jaxckpt_train.pytree.copies.jax.device_put", no_room)
             taken = snapshots.snapshot(state, mode)
             pending = jct.save_async(tmp_path / "c", state, overwrite=True, settings=quick(mode))
         places = [chunk.data for array in taken.arrays for chunk in array.chunks if chunk.data.nbytes]

@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jaxckpt_train as jct
-from jaxckpt_train.tree.caller_context import enable_x64, set_mesh
-from jaxckpt_train.tree.placement import default_platform
+from jaxckpt_train.pytree._jax import enable_x64, set_mesh
+from jaxckpt_train.pytree.target import default_platform
 from tests.steps.runs import Counter
 from tests.tree.same_trees import raw
 

@@ -13,8 +13,8 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import CorruptCheckpointError
-from jaxckpt_train.tree.leaf_records import EmptyLeaf, IntLeaf, TreeRecord
-from jaxckpt_train.tree.rebuild import rebuild
+from jaxckpt_train.pytree.leaves import EmptyLeaf, IntLeaf, TreeRecord
+from jaxckpt_train.pytree.restore import rebuild
 
 
 class Point(NamedTuple):

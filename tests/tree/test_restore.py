@@ -16,8 +16,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import jaxckpt_train as jct
+from jaxckpt_train.pytree._jax import enable_x64
 from jaxckpt_train.store.dtypes import DTYPES
-from jaxckpt_train.tree.caller_context import enable_x64
 from tests.tree.same_trees import assert_same, raw
 
 FAST = jct.StoreSettings(durability="none")

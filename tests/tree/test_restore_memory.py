@@ -15,11 +15,12 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train import checkpoint
-from jaxckpt_train.store import read_budget
-from jaxckpt_train.store.local import LocalBackend
-from jaxckpt_train.tree import arrivals, restore
-from jaxckpt_train.tree.caller_context import enable_x64
-from jaxckpt_train.tree.device_put import DevicePuts
+from jaxckpt_train.pytree import placing as arrivals
+from jaxckpt_train.pytree import restore
+from jaxckpt_train.pytree._jax import enable_x64
+from jaxckpt_train.pytree.placing import DevicePuts
+from jaxckpt_train.store import buffers as read_budget
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.store.watched_reads import Watch
 
 pytestmark = pytest.mark.timeout(120)

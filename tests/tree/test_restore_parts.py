@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.tree import restore
+from jaxckpt_train.pytree import restore
 from tests.tree.same_trees import assert_same, raw
 
 FAST = jct.StoreSettings(durability="none")

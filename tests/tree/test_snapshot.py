@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxckpt_train as jct
-from jaxckpt_train.tree.snapshot import describe_sharding, snapshot
+from jaxckpt_train.pytree.snapshot import describe_sharding, snapshot
 from tests.tree.same_trees import raw
 
 FAST = jct.StoreSettings(durability="none")

@@ -17,10 +17,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxckpt_train as jct
+from jaxckpt_train.pytree.snapshot import snapshot
 from jaxckpt_train.settings import SnapshotMode
-from jaxckpt_train.store.local import LocalBackend
-from jaxckpt_train.store.segment_writer import SegmentWriter
-from jaxckpt_train.tree.snapshot import snapshot
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.writer import SegmentWriter
 from tests.steps.fake_backends import HoldingBackend, RefusingBackend
 from tests.tree.same_trees import assert_same, raw
 

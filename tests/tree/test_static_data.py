@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.tree.flatten import flatten
-from jaxckpt_train.tree.static_data import describe, static_difference
+from jaxckpt_train.pytree.flatten import describe, flatten, static_difference
 
 FAST = jct.StoreSettings(durability="none")
 
@@ -160,7 +159,7 @@ def test_the_static_data_of_a_large_tree_is_that_of_each_save(tmp_path: Path) ->
 
 def test_checkpoints_without_that_record_load_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("jaxckpt_train.tree.flatten.describe", lambda static, children: None)
+        patch.setattr("jaxckpt_train.pytree.flatten.describe", lambda static, children: None)
         jct.save(tmp_path / "c", D(w=0, b=1), settings=FAST)
     assert '"static":' not in (tmp_path / "c" / "manifest.json").read_text()
     assert jct.load(tmp_path / "c", D(b=0, w=0)) == {"b": 0, "w": 1}
@@ -168,7 +167,7 @@ def test_checkpoints_without_that_record_load_as_before(tmp_path: Path, monkeypa
 
 def test_descriptions_are_the_same_in_each_process() -> None:
     program = (
-        "import enum; from jaxckpt_train.tree.static_data import describe\n"
+        "import enum; from jaxckpt_train.pytree.flatten import describe\n"
         "Kind = enum.Enum('Kind', 'A B')\n"
         "print(describe((('w', 'b'), {'z': 1, 'a': [None, 2.5, {1, 2}]}, {'x', 'y'}, lambda: 0, object(), Kind.A), 2))"
     )

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxckpt_train.errors import MismatchError, UnsupportedLeafError
-from jaxckpt_train.tree.caller_context import set_mesh
-from jaxckpt_train.tree.flatten import EMPTY, PLACEHOLDER
-from jaxckpt_train.tree.target import Want, concrete_sharding, wanted
+from jaxckpt_train.pytree._jax import set_mesh
+from jaxckpt_train.pytree.flatten import EMPTY, PLACEHOLDER
+from jaxckpt_train.pytree.target import Want, concrete_sharding, wanted
 
 PLACE = SingleDeviceSharding(jax.devices("cpu")[1])
 

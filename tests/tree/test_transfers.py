@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxckpt_train as jct
-from jaxckpt_train.store.workers import Workers
-from jaxckpt_train.tree.pinned_host import start_transfers
-from jaxckpt_train.tree.transfers import Ahead, ArrayToCome, Transfers
+from jaxckpt_train.pytree.copies import Ahead, ArrayToCome, Transfers, start_transfers
+from jaxckpt_train.store.threads import Workers
 from tests.tree.same_trees import raw
 
 pytestmark = pytest.mark.timeout(60)

@@ -15,10 +15,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxckpt_train as jct
+from jaxckpt_train.pytree import snapshot as value_guard
+from jaxckpt_train.pytree.flatten import flatten
+from jaxckpt_train.pytree.snapshot import ValueGuard
 from jaxckpt_train.store.dtypes import DTYPES
-from jaxckpt_train.tree import value_guard
-from jaxckpt_train.tree.flatten import flatten
-from jaxckpt_train.tree.value_guard import ValueGuard
 
 FLOATS = ["float16", "bfloat16", "float32", "complex64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"]
 WITH_INF = ["float16", "bfloat16", "float32", "complex64", "float8_e5m2"]
@@ -176,7 +176,7 @@ def test_a_warning_saves_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def test_by_default_nothing_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxckpt_train.tree.snapshot.ValueGuard", pytest.fail)
+    monkeypatch.setattr("jaxckpt_train.pytree.snapshot.ValueGuard", pytest.fail)
     jct.save(tmp_path / "c", {"w": np.full(3, np.nan)})
 
 

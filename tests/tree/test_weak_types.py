@@ -14,8 +14,8 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxckpt_train as jct
-from jaxckpt_train.tree import device_put
-from jaxckpt_train.tree.caller_context import enable_x64
+from jaxckpt_train.pytree import placing as device_put
+from jaxckpt_train.pytree._jax import enable_x64
 from tests.tree.same_trees import assert_same
 
 S = jax.ShapeDtypeStruct

@@ -1,0 +1,628 @@
+"""The handler of Grain's iterators: their position in the data, with what must fit for it to mean the same.
+
+What can be seen of a Grain pipeline from outside: its kind, its workers, the structure of its state.
+
+Grain is never imported here: where nobody imported it, nothing can be a Grain iterator.
+
+What a position in a Grain pipeline counts: something that means the same to any number of processes, or its share.
+
+Grain is never imported here: classes are known by their names, so a newer Grain's unknown ones count as a share.
+
+The state that this process had of its Grain iterator, in what Orbax has saved of all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import logging
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxckpt_train.checkpointables.base import ORBAX_GRAIN, STATE_FILE, Json, Saved, Staged
+from jaxckpt_train.checkpointables.iterator_state import (
+    check_fingerprint,
+    current_fingerprint,
+    decode_state,
+    encode_state,
+    refuse_missing,
+)
+from jaxckpt_train.checkpointables.pytree import JsonValue
+from jaxckpt_train.distributed.jax_service import current
+from jaxckpt_train.errors import CorruptCheckpointError, IteratorStateError, SettingsError, UnsupportedLeafError
+
+# Steps that give one element for each that they take, in the same order.
+_ONE_TO_ONE = frozenset(
+    {
+        "_MapDatasetIterator",
+        "ThreadPrefetchDatasetIterator",
+        "MapMapDataset",
+    }
+)
+_FROM_MAP, _ELASTIC = "PrefetchDatasetIterator", "_ElasticMapDatasetIterator"
+_BATCH, _SLICE = "BatchMapDataset", "SliceMapDataset"
+DATA_LOADER = "DataLoaderIterator"
+# The states of Grain's own iterators (0.2.18), by their keys. Of other keys nothing is known; `future_states` is newer.
+_OPTIONAL = frozenset({"future_states"})
+_INTERLEAVE_KEYS = (
+    "next_index_in_cycle next_index_in_datasets iterators_in_use_indices iterators_in_use_states exhausted"
+)
+_WINDOW_SHUFFLE = frozenset({"parent_window_start_state", "window_index", "pos_in_window"})
+_log = logging.getLogger("jaxckpt_train")
+_FIELDS = frozenset({"grain_version", "iterator", "workers", "processes", "process", "fingerprint", "state"})
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+# What iterators raise from set_state when a state is not theirs. An error of reading the data is none of these.
+_REFUSALS = (LookupError, ValueError, TypeError, AttributeError, StopIteration)
+_START_ANEW = "or leave it out of what is restored, to start the data from the beginning"
+
+
+def state_of(shown: Any) -> Any:
+    """The state that stands in what `grain_states` gave, for one process.
+
+    Raises:
+        ValueError: it is text that is no JSON.
+    """
+    return json.loads(shown) if isinstance(shown, str) else shown
+
+
+def own_state(saved: Saved, processes: int, process: int) -> Any:
+    """The state of one process, as Grain takes it back.
+
+    Args:
+        saved: the states of all, by the names of their files.
+        processes: how many there are now.
+        process: the number of this one.
+
+    Raises:
+        IteratorStateError: another number of processes has saved them.
+        CorruptCheckpointError: the one of this process is not there, or is no state.
+    """
+    states = saved.value()
+    found = _by_process(states, saved.name)
+    counts = sorted({count for count, _ in found})
+    if processes not in counts:
+        several = "" if counts == [1] else "es"
+        raise IteratorStateError(
+            f"iterator {saved.name!r}: saved with Orbax by {' or '.join(map(str, counts))} process{several}, found "
+            f"{processes}; each was at a position in its own share of the data: restart with {counts[-1]}, or leave it "
+            "out of what is restored, to start the data from the beginning"
+        )
+    name = found.get((processes, process))
+    if name is None:
+        raise CorruptCheckpointError(f"iterator {saved.name!r}: lacks the file of process {process} of {processes}")
+    try:
+        return state_of(states[name])
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"iterator {saved.name!r}: expected a state of Grain in {name}, which is JSON, but: {error}"
+        ) from error
+
+
+def _by_process(states: Json, name: str) -> dict[tuple[int, int], str]:
+    """The names of the files by the number of processes, and of which of them each is."""
+    matches = [STATE_FILE.fullmatch(file) for file in states] if isinstance(states, dict) else []
+    if not matches or None in matches:
+        raise CorruptCheckpointError(
+            f"iterator {name!r}: expected states by names such as process_0-of-1.json; found {states!s:.200}"
+        )
+    return {(int(match["processes"]), int(match["process"])): match.string for match in matches if match is not None}
+
+
+class Counted(NamedTuple):
+    """What a position counts.
+
+    Attributes:
+        unit: "records": of the whole data; "batches": of all processes together; "share": of one process's share.
+        records: in a batch of all processes together; 0: it counts no batches.
+    """
+
+    unit: str
+    records: int = 0
+
+
+SHARE = Counted("share")
+
+
+def what_it_counts(iterator: Any) -> Counted:
+    """What the position of an iterator counts.
+
+    Of `ElasticIterator` it is records of the whole data. Of `dataset.shuffle()[i::n].batch(b // n).to_iter_dataset()`
+    it is batches of `b` records, and so of `dataset.shuffle().batch(b).to_iter_dataset()`. If the batch comes after
+    `to_iter_dataset`, or a shuffle or repeat after the slice, it is elements of the share of this process, which
+    another number of processes cuts otherwise.
+    """
+    iterator = getattr(iterator, "_default_iterator", iterator)  # an ElasticIterator that is its own iterator
+    for node in _chain(iterator):
+        name = type(node).__name__
+        if name == _ELASTIC:
+            return Counted("records")
+        if name == _FROM_MAP:
+            return _of_map(getattr(node, "_map_parent", None))
+        if name not in _ONE_TO_ONE:
+            return SHARE
+    return SHARE
+
+
+def _of_map(dataset: Any) -> Counted:
+    batch, is_global = 0, False
+    for node in _chain(dataset):
+        name = type(node).__name__
+        if name == _SLICE:
+            step = _whole(node, "_step")
+            if is_global or not batch or not _is_every_so_manieth(node, step):
+                return SHARE
+            if step > 1:
+                return Counted("batches", batch * step)
+        if name == _BATCH and not is_global:
+            batch = (batch or 1) * _whole(node, "_batch_size")
+        elif name not in _ONE_TO_ONE:
+            is_global = True  # of a shuffle of a share: seen by the slice that comes before it
+        if len(getattr(node, "_parents", ())) > 1:
+            return SHARE  # a mix or a zip may be one of shares
+    return Counted("batches", batch) if batch else SHARE
+
+
+def _is_every_so_manieth(node: Any, step: int) -> bool:
+    """Whether a slice is `[i::n]` with an i below n; parts that lie side by side begin elsewhere for another n."""
+    start, stop, length = (getattr(node, name, None) for name in ("_start", "_stop", "_parent_length"))
+    return type(start) is int and 0 <= start < step and stop is not None and stop == length
+
+
+def _whole(node: Any, name: str) -> int:
+    """A number that this version of Grain keeps there; 0: it does not."""
+    found = getattr(node, name, None)
+    return found if type(found) is int and found > 0 else 0
+
+
+def _chain(node: Any) -> Iterator[Any]:
+    """A step, and those before it, as long as each has one."""
+    while node is not None:
+        yield node
+        parents = getattr(node, "_parents", ())
+        node = parents[0] if isinstance(parents, (list, tuple)) and len(parents) == 1 else None
+
+
+_GRAIN_NODES = frozenset(
+    frozenset(keys.split())
+    for keys in (
+        "next_index",
+        "parent epoch",
+        "parent position cache_filled",
+        "parent next_index_in_buffer",
+        "parent count_elements_read",
+        "parent index_for_rng",
+        "parent counter",
+        "parent batch_idx",
+        "parent next_row counter",
+        "parent_state remainder_slices elements_from_buffer_after_checkpoint",
+        "parent_window_start_state window_index pos_in_window",
+        "parents",
+        "parents index stop",
+        _INTERLEAVE_KEYS,
+        "row_group index_within_row_group",
+        "reader_offset",
+        "global_next_index",
+        "version last_seen_indices last_worker_index worker_count sampler data_source",
+    )
+)
+
+
+def iterator_classes() -> tuple[type, ...]:
+    """The classes of Grain's iterators; none where Grain was not imported."""
+    grain: Any = sys.modules.get("grain")
+    elastic = getattr(getattr(grain, "experimental", None), "ElasticIterator", None)
+    found = [getattr(grain, DATA_LOADER, None), getattr(grain, "DatasetIterator", None), elastic]
+    return tuple(each for each in found if isinstance(each, type))
+
+
+def is_data_loader(iterator: object) -> bool:
+    """Whether it is the iterator of a `DataLoader`, whose state is JSON bytes, and not of a `Dataset`."""
+    taken = getattr(sys.modules.get("grain"), DATA_LOADER, None)
+    return isinstance(taken, type) and isinstance(iterator, taken)
+
+
+def name_of(iterator: object) -> str:
+    """The name of its class; of a DataLoader's always the same."""
+    return DATA_LOADER if is_data_loader(iterator) else type(iterator).__name__
+
+
+def describe(name: str) -> str:
+    """What `name_of` gave, for people."""
+    return "DataLoader's iterator" if name == DATA_LOADER else f"Dataset's iterator ({name})"
+
+
+def grain_version() -> str | None:
+    """The version of the imported Grain; None if nobody imported it."""
+    grain = sys.modules.get("grain")
+    version = getattr(grain, "__version__", None)
+    if grain is None or isinstance(version, str):
+        return version
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("grain")
+    return None
+
+
+def loses_its_order(state: Any, version: str) -> bool:
+    """Whether the state has a window shuffle, to which this version of Grain (before 0.2.16) gives another order."""
+    return [int(part) for part in re.findall(r"\d+", version)[:3]] < [0, 2, 16] and _has_window_shuffle(state)
+
+
+def _has_window_shuffle(state: Any) -> bool:
+    if isinstance(state, dict):
+        return state.keys() >= _WINDOW_SHUFFLE or any(map(_has_window_shuffle, state.values()))
+    return isinstance(state, list) and any(map(_has_window_shuffle, state))
+
+
+def worker_count(iterator: Any) -> int | None:
+    """How many worker processes the pipeline has; None where this version of Grain does not show it."""
+    if is_data_loader(iterator):
+        options = getattr(getattr(iterator, "_data_loader", None), "multiprocessing_options", None)
+        count = getattr(options, "num_workers", None)
+        return count if isinstance(count, int) else None
+    count, nodes = 0, [iterator]
+    while nodes:
+        node = nodes.pop()
+        nodes.extend(getattr(node, "_parents", ()))
+        count += type(node).__name__ == "ProcessPrefetchDatasetIterator"
+        count += getattr(getattr(node, "_multiprocessing_options", None), "num_workers", 0)  # an elastic iterator
+        shards = getattr(node, "_datasets", ())  # an interleave; a lazy MapDataset of data sets is not evaluated
+        if isinstance(shards, (list, tuple)):
+            count += sum(type(shard).__name__ == "ProcessPrefetchIterDataset" for shard in shards)
+    return count
+
+
+def structure_differences(saved: Any, found: Any) -> list[str]:
+    """Where a saved state cannot be one of the pipeline that has the state `found`: one line of text each.
+
+    Values are not compared, nor what legitimately changes while a pipeline runs: what is None at times, what is in
+    lists, which data sets an interleave has open, and what iterators that are not Grain's own keep for themselves.
+    """
+    return list(_differences(saved, found, "state", True))
+
+
+def _differences(saved: Any, found: Any, path: str, strict: bool) -> Iterator[str]:
+    if isinstance(saved, dict) and isinstance(found, dict):
+        yield from _dict_differences(saved, found, path, strict)
+    elif strict and saved is not None and found is not None:
+        kinds = [_kind_of(value) for value in (saved, found)]
+        if kinds[0] != kinds[1]:
+            yield f"{path}: saved {kinds[0]}, found {kinds[1]}"
+
+
+def _dict_differences(saved: dict[Any, Any], found: dict[Any, Any], path: str, strict: bool) -> Iterator[str]:
+    grains = _is_grains(saved) or _is_grains(found)
+    same = saved.keys() - _OPTIONAL == found.keys() - _OPTIONAL
+    if (grains and not same) or (strict and saved and found and saved.keys().isdisjoint(found)):
+        yield f"{path}: saved keys {_keys_text(saved)}; found keys {_keys_text(found)}"
+        return
+    for key in (key for key in saved if key in found):
+        inner = f"{path}[{key!r}]"
+        if grains and key == "parents":
+            yield from _children_differences(saved[key], found[key], inner)
+        elif grains and key == "iterators_in_use_states":
+            yield from _interleave_differences(saved, found, inner)
+        elif key not in _OPTIONAL:
+            yield from _differences(saved[key], found[key], inner, grains)
+
+
+def _children_differences(saved: Any, found: Any, path: str) -> Iterator[str]:
+    """Of the parents of a mix or a zip: a list, or a dict by name."""
+    pair = [dict(enumerate(side)) if isinstance(side, (list, tuple)) else side for side in (saved, found)]
+    if not all(isinstance(side, dict) for side in pair) or pair[0].keys() != pair[1].keys():
+        yield f"{path}: saved {_children_text(saved)}; found {_children_text(found)}"
+        return
+    for key in pair[0]:
+        yield from _differences(pair[0][key], pair[1][key], f"{path}[{key!r}]", True)
+
+
+def _interleave_differences(saved: dict[Any, Any], found: dict[Any, Any], path: str) -> Iterator[str]:
+    """Of an interleave: what it has open may be of any structure, so only states of the same data set are compared."""
+    states = [side["iterators_in_use_states"] for side in (saved, found)]
+    indices = [side["iterators_in_use_indices"] for side in (saved, found)]
+    if not all(isinstance(part, (list, tuple)) for part in states + indices):
+        return
+    if len(states[0]) != len(states[1]):
+        yield f"{path}: saved {len(states[0])} iterators side by side; found {len(states[1])}"
+        return
+    for i, (one, other) in enumerate(zip(*indices, strict=False)):
+        if one == other and i < len(states[0]):
+            yield from _differences(states[0][i], states[1][i], f"{path}[{i}]", True)
+
+
+def _is_grains(state: Mapping[Any, Any]) -> bool:
+    return state.keys() - _OPTIONAL in _GRAIN_NODES
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"a dict with keys {_keys_text(value)}"
+    return "a list" if isinstance(value, (list, tuple, np.ndarray)) else "a plain value"
+
+
+def _keys_text(state: Mapping[Any, Any]) -> str:
+    names = [str(key) for key in state]
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") or "(none)"
+
+
+def _children_text(parents: Any) -> str:
+    if isinstance(parents, (list, tuple)):
+        return f"{len(parents)} parents"
+    return f"parents {_keys_text(parents)}" if isinstance(parents, dict) else _kind_of(parents)
+
+
+def mark_absl_flags_parsed() -> None:
+    """Mark absl's flags as parsed, unless they are or absl is not imported. Calling it twice does nothing more.
+
+    Grain reads absl flags as soon as a pipeline with worker processes is asked for its state or its first element. In
+    a program that is not started by `absl.app.run` (every Hydra app) they were never parsed, and Grain fails with
+    `UnparsedFlagAccessError`. Marked as parsed, all flags have their defaults; `app.run` may still parse them later.
+    """
+    flags: Any = sys.modules.get("absl.flags")
+    if flags is not None and not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+
+
+class GrainHandler:
+    """Iterators of Grain's `DataLoader` and of its `Dataset` pipelines.
+
+    Args:
+        processes: how many processes take part in the training; None: those of this job.
+        process: the index of this one; None: its number in this job.
+        fingerprint: says what data this is. A restore is refused when both sides have one and they differ.
+
+    Raises:
+        SettingsError: there is no such process.
+    """
+
+    kind = "grain"
+    restores = (ORBAX_GRAIN,)
+    early = True
+
+    def __init__(
+        self, *, processes: int | None = None, process: int | None = None, fingerprint: str | None = None
+    ) -> None:
+        if not 0 <= (process or 0) < (processes or 1):
+            raise SettingsError(f"GrainHandler: expected 0 <= process < processes, found {process} and {processes}")
+        self._given = processes, process
+        self.fingerprint = fingerprint
+        self._warned: set[str] = set()
+
+    def handles(self, value: object) -> bool:
+        """Whether it is a Grain iterator. Never imports Grain: where nobody did, nothing can be one."""
+        return isinstance(value, iterator_classes())
+
+    def stage(self, value: Any) -> Staged:
+        """The position after the last element that `value` gave, with what a restore compares.
+
+        Raises:
+            UnsupportedLeafError: the state of an iterator that is not Grain's own is no plain data.
+        """
+        mark_absl_flags_parsed()
+        state = _take_state(value)
+        if is_data_loader(value):
+            self._warn_of_addresses(state)
+        self._warn_of_another_order(state)
+        processes, process = self._who()
+        same = {
+            "grain_version": grain_version(),
+            "iterator": name_of(value),
+            "workers": worker_count(value),
+            "processes": processes,
+            "counts": list(what_it_counts(value)),
+            "fingerprint": self._current_fingerprint(),
+            "state": state,
+        }
+        return Staged(value={**same, "process": process}, same=same)
+
+    def restore(self, target: Any, saved: Saved) -> Any:
+        """Set `target` to the saved position, and let it start prefetching.
+
+        Returns:
+            `target` itself. Without a target the saved data as a dict, for which Grain is not needed.
+
+        Raises:
+            IteratorStateError: the position does not fit the target, which then is where it was.
+            CorruptCheckpointError: the saved data is not what `stage` writes.
+        """
+        if saved.kind == ORBAX_GRAIN:
+            return JsonValue(saved.value()) if target is None else self._restore_from_orbax(target, saved)
+        data, state = _read(saved)
+        if target is None:
+            return {**data, "state": state}
+        mark_absl_flags_parsed()
+        if data["grain_version"] != grain_version():
+            _log.warning(
+                "iterator %r was saved with Grain %s, this is Grain %s: Grain promises only that a state fits the "
+                "version that made it",
+                saved.name,
+                data["grain_version"],
+                grain_version(),
+            )
+        self._check_run(target, data, saved)
+        self._warn_of_another_order(data["state"])
+        return _go_on_from(target, state, saved.name, data["grain_version"])
+
+    def _restore_from_orbax(self, target: Any, saved: Saved) -> Any:
+        """The same with what Grain's own handler had Orbax save: states alone, with nothing said about them."""
+        mark_absl_flags_parsed()
+        return _go_on_from(target, own_state(saved, *self._who()), saved.name, None)
+
+    def _who(self) -> tuple[int, int]:
+        """How many processes there are, and which of them this is."""
+        job, (processes, process) = current(), self._given
+        if processes is None and process is None:
+            return job.processes, job.process
+        return 1 if processes is None else processes, 0 if process is None else process
+
+    def _current_fingerprint(self) -> str | None:
+        now = current_fingerprint()
+        return self.fingerprint if now is None else now
+
+    def _check_run(self, target: Any, data: Json, saved: Saved) -> None:
+        """Compare all but the state itself."""
+        name = saved.name
+        if not self.handles(target) or (data["iterator"] == DATA_LOADER) != is_data_loader(target):
+            raise IteratorStateError(
+                f"iterator {name!r}: saved from a {describe(data['iterator'])}, found a {describe(name_of(target))}; "
+                f"give an iterator of the same kind, {_START_ANEW}"
+            )
+        check_fingerprint(name, data["fingerprint"], self._current_fingerprint())
+        processes, process = self._who()
+        refuse_missing(saved, data["processes"])
+        if data["processes"] != processes:
+            _check_processes(target, data, processes, saved)
+        elif saved.values > 1 and data["process"] != process:
+            raise CorruptCheckpointError(
+                f"iterator {name!r}: the file of process {process} says that it is of process {data['process']}"
+            )
+        saved_workers, workers = data["workers"], worker_count(target)
+        if saved_workers is not None and workers is not None and saved_workers != workers:
+            raise IteratorStateError(
+                f"iterator {name!r}: saved with {saved_workers} worker processes, found {workers}; the order of the "
+                f"data depends on them: set the worker count back to {saved_workers}, {_START_ANEW}"
+            )
+
+    def _warn_of_another_order(self, state: Json) -> None:
+        version = grain_version() or ""
+        if "window shuffle" not in self._warned and loses_its_order(state, version):
+            self._warned.add("window shuffle")
+            _log.warning(
+                "Grain %s does not resume a WindowShuffleIterDataset exactly: its elements come in another order "
+                "after a resume; install Grain 0.2.16 or newer",
+                version,
+            )
+
+    def _warn_of_addresses(self, state: Json) -> None:
+        """Tell before it is too late that Grain, which compares these texts, will refuse them in the next process."""
+        for key in ("sampler", "data_source"):
+            text = state.get(key) if isinstance(state, dict) else None
+            if isinstance(text, str) and _ADDRESS.search(text) and text not in self._warned:
+                self._warned.add(text)
+                _log.warning(
+                    "Grain knows the %s of this DataLoader by its repr, %.200s; it has an address in it, so that a "
+                    "restart will be refused: give the class a __repr__ that says what data it is",
+                    key.replace("_", " "),
+                    text,
+                )
+
+
+def _check_processes(target: Any, data: Json, processes: int, saved: Saved) -> None:
+    """Refuse a position of another number of processes, unless it means the same to this one.
+
+    Raises:
+        IteratorStateError: it does not.
+    """
+    name, before, counts = saved.name, _counted(data), what_it_counts(target)
+    several = "" if data["processes"] == 1 else "es"
+    told = f"iterator {name!r}: saved by {data['processes']} process{several}, found {processes}"
+    same_number = f"restart with {data['processes']}, {_START_ANEW}"
+    if saved.values > 1:
+        raise IteratorStateError(
+            f"{told}; each was at a position of its own, in its own share of the data: {same_number}"
+        )
+    if before.unit == "share" or before.unit != counts.unit:
+        raise IteratorStateError(
+            f"{told}; its position counts elements of one share of the data, and says nothing about others: use "
+            f"grain.experimental.ElasticIterator, or dataset.shuffle()[i::n].batch(b // n).to_iter_dataset(), in this "
+            f"order; {same_number}"
+        )
+    if before.records != counts.records:
+        raise IteratorStateError(
+            f"{told}; its position counts batches, of {before.records} records in all processes together, and here of "
+            f"{counts.records}: set the batch size to {before.records} // {processes} in each, or {same_number}"
+        )
+    _log.info("%s: each goes on from the position that all had, in %s of the whole data", told, before.unit)
+
+
+def _counted(data: Json) -> Counted:
+    """What the saved position counts; older checkpoints do not tell."""
+    counts = data.get("counts")
+    try:
+        unit, records = counts
+    except (TypeError, ValueError):
+        return Counted("share")
+    return Counted(unit, records)
+
+
+def _take_state(iterator: Any) -> Json:
+    """The state as JSON data that shares nothing with the iterator."""
+    state = iterator.get_state()
+    if is_data_loader(iterator):
+        try:
+            state = json.loads(state)
+        except (TypeError, ValueError) as error:
+            raise UnsupportedLeafError(
+                f"iterator state: {type(iterator).__name__} gives no JSON: {state!r:.200}"
+            ) from error
+    return encode_state(state)
+
+
+def _read(saved: Saved) -> tuple[Json, Any]:
+    """The saved data, and the state in it decoded."""
+    data = saved.value()
+    if not isinstance(data, dict) or not data.keys() >= _FIELDS:
+        expected = ", ".join(sorted(_FIELDS))
+        raise CorruptCheckpointError(f"iterator {saved.name!r}: expected a dict with {expected}; found {data!s:.200}")
+    try:
+        return data, decode_state(data["state"])
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"iterator {saved.name!r}: the saved state cannot be read") from error
+
+
+def _go_on_from(target: Any, state: Any, name: str, version: str | None) -> Any:
+    """Set the state if it is one of such a pipeline, and let it start prefetching."""
+    before = _take_state(target)
+    _check_structure(state, decode_state(before), name, version)
+    _set_state(target, state, before, name)
+    start_prefetch = getattr(target, "start_prefetch", None)
+    if start_prefetch is not None:
+        with contextlib.suppress(NotImplementedError):  # most iterators of Grain before 0.2.15
+            start_prefetch()
+    return target
+
+
+def _check_structure(saved: Any, found: Any, name: str, version: str | None) -> None:
+    differences = structure_differences(saved, found)
+    if differences:
+        versions = "" if version in (None, grain_version()) else f", or by Grain {version}"
+        raise IteratorStateError(
+            f"iterator {name!r}: the saved state is of another pipeline{versions}:\n  "
+            + "\n  ".join(differences)
+            + f"\nbuild the pipeline that it was saved with, {_START_ANEW}"
+        )
+
+
+def _set_state(target: Any, state: Any, before: Json, name: str) -> None:
+    """Set the state; where the iterator refuses, set it back to what it was."""
+    is_loader = is_data_loader(target)
+    try:
+        target.set_state(_for_set_state(state, is_loader))
+    except _REFUSALS as error:
+        with contextlib.suppress(*_REFUSALS):
+            target.set_state(_for_set_state(decode_state(before), is_loader))
+        raise IteratorStateError(_refused(target, state, decode_state(before), name)) from error
+
+
+def _for_set_state(state: Any, is_loader: bool) -> Any:
+    return json.dumps(state, indent=4).encode() if is_loader else state
+
+
+def _refused(target: Any, saved: Any, found: Any, name: str) -> str:
+    if is_data_loader(target) and isinstance(saved, dict) and isinstance(found, dict):
+        for key in ("worker_count", "sampler", "data_source"):  # what Grain compares
+            if saved.get(key) != found.get(key):
+                return (
+                    f"iterator {name!r}: the DataLoader has another {key.replace('_', ' ')}: "
+                    f"saved {saved.get(key)!s:.300}, found {found.get(key)!s:.300}; restore into the DataLoader it was "
+                    "saved with (Grain compares the repr, so a class whose repr has an address in it needs its own "
+                    f"__repr__), {_START_ANEW}"
+                )
+    return (
+        f"iterator {name!r}: {type(target).__name__} refused the saved state (the error above says why): "
+        f"saved {saved!s:.300}, found {found!s:.300}; use the data and the pipeline it was saved with, {_START_ANEW}"
+    )

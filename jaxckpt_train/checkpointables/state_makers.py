@@ -1,0 +1,165 @@
+"""A state given as the function that makes it: called on a fresh start, and only traced where a step is restored."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxckpt_train.checkpointables.pytree import PytreeHandler
+from jaxckpt_train.checkpointables.registry import handler_of
+from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.pytree.flatten import flatten
+from jaxckpt_train.pytree.target import is_format, with_layout
+
+_log = logging.getLogger("jaxckpt_train")
+_NOTABLE_BYTES = 1 << 20
+
+
+def is_maker(value: object) -> bool:
+    """Whether a value is a function that makes a state, and not a state that can be called.
+
+    Modules of NNX have a handler of their own, and modules of Equinox are pytrees. Any other callable holds nothing
+    that could be saved.
+    """
+    return callable(value) and isinstance(handler_of(value), PytreeHandler) and jax.tree_util.all_leaves([value])
+
+
+def made(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, each function that makes one replaced with its result."""
+    return {name: value() if is_maker(value) else value for name, value in values.items()}
+
+
+def made_abstractly(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As `made`, but no array is computed: each is a `jax.ShapeDtypeStruct`, with its sharding where that is known."""
+    return {name: _abstract(value) if is_maker(value) else value for name, value in values.items()}
+
+
+def refuse_abstract(values: Mapping[str, Any], directory: str) -> None:
+    """Raise SettingsError if a loop without a step to restore was given an abstract state."""
+    for name, value in values.items():
+        tree_of = getattr(handler_of(value), "tree_of", None)
+        if tree_of is None or not any(map(_is_abstract, jax.tree.leaves(tree := tree_of(value)))):
+            continue
+        flat = flatten(tree)
+        leaf = next(path for path, leaf in zip(flat.names, flat.leaves, strict=True) if _is_abstract(leaf))
+        raise SettingsError(
+            f"resume: {name}: expected arrays, as {directory} has no step to restore; found a jax.ShapeDtypeStruct at "
+            f"leaf {leaf!r}: give the function that makes the state, resume(make_state, ...), which is called on a "
+            "fresh start only"
+        )
+
+
+def _is_abstract(leaf: object) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _abstract(make: Callable[[], Any]) -> Any:
+    try:
+        return _traced(make)
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+        _log.warning(
+            "resume: the function that makes the state cannot be traced, so it is called, which computes all of its "
+            "arrays: it needs the values of some of them. Compute these outside of it. %s",
+            str(error).partition("\n")[0],
+        )
+    state = make()
+    return jax.tree.map(_form, state) if isinstance(handler_of(state), PytreeHandler) else state
+
+
+def _traced(make: Callable[[], Any]) -> Any:
+    seen: list[tuple[Any, Any, list[Any]]] = []
+
+    def trace() -> list[jax.Array]:
+        state = make()
+        handler = handler_of(state)
+        if not isinstance(handler, PytreeHandler):
+            seen.append((handler, None, []))
+            return []
+        leaves, structure = jax.tree.flatten(state)
+        seen.append((handler, structure, [None if _is_tracer(leaf) else _form(leaf) for leaf in leaves]))
+        return [leaf for leaf in leaves if _is_tracer(leaf)]
+
+    traced, shapes = jax.make_jaxpr(trace, return_shape=True)()
+    handler, structure, leaves = seen[-1]
+    if structure is None:
+        of_objects: Callable[[Callable[[], Any]], Any] | None = getattr(handler, "made_abstractly", None)
+        return make() if of_objects is None else of_objects(make)
+    shardings = _shardings(traced.jaxpr)
+    arrays = iter([_with_sharding(*each) for each in zip(shapes, shardings, strict=True)])
+    tree = jax.tree.unflatten(structure, [next(arrays) if leaf is None else leaf for leaf in leaves])
+    _warn_of_unknown_shardings(tree)
+    return tree
+
+
+def _warn_of_unknown_shardings(tree: Any) -> None:
+    """Say so if leaves go to the default device although others of the same state are on several devices."""
+    structs = [leaf for leaf in jax.tree.leaves(tree) if _is_abstract(leaf)]
+    unknown = [leaf for leaf in structs if leaf.sharding is None]
+    if sum(map(_bytes, unknown)) < _NOTABLE_BYTES or not any(_is_on_several_devices(leaf.sharding) for leaf in structs):
+        return
+    flat, largest = flatten(tree), max(unknown, key=_bytes)
+    name = next(name for name, leaf in zip(flat.names, flat.leaves, strict=True) if leaf is largest)
+    _log.warning(
+        "resume: leaf %r is restored to the default device (%d bytes in %d such leaves), while others of the state "
+        "are on several devices: tracing the function that makes the state does not tell its sharding. Make it "
+        "whole by jax.jit(make_state, out_shardings=...)",
+        name,
+        sum(map(_bytes, unknown)),
+        len(unknown),
+    )
+
+
+def _is_on_several_devices(sharding: Any) -> bool:
+    return sharding is not None and sharding.num_devices > 1
+
+
+def _bytes(leaf: Any) -> int:
+    size: int = math.prod(leaf.shape) * leaf.dtype.itemsize
+    return size
+
+
+def _is_tracer(leaf: object) -> bool:
+    return isinstance(leaf, jax.core.Tracer)
+
+
+def _form(leaf: Any) -> Any:
+    """A leaf that is computed already, without its values if it is an array."""
+    if not isinstance(leaf, jax.Array):
+        return _host_form(leaf)
+    struct: Any = jax.ShapeDtypeStruct
+    place, is_weak = leaf.sharding if leaf.committed else None, getattr(leaf, "weak_type", False)
+    return struct(leaf.shape, leaf.dtype, sharding=place, weak_type=is_weak)
+
+
+def _host_form(leaf: Any) -> Any:
+    """A leaf that is no JAX array: itself, and an array of NumPy without the memory of its values."""
+    return np.broadcast_to(np.empty((), leaf.dtype), leaf.shape) if type(leaf) is np.ndarray else leaf
+
+
+def _shardings(jaxpr: Any) -> Sequence[Any]:
+    """The shardings of outputs: of `out_shardings` of a jitted function, a constraint in it, or a `jax.device_put`.
+
+    One that comes with a layout is a `jax.experimental.layout.Format`.
+    """
+    made_by = {id(var): (eqn.params, number) for eqn in jaxpr.eqns for number, var in enumerate(eqn.outvars)}
+
+    def of(params: Mapping[str, Any], number: int) -> Any:
+        given = [params[key][number] for key in ("out_shardings", "devices") if key in params]
+        given.append(params.get("sharding"))
+        found = next((each for each in given if isinstance(each, jax.sharding.Sharding) or is_format(each)), None)
+        if found is None and "out_shardings" in params:
+            return _shardings(params["jaxpr"].jaxpr)[number]
+        return with_layout(found, params["out_layouts"][number]) if found and "out_layouts" in params else found
+
+    return [of(*made_by.get(id(var), ({}, 0))) for var in jaxpr.outvars]
+
+
+def _with_sharding(shape: Any, sharding: Any) -> Any:
+    place = shape.sharding if sharding is None else sharding
+    struct: Any = jax.ShapeDtypeStruct
+    return struct(shape.shape, shape.dtype, sharding=place, weak_type=shape.weak_type)

@@ -1,0 +1,575 @@
+"""`jaxckpt average`: makes a checkpoint of the mean of several steps of a run.
+
+`jaxckpt import`: makes a checkpoint of ours of what another tool has written, or of another one of ours.
+
+`jaxckpt export`: writes a checkpoint for another tool.
+
+Operations on trees as commands take them: one by one, or a file of them; and what they would change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import logging
+import math
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import typer
+
+from jaxckpt_train._validation import refuse, text
+from jaxckpt_train.checkpoint import Opened
+from jaxckpt_train.cli.output import (
+    BACKEND,
+    Checkpoint,
+    Json,
+    Run,
+    Step,
+    absolute,
+    bytes_text,
+    checked_step,
+    print_columns,
+    print_json,
+    print_text,
+    progress,
+    step_number,
+    told_errors,
+)
+from jaxckpt_train.errors import MismatchError, SettingsError, StepNotFoundError
+from jaxckpt_train.inspection.copying import refuse_place
+from jaxckpt_train.inspection.diff import leaves_by_name
+from jaxckpt_train.inspection.runs import (
+    StepLook,
+    look_at_run,
+    metadata_of,
+    nbytes_of,
+    open_at,
+    part_bytes,
+    told_of_import,
+)
+from jaxckpt_train.pytree.patterns import idle_pattern, keys_there, leaf_filter, suggestion
+from jaxckpt_train.store.copy import copy_checkpoint
+from jaxckpt_train.store.files import read_whole
+from jaxckpt_train.store.manifest import PartRecord
+from jaxckpt_train.store.reader import ReadProgress
+from jaxckpt_train.store.transaction import MOVE_IT_AWAY, refuse_existing_name, refuse_left_over_name, remove_left_overs
+from jaxckpt_train.transforms.apply import Average, Operated, operate, operations_of, parse_operation
+from jaxckpt_train.transforms.base import Change, Leaves, Operation
+
+MOST_BYTES = 16 << 20
+MOST_SHOWN = 40
+Operations = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--op",
+        "-o",
+        help="A change of the tree, such as 'rename model/** params/**', 'drop head/**', 'cast ** bfloat16', "
+        "'stack layers/{}/** layers/**', 'transpose */kernel 1,0'; several are applied in their order.",
+        show_default=False,
+    ),
+]
+OperationsFile = Annotated[
+    str | None,
+    typer.Option(
+        "--surgery",
+        help="A file of such changes, JSON or YAML.",
+        show_default=False,
+    ),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", "-n", help="Print what would be changed and written; write nothing.")
+]
+GB = 10**9
+SHARD_BYTES, SEPARATOR = 5 * GB, "."
+MOST_NAMED = 5
+_NNX = (
+    "Orbax restores this state of Flax NNX onto nested dicts (nnx.to_pure_dict); onto nnx.state(model) with "
+    "--op 'rename ** **/value'"
+)
+ExportOut = Annotated[
+    str,
+    typer.Argument(
+        metavar="OUT",
+        help="The folder to write; safetensors: one file, if its name ends in .safetensors.",
+        show_default=False,
+    ),
+]
+To = Annotated[str, typer.Option("--to", help="safetensors (as Hugging Face lays models out), or orbax (a step).")]
+PartToWrite = Annotated[
+    str | None,
+    typer.Option(
+        "--part", "-p", help="Which checkpointable, a tree; else 'state', or the only tree.", show_default=False
+    ),
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only",
+        help="Leaf paths or patterns to write, as the operations leave the tree; else all.",
+        show_default=False,
+    ),
+]
+ShardGb = Annotated[
+    float | None,
+    typer.Option("--shard-gb", help="safetensors: a file has at most so many GB of tensors.", show_default="5.0"),
+]
+Separator = Annotated[
+    str | None,
+    typer.Option("--separator", help="safetensors: between the keys of a path in a name.", show_default="."),
+]
+Item = Annotated[
+    str | None, typer.Option("--item", help="orbax: another name for the item of the tree.", show_default=False)
+]
+READ_BUDGET_MIB = 384
+"""Two chunks of 64 MiB can be decoded in it at a time: each is there as it is stored, decoded, and as an array."""
+ImportOut = Annotated[str, typer.Argument(metavar="OUT", help="The checkpoint to write.", show_default=False)]
+PartToTake = Annotated[
+    str | None,
+    typer.Option(
+        "--part",
+        "-p",
+        help="Which checkpointable, a tree; else all, and operations change 'state', or the only tree.",
+        show_default=False,
+    ),
+]
+Budget = Annotated[
+    int,
+    typer.Option(
+        metavar="MIB",
+        min=1,
+        max=1 << 20,
+        help="How much memory reading may take, but for two larger chunks, and for operations that change values or "
+        "shapes; writing takes 96 MiB more.",
+    ),
+]
+LAST = 5
+LEAVES = "params/**"
+_log = logging.getLogger("jaxckpt_train")
+Last = Annotated[
+    int | None, typer.Option("--last", "-l", min=2, help="How many of the newest whole steps.", show_default=str(LAST))
+]
+LeavesToAverage = Annotated[
+    str, typer.Option("--leaves", help="Leaf path or pattern to average; the rest is that of the newest step.")
+]
+PartToAverage = Annotated[
+    str | None,
+    typer.Option("--part", "-p", help="The checkpointable; else 'state', or the only tree.", show_default=False),
+]
+
+
+def chosen_operations(file: str | None, texts: list[str] | None) -> tuple[Operation, ...]:
+    """The operations of a file, and then those of the command line.
+
+    Raises:
+        SettingsError: one is none, or the file holds no list of them.
+        StorageError: the file cannot be read.
+    """
+    found, texts = tuple[Operation, ...](), texts or []
+    if file is not None:
+        path = absolute(file)
+        folder, _, name = path.rpartition("/")
+        data = bytes(memoryview(read_whole(BACKEND, folder or "/", name, MOST_BYTES)))
+        given = _decoded(path, data)
+        found = operations_of(path, given, len(given) + len(texts) if isinstance(given, list) else None)
+    first, in_all = len(found) + 1, len(found) + len(texts)
+    return (*found, *(parse_operation(text, number, in_all) for number, text in enumerate(texts, first)))
+
+
+def _decoded(path: str, data: bytes) -> Any:
+    try:
+        return msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        not_json = error
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError:
+        raise SettingsError(f"{path}: not JSON: {not_json}; YAML is read where PyYAML is installed") from not_json
+    try:
+        return yaml.safe_load(data)
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{path}: neither JSON nor YAML: {' '.join(str(error).split())}") from error
+
+
+def changed(opened: Opened, part: str, operations: tuple[Operation, ...]) -> Operated:
+    """The opened checkpoint with operations applied to one of its trees; nothing is read yet."""
+    return operate(opened.files, opened.committed, part, operations, opened.settings)
+
+
+def plan_json(operated: Operated) -> list[dict[str, Any]]:
+    """The plan as JSON has it."""
+    return [
+        {"op": name, "changes": [{"from": old, "to": new} for old, new in changes]} for name, changes in operated.plan
+    ]
+
+
+def print_plan(operated: Operated) -> None:
+    """The plan for people; of very many changes of one operation the first ones."""
+    for number, (name, changes) in enumerate(operated.plan, 1):
+        print_text(f"{number}. {name}: {len(changes)} {'change' if len(changes) == 1 else 'changes'}")
+        rows = [["  " + old, "->", new] for old, new in changes[:MOST_SHOWN]]
+        if rows:
+            print_columns(rows[0], rows[1:], [False, False, False])
+        if len(changes) > MOST_SHOWN:
+            print(f"  ... and {len(changes) - MOST_SHOWN} more")
+
+
+def export(
+    path: Checkpoint,
+    out: ExportOut,
+    to: To,
+    step: Step = None,
+    part: PartToWrite = None,
+    only: Only = None,
+    op: Operations = None,
+    surgery: OperationsFile = None,
+    shard_gb: ShardGb = None,
+    separator: Separator = None,
+    item: Item = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Write the tree of a checkpoint for another tool: safetensors files, or a step that Orbax restores."""
+    with told_errors(as_json):
+        form = _form(to, out, shard_gb, separator, item)
+        opened = open_at(BACKEND, absolute(path), step_number(step))
+        source, name, plan = prepared(opened, part, only, chosen_operations(surgery, op))
+        others = [] if part else [each.name for each in opened.committed.manifest.parts if each.name != name]
+        told: dict[str, Any] = {"from": opened.path, "to": absolute(out), "format": to, "plan": plan_json(plan)}
+        told["skipped"] = opened.skipped
+        if not as_json:
+            print_plan(plan)
+        if dry_run:
+            told |= to_be_written(source, [name])
+        else:
+            refuse_place(BACKEND, told["to"])
+            told |= _write(source, name, told["to"], form, as_json)
+        if as_json:
+            print_json({**told, "left_out": [*told.get("left_out", ()), *others]})
+            return
+        print_text(to_be_written_text(told) if dry_run else _written_text(told))
+        if told.get("left_out"):
+            print_text(f"left out, as safetensors has nothing for them: {', '.join(told['left_out'])}")
+        for note in told.get("notes", ()):
+            print(note, file=sys.stderr)
+        if others:
+            print(f"left out, as only {name!r} is written: {', '.join(map(repr, others))}", file=sys.stderr)
+
+
+class _Form(NamedTuple):
+    """How a checkpoint is written: for which tool, and what that one has to be told."""
+
+    to: str
+    shard_bytes: int
+    separator: str
+    item: str | None
+    single_file: bool
+
+
+def _form(to: str, out: str, shard_gb: float | None, separator: str | None, item: str | None) -> _Form:
+    if to not in ("safetensors", "orbax"):
+        raise SettingsError(f'--to: expected "safetensors" or "orbax", found {to!r}')
+    if to != "orbax" and item is not None:
+        raise SettingsError("--item: expected --to orbax with it, which it is for")
+    if to != "safetensors" and (shard_gb is not None or separator is not None):
+        raise SettingsError("--shard-gb and --separator: expected --to safetensors with them, which they are for")
+    single_file = to == "safetensors" and out.endswith(".safetensors")
+    if single_file and shard_gb is not None:
+        raise SettingsError(f"--shard-gb: expected a folder to write several files into, found the one file {out!r}")
+    shard_bytes = SHARD_BYTES if shard_gb is None else _bytes_of(shard_gb)
+    own_separator = SEPARATOR if separator is None else text("--separator", separator)
+    return _Form(to, shard_bytes, own_separator, item, single_file)
+
+
+def _bytes_of(shard_gb: float) -> int:
+    shard_bytes = shard_gb * GB
+    if not 1 <= shard_bytes < math.inf:  # nan neither
+        refuse("--shard-gb", "a number of GB above 0", shard_gb)
+    return int(shard_bytes)
+
+
+def _written_text(told: dict[str, Any]) -> str:
+    return f"{told['to']}: {bytes_text(told['bytes'])}, {', '.join(told['files'])}"
+
+
+def to_be_written(source: Opened, parts: list[str]) -> dict[str, int]:
+    """How many leaves some parts of a checkpoint have, and how many bytes."""
+    leaves = sum(name.partition("/")[0] in parts for name in leaves_by_name(source))
+    return {"leaves": leaves, "bytes": sum(part_bytes(source, name) for name in parts)}
+
+
+def to_be_written_text(told: dict[str, Any]) -> str:
+    """What a dry run says of that."""
+    leaves = told["leaves"]
+    return f"{told['to']}: would have {leaves:,} {'leaf' if leaves == 1 else 'leaves'}, {bytes_text(told['bytes'])}"
+
+
+def prepared(
+    opened: Opened, part: str | None, only: list[str] | None, operations: tuple[Operation, ...]
+) -> tuple[Opened, str, Any]:
+    """The checkpoint with its tree changed, and without what was not chosen; the name of that; and the plan."""
+    found = opened.part(part)
+    name, trees = found.name, opened.trees
+    if name not in trees:
+        raise MismatchError(
+            f"{opened.path}: expected a checkpointable that is a tree, found {name!r}, which is of kind "
+            f"{found.kind!r}; the trees are {', '.join(map(repr, trees)) or 'none'}"
+        )
+    operated = changed(opened, name, operations)
+    source = dataclasses.replace(opened, files=operated.files, committed=operated.committed)
+    if only:
+        chosen = changed(source, name, (_Keep(only, opened.path),))
+        source = dataclasses.replace(source, files=chosen.files, committed=chosen.committed)
+    return source, name, operated
+
+
+class _Keep(Operation):
+    """Leave out what was not chosen."""
+
+    name = "only"
+
+    def __init__(self, only: list[str], path: str) -> None:
+        self._only, self._path = only, path
+
+    def apply(self, leaves: Leaves, subject: str) -> list[Change]:
+        """Drop the others."""
+        idle = idle_pattern(self._only, leaves)
+        if idle is not None:
+            raise MismatchError(
+                f"{self._path}: --only {idle!r} selects none of the {len(leaves)} leaves that are there after all "
+                f"operations{suggestion(idle, leaves)}: {keys_there(str(idle), leaves)}"
+            )
+        selected = leaf_filter(self._only)
+        for name in [name for name in leaves if not selected(name)]:
+            del leaves[name]
+        return []
+
+
+def _texts(custom: object) -> dict[str, str]:
+    """Of custom metadata what a safetensors file can hold."""
+    return {name: text for name, text in custom.items() if isinstance(text, str)} if isinstance(custom, dict) else {}
+
+
+def _write(source: Opened, name: str, out: str, form: _Form, as_json: bool) -> dict[str, Any]:
+    part = source.part(name)
+    with progress("writing", sum(map(nbytes_of, part.arrays)), as_json) as advance:
+        if form.to == "safetensors":
+            return _write_safetensors(source, part, out, form, advance)
+        return _write_orbax(source, part, out, form, advance)
+
+
+def _write_safetensors(
+    source: Opened, part: PartRecord, out: str, form: _Form, advance: ReadProgress
+) -> dict[str, Any]:
+    from jaxckpt_train.formats.safetensors import export_safetensors
+
+    found = export_safetensors(
+        source.files,
+        source.committed,
+        part,
+        BACKEND,
+        out,
+        source.settings,
+        separator=form.separator,
+        shard_bytes=form.shard_bytes,
+        single_file=form.single_file,
+        metadata=_texts(metadata_of(source).get("custom_metadata")) | {"format": "pt"},
+        progress=advance,
+    )
+    notes = [_told_of_keys(found.prng_keys)] if found.prng_keys else []
+    told = {"bytes": found.nbytes, "files": list(found.files), "left_out": list(found.left_out)}
+    return {**told, "prng_keys": list(found.prng_keys), "notes": notes}
+
+
+def _told_of_keys(keys: Sequence[str]) -> str:
+    count = f"{len(keys):,} PRNG {'key is' if len(keys) == 1 else 'keys are'} written as bare integers"
+    more = f" and {len(keys) - MOST_NAMED:,} more" if len(keys) > MOST_NAMED else ""
+    return (
+        f"{count}, as safetensors has none: {', '.join(keys[:MOST_NAMED])}{more}; no target that has keys there takes "
+        "them: leave them out by --op 'drop PATTERN'"
+    )
+
+
+def _write_orbax(source: Opened, part: PartRecord, out: str, form: _Form, advance: ReadProgress) -> dict[str, Any]:
+    from jaxckpt_train.formats.orbax_write import export_orbax, is_nnx_state
+
+    names = export_orbax(
+        source.files,
+        source.committed,
+        BACKEND,
+        out,
+        source.settings,
+        parts=[part.name],
+        items=None if form.item is None else {part.name: form.item},
+        progress=advance,
+    )
+    notes = [_NNX] if is_nnx_state(part, source.path) else []
+    return {"bytes": sum(map(nbytes_of, part.arrays)), "files": list(names), "left_out": [], "notes": notes}
+
+
+def import_(
+    path: Checkpoint,
+    out: ImportOut,
+    step: Step = None,
+    part: PartToTake = None,
+    only: Only = None,
+    op: Operations = None,
+    surgery: OperationsFile = None,
+    dry_run: DryRun = False,
+    read_budget_mib: Budget = READ_BUDGET_MIB,
+    as_json: Json = False,
+) -> None:
+    """Make a checkpoint of what Orbax, PyTorch, safetensors or Flax have written; operations may change it.
+
+    Arrays pass through memory one after the other; what is written has digests from then on. Where large chunks are
+    to be decoded, memory in huge pages halves the time: the command begins itself again with GLIBC_TUNABLES set so.
+    """
+    with told_errors(as_json):
+        final = absolute(out)
+        opened = open_at(BACKEND, absolute(path), step_number(step))
+        source, name, plan = prepared(opened, part, only, chosen_operations(surgery, op))
+        told: dict[str, Any] = {"from": opened.path, "kind": opened.kind, "to": final, "plan": plan_json(plan)}
+        told["skipped"] = opened.skipped
+        if not as_json:
+            print_plan(plan)
+        if dry_run:
+            parts = [each.name for each in source.committed.manifest.parts] if part is None else [name]
+            told |= to_be_written(source, parts)
+        else:
+            make_room(final)
+            info = {"created": now_text(), **metadata_of(opened), **told_of_import(opened)}
+            chosen = None if part is None else [name]
+            told["bytes"] = write_prepared(source, final, info, chosen, read_budget_mib, as_json)
+        if as_json:
+            print_json(told)
+        else:
+            print_text(to_be_written_text(told) if dry_run else f"{final}: {bytes_text(told['bytes'])}")
+
+
+def write_prepared(
+    source: Opened, final: str, info: dict[str, Any], parts: list[str] | None, read_budget_mib: int, as_json: bool
+) -> int:
+    """Write what `prepared` gave as a checkpoint of this package, with a progress line; the bytes of its data."""
+    with progress("writing", None, as_json) as advance:
+        committed = copy_checkpoint(
+            source.files,
+            source.committed,
+            BACKEND,
+            final,
+            dataclasses.replace(source.settings, read_budget_bytes=read_budget_mib << 20),
+            info=info,
+            if_taken=MOVE_IT_AWAY,
+            parts=parts,
+            decoding=source.decoding,
+            progress=advance,
+        )
+    return committed.data_bytes
+
+
+def make_room(final: str) -> None:
+    """Refuse a name that is taken or must not be; remove what an import that was killed has left of this one."""
+    refuse_existing_name(final)
+    refuse_left_over_name(final)
+    refuse_place(BACKEND, final)
+    remove_left_overs(BACKEND, final)
+
+
+def now_text() -> str:
+    """This moment, as manifests have it."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+
+
+def _checked_steps(steps: list[str] | None) -> list[str] | None:
+    for step in steps or ():
+        checked_step(step)
+    return steps
+
+
+Steps = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--step", "-s", metavar="NUMBER", callback=_checked_steps, help="Which steps, instead.", show_default=False
+    ),
+]
+
+
+def average(
+    run: Run,
+    out: ImportOut,
+    last: Last = None,
+    step: Steps = None,
+    leaves: LeavesToAverage = LEAVES,
+    part: PartToAverage = None,
+    only: Only = None,
+    dry_run: DryRun = False,
+    read_budget_mib: Budget = READ_BUDGET_MIB,
+    as_json: Json = False,
+) -> None:
+    """Make a checkpoint whose parameters are the mean of those of the last steps of a run.
+
+    Floating-point leaves are summed in double precision and rounded once. All else is that of the newest of the steps.
+    """
+    with told_errors(as_json):
+        path, final = absolute(run), absolute(out)
+        looks, skipped = _steps(path, last, step)
+        paths = [f"{path}/{look.name}" for look in looks]
+        opened = open_at(BACKEND, paths[-1])
+        operation = Average(leaves, paths[:-1], opened.part(part).name)
+        source, name, plan = prepared(opened, part, only, (operation,))
+        steps = [look.step for look in looks]
+        summary: dict[str, Any] = {
+            "run": path,
+            "steps": steps,
+            "to": final,
+            "plan": plan_json(plan),
+            "skipped": skipped,
+        }
+        if not as_json:
+            print_plan(plan)
+        parts = [each.name for each in source.committed.manifest.parts] if part is None else [name]
+        if dry_run:
+            summary |= to_be_written(source, parts)
+        else:
+            make_room(final)
+            about = {key: value for key, value in metadata_of(opened).items() if key not in ("metrics", "temporary")}
+            info = {**about, "created": now_text(), **told_of_import(opened), "averaged_steps": steps}
+            summary["bytes"] = write_prepared(source, final, info, parts, read_budget_mib, as_json)
+        if as_json:
+            print_json(summary)
+        else:
+            written = f"{final}: {bytes_text(summary['bytes'])}, the mean of steps {', '.join(map(str, steps))}"
+            print_text(to_be_written_text(summary) if dry_run else written)
+
+
+def _steps(path: str, last: int | None, chosen: list[str] | None) -> tuple[list[StepLook], list[str]]:
+    """The steps to average, the newest last, and the names of those that are damaged and passed over."""
+    looks = look_at_run(BACKEND, path)
+    whole = [look for look in looks if look.entry is not None and look.is_current and look.problem is None]
+    if chosen:
+        if last is not None:
+            raise SettingsError("--last and --step: expected one of them, found both")
+        return _named(path, whole, chosen), []
+    count = LAST if last is None else last
+    if len(whole) < max(2, last or 0):
+        raise StepNotFoundError(f"{path}: expected {max(2, last or 0)} whole steps to average, found {len(whole)}")
+    taken = whole[-count:]
+    bad = [each for each in looks if each.problem is not None and each.step > taken[0].step]
+    for look in bad:
+        if look.refusal is not None:
+            raise look.refusal  # it may be whole
+        _log.warning("%s/%s is passed over: %s", path, look.name, look.problem)
+    return taken, [look.name for look in bad]
+
+
+def _named(path: str, whole: list[StepLook], chosen: list[str]) -> list[StepLook]:
+    wanted = {step_number(step) for step in chosen}
+    found = [look for look in whole if look.step in wanted]
+    missing = wanted.difference(look.step for look in found)
+    if missing:
+        there = ", ".join(str(look.step) for look in whole[-LAST:]) or "none"
+        raise StepNotFoundError(f"{path}: has no whole step {', '.join(map(str, missing))}; the last ones are {there}")
+    if len(found) < 2:
+        raise SettingsError(f"--step: expected two steps or more, found {', '.join(chosen)}")
+    return found

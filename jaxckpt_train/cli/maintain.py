@@ -1,0 +1,407 @@
+"""`jaxckpt verify` and `jaxckpt scrub`: is every byte what was saved?
+
+`jaxckpt prune`: lets steps of a run go that a policy does not keep.
+
+`jaxckpt pin`: keeps a step of a run whatever its policies say.
+
+`jaxckpt mv`: moves a checkpoint, or a step of a run: a verified copy, then the source goes.
+
+`jaxckpt cp`: a verified copy of a checkpoint, or of a step of a run.
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import os
+import time
+from typing import Annotated, Any, Literal, NamedTuple
+
+import typer
+
+from jaxckpt_train._validation import stated_mode
+from jaxckpt_train.checkpoint import OURS, Opened
+from jaxckpt_train.cli.output import (
+    BACKEND,
+    Checkpoint,
+    Code,
+    Json,
+    Run,
+    Step,
+    absolute,
+    bytes_text,
+    print_columns,
+    print_json,
+    print_text,
+    progress,
+    step_number,
+    told_errors,
+)
+from jaxckpt_train.errors import CheckpointError, NotACheckpointError, SettingsError, StepNotFoundError, StorageError
+from jaxckpt_train.inspection.copying import (
+    copy_checked,
+    destination,
+    refuse_other_tools,
+    refuse_to_remove_checkpoint,
+    refuse_to_remove_step,
+    remove_checkpoint,
+    remove_step,
+)
+from jaxckpt_train.inspection.health import PrunePlan, plan_pruning
+from jaxckpt_train.inspection.runs import StepLook, look_at_run, open_at
+from jaxckpt_train.policies.context import PreservationPolicy
+from jaxckpt_train.policies.preservation import BestN, EveryNSteps, LatestN
+from jaxckpt_train.run.entry import check_step, parse_step_name
+from jaxckpt_train.run.lock import OwnerLock
+from jaxckpt_train.run.owned import owned_run
+from jaxckpt_train.run.pruning import Pruning
+from jaxckpt_train.store.backends.base import is_refusal
+from jaxckpt_train.store.backends.local import file_exists
+from jaxckpt_train.store.committed import Committed
+from jaxckpt_train.store.threads import Latch
+from jaxckpt_train.store.timeouts import answer_of
+from jaxckpt_train.store.verify import first_damage, verify_opened
+
+Source = Annotated[
+    str,
+    typer.Argument(metavar="SRC", help="A checkpoint, a step, or a run: its newest whole step.", show_default=False),
+]
+Destination = Annotated[
+    str,
+    typer.Argument(
+        metavar="DST",
+        help="Its new path; a run, or a directory with a / at the end: it keeps its name in there.",
+        show_default=False,
+    ),
+]
+CopyCheck = Annotated[bool, typer.Option("--check", help="Read all bytes of the copy again before it gets its name.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint that is there.")]
+PinnedStep = Annotated[int, typer.Argument(metavar="STEP", help="The number of the step.", show_default=False)]
+Off = Annotated[bool, typer.Option("--off", help="Unpin it: the policies decide again.")]
+KeepLatest = Annotated[
+    int | None, typer.Option("--keep-latest", min=1, metavar="N", help="Keep the N highest steps.", show_default=False)
+]
+KeepEvery = Annotated[
+    int | None,
+    typer.Option("--keep-every", min=1, metavar="N", help="Keep steps that are multiples of N.", show_default=False),
+]
+KeepBest = Annotated[
+    int | None,
+    typer.Option("--keep-best", min=1, metavar="N", help="Keep the N best steps by --metric.", show_default=False),
+]
+Metric = Annotated[
+    str | None,
+    typer.Option("--metric", metavar="NAME", help="The metric that says which are best.", show_default=False),
+]
+Mode = Annotated[
+    Literal["min", "max"] | None,
+    typer.Option("--mode", help="Whether the lowest or the highest value is best.", show_default="min"),
+]
+PruneCheck = Annotated[
+    bool,
+    typer.Option(
+        "--check/--no-check", help="Read all bytes of the newest step first: only what is whole may replace others."
+    ),
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Delete them; else nothing is changed.")]
+Rate = Annotated[
+    float | None,
+    typer.Option(
+        "--mib-per-second", "-r", help="Read no faster than this; else as fast as it goes.", show_default=False
+    ),
+]
+MIB = 1 << 20
+
+
+def cp(
+    src: Source,
+    dst: Destination,
+    step: Step = None,
+    check: CopyCheck = False,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Copy a checkpoint, or one step of a run, and verify it.
+
+    Every byte is compared with its digest as it is read. What the checkpoint says of itself goes along: step, metrics,
+    custom metadata, shardings. Of a damaged one nothing is copied: that ends with 1.
+    """
+    with told_errors(as_json):
+        source = open_at(BACKEND, absolute(src), step_number(step))
+        final = destination(BACKEND, dst, source)
+        done = copied(source, final, overwrite, check, as_json)
+        if as_json:
+            told = {"source": source.path, "path": final, "bytes": done.data_bytes, "read_again": check}
+            print_json({**told, "skipped": source.skipped})
+        else:
+            print_text(f"{source.path} -> {final}: {bytes_text(done.data_bytes)} copied")
+
+
+def copied(source: Opened, final: str, overwrite: bool, check: bool, as_json: bool) -> Committed:
+    """Copy it with a line on the terminal meanwhile; raises as `copy_checked`."""
+    with progress("copying", source.committed.data_bytes * (1 + check), as_json) as advance:
+        return copy_checked(BACKEND, source, final, replace=overwrite, every_byte=check, progress=advance)
+
+
+def mv(src: Source, dst: Destination, step: Step = None, overwrite: Overwrite = False, as_json: Json = False) -> None:
+    """Move a checkpoint, or one step of a run: copy it as `jaxckpt cp --check` does, then remove the source.
+
+    A step must be neither the newest of its run nor pinned. While a live process owns the run, that ends with 4.
+    """
+    with told_errors(as_json):
+        source = open_at(BACKEND, absolute(src), step_number(step))
+        final = destination(BACKEND, dst, source)
+        refuse_other_tools(source)
+        if parse_step_name(os.path.basename(source.path)) is None:
+            refuse_to_remove_checkpoint(BACKEND, source.path)
+            nbytes = copied(source, final, overwrite, True, as_json).data_bytes
+            remove_checkpoint(BACKEND, source.path)
+        else:
+            nbytes = _move_step(source, final, overwrite, as_json)
+        if file_exists(source.path):
+            raise StorageError(errno.EBUSY, f"is copied to {final}, but the source was not removed", source.path)
+        if as_json:
+            told = {"source": source.path, "path": final, "bytes": nbytes, "removed": True}
+            print_json({**told, "skipped": source.skipped})
+        else:
+            print_text(f"{source.path} -> {final}: {bytes_text(nbytes)} moved")
+
+
+def _move_step(source: Opened, final: str, overwrite: bool, as_json: bool) -> int:
+    run, name = os.path.split(source.path)
+    with owned_run(BACKEND, run) as owned:
+        refuse_to_remove_step(BACKEND, owned, run, name)
+        done = copied(source, final, overwrite, True, as_json)
+        remove_step(owned, name)
+    return done.data_bytes
+
+
+def pin(run: Run, step: PinnedStep, off: Off = False, as_json: Json = False) -> None:
+    """Pin a step: no policy, and no `jaxckpt prune`, deletes it. With --off it may go again.
+
+    Refused with 4 while a live process owns the run: pin it there, by `manager.pin(step)`. Ends with 3 if there is no
+    such step.
+    """
+    with told_errors(as_json):
+        directory, number, pinned = absolute(run), check_step(step), not off
+        with owned_run(BACKEND, directory) as owned:
+            was_pinned = owned.candidates(number)[0].pinned
+            answer_of(directory, lambda moved: owned.note_step(number, {"pin": pinned}))
+        if as_json:
+            print_json({"run": directory, "step": number, "pinned": pinned, "was_pinned": was_pinned})
+        else:
+            already = " already" if was_pinned == pinned else ""
+            print(f"step {number} is {'pinned' if pinned else 'not pinned'}{already}")
+
+
+def prune(
+    run: Run,
+    keep_latest: KeepLatest = None,
+    keep_every: KeepEvery = None,
+    keep_best: KeepBest = None,
+    metric: Metric = None,
+    mode: Mode = None,
+    check: PruneCheck = True,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Let steps of a run go that none of the given rules keeps. Only tells which, unless --yes is given.
+
+    Always kept: the newest step, the newest that is whole, pinned steps, what a link in the run stands for, and what
+    cannot be judged. Nothing is deleted while a live process owns the run: that ends with 4. Ends with 1 if the newest
+    step is damaged, or cannot be read.
+    """
+    with told_errors(as_json):
+        directory, pruning = absolute(run), Pruning(_policies(keep_latest, keep_every, keep_best, metric, mode))
+        if yes:
+            with owned_run(BACKEND, directory, pruning) as owned:
+                plan = _plan(directory, pruning, check, as_json)
+                owned.retain(is_durable=False)  # what stays is on the disk before the others go
+        else:
+            plan = _plan(directory, pruning, check, as_json)
+        there = {entry.name for entry in BACKEND.list(directory)} if yes else set[str]()
+        failed = [each.look.name for each in plan.going if each.look.name in there]
+        owner = None if yes else OwnerLock(BACKEND, directory).owner()
+        owned_by = owner.name if owner is not None and owner.is_alive else None
+        if as_json:
+            print_json(_json_of(directory, pruning, plan, yes, failed, owned_by))
+        else:
+            _print(plan, yes, failed, owned_by)
+        if failed:
+            raise typer.Exit(int(Code.REFUSED))
+        if plan.damaged or plan.refused:
+            raise typer.Exit(int(Code.WRONG))
+
+
+def _policies(
+    latest: int | None, every: int | None, best: int | None, metric: str | None, mode: Literal["min", "max"] | None
+) -> dict[str, PreservationPolicy]:
+    if best is None and (metric is not None or mode is not None):
+        raise SettingsError("--metric and --mode: expected --keep-best N with them, which they are for")
+    if best is not None and metric is None:
+        raise SettingsError("--keep-best: expected --metric NAME with it, which says which steps are better")
+    policies: dict[str, PreservationPolicy] = {}
+    policies |= {} if latest is None else {f"--keep-latest {latest}": LatestN(latest)}
+    policies |= {} if every is None else {f"--keep-every {every}": EveryNSteps(every)}
+    if best is not None and metric is not None:
+        stated = stated_mode("--mode", mode, metric)
+        policies[f"--keep-best {best} --metric {metric} --mode {stated}"] = BestN(metric, best, stated)
+    if not policies:
+        raise SettingsError("expected at least one of --keep-latest, --keep-every and --keep-best, found none")
+    return policies
+
+
+def _plan(directory: str, pruning: Pruning, check: bool, as_json: bool) -> PrunePlan:
+    now = datetime.datetime.now(datetime.UTC)
+    with progress("verifying the newest step", None, as_json) as advance:
+        return plan_pruning(BACKEND, directory, pruning, now, every_byte=check, reading=advance)
+
+
+def _json_of(
+    directory: str, pruning: Pruning, plan: PrunePlan, yes: bool, failed: list[str], owned_by: str | None
+) -> dict[str, Any]:
+    return {
+        "run": directory,
+        "kept_by": list(pruning.policies),
+        "deleted": yes,
+        "bytes": plan.freed_bytes,
+        "failed": failed,
+        "owner": owned_by,
+        "steps": [
+            {
+                "step": each.look.step,
+                "name": each.look.name,
+                "bytes": each.look.nbytes,
+                "goes": each.goes,
+                "why": list(each.why),
+            }
+            for each in plan.steps
+        ],
+    }
+
+
+def _print(plan: PrunePlan, yes: bool, failed: list[str], owned_by: str | None) -> None:
+    gone = "gone" if yes else "goes"
+    rows = []
+    for each in plan.steps:
+        fate = "stays" if not each.goes else "refused" if each.look.name in failed else gone
+        rows.append([str(each.look.step), bytes_text(each.look.nbytes), fate, "; ".join(each.why)])
+    print_columns(["step", "size", "", "why"], rows, [True, True, False, False])
+    count, freed = f"{len(plan.going):,} of {len(plan.steps):,} steps", bytes_text(plan.freed_bytes)
+    if failed:
+        print(f"{len(failed):,} steps could not be deleted; the warnings say why. The next process of the run tries it")
+    elif yes:
+        print(f"{count} are deleted: {freed}")
+    else:
+        print(f"{count} would go: {freed}. Nothing is deleted yet: --yes does it")
+        if owned_by is not None:
+            print_text(f"{owned_by} owns the run: --yes is refused while it lives")
+
+
+def verify(path: Checkpoint, step: Step = None, as_json: Json = False) -> None:
+    """Read every byte of a checkpoint and compare it with its digests.
+
+    Ends with 1 if something is damaged, also a newer step of the run, with 4 if some of it cannot be read.
+    """
+    with told_errors(as_json):
+        opened = open_at(BACKEND, absolute(path), step_number(step))
+        if opened.kind != OURS:
+            raise NotACheckpointError(f"{opened.path}: of {opened.kind}, which keeps no digests to compare with")
+        with progress("verifying", None, as_json) as advance:
+            report = verify_opened(BACKEND, opened.committed, opened.settings, advance)
+        if not report.ok and not file_exists(opened.path):
+            raise StepNotFoundError(f"{opened.path}: was removed while it was being read")
+        total, compared = opened.committed.data_bytes, bytes_text(report.checked_bytes)
+        compared += "" if report.checked_bytes == total else f" of {bytes_text(total)}"
+        state = "ok" if report.ok else "DAMAGED" if report.is_damaged else "CANNOT BE READ"
+        if as_json:
+            told = {"path": opened.path, "ok": report.ok, "bytes": report.checked_bytes, "problems": report.problems}
+            print_json({**told, "damaged": report.is_damaged, "skipped": opened.skipped})
+        else:
+            for problem in report.problems:
+                print_text(problem)
+            print_text(f"{opened.path}: {state}, {compared} compared")
+        if report.is_damaged or (report.ok and opened.skipped):
+            raise typer.Exit(int(Code.WRONG))
+        if not report.ok:
+            raise typer.Exit(int(Code.REFUSED))
+
+
+def scrub(run: Run, rate: Rate = None, as_json: Json = False) -> None:
+    """Read every byte of all steps of a run, the newest first, and compare it with its digests.
+
+    Changes nothing: a training that restores sets damaged steps aside by itself. Ends with 1 if a step is damaged, with
+    4 if none is and one cannot be read.
+    """
+    with told_errors(as_json):
+        if rate is not None and not rate > 0:
+            raise SettingsError(f"--mib-per-second: expected a number above 0, found {rate:g}")
+        directory = absolute(run)
+        looks = look_at_run(BACKEND, directory)
+        if not looks:
+            raise NotACheckpointError(f"{directory}: expected a run, found no steps in it")
+        pace = _Pace(None if rate is None else rate * MIB)
+        with progress("verifying", sum(look.nbytes or 0 for look in looks), as_json) as advance:
+
+            def read(nbytes: int) -> None:
+                pace(nbytes)
+                advance(nbytes)
+
+            found = _scrub(directory, looks, read)
+        damaged, refused = sum(each.is_damaged for each in found), sum(each.is_refused for each in found)
+        if as_json:
+            steps = [{"name": each.name, "problem": each.problem, "damaged": each.is_damaged} for each in found]
+            print_json({"run": directory, "steps": steps})
+        else:
+            for each in found:
+                if each.problem is not None:
+                    print_text(f"{each.name}: {each.problem}")
+            unread = f", {refused} cannot be read" if refused else ""
+            print(f"{len(found)} steps, {damaged} damaged{unread}, {bytes_text(pace.nbytes)} read")
+        if damaged or refused:
+            raise typer.Exit(int(Code.WRONG if damaged else Code.REFUSED))
+
+
+class _Pace:
+    """Keeps reads to a rate, in bytes a second; None: as fast as they go."""
+
+    def __init__(self, rate: float | None) -> None:
+        self._rate, self._began, self.nbytes, self._latch = rate, time.monotonic(), 0, Latch()
+
+    def __call__(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        if self._rate is not None:
+            ahead_s = self.nbytes / self._rate - (time.monotonic() - self._began)
+            if ahead_s > 0:
+                self._latch.wait(ahead_s)
+
+
+class _Scrubbed(NamedTuple):
+    """What was found of a step: a problem, or none; whether it is only that the storage has refused to read it."""
+
+    name: str
+    problem: str | None
+    is_refused: bool = False
+
+    @property
+    def is_damaged(self) -> bool:
+        return self.problem is not None and not self.is_refused
+
+
+def _scrub(directory: str, looks: list[StepLook], pace: Any) -> list[_Scrubbed]:
+    """What is wrong with each step, the newest first; nothing of those that their owner has deleted meanwhile."""
+    found = []
+    for look in reversed(looks):
+        each = _scrubbed(directory, look, pace)
+        if each.problem is None or look.name in {entry.name for entry in BACKEND.list(directory)}:
+            found.append(each)
+    return found
+
+
+def _scrubbed(directory: str, look: StepLook, pace: Any) -> _Scrubbed:
+    if look.problem is not None:
+        return _Scrubbed(look.name, look.problem, look.refusal is not None)
+    try:
+        return _Scrubbed(look.name, first_damage(BACKEND, f"{directory}/{look.name}", pace))
+    except CheckpointError as error:
+        return _Scrubbed(look.name, str(error), is_refusal(error))

@@ -1,0 +1,1 @@
+"""The processes of a job: rendezvous, key-value store, shared memory."""

@@ -1,0 +1,1 @@
+"""What runs and checkpoints contain, without JAX."""

@@ -1,0 +1,315 @@
+"""How a tree is restored for a program that was written for Orbax: what is read for each leaf, and what it becomes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxckpt_train.checkpointables.pytree import PytreeHandler
+from jaxckpt_train.checkpointables.registry import handler_of
+from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.metadata import CheckpointableMetadata, LeafMetadata
+from jaxckpt_train.pytree.flatten import EMPTY, PLACEHOLDER, flatten, unflatten
+
+_log = logging.getLogger("jaxckpt_train")
+_NUMBERS = (bool, int, float, complex)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """One leaf of a restored tree.
+
+    Attributes:
+        target: what is read: an array, `jax.ShapeDtypeStruct`, plain value or PLACEHOLDER.
+        kind: the type that the value is converted to; None: it keeps its own.
+        dtype: the dtype that the value is converted to; None: it keeps its own.
+        sharding: where a value from the host is put; None: nowhere.
+        instead: the value of a leaf that is not read.
+    """
+
+    target: Any
+    kind: type | None = None
+    dtype: Any = None
+    sharding: Any = None
+    instead: Any = PLACEHOLDER
+
+    @property
+    def is_read_as_wanted(self) -> bool:
+        """Whether the value that is read is the result."""
+        return (self.kind, self.dtype, self.sharding) == (None, None, None) and self.instead is PLACEHOLDER
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wish:
+    """What a program asks of one leaf, by its target or by its restore arguments; None: as it was saved.
+
+    Attributes:
+        kind: the type.
+        dtype, shape: of an array.
+        sharding: of a `jax.Array`.
+        is_uncommitted: whether the array belongs on the default device, whatever its sharding was.
+    """
+
+    kind: type | None = None
+    dtype: Any = None
+    shape: tuple[int, ...] | None = None
+    sharding: Any = None
+    is_uncommitted: bool = False
+
+
+class TreeTarget:
+    """The target of one tree: `like` is loaded, and `finished` makes of it what the program asked for.
+
+    Args:
+        name: of the checkpointable.
+        item: the tree that gives the structure, and whose leaves say what is read; None: as it was saved.
+        saved: what the checkpoint has; None: unknown.
+        restore_args: a tree of Orbax's restore arguments; None: no such.
+        fallback: the sharding of leaves that neither bring one nor were saved with one.
+        leaves_count: whether the leaves of `item` say what is read. False: only its structure does.
+        is_partial: whether leaves of the checkpoint that are not in `item` are passed over.
+
+    Raises:
+        SettingsError: a leaf is asked to become what it cannot.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        item: Any,
+        saved: CheckpointableMetadata | None,
+        *,
+        restore_args: Any = None,
+        fallback: jax.sharding.Sharding | None = None,
+        leaves_count: bool = True,
+        is_partial: bool = False,
+    ) -> None:
+        self._name, self._leaves = name, dict[str, _Leaf]()
+        self._picked: list[str] | None = None
+        self.like = self._tree = item
+        if saved is None or saved.tree is None or not isinstance(handler_of(item), PytreeHandler):
+            return
+        try:
+            wishes = {} if restore_args is None else _by_path(restore_args)
+            there = _by_path(saved.tree)
+            given = there if item is None else _by_path(item)
+        except TypeError as error:
+            raise SettingsError(f"args of {name!r}: expected trees, found {error}") from error
+        self._tree = saved.tree if item is None else item
+        has_leaves = leaves_count and item is not None
+        for path, leaf in given.items():
+            wish = _wish_of_leaf(leaf) if has_leaves else _wish_of_args(name, path, wishes.get(path))
+            found = saved.leaves.get(path)
+            if found is None:
+                self._leaves[path] = _absent(leaf, is_partial)
+            else:
+                planned = _planned(leaf, there[path], found, wish, fallback, leaves_count=has_leaves)
+                self._leaves[path] = planned
+        self._picked = [*given] if is_partial and item is not None else None
+        _refuse_below(name, given, there, is_partial=self._picked is not None)
+        if self._picked is None:
+            self.like = self._filled(self._tree)
+        else:
+            leaves = (leaf if leaf is EMPTY else self._target_of(path) for path, leaf in there.items())
+            self.like = unflatten(saved.tree, [*leaves])
+
+    def finished(self, loaded: Any) -> Any:
+        """The restored tree, in the structure of the item."""
+        if self._picked is None and all(leaf.is_read_as_wanted for leaf in self._leaves.values()):
+            return loaded
+        values = _by_path(loaded)
+        self._warn(values)
+        done = [
+            leaf if leaf is EMPTY else _finished(self._name, path, self._leaves[path], values.get(path, PLACEHOLDER))
+            for path, leaf in _by_path(self._tree).items()
+        ]
+        return unflatten(self._tree, done)
+
+    def _target_of(self, path: str) -> Any:
+        leaf = self._leaves.get(path)
+        return PLACEHOLDER if leaf is None else leaf.target
+
+    def _filled(self, tree: Any) -> Any:
+        """The tree with what is read for each leaf; the very object if that is what it has already."""
+        own = _by_path(tree)
+        targets = [leaf if leaf is EMPTY else self._target_of(path) for path, leaf in own.items()]
+        is_same = all(one is other for one, other in zip(targets, own.values(), strict=True))
+        return tree if is_same else unflatten(tree, targets)
+
+    def _warn(self, values: Mapping[str, Any]) -> None:
+        changed = [
+            f"{path} from {values[path].dtype} to {np.dtype(leaf.dtype)}"
+            for path, leaf in self._leaves.items()
+            if leaf.dtype is not None and getattr(values.get(path), "dtype", leaf.dtype) != leaf.dtype
+        ]
+        if changed:
+            _log.warning(
+                "%r: the dtype of %d leaves is converted: %s", self._name, len(changed), ", ".join(changed[:3])
+            )
+
+
+def as_saved(saved: CheckpointableMetadata) -> Any:
+    """The tree of a checkpointable as its metadata: `jax.ShapeDtypeStruct`s of arrays and numbers, and other values."""
+    struct: Any = jax.ShapeDtypeStruct
+    if saved.tree is None:
+        return None
+    flat = flatten(saved.tree)
+    leaves = [struct((), np.asarray(leaf).dtype) if type(leaf) in _NUMBERS else leaf for leaf in flat.leaves]
+    return unflatten(saved.tree, leaves)
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    flat = flatten(tree)
+    return dict(zip(flat.names, flat.leaves, strict=True))
+
+
+def _refuse_below(name: str, given: Mapping[str, Any], there: Mapping[str, Any], *, is_partial: bool) -> None:
+    """Refuse a placeholder, and any leaf of a partial target, where the checkpoint has a subtree."""
+    for path, leaf in given.items():
+        is_refused = leaf is not EMPTY if is_partial else leaf is PLACEHOLDER
+        if is_refused and path not in there and any(each.startswith(f"{path}/") for each in there):
+            raise SettingsError(f"args of {name!r}: {path}: expected a subtree as in the checkpoint, found a leaf")
+
+
+def _absent(leaf: Any, is_partial: bool) -> _Leaf:
+    """A leaf that the checkpoint lacks: a partial restore keeps it, and any other one is refused by the load."""
+    if is_partial:
+        return _Leaf(PLACEHOLDER, instead=leaf)
+    says_what = leaf is None or leaf is EMPTY or leaf is PLACEHOLDER or hasattr(leaf, "dtype")
+    return _Leaf(leaf if says_what or type(leaf) in _NUMBERS or isinstance(leaf, str) else 0)
+
+
+def _wish_of_leaf(leaf: Any) -> _Wish:
+    """What a leaf of a target asks for, as `StandardRestore` reads it."""
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return _Wish(np.ndarray, leaf.dtype, leaf.shape)
+    if isinstance(leaf, jax.Array):
+        return _Wish(jax.Array, leaf.dtype, leaf.shape, leaf.sharding if leaf.committed else None, not leaf.committed)
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return _Wish(None, leaf.dtype, tuple(leaf.shape), getattr(leaf, "sharding", None))
+    return _Wish(type(leaf) if type(leaf) in _NUMBERS else None)
+
+
+def _wish_of_args(name: str, path: str, args: Any) -> _Wish:
+    """What the restore arguments of one leaf ask for.
+
+    Raises:
+        SettingsError: the type to restore is none of those that a leaf can have.
+    """
+    kind = getattr(args, "restore_type", None)
+    sharding: Any = getattr(args, "sharding", None)
+    mesh, shape = getattr(args, "mesh", None), getattr(args, "global_shape", None)
+    if sharding is None and mesh is not None:
+        sharding = jax.sharding.NamedSharding(mesh, args.mesh_axes)
+    if hasattr(sharding, "to_jax_sharding"):
+        sharding = sharding.to_jax_sharding()
+    if kind not in (None, np.ndarray, jax.Array, str, *_NUMBERS):
+        raise SettingsError(
+            f"args of {name!r}: restore_args of {path!r}: restore_type: expected np.ndarray, jax.Array, int, float, "
+            f"str or None, found {kind!r}"
+        )
+    return _Wish(kind, getattr(args, "dtype", None), None if shape is None else tuple(shape), sharding)
+
+
+def _planned(leaf: Any, abstract: Any, found: LeafMetadata, wish: _Wish, fallback: Any, *, leaves_count: bool) -> _Leaf:
+    """What is read for a leaf that the checkpoint has, and what it becomes.
+
+    Args:
+        leaf: of the target.
+        abstract: the leaf as it was saved.
+        found: what the checkpoint says of it.
+        wish: what the program asks for.
+        fallback: the sharding of a leaf that neither brings one nor was saved with one.
+        leaves_count: whether the leaf of the target says what is read.
+    """
+    if leaf is PLACEHOLDER or leaf is EMPTY:
+        return _Leaf(leaf)
+    if leaf is None:
+        return _Leaf(None) if abstract is None else _Leaf(PLACEHOLDER, instead=None)
+    if found.shape is None:
+        is_number = type(abstract) in _NUMBERS
+        if leaves_count and (not is_number or wish.kind in (np.ndarray, jax.Array)):
+            return _Leaf(leaf)  # and the load compares them
+        kind = None if wish.kind is type(abstract) else wish.kind
+        return _Leaf(abstract, kind) if leaves_count else _Leaf(abstract, kind, wish.dtype, wish.sharding)
+    if leaves_count and wish.shape is None:
+        return _Leaf(leaf)
+    sharding = wish.sharding
+    if sharding is None and not wish.is_uncommitted:
+        sharding = _saved_sharding(found.sharding) or fallback
+    if found.host is None:  # a PRNG key
+        return _Leaf(leaf if leaves_count else _struct(abstract.shape, abstract.dtype, sharding))
+    shape = abstract.shape if wish.shape is None else wish.shape
+    dtype = None if wish.dtype is None or np.dtype(wish.dtype) == found.dtype else np.dtype(wish.dtype)
+    if wish.kind not in (None, jax.Array) or (wish.kind is None and wish.sharding is None and found.host != "jax"):
+        is_scalar = found.host == "scalar" and wish.kind is None
+        kind = None if wish.kind is np.ndarray else wish.kind
+        return _Leaf(np.zeros((), found.dtype)[()] if is_scalar else _on_host(shape, found.dtype), kind, dtype)
+    if not _fits_jax(found.dtype):
+        is_put = wish.kind is jax.Array or wish.sharding is not None
+        return _Leaf(_on_host(shape, found.dtype), jax.Array if is_put else None, dtype, sharding if is_put else None)
+    if leaves_count and dtype is None and (wish.is_uncommitted or sharding is getattr(leaf, "sharding", None)):
+        return _Leaf(leaf)
+    return _Leaf(_struct(shape, found.dtype, sharding), dtype=dtype)
+
+
+def _finished(name: str, path: str, leaf: _Leaf, value: Any) -> Any:
+    """What a value that was read becomes."""
+    if value is PLACEHOLDER:
+        return leaf.instead
+    if leaf.kind not in (None, np.ndarray, jax.Array):
+        if np.size(value) != 1 or np.ndim(value) != 0:
+            raise SettingsError(
+                f"args of {name!r}: {path!r}: expected a number to restore as {leaf.kind.__name__}, found an array of "
+                f"shape {np.shape(value)}"
+            )
+        return leaf.kind(value)
+    is_number = type(value) in _NUMBERS
+    if leaf.dtype is not None:
+        value = (np.asarray(value) if is_number else value).astype(leaf.dtype)
+    if leaf.sharding is not None:
+        host = np.asarray(value)
+        host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype))
+        return jax.make_array_from_callback(host.shape, leaf.sharding, lambda index: host[index])
+    if leaf.kind is np.ndarray:
+        return np.asarray(value)
+    if leaf.kind is jax.Array:
+        return jnp.asarray(value)
+    return value.item() if is_number and leaf.dtype is not None else value
+
+
+def _saved_sharding(saved: Any) -> jax.sharding.Sharding | None:
+    """The sharding that an array had, over the first devices of this job; None: there are too few, or it had none."""
+    try:
+        axes, spec = dict(saved["mesh"]), [tuple(axis) if isinstance(axis, list) else axis for axis in saved["spec"]]
+    except (KeyError, TypeError, ValueError):  # it may be anything: the manifest keeps it for people
+        return None
+    count = math.prod(axes.values())
+    if count > len(jax.devices()):
+        return None
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:count]).reshape(tuple(axes.values())), tuple(axes))
+    partition: Any = jax.sharding.PartitionSpec
+    return jax.sharding.NamedSharding(mesh, partition(*spec))
+
+
+def _struct(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
+    struct: Any = jax.ShapeDtypeStruct
+    return struct(shape, dtype, sharding=sharding)
+
+
+def _fits_jax(dtype: Any) -> bool:
+    """Whether JAX can hold the dtype: 64-bit types only where they are switched on."""
+    dtypes: Any = jax.dtypes
+    return bool(dtypes.issubdtype(dtype, dtypes.extended) or dtypes.canonicalize_dtype(dtype) == dtype)
+
+
+def _on_host(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """A target on the host that takes no memory."""
+    return np.broadcast_to(np.zeros((), dtype), shape)

@@ -1,1 +1,0 @@
-"""The forms of other libraries' loops: Orbax's manager, and a callback of Keras."""

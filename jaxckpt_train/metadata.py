@@ -1,0 +1,156 @@
+"""What a checkpoint says of itself without reading array data and without touching a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jaxckpt_train.pytree.leaves import (
+    ArrayLeaf,
+    KeyLeaf,
+    LeafRecord,
+    TreeRecord,
+    decode_tree,
+    describe_saved,
+    has_tree,
+    python_value,
+)
+from jaxckpt_train.pytree.restore import rebuild
+from jaxckpt_train.store.committed import Committed
+from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.manifest import ArrayRecord, PartRecord, metrics_from_json
+from jaxckpt_train.store.threads import made_once
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafMetadata:
+    """One leaf.
+
+    Attributes:
+        description: in a few words, `float32[512,128]`, `key<threefry2x32>[]`, `Python int`.
+        shape: of an array, or of a key array; None for other leaves.
+        dtype: of an array; None for other leaves.
+        bytes: of array data.
+        sharding: the sharding it had when it was saved: `{"mesh": {"x": 4}, "spec": ["x", None]}`, or None.
+        value: of a leaf stored inline (numbers, text).
+        host: what an array was: "jax", "numpy", or "scalar" (a NumPy scalar); None for other leaves.
+    """
+
+    description: str
+    shape: tuple[int, ...] | None = None
+    dtype: np.dtype | None = None
+    bytes: int = 0
+    sharding: Any = None
+    value: Any = None
+    host: Literal["jax", "numpy", "scalar"] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointableMetadata:
+    """One checkpointable: the kind of its handler, its leaves by path (none if it is no tree), its bytes on disk."""
+
+    name: str
+    kind: str
+    leaves: Mapping[str, LeafMetadata]
+    bytes: int
+    tree: Any
+    """Nested dicts and lists of `jax.ShapeDtypeStruct` and plain values; a target for a load. None if it is no tree.
+
+    A PRNG key of an implementation that this process lacks stands there as the array of its key data."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointMetadata:
+    """A committed checkpoint.
+
+    Attributes:
+        path: its directory.
+        format_version: of the files.
+        digest: the name of the digest of its blocks.
+        step: the label, if a StepManager saved it.
+        created: when, ISO 8601 in UTC.
+        metrics: as saved with the step.
+        custom_metadata: as saved.
+        versions: of the packages that wrote it.
+        bytes: of all its data files.
+    """
+
+    path: str
+    format_version: int
+    digest: str
+    step: int | None
+    created: str
+    metrics: Mapping[str, float]
+    custom_metadata: Any
+    versions: Mapping[str, str]
+    bytes: int
+    _committed: Committed = dataclasses.field(repr=False, compare=False)
+
+    @made_once
+    def checkpointables(self) -> Mapping[str, CheckpointableMetadata]:
+        """The checkpointables by name, decoded when first asked for."""
+        return {part.name: _describe_part(part, self.path) for part in self._committed.manifest.parts}
+
+
+def describe(committed: Committed) -> CheckpointMetadata:
+    """The metadata of an opened checkpoint."""
+    manifest, info = committed.manifest, committed.manifest.info
+    return CheckpointMetadata(
+        path=committed.directory,
+        format_version=manifest.format_version,
+        digest=manifest.digest,
+        step=info.get("step"),
+        created=str(info.get("created", "")),
+        metrics=metrics_from_json(info.get("metrics")),
+        custom_metadata=info.get("custom_metadata"),
+        versions=info.get("versions") or {},
+        bytes=committed.data_bytes,
+        _committed=committed,
+    )
+
+
+def _describe_part(part: PartRecord, directory: str) -> CheckpointableMetadata:
+    size = sum(map(_array_bytes, part.arrays)) + sum(file.bytes for file in part.files)
+    if not has_tree(part):
+        return CheckpointableMetadata(part.name, part.kind, {}, size, None)
+    record: TreeRecord = decode_tree(part, directory)
+    arrays = {array.name: array for array in part.arrays}
+    leaves = {name: _describe_leaf(name, leaf, arrays.get(name), directory) for name, leaf in record.leaves.items()}
+    abstract = {name: _abstract(record.leaves[name], leaf, arrays.get(name)) for name, leaf in leaves.items()}
+    return CheckpointableMetadata(part.name, part.kind, leaves, size, rebuild(record, abstract, directory))
+
+
+def _describe_leaf(name: str, leaf: LeafRecord, array: ArrayRecord | None, directory: str) -> LeafMetadata:
+    description = describe_saved(leaf, array)
+    if array is None:
+        return LeafMetadata(description, value=python_value(name, leaf, directory))
+    shape = array.shape[:-1] if isinstance(leaf, KeyLeaf) else array.shape
+    host = leaf.host if isinstance(leaf, ArrayLeaf) else None
+    return LeafMetadata(description, shape, DTYPES[array.dtype], _array_bytes(array), array.sharding, host=host)
+
+
+def _array_bytes(array: ArrayRecord) -> int:
+    return math.prod(array.shape) * DTYPES[array.dtype].itemsize
+
+
+def _abstract(record: LeafRecord, leaf: LeafMetadata, array: ArrayRecord | None) -> Any:
+    if array is None:
+        return leaf.value
+    struct: Any = jax.ShapeDtypeStruct
+    if isinstance(record, KeyLeaf):
+        key_dtype = _key_dtype(record.impl)
+        return struct(array.shape, leaf.dtype) if key_dtype is None else struct(leaf.shape, key_dtype)
+    return struct(leaf.shape, leaf.dtype)
+
+
+def _key_dtype(impl: str) -> Any:
+    """The dtype of keys of this implementation; None: this process knows no such one, as it may be the user's own."""
+    try:
+        return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,204 @@
+"""Hands the events of a run to its sinks, each on a thread of its own: none holds a training up, or breaks it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from jaxckpt_train._validation import refuse
+from jaxckpt_train.store.threads import Latch
+
+_log = logging.getLogger("jaxckpt_train")
+Sink = Callable[[Mapping[str, Any]], object]
+"""Is called with each event, a dict as the history has it: "event", "time", and fields with units in their names."""
+MOST_WAITING = 1000
+"""A sink that is further behind misses the oldest events."""
+DRAIN_S = 5.0
+_SLICE_S = 0.1
+_feeds: weakref.WeakSet[Feed] = weakref.WeakSet()
+
+
+def checked_sinks(subject: str, sinks: Sequence[Sink]) -> tuple[Sink, ...]:
+    """The sinks, if they are some.
+
+    Raises:
+        SettingsError: no sequence, or something in it cannot be called with an event.
+    """
+    if isinstance(sinks, str | Mapping) or not isinstance(sinks, Sequence):
+        refuse(subject, "a list of sinks, each of which is called with every event", sinks)
+    for number, sink in enumerate(sinks):
+        if isinstance(sink, type) or not callable(sink):
+            refuse(f"{subject}[{number}]", "an object that is called with every event", sink)
+    return tuple(sinks)
+
+
+class Owned:
+    """A sink that was made for one run only, and is closed with it if it can be."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Hand it an event."""
+        self.sink(event)
+
+    def close(self) -> None:
+        """Close it."""
+        close = getattr(self.sink, "close", None)
+        if callable(close):
+            close()
+
+
+class Feed:
+    """What is on its way to one sink, in order. There is a thread only while there is something to hand over.
+
+    Args:
+        sink: is called on that thread alone.
+        name: of the sink, for messages.
+    """
+
+    def __init__(self, sink: Sink, name: str) -> None:
+        self._sink, self._name, self._process, self._has_failed = sink, name, os.getpid(), False
+        self.begin()
+        _feeds.add(self)
+
+    def begin(self) -> None:
+        """Have nothing on its way, and no thread: as at first, and in a forked child, whose parent hands it over."""
+        self._guard = threading.RLock()
+        self._events: deque[bytes] = deque()
+        self._last: deque[Callable[[], object]] = deque()  # what is done once no event is left
+        self._worker: threading.Thread | None = None
+        self._dropped = 0
+
+    def put(self, line: bytes) -> None:
+        """Have an event handed over, given as a line of the history. Never waits."""
+        with self._guard:
+            if len(self._events) >= MOST_WAITING:
+                self._events.popleft()
+                self._dropped += 1
+            self._events.append(line)
+        self._ensure_worker()
+
+    def finish(self) -> Latch:
+        """Have a sink closed that is the run's own, once all is handed over; what is returned opens then."""
+        done, closes = Latch(), isinstance(self._sink, Owned) and self._process == os.getpid()
+        with self._guard:
+            if not closes and self._worker is None and not self._events:
+                done.open()
+                return done
+            self._last.extend([self._close, done.open] if closes else [done.open])
+        if not self._ensure_worker():
+            self.tell_left("as the system gives no thread for it")
+            done.open()
+        return done
+
+    def tell_left(self, why: str) -> None:
+        """Say what it has not got."""
+        with self._guard:
+            left, self._dropped = len(self._events) + self._dropped + (self._worker is not None), 0
+        _log.warning("%s: %d events were not handed over %s, and are lost if the process ends", self._name, left, why)
+
+    def _ensure_worker(self) -> bool:
+        """Have a thread that hands over what there is; False: the system has none, and the next event asks again."""
+        if self._worker is None:
+            try:
+                threading.Thread(target=self._work, name="jaxckpt-sink", daemon=True).start()
+            except RuntimeError:
+                return False
+        return True
+
+    def _work(self) -> None:
+        here = threading.current_thread()
+        with self._guard:
+            if self._worker is not None:
+                return
+            self._worker = here
+        try:
+            while (job := self._next(here)) is not None:
+                job()
+        finally:
+            with self._guard:
+                self._worker = None if self._worker is here else self._worker
+
+    def _next(self, here: threading.Thread) -> Callable[[], object] | None:
+        """What is done next; None: nothing is left, and whoever puts something from now on starts another thread."""
+        with self._guard:
+            if self._worker is not here:  # this process is a child that the sink has forked
+                return None
+            if self._events:
+                line = self._events.popleft()
+                return lambda: self._call(lambda: self._sink(msgspec.json.decode(line)))
+            if self._dropped:
+                dropped, self._dropped = self._dropped, 0
+                return lambda: self._tell_dropped(dropped)
+            if self._last:
+                return self._last.popleft()
+            self._worker = None
+            return None
+
+    def _close(self) -> None:
+        if isinstance(self._sink, Owned):
+            self._call(self._sink.close)
+
+    def _call(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001  # a thread's edge: told here, and nothing waits for it
+            if not self._has_failed:
+                self._has_failed = True
+                _log.error("%s failed; it is told of further events, and this is said once", self._name, exc_info=error)
+
+    def _tell_dropped(self, dropped: int) -> None:
+        _log.warning("%s is slower than events come: the oldest %d were dropped", self._name, dropped)
+
+
+class Feeds:
+    """Those of one run.
+
+    Args:
+        sinks: each gets every event, whatever becomes of the others.
+    """
+
+    def __init__(self, sinks: Sequence[Sink] = ()) -> None:
+        self._feeds = [Feed(sink, f"sink {number} ({_name_of(sink)})") for number, sink in enumerate(sinks)]
+
+    def put(self, line: bytes) -> None:
+        """Have an event handed to all, given as a line of the history. Never waits."""
+        for feed in self._feeds:
+            feed.put(line)
+
+    def finish(self, timeout_s: float = DRAIN_S, until: Callable[[], bool] = lambda: False) -> None:
+        """Wait until all have got what there is, and those that are the run's own are closed.
+
+        Args:
+            timeout_s: seconds, of which no more than `DRAIN_S` count; what is late goes on while the process lives.
+            until: ends the wait once it is true.
+        """
+        limit_s = max(0.0, min(timeout_s, DRAIN_S))
+        end_s = time.monotonic() + limit_s
+        for feed, done in [(feed, feed.finish()) for feed in self._feeds]:
+            while not done.wait(max(0.0, min(_SLICE_S, end_s - time.monotonic()))):
+                if (is_asked := until()) or time.monotonic() >= end_s:
+                    feed.tell_left("before the process was to leave" if is_asked else f"within {limit_s:.3g} s")
+                    break
+
+
+def _name_of(sink: Sink) -> str:
+    inner = sink.sink if isinstance(sink, Owned) else sink
+    return str(getattr(inner, "__name__", type(inner).__name__))
+
+
+def _begin_in_child() -> None:
+    for feed in list(_feeds):
+        feed.begin()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)

@@ -1,0 +1,515 @@
+"""PrometheusSink: counts the events of a run for Prometheus, in a file for node_exporter or on a page of its own.
+
+OpenTelemetrySink: the events of a run as metrics, and a span for each save and restore, through OpenTelemetry.
+
+WriterSink: the figures of a run's events next to the losses, through the writer of scalars that a training has.
+
+What the events of a run measure: counters, gauges and histograms, by the names that all systems of metrics share.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import math
+import os
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from jaxckpt_train._validation import absolute_path, optional, refuse, text, unicode_text, whole
+from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.store.threads import free_in_child
+
+if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
+
+    from opentelemetry.metrics import Meter
+    from opentelemetry.trace import Tracer
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+SECONDS, BYTES, BYTES_PER_S, PLAIN = "s", "By", "By/s", ""  # as UCUM writes them
+BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+"""Upper ends of the histograms: from a call that only takes views to a save that is about to be given up."""
+_WITHOUT_FIGURES = ("delete", "preempted", "set_aside", "take_over")
+_UNITS = (("_bytes_per_s", BYTES_PER_S), ("_bytes", BYTES), ("_s", SECONDS))
+_NAME = "jaxckpt_train"
+_TOOK = {"save": "save_s", "restore": "restore_s"}
+_NS = 1_000_000_000
+_SUFFIXES = {SECONDS: "_seconds", BYTES: "_bytes", BYTES_PER_S: "_bytes_per_second", PLAIN: ""}
+_LABEL = re.compile("(?!__)[A-Za-z_][A-Za-z0-9_]*")
+_pages: weakref.WeakSet[_Page] = weakref.WeakSet()
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """One thing that is measured.
+
+    Attributes:
+        name: words with dots between them, without the unit: "save.blocked".
+        kind: a counter only grows; a gauge is the last value; a histogram counts values by their size.
+        unit: one of `SECONDS`, `BYTES`, `BYTES_PER_S`, `PLAIN`.
+        about: what it says, for people.
+        label: what tells its series apart; None: there is one.
+        series: the values of the label that are known beforehand.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    unit: str
+    about: str
+    label: str | None = None
+    series: tuple[str, ...] = ()
+
+
+class Sample(NamedTuple):
+    """A value that an event has, and of which series."""
+
+    measure: Measure
+    value: float
+    series: str | None = None
+
+
+def _histogram(name: str, about: str) -> Measure:
+    return Measure(name, "histogram", SECONDS, about)
+
+
+EVENTS = Measure(
+    "events",
+    "counter",
+    PLAIN,
+    "Events of the run, as its history has them",
+    "event",
+    ("restore", "save", *_WITHOUT_FIGURES),
+)
+
+
+SAVES = Measure("saves", "counter", PLAIN, "Saves that have ended", "outcome", ("committed", "failed"))
+
+
+RESTORES = Measure("restores", "counter", PLAIN, "Restores")
+
+
+SKIPPED = Measure("restore.skipped_steps", "counter", PLAIN, "Steps that restores had to fall back past")
+
+
+SAVE_TIME = Measure("last_save.timestamp", "gauge", SECONDS, "When the last save was committed, since 1970")
+
+
+RESTORE_TIME = Measure("last_restore.timestamp", "gauge", SECONDS, "When the last restore ended, since 1970")
+
+
+_OF_ALL_SAVES = {
+    "blocked_s": _histogram("save.blocked", "How long a save held up the loop"),
+    "wait_s": _histogram("save.wait", "Of that, how long it waited for the save before"),
+    "snapshot_s": _histogram("save.snapshot", "Of that, how long the state was being taken"),
+    "device_wait_s": _histogram("save.device_wait", "How long it waited for queued updates; not blocked"),
+}
+
+
+_OF_COMMITTED = {
+    "save_s": _histogram("save.duration", "From the call that saves to the commit, with its wait for devices"),
+    "write_s": _histogram("save.write", "Of that, how long data was written"),
+    "commit_s": _histogram("save.commit", "Of that, how long it took to sync and publish it"),
+    "bytes": Measure("saved", "counter", BYTES, "Data of committed saves"),
+}
+
+
+_LAST_SAVE = {
+    "step": Measure("last_saved_step", "gauge", PLAIN, "The step that was committed last"),
+    "bytes": Measure("last_save.size", "gauge", BYTES, "Data of the last committed save"),
+    "bytes_per_s": Measure("last_save.rate", "gauge", BYTES_PER_S, "How fast it was written and committed"),
+}
+
+
+_OF_RESTORES = {
+    "restore_s": _histogram("restore.duration", "How long a restore took"),
+    "bytes": Measure("restored", "counter", BYTES, "Data that restores have read"),
+}
+
+
+_LAST_RESTORE = {
+    "step": Measure("last_restored_step", "gauge", PLAIN, "The step that was restored last"),
+    "bytes_per_s": Measure("last_restore.rate", "gauge", BYTES_PER_S, "How fast it was read"),
+}
+
+
+# A counter of which nothing is known yet is 0; of a gauge nothing is known before its first value.
+KNOWN = (EVENTS, SAVES, RESTORES, SKIPPED, *_OF_ALL_SAVES.values(), *_OF_COMMITTED.values(), *_OF_RESTORES.values())
+
+
+def figures(event: Mapping[str, Any]) -> dict[str, float]:
+    """The fields of an event that are finite numbers and measure something; true and false count as 1 and 0."""
+    fields = {name: value for name, value in event.items() if name != "pid" and not name.endswith("_id")}
+    numbers = {name: float(value) for name, value in fields.items() if isinstance(value, bool | int | float)}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def samples(event: Mapping[str, Any]) -> Iterator[Sample]:
+    """What an event measures."""
+    kind, numbers = str(event["event"]), figures(event)
+    yield Sample(EVENTS, 1, kind)
+    if kind == "save":
+        yield Sample(SAVES, 1, "committed" if numbers.get("ok") else "failed")
+        yield from _named(_OF_ALL_SAVES, numbers)
+        if numbers.get("ok"):
+            yield from _named(_OF_COMMITTED, numbers)
+            yield from _named(_LAST_SAVE, numbers)
+            yield Sample(SAVE_TIME, moment_s(event))
+    elif kind == "restore":
+        yield Sample(RESTORES, 1)
+        yield Sample(SKIPPED, len(event.get("skipped", ())))
+        yield from _named(_OF_RESTORES, numbers)
+        yield from _named(_LAST_RESTORE, numbers)
+        yield Sample(RESTORE_TIME, moment_s(event))
+    elif kind not in _WITHOUT_FIGURES:
+        for field, value in numbers.items():
+            yield Sample(_gauge_of(kind, field), value)
+
+
+def _named(measures: Mapping[str, Measure], numbers: Mapping[str, float]) -> Iterator[Sample]:
+    return (Sample(measure, numbers[field]) for field, measure in measures.items() if field in numbers)
+
+
+def _gauge_of(kind: str, field: str) -> Measure:
+    """Of a field that nothing else is known of; its unit is at the end of its name."""
+    stem, unit = next(((field.removesuffix(end), unit) for end, unit in _UNITS if field.endswith(end)), (field, PLAIN))
+    name = ".".join(re.sub(r"\W", "_", part, flags=re.ASCII) for part in (kind, stem))
+    return Measure(name, "gauge", unit, f"{field} of the last event {kind!r}")
+
+
+def moment_s(event: Mapping[str, Any]) -> float:
+    """When an event was noted, in seconds since 1970."""
+    return datetime.datetime.fromisoformat(event["time"]).timestamp()
+
+
+class WriterSink:
+    """Scalars such as `checkpoint/save/blocked_s`, `checkpoint/restore/bytes_per_s`, and `checkpoint/preempted/count`.
+
+    Each event has its fields that are numbers, and how many of its kind there were in this process. They are of the
+    event's step, or of the last one that was told where it has none. TensorBoard's writer is flushed after each event,
+    as a job that is preempted may not get to that; clu's is not, as while one of its `AsyncWriter` flushes, the loop
+    cannot write.
+
+    Weights & Biases drops rows whose step is lower than the last one, and events arrive late. So each kind of event
+    has an axis of its own there, such as `checkpoint/save/step`, and its figures join the row that the loop logs next:
+    the sink never moves the step of the run. Of several events of one kind within one row the last one is kept.
+
+    Args:
+        writer: with `write_scalars(step, scalars)`, as clu's `MetricWriter`, or
+            `add_scalar(tag, value, global_step)`, as TensorBoard's `SummaryWriter` of PyTorch and of tensorboardX, or
+            `log(data, commit=...)` and `define_metric(name, step_metric=...)`, as a `wandb.Run`. It is called on a
+            thread that is not the loop's. Close it when the run has ended.
+
+    Raises:
+        SettingsError: the writer has none of these.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        self._writer, self._step, self._counts, self._flushes = writer, 0, collections.Counter[str](), False
+        self._axes = set[str]()  # of W&B, that are defined
+        if callable(getattr(writer, "write_scalars", None)):
+            self._write: Callable[[int, Mapping[str, float]], object] = writer.write_scalars
+        elif callable(getattr(writer, "add_scalar", None)):
+            self._write, self._flushes = self._add_each, True
+        elif callable(getattr(writer, "log", None)) and callable(getattr(writer, "define_metric", None)):
+            self._write = self._log_row
+        else:
+            known = (
+                "write_scalars(step, scalars), as clu's, or add_scalar(tag, value, global_step), as TensorBoard's, or "
+                "log(data, commit) and define_metric(name, step_metric), as a wandb.Run"
+            )
+            refuse("WriterSink.writer", f"an object with {known}", writer)
+
+    def _add_each(self, step: int, scalars: Mapping[str, float]) -> None:
+        for tag, value in scalars.items():
+            self._writer.add_scalar(tag, value, step)
+
+    def _log_row(self, step: int, scalars: Mapping[str, float]) -> None:
+        kind = next(iter(scalars)).rpartition("/")[0]
+        axis = f"{kind}/step"
+        if axis not in self._axes:
+            self._writer.define_metric(axis)
+            self._writer.define_metric(f"{kind}/*", step_metric=axis)
+            self._axes.add(axis)
+        self._writer.log({**scalars, axis: step}, commit=False)
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Write an event."""
+        kind, numbers = str(event["event"]), figures(event)
+        self._step = int(numbers.get("step", self._step))
+        self._counts[kind] += 1
+        shown = {name: value for name, value in numbers.items() if name != "step"}
+        shown["count"] = float(self._counts[kind])
+        self._write(self._step, {f"checkpoint/{kind}/{name}": value for name, value in shown.items()})
+        if self._flushes:
+            self._done("flush")
+
+    def close(self) -> None:
+        """Close the writer. A run of W&B is left open for what the program logs after the training."""
+        self._done("close")
+
+    def _done(self, method: str) -> None:
+        call = getattr(self._writer, method, None)
+        if callable(call):
+            call()
+
+
+class OpenTelemetrySink:
+    """Metrics of checkpointing (`jaxckpt.saves`, `jaxckpt.save.blocked`) and spans (`checkpoint.save`).
+
+    Needs `pip install jaxckpt-train[opentelemetry]`, and a program that has set OpenTelemetry up: what is recorded goes
+    wherever its providers send it, and nowhere if there are none.
+
+    Args:
+        meter: for the metrics; None: that of the global provider.
+        tracer: for the spans; None: that of the global provider.
+
+    Raises:
+        SettingsError: an argument is wrong, or opentelemetry-api is not installed.
+    """
+
+    def __init__(self, meter: Meter | None = None, tracer: Tracer | None = None) -> None:
+        try:
+            from opentelemetry import metrics, trace
+        except ImportError as error:
+            raise SettingsError(
+                "OpenTelemetrySink: needs the package opentelemetry-api: pip install jaxckpt-train[opentelemetry]"
+            ) from error
+        if meter is not None and not isinstance(meter, metrics.Meter):
+            refuse("OpenTelemetrySink.meter", "an opentelemetry.metrics.Meter", meter)
+        if tracer is not None and not isinstance(tracer, trace.Tracer):
+            refuse("OpenTelemetrySink.tracer", "an opentelemetry.trace.Tracer", tracer)
+        self._meter = metrics.get_meter(_NAME) if meter is None else meter
+        self._tracer = trace.get_tracer(_NAME) if tracer is None else tracer
+        self._instruments: dict[str, Any] = {}
+        self._guard = threading.RLock()
+        free_in_child(self)
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Record an event."""
+        with self._guard:  # two runs may share it
+            for sample in samples(event):
+                self._record(sample)
+        if event["event"] in _TOOK:
+            self._add_span(event)
+
+    def _record(self, sample: Sample) -> None:
+        measure = sample.measure
+        labels = {} if measure.label is None else {measure.label: str(sample.series)}
+        instrument = self._instruments.get(measure.name)
+        if instrument is None:
+            instrument = self._instruments[measure.name] = self._instrument(measure)
+        match measure.kind:
+            case "counter":
+                instrument.add(sample.value, labels)
+            case "gauge":
+                instrument.set(sample.value, labels)
+            case "histogram":
+                instrument.record(sample.value, labels)
+
+    def _instrument(self, measure: Measure) -> Any:
+        name, unit, about = f"jaxckpt.{measure.name}", measure.unit or "1", measure.about
+        match measure.kind:
+            case "counter":
+                return self._meter.create_counter(name, unit, about)
+            case "gauge":
+                return self._meter.create_gauge(name, unit, about)
+            case "histogram":
+                return self._meter.create_histogram(name, unit, about, explicit_bucket_boundaries_advisory=BUCKETS_S)
+
+    def _add_span(self, event: Mapping[str, Any]) -> None:
+        """It ends when the event was noted, and began as much earlier as it took."""
+        from opentelemetry.context import Context
+        from opentelemetry.trace import StatusCode
+
+        kind, end_ns = str(event["event"]), round(moment_s(event) * _NS)
+        start_ns = end_ns - round(figures(event).get(_TOOK[kind], 0.0) * _NS)
+        fields = {name: value for name, value in event.items() if name not in ("event", "time")}
+        attributes = {f"checkpoint.{name}": value for name, value in _flat(fields) if value is not None}
+        # With a context of its own: what else this thread does is no part of the training.
+        span = self._tracer.start_span(f"checkpoint.{kind}", Context(), attributes=attributes, start_time=start_ns)
+        if event.get("ok") is False:
+            span.set_status(StatusCode.ERROR, str(event.get("error", "")))
+        span.end(end_ns)
+
+
+def _flat(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What is within a field, such as the metrics of a step, by both names: an attribute has one value."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}.{inner}", each) for inner, each in value.items())
+        else:
+            yield name, value
+
+
+class PrometheusSink:
+    """Metrics of checkpointing for Prometheus, as `jaxckpt_saves_total` and `jaxckpt_save_blocked_seconds`.
+
+    Needs `pip install jaxckpt-train[prometheus]`. The file is written, and the page is there, from the first event on:
+    in a job of many processes only process 0 has events, so all of them may have the same arguments.
+
+    Args:
+        path: of a file that is replaced atomically at each event, for the textfile collector of node_exporter; it ends
+            in ".prom", in a directory that exists. None: no file.
+        port: of the page, at /metrics; 0: any that is free. None: no page.
+        address: where the page is served; "0.0.0.0": to all who reach this machine.
+        registry: to which the metrics are added; None: one of its own.
+        labels: by name, of all metrics. Two runs whose files one node_exporter reads need different ones.
+
+    Attributes:
+        registry: that has the metrics.
+
+    Raises:
+        SettingsError: an argument is wrong, nobody could read the metrics, the registry has them already, or
+            prometheus_client is not installed.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        port: int | None = None,
+        address: str = "0.0.0.0",
+        registry: CollectorRegistry | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
+        try:
+            import prometheus_client
+        except ImportError as error:
+            raise SettingsError(
+                "PrometheusSink: needs the package prometheus_client: pip install jaxckpt-train[prometheus]"
+            ) from error
+        if path is None and port is None and registry is None:
+            raise SettingsError("PrometheusSink: expected a path, a port or a registry to be read from, found none")
+        self._library: Any = prometheus_client
+        self._path = None if path is None else absolute_path("PrometheusSink.path", path)
+        if self._path is not None and not self._path.endswith(".prom"):
+            refuse("PrometheusSink.path", "a path that ends in .prom, as node_exporter reads no other file", path)
+        self.registry: CollectorRegistry = prometheus_client.CollectorRegistry() if registry is None else registry
+        found_port = optional(whole(0, 65535))("PrometheusSink.port", port)
+        self._page = (
+            None if found_port is None else _Page(found_port, text("PrometheusSink.address", address), self.registry)
+        )
+        self._labels = _checked_labels(labels)
+        self._metrics: dict[str, Counter | Gauge | Histogram] = {}
+        self._guard = threading.RLock()
+        free_in_child(self)
+        self._make_known()
+
+    def _make_known(self) -> None:
+        try:
+            for measure in KNOWN:
+                metric = self._metric(measure)
+                for series in measure.series if measure.label else (None,):
+                    self._series(metric, measure, series)
+        except ValueError as error:
+            raise SettingsError(f"PrometheusSink: {error}; let runs that share a registry share one sink") from error
+
+    @property
+    def port(self) -> int | None:
+        """Where the page is; None: there is none, or none yet."""
+        return None if self._page is None else self._page.open_port
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Count an event, and have it seen.
+
+        Raises:
+            OSError: the file cannot be written, or the port is taken; the event is counted.
+        """
+        with self._guard:  # of two runs that share it, neither may put an older file in place of a newer one
+            for sample in samples(event):
+                self._count(sample)
+            try:
+                if self._page is not None:
+                    self._page.open(self._library)
+            finally:
+                if self._path is not None:
+                    self._library.write_to_textfile(self._path, self.registry)
+
+    def close(self) -> None:
+        """Let go of the port. What is told later is counted, and written to the file."""
+        with self._guard:
+            if self._page is not None:
+                self._page.close()
+                self._page = None
+
+    def _count(self, sample: Sample) -> None:
+        series = self._series(self._metric(sample.measure), sample.measure, sample.series)
+        match sample.measure.kind:
+            case "counter":
+                series.inc(sample.value)
+            case "gauge":
+                series.set(sample.value)
+            case "histogram":
+                series.observe(sample.value)
+
+    def _series(self, metric: Any, measure: Measure, series: str | None) -> Any:
+        labels = self._labels if measure.label is None else {**self._labels, measure.label: series}
+        return metric.labels(**labels) if labels else metric
+
+    def _metric(self, measure: Measure) -> Counter | Gauge | Histogram:
+        """The metric for a measure, made when it is first needed."""
+        found = self._metrics.get(measure.name)
+        if found is None:
+            made: Any = {"counter": "Counter", "gauge": "Gauge", "histogram": "Histogram"}[measure.kind]
+            labels = [*self._labels, *([measure.label] if measure.label else [])]
+            more = {"buckets": BUCKETS_S} if measure.kind == "histogram" else {}
+            name = f"jaxckpt_{measure.name.replace('.', '_')}{_SUFFIXES[measure.unit]}"
+            found = getattr(self._library, made)(name, measure.about, labels, registry=self.registry, **more)
+            self._metrics[measure.name] = found
+        return found
+
+
+def _checked_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
+    subject, taken = "PrometheusSink.labels", {"le", *(measure.label for measure in KNOWN)}
+    if not isinstance(labels, Mapping | None):
+        refuse(subject, "a mapping of names to texts", labels)
+    for name, value in (labels or {}).items():
+        if not isinstance(name, str) or not _LABEL.fullmatch(name) or name in taken:
+            refuse(subject, "names such as run: letters, digits and _, and none that its metrics have already", name)
+        unicode_text(f"{subject}.{name}", value)
+    return dict(labels or {})
+
+
+class _Page:
+    """A page with the metrics, served by a thread of its own while it is open."""
+
+    def __init__(self, port: int, address: str, registry: CollectorRegistry) -> None:
+        self._port, self._address, self._registry = port, address, registry
+        self._served: tuple[WSGIServer, threading.Thread] | None = None
+        _pages.add(self)
+
+    @property
+    def open_port(self) -> int | None:
+        """Where it is; None: it is not open."""
+        return None if self._served is None else self._served[0].server_port
+
+    def open(self, library: Any) -> None:
+        """Serve it, unless it is served already."""
+        if self._served is None:
+            self._served = library.start_http_server(self._port, self._address, self._registry)
+
+    def close(self) -> None:
+        """Serve it no more."""
+        served, self._served = self._served, None
+        if served is not None:
+            served[0].shutdown()
+            served[0].server_close()
+            served[1].join()
+
+    def leave_to_parent(self) -> None:
+        """Let go of it in a forked child, which would keep the port from whoever wants it once the parent has ended."""
+        served, self._served = self._served, None
+        if served is not None:
+            served[0].socket.close()
+
+
+def _leave_to_parent() -> None:
+    for page in list(_pages):
+        page.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

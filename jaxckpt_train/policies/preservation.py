@@ -1,0 +1,371 @@
+"""Preservation policies: which committed steps are kept.
+
+Names, arguments and meanings are those of Orbax where Orbax has the policy. Each is a frozen value that checks its
+arguments when built, reads no clock and does no I/O. Every `should_preserve` is that of
+`policy_context.PreservationPolicy`; `policy_context.steps_to_delete` adds what holds under every policy: the newest
+step, the one committed last and pinned steps stay, temporary ones go.
+
+Each is stable while steps arrive in order: asked again after the others were deleted and newer ones were committed,
+it gives up a step only because a newer, better or closer one took its place, or for its age.
+
+Preservation policies by distance: every so many steps, every so many seconds, the last so many seconds.
+
+Import them from `preservation_policies`, which tells what they have in common.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Collection, Sequence
+from datetime import timedelta
+from typing import cast
+
+from jaxckpt_train._validation import Mode, metric_mode
+from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.policies.context import (
+    CheckpointInfo,
+    DecisionContext,
+    PreservationPolicy,
+    ask_to_preserve,
+    child_policies,
+    metric_name,
+    metric_value,
+    positive_seconds,
+    rank_checkpoints,
+    step_collection,
+    steps_text,
+    whole_number,
+)
+
+__all__ = [
+    "AnyPreservationPolicy",
+    "BestN",
+    "CustomSteps",
+    "EveryNSeconds",
+    "EveryNSteps",
+    "EveryNStepsClosest",
+    "LatestDuration",
+    "LatestN",
+    "PreserveAll",
+]
+_log = logging.getLogger("jaxckpt_train")
+_TELL_AT = frozenset(10**power for power in range(1, 10))  # checkpoints, which come one by one
+
+
+def only_last(flags: list[bool], max_to_keep: int | None) -> list[bool]:
+    """`flags` with only the last `max_to_keep` of those that are True; None: all of them."""
+    chosen = [position for position, keep in enumerate(flags) if keep]
+    if max_to_keep is not None:
+        for position in chosen[:-max_to_keep]:
+            flags[position] = False
+    return flags
+
+
+@dataclasses.dataclass(frozen=True)
+class EveryNSteps:
+    """Keeps a checkpoint every `interval_steps` steps.
+
+    With `exact_interval` those whose step is a multiple of the interval. Without it the first checkpoint, and then
+    each that is at least the interval after the one kept before it.
+
+    Args:
+        interval_steps: at least 1.
+        exact_interval: only multiples of the interval.
+        max_to_keep: only the last so many of those, at least 1; None: for ever.
+
+    Raises:
+        SettingsError: an argument is of another type or out of range.
+
+    Source: Orbax, `EveryNSteps`.
+    """
+
+    interval_steps: int
+    exact_interval: bool = True
+    max_to_keep: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "interval_steps", whole_number("EveryNSteps.interval_steps", self.interval_steps, 1))
+        if not isinstance(self.exact_interval, bool):
+            raise SettingsError(f"EveryNSteps.exact_interval: expected true or false, found {self.exact_interval!r}")
+        if self.max_to_keep is not None:
+            object.__setattr__(self, "max_to_keep", whole_number("EveryNSteps.max_to_keep", self.max_to_keep, 1))
+
+    def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
+        """True for the multiples, or for the chain that starts at the first checkpoint."""
+        if self.exact_interval:
+            return only_last([info.step % self.interval_steps == 0 for info in checkpoints], self.max_to_keep)
+        flags: list[bool] = []
+        kept: int | None = None
+        for info in checkpoints:
+            flags.append(kept is None or info.step - kept >= self.interval_steps)
+            kept = info.step if flags[-1] else kept
+        return only_last(flags, self.max_to_keep)
+
+
+@dataclasses.dataclass(frozen=True)
+class EveryNStepsClosest:
+    """Keeps, for each multiple of `interval_steps`, the checkpoint closest to it, and the newest checkpoint.
+
+    For saves at odd steps (by time, on preemption). Each checkpoint belongs to the multiple nearest to its step, one
+    half way to the nearest even multiple; of two equally close ones the later is kept.
+
+    Args:
+        interval_steps: at least 1.
+        max_to_keep: only the last so many of those, the newest checkpoint counted, at least 1; None: for ever.
+
+    Raises:
+        SettingsError: an argument is no whole number of at least 1.
+
+    Source: Orbax, `EveryNStepsClosest`.
+    """
+
+    interval_steps: int
+    max_to_keep: int | None = None
+
+    def __post_init__(self) -> None:
+        subject = "EveryNStepsClosest"
+        object.__setattr__(self, "interval_steps", whole_number(f"{subject}.interval_steps", self.interval_steps, 1))
+        if self.max_to_keep is not None:
+            object.__setattr__(self, "max_to_keep", whole_number(f"{subject}.max_to_keep", self.max_to_keep, 1))
+
+    def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
+        """True for the closest to each multiple, and for the last."""
+        closest: dict[int, tuple[int, int]] = {}  # multiple -> (distance, position)
+        for position, info in enumerate(checkpoints):
+            multiple, distance = self._nearest(info.step)
+            if multiple not in closest or distance <= closest[multiple][0]:
+                closest[multiple] = (distance, position)
+        chosen = {position for _, position in closest.values()} | {len(checkpoints) - 1}
+        return only_last([position in chosen for position in range(len(checkpoints))], self.max_to_keep)
+
+    def _nearest(self, step: int) -> tuple[int, int]:
+        """The nearest multiple, counted in intervals, and how far it is; in integers, exact for every step."""
+        below, beyond = divmod(step, self.interval_steps)
+        left = self.interval_steps - beyond
+        if beyond > left or (beyond == left and below % 2 == 1):
+            return below + 1, left
+        return below, beyond
+
+
+@dataclasses.dataclass(frozen=True)
+class EveryNSeconds:
+    """Keeps the first checkpoint, and then each that is at least `interval_secs` after the one kept before it.
+
+    A checkpoint whose time lies that much *before* the one kept before it is kept too: the clock was set back, and
+    waiting until it has caught up could take for ever.
+
+    Args:
+        interval_secs: seconds, above 0.
+
+    Raises:
+        SettingsError: the seconds are no finite number above 0.
+
+    Source: Orbax, `EveryNSeconds`.
+    """
+
+    interval_secs: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "interval_secs", positive_seconds("EveryNSeconds.interval_secs", self.interval_secs))
+
+    def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
+        """True for the chain that starts at the first checkpoint."""
+        flags: list[bool] = []
+        kept: CheckpointInfo | None = None
+        for info in checkpoints:
+            flags.append(kept is None or abs((info.time - kept.time).total_seconds()) >= self.interval_secs)
+            kept = info if flags[-1] else kept
+        return flags
+
+
+@dataclasses.dataclass(frozen=True)
+class LatestDuration:
+    """Keeps the checkpoints of the last `duration`: the first that is no older, and all after it.
+
+    Ages are taken at `context.now`. A checkpoint whose time is after that was saved while the clock was ahead: it is
+    as old as the next one whose time is not.
+
+    Args:
+        duration: a `timedelta`, or seconds; above 0.
+
+    Raises:
+        SettingsError: the duration is neither, or not above 0.
+
+    Source: Orbax, `LatestDuration`.
+    """
+
+    duration: timedelta | float
+
+    def __post_init__(self) -> None:
+        given = self.duration
+        seconds = given.total_seconds() if isinstance(given, timedelta) else given
+        checked = positive_seconds("LatestDuration.duration", seconds)
+        if isinstance(given, timedelta):
+            return
+        try:
+            object.__setattr__(self, "duration", timedelta(seconds=checked))
+        except OverflowError as error:
+            raise SettingsError(f"LatestDuration.duration: expected a duration, found {given!r} seconds") from error
+
+    def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
+        """True from the first checkpoint on that is young enough."""
+        duration = cast("timedelta", self.duration)
+        ages, age = list[timedelta](), timedelta()
+        for info in reversed(checkpoints):
+            age = context.now - info.time if info.time <= context.now else age
+            ages.append(age)
+        flags: list[bool] = []
+        for age in reversed(ages):
+            flags.append(bool(flags and flags[-1]) or age <= duration)
+        return flags
+
+
+@dataclasses.dataclass(frozen=True)
+class PreserveAll:
+    """Keeps every checkpoint.
+
+    Source: Orbax, `PreserveAll`.
+    """
+
+    def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
+        """True for each."""
+        return [True] * len(checkpoints)
+
+
+@dataclasses.dataclass(frozen=True)
+class LatestN:
+    """Keeps the `n` highest steps.
+
+    Args:
+        n: how many, at least 1; None: all of them.
+
+    Raises:
+        SettingsError: `n` is neither None nor a whole number of at least 1.
+
+    Source: Orbax, `LatestN`.
+    """
+
+    n: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.n is not None:
+            object.__setattr__(self, "n", whole_number("LatestN.n", self.n, 1))
+
+    def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
+        """True for the last `n`."""
+        return only_last([True] * len(checkpoints), self.n)
+
+
+@dataclasses.dataclass(frozen=True)
+class BestN:
+    """Keeps the `n` checkpoints with the best values of a metric.
+
+    NaN is never best, however few there are; of equal values the later step is better. Orbax ranks by a function
+    instead of a name, and takes NaN for any other number.
+
+    Args:
+        metric: the name of the metric.
+        n: how many, at least 1; None: every checkpoint is kept.
+        mode: "min": lower is better; "max": higher is better.
+        keep_checkpoints_without_metrics: what happens to checkpoints that have no such metric (NaN is one that has).
+            None: they are kept as long as no later checkpoint has it, so that an evaluation still to come can attach
+            it; if nothing ever has it, nothing is deleted. True: they are always kept, as by Orbax, for evaluations
+            that finish out of order. False: they are not kept.
+
+    Raises:
+        SettingsError: an argument is of another type or out of range.
+
+    Source: Orbax, `BestN`.
+    """
+
+    metric: str
+    n: int | None
+    mode: Mode
+    keep_checkpoints_without_metrics: bool | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metric", metric_name("BestN.metric", self.metric))
+        object.__setattr__(self, "mode", metric_mode("BestN.mode", self.mode))
+        if self.n is not None:
+            object.__setattr__(self, "n", whole_number("BestN.n", self.n, 1))
+        keep = self.keep_checkpoints_without_metrics
+        if keep is not None and not isinstance(keep, bool):
+            raise SettingsError(f"BestN.keep_checkpoints_without_metrics: expected true, false or none, found {keep!r}")
+
+    def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
+        """True for the best `n`, and for those whose metric may still come."""
+        if self.n is None:
+            return [True] * len(checkpoints)
+        best = {info.step for info in rank_checkpoints(checkpoints, self.metric, self.mode)[: self.n]}
+        known = [metric_value(info.metrics, self.metric) is not None for info in checkpoints]
+        last_known = max((position for position, has in enumerate(known) if has), default=-1)
+        keep = self.keep_checkpoints_without_metrics
+        if keep is None and last_known < 0 and len(checkpoints) in _TELL_AT:
+            self._tell(checkpoints)
+        flags: list[bool] = []
+        for position, info in enumerate(checkpoints):
+            waiting = position > last_known if keep is None else keep
+            flags.append(info.step in best if known[position] else waiting)
+        return flags
+
+    def _tell(self, checkpoints: Sequence[CheckpointInfo]) -> None:
+        """A name that is misspelt fills the disk; an evaluation that comes late does not have to be told."""
+        there = sorted({name for info in checkpoints for name in info.metrics or ()})
+        _log.warning(
+            "BestN: none of %d checkpoints has the metric %r, so all of them are kept; the metrics that they have: %s",
+            len(checkpoints),
+            self.metric,
+            ", ".join(there) or "none",
+        )
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class CustomSteps:
+    """Keeps exactly the steps that are named.
+
+    Args:
+        steps: a collection of steps; a `range` stays one, anything else becomes a frozenset.
+
+    Raises:
+        SettingsError: `steps` is no collection, or something in it is no whole number of at least 0.
+
+    Source: Orbax, `CustomSteps`.
+    """
+
+    steps: Collection[int]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", step_collection("CustomSteps.steps", self.steps))
+
+    def __repr__(self) -> str:
+        return f"CustomSteps(steps={steps_text(self.steps)})"
+
+    def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
+        """True for the steps that are named."""
+        return [info.step in self.steps for info in checkpoints]
+
+
+@dataclasses.dataclass(frozen=True)
+class AnyPreservationPolicy:
+    """Keeps what at least one of its policies keeps.
+
+    Args:
+        policies: at least one object with `should_preserve`; Orbax's are such objects.
+
+    Raises:
+        SettingsError: there is no policy, or one of them has no `should_preserve`.
+
+    Source: Orbax, `AnyPreservationPolicy`.
+    """
+
+    policies: Sequence[PreservationPolicy]
+
+    def __post_init__(self) -> None:
+        children = child_policies("AnyPreservationPolicy.policies", self.policies, "should_preserve")
+        object.__setattr__(self, "policies", children)
+
+    def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
+        """True where one of the policies says so."""
+        answers = [ask_to_preserve(policy, checkpoints, context=context) for policy in self.policies]
+        return [any(flags) for flags in zip(*answers, strict=True)]

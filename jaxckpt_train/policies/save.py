@@ -1,0 +1,584 @@
+"""Save policies that tune themselves: by what saves cost the loop, and by how often the run fails.
+
+Save policies: at which steps a checkpoint is saved.
+
+Names, arguments and meanings are those of Orbax where Orbax has the policy. Each is a frozen value that checks its
+arguments when built, reads no clock and does no I/O. Every `should_save` is that of `policy_context.SavePolicy`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Collection, Sequence
+from datetime import datetime
+from typing import ClassVar
+
+from jaxckpt_train._validation import Mode, metric_mode
+from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.policies.context import (
+    CheckpointInfo,
+    DecisionContext,
+    Failures,
+    SaveCosts,
+    SavePolicy,
+    as_lasting,
+    child_policies,
+    deciding_policies,
+    is_better,
+    metric_name,
+    metric_value,
+    policy_reasons,
+    positive_seconds,
+    require_policy,
+    saves_temporarily,
+    step_collection,
+    steps_text,
+    whole_number,
+)
+
+__all__ = [
+    "AllSavePolicy",
+    "AnySavePolicy",
+    "ContinuousCheckpointingPolicy",
+    "EverySecondsPolicy",
+    "FixedIntervalPolicy",
+    "ImprovementPolicy",
+    "InitialSavePolicy",
+    "PreemptionCheckpointingPolicy",
+    "SpecificStepsPolicy",
+    "TemporarySavePolicy",
+]
+_TELL_AT = frozenset(10**power for power in range(1, 10))
+_log = logging.getLogger("jaxckpt_train")
+LEAST_INTERVAL_S, MOST_INTERVAL_S = 1.0, 3600.0
+AIM = 0.9  # of a budget: what is measured is not known exactly
+ROOM = 1.5  # an interval is so much longer than a save lasts as a rule, at least: not to save all the time
+
+
+def apart(one: datetime, other: datetime, seconds: float) -> bool:
+    """Whether two times lie at least `seconds` apart, in either order.
+
+    Either order, because a clock that was set back must not hold up saves until it has caught up.
+    """
+    return abs((one - other).total_seconds()) >= seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedIntervalPolicy:
+    """Saves each step that is a multiple of `interval`; step 0, the state before training, is one.
+
+    Args:
+        interval: in steps, at least 1.
+
+    Raises:
+        SettingsError: the interval is no whole number of at least 1.
+
+    Source: Orbax, `FixedIntervalPolicy`.
+    """
+
+    interval: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "interval", whole_number("FixedIntervalPolicy.interval", self.interval, 1))
+
+    def should_save(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> bool:
+        """Whether the step is a multiple of the interval."""
+        return step.step % self.interval == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class EverySecondsPolicy:
+    """Saves when `seconds` have passed since the last save, and since this process began to train.
+
+    The second condition keeps a job that waited in a queue from saving right after it resumed. If the clock was set
+    back, a save is due at the latest when twice the time has passed. Without a previous checkpoint and without
+    `context.run_started`, a save is due at once.
+
+    Args:
+        seconds: between saves, above 0.
+
+    Raises:
+        SettingsError: the seconds are no finite number above 0.
+    """
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seconds", positive_seconds("EverySecondsPolicy.seconds", self.seconds))
+
+    def should_save(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> bool:
+        """Whether the time has passed since the last save and since the start."""
+        if previous_steps and not apart(step.time, previous_steps[-1].time, self.seconds):
+            return False
+        return context.run_started is None or apart(step.time, context.run_started, self.seconds)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SpecificStepsPolicy:
+    """Saves exactly the steps that are named.
+
+    Args:
+        steps: a collection of steps; a `range` stays one, anything else becomes a frozenset.
+
+    Raises:
+        SettingsError: `steps` is no collection, or something in it is no whole number of at least 0.
+
+    Source: Orbax, `SpecificStepsPolicy`.
+    """
+
+    steps: Collection[int]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", step_collection("SpecificStepsPolicy.steps", self.steps))
+
+    def __repr__(self) -> str:
+        return f"SpecificStepsPolicy(steps={steps_text(self.steps)})"
+
+    def should_save(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> bool:
+        """Whether the step is one of those named."""
+        return step.step in self.steps
+
+
+@dataclasses.dataclass(frozen=True)
+class InitialSavePolicy:
+    """Saves at once if there is no checkpoint yet.
+
+    Source: Orbax, `InitialSavePolicy`.
+    """
+
+    def should_save(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> bool:
+        """Whether there is no previous checkpoint."""
+        return not previous_steps
+
+
+@dataclasses.dataclass(frozen=True)
+class ContinuousCheckpointingPolicy:
+    """Saves as often as it can without waiting: whenever no earlier save is still in progress.
+
+    Args:
+        minimum_interval_secs: seconds that must have passed since the last save, above 0; None: any time.
+
+    Raises:
+        SettingsError: the seconds are neither None nor a finite number above 0.
+
+    Source: Orbax, `ContinuousCheckpointingPolicy`.
+    """
+
+    minimum_interval_secs: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.minimum_interval_secs is not None:
+            subject = "ContinuousCheckpointingPolicy.minimum_interval_secs"
+            object.__setattr__(self, "minimum_interval_secs", positive_seconds(subject, self.minimum_interval_secs))
+
+    def should_save(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> bool:
+        """Whether no save is in progress and the last one is long enough ago."""
+        if context.is_saving_in_progress:
+            return False
+        if not previous_steps or self.minimum_interval_secs is None:
+            return True
+        return apart(step.time, previous_steps[-1].time, self.minimum_interval_secs)
+
+
+@dataclasses.dataclass(frozen=True)
+class PreemptionCheckpointingPolicy:
+    """Saves when the process was asked to leave.
+
+    Source: Orbax, `PreemptionCheckpointingPolicy`.
+    """
+
+    def should_save(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> bool:
+        """Whether `context.reached_preemption` is set."""
+        return context.reached_preemption
+
+
+@dataclasses.dataclass(frozen=True)
+class ImprovementPolicy:
+    """Saves when a metric is strictly better than in each previous checkpoint that has it.
+
+    A step without the metric, or with NaN, is not saved; the first one with a value is. The comparison is with the
+    checkpoints that still exist: keep the best of them, by `BestN` of the same metric. Reading the metrics may wait
+    for the device: inside `AllSavePolicy` put cheaper policies before this one.
+
+    Args:
+        metric: the name of the metric.
+        mode: "min": lower is better; "max": higher is better.
+
+    Raises:
+        SettingsError: the name is empty or no text, or the mode is another one.
+    """
+
+    metric: str
+    mode: Mode
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metric", metric_name("ImprovementPolicy.metric", self.metric))
+        object.__setattr__(self, "mode", metric_mode("ImprovementPolicy.mode", self.mode))
+
+    def should_save(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> bool:
+        """Whether the metric of this step beats that of every previous checkpoint."""
+        metrics = step.metrics
+        if metrics is None and context.read_metrics is not None:
+            metrics = context.read_metrics()
+        value = metric_value(metrics, self.metric)
+        if value is None and not previous_steps and step.step in _TELL_AT:
+            names = ", ".join(sorted(metrics or ())) or "none"
+            told = "ImprovementPolicy: nothing is saved yet, and step %d has no metric %r; the metrics that it has: %s"
+            _log.warning(told, step.step, self.metric, names)
+        if value is None or math.isnan(value):
+            return False
+        earlier = (metric_value(info.metrics, self.metric) for info in previous_steps)
+        return all(is_better(value, old, self.mode) for old in earlier if old is not None and not math.isnan(old))
+
+
+class _ComposedPolicy(abc.ABC):
+    """A policy that asks others, and names those that decide."""
+
+    def should_save(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> bool:
+        """Whether one of those that decide asks for a save."""
+        return bool(self.deciding_policies(step, previous_steps, context=context))
+
+    @abc.abstractmethod
+    def deciding_policies(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> tuple[SavePolicy, ...]:
+        """The policies that ask for the save; empty: it is not saved."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AnySavePolicy(_ComposedPolicy):
+    """Saves when at least one of its policies asks for it. They are asked in order, up to the first that does.
+
+    After one whose steps are temporary, the others are asked whether this step is to stay.
+
+    Args:
+        policies: at least one object with `should_save`; Orbax's are such objects.
+
+    Raises:
+        SettingsError: there is no policy, or one of them has no `should_save`.
+
+    Source: Orbax, `AnySavePolicy`.
+    """
+
+    policies: Sequence[SavePolicy]
+
+    def __post_init__(self) -> None:
+        children = child_policies("AnySavePolicy.policies", self.policies, "should_save")
+        object.__setattr__(self, "policies", children)
+
+    def deciding_policies(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> tuple[SavePolicy, ...]:
+        """The first policy that asks for a save, or what decides inside it; empty: none does."""
+        temporary: tuple[SavePolicy, ...] = ()
+        for policy in self.policies:
+            found = deciding_policies(policy, step, previous_steps, context=context)
+            if found and not any(map(saves_temporarily, found)):
+                return found
+            temporary = temporary or found
+        return temporary
+
+
+@dataclasses.dataclass(frozen=True)
+class TemporarySavePolicy(_ComposedPolicy):
+    """Saves when its policy asks for it, a step that goes once a later one is committed, also by a later process.
+
+    Beside it, in an `AnySavePolicy`, other policies ask for steps that stay: these look at the last such step, and it
+    at the last of any kind. Preservation policies are not shown temporary steps.
+
+    Args:
+        policy: an object with `should_save`, such as `EverySecondsPolicy(600)`.
+
+    Raises:
+        SettingsError: it has no `should_save`, or is made of temporary ones itself.
+
+    Source: Levanter, whose saves by time are temporary, and those by step permanent.
+    """
+
+    policy: SavePolicy
+    saves_temporarily: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require_policy("TemporarySavePolicy.policy", self.policy, "should_save")
+
+    def deciding_policies(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> tuple[SavePolicy, ...]:
+        """Itself, if the policy asks for a save."""
+        return (self,) if deciding_policies(self.policy, step, as_lasting(previous_steps), context=context) else ()
+
+    def reason(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> str:
+        """Why the policy asks for a save."""
+        found = deciding_policies(self.policy, step, as_lasting(previous_steps), context=context)
+        return "temporary: " + policy_reasons(found, step, as_lasting(previous_steps), context=context)
+
+
+def has_temporary(policy: SavePolicy | None) -> bool:
+    """Whether some of what a policy asks for is temporary."""
+    if isinstance(policy, AnySavePolicy | AllSavePolicy):
+        return any(map(has_temporary, policy.policies))
+    return saves_temporarily(policy)
+
+
+@dataclasses.dataclass(frozen=True)
+class AllSavePolicy(_ComposedPolicy):
+    """Saves when all of its policies ask for it. They are asked in order, up to the first that does not.
+
+    Args:
+        policies: at least one object with `should_save`; Orbax's are such objects.
+
+    Raises:
+        SettingsError: there is no policy, or one of them has no `should_save`.
+    """
+
+    policies: Sequence[SavePolicy]
+
+    def __post_init__(self) -> None:
+        children = child_policies("AllSavePolicy.policies", self.policies, "should_save")
+        object.__setattr__(self, "policies", children)
+
+    def deciding_policies(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> tuple[SavePolicy, ...]:
+        """What decides inside each of the policies; empty: one of them asks for no save."""
+        found: list[SavePolicy] = []
+        for policy in self.policies:
+            some = deciding_policies(policy, step, previous_steps, context=context)
+            if not some:
+                return ()
+            found.extend(some)
+        return tuple(found)
+
+
+def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
+    """The interval between saves that loses the least time: seconds from the end of one save to the begin of the next.
+
+    Args:
+        cost_s: that a save costs.
+        mtbf_s: mean time between failures.
+
+    Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, 2006, equation 37;
+    its first term is J. W. Young, A first order approximation to the optimum checkpoint interval, 1974.
+    """
+    if cost_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = cost_s / (2 * mtbf_s)
+    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
+
+
+@dataclasses.dataclass(frozen=True)
+class _Interval:
+    """How far saves are to lie apart, and why."""
+
+    seconds: float
+    why: Callable[[], str]
+
+
+class _TunedPolicy(abc.ABC):
+    """A policy by what was measured: it says which interval it wants, and this bounds it and waits for it."""
+
+    min_interval_secs: float
+    max_interval_secs: float | None
+
+    @property
+    @abc.abstractmethod
+    def _name(self) -> str:
+        """Of the policy, in reasons."""
+
+    @abc.abstractmethod
+    def _wanted(self, costs: SaveCosts, cost_s: float, context: DecisionContext) -> _Interval:
+        """The interval that is right where a save costs so many seconds, and why."""
+
+    def should_save(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> bool:
+        """Whether the interval has passed since the last save, and since this process began; no save is waited for."""
+        interval = None if context.is_saving_in_progress else self._interval(context)
+        if interval is None:
+            return False
+        times = (previous_steps[-1].time if previous_steps else None, context.run_started)
+        last = max((time for time in times if time), default=None)
+        ahead_s = _ahead_s(step, previous_steps, context)
+        return last is None or apart(step.time, last, interval.seconds - ahead_s)
+
+    def reason(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> str:
+        """Why it asks for a save, with what was measured."""
+        found = self._interval(context)
+        return f"{self._name}: " + ("" if found is None else found.why())
+
+    def _interval(self, context: DecisionContext) -> _Interval | None:
+        costs, most_s = SaveCosts() if context.read_costs is None else context.read_costs(), self.max_interval_secs
+        if costs.ahead_s and costs.is_measuring:  # until the queue is full again, calls do not show the time
+            return None
+        if costs.is_unseen:
+            if most_s is None:
+                return None
+            return _Interval(most_s, lambda: f"updates are to be timed, but max_interval_secs={most_s:g} have passed")
+        if costs.cost_s is not None:
+            return _bounded(self._wanted(costs, costs.cost_s, context), self, costs)
+        if costs.step_s is not None:
+            return None if costs.is_measuring else _Interval(0.0, lambda: "the first save, to see what it costs")
+        if most_s is None:
+            return None
+        return _Interval(most_s, lambda: f"nothing is measured yet, and max_interval_secs={most_s:g} have passed")
+
+
+@dataclasses.dataclass(frozen=True)
+class OverheadBudgetPolicy(_TunedPolicy):
+    """Saves as often as a budget allows: all saves together slow the training down by no more than this fraction.
+
+    What a save costs is measured while the loop runs: the time in which the loop is held up, and what updates beside a
+    save take longer. A save that has cost more than was expected puts off the next one, and one that has cost less
+    brings it nearer, so the total keeps to the budget also where a disk gets slower. Until something is measured, which
+    takes some updates, nothing is saved; an earlier process of the run has measured it already.
+
+    Args:
+        max_fraction: of the time of the training without saves, above 0 and below 1.
+        min_interval_secs: seconds between saves, at least.
+        max_interval_secs: seconds after which a step is saved even where that is more than the budget; None: never.
+
+    Raises:
+        SettingsError: an argument is out of range.
+
+    Source: J. Mohan, A. Phanishayee, V. Chidambaram, CheckFreq: frequent, fine-grained DNN checkpointing, FAST 2021.
+    """
+
+    max_fraction: float = 0.035
+    min_interval_secs: float = LEAST_INTERVAL_S
+    max_interval_secs: float | None = MOST_INTERVAL_S
+
+    def __post_init__(self) -> None:
+        fraction = self.max_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
+            raise SettingsError(
+                "OverheadBudgetPolicy.max_fraction: expected a fraction above 0 and below 1, such as 0.035, "
+                f"found {fraction!r}"
+            )
+        _check_bounds(self)
+
+    @property
+    def _name(self) -> str:
+        return f"OverheadBudgetPolicy(max_fraction={self.max_fraction:g})"
+
+    def _wanted(self, costs: SaveCosts, cost_s: float, context: DecisionContext) -> _Interval:
+        aim = AIM * self.max_fraction
+        owed_s = costs.spent_s - aim * costs.trained_s  # what was spent beyond it, or below 0: is left to spend
+        return _Interval((cost_s + max(owed_s, -cost_s / 2)) / aim + cost_s, lambda: _spending(costs, cost_s))
+
+
+@dataclasses.dataclass(frozen=True)
+class YoungDalyPolicy(_TunedPolicy):
+    """Saves at the interval that loses the least time to saves and failures together, by Young and Daly.
+
+    A failure is the end of a process that has not saved before: a kill, a crash, or a request to leave that left no
+    time for it. Requests that were met with a save lose nothing, and do not count.
+
+    Args:
+        mtbf_secs: mean time between failures; None: estimated from the run's own history: until it has failed twice the
+            time that it has run without, so that saves come often at first and less and less.
+        min_interval_secs: seconds between saves, at least.
+        max_interval_secs: seconds between saves, at most; None: no limit.
+
+    Raises:
+        SettingsError: an argument is out of range.
+
+    Source: `daly_interval_s`.
+    """
+
+    mtbf_secs: float | None = None
+    min_interval_secs: float = LEAST_INTERVAL_S
+    max_interval_secs: float | None = MOST_INTERVAL_S
+
+    def __post_init__(self) -> None:
+        if self.mtbf_secs is not None:
+            object.__setattr__(self, "mtbf_secs", positive_seconds("YoungDalyPolicy.mtbf_secs", self.mtbf_secs))
+        _check_bounds(self)
+
+    @property
+    def _name(self) -> str:
+        return "YoungDalyPolicy"
+
+    def _wanted(self, costs: SaveCosts, cost_s: float, context: DecisionContext) -> _Interval:
+        failures = None if self.mtbf_secs is not None or context.read_failures is None else context.read_failures()
+        mtbf_s = self.mtbf_secs or (failures or Failures()).mtbf_s
+        return _Interval(daly_interval_s(cost_s, mtbf_s) + cost_s, lambda: _risk(cost_s, mtbf_s, failures))
+
+
+def _ahead_s(step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], context: DecisionContext) -> float:
+    """Seconds until the devices have computed this step, where the loop does not wait for them."""
+    costs = SaveCosts() if context.read_costs is None else context.read_costs()
+    if not (costs.ahead_s and costs.step_s and previous_steps):
+        return 0.0
+    return min(costs.ahead_s, max(0, step.step - previous_steps[-1].step) * costs.step_s)
+
+
+def _check_bounds(policy: _TunedPolicy) -> None:
+    name = type(policy).__name__
+    least = positive_seconds(f"{name}.min_interval_secs", policy.min_interval_secs)
+    if policy.max_interval_secs is not None:
+        most = positive_seconds(f"{name}.max_interval_secs", policy.max_interval_secs)
+        if most < least:
+            raise SettingsError(
+                f"{name}.max_interval_secs: expected at least min_interval_secs ({least:g}), found {most:g}"
+            )
+
+
+def _bounded(wanted: _Interval, policy: _TunedPolicy, costs: SaveCosts) -> _Interval:
+    wanted_s, why = wanted.seconds, wanted.why
+    least_s, most_s = policy.min_interval_secs, policy.max_interval_secs
+    usual_s = costs.usual_s or 0.0
+    lasting_s = ROOM * usual_s
+
+    def right() -> str:
+        return f"{why()}: every {_seconds(wanted_s)}"
+
+    if most_s is not None and max(wanted_s, lasting_s) > most_s:
+        lasts = f", and a save lasts {_seconds(usual_s)}" if lasting_s > most_s else ""
+        return _Interval(most_s, lambda: f"{right()} is right{lasts}, max_interval_secs={most_s:g} is less")
+    if wanted_s < lasting_s and least_s < lasting_s:
+        return _Interval(lasting_s, lambda: f"{right()} is right, but a save lasts {_seconds(usual_s)}")
+    if wanted_s < least_s:
+        return _Interval(least_s, lambda: f"{right()} is right, min_interval_secs={least_s:g} is more")
+    return _Interval(wanted_s, right)
+
+
+def _spending(costs: SaveCosts, cost_s: float) -> str:
+    spent = costs.spent_s / costs.trained_s if costs.trained_s else 0.0
+    blocked = "" if costs.blocked_s is None else f" ({_seconds(costs.blocked_s)} of it the loop is held up)"
+    return f"a save costs {_seconds(cost_s)}{blocked}, all so far {spent:.2%} of the training"
+
+
+def _risk(cost_s: float, mtbf_s: float, failures: Failures | None) -> str:
+    seen = ""
+    if failures is not None:
+        seen = f" ({failures.count} in {_seconds(failures.observed_s)} so far)"
+    return f"a save costs {_seconds(cost_s)}, and a failure is due every {_seconds(mtbf_s)}{seen}"
+
+
+def _seconds(value: float) -> str:
+    if value >= 5400:
+        return f"{value / 3600:.1f} h"
+    return f"{value:.0f} s" if value >= 100 else f"{value:.3g} s"

@@ -1,0 +1,1 @@
+"""JAX pytrees as named arrays: flattening, snapshots, partitioning, restoring."""

@@ -1,0 +1,1 @@
+"""Saving and loading on the hosts of a single-controller job (Pathways)."""

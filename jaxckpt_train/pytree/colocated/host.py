@@ -1,0 +1,302 @@
+"""What runs on a host of a single-controller runtime, called with arrays of a CPU device there: writing, reading.
+
+JAX sends a function to the hosts by its name, so that they run their own copy of this module.
+
+What the controller and the hosts tell each other: plans and answers, as bytes in arrays of a size that returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+
+from jaxckpt_train.distributed.rendezvous import encode_error
+from jaxckpt_train.errors import CheckpointError, OtherProcessError, StorageError
+from jaxckpt_train.pytree._jax import enable_x64
+from jaxckpt_train.pytree.placing import converted
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backends.base import Backend
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.boxes import Box, box_shape
+from jaxckpt_train.store.committed import Committed, is_still
+from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.manifest import (
+    BLOCK_BYTES,
+    FORMAT,
+    FORMAT_VERSION,
+    HEX_DIGITS,
+    ArrayRecord,
+    Manifest,
+    SegmentRecord,
+    block_count,
+)
+from jaxckpt_train.store.process_identity import this_process
+from jaxckpt_train.store.process_index import PartIndex
+from jaxckpt_train.store.read_plan import Wanted
+from jaxckpt_train.store.reader import iter_boxes
+from jaxckpt_train.store.segment import MAX_HEADER_BYTES, ArraySource, ChunkSource, OwnChunkSource, header_share_bytes
+from jaxckpt_train.store.writer import write_arrays
+
+VERSION = 1
+"""Of all that is told here. A host whose package tells otherwise refuses."""
+_HEAD = struct.Struct("<QQQ")  # version, bytes that follow, bytes that the answer may have: never anything else
+_LEAST_BYTES = 16 << 10  # room for the text of an error
+_BACKEND: Backend = LocalBackend()
+_SHOWN = 2000
+
+
+class WrittenArray(msgspec.Struct, array_like=True, frozen=True):
+    """An array of which a host writes something: its number in the checkpointable, and what it is."""
+
+    number: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class WritePlan(msgspec.Struct, array_like=True, frozen=True):
+    """What one host writes: of `arrays[which[i]]` the box `boxes[i]`, which it is given as its i-th array.
+
+    `writer` is the number that its files are named by; `directory` is that of the attempt.
+    """
+
+    directory: bytes
+    part: str
+    writer: int
+    settings: dict[str, Any]
+    arrays: tuple[WrittenArray, ...]
+    which: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+
+class ReadArray(msgspec.Struct, array_like=True, frozen=True):
+    """Boxes of an array that one host reads, and the dtype that they are to have."""
+
+    record: ArrayRecord
+    boxes: tuple[Box, ...]
+    dtype: str
+
+
+class ReadPlan(msgspec.Struct, array_like=True, frozen=True):
+    """What one host reads of a checkpoint."""
+
+    directory: bytes
+    manifest_sha256: str
+    digest: str
+    block_bytes: int
+    settings: dict[str, Any]
+    segments: tuple[SegmentRecord, ...]
+    arrays: tuple[ReadArray, ...]
+
+
+class UnseenError(CheckpointError):
+    """What the controller has opened is not there on a host."""
+
+
+class Answer(msgspec.Struct, array_like=True, frozen=True):
+    """What a host has done, and how many bytes (`done_bytes`) that was; or the error that it met.
+
+    `is_unseen`: what it was to read is not there on this host.
+    """
+
+    host: str
+    pid: int
+    done_bytes: int = 0
+    index: PartIndex | None = None
+    error: bytes | None = None
+    is_unseen: bool = False
+
+
+def plan_array(plan: WritePlan | ReadPlan, answer_bytes: int) -> np.ndarray:
+    """A plan as the host is given it. Its size is a power of two, so that JAX knows it again at the next save."""
+    return _framed(msgspec.msgpack.encode(plan), answer_bytes, _room(0))
+
+
+def decode_plan(array: np.ndarray, kind: type[Any]) -> Any:
+    """The plan.
+
+    Raises:
+        CheckpointError: it is of another version of this package.
+    """
+    version, length, _ = _HEAD.unpack_from(array.data)
+    if version != VERSION:
+        raise CheckpointError(
+            f"told in version {version}, but the jaxckpt_train there knows version {VERSION}; install the same release "
+            "of it on all hosts and on the controller"
+        )
+    return msgspec.msgpack.decode(array[_HEAD.size : _HEAD.size + length].data, type=kind)
+
+
+def wanted_bytes(array: np.ndarray) -> int:
+    """How many bytes the answer to a plan of any version has."""
+    room: int = _HEAD.unpack_from(array.data)[2]
+    return room
+
+
+def answer_array(answer: Answer, room: int) -> np.ndarray:
+    """An answer as the controller gets it.
+
+    Raises:
+        CheckpointError: it takes more than `room` bytes.
+    """
+    data = msgspec.msgpack.encode(answer)
+    if len(data) + _HEAD.size > room:
+        raise CheckpointError(f"an answer of {len(data):,} bytes, but only {room - _HEAD.size:,} were expected")
+    return _framed(data, 0, room)
+
+
+def decode_answer(array: np.ndarray) -> Answer:
+    """The answer."""
+    _, length, _ = _HEAD.unpack_from(array.data)
+    return msgspec.msgpack.decode(array[_HEAD.size : _HEAD.size + length].data, type=Answer)
+
+
+def room_for_index(plan: WritePlan, nbytes: Sequence[int]) -> int:
+    """At least as many bytes as the answer to a plan takes; `nbytes`: of each of its boxes."""
+    width = HEX_DIGITS[plan.settings["digest"]]
+    digests = sum(block_count(size, BLOCK_BYTES) for size in nbytes) * width
+    chunks = sum(64 + 20 * len(box) for box in plan.boxes) + 20 * len(plan.arrays)
+    heads = sum(
+        header_share_bytes(plan.arrays[number].name, 3 * len(box) + 1)
+        for number, box in zip(plan.which, plan.boxes, strict=True)
+    )
+    files = 3 + 2 * sum(nbytes) // plan.settings["segment_bytes"] + heads // (MAX_HEADER_BYTES // 4)
+    return _room(digests + chunks + files * (len(plan.part) + 256))
+
+
+def settings_there(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as a host takes them, which looks for no further hosts."""
+    return {**settings, "colocated": False}
+
+
+def error_room() -> int:
+    """How many bytes an answer has that tells of nothing but an error."""
+    return _room(0)
+
+
+def _room(size: int) -> int:
+    return 1 << (max(size + _HEAD.size, _LEAST_BYTES) - 1).bit_length()
+
+
+def _framed(data: bytes, wanted: int, least: int) -> np.ndarray:
+    array = np.zeros(max(_room(len(data)), least), np.uint8)
+    _HEAD.pack_into(array.data, 0, VERSION, len(data), wanted)
+    array[_HEAD.size : _HEAD.size + len(data)] = np.frombuffer(data, np.uint8)
+    return array
+
+
+class _Moved:
+    """How many bytes this process has written and read for its controller."""
+
+    def __init__(self) -> None:
+        self.bytes, self._lock = 0, threading.Lock()
+
+    def __call__(self, done: int) -> None:
+        with self._lock:
+            self.bytes += done
+
+
+_moved = _Moved()
+
+
+def moved_here(there: jax.Array) -> tuple[jax.Array]:
+    """How far all that this process does for its controller has got: another number when it got further."""
+    return (jax.device_put(np.frombuffer(_moved.bytes.to_bytes(8, "little"), np.uint8), there.sharding),)
+
+
+def write_here(plan: jax.Array, *arrays: jax.Array) -> tuple[jax.Array]:
+    """Write what a `WritePlan` says of these arrays, all of the CPU device of the plan; returns an `Answer`."""
+    message = np.asarray(plan)
+    return (jax.device_put(_answer(message, lambda: _written(message, arrays)), plan.sharding),)
+
+
+def read_here(plan: jax.Array, shapes: Sequence[tuple[tuple[int, ...], str]]) -> tuple[jax.Array, ...]:
+    """Read what a `ReadPlan` says; returns an `Answer`, and the boxes in their order, on the CPU device of the plan.
+
+    `shapes`: of all boxes, and their dtypes, which JAX wants back whatever happens.
+    """
+    message, boxes = np.asarray(plan), list[jax.Array]()
+    answer = _answer(message, lambda: _read(message, plan.sharding, boxes))
+    if len(boxes) != len(shapes):
+        with enable_x64(True):
+            boxes[:] = [jax.device_put(np.zeros(shape, DTYPES[dtype]), plan.sharding) for shape, dtype in shapes]
+    return jax.device_put(answer, plan.sharding), *boxes
+
+
+def _answer(message: np.ndarray, work: Callable[[], tuple[int, PartIndex | None]]) -> np.ndarray:
+    room = wanted_bytes(message)
+    here = this_process()
+    try:
+        done, index = work()
+        return answer_array(Answer(here.host, here.pid, done, index), room)
+    except UnseenError:
+        return answer_array(Answer(here.host, here.pid, is_unseen=True), room)
+    except Exception as error:  # noqa: BLE001  # a process's edge: told to the controller
+        try:
+            return answer_array(Answer(here.host, here.pid, error=encode_error(error, 0)), room)
+        except CheckpointError:
+            short = OtherProcessError(f"{type(error).__name__}: {str(error)[:_SHOWN]}...")
+            return answer_array(Answer(here.host, here.pid, error=encode_error(short, 0)), room)
+
+
+def _written(message: np.ndarray, arrays: Sequence[jax.Array]) -> tuple[int, PartIndex]:
+    plan: WritePlan = decode_plan(message, WritePlan)
+    chunks: list[list[ChunkSource]] = [[] for _ in plan.arrays]
+    for which, box, array in zip(plan.which, plan.boxes, arrays, strict=True):
+        chunks[which].append(OwnChunkSource(box, np.asarray(array)))  # a copy, which only this save has
+    sources = [
+        ArraySource(array.name, array.shape, DTYPES[array.dtype], tuple(own))
+        for array, own in zip(plan.arrays, chunks, strict=True)
+    ]
+    directory = os.fsdecode(plan.directory)
+    settings = StoreSettings(**plan.settings)
+    try:
+        written = write_arrays(
+            _BACKEND, directory, plan.part, sources, settings, first_segment=0, progress=_moved, process=plan.writer
+        )
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        raise CheckpointError(
+            f"{directory}: the controller has made this directory, but it is not there on this host: the controller "
+            "and all hosts save to one directory, on storage that all of them share"
+        ) from error
+    numbers = tuple(array.number for array in plan.arrays)
+    return written.data_bytes, PartIndex(written.segments, numbers, tuple(each.chunks for each in written.arrays))
+
+
+def _read(message: np.ndarray, sharding: jax.sharding.Sharding, boxes: list[jax.Array]) -> tuple[int, None]:
+    plan: ReadPlan = decode_plan(message, ReadPlan)
+    directory, settings = os.fsdecode(plan.directory), StoreSettings(**plan.settings)
+    manifest = Manifest(FORMAT, FORMAT_VERSION, plan.digest, plan.block_bytes, plan.segments, (), {})
+    committed = Committed(directory, manifest, plan.manifest_sha256)
+    if not is_still(_BACKEND, committed):
+        raise UnseenError(directory)
+    wanted = [Wanted(each.record, each.boxes, each.dtype != each.record.dtype) for each in plan.arrays]
+    firsts = [0, *itertools.accumulate(len(each.boxes) for each in plan.arrays)]
+    found: list[Any] = [None] * firsts[-1]
+    done = 0
+    with (
+        enable_x64(True),  # else the load was refused before
+        contextlib.closing(iter_boxes(_BACKEND, committed, wanted, settings, _moved)) as reading,
+    ):
+        for number, box, data in reading:
+            each = plan.arrays[number]
+            if data.dtype != DTYPES[each.dtype]:
+                data = converted(each.record.name, data, DTYPES[each.dtype])
+            assert data.shape == box_shape(each.boxes[box])
+            found[firsts[number] + box] = jax.device_put(data, sharding)
+            done += data.nbytes
+            del data  # on the CPU it is the array's memory now
+    boxes[:] = found
+    return done, None

@@ -1,0 +1,267 @@
+"""What a manifest says of each leaf: a typed record, with small Python values inline.
+
+Which values can be stored: PRNG keys, and what numpy has a fixed byte form of.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+
+from jaxckpt_train.errors import CorruptCheckpointError, UnsupportedLeafError
+from jaxckpt_train.pytree.flatten import MAX_DEPTH, escapes_in
+from jaxckpt_train.store.dtypes import is_storable
+from jaxckpt_train.store.manifest import NOT_JSON, ArrayRecord, PartRecord
+
+WITHOUT_FUNCTIONS = (
+    "save, and load into, the arrays alone: of an Equinox module eqx.filter(model, eqx.is_array), which eqx.combine "
+    "joins with the functions again; in other trees keep functions in static fields, or outside"
+)
+MAX_INLINE_BYTES = 16 << 20
+
+
+def is_key_array(value: Any) -> bool:
+    """Whether the value is a typed PRNG key array, or an abstract one."""
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and _is_key_dtype(dtype)
+
+
+def is_function(value: object) -> bool:
+    """Whether a leaf is a function or another callable that holds no data of its own."""
+    return callable(value) and not isinstance(value, type) and not hasattr(value, "__array__")
+
+
+@functools.cache
+def _is_key_dtype(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+def check_storable(name: str, value: Any) -> np.ndarray | np.generic:
+    """The value as numpy, if it is a numpy array or scalar that can be stored.
+
+    Raises:
+        UnsupportedLeafError: it is neither, or of a dtype without fixed bytes.
+    """
+    plain = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and type(value) in (np.ndarray, np.memmap))
+    if not plain:
+        iterable = hasattr(value, "__iter__") and not hasattr(value, "__next__")
+        hint = "; of a data set pass its iterator, iter(...)" if iterable else ""
+        if is_function(value):
+            raise UnsupportedLeafError(
+                f"leaf {name!r}: a function or other callable cannot be stored{escapes_in(name)}; {WITHOUT_FUNCTIONS}"
+            )
+        raise UnsupportedLeafError(
+            f"leaf {name!r}: a {type(value).__module__}.{type(value).__qualname__} cannot be stored{escapes_in(name)}; "
+            "expected arrays, numbers, text, bytes or None. Convert it, or register a handler "
+            f"(jaxckpt_train.register_handler){hint}"
+        )
+    if not is_storable(value.dtype):
+        raise UnsupportedLeafError(
+            f"leaf {name!r}: numpy dtype {value.dtype} has no fixed byte form; convert it, for example to uint8 or text"
+        )
+    storable: np.ndarray | np.generic = value
+    return storable
+
+
+class _Record(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, omit_defaults=True, tag_field="kind"):
+    pass
+
+
+class ArrayLeaf(_Record, frozen=True, gc=False, tag="array"):
+    """An array in the store. `host`: what it was; `weak`: JAX's weak type; `big_endian`: numpy byte order."""
+
+    host: Literal["jax", "numpy", "scalar"] = "jax"
+    weak: bool = False
+    big_endian: bool = False
+
+
+class KeyLeaf(_Record, frozen=True, gc=False, tag="key"):
+    """A typed PRNG key array: its key data is in the store, its implementation here."""
+
+    impl: str
+
+
+class IntLeaf(_Record, frozen=True, gc=False, tag="int"):
+    """A Python int of any size: decimal, hexadecimal beyond 64 bits."""
+
+    value: str
+
+
+class FloatLeaf(_Record, frozen=True, gc=False, tag="float"):
+    """A Python float, in the hexadecimal form of `float.hex`, which is exact and knows nan and inf."""
+
+    value: str
+
+
+class ComplexLeaf(_Record, frozen=True, gc=False, tag="complex"):
+    """A Python complex, both parts as in FloatLeaf."""
+
+    real: str
+    imag: str
+
+
+class BoolLeaf(_Record, frozen=True, gc=False, tag="bool"):
+    """A Python bool."""
+
+    value: bool
+
+
+class StrLeaf(_Record, frozen=True, gc=False, tag="str"):
+    """A Python str."""
+
+    value: str
+
+
+class BytesLeaf(_Record, frozen=True, gc=False, tag="bytes"):
+    """A Python bytes, in base 64."""
+
+    value: bytes
+
+
+class NoneLeaf(_Record, frozen=True, gc=False, tag="none"):
+    """None."""
+
+
+class EmptyLeaf(_Record, frozen=True, gc=False, tag="empty"):
+    """A container without children."""
+
+
+LeafRecord = (
+    ArrayLeaf | KeyLeaf | IntLeaf | FloatLeaf | ComplexLeaf | BoolLeaf | StrLeaf | BytesLeaf | NoneLeaf | EmptyLeaf
+)
+
+
+STORED = (ArrayLeaf, KeyLeaf)
+
+
+class TreeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A pytree as data.
+
+    Attributes:
+        containers: what its containers were, by path; those that are no plain dict.
+        leaves: its leaves by path.
+        static: static data of nodes that are registered without keys, by path; see `static_data`.
+    """
+
+    containers: dict[str, str]
+    leaves: dict[str, LeafRecord]
+    static: dict[str, str] = {}
+
+
+def encode_tree(record: TreeRecord) -> msgspec.Raw:
+    """The record as the manifest holds it."""
+    return msgspec.Raw(msgspec.json.encode(record))
+
+
+def has_tree(part: PartRecord) -> bool:
+    """Whether a checkpointable is a tree, with leaves, and no value of another kind."""
+    return bytes(part.detail) != b"null"
+
+
+def decode_tree(part: PartRecord, subject: str) -> TreeRecord:
+    """The tree of a checkpointable.
+
+    Raises:
+        CorruptCheckpointError: malformed, or its leaves and the stored arrays do not fit.
+    """
+    try:
+        record = msgspec.json.decode(part.detail, type=TreeRecord)
+    except NOT_JSON as error:
+        raise CorruptCheckpointError(f"{subject}: tree of {part.name!r}: {error}") from error
+    if msgspec.json.encode(record) != bytes(part.detail):
+        raise CorruptCheckpointError(f"{subject}: tree of {part.name!r} is not in canonical form")
+    if any(name.count("/") >= MAX_DEPTH for name in record.leaves):
+        raise CorruptCheckpointError(f"{subject}: tree of {part.name!r} is deeper than {MAX_DEPTH} levels")
+    stored = {name for name, leaf in record.leaves.items() if isinstance(leaf, STORED)}
+    if stored != {array.name for array in part.arrays}:
+        raise CorruptCheckpointError(f"{subject}: tree of {part.name!r} does not fit its arrays")
+    return record
+
+
+def record_value(name: str, value: Any) -> LeafRecord | None:
+    """The record of a leaf that is stored inline; None for one that is not.
+
+    Raises:
+        UnsupportedLeafError: inline, but too large or not representable.
+    """
+    kind = type(value)
+    if value is None:
+        return NoneLeaf()
+    if kind is bool:
+        return BoolLeaf(value)
+    if kind is int:
+        return IntLeaf(hex(value) if value.bit_length() > 64 else str(value))
+    if kind is float:
+        return FloatLeaf(value.hex())
+    if kind is complex:
+        return ComplexLeaf(value.real.hex(), value.imag.hex())
+    if kind in (str, bytes):
+        return _text_or_bytes(name, value)
+    return None
+
+
+def _text_or_bytes(name: str, value: str | bytes) -> LeafRecord:
+    if len(value) > MAX_INLINE_BYTES:
+        raise UnsupportedLeafError(
+            f"leaf {name!r}: {type(value).__name__} of {len(value)}, at most {MAX_INLINE_BYTES} are stored inline; "
+            "store it as a numpy uint8 array"
+        )
+    if isinstance(value, bytes):
+        return BytesLeaf(value)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UnsupportedLeafError(
+            f"leaf {name!r}: text that is not valid Unicode: {error}; store it as bytes"
+        ) from error
+    return StrLeaf(value)
+
+
+def python_value(name: str, record: LeafRecord, subject: str) -> Any:
+    """The Python value that `record_value` recorded.
+
+    Raises:
+        CorruptCheckpointError: the text is no such value.
+    """
+    try:
+        match record:
+            case IntLeaf(value):
+                return int(value, 0)
+            case FloatLeaf(value):
+                return float.fromhex(value)
+            case ComplexLeaf(real, imag):
+                return complex(float.fromhex(real), float.fromhex(imag))
+            case BoolLeaf(value) | StrLeaf(value) | BytesLeaf(value):
+                return value
+            case _:
+                return None
+    except (ValueError, OverflowError) as error:
+        raise CorruptCheckpointError(f"{subject}: leaf {name!r}: {error}") from error
+
+
+PYTHON_TYPES = {BoolLeaf: bool, IntLeaf: int, FloatLeaf: float, ComplexLeaf: complex, StrLeaf: str, BytesLeaf: bytes}
+
+
+def describe_saved(saved: LeafRecord, array: ArrayRecord | None) -> str:
+    """A saved leaf in a few words: `float32[512,128]`, `key<threefry2x32>[]`, `int`, `None`."""
+    match saved:
+        case ArrayLeaf() if array is not None:
+            return f"{array.dtype}{shape_text(array.shape)}"
+        case KeyLeaf(impl) if array is not None:
+            return f"key<{impl}>{shape_text(array.shape[:-1])}"
+        case NoneLeaf():
+            return "None"
+        case EmptyLeaf():
+            return "an empty container"
+        case _:
+            return f"Python {PYTHON_TYPES[type(saved)].__name__}"
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """A shape in brackets."""
+    return f"[{','.join(map(str, shape))}]"

@@ -1,0 +1,409 @@
+"""What becomes of the boxes of one load as they come, from the disk or from other processes.
+
+Converts arrays to another dtype or byte order while they are loaded; values that would be lost are an error.
+
+What a leaf becomes of its data on the host: host arrays, scalars, keys, and JAX arrays of Python numbers.
+
+Puts host arrays onto devices one after the other, as they come from the disk.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxckpt_train.errors import MismatchError
+from jaxckpt_train.pytree._jax import nothing_set
+from jaxckpt_train.pytree.flatten import PLACEHOLDER
+from jaxckpt_train.pytree.target import Placement, Want
+from jaxckpt_train.store.buffers import ReadBudget, empty_array
+from jaxckpt_train.store.reader import ReadBox
+
+_log = logging.getLogger("jaxckpt_train")
+_WANTED_PARAMETERS = ["aval", "sharding", "xs", "devices", "committed"]
+COMPARED_AT_ONCE = 1 << 18  # elements
+_finfo: Any = jnp.finfo
+_iinfo: Any = jnp.iinfo
+
+
+def _find_fast_put() -> Callable[..., jax.Array] | None:
+    """JAX's internal call that makes an array of one host buffer per device; None where it is not as it was.
+
+    Of the public functions only `device_put` and `make_array_from_single_device_arrays` together do the same, in ten
+    times the time for a small array: each array passes through shape inference and checks anew. See ADR 009.
+    """
+    try:
+        from jax._src.interpreters import pxla
+    except ImportError:
+        return None
+    found: Callable[..., jax.Array] | None = getattr(pxla, "batched_device_put", None)
+    if found is None or list(inspect.signature(found).parameters)[: len(_WANTED_PARAMETERS)] != _WANTED_PARAMETERS:
+        return None
+    return found
+
+
+def _find_copying_put() -> Callable[..., jax.Array] | None:
+    """The call behind `_find_fast_put`, which can copy: the array gets memory that XLA allocates. None: not there.
+
+    On the CPU XLA reuses only its own memory for the results of a computation that its arguments are donated to, and
+    no public function copies a host array into such memory without keeping the host array for a while.
+    """
+    try:
+        from jax._src.lib import xla_client  # type: ignore[attr-defined]
+
+        during_call = xla_client.HostBufferSemantics.IMMUTABLE_ONLY_DURING_CALL
+        put = functools.partial(xla_client.batched_device_put, force_copy=True, host_buffer_semantics=during_call)
+    except (ImportError, AttributeError):
+        return None
+    return put if "force_copy" in (xla_client.batched_device_put.__doc__ or "") else None
+
+
+_fast_put = _find_fast_put()
+
+
+_copying_put = _find_copying_put()
+
+
+class _Kind(NamedTuple):
+    """What JAX found out about the first array of a shape, dtype and sharding, and takes again for the next."""
+
+    aval: Any
+    sharding: jax.sharding.Sharding
+    devices: Sequence[jax.Device]
+
+
+class DevicePuts:
+    """Arrays of one load on their way to the devices. The first of each kind goes through JAX's public functions."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[object, _Kind] = {}
+        self._begun: dict[int, tuple[list[jax.Array], int]] = {}
+
+    def put(
+        self, number: int, placement: Placement, box: int, data: np.ndarray, *, donatable: bool = False
+    ) -> jax.Array | None:
+        """Put one box of array number `number` onto its devices; returns the array once it has all of its boxes.
+
+        Without a sharding it goes to the default device and stays uncommitted. On the CPU an aligned, writable box
+        becomes the device's memory without a copy: the caller must drop it. If the array is to be donatable, the box is
+        copied into memory of XLA, which reuses it when the array is donated to a computation.
+        """
+        if len(placement.boxes) == 1 and not (donatable and _spans_cpus_of_processes(placement)):
+            return self._put_alike(placement.shape, placement.sharding, data, donatable)
+        shards, left = self._begun.pop(number, ([], len(placement.boxes)))
+        assert placement.sharding is not None
+        memory = placement.sharding.memory_kind
+        for device, wanted in placement.devices:
+            if wanted == box:
+                alone = jax.sharding.SingleDeviceSharding(device, memory_kind=memory)
+                shards.append(self._put_alike(data.shape, alone, data, donatable))
+        if left > 1:
+            self._begun[number] = shards, left - 1
+            return None
+        return jax.make_array_from_single_device_arrays(placement.shape, placement.sharding, shards)
+
+    def none_here(self, placement: Placement, dtype: np.dtype) -> jax.Array:
+        """An array of which no device of this process has any part."""
+        assert placement.sharding is not None
+        return jax.make_array_from_single_device_arrays(placement.shape, placement.sharding, [], dtype=dtype)
+
+    def _put_alike(
+        self, shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, data: np.ndarray, donatable: bool
+    ) -> jax.Array:
+        """An array of this shape, with the same data on every device of its sharding that this process has."""
+        key = shape, data.dtype, sharding
+        kind = self._kinds.get(key)
+        donatable = donatable and data.size > 0  # XLA fails to copy an empty array that is cut where it has no elements
+        if kind is None or _fast_put is None:
+            array = _put_here(shape, sharding, data)
+            if array.dtype != data.dtype:  # JAX converts: 64-bit types while x64 is off
+                return array
+            devices = list(array.sharding.addressable_devices_indices_map(shape))
+            kind = self._kinds[key] = _Kind(array.aval, array.sharding, devices)
+            if not (donatable and _can_copy(kind)):
+                return array
+        put = _copying_put if donatable and _can_copy(kind) else _fast_put
+        assert put is not None
+        return put(kind.aval, kind.sharding, [data] * len(kind.devices), kind.devices, sharding is not None)
+
+
+def _spans_cpus_of_processes(placement: Placement) -> bool:
+    """Whether its array is partly on CPU devices of other processes; the call that copies fails for some of these."""
+    sharding, devices = placement.sharding, placement.devices
+    is_elsewhere = sharding is not None and not sharding.is_fully_addressable
+    return is_elsewhere and any(device.platform == "cpu" for device, _ in devices)
+
+
+def _can_copy(kind: _Kind) -> bool:
+    return _copying_put is not None and kind.devices[0].platform == "cpu"
+
+
+def _put_here(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, data: np.ndarray) -> jax.Array:
+    if sharding is None or sharding.is_fully_addressable:
+        placed: jax.Array = jax.device_put(data, sharding)
+        return placed
+    devices = sharding.addressable_devices_indices_map(shape)
+    alone = [jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
+    return jax.make_array_from_single_device_arrays(shape, sharding, [jax.device_put(data, each) for each in alone])
+
+
+def weakly_typed(name: str, array: jax.Array) -> jax.Array:
+    """The same array, weakly typed, in the same memory where JAX's internal call is as known."""
+    if array.weak_type:
+        return array
+    if _fast_put is not None:
+        shards = [shard.data for shard in array.addressable_shards]
+        devices = [shard.device for shard in array.addressable_shards]
+        return _fast_put(array.aval.update(weak_type=True), array.sharding, shards, devices, array.committed)
+    # A weakly typed array keeps its weak type when its elements are replaced.
+    zero = array.dtype.type(0).item()
+    weak = jnp.broadcast_to(jnp.asarray(zero), array.shape)
+    if weak.dtype != array.dtype or not array.is_fully_addressable:
+        _log.warning(
+            "leaf %r: saved weakly typed, loaded strongly typed: this version of JAX makes no weakly typed %s array "
+            "with its sharding. What is computed with it may get another dtype than before",
+            name,
+            array.dtype,
+        )
+        return array
+    made: jax.Array = weak.at[...].set(array)
+    return jax.device_put(made, array.sharding) if array.committed else made
+
+
+def spans_processes(sharding: jax.sharding.Sharding | None) -> bool:
+    """Whether it names devices of several processes: all processes make such an array, in the same order."""
+    return sharding is not None and not sharding.is_fully_addressable and not _is_of_one_process(sharding)
+
+
+@functools.lru_cache(maxsize=256)
+def _is_of_one_process(sharding: jax.sharding.Sharding) -> bool:
+    devices: Any = sharding.device_set
+    return len({device.process_index for device in devices}) == 1
+
+
+def is_elsewhere(sharding: jax.sharding.Sharding | None) -> bool:
+    """Whether no device of it belongs to this process."""
+    return sharding is not None and not sharding.is_fully_addressable and not sharding.addressable_devices
+
+
+def value_of(name: str, want: Want, array: np.ndarray) -> Any:
+    """The leaf, of all of its data."""
+    match want.form:
+        case "numpy":
+            return array
+        case "scalar":
+            return array[()]
+        case "python":
+            value = array.item()
+            return value if want.python is None else want.python(value)
+        case "key":
+            return _key(name, array, want)
+        case _:
+            return _put(name, want, array)
+
+
+def _key(name: str, data: np.ndarray, want: Want) -> jax.Array:
+    try:
+        if want.sharding is not None and is_elsewhere(want.sharding):
+            dtype = jax.eval_shape(functools.partial(jax.random.wrap_key_data, impl=want.impl), data).dtype
+            return jax.make_array_from_single_device_arrays(want.shape, want.sharding, [], dtype=dtype)
+        if want.sharding is not None and spans_processes(want.sharding):
+            return _made_on_all(data, want.sharding, want.impl)
+        key: jax.Array = jax.random.wrap_key_data(jnp.asarray(data), impl=want.impl)
+    except (TypeError, ValueError) as error:
+        raise MismatchError(
+            f"leaf {name!r}: saved as a key of implementation {want.impl!r}, of which this JAX makes none of "
+            f"{data.dtype}{list(data.shape)}: {error}"
+        ) from error
+    return key if want.sharding is None else jax.device_put(key, want.sharding)
+
+
+def _put(name: str, want: Want, array: np.ndarray) -> jax.Array:
+    made: jax.Array
+    if want.sharding is not None and is_elsewhere(want.sharding):
+        made = jax.make_array_from_single_device_arrays(array.shape, want.sharding, [], dtype=array.dtype)
+    elif want.sharding is not None and spans_processes(want.sharding):
+        made = _made_on_all(array, want.sharding)
+    else:
+        made = jax.device_put(array, want.sharding)
+    return weakly_typed(name, made) if want.weak else made
+
+
+def _made_on_all(value: Any, sharding: jax.sharding.Sharding, impl: str | None = None) -> jax.Array:
+    """An array over devices of several processes, of what each of them has. No process waits for another.
+
+    `jax.device_put` compares the values of all processes first.
+    """
+
+    def make(value: Any) -> Any:
+        return value if impl is None else jax.random.wrap_key_data(value, impl=impl)
+
+    with nothing_set():
+        made: jax.Array = jax.jit(make, out_shardings=sharding)(value)
+    return made
+
+
+def converted(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The array in another dtype or byte order, in new memory; floats are rounded.
+
+    Raises:
+        MismatchError: an integer would change, or a finite float would not be finite.
+    """
+    result = empty_array(array.shape, dtype)
+    with np.errstate(all="ignore"):
+        try:
+            np.copyto(result, array, casting="unsafe")
+        except TypeError:  # ml_dtypes does not know each pair of small floats; double precision holds all of them
+            np.copyto(result, array.astype(np.float64), casting="unsafe")
+        _check(name, array.reshape(-1), result.reshape(-1))
+    return result
+
+
+def _check(name: str, array: np.ndarray, result: np.ndarray) -> None:
+    """Raise MismatchError unless the values have survived; in pieces, so that it takes little memory."""
+    saved, wanted = array.dtype.newbyteorder("="), result.dtype.newbyteorder("=")
+    least, most = _exact_range(saved, wanted)
+    if saved == wanted or array.size == 0:
+        return
+    is_inexact = jnp.issubdtype(saved, jnp.inexact)
+    if is_inexact and _finfo(saved).max <= most:
+        return
+    if not jnp.issubdtype(saved, jnp.complexfloating):
+        values = array if is_inexact else _plain_integers(array)
+        if least <= values.min() and values.max() <= most:
+            return
+    have_survived = _floats_survived if is_inexact else _integers_survived
+    pieces = range(0, len(array), COMPARED_AT_ONCE)
+    parts = ((array[at : at + COMPARED_AT_ONCE], result[at : at + COMPARED_AT_ONCE]) for at in pieces)
+    if all(have_survived(old, new) for old, new in parts):
+        return
+    every = "every integer from " if not is_inexact and jnp.issubdtype(wanted, jnp.inexact) else ""
+    raise MismatchError(
+        f"leaf {name!r}: cast=True, but {wanted} does not hold all values of the saved {saved}: found "
+        f"{_range_of_values(array)}, {wanted} holds {every}{least} to {most}; give the target a wider dtype"
+    )
+
+
+def _exact_range(saved: np.dtype, wanted: np.dtype) -> tuple[float, float]:
+    """The range of values that survive for certain; some floats and integers beyond it may survive too."""
+    if wanted == np.bool_:
+        return 0, 1
+    if not jnp.issubdtype(wanted, jnp.inexact):
+        limits = _iinfo(wanted)
+        return int(limits.min), int(limits.max)
+    info = _finfo(wanted)
+    if jnp.issubdtype(saved, jnp.inexact):
+        return float(info.min), float(info.max)
+    most = int(min(2 ** (info.nmant + 1), float(info.max)))
+    return max(-most, int(info.min)), most
+
+
+def _integers_survived(old: np.ndarray, new: np.ndarray) -> bool:
+    if not jnp.issubdtype(new.dtype, jnp.inexact):
+        return False  # the range has decided
+    old = _plain_integers(old)
+    limits = np.iinfo(old.dtype)
+    wide = new.real.astype(np.float64)
+    # The float above the largest integer is exact, and compared first: no float beyond it becomes an integer.
+    is_within = (wide >= float(limits.min)) & (wide < float(limits.max // 2 + 1) * 2)
+    return bool(is_within.all()) and np.array_equal(wide.astype(old.dtype), old)
+
+
+def _floats_survived(old: np.ndarray, new: np.ndarray) -> bool:
+    if (np.isfinite(old) & ~np.isfinite(new)).any():
+        return False
+    if new.dtype.itemsize > 1:
+        return True
+    # Some of the small dtypes have no infinity, and give their largest number instead.
+    found, wanted = np.abs(new.astype(np.float64)), np.abs(old.astype(np.float64))
+    return not (np.isfinite(wanted) & (wanted >= 1) & (wanted > 2 * found)).any()
+
+
+def _plain_integers(array: np.ndarray) -> np.ndarray:
+    """Integers of ml_dtypes and booleans as numpy's own integers, which are compared faster; floats as they are."""
+    is_plain = array.dtype.kind in "iu" or jnp.issubdtype(array.dtype, jnp.inexact)
+    return array if is_plain else array.astype(np.int8)
+
+
+def _range_of_values(array: np.ndarray) -> str:
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        array = np.abs(array)
+    if jnp.issubdtype(array.dtype, jnp.inexact):
+        array = array[np.isfinite(array)].astype(np.float64)
+    else:
+        array = _plain_integers(array)
+    return f"{array.min()} to {array.max()}"
+
+
+class Destination(NamedTuple):
+    """Where one array goes.
+
+    Attributes:
+        number: of its value.
+        name: for messages.
+        want: what it becomes.
+        placement: which boxes of it, and on which devices.
+        dtype: as it is stored.
+        leaves_host: whether it goes to an accelerator.
+        donatable: as of `DevicePuts.put`.
+    """
+
+    number: int
+    name: str
+    want: Want
+    placement: Placement
+    dtype: np.dtype
+    leaves_host: bool
+    donatable: bool
+
+
+class Arrivals:
+    """Puts each box where it goes.
+
+    Args:
+        destinations: of all arrays, by their numbers in the load.
+        values: what is made of them.
+        budget: in which arrays on their way to accelerators count.
+    """
+
+    def __init__(self, destinations: Sequence[Destination], values: list[Any], budget: ReadBudget) -> None:
+        self._destinations, self._values, self._budget = destinations, values, budget
+        self._puts = DevicePuts()
+        self._late = dict[int, tuple[Destination, np.ndarray]]()
+        for each in destinations:
+            if not each.placement.boxes:  # all of it lies on devices of other processes
+                dtype = each.dtype if each.want.dtype is None else each.want.dtype
+                values[each.number] = _typed(each, self._puts.none_here(each.placement, dtype))
+
+    def take(self, read: ReadBox) -> None:
+        """One box; whoever gives it lets go of its memory."""
+        wanted, box, data = read
+        each = self._destinations[wanted]
+        if each.want.dtype is not None and each.want.dtype != data.dtype:
+            data = converted(each.name, data, each.want.dtype)
+            if each.leaves_host:
+                self._budget.charge(data)  # until the device has it
+        if each.want.form == "jax":
+            array = self._puts.put(wanted, each.placement, box, data, donatable=each.donatable)
+            self._values[each.number] = PLACEHOLDER if array is None else _typed(each, array)
+        elif spans_processes(each.want.sharding):
+            self._late[each.number] = each, data
+        else:
+            self._values[each.number] = value_of(each.name, each.want, data)
+
+    def finish(self) -> None:
+        """What is made by all processes, in the order that is the same in all of them."""
+        for number in sorted(self._late):
+            each, data = self._late.pop(number)
+            self._values[number] = value_of(each.name, each.want, data)
+
+
+def _typed(each: Destination, array: jax.Array) -> jax.Array:
+    return weakly_typed(each.name, array) if each.want.weak else array

@@ -1,0 +1,528 @@
+"""Restores one pytree: compares it with the target, reads what is wanted, and puts it together.
+
+Rebuilds a tree from a checkpoint alone: nested dicts, lists and tuples, without the types that made it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from jaxckpt_train._validation import flag, shown
+from jaxckpt_train.errors import CorruptCheckpointError, MismatchError, SettingsError
+from jaxckpt_train.pytree.colocated.calls import runs_on_hosts
+from jaxckpt_train.pytree.colocated.transfer import HostLeaf, HostReads, dtype_of
+from jaxckpt_train.pytree.flatten import (
+    EMPTY,
+    PLACEHOLDER,
+    ROOT,
+    Flat,
+    Key,
+    flatten,
+    join,
+    one_below_another,
+    other_static,
+    parse_key,
+    refuse_too_deep,
+    shortened,
+    split,
+    unflatten,
+)
+from jaxckpt_train.pytree.leaves import (
+    STORED,
+    ArrayLeaf,
+    EmptyLeaf,
+    KeyLeaf,
+    LeafRecord,
+    TreeRecord,
+    decode_tree,
+    python_value,
+)
+from jaxckpt_train.pytree.mismatch import (
+    Differences,
+    exact_array,
+    inexact_line,
+    leaf_difference,
+    raise_differences,
+    rename_map,
+    rounded_array,
+)
+from jaxckpt_train.pytree.patterns import Only, leaf_filter, refuse_idle_pattern
+from jaxckpt_train.pytree.placing import Arrivals, Destination, value_of, weakly_typed
+from jaxckpt_train.pytree.shared_reads import JobLoads, JointRead, ReadTogether, read_together
+from jaxckpt_train.pytree.target import (
+    Placement,
+    Want,
+    concrete_sharding,
+    default_platform,
+    device_placement,
+    host_placement,
+    in_format_of,
+    lost_type,
+    own_dtype,
+    settled,
+    shardings_by_name,
+    wanted,
+)
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backends.base import Opener
+from jaxckpt_train.store.buffers import ReadBudget
+from jaxckpt_train.store.committed import Committed
+from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
+from jaxckpt_train.store.read_plan import Wanted
+from jaxckpt_train.store.reader import ReadBox, ReadProgress, iter_boxes
+from jaxckpt_train.store.threads import paused_collection
+
+_log = logging.getLogger("jaxckpt_train")
+
+
+def rebuild(record: TreeRecord, leaves: Mapping[str, Any], subject: str) -> Any:
+    """Nested containers with the given leaves; a NamedTuple or object becomes a dict of its fields.
+
+    Leaves of the record that are not given are left out, and so are containers without any that is; in a list or tuple
+    PLACEHOLDER keeps their position.
+
+    Raises:
+        CorruptCheckpointError: the paths contradict each other, or are none that a save writes.
+    """
+    root: dict[str, Any] = {}
+    for name in record.leaves:
+        node = root
+        keys = split(name)
+        for key in keys[:-1]:
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                raise CorruptCheckpointError(f"{subject}: leaf {name!r} lies below another leaf")
+        last = keys[-1] if keys else ROOT
+        if last in node:
+            raise CorruptCheckpointError(f"{subject}: leaf {name!r} is also a container")
+        node[last] = _Leaf(name)
+    if ROOT in record.leaves and len(record.leaves) > 1:
+        raise CorruptCheckpointError(f"{subject}: the root is a leaf, but there are others")
+    return _finish(root.get(ROOT, root), ROOT, record, leaves, subject)
+
+
+class _Leaf:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def _finish(node: Any, path: str, record: TreeRecord, leaves: Mapping[str, Any], subject: str) -> Any:
+    sort = record.containers.get(path, "dict").partition(" ")[0]
+    if isinstance(node, _Leaf):
+        if isinstance(record.leaves[node.name], EmptyLeaf) and node.name in leaves:
+            return {"list": list, "tuple": tuple}.get(sort, dict)()
+        return leaves.get(node.name, PLACEHOLDER)
+    children = {key: _finish(child, join(path, key), record, leaves, subject) for key, child in node.items()}
+    if children and all(child is PLACEHOLDER for child in children.values()):
+        return PLACEHOLDER
+    if sort in ("list", "tuple"):
+        try:
+            ordered = [children.pop(str(number)) for number in range(len(children))]
+        except KeyError:
+            raise CorruptCheckpointError(f"{subject}: the positions of the {sort} {path!r} have a gap") from None
+        return ordered if sort == "list" else tuple(ordered)
+    return {_parsed(key, path, subject): child for key, child in children.items() if child is not PLACEHOLDER}
+
+
+def _parsed(key: str, path: str, subject: str) -> Key:
+    try:
+        return parse_key(key)
+    except (ValueError, OverflowError) as error:
+        raise CorruptCheckpointError(f"{subject}: {key!r:.100} below {path!r:.100} is no key: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How a tree is loaded; see `jaxckpt_train.load` for the meaning of each."""
+
+    only: Only = None
+    rename: Mapping[str, str] | None = None
+    cast: bool = False
+    missing: Literal["error", "keep"] = "error"
+    shardings: Any = None
+    forms: Callable[[Flat, TreeRecord, Mapping[str, str]], tuple[TreeRecord, dict[str, str]]] | None = None  # of others
+    donatable: bool | None = None  # None: what takes the place of an array on a device
+    has_types: bool = True  # whether weak types and Python numbers are recorded; most other tools do not
+
+    def __post_init__(self) -> None:
+        if self.rename is not None and not isinstance(self.rename, Mapping):
+            raise SettingsError(
+                f'rename: expected a mapping such as {{"old/**": "new/**"}}, found {shown(self.rename)}'
+            )
+        pairs: Any = (self.rename or {}).items()
+        for old, new in pairs:
+            if not (isinstance(old, str) and isinstance(new, str)):
+                raise SettingsError(f"rename: expected leaf paths as text, found {shown(old)}: {shown(new)}")
+        refuse_too_deep("shardings", self.shardings)
+        if self.missing not in ("error", "keep"):
+            raise SettingsError(f'missing: expected "error" or "keep", found {self.missing!r}')
+        flag("cast", self.cast)
+        if self.donatable is not None:
+            flag("donatable", self.donatable)
+
+
+class _Job(NamedTuple):
+    """One leaf to produce: its path in the checkpoint, its record, what it must become, whether it can be donated."""
+
+    name: str
+    record: LeafRecord
+    array: ArrayRecord | None
+    want: Want
+    donatable: bool
+
+
+class TreeRestore:
+    """Restores the tree of one checkpointable of an opened checkpoint."""
+
+    def __init__(self, files: Opener, committed: Committed, part: PartRecord, settings: StoreSettings) -> None:
+        self._files, self._committed, self._settings = files, committed, settings
+        self._subject = f"{committed.directory}: {part.name}"
+        self.record: TreeRecord = decode_tree(part, committed.directory)
+        self._arrays = {array.name: array for array in part.arrays}
+
+    def load(
+        self, like: Any, options: LoadOptions, progress: ReadProgress | None = None, loads: JobLoads | None = None
+    ) -> Any:
+        """The stored leaves in the structure of `like`, or rebuilt without a target.
+
+        Args:
+            like: the target, or None.
+            options: how.
+            progress: told of the bytes that this process reads.
+            loads: those of the job that all of its processes take part in; None: this one reads for itself.
+
+        Raises:
+            MismatchError: before anything is read: every difference between the checkpoint and `like`.
+            CorruptCheckpointError: bytes are not what was saved.
+            CheckpointTimeoutError, OtherProcessError: another process does not take part, or in something else.
+        """
+        with jax.transfer_guard_host_to_device("allow"):  # the caller's guard is about what its training does unasked
+            return self._load(like, options, progress, loads or JobLoads(None, self._settings))
+
+    def _load(self, like: Any, options: LoadOptions, progress: ReadProgress | None, loads: JobLoads) -> Any:
+        if like is None:
+            names = rename_map(list(self.record.leaves), options.rename or {})
+            return self._load_all(names, leaf_filter(options.only), options, progress, loads)
+        with paused_collection():
+            flat, names, jobs, places = self._plan(like, options, loads)
+        if options.has_types:
+            self._report_lost_types(names, jobs)
+        if self.record.static:
+            self._report_other_static(flat, {names[job.name]: job.name for job in jobs})
+        values = self._produce(jobs, places, progress, loads)
+        loaded = dict(zip((names[job.name] for job in jobs), values, strict=True))
+        del values
+        leaves = zip(flat.names, flat.leaves, strict=True)
+        return unflatten(like, [in_format_of(leaf, loaded.pop(name, leaf)) for name, leaf in leaves])
+
+    def _report_lost_types(self, names: Mapping[str, str], jobs: Sequence[_Job]) -> None:
+        lost = [(names[job.name], text) for job in jobs if (text := lost_type(job.record, job.want)) is not None]
+        if lost:
+            (name, text), others = lost[0], f" ({len(lost) - 1} other leaves have such differences)" if lost[1:] else ""
+            _log.warning("%s: leaf %r: %s, or computations may get another dtype%s", self._subject, name, text, others)
+
+    def _report_other_static(self, flat: Flat, loaded: Mapping[str, str]) -> None:
+        for path, _ in other_static(self.record.static, flat.static, flat.names, loaded):
+            _log.warning(
+                "%s: node %r: its static data is %s in the checkpoint, %s in the target; its values were loaded by "
+                "position, as the type is registered without keys",
+                self._subject,
+                path,
+                shortened(self.record.static[path]),
+                shortened(flat.static[path]),
+            )
+
+    def compare(self, like: Any, options: LoadOptions, loads: JobLoads | None = None) -> None:
+        """Raise MismatchError where `load` would; nothing is read."""
+        if like is not None:
+            self._plan(like, options, loads or JobLoads(None, self._settings))
+
+    def _plan(
+        self, like: Any, options: LoadOptions, loads: JobLoads
+    ) -> tuple[Flat, dict[str, str], list[_Job], list[Placement | None]]:
+        """The target's leaves, the names that stored leaves have in it, the leaves to produce, and where each goes."""
+        names = rename_map(list(self.record.leaves), options.rename or {})
+        selected = leaf_filter(options.only)
+        flat = flatten(like)
+        if options.forms is not None:
+            self.record, names = options.forms(flat, self.record, names)
+        given = shardings_by_name(options.shardings)
+        leaves = dict(zip(flat.names, flat.leaves, strict=True))
+        wants = {name: wanted(name, leaf, given(name)) for name, leaf in leaves.items() if selected(name)}
+        loads.expect(want.sharding for want in wants.values())
+        saved_names = {new: old for old, new in names.items()}
+        found = self._compare(wants, saved_names, selected, options, flat)
+        jobs = [
+            self._job(saved_names[name], want, donatable=_is_donatable(options, leaves[name]))
+            for name, want in found.items()
+        ]
+        return flat, names, jobs, self._places(jobs)
+
+    def _places(self, jobs: Sequence[_Job]) -> list[Placement | None]:
+        """Where each stored leaf goes; None: it is inline.
+
+        Raises:
+            MismatchError: shardings that do not fit, all of them.
+        """
+        known: dict[object, Placement] = {}  # most leaves share their shape and sharding with others
+        places, lines = list[Placement | None](), list[str]()
+        for job in jobs:
+            try:
+                places.append(_placement(job, known) if isinstance(job.record, STORED) else None)
+            except MismatchError as error:
+                lines.append(str(error))
+        raise_differences(self._subject, lines)
+        return places
+
+    def _compare(
+        self,
+        wants: Mapping[str, Want],
+        saved_names: Mapping[str, str],
+        selected: Callable[[str], bool],
+        options: LoadOptions,
+        flat: Flat,
+    ) -> dict[str, Want]:
+        """Raise all differences at once; returns what the leaves become that are loaded."""
+        differences, found = Differences(self._subject, keeps=options.missing == "keep"), dict[str, Want]()
+        leaves = dict(zip(flat.names, flat.leaves, strict=True))
+        for name, asked in wants.items():
+            if asked.form == "skip":
+                continue
+            if name not in saved_names:
+                if options.missing != "keep" or isinstance(leaves[name], jax.ShapeDtypeStruct):
+                    differences.missing(name, asked)
+                continue
+            saved = saved_names[name]
+            record, array = self.record.leaves[saved], self._arrays.get(saved)
+            found[name] = want = settled(asked, record, array, has_types=options.has_types)
+            line = leaf_difference(name, record, array, want, cast=options.cast)
+            line = line or self._inexact_number(name, saved, want, is_rounded=asked.weak)
+            if line is not None:
+                differences.unlike(line, array, want)
+        skipped = tuple("" if name == ROOT else f"{name}/" for name, leaf in leaves.items() if leaf is PLACEHOLDER)
+        free = [name for name in leaves if name not in saved_names]
+        for name, saved in saved_names.items():
+            if name not in wants and selected(name) and not name.startswith(skipped):
+                differences.unexpected(name, self.record.leaves[saved], self._arrays.get(saved), free)
+        loaded = {name: saved_names[name] for name in found} if self.record.static else {}
+        for path, kind in other_static(self.record.static, flat.static, flat.names, loaded):
+            if kind == "moved":
+                differences.moved(path, self.record.static[path], flat.static[path])
+        if not differences:
+            # A pattern may be of what a placeholder skips; one at least has to be of the target.
+            known = {**saved_names, **leaves} if any(map(selected, leaves)) else leaves
+            refuse_idle_pattern(self._subject, options.only, known)
+        differences.raise_all()
+        return found
+
+    def _inexact_number(self, name: str, saved: str, want: Want, *, is_rounded: bool) -> str | None:
+        """A difference if the wanted dtype does not hold a Python number; a weakly typed one is rounded as JAX does."""
+        record = self.record.leaves[saved]
+        if want.dtype is None or isinstance(record, STORED):
+            return None
+        value = python_value(saved, record, self._subject)
+        if is_rounded and isinstance(value, (float, complex)) and rounded_array(value, want.dtype) is not None:
+            return None
+        return inexact_line(name, value, want) if exact_array(value, want.dtype) is None else None
+
+    def _load_all(
+        self,
+        names: Mapping[str, str],
+        selected: Callable[[str], bool],
+        options: LoadOptions,
+        progress: ReadProgress | None,
+        loads: JobLoads,
+    ) -> Any:
+        given = shardings_by_name(options.shardings)
+        chosen = [old for old, new in names.items() if selected(new)]
+        refuse_idle_pattern(self._subject, options.only, names.values())
+        if options.rename and (pair := one_below_another(set(names.values()))):
+            raise MismatchError(f"{self._subject}: rename: leaf {pair[0]!r} would lie below leaf {pair[1]!r}")
+        donatable = _is_donatable(options, None)
+        jobs = [self._job(old, self._own_want(old, given(names[old])), donatable=donatable) for old in chosen]
+        loads.expect(job.want.sharding for job in jobs)
+        lines = [
+            leaf_difference(names[job.name], job.record, job.array, job.want, cast=False) for job in jobs if job.array
+        ]
+        raise_differences(self._subject, [line for line in lines if line is not None])
+        produced = self._produce(jobs, self._places(jobs), progress, loads)
+        values = dict(zip((names[job.name] for job in jobs), produced, strict=True))
+        if options.rename:
+            record = TreeRecord({}, {names[old]: leaf for old, leaf in self.record.leaves.items()})
+            return rebuild(record, values, self._subject)
+        return rebuild(self.record, values, self._subject)
+
+    def _own_want(self, name: str, sharding: jax.sharding.Sharding | None) -> Want:
+        """What a leaf becomes without a target: itself, on the host, or on devices where a sharding is given."""
+        record, array = self.record.leaves[name], self._arrays.get(name)
+        place = concrete_sharding(name, sharding)
+        match record:
+            case ArrayLeaf(host):
+                assert array is not None
+                dtype = own_dtype(record, array)
+                on_device = place is not None and host == "jax"
+                form: Any = "jax" if on_device else "scalar" if host == "scalar" else "numpy"
+                return Want(form, array.shape, dtype, place, weak=record.weak and on_device)
+            case KeyLeaf(impl):
+                assert array is not None
+                return Want("key", array.shape[:-1], sharding=place, impl=impl)
+            case EmptyLeaf():
+                return Want("empty")
+            case _:
+                return Want("python")
+
+    def _job(self, name: str, want: Want, *, donatable: bool) -> _Job:
+        return _Job(name, self.record.leaves[name], self._arrays.get(name), want, donatable and want.form == "jax")
+
+    def _produce(
+        self, jobs: Sequence[_Job], places: Sequence[Placement | None], progress: ReadProgress | None, loads: JobLoads
+    ) -> list[Any]:
+        """The values of all jobs, in order; inline ones first, so that they fail before a bulk read."""
+        values: list[Any] = [PLACEHOLDER] * len(jobs)
+        stored: list[tuple[int, _Job, Placement]] = []
+        for number, (job, place) in enumerate(zip(jobs, places, strict=True)):
+            if place is not None:
+                stored.append((number, job, place))
+            else:
+                values[number] = self._inline(job)
+        self._read(stored, values, progress, loads)
+        return values
+
+    def _read(
+        self,
+        jobs: Sequence[tuple[int, _Job, Placement]],
+        values: list[Any],
+        progress: ReadProgress | None,
+        loads: JobLoads,
+    ) -> None:
+        """Read what the jobs want and put each array where it goes while others are still on their way."""
+        jobs = self._read_on_hosts(jobs, values, progress)
+        if not jobs:
+            return
+        unplaced = any(job.want.form == "jax" and not placement.devices for _, job, placement in jobs)
+        default = default_platform() if unplaced else "cpu"
+        requests = [
+            Wanted(job.array, placement.boxes, job.donatable or _only_passes(job, placement, default))
+            for _, job, placement in jobs
+            if job.array is not None
+        ]
+        destinations = [
+            Destination(
+                number,
+                job.name,
+                job.want,
+                placement,
+                DTYPES[job.array.dtype],
+                _leaves_host(job, placement, default),
+                job.donatable,
+            )
+            for number, job, placement in jobs
+            if job.array is not None
+        ]
+        budget = ReadBudget(self._settings.read_budget_bytes)
+        arrivals = Arrivals(destinations, values, budget)
+        shared, cached, memory = self._shared(destinations, loads)
+        left = sorted(set(range(len(requests))) - {each.number for each in shared} - {*cached})
+        # No function that refers to these: it would stay with the frames of an error, and all that is loaded with it.
+        read_alone = functools.partial(self._read_alone, requests, cached, left, arrivals, budget)
+        if not shared:
+            read_alone(progress)
+            return
+        joint = JointRead(loads.order, self._files, self._committed, self._subject, self._settings, progress, memory)
+        joint.run(shared, arrivals.take, read_alone)
+
+    def _read_alone(
+        self,
+        requests: Sequence[Wanted],
+        cached: Sequence[int],
+        left: Sequence[int],
+        arrivals: Arrivals,
+        budget: ReadBudget,
+        progress: ReadProgress | None,
+    ) -> None:
+        """Read what this process needs of the arrays with these numbers, some through the page cache if that may be."""
+        direct = False if self._settings.direct_io == "auto" else self._settings.direct_io
+        through_cache = dataclasses.replace(self._settings, direct_io=direct)
+        for numbers, settings in ((cached, through_cache), (left, self._settings)):
+            if not numbers:
+                continue
+            chosen = [requests[number] for number in numbers]
+            reading = iter_boxes(self._files, self._committed, chosen, settings, progress, budget)
+            with contextlib.closing(reading) as boxes:
+                for wanted, box, data in boxes:
+                    arrivals.take(ReadBox(numbers[wanted], box, data))
+                    del data  # the next box may wait for its memory
+        arrivals.finish()
+
+    def _shared(self, destinations: Sequence[Destination], loads: JobLoads) -> ReadTogether:
+        """The arrays that the processes of the job read once together, or through one page cache."""
+        places = [(self._arrays[each.name], each.placement) for each in destinations]
+        block_bytes = self._committed.manifest.block_bytes
+        return read_together(places, self._settings.read_once, loads, block_bytes)
+
+    def _read_on_hosts(
+        self, jobs: Sequence[tuple[int, _Job, Placement]], values: list[Any], progress: ReadProgress | None
+    ) -> Sequence[tuple[int, _Job, Placement]]:
+        """Have those read that go to devices of other hosts of this one controller; returns the rest."""
+        there, rest = list[tuple[int, _Job, Placement]](), list[tuple[int, _Job, Placement]]()
+        for each in jobs:
+            is_there = each[2].sharding is not None and runs_on_hosts(each[2].sharding, self._settings.colocated)
+            (there if is_there else rest).append(each)
+        if there:
+            leaves = [
+                HostLeaf(job.array, place, dtype_of(job.array, job.want.dtype)) for _, job, place in there if job.array
+            ]
+            found = HostReads(self._files, self._committed, self._settings, leaves).load(progress)
+            for (number, job, _), array in zip(there, found, strict=True):
+                values[number] = weakly_typed(job.name, array) if job.want.weak else array
+        return rest
+
+    def _inline(self, job: _Job) -> Any:
+        if isinstance(job.record, EmptyLeaf):
+            return EMPTY
+        value = python_value(job.name, job.record, self._subject)
+        if job.want.form in ("python", "none"):
+            return value
+        assert job.want.dtype is not None
+        array = rounded_array(value, job.want.dtype)
+        assert array is not None, "compared before"
+        return value_of(job.name, job.want, array)
+
+
+def _placement(job: _Job, known: dict[object, Placement]) -> Placement:
+    assert job.array is not None
+    shape, sharding = job.array.shape, job.want.sharding
+    if job.want.form != "jax":
+        sharding = None
+    found = known.get((shape, sharding))
+    if found is None:
+        found = host_placement(shape) if sharding is None else device_placement(job.name, shape, sharding)
+        known[shape, sharding] = found
+    return found
+
+
+def _is_donatable(options: LoadOptions, leaf: Any) -> bool:
+    """Whether what takes the place of a leaf of the target can be donated; by default, if the leaf can."""
+    return isinstance(leaf, jax.Array) if options.donatable is None else options.donatable
+
+
+def _only_passes(job: _Job, placement: Placement, default: str) -> bool:
+    """Whether its bytes only pass through host memory: to an accelerator, or to another dtype or byte order."""
+    if job.array is not None and job.want.dtype is not None and job.want.dtype != DTYPES[job.array.dtype]:
+        return True
+    return _leaves_host(job, placement, default)
+
+
+def _leaves_host(job: _Job, placement: Placement, default: str) -> bool:
+    """Whether it goes to an accelerator."""
+    if placement.devices:
+        return all(device.platform != "cpu" for device, _ in placement.devices)
+    return job.want.form == "jax" and default != "cpu"

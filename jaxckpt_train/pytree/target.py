@@ -1,0 +1,349 @@
+"""Placement: which boxes of an array the devices of this process need, as the target's sharding says.
+
+Shardings that a caller gives for a load: one for a whole tree, or a tree of them, or those that a target brings.
+
+What each leaf of a target wants: a host or device array, a key, a Python value, or to be left alone.
+
+What decides results (dtype, weak type) comes from the checkpoint; the target says the form, the shape and the place.
+
+The order in which a device stores the dimensions of an array, where a target has or asks for another than usual.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import layout
+
+from jaxckpt_train.errors import CheckpointError, MismatchError, SettingsError, UnsupportedLeafError
+from jaxckpt_train.pytree._jax import get_mesh
+from jaxckpt_train.pytree.flatten import EMPTY, PLACEHOLDER, escapes_in, flatten
+from jaxckpt_train.pytree.leaves import (
+    PYTHON_TYPES,
+    WITHOUT_FUNCTIONS,
+    ArrayLeaf,
+    BoolLeaf,
+    ComplexLeaf,
+    FloatLeaf,
+    IntLeaf,
+    LeafRecord,
+    is_function,
+    is_key_array,
+)
+from jaxckpt_train.pytree.patterns import Only, leaf_filter
+from jaxckpt_train.store.boxes import Box, box_from_index, full_box
+from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.manifest import ArrayRecord
+
+_HAS_FORMATS = hasattr(layout, "Format")  # since JAX 0.7
+_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
+_PYTHON = (bool, int, float, complex, str, bytes)
+_DEFAULT_DTYPES = {BoolLeaf: "bool", IntLeaf: "int64", FloatLeaf: "float64", ComplexLeaf: "complex128"}
+_KINDS = {IntLeaf: np.integer, FloatLeaf: np.floating, ComplexLeaf: np.complexfloating}
+
+
+def is_format(value: object) -> bool:
+    """Whether a value is a sharding with a layout."""
+    return _HAS_FORMATS and isinstance(value, layout.Format)
+
+
+def with_layout(sharding: Any, asked: object) -> Any:
+    """The sharding, as a format if a layout was asked for."""
+    return layout.Format(asked, sharding) if _HAS_FORMATS and isinstance(asked, layout.Layout) else sharding
+
+
+def in_format_of(target: Any, value: Any) -> Any:
+    """A restored array in the layout of its target: a function that was compiled for that layout takes no other.
+
+    A load puts arrays in the usual layout of their device, which is nearly always that of the target too.
+    """
+    if value is target or not isinstance(value, jax.Array) or value.ndim < 2 or is_key_array(value):
+        return value
+    if not value.sharding.addressable_devices:  # all of it is on another process, and JAX knows no layout of it
+        return value
+    wanted = _layout_of(target)
+    if wanted is None or _order(wanted) == _order(_layout_of(value)):
+        return value
+    return jax.device_put(value, layout.Format(wanted, value.sharding))
+
+
+def _layout_of(leaf: Any) -> Any:
+    """The layout of an array, or that which an abstract one asks for; None: none, or a JAX before 0.7."""
+    return getattr(getattr(leaf, "format", None), "layout", None)
+
+
+def _order(found: Any) -> Any:
+    return found and (found.major_to_minor, found.tiling or ())
+
+
+class Want(NamedTuple):
+    """What a leaf must become.
+
+    Attributes:
+        form: "jax", "numpy", "scalar" (numpy scalar), "key", "python", "none", "empty" or "skip".
+        shape: of the array or key array.
+        dtype: of the array.
+        sharding: where a JAX array must lie; None: uncommitted, on the default device.
+        impl: of a key array.
+        python: the type of a Python value.
+        weak: JAX's weak type. Such a leaf of a target accepts any dtype.
+    """
+
+    form: Literal["jax", "numpy", "scalar", "key", "python", "none", "empty", "skip"]
+    shape: tuple[int, ...] = ()
+    dtype: np.dtype | None = None
+    sharding: jax.sharding.Sharding | None = None
+    impl: str = ""
+    python: type | None = None
+    weak: bool = False
+
+
+def wanted(name: str, leaf: Any, sharding: jax.sharding.Sharding | None) -> Want:
+    """What a leaf of a target wants; `sharding` is used where the leaf brings none itself.
+
+    Raises:
+        UnsupportedLeafError: the leaf says nothing about what it wants.
+        MismatchError: its sharding names an abstract mesh, and no concrete mesh is in effect that fits.
+    """
+    if leaf is PLACEHOLDER:
+        return Want("skip")
+    if leaf is None:
+        return Want("none")
+    if leaf is EMPTY:
+        return Want("empty")
+    if type(leaf) in _PYTHON:
+        return Want("python", sharding=_replicated(sharding), python=type(leaf))
+    if isinstance(leaf, np.generic):
+        return Want("scalar", dtype=leaf.dtype)
+    if isinstance(leaf, np.ndarray):
+        return Want("numpy", leaf.shape, leaf.dtype)
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        if is_function(leaf):
+            raise UnsupportedLeafError(
+                f"leaf {name!r} of the target: a function or other callable cannot be loaded{escapes_in(name)}; "
+                f"{WITHOUT_FUNCTIONS}"
+            )
+        raise UnsupportedLeafError(
+            f"leaf {name!r} of the target: a {type(leaf).__name__} does not say what to load{escapes_in(name)}; "
+            "expected an array, jax.ShapeDtypeStruct, number, text, None or jaxckpt_train.PLACEHOLDER"
+        )
+    place = _place(name, leaf, sharding)
+    if is_key_array(leaf):
+        return Want("key", tuple(leaf.shape), None, place, _implementation(name, leaf))
+    weak = bool(getattr(leaf, "weak_type", False))
+    return Want("jax", tuple(leaf.shape), np.dtype(leaf.dtype), place, "", None, weak)
+
+
+def settled(want: Want, saved: LeafRecord, array: ArrayRecord | None, *, has_types: bool) -> Want:
+    """What a leaf becomes: the form, shape and place of the target, with the dtype and weak type of the checkpoint.
+
+    A weakly typed array and a Python number of a target accept any dtype. A dtype that the target insists on stays:
+    the comparison refuses it, or `cast=True` converts to it.
+
+    Args:
+        want: what the target says.
+        saved: the leaf in the checkpoint.
+        array: its array, if it is one.
+        has_types: whether the checkpoint records weak types and Python numbers; those of other tools do not.
+    """
+    if isinstance(saved, ArrayLeaf):
+        if want.form == "jax" and not want.weak and not saved.weak:
+            return want  # as most leaves are
+        assert array is not None
+        if want.form == "python" and has_types:
+            return _of_number(want, saved, array)
+        if want.form != "jax":
+            return want
+        stored = DTYPES[array.dtype]
+        dtype = stored if want.weak and is_held(stored) else want.dtype
+        is_weak = saved.weak if has_types else want.weak
+        return want._replace(dtype=dtype, weak=is_weak and (want.weak or stored == dtype))
+    if want.form != "jax" or type(saved) not in _DEFAULT_DTYPES:
+        return want
+    assert want.dtype is not None
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(_DEFAULT_DTYPES[type(saved)])) if want.weak else want.dtype
+    kind = _KINDS.get(type(saved))
+    return want._replace(dtype=dtype, weak=kind is not None and bool(jax.numpy.issubdtype(dtype, kind)))
+
+
+def _of_number(want: Want, saved: ArrayLeaf, array: ArrayRecord) -> Want:
+    """A saved array where the target has a Python number: the array, if JAX can hold its dtype."""
+    stored = DTYPES[array.dtype]
+    is_number = want.python in (int, float, complex) or (want.python is bool and stored == np.bool_)
+    if array.shape != () or not is_number:
+        return want
+    if saved.host != "jax":
+        return Want("scalar" if saved.host == "scalar" else "numpy", (), own_dtype(saved, array))
+    return Want("jax", (), stored, want.sharding, weak=saved.weak) if is_held(stored) else want
+
+
+def own_dtype(saved: ArrayLeaf, array: ArrayRecord) -> np.dtype:
+    """The dtype of a saved array, in the byte order that it had."""
+    dtype: np.dtype = DTYPES[array.dtype]
+    return dtype.newbyteorder(">") if saved.big_endian else dtype
+
+
+def is_held(dtype: np.dtype) -> bool:
+    """Whether JAX holds this dtype now: 64-bit types need `jax_enable_x64`."""
+    return dtype.itemsize < 8 or bool(jax.dtypes.canonicalize_dtype(dtype) == dtype)
+
+
+def lost_type(saved: LeafRecord, want: Want) -> str | None:
+    """What a load cannot take from the checkpoint of a leaf's type, and what to do; None: nothing is lost."""
+    if want.form == "jax":
+        return None
+    if want.form in ("numpy", "scalar"):
+        if isinstance(saved, ArrayLeaf) and saved.weak:
+            return "saved weakly typed, loaded as a NumPy array, which has no weak type; use a JAX array as the target"
+        if type(saved) in _KINDS:
+            number = f"Python {PYTHON_TYPES[type(saved)].__name__}"
+            return f"saved as a {number}, loaded as NumPy {want.dtype}; use a {number} as the target"
+    if want.form == "python" and isinstance(saved, ArrayLeaf):
+        assert want.python is not None
+        return f"saved as a 64-bit JAX array, loaded as a Python {want.python.__name__}; enable jax_enable_x64"
+    return None
+
+
+def _replicated(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
+    return sharding if sharding is not None and sharding.is_fully_replicated else None
+
+
+def _place(name: str, leaf: Any, default: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(leaf, jax.Array) and not leaf.committed:
+        sharding = None
+    return concrete_sharding(name, default if sharding is None else sharding)
+
+
+def concrete_sharding(name: str, sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
+    """The sharding on real devices: an abstract mesh is replaced by the mesh in effect (`jax.set_mesh`).
+
+    Raises:
+        MismatchError: no mesh is in effect, or its axes differ.
+    """
+    if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, jax.sharding.AbstractMesh):
+        return sharding
+    if sharding.mesh.empty:
+        return None
+    mesh = get_mesh()
+    if mesh.empty or dict(mesh.shape) != dict(sharding.mesh.shape):
+        found = "none is in effect" if mesh.empty else f"the mesh in effect is {dict(mesh.shape)}"
+        raise MismatchError(
+            f"leaf {name!r}: its sharding names an abstract mesh {dict(sharding.mesh.shape)}, but {found}; "
+            "load inside `with jax.set_mesh(mesh):`, or give concrete shardings"
+        )
+    return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def _implementation(name: str, leaf: Any) -> str:
+    if isinstance(leaf, jax.Array):
+        return str(jax.random.key_impl(leaf))
+    for impl in _IMPLEMENTATIONS:
+        if jax.eval_shape(lambda impl=impl: jax.random.key(0, impl=impl)).dtype == leaf.dtype:
+            return impl
+    raise UnsupportedLeafError(
+        f"leaf {name!r} of the target: an abstract key of unknown implementation {leaf.dtype}; pass a concrete key"
+    )
+
+
+def shardings_by_name(shardings: Any) -> Callable[[str], jax.sharding.Sharding | None]:
+    """From one sharding, or a tree of shardings that may end above the leaves, to a function of the leaf path."""
+    if shardings is None or isinstance(shardings, jax.sharding.Sharding):
+        return lambda name: shardings
+    flat = flatten(shardings)
+    for name, leaf in zip(flat.names, flat.leaves, strict=True):
+        if not isinstance(leaf, jax.sharding.Sharding) and leaf is not None and leaf is not EMPTY:
+            raise SettingsError(
+                f"shardings: leaf {name!r}: expected a jax.sharding.Sharding or None, found {leaf!r}; "
+                "of a mesh and a PartitionSpec make jax.sharding.NamedSharding(mesh, spec)"
+            )
+    known = dict(zip(flat.names, flat.leaves, strict=True))
+
+    def find(name: str) -> jax.sharding.Sharding | None:
+        while True:
+            if name in known:
+                return known[name] if isinstance(known[name], jax.sharding.Sharding) else None
+            if "/" not in name:
+                return None
+            name = name.rpartition("/")[0]
+
+    return find
+
+
+def wanted_shardings(like: Any, only: Only, shardings: Any) -> Iterator[jax.sharding.Sharding]:
+    """Those that a load wants which begins with these, as far as it can be told before a checkpoint is opened.
+
+    What is wrong with one leaf is no error here, and keeps nothing of the others from being told.
+    """
+    try:
+        given, selected = shardings_by_name(shardings), leaf_filter(only)
+        flat = flatten(shardings if like is None else like)
+    except CheckpointError:  # as the load will say
+        with contextlib.suppress(TypeError, ValueError):
+            yield from _shardings_in(jax.tree_util.tree_leaves((like, shardings)))
+        return
+    if like is None:  # which leaves there are is not known
+        yield from _shardings_in(flat.leaves)
+        return
+    for name, leaf in zip(flat.names, flat.leaves, strict=True):
+        if selected(name):
+            with contextlib.suppress(CheckpointError):
+                yield from _shardings_in([wanted(name, leaf, given(name)).sharding])
+
+
+def _shardings_in(found: Iterable[Any]) -> Iterator[jax.sharding.Sharding]:
+    """These, and those of arrays and of what stands for arrays."""
+    for each in found:
+        sharding = each if isinstance(each, jax.sharding.Sharding) else getattr(each, "sharding", None)
+        if isinstance(sharding, jax.sharding.Sharding):
+            yield sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where one array goes: the distinct boxes to read, and for every device the number of its box.
+
+    Without devices the array stays on the host.
+    """
+
+    shape: tuple[int, ...]
+    sharding: jax.sharding.Sharding | None
+    boxes: Sequence[Box]
+    devices: Sequence[tuple[jax.Device, int]]
+
+
+def host_placement(shape: tuple[int, ...]) -> Placement:
+    """The whole array as one box, kept on the host or put uncommitted on the default device."""
+    return Placement(shape, None, (full_box(shape),), ())
+
+
+def device_placement(name: str, shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Placement:
+    """The boxes that the devices of this process need; replicas share one box.
+
+    Raises:
+        MismatchError: the sharding does not fit the shape.
+    """
+    try:
+        if isinstance(sharding, jax.sharding.NamedSharding):  # before JAX 0.7 other shardings cannot check a shape
+            sharding.check_compatible_aval(shape)
+        indices = sharding.addressable_devices_indices_map(shape)
+    except ValueError as error:
+        raise MismatchError(f"leaf {name!r}: shape {shape} does not fit its sharding {sharding}: {error}") from error
+    numbers: dict[Box, int] = {}
+    devices = []
+    for device, index in indices.items():
+        box = full_box(shape) if index is None else box_from_index(index, shape)
+        devices.append((device, numbers.setdefault(box, len(numbers))))
+    return Placement(shape, sharding, tuple(numbers), tuple(devices))
+
+
+def default_platform() -> str:
+    """Where JAX puts an array without a sharding: what its default device is made of."""
+    (device,) = jax.device_put(np.zeros((), np.bool_)).devices()
+    platform: str = device.platform
+    return platform

@@ -1,0 +1,254 @@
+"""What became of each step that was saved: when it came and went, and what keeps it, or keeps it from being used."""
+
+from __future__ import annotations
+
+import array
+import collections
+import dataclasses
+import datetime
+import itertools
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from jaxckpt_train.inspection.runs import StepLook
+from jaxckpt_train.report.series import (
+    MOST_KEPT,
+    RECENT,
+    MetricSeries,
+    MetricValue,
+    ReportEvent,
+    Sample,
+    count,
+    text,
+    thinned,
+)
+from jaxckpt_train.run.entry import parse_step_name
+from jaxckpt_train.store.manifest import metrics_from_json
+
+MOST_THERE = 20_000
+"""Of steps that a history does not call deleted, and that are not there."""
+MOST_STEP_BYTES = 1 << 50  # so that sums of them fit into 64 bits
+EPOCH, MICROSECOND = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC), datetime.timedelta(microseconds=1)
+STATES = ("kept", "pinned", "temporary", "left behind", "damaged", "not committed", "deleted", "gone")
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class StepLife:
+    """One committed generation of a step, or what should be one.
+
+    Attributes:
+        name: of its directory; may be given again once it is deleted.
+        saved: when it was committed; None: not known.
+        deleted: when retention has deleted it.
+        left: when the run has gone on from an earlier step and saved, so that this one is no part of it any more.
+        set_aside: when it was proven to be damaged.
+        bytes: of its data files; of one that is gone what the history tells, which did not count the heads of files
+            once. None: not known.
+        is_there: whether its directory is.
+        is_current: whether the run goes on from it or from a later one.
+        problem: why it cannot be restored; empty: nothing that a look at its manifest tells.
+        metrics: of its save, and of later evaluations, until they are part of the series of the run.
+    """
+
+    name: str
+    step: int
+    saved: datetime.datetime | None = None
+    deleted: datetime.datetime | None = None
+    left: datetime.datetime | None = None
+    set_aside: datetime.datetime | None = None
+    bytes: int | None = None
+    is_there: bool = False
+    is_committed: bool = True
+    is_current: bool = True
+    pinned: bool = False
+    temporary: bool = False
+    problem: str = ""
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def state(self) -> str:
+        """One of `STATES`: the one that matters most for whoever wants to use it."""
+        if not self.is_there:
+            return "gone" if self.deleted is None else "deleted"
+        checks = (
+            (not self.is_committed, "not committed"),
+            (bool(self.problem), "damaged"),
+            (not self.is_current, "left behind"),
+            (self.pinned, "pinned"),
+            (self.temporary, "temporary"),
+        )
+        return next((state for holds, state in checks if holds), "kept")
+
+
+@dataclasses.dataclass(frozen=True)
+class DiskUse:
+    """How many steps there were from some time on, and how many bytes."""
+
+    time: datetime.datetime
+    steps: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepsFound:
+    """What became of all steps.
+
+    Attributes:
+        lives: in the order in which they were saved; all that are there, and of very many others a part.
+        states: how many there were in each state.
+        uses: the bytes on the disk over time; of very many changes a part.
+        changes: how many changes there were.
+        metrics: by name; of very many values a part.
+        values: how many values of each metric there were.
+    """
+
+    lives: list[StepLife]
+    states: dict[str, int]
+    uses: list[DiskUse]
+    changes: int
+    metrics: dict[str, list[MetricValue]]
+    values: dict[str, int]
+
+
+class Lives:
+    """Follows the steps of a run through the events of its history.
+
+    Args:
+        names: of the directories that were there before the history was read.
+    """
+
+    def __init__(self, names: Collection[str] = ()) -> None:
+        self._names = names
+        self._there: dict[str, StepLife] = {}  # in the order in which they were saved
+        self._ended = Sample[StepLife](lambda life: 0.0)
+        self._last = -1  # the step that was saved last
+        self._passed_over: list[StepLife] = []  # by the last restore: left behind once the run saves
+        self._states = collections.Counter[str]()
+        self._series = MetricSeries()
+        # The changes of the room on the disk: when, whether a step came (1) or went (-1), and its bytes.
+        self._times, self._signs, self._sizes = array.array("q"), array.array("b"), array.array("q")
+
+    def add(self, event: ReportEvent) -> None:
+        """Take note of the next event."""
+        kind, name = event.event, text(event.name)
+        if kind == "save" and event.ok:
+            self._saved(event, name)
+        elif kind == "delete":
+            self._deleted(event, name)
+        elif kind == "set_aside" and name in self._there:
+            self._there[name].set_aside = event.utc
+        elif kind == "restore" and parse_step_name(name) is not None:
+            self._restored(name)
+        elif kind == "start" and event.step is not None:  # it had restored that before it took the directory
+            same = [life.name for life in self._there.values() if life.step == event.step]
+            self._restored(same[-1] if same else "")
+
+    def _restored(self, name: str) -> None:
+        later = itertools.dropwhile(lambda life: life.name != name, self._there.values())
+        self._pass_over(list(later)[1:])
+
+    def _pass_over(self, lives: list[StepLife]) -> None:
+        for life in self._passed_over:
+            if life.deleted is not None:
+                self._end(life)
+        self._passed_over = lives
+
+    def _saved(self, event: ReportEvent, name: str) -> None:
+        parsed = parse_step_name(name)
+        if parsed is None:
+            return
+        step, time = parsed[0], event.utc
+        above: list[StepLife] = []
+        if step <= self._last:  # else there is none, and all steps need not be looked at
+            above = [life for life in self._there.values() if life.step >= step and life.name != name]
+        self._last = step
+        for life in [*self._passed_over, *above]:
+            life.left = life.left or time
+        self._pass_over([])
+        removed = self._there.pop(name, None)
+        if removed is not None:  # by somebody else
+            self._end(removed)
+        metrics = metrics_from_json(event.metrics)
+        self._there[name] = StepLife(name, step, saved=time, bytes=count(event.bytes), metrics=metrics)
+        if len(self._there) > MOST_THERE + 2 * len(self._names):
+            self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        """End the oldest steps that are not in the directory: the history does not say how they went."""
+        gone = [life for life in self._there.values() if life.name not in self._names]
+        for life in gone[: len(gone) // 2]:
+            self._end(self._there.pop(life.name))
+
+    def _deleted(self, event: ReportEvent, name: str) -> None:
+        life = self._there.pop(name, None)
+        if life is None:
+            parsed = parse_step_name(name)
+            if parsed is None:
+                return
+            life = StepLife(name, parsed[0])
+        life.deleted = event.utc
+        if life not in self._passed_over:
+            self._end(life)
+
+    def _end(self, life: StepLife) -> None:
+        """Nothing more happens to a step that is not there."""
+        self._ended.add(life)
+        self._settle(life)
+
+    def _settle(self, life: StepLife) -> None:
+        state = life.state
+        self._states[state] += 1
+        if life.left is None and life.is_current:
+            self._series.add(life.step, life.metrics)
+        life.metrics = {}
+        if life.saved is not None and state != "gone":
+            self._change(life.saved, 1, life)
+            if life.deleted is not None:
+                self._change(life.deleted, -1, life)
+
+    def _change(self, time: datetime.datetime, sign: int, life: StepLife) -> None:
+        self._times.append((time - EPOCH) // MICROSECOND)
+        self._signs.append(sign)
+        self._sizes.append(sign * min(life.bytes or 0, MOST_STEP_BYTES))
+
+    def found(self, looks: Sequence[StepLook]) -> StepsFound:
+        """What became of all steps, once all events were added.
+
+        Args:
+            looks: the steps that are there.
+        """
+        self._pass_over([])
+        for look in looks:
+            self._look(look)
+        there = list(self._there.values())
+        for life in there:
+            self._settle(life)
+        early = datetime.datetime.min.replace(tzinfo=datetime.UTC)
+        lives = [*self._ended.items, *there]
+        lives.sort(key=lambda life: (life.saved or life.deleted or early, life.step, life.name))
+        states = {state: self._states[state] for state in STATES if self._states[state]}
+        return StepsFound(lives, states, self._uses(), len(self._times), *self._series.found())
+
+    def _look(self, look: StepLook) -> None:
+        entry = look.entry
+        life = self._there.setdefault(look.name, StepLife(look.name, look.step))
+        life.is_there, life.is_committed = True, entry is not None
+        life.bytes = life.bytes if look.nbytes is None else look.nbytes
+        life.problem = look.problem or ""
+        life.is_current = look.is_current or entry is None
+        life.left = None if life.is_current else life.left
+        if entry is not None:
+            life.pinned, life.temporary = entry.pinned, entry.temporary
+            life.metrics = {**life.metrics, **(entry.metrics or {})}  # perhaps of an evaluation after the save
+            if life.saved is None and entry.time.year > 1970:  # else its manifest cannot be read
+                life.saved = entry.time.astimezone(datetime.UTC)
+
+    def _uses(self) -> list[DiskUse]:
+        """How many steps and bytes there were over time, without steps of which it is not known when they came."""
+        times, signs, sizes = np.asarray(self._times), np.asarray(self._signs), np.asarray(self._sizes)
+        order = np.lexsort((sizes, signs, times))
+        steps, nbytes = np.cumsum(signs[order], dtype=np.int64), np.cumsum(sizes[order])
+        most = len(order) if len(order) <= 2 * MOST_KEPT else MOST_KEPT
+        chosen = thinned(range(len(order)), most, lambda at: int(nbytes[at]), RECENT)
+        return [DiskUse(EPOCH + int(times[order[at]]) * MICROSECOND, int(steps[at]), int(nbytes[at])) for at in chosen]

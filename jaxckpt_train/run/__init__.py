@@ -1,0 +1,1 @@
+"""One run: its directory, lock, history, retention, saving and restoring."""

@@ -1,0 +1,604 @@
+"""One save of a step: taken on the loop's thread, written, committed, recorded and retained in the background.
+
+The one save of a run that is under way: waited for, given up; what it fails with is raised once.
+
+Warns when what a loop saves drifts from what `resume` was given, or its position in the data does not move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from jaxckpt_train import pending as unfinished
+from jaxckpt_train.checkpoint import run_info
+from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, current_fingerprint
+from jaxckpt_train.checkpointables.job_saving import JobSave
+from jaxckpt_train.checkpointables.pytree import JsonHandler
+from jaxckpt_train.checkpointables.registry import handler_of
+from jaxckpt_train.checkpointables.saving import (
+    SaveTimes,
+    StagedPart,
+    begin_save,
+    movement_of,
+    stage_all,
+    undone_on_error,
+    wait_until_taken,
+    write_parts,
+)
+from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, MismatchError, SettingsError
+from jaxckpt_train.metadata import CheckpointMetadata, describe
+from jaxckpt_train.pending import LAST_PATIENCE_S, PendingSave
+from jaxckpt_train.policies.context import CheckpointInfo, positive_seconds
+from jaxckpt_train.pytree.copies import device_wait_s, some_arrays
+from jaxckpt_train.pytree.flatten import flatten
+from jaxckpt_train.pytree.mismatch import tree_differences
+from jaxckpt_train.pytree.snapshot import Snapshot
+from jaxckpt_train.pytree.target import Want, wanted
+from jaxckpt_train.run.directory import RunDirectory
+from jaxckpt_train.run.entry import entry_from_manifest, parse_step_name
+from jaxckpt_train.run.history import Clock, metrics_to_json, plain_metrics
+from jaxckpt_train.run.job import Together
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backends.base import Backend
+from jaxckpt_train.store.committed import Committed
+from jaxckpt_train.store.dtypes import dtype_name
+from jaxckpt_train.store.manifest import ArrayRecord
+from jaxckpt_train.store.threads import Latch
+from jaxckpt_train.store.transaction import Transaction
+
+_log = logging.getLogger("jaxckpt_train")
+ENDS_WITHIN_S = 60.0  # in a job, of process 0: by then all have heard how a save has ended
+Busy = Literal["wait", "skip"]
+Stalled = Literal["skip", "raise"]
+CALL_S = 10.0
+"""By then the call that saves has ended, as all it waits for is written; unless an interrupt kept it from saying so."""
+
+
+class Drift:
+    """What the next start of a loop will ask for, compared with each save. Holds no array.
+
+    Args:
+        targets: what `resume` was given, by name.
+
+    Attributes:
+        warns_of_position: whether a position that does not move is warned of.
+    """
+
+    def __init__(self, targets: Mapping[str, Any]) -> None:
+        self._wants = {name: wants for name, value in targets.items() if (wants := _wants_of(value)) is not None}
+        self._forms: dict[str, Any] = {}
+        self._position: tuple[int, Any] | None = None
+        self.warns_of_position = True
+
+    def look(self, step: int, parts: Sequence[StagedPart]) -> None:
+        """Warn, once of each, if this save does not fit the next start, or has the position in the data of the last."""
+        for part in parts:
+            if part.name == DATA_NAME and self.warns_of_position:
+                self._look_at_position(step, part)
+            if part.snapshot is not None and part.name in self._wants:
+                form = _form_of(part.snapshot)
+                if form != self._forms.get(part.name):
+                    self._forms[part.name] = form
+                    self._compare(step, part.name, part.snapshot)
+
+    def _compare(self, step: int, name: str, snapshot: Snapshot) -> None:
+        arrays = {each.name: ArrayRecord(each.name, each.shape, dtype_name(each.dtype), ()) for each in snapshot.arrays}
+        try:
+            tree_differences(f"step {step}: {name}", snapshot.record, arrays, self._wants[name]).raise_all()
+        except MismatchError as error:
+            del self._wants[name]  # it was said
+            _log.warning(
+                "step %d: %r is not of the form that resume(...) was given: the next start of this program would fail "
+                "with the error below. Keep the leaves, shapes and dtypes in each update (cast back what changes, take "
+                "out what only one step needs), or give resume(...) a state of the new form.\n%s",
+                step,
+                name,
+                error,
+            )
+
+    def _look_at_position(self, step: int, part: StagedPart) -> None:
+        found = _position_of(part)
+        before, self._position = self._position, (step, found)
+        if found is not None and before is not None and before[1] == found and before[0] < step:
+            self.warns_of_position = False
+            _log.warning(
+                "step %d: the position of %r is that of step %d. If the loop takes its batches from another iterator, "
+                "a resume would repeat data: take them from the iterator that resume(...) returned. For several epochs "
+                "let the data repeat (dataset.repeat()), or hand over each new iterator by ckpt(state, data=iterator). "
+                "If one batch serves several updates, call ckpt(...) after the last of them only, or keep the batch in "
+                "the state: a resume between them would take the next batch. "
+                "If the position starts anew in each epoch, and each save is at the same place of one, all is well",
+                step,
+                part.name,
+                before[0],
+            )
+
+
+def _wants_of(value: Any) -> dict[str, Want] | None:
+    """What each leaf of a target wants; None: it is no tree, or none that can be a target, as its first save says."""
+    tree_of = getattr(handler_of(value), "tree_of", None)
+    if tree_of is None:
+        return None
+    try:
+        flat = flatten(tree_of(value))
+        wants = {name: wanted(name, leaf, None) for name, leaf in zip(flat.names, flat.leaves, strict=True)}
+    except CheckpointError:
+        return None
+    return {name: want._replace(sharding=None) for name, want in wants.items()}
+
+
+def _form_of(snapshot: Snapshot) -> Any:
+    leaves = snapshot.record.leaves
+    return [*leaves], [*map(type, leaves.values())], [(each.shape, each.dtype) for each in snapshot.arrays]
+
+
+def _position_of(part: StagedPart) -> Any:
+    """What a save holds of the position in the data, to be compared; None: it cannot be."""
+    if part.kind == JsonHandler.kind:
+        return None
+    if part.snapshot is not None:  # the state of an object with get_state
+        return None if part.snapshot.arrays else part.snapshot.record.leaves
+    return part.value
+
+
+class InFlight:
+    """At most one save, and what the next one does about it. `StepManager` documents the arguments.
+
+    Attributes:
+        pending: the save, until its outcome was seen.
+        info: what policies may know of it.
+        given_up: one that nobody waits for any more.
+        is_asked_to_leave: whether a save is not to wait for its turn any more, since it has to end in time.
+        is_time_up: whether what is not done by now is given up, since the job was asked to leave.
+
+    Raises:
+        SettingsError: an argument is wrong.
+    """
+
+    def __init__(self, if_busy: Busy, stall_timeout_s: float, if_stalled: Stalled) -> None:
+        if if_busy not in ("wait", "skip"):
+            raise SettingsError(f'StepManager.if_busy: expected "wait" or "skip", found {if_busy!r}')
+        if if_stalled not in ("skip", "raise"):
+            raise SettingsError(f'StepManager.if_stalled: expected "skip" or "raise", found {if_stalled!r}')
+        self._if_busy, self._if_stalled = if_busy, if_stalled
+        self._stall_timeout_s = positive_seconds("StepManager.stall_timeout_s", stall_timeout_s)
+        self.is_asked_to_leave: Callable[[], bool] = lambda: False
+        self.is_time_up: Callable[[], bool] = lambda: False
+        self.pending: PendingSave[CheckpointMetadata] | None = None
+        self.info: CheckpointInfo | None = None
+        self.given_up: PendingSave[CheckpointMetadata] | None = None
+        self._skipped_for: tuple[PendingSave[CheckpointMetadata] | None, float] = (None, 0.0)
+        self._told_of: PendingSave[CheckpointMetadata] | None = None
+        self._without_state: PendingSave[CheckpointMetadata] | None = None
+        self._kept: list[BaseException] | None = None
+        self._begun_at = 0.0
+
+    def begun(self, pending: PendingSave[CheckpointMetadata] | None) -> None:
+        """Take note of a save that is about to begin; None: it did not."""
+        self.pending, self._begun_at = pending, time.monotonic()
+
+    def running_for_s(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._begun_at
+
+    def is_running(self) -> bool:
+        """Whether it has neither committed nor failed."""
+        return self.pending is not None and not self.pending.done()
+
+    def running_info(self) -> tuple[CheckpointInfo, ...]:
+        """What policies may know of it, if it is running."""
+        return (self.info,) if self.info is not None and self.is_running() else ()
+
+    def check(self) -> None:
+        """Raise the error of a save that failed, once."""
+        pending = self.pending
+        if pending is not None and pending.done():
+            self._tell(self.settle())
+
+    def is_over(self) -> bool:
+        """Whether there is one, which has ended, and whose outcome was not told yet."""
+        return self.pending is not None and self.pending.done()
+
+    def tell_outcome(self, *, is_told: bool = False) -> None:
+        """In a job where it has ended, or is about to in this process, too: raise the error that it failed with.
+
+        `is_told`: that is raised already, or another one.
+        """
+        try:
+            error = self.settle(ENDS_WITHIN_S)
+        except CheckpointTimeoutError as late:
+            error, self.pending = late, None
+        if not is_told:
+            self._tell(error)
+
+    def _tell(self, error: BaseException | None) -> None:
+        if error is not None and self._kept is None:
+            raise error
+        if error is not None and self._kept is not None:
+            self._kept.append(error)
+
+    @contextlib.contextmanager
+    def telling_later(self) -> Iterator[None]:
+        """Within: the error of a save that failed is raised at the end, when the next one may have begun."""
+        if self._kept is not None:
+            yield
+            return
+        kept = self._kept = list[BaseException]()
+        try:
+            yield
+        except BaseException:
+            for error in kept:
+                _log.error("the save before failed", exc_info=error)  # that one, and not this
+            raise
+        finally:
+            self._kept = None
+        if kept:
+            raise kept[0]
+
+    def settle(
+        self,
+        timeout_s: float | None = None,
+        patience_s: float = LAST_PATIENCE_S,
+        until: Callable[[], bool] = lambda: False,
+    ) -> BaseException | None:
+        """Wait for it; the error, if it failed.
+
+        Raises:
+            CheckpointTimeoutError: not in time, it has not got any further for `patience_s` seconds, or `until` became
+                true; it goes on.
+        """
+        pending = self.pending
+        if pending is None:
+            return None
+        error = pending.outcome(timeout_s, patience_s, until)
+        if self.pending is pending:  # else another thread has begun the next one meanwhile
+            self.pending = None
+            self._skipped_for = (None, 0.0)
+        if pending is self._without_state:  # that it failed was told when it was skipped
+            self._without_state = None
+            return None
+        return error
+
+    def wait_for_turn(self, step: int, force: bool, timeout_s: float | None) -> str | None:
+        """Wait until there is none, before the save of `step`; or say why that is skipped.
+
+        Raises:
+            CheckpointTimeoutError: not in time, or it has not got any further for too long.
+            Exception: the original error of the save, if it failed.
+        """
+        pending = self.pending
+        if pending is None or pending.done():
+            self.check()  # it may have failed since the last look
+            return None
+        if self._if_busy == "skip" and not force:
+            self._look_at(pending)
+            if pending.movement.waited_s >= self._stall_timeout_s:
+                return self._skipped(step, force, pending.no_further())
+            why = f"skipped: {pending.subject} is still under way, and if_busy is 'skip'"
+            _log.info("step %d: %s", step, why)
+            return why
+        _log.info("step %d waits: %s is still under way", step, pending.subject)
+        try:
+            error = self.settle(timeout_s, self.patience_s(force), self.is_asked_to_leave)
+        except CheckpointTimeoutError as stalled:
+            if self.is_asked_to_leave():
+                return f"skipped: {stalled}"
+            return self._skipped(step, force, stalled)
+        self._tell(error)
+        return None
+
+    def _look_at(self, pending: PendingSave[CheckpointMetadata]) -> None:
+        """Who skips does not wait, but is awake: the time counts since it last skipped for this save, or that moved.
+
+        Half of what is allowed at most: after a stop of the whole job the save has until the next look to get further.
+        """
+        now, (seen, at) = time.monotonic(), self._skipped_for
+        if seen is pending:
+            pending.movement.waited(now - max(at, pending.movement.moved_at), at_most=self._stall_timeout_s / 2)
+        self._skipped_for = (pending, now)
+
+    def patience_s(self, force: bool) -> float:
+        """Seconds without any progress after which a save is not waited for any more."""
+        return LAST_PATIENCE_S if force else self._stall_timeout_s
+
+    def not_taken(self, step: int, force: bool, timeout_s: float | None, stalled: CheckpointTimeoutError) -> str:
+        """The save under way could not even take its state: why it is skipped.
+
+        Raises:
+            CheckpointTimeoutError: as given, if it is not to be skipped.
+        """
+        self._without_state = self.pending
+        if timeout_s is None and self.is_asked_to_leave():  # else it is who leaves that set a time, and is told
+            _log.warning("step %d is skipped: %s", step, stalled)
+            return f"skipped: {stalled}"
+        return self._skipped(step, force, stalled)
+
+    def _skipped(self, step: int, force: bool, stalled: CheckpointTimeoutError) -> str:
+        if force or self._if_stalled == "raise":
+            raise stalled
+        level = logging.INFO if self._told_of is self.pending else logging.WARNING  # once for each that is stalled
+        _log.log(level, "step %d is skipped: %s", step, stalled)
+        self._told_of = self.pending
+        return f"skipped: {stalled}"
+
+    def leave_to_parent(self) -> None:
+        """Do not wait for a save of which this process, a fork, has a copy only."""
+        if self.pending is not None and self.pending.is_of_parent():
+            self.pending, self.given_up = None, self.pending
+
+    def give_up(self, exit_code: int) -> None:
+        """Do not wait for it any more, also at the end of the process, which has this exit code then."""
+        if self.pending is not None:
+            self.pending.give_up(exit_code)
+            self.pending, self.given_up = None, self.pending
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveResult:
+    """What became of a call to `StepManager.save`; true where a step is being saved.
+
+    Attributes:
+        saved: whether the step is being saved.
+        reason: why, or why not.
+        pending: the save under way; None if nothing is saved.
+    """
+
+    saved: bool
+    reason: str
+    pending: PendingSave[CheckpointMetadata] | None = None
+
+    def __bool__(self) -> bool:
+        """Whether the step is being saved."""
+        return self.saved
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveRequest:
+    """What is saved under which label, how long the loop was held up before, and what a save was seen to cost it."""
+
+    step: int
+    reason: str
+    metrics: Mapping[str, Any] | None
+    custom_metadata: Any
+    temporary: bool
+    decide_s: float
+    wait_s: float
+    cost_s: float | None = None
+
+
+class StepSave:
+    """One save. Making it takes the state; `run` does the rest, on any thread.
+
+    In a job all processes make the same one, and each writes its share; what is done with the directory process 0 does.
+    `took` is called with the seconds until it was committed, and those of them in which devices were computing. `drift`
+    looks at what is saved.
+
+    Attributes:
+        device_wait_s: seconds that the call waited for updates that JAX had queued. They are training: no save blocks
+            the loop by them.
+    """
+
+    def __init__(
+        self,
+        request: SaveRequest,
+        checkpointables: Mapping[str, Any],
+        *,
+        backend: Backend,
+        directory: str,
+        run: RunDirectory,
+        together: Together,
+        settings: StoreSettings,
+        clock: Clock,
+        took: Callable[[float, float], None] = lambda duration_s, device_wait_s: None,
+        drift: Drift | None = None,
+    ) -> None:
+        started = self._began_at = time.perf_counter()
+        self._took, self._drift = took, drift
+        self._backend, self._run, self._settings, self._clock = backend, run, settings, clock
+        self._directory, self._step, self._together = directory, request.step, together
+        self._times = SaveTimes()
+        self._call_ended, self._caller = Latch(), threading.get_ident()
+        self._attempt: Transaction | None = None
+        self._is_owner = self._is_committed = False
+        self._info: dict[str, Any] = {}
+        self._job_save = None if together.is_alone else self._in_job()
+        with contextlib.nullcontext() if self._job_save is None else self._job_save.told_on_error():
+            self._take(request, checkpointables)
+        self._record = {key: getattr(request, key) for key in ("step", "decide_s", "wait_s", "cost_s")}
+        self._record["reason"] = str(request.reason)  # a plain text, which it may only look like
+        self._record["metrics"] = metrics_to_json(self.metrics) or None  # which a step that is deleted takes with it
+        self.device_wait_s = self._times.device_wait_s
+        self._record["blocked_s"] = request.decide_s + time.perf_counter() - started - self.device_wait_s
+        if self.device_wait_s:  # the devices were at work while the save before was waited for, too
+            self.device_wait_s += request.wait_s
+        else:
+            self._record["blocked_s"] += request.wait_s
+
+    def _in_job(self) -> JobSave:
+        job = self._together.job.within("save", self._settings.barrier_timeout_s)
+        subject = f"step {self._step} to {self._directory}"
+        return JobSave(
+            job,
+            subject,
+            self._begun,
+            self._backend,
+            self._info,
+            self._settings,
+            replace=False,
+            committed=self._conclude,
+            times=self._times,
+        )
+
+    def _take(self, request: SaveRequest, checkpointables: Mapping[str, Any]) -> None:
+        if self._job_save is None:
+            self._parts: Sequence[StagedPart] = stage_all(checkpointables, self._times, self._settings)
+            self._movement = movement_of(self._parts)
+        else:
+            self._job_save.stage(checkpointables)
+            self._parts, self._movement = self._job_save.parts, self._job_save.movement
+        if isinstance(request.metrics, Mapping):
+            self._times.device_wait_s += device_wait_s(some_arrays([*request.metrics.values()]))
+        self.metrics = plain_metrics(request.metrics)
+        self._info |= run_info(
+            created=self._clock().isoformat(timespec="microseconds"),
+            step=request.step,
+            **(self._run.lineage(request.step) if self._together.leads else {}),
+            metrics=metrics_to_json(self.metrics),
+            custom_metadata=request.custom_metadata,
+            temporary=request.temporary,
+            fingerprint=current_fingerprint(),
+        )
+
+    def start(
+        self,
+        subject: str,
+        begun: Callable[[PendingSave[CheckpointMetadata] | None], None],
+        timeout_s: float | None,
+        patience_s: float,
+        until: Callable[[], bool],
+    ) -> PendingSave[CheckpointMetadata]:
+        """Write in the background; returns once the caller may do anything with what it saved.
+
+        `begun` is told of the save before it begins (None: it did not), so that an interrupt does not lose it.
+
+        Raises:
+            CheckpointTimeoutError: the state was not taken in time, or before `until` became true, or no part of it
+                for `patience_s` seconds.
+        """
+        started, waited_s = time.perf_counter(), self._times.device_wait_s
+        is_streamed = not all(part.snapshot is None or part.snapshot.is_taken.is_open() for part in self._parts)
+        if unfinished.is_over():  # the call waits for the save then, which must not wait for the call
+            self._call_ended.open()
+        try:
+            pending = begin_save(subject, self.run, None, self._parts, self._movement, begun)
+            wait_until_taken(self._parts, pending, timeout_s, patience_s, until)
+        finally:
+            held_s = time.perf_counter() - started
+            waited_s = min(held_s, self._times.device_wait_s - waited_s) if is_streamed else 0.0
+            self.device_wait_s += waited_s
+            self._record["blocked_s"] += held_s - waited_s
+            self._call_ended.open()
+        return pending
+
+    def run(self) -> CheckpointMetadata:
+        """Write and commit; then note it in the history, and hand what no policy keeps any more to the deleter.
+
+        All that touches the disk is here, so that one that does not answer does not keep the loop.
+        """
+        try:
+            return self._lead() if self._together.leads else self._follow()
+        except BaseException as error:
+            if not self._is_committed:  # the loop is told at its next save, which it may never get to
+                _log.warning("saving step %d failed: %s: %s", self._step, type(error).__name__, error)
+            raise
+
+    def _lead(self) -> CheckpointMetadata:
+        with undone_on_error(None, self._parts):
+            if self._drift is not None:
+                self._drift.look(self._step, self._parts)
+            if self._job_save is None:
+                self._check_owner()
+        try:
+            committed = self._write()
+        except BaseException as error:
+            self._failed(error)
+            raise
+        if self._job_save is None:
+            self._conclude(committed)
+        return describe(committed)
+
+    def _write(self) -> Committed:
+        if self._job_save is not None:
+            return self._job_save.run()
+        return write_parts(
+            self._begun(),
+            self._backend,
+            self._parts,
+            self._info,
+            self._settings,
+            self._times,
+            replace=False,
+            progress=self._movement,
+        )
+
+    def _follow(self) -> CheckpointMetadata:
+        """What a process does that does not lead: its share, and take note of what came of it."""
+        assert self._job_save is not None
+        committed = self._job_save.run()
+        self._took(time.perf_counter() - self._began_at, self._times.device_wait_s)
+        name, info = committed.directory.rpartition("/")[2], committed.manifest.info
+        step, generation = parse_step_name(name) or (self._step, 0)
+        self._together.followed.committed(entry_from_manifest(name, step, generation, info), self._job_save.told)
+        return describe(committed)
+
+    def _check_owner(self) -> None:
+        self._run.check_owner()
+        self._is_owner = True  # else nothing is written, not even into the history
+
+    def _begun(self) -> Transaction:
+        with undone_on_error(None, self._parts):
+            if self._job_save is not None:
+                self._check_owner()
+            self._run.remove_left_attempts()
+            self._record["name"] = name = self._run.free_name(self._step)
+            path, check = f"{self._directory}/{name}", self._run.check_owner
+            self._attempt = Transaction(self._backend, path, self._settings, check)
+            return self._attempt
+
+    def _failed(self, error: BaseException) -> None:
+        if not self._is_owner or self._is_committed:
+            return
+        attempt = self._attempt
+        stays = attempt is not None and attempt.stays
+        left = attempt.directory if attempt is not None and attempt.is_left else None
+        self._run.failed(self._info, self._record["name"] if stays else None, left)
+        self._note(ok=False, error=str(error))
+
+    def _conclude(self, committed: Committed) -> list[str]:
+        """It is committed: note that, and decide which steps to keep; the names of those that are listed no more."""
+        times, self._is_committed = self._times, True
+        self._took(time.perf_counter() - self._began_at, self._times.device_wait_s)
+        self._run.committed(committed, self._info)
+        is_durable = self._settings.durability == "full"
+        self._run.note_roll_back(None if is_durable else committed.directory.rpartition("/")[2])
+        times.bytes = committed.data_bytes  # of all processes of a job
+        spent_s = times.write_s + times.commit_s
+        self._note(ok=True, bytes_per_s=round(times.bytes / spent_s) if spent_s > 0 else math.inf)
+        took_s = self._record["save_s"] - times.device_wait_s
+        _log.info("saved step %d in %s s (%s)", self._step, _short(took_s), _size_text(times.bytes))
+        try:
+            self._run.check_owner()  # another may have taken the run over, and list what this one would delete
+            before = self._listed()
+            self._run.retain(is_durable=is_durable)
+            return sorted(before - self._listed())
+        except BaseException as error:
+            error.add_note(f"step {self._record['step']} is committed; what failed is deciding which steps to keep")
+            raise
+
+    def _listed(self) -> set[str]:
+        """The names of what is listed, for the other processes; nobody is told where there is none."""
+        return set() if self._together.is_alone else {entry.name for entry in self._run.entries()}
+
+    def _note(self, **outcome: Any) -> None:
+        before_s = self._record["decide_s"] + self._record["wait_s"]
+        self._record["save_s"] = before_s + time.perf_counter() - self._began_at
+        if threading.get_ident() != self._caller:  # who saves on the calling thread is still in the call
+            self._call_ended.wait(CALL_S)  # else it is not known yet how long the call took
+        self._run.history.add("save", self._clock(), **self._record, **dataclasses.asdict(self._times), **outcome)
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.2g}"
+
+
+def _size_text(nbytes: int) -> str:
+    """Such as "3.4 GiB"."""
+    power = min(4, max(0, nbytes.bit_length() - 1) // 10)
+    return f"{nbytes} B" if power == 0 else f"{nbytes / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"

@@ -1,1 +1,0 @@
-"""Sinks: where the events of a run go besides its history."""

@@ -1,1 +1,0 @@
-"""A run directory: a sequence of steps, when they are saved and how long they are kept."""

@@ -1,0 +1,1 @@
+"""Storage backends: the only modules that touch disks."""

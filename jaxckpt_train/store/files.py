@@ -1,0 +1,279 @@
+"""Plain files, beside segments: read as far as they fit into memory, or digested block by block.
+
+Digests of data blocks: xxh3-128, sha256 and blake3, as lower-case hexadecimal text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import numpy as np
+import xxhash
+
+from jaxckpt_train.errors import CorruptCheckpointError, SettingsError, StorageError
+from jaxckpt_train.store.backends.base import GONE, MISSING, Opener, Source
+from jaxckpt_train.store.manifest import BLOCK_BYTES, HEX_DIGITS, FileRecord
+from jaxckpt_train.store.process_identity import memory_bytes
+
+HexDigest = Callable[[memoryview | bytes], str]
+SNIFFED_BYTES = 1024  # a Git LFS pointer is never longer
+_SIGNATURES = (
+    (b"version https://git-lfs", "a Git LFS pointer; run git lfs pull to download the file"),
+    (b"<!doctype html", "a web page; the download has saved a page instead of the file"),
+    (b"<html", "a web page; the download has saved a page instead of the file"),
+    (b"<?xml", "an XML document; the download has saved the answer of a server instead of the file"),
+    (b"pk\x03\x04", "a zip archive, such as torch.save writes"),
+)
+
+
+def digest_function(name: str) -> HexDigest:
+    """The function from bytes to their hexadecimal digest.
+
+    Raises:
+        SettingsError: the name is unknown, or the package that computes it is not installed.
+    """
+    if name == "xxh3-128":
+        return xxhash.xxh3_128_hexdigest
+    if name == "sha256":
+        return lambda data: hashlib.sha256(data).hexdigest()
+    if name == "blake3":
+        try:
+            blake3 = importlib.import_module("blake3")
+        except ImportError as error:
+            raise SettingsError(
+                'digest "blake3" needs the package blake3: pip install "jaxckpt-train[blake3]"'
+            ) from error
+        return lambda data: str(blake3.blake3(data).hexdigest())
+    raise SettingsError(f"digest: expected one of {', '.join(HEX_DIGITS)}, found {name!r}")
+
+
+def block_digests(data: np.ndarray, block_bytes: int, digest: HexDigest) -> str:
+    """The digests of consecutive blocks of a flat uint8 array, joined; the last block may be shorter."""
+    view = memoryview(data)
+    return "".join(digest(view[at : at + block_bytes]) for at in range(0, len(view), block_bytes))
+
+
+def other_content(data: bytes | bytearray) -> str:
+    """What a file that is not what it should be is instead, by its first bytes; empty: nothing that is known."""
+    begins = bytes(data).removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    return next((text for signature, text in _SIGNATURES if begins.startswith(signature)), "")
+
+
+def _instead(files: Opener, directory: str, name: str, size: int) -> str:
+    """The same of a file of another size than it should have, as the end of a message."""
+    other = other_content(read_head(files, directory, name, SNIFFED_BYTES)) if size <= SNIFFED_BYTES else ""
+    return f"; it is {other}" if other else ""
+
+
+def file_record(
+    files: Opener, directory: str, name: str, digest_name: str, progress: Callable[[int], None]
+) -> FileRecord:
+    """What the manifest says of a file that is there, read block by block: nobody knows how large it is.
+
+    `progress` is told of each block.
+    """
+    digest, digests = digest_function(digest_name), list[str]()
+    source: Source = files.open(directory, name, direct=False)
+    try:
+        memory = np.empty(min(source.size, BLOCK_BYTES), np.uint8)
+        for at in range(0, source.size, BLOCK_BYTES):
+            block = memory[: min(BLOCK_BYTES, source.size - at)]
+            source.read_into(at, block, len(block))
+            digests.append(digest(memoryview(block)))
+            progress(len(block))
+        return FileRecord(name, source.size, "".join(digests))
+    finally:
+        source.close()
+
+
+def read_whole(files: Opener, directory: str, name: str, limit: int | None) -> np.ndarray:
+    """All bytes of a file below a directory, as a flat uint8 array.
+
+    Raises:
+        CorruptCheckpointError: it is larger than `limit` bytes (None: no limit).
+        StorageError: it is not there, cannot be read, or does not fit into memory.
+    """
+    source: Source = files.open(directory, name, direct=False)
+    try:
+        if limit is not None and source.size > limit:
+            raise CorruptCheckpointError(f"{directory}/{name}: {source.size} bytes, expected at most {limit}")
+        data = _memory_for(source.size, f"{directory}/{name}")
+        source.read_into(0, data, len(data))
+    finally:
+        source.close()
+    return data
+
+
+def _memory_for(size: int, path: str) -> np.ndarray:
+    """Memory for a file, which a stranger may have made of any size; a system may promise more than it has."""
+    if size <= memory_bytes():
+        with contextlib.suppress(MemoryError):
+            return np.empty(size, np.uint8)
+    raise StorageError(errno.ENOMEM, f"{size} bytes do not fit into memory: this machine has {memory_bytes()}", path)
+
+
+def read_ends(files: Opener, directory: str, name: str, limit: int) -> list[tuple[int, bytes]]:
+    """What is in a file of lines that only grows, in pieces with the byte that each begins at.
+
+    It is one piece. Of a file of more than `limit` bytes, which nobody wrote line by line, it is both ends.
+
+    Raises:
+        CorruptCheckpointError: it became shorter meanwhile.
+        StorageError: it is not there, cannot be read, or does not fit into memory.
+    """
+    source: Source = files.open(directory, name, direct=False)
+    try:
+        whole, half = source.size, limit // 2
+        spans = [(0, whole)] if whole <= limit else [(0, half), (whole - half, whole)]
+        return [(start, _read_span(source, start, stop, f"{directory}/{name}")) for start, stop in spans]
+    finally:
+        source.close()
+
+
+def read_blocks(files: Opener, directory: str, name: str, limit: int, block_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """As `read_ends`, block by block: of a large file no more than one block is in memory.
+
+    Each block comes with the byte that it begins at. Of a file of more than `limit` bytes the middle is left out.
+    """
+    source: Source = files.open(directory, name, direct=False)
+    try:
+        whole, half = source.size, limit // 2
+        for start, stop in [(0, whole)] if whole <= limit else [(0, half), (whole - half, whole)]:
+            for at in range(start, stop, block_bytes):
+                yield at, _read_span(source, at, min(at + block_bytes, stop), f"{directory}/{name}")
+    finally:
+        source.close()
+
+
+def read_end(files: Opener, directory: str, name: str, limit: int) -> bytes:
+    """The last bytes of a file that only grows, as many as there are up to `limit`.
+
+    Raises:
+        As `read_ends`.
+    """
+    source: Source = files.open(directory, name, direct=False)
+    try:
+        whole = source.size
+        return _read_span(source, max(0, whole - limit), whole, f"{directory}/{name}")
+    finally:
+        source.close()
+
+
+def _read_span(source: Source, start: int, stop: int, path: str) -> bytes:
+    data = _memory_for(stop - start, path)
+    source.read_into(start, data, len(data))
+    return data.tobytes()
+
+
+def read_or_none(
+    files: Opener, directory: str, name: str, limit: int, *, size: int | None = None
+) -> bytes | bytearray | None:
+    """All bytes of a small file of a checkpoint, once in memory; None: there is none.
+
+    Args:
+        files: where.
+        directory: the checkpoint.
+        name: of the file.
+        limit: how many bytes it may have.
+        size: how many COMMIT says that it has; None: it does not say.
+
+    Raises:
+        CorruptCheckpointError: something else than a file is in its place, or one of another size, which is not read.
+        StorageError: the storage refused for a reason that is not the checkpoint's fault.
+    """
+    try:
+        source: Source = files.open(directory, name, direct=False)
+    except StorageError as error:
+        if error.errno in {*GONE, errno.ENOTDIR}:
+            return None
+        if error.errno in MISSING:
+            raise CorruptCheckpointError(f"{directory}/{name}: expected a file, but: {error}") from error
+        raise
+    try:
+        if source.size > limit:
+            raise CorruptCheckpointError(f"{directory}/{name}: {source.size} bytes, expected at most {limit}")
+        if size is not None and source.size != size:
+            instead = _instead(files, directory, name, source.size)
+            raise CorruptCheckpointError(f"{directory}/{name}: {source.size} bytes, but COMMIT says {size}{instead}")
+        data = bytearray(source.size)
+        source.read_into(0, np.frombuffer(data, np.uint8), len(data))
+    finally:
+        source.close()
+    return data
+
+
+def read_head(files: Opener, directory: str, name: str, length: int) -> bytes:
+    """The first bytes of a file, as many as there are; none where there is no file.
+
+    Raises:
+        StorageError: the storage refused for a reason that is not the file's fault.
+    """
+    try:
+        source: Source = files.open(directory, name, direct=False)
+    except StorageError as error:
+        if error.errno not in MISSING:
+            raise
+        return b""
+    data = np.empty(min(source.size, length), np.uint8)
+    try:
+        source.read_into(0, data, len(data))
+    except CorruptCheckpointError:
+        return b""  # it became shorter meanwhile
+    finally:
+        source.close()
+    return data.tobytes()
+
+
+def open_recorded(
+    files: Opener,
+    directory: str,
+    name: str,
+    size: int,
+    *,
+    direct: bool | Literal["auto"] = False,
+    subject: str = "file",
+) -> Source:
+    """Open a file that the manifest names.
+
+    Raises:
+        CorruptCheckpointError: it is missing, no plain file, or of another size than the manifest says.
+        StorageError: the storage refused for a reason that is not the checkpoint's fault.
+    """
+    path = f"{directory}/{name}"
+    try:
+        source: Source = files.open(directory, name, direct=direct)
+    except StorageError as error:
+        if error.errno not in MISSING:
+            raise
+        raise CorruptCheckpointError(f"{path}: the manifest names this {subject}, but: {error}") from error
+    if source.size != size:
+        source.close()
+        instead = _instead(files, directory, name, source.size)
+        raise CorruptCheckpointError(f"{path}: {source.size} bytes, but the manifest says {size}{instead}")
+    return source
+
+
+def read_recorded(
+    files: Opener, directory: str, record: FileRecord, digest_name: str | None, block_bytes: int
+) -> np.ndarray:
+    """All bytes of a file that the manifest names, compared with what it says of them; None: only with their number.
+
+    Raises:
+        CorruptCheckpointError: it is not what was saved.
+        StorageError: it cannot be read.
+    """
+    source = open_recorded(files, directory, record.file, record.bytes)
+    try:
+        data = _memory_for(source.size, f"{directory}/{record.file}")
+        source.read_into(0, data, len(data))
+    finally:
+        source.close()
+    if digest_name is not None and block_digests(data, block_bytes, digest_function(digest_name)) != record.digests:
+        path = f"{directory}/{record.file}"
+        raise CorruptCheckpointError(f"{path}: bytes 0 to {len(data)} are not what was saved ({digest_name} differs)")
+    return data

@@ -1,0 +1,1 @@
+"""Changes of a tree on its way: rename, split, stack, cast."""
