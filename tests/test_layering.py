@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import dataclasses
 import functools
 import graphlib
@@ -21,8 +22,10 @@ from tests.layers import (
     FORBIDDEN_FILES,
     FORBIDDEN_STDLIB,
     LAYERS,
+    MAY_HAVE_ONE_IMPORTER,
     MAY_READ_A_PICKLE,
     MAY_TOUCH_THE_DISK,
+    MOST_FILES_OF_A_FOLDER,
     NUMPY_ON_DISK,
     OS_PATH_WITHOUT_DISK,
     OS_WITHOUT_DISK,
@@ -225,6 +228,29 @@ def test_there_is_no_import_cycle() -> None:
     assert import_cycle(MODULES) == []
 
 
+def importers(modules: dict[str, Module]) -> dict[str, set[str]]:
+    """Which modules import each module at the top of their files."""
+    found: dict[str, set[str]] = {}
+    for module in modules.values():
+        for each in imports_of(module):
+            target = _own_name(each.name)
+            if not each.lazy and target in modules and target != module.name:
+                found.setdefault(target, set()).add(module.name)
+    return found
+
+
+def test_a_module_with_one_importer_has_a_reason() -> None:
+    lonely = {name for name, users in importers(MODULES).items() if len(users) == 1 and not MODULES[name].is_folder}
+    assert lonely == set(MAY_HAVE_ONE_IMPORTER)
+
+
+def test_folders_of_the_package_stay_small() -> None:
+    folders = collections.Counter(
+        file.parent.name for file in (ROOT / PACKAGE).rglob("*.py") if file.name != "__init__.py"
+    )
+    assert {name: count for name, count in folders.items() if count > MOST_FILES_OF_A_FOLDER} == {}
+
+
 def source_files() -> list[Path]:
     folders = (PACKAGE, "tests", "benchmarks", "examples")
     return [file.relative_to(ROOT) for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
@@ -257,15 +283,15 @@ def test_a_file_says_its_one_job_and_stays_small() -> None:
     [
         ("store.writer", "import jaxckpt_train.callback"),
         ("store.writer", "from jaxckpt_train.pytree.flatten import join"),
-        ("store.writer", "from jaxckpt_train.tree import paths"),
-        ("store.writer", "from jaxckpt_train import multihost"),
-        ("store.writer", "from ..tree.paths import join"),
+        ("store.writer", "from jaxckpt_train.pytree import flatten"),
+        ("store.writer", "from jaxckpt_train import metadata"),
+        ("store.writer", "from ..pytree.flatten import join"),
         ("store.writer", "from .. import callback"),
         ("store.writer", "def lazy():\n    from jaxckpt_train.checkpoint import save"),
         ("store.writer", "if TYPE_CHECKING:\n    from jaxckpt_train.checkpoint import save"),
         ("store.writer", "importlib.import_module('jaxckpt_train.manager')"),
         ("errors", "from jaxckpt_train.settings import StoreSettings"),
-        ("steps.manager", "import jaxckpt_train"),
+        ("manager", "import jaxckpt_train"),
     ],
 )
 def test_an_arrow_that_points_up_is_found(name: str, line: str) -> None:
@@ -294,10 +320,10 @@ def test_an_arrow_that_points_down_is_fine(name: str, line: str) -> None:
         ("checkpoint", "def lazy():\n    import flax.nnx"),
         ("callback", "if TYPE_CHECKING:\n    from omegaconf import DictConfig"),
         ("callback", "import hydra"),
-        ("steps.manager", "import orbax.checkpoint"),
-        ("tree.paths", "import pickle"),
-        ("tree.paths", "importlib.import_module('tensorstore')"),
-        ("tree.paths", "import shutil"),
+        ("manager", "import orbax.checkpoint"),
+        ("pytree.flatten", "import pickle"),
+        ("pytree.flatten", "importlib.import_module('tensorstore')"),
+        ("pytree.flatten", "import shutil"),
     ],
 )
 def test_a_foreign_import_is_found(name: str, line: str) -> None:
@@ -321,27 +347,27 @@ def test_a_foreign_import_is_found(name: str, line: str) -> None:
     ],
 )
 def test_a_touch_of_the_disk_is_found(line: str) -> None:
-    assert disk_calls(Module("steps.history", line)) != []
-    assert disk_calls(Module("store.local", line)) == []
+    assert disk_calls(Module("run.history", line)) != []
+    assert disk_calls(Module("store.backends.local", line)) == []
 
 
 def test_what_only_looks_like_the_disk_is_fine() -> None:
     source = (
         "os.getpid(); os.path.join(a, b); backend.open(a, b); text.replace(a, b); dataclasses.replace(a); self.open(1)"
     )
-    assert disk_calls(Module("steps.history", source)) == []
+    assert disk_calls(Module("run.history", source)) == []
 
 
 def test_a_long_function_is_found_and_its_docstring_does_not_count() -> None:
     lines = "\n".join(f"    x{number} = {number}" for number in range(MOST_LINES_OF_A_FUNCTION))
     docstring = textwrap.indent('"""' + "\nword" * 50 + '\n"""', "    ")
-    assert long_functions(Module("tree.paths", f"def fine():\n{docstring}\n{lines}\n")) == []
-    assert long_functions(Module("tree.paths", f"def long():\n{lines}\n    return 1\n")) != []
+    assert long_functions(Module("pytree.flatten", f"def fine():\n{docstring}\n{lines}\n")) == []
+    assert long_functions(Module("pytree.flatten", f"def long():\n{lines}\n    return 1\n")) != []
 
 
 def test_an_import_cycle_is_found() -> None:
-    one = Module("tree.one", "from jaxckpt_train.tree.two import x")
-    two = Module("tree.two", "import jaxckpt_train.tree.one")
-    assert set(import_cycle({"tree.one": one, "tree.two": two})) == {"tree.one", "tree.two"}
-    lazy = Module("tree.two", "def f():\n    import jaxckpt_train.tree.one")
-    assert import_cycle({"tree.one": one, "tree.two": lazy}) == []
+    one = Module("pytree.one", "from jaxckpt_train.pytree.two import x")
+    two = Module("pytree.two", "import jaxckpt_train.pytree.one")
+    assert set(import_cycle({"pytree.one": one, "pytree.two": two})) == {"pytree.one", "pytree.two"}
+    lazy = Module("pytree.two", "def f():\n    import jaxckpt_train.pytree.one")
+    assert import_cycle({"pytree.one": one, "pytree.two": lazy}) == []

@@ -16,12 +16,12 @@ BY_NAME = {"import_module", "find_spec", "locate", "resolve_name", "instantiate"
 MAY_IMPORT_BY_NAME = {
     ("__init__", "importlib.import_module(f'{__name__}.{_HOME_OF[name]}')"): "its own modules, from its own table",
     ("__init__", "importlib.import_module(f'{__name__}.{name}')"): "its own modules, from its own table",
-    ("cli.app", "importlib.import_module(f'jaxckpt_train.cli.{module}')"): "its own modules, from its own table",
-    ("testing.run_target", "import runpy"): "a proof runs the script that the user's own test names",
-    ("testing.run_target", "importlib.import_module(target.module)"): "the module of the function that the test gives",
-    ("testing.run_target", "importlib.util.find_spec"): "the script that the user's own test names as a module",
-    ("config_nodes", "importlib.import_module(__package__)"): "this package",
-    ("config_nodes", "hydra.utils.instantiate"): "`_target_` of the user's configuration, not of a checkpoint",
+    ("cli.main", "importlib.import_module(f'jaxckpt_train.cli.{module}')"): "its own modules, from its own table",
+    ("testing.processes", "import runpy"): "a proof runs the script that the user's own test names",
+    ("testing.processes", "importlib.import_module(target.module)"): "the module of the function that the test gives",
+    ("testing.processes", "importlib.util.find_spec"): "the script that the user's own test names as a module",
+    ("config", "importlib.import_module(__package__)"): "this package",
+    ("config", "hydra.utils.instantiate"): "`_target_` of the user's configuration, not of a checkpoint",
 }
 
 UNPICKLER = {"pickle._Unpickler", "pickle._Unpickler.dispatch"}

@@ -21,7 +21,14 @@ from jaxckpt_train.cli.output import Code, print_json, standard_streams
 
 _PLAIN = (str, int, float)
 _WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")  # in other forms they are left to typer, as is what is no number
-_ELSEWHERE = {"scrub": "verify", "export": "exporting", "import": "importing"}  # modules of another name
+_MODULES = {
+    "inspect": ("ls", "show", "stats", "diff"),
+    "maintain": ("verify", "scrub", "prune", "pin", "cp", "mv"),
+    "convert": ("export", "import", "average"),
+    "report": ("report",),
+    "doctor": ("doctor",),
+}
+_MODULE_OF = {command: module for module, commands in _MODULES.items() for command in commands}
 _WANTS_JSON = "jaxckpt_train.json"
 _UsageError: Any = typer.BadParameter.__base__  # of typer itself or of click, by the version of typer
 _HELP = {"help_option_names": ["-h", "--help"]}
@@ -127,7 +134,7 @@ class _OnDemand(PlainGroup):
             return None
         if self._is_telling:
             return PlainCommand(cmd_name, help=COMMANDS[cmd_name])
-        module = _ELSEWHERE.get(cmd_name, cmd_name)
+        module = _MODULE_OF[cmd_name]
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         imported = importlib.import_module(f"jaxckpt_train.cli.{module}")
         function = getattr(imported, f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name)

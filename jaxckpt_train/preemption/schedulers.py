@@ -13,8 +13,7 @@ import subprocess
 
 from jaxckpt_train._validation import flag, seconds, shown
 from jaxckpt_train.preemption.sources import Notice
-from jaxckpt_train.run.history import is_in_pod, slurm_job
-from jaxckpt_train.store.process_identity import command_name
+from jaxckpt_train.store.process_identity import command_name, is_in_pod, slurm_job
 from jaxckpt_train.store.threads import Latch
 
 SHELLS = ("ash", "bash", "busybox", "dash", "ksh", "sh", "zsh")

@@ -5,14 +5,11 @@ The history: one JSON line for every save, restore, deletion and preemption of a
 Events of a history as far as they tell of the processes of a run; what is damaged, or of others, is left out.
 
 What tells one start of a run from another: host, process, and the Slurm job with its restarts.
-
-What the environment says of where this process runs: in which Slurm job, in a pod of Kubernetes. Facts, no knobs.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import errno
 import functools
@@ -35,7 +32,7 @@ from jaxckpt_train.pending import call_within
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.files import read_blocks, read_end, read_ends
 from jaxckpt_train.store.manifest import NOT_JSON
-from jaxckpt_train.store.process_identity import ProcessIdentity, process_age_s, this_process
+from jaxckpt_train.store.process_identity import ProcessIdentity, process_age_s, slurm_job, this_process
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.threads import free_in_child
 
@@ -63,44 +60,6 @@ _resumes = itertools.count()  # counts the loops of this process that have had t
 def utc_now() -> datetime.datetime:
     """The wall clock, in UTC."""
     return datetime.datetime.now(datetime.UTC)
-
-
-@dataclasses.dataclass(frozen=True)
-class SlurmJob:
-    """A batch job of Slurm.
-
-    Attributes:
-        id: as `scontrol` takes it: "1234", of one task of an array "1200_7". The number that the last task of an array
-            has in SLURM_JOB_ID is that of the whole array.
-        restarts: how often it was requeued.
-    """
-
-    id: str
-    restarts: int
-
-
-def slurm_job(environment: Mapping[str, str] | None = None) -> SlurmJob | None:
-    """The Slurm job that this process belongs to; None: none.
-
-    Args:
-        environment: variables; None: those of this process.
-    """
-    variables = os.environ if environment is None else environment
-    number, array = variables.get("SLURM_JOB_ID"), variables.get("SLURM_ARRAY_JOB_ID")
-    if not number:
-        return None
-    task = variables.get("SLURM_ARRAY_TASK_ID")
-    restarts = variables.get("SLURM_RESTART_COUNT", "")  # there is none in the first start
-    return SlurmJob(f"{array}_{task}" if array and task else number, int(restarts) if restarts.isdecimal() else 0)
-
-
-def is_in_pod(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether this process runs in a pod of Kubernetes, which gives every container the address of its API.
-
-    Args:
-        environment: variables; None: those of this process.
-    """
-    return bool((os.environ if environment is None else environment).get("KUBERNETES_SERVICE_HOST"))
 
 
 def run_facts() -> dict[str, str | int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxckpt_train.run.history import SlurmJob, is_in_pod, slurm_job
+from jaxckpt_train.store.process_identity import SlurmJob, is_in_pod, slurm_job
 
 
 @pytest.mark.parametrize(
