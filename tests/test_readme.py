@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands there, and what it links to exists."""
+"""The README's Python runs as it is written, its size stays small, and every link of every page leads somewhere."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def names(**more: Any) -> dict[str, Any]:
     return {**defined, **more}
 
 
-def block_with(repo_root: Path, text: str) -> str:
-    found = [block for block in code_blocks(repo_root) if text in block]
-    assert len(found) == 1, f"the README has {len(found)} Python blocks with {text!r}"
+def block_with(repo_root: Path, text: str, page: str = "README.md") -> str:
+    found = [block for block in code_blocks(repo_root, page) if text in block]
+    assert len(found) == 1, f"{page} has {len(found)} Python blocks with {text!r}"
     return found[0]
 
 
@@ -93,7 +93,7 @@ def test_a_sequence_of_steps_is_saved_and_restored(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     used = names()
-    exec(block_with(repo_root, "preservation_policy=jct.AnyPreservationPolicy"), used)
+    exec(block_with(repo_root, "preservation_policy=jct.AnyPreservationPolicy", "docs/how-to/save-and-load.md"), used)
     assert used["manager"].steps == [100]
     assert np.asarray(used["restored"]["state"]["params"]["w"]).tobytes() == np.ones(8, np.float32).tobytes()
     used["manager"].close()
@@ -102,8 +102,20 @@ def test_a_sequence_of_steps_is_saved_and_restored(
 def test_the_hydra_lines_build_a_callback(repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     used = names(cfg=SimpleNamespace(checkpoint={"directory": "runs/digits", "save_interval_steps": 100}))
-    exec(block_with(repo_root, "from_config(cfg.checkpoint)"), used)
+    exec(block_with(repo_root, "from_config(cfg.checkpoint)", "docs/how-to/hydra.md"), used)
     assert (tmp_path / "runs/digits").is_dir()
+
+
+def test_the_preemption_lines_build_callbacks(repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    used = names()
+    exec(block_with(repo_root, "grace_period_s=30"), used)
+    assert isinstance(used["ckpt"], jct.CheckpointCallback)
+
+
+def test_readme_and_changelog_stay_short(repo_root: Path) -> None:
+    assert len((repo_root / "README.md").read_text().splitlines()) <= 130
+    assert len((repo_root / "CHANGELOG.md").read_text().splitlines()) <= 40
 
 
 def test_every_link_leads_somewhere(repo_root: Path) -> None:
