@@ -182,10 +182,10 @@ def remarks(found: Mapping[str, Any]) -> list[str]:
     lines.append(f"all of it took {found['took_s']:.0f} s")
     if found["device"]["platform"] == "cpu":
         return [*lines, "this is no accelerator: the figures show that the benchmark runs, and nothing else"]
-    return [*lines, *_verdicts(found)]
+    return [*lines, *_damage_reports(found)]
 
 
-def _verdicts(found: Mapping[str, Any]) -> list[str]:
+def _damage_reports(found: Mapping[str, Any]) -> list[str]:
     ratios = {name: _ratios(turn, found["raw"]) for name, turn in found["turns"].items()}
     lines = []
     if OURS_HOST in ratios:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxckpt_train import StoreSettings
 from jaxckpt_train.checkpointables.saving import SaveTimes, StagedPart, stage_all, write_parts
-from jaxckpt_train.pending import Movement
+from jaxckpt_train.pending import ProgressTracker
 from jaxckpt_train.pytree.restore import TreeRestore
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.boxes import Box, box_from_index, full_box
@@ -66,7 +66,7 @@ def save_in_phases(path: Path, tree: Any, chunks: int | None = None) -> Seconds:
     with paused_collection():  # as a save does
         plan_s, _ = _timed(lambda: list(plan_segments(arrays, settings.segment_bytes)))
     transaction = Transaction(backend, str(path.resolve()), settings)
-    write_parts(transaction, backend, parts, {}, settings, times, replace=False, progress=Movement())
+    write_parts(transaction, backend, parts, {}, settings, times, replace=False, progress=ProgressTracker())
     return {
         "snapshot": times.snapshot_s + times.stage_s,
         "plan": plan_s,

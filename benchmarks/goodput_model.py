@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, Failures, SavePolicy, decide
-from jaxckpt_train.policies.cost_model import StepClock
+from jaxckpt_train.policies.cost_model import LoopTimer
 
 START = datetime(2026, 3, 1, tzinfo=UTC)
 
@@ -42,7 +42,7 @@ class Training:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class SaveFuture:
     """What came of a simulated run.
 
     Attributes:
@@ -92,18 +92,18 @@ class SimulatedRun:
         self._slowed_s = 0.0
         self._reasons: list[str] = []
 
-    def run(self, steps: int) -> Outcome:
+    def run(self, steps: int) -> SaveFuture:
         """Train until so many updates are complete."""
         reached = self._live(steps)
         while reached < steps:
             self.now += self.training.restart_s
             reached = self._live(steps)
         saves = len(self._committed)
-        return Outcome(steps * self.training.step_s, self.now, self._slowed_s, saves, tuple(self._reasons))
+        return SaveFuture(steps * self.training.step_s, self.now, self._slowed_s, saves, tuple(self._reasons))
 
     def _live(self, steps: int) -> int:
         """One process: until it fails, or is done. Returns the step that the next one goes on from."""
-        began, clock = self.now, StepClock(lambda: self.now)
+        began, clock = self.now, LoopTimer(lambda: self.now)
         clock.recall(self._cost_s, None)
         step = self._committed[-1].step if self._committed else 0
         saving: CheckpointInfo | None = None
@@ -133,7 +133,7 @@ class SimulatedRun:
             clock.left(step, saving is not None)
         return step
 
-    def _asked(self, step: int, saving: CheckpointInfo | None, began: float, clock: StepClock) -> str:
+    def _asked(self, step: int, saving: CheckpointInfo | None, began: float, clock: LoopTimer) -> str:
         lived_s = self._lived_s + self.now - began
         context = DecisionContext(
             _time(self.now),
@@ -146,7 +146,7 @@ class SimulatedRun:
         decision = decide(self.policy, CheckpointInfo(step, _time(self.now)), previous, context)
         return decision.reason if decision.save else ""
 
-    def _fail(self, began: float, clock: StepClock) -> None:
+    def _fail(self, began: float, clock: LoopTimer) -> None:
         self.now = self._fails_at
         self._fails_at += self.training.restart_s + next(self._failures)
         self._lived_s += self.now - began

@@ -15,7 +15,7 @@ from benchmarks import page_cache
 from benchmarks.lm_training import LmTraining, configure, lm_training
 from benchmarks.write_limit import WriteLimit
 from jaxckpt_train.policies.context import SaveCosts
-from jaxckpt_train.policies.cost_model import StepClock
+from jaxckpt_train.policies.cost_model import LoopTimer
 
 FRACTION = 0.035
 KEEP = 2
@@ -54,11 +54,11 @@ class TimedManager(jct.StepManager):
         super().__init__(
             directory, save_decision_policy=policy, preservation_policy=jct.LatestN(KEEP), clock=own_time.utc
         )
-        self._decider.clock = StepClock(own_time.seconds)
+        self._save_scheduler.clock = LoopTimer(own_time.seconds)
 
     def costs(self) -> SaveCosts:
         """What its saves were seen to cost so far."""
-        return self._decider.costs()
+        return self._save_scheduler.costs()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class SaveFuture:
     """What the rounds of one workload gave.
 
     Attributes:
@@ -54,7 +54,7 @@ class Outcome:
     failed: dict[str, str]
 
 
-def run_rounds(workload: Workload, subjects: Sequence[str], directory: Path, plan: Plan) -> Outcome:
+def run_rounds(workload: Workload, subjects: Sequence[str], directory: Path, plan: Plan) -> SaveFuture:
     """One warm-up round and `plan.counted_rounds` more.
 
     Every subject has one worker for all rounds, and only one worker has anything to do at a time.
@@ -89,7 +89,7 @@ def run_rounds(workload: Workload, subjects: Sequence[str], directory: Path, pla
                     fail(name, error)
                 else:
                     plan.report(_line(workload.name, turns[-1]))
-    return Outcome([turn for turn in turns if turn.subject not in failed], versions, failed)
+    return SaveFuture([turn for turn in turns if turn.subject not in failed], versions, failed)
 
 
 def start(name: str, workload: Workload, log: Path) -> Worker | WorkerJob:

@@ -138,7 +138,7 @@ def give_all(address: str, processes: int, size: int) -> None:
     client.shutdown()
 
 
-def take_part(address: str, first: int, clients: int) -> dict[str, float]:
+def join(address: str, first: int, clients: int) -> dict[str, float]:
     """What some of the clients measure, a thread for each."""
     numbers = range(first, min(first + CLIENTS_OF_A_PROCESS, clients))
     with ThreadPoolExecutor(len(numbers)) as pool:
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--give", type=int, default=None)
     options = parser.parse_args()
     if options.give is None:
-        print(json.dumps(take_part(options.address, options.first, options.clients)))
+        print(json.dumps(join(options.address, options.first, options.clients)))
     else:
         give_all(options.address, options.clients, options.give)
     sys.stdout.flush()

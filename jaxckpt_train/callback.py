@@ -25,7 +25,7 @@ from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, with_fingerp
 from jaxckpt_train.checkpointables.state_makers import made, made_abstractly, refuse_abstract
 from jaxckpt_train.config import build_notices, callback_arguments, check_arguments, path_and_options
 from jaxckpt_train.distributed.jax_service import current, preemption_service
-from jaxckpt_train.errors import Preempted, SettingsError, UnsupportedLeafError, closing_besides, is_success
+from jaxckpt_train.errors import Preempted, SettingsError, UnsupportedLeafError, is_success, suppress_secondary
 from jaxckpt_train.inspection.units import progress_line, wants_progress
 from jaxckpt_train.loop import (
     LoopForms,
@@ -41,7 +41,7 @@ from jaxckpt_train.manager import StepManager
 from jaxckpt_train.metrics.events import Sink, checked_sinks
 from jaxckpt_train.policies.context import Decision, PreservationPolicy, SavePolicy, require_policy
 from jaxckpt_train.policies.save import has_temporary
-from jaxckpt_train.preemption.shutdown import NOTHING_NEW, Departure
+from jaxckpt_train.preemption.shutdown import NOTHING_NEW, GracefulShutdown
 from jaxckpt_train.preemption.sources import NoticeSource
 from jaxckpt_train.preemption.watch import PreemptionWatch
 from jaxckpt_train.run.catalog import advised_for_a_loop
@@ -57,7 +57,9 @@ Arguments = Mapping[str, Any]  # of CheckpointCallback by name, checked
 _NOT_DUE, _DISABLED = SaveResult(False, "not due"), SaveResult(False, "disabled")
 
 
-def initialise(manager: StepManager, values: dict[str, Any], init_from: Any, departure: Departure) -> dict[str, Any]:
+def initialise(
+    manager: StepManager, values: dict[str, Any], init_from: Any, shutdown: GracefulShutdown
+) -> dict[str, Any]:
     """What a fresh run begins with: functions that make a value are called; `init_from` gives the state, if it is set.
 
     Raises:
@@ -65,14 +67,14 @@ def initialise(manager: StepManager, values: dict[str, Any], init_from: Any, dep
         SettingsError: there are steps of another tool, or checkpoints of Flax and no `init_from`; or an abstract leaf.
         MismatchError: what is loaded does not fit the state.
     """
-    heeded = departure.heeded(None)
-    manager.check_fresh(heeded, beside_flax=init_from is not None)
+    interruptible = shutdown.interruptible(None)
+    manager.check_fresh(interruptible, beside_flax=init_from is not None)
     if init_from is not None:
         given, options = path_and_options(init_from)
         path, makes_some = hydra_job.resolve_directory(given), {"only", "missing"} & options.keys()
         like = (made if makes_some else made_abstractly)({"state": values["state"]})["state"]
         values["state"] = manager.all_do(
-            "loading", lambda: load(path, like, donatable=True, progress=heeded, **options)
+            "loading", lambda: load(path, like, donatable=True, progress=interruptible, **options)
         )
         _log.info("initialised the state from %s", given)
     values = made(values)
@@ -87,7 +89,7 @@ def restore(
     on_mismatch: OnMismatch,
     fingerprint: str | None,
     progress: bool | Literal["auto"],
-    departure: Departure,
+    shutdown: GracefulShutdown,
 ) -> dict[str, Any]:
     """What the newest step of the run holds that is whole; `manager.restored_step` tells which one that is.
 
@@ -96,9 +98,9 @@ def restore(
         CorruptCheckpointError: no step is whole.
     """
     shown = wants_progress(progress)
-    total = size_if_readable(lambda: manager.metadata(progress=departure.heeded(None))) if shown else None
+    total = size_if_readable(lambda: manager.metadata(progress=shutdown.interruptible(None))) if shown else None
     with with_fingerprint(fingerprint), progress_line("restoring", total, shown) as advance:
-        values = restore_values(manager, made_abstractly(values), on_mismatch, departure.heeded(advance))
+        values = restore_values(manager, made_abstractly(values), on_mismatch, shutdown.interruptible(advance))
     _log.info("resumed from step %s of %s", manager.restored_step, manager.directory)
     return values
 
@@ -145,15 +147,15 @@ def watch_of(given: Arguments, manager: StepManager) -> PreemptionWatch:
     )
 
 
-def departure_of(given: Arguments, watch: PreemptionWatch, manager: StepManager) -> Departure:
+def shutdown_of(given: Arguments, watch: PreemptionWatch, manager: StepManager) -> GracefulShutdown:
     """How it leaves; with a grace period, the manager's own waits keep to it."""
     how, grace_s = given["on_preemption"], given["grace_period_s"]
-    departure = Departure(
+    shutdown = GracefulShutdown(
         watch, grace_s, given["exit_code"], lambda: how == "raise" or (how == "auto" and hydra_job.is_multirun())
     )
     if grace_s is not None:
-        manager.leave_when(watch.is_asked, departure.is_time_up)
-    return departure
+        manager.leave_when(watch.is_asked, shutdown.is_time_up)
+    return shutdown
 
 
 def _failure(error: BaseException | None) -> str | None:
@@ -217,7 +219,7 @@ class CheckpointCallback(LoopForms):
         self.manager = manager_of(given, policy)
         self.manager.holder = weakref.ref(self)
         self._watch = watch_of(given, self.manager)
-        self._departure = departure_of(given, self._watch, self.manager)
+        self._shutdown = shutdown_of(given, self._watch, self.manager)
         self._started = self._closed = self._resumed = self._is_leaving = False
         self._made_at = time.monotonic()
         self._best_metric, self._best_mode = best_metric, best_mode
@@ -261,10 +263,10 @@ class CheckpointCallback(LoopForms):
             self._start()
             self._resumed, self.manager.is_in_loop = True, False
             self.manager.all_do("looking at the data", lambda: refuse_unsavable(data))
-            with self._departure.leaving_a_load(self.manager):
+            with self._shutdown.leaving_a_load(self.manager):
                 values = self._begin(values)
-                resume_s, heeded = time.monotonic() - self._made_at, self._departure.heeded(None)
-                self.manager.note_resume(self._saved or 0, resume_s, heeded)
+                resume_s, interruptible = time.monotonic() - self._made_at, self._shutdown.interruptible(None)
+                self.manager.note_resume(self._saved or 0, resume_s, interruptible)
             self._loop.begin(values, completed=self._saved or 0)
             self._last_label = self._saved or 0
             values = loop_observer.resumed(self.manager, values)
@@ -280,11 +282,11 @@ class CheckpointCallback(LoopForms):
         manager = self.manager
         if manager.latest is not None or manager.damaged:
             more: dict[str, Any] = {"fingerprint": self._fingerprint, "progress": self._progress}
-            values = restore(manager, values, on_mismatch=self._on_mismatch, departure=self._departure, **more)
+            values = restore(manager, values, on_mismatch=self._on_mismatch, shutdown=self._shutdown, **more)
             self._saved, manager.drift = manager.restored_step, Drift(values)
             return values
         self._saved = None  # of an earlier attempt, whose save has failed
-        values = initialise(manager, values, self._init_from, self._departure)
+        values = initialise(manager, values, self._init_from, self._shutdown)
         manager.drift = Drift(values)
         if self._save_initial:
             self._loop.told(values, None)
@@ -303,10 +305,10 @@ class CheckpointCallback(LoopForms):
 
     def _must_stop(self) -> bool:
         """Between two steps: leave if asked to. Saves nothing: in `zip(data, ckpt.steps(n))` the data is ahead here."""
-        if self._departure.preempted is None and self.enabled and self._watch.reached():
+        if self._shutdown.preempted is None and self.enabled and self._watch.reached():
             if self._loop.last is None or self._is_saved():
                 self._leave()
-        return self._departure.preempted is not None
+        return self._shutdown.preempted is not None
 
     def __call__(
         self, state: Any = NOTHING, *, metrics: Mapping[str, Any] | None = None, step: int | None = None, **more: Any
@@ -359,8 +361,8 @@ class CheckpointCallback(LoopForms):
         """A loop that forgets to resume must not continue somebody's run with a state from scratch."""
         if self.enabled and not self._resumed:
             refuse_to_continue(self.manager.directory, self.manager.latest)
-            with self._departure.leaving_a_load(self.manager):
-                self.manager.check_fresh(self._departure.heeded(None))
+            with self._shutdown.leaving_a_load(self.manager):
+                self.manager.check_fresh(self._shutdown.interruptible(None))
             self._resumed = self.manager.is_in_loop = True
 
     def _is_saved(self) -> bool:
@@ -374,8 +376,8 @@ class CheckpointCallback(LoopForms):
             Whether the job was asked to leave: stop evaluating then. Once a batch may be taken for the next update (in
             a loop without `steps`: always), the position in the data is a later one: the next `ckpt(...)` saves.
         """
-        if not self.enabled or self._departure.preempted is not None:
-            return self._departure.preempted is not None
+        if not self.enabled or self._shutdown.preempted is not None:
+            return self._shutdown.preempted is not None
         loop_observer.polled()
         self.manager.refuse_replaced()
         asked = self._watch.reached()
@@ -446,10 +448,10 @@ class CheckpointCallback(LoopForms):
         self._is_leaving = True
         self.manager.leaves()
         with progress_line(f"saving step {self._loop.step}", None, wants_progress(self._progress)):
-            result = self._departure.finish(self.manager, self._save_before_leaving, self._unsaved())
-        self._departure.decide(self.manager)
+            result = self._shutdown.finish(self.manager, self._save_before_leaving, self._unsaved())
+        self._shutdown.decide(self.manager)
         if not self._loop.in_steps and self._loop.called:
-            error = self._departure.error()
+            error = self._shutdown.error()
             self.close()
             raise error
         return result
@@ -466,7 +468,7 @@ class CheckpointCallback(LoopForms):
     @property
     def preempted(self) -> bool:
         """Whether the job was asked to leave, and has saved its state or run out of time."""
-        return self._departure.preempted is not None
+        return self._shutdown.preempted is not None
 
     @property
     def completed_steps(self) -> int:
@@ -510,9 +512,9 @@ class CheckpointCallback(LoopForms):
                     if not self.preempted:
                         self.manager.ends_as(self._failed_with or (FINISHED if self._loop.finished() else CLOSED))
                     with progress_line("finishing the save", None, wants_progress(self._progress)):
-                        self._departure.close(self.manager)
+                        self._shutdown.close(self.manager)
             finally:
-                self._watch.stop(leaving=self._departure.ends_process)  # only now: till then a signal must not kill it
+                self._watch.stop(leaving=self._shutdown.ends_process)  # only now: till then a signal must not kill it
 
     def __repr__(self) -> str:
         state = "" if self.enabled else ", enabled=False"
@@ -529,8 +531,8 @@ class CheckpointCallback(LoopForms):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         leaving, self._failed_with = None, _failure(error)
-        self._departure.ends_process |= isinstance(error, SystemExit)
-        with closing_besides(error, self.manager.directory):
+        self._shutdown.ends_process |= isinstance(error, SystemExit)
+        with suppress_secondary(error, self.manager.directory):
             try:
                 if error is None:
                     self._save_last()
@@ -552,10 +554,10 @@ class CheckpointCallback(LoopForms):
     def _leave_unless_finished(self) -> BaseException | None:
         """What says that it has left. A loop that was asked to and broke off by itself has not finished, either."""
         left = self.enabled and self._started and not self.preempted
-        if left and (self._departure.loses or not self._loop.finished()) and self._watch.reached():
-            self._departure.finish(self.manager)
-            self._departure.decide(self.manager)
-        return self._departure.error() if self.preempted else None
+        if left and (self._shutdown.loses or not self._loop.finished()) and self._watch.reached():
+            self._shutdown.finish(self.manager)
+            self._shutdown.decide(self.manager)
+        return self._shutdown.error() if self.preempted else None
 
     def _leave_after(self, error: BaseException) -> BaseException | None:
         """Leave after an error of the loop if the job was asked to before; what says so.
@@ -570,28 +572,28 @@ class CheckpointCallback(LoopForms):
         _log.error("asked to leave by %s, and the loop has failed since", self._watch.reason, exc_info=error)
         if not self.preempted:
             self._leave_with_what_is_unchanged()
-        return None if isinstance(error, SystemExit) else self._departure.error()
+        return None if isinstance(error, SystemExit) else self._shutdown.error()
 
     def _leave_with_what_is_unchanged(self) -> None:
         values, unsaved = self._loop.unchanged(), self._unsaved()
         try:
             if unsaved is not None and values is None:
                 self._lose(unsaved, "the next update is under way and may have changed what is saved")
-                self._departure.finish(self.manager)
+                self._shutdown.finish(self.manager)
             else:
                 save = functools.partial(self._save_before_leaving, values=values)
-                self._departure.finish(self.manager, save, unsaved)
+                self._shutdown.finish(self.manager, save, unsaved)
         except UnsupportedLeafError as changed:  # such as arrays that the next update was given to reuse
             self._lose(self._loop.step, str(changed))
-        self._departure.decide(self.manager)
+        self._shutdown.decide(self.manager)
 
     def _lose(self, step: int, why: str) -> None:
-        self._departure.loses = True
+        self._shutdown.loses = True
         _log.error("step %d is not saved: %s; the last saved step is %s", step, why, self.manager.latest)
 
     def _save_after(self, error: BaseException) -> None:
         """On an error: the last completed update, if nothing of it is changed. A save that fails becomes a note."""
-        is_over = not self.enabled or self._closed or self.preempted or self._departure.is_late
+        is_over = not self.enabled or self._closed or self.preempted or self._shutdown.is_late
         is_alone = current().processes == 1  # in a job the other processes may train on
         if is_over or not is_alone or not isinstance(error, Exception | KeyboardInterrupt) or self._unsaved() is None:
             return
@@ -606,10 +608,10 @@ class CheckpointCallback(LoopForms):
 
     def _save_last(self) -> None:
         """On a normal end: the last completed update, exactly once."""
-        is_over = not self.enabled or self._closed or self.preempted or self._departure.is_late
+        is_over = not self.enabled or self._closed or self.preempted or self._shutdown.is_late
         if is_over or not self._save_on_exit or self._loop.last is None or self._is_saved():
             return
         if self._loop.has_begun_another():
             self._loop.tell_that_it_went_on(self._saved)
         elif self._watch.reached() or not self._save("end of the loop", force=True).saved:  # asked to leave meanwhile
-            self._departure.finish(self.manager, self._save_before_leaving, self._unsaved())
+            self._shutdown.finish(self.manager, self._save_before_leaving, self._unsaved())

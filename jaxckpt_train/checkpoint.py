@@ -61,8 +61,13 @@ from jaxckpt_train.store.manifest import MAX_INFO_BYTES, ArrayRecord, PartRecord
 from jaxckpt_train.store.manifest_decoding import encode_value
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.threads import made_once
-from jaxckpt_train.store.timeouts import answer_of
-from jaxckpt_train.store.transaction import Transaction, refuse_existing, refuse_left_over_name, remove_left_overs
+from jaxckpt_train.store.timeouts import call_with_timeout
+from jaxckpt_train.store.transaction import (
+    Transaction,
+    refuse_existing,
+    refuse_temporary_name,
+    remove_stale_temporaries,
+)
 from jaxckpt_train.store.verify import VerifyReport, verify_opened
 from jaxckpt_train.store.writer import Progress
 from jaxckpt_train.transforms.apply import operate, operations_of
@@ -209,7 +214,7 @@ def main_part(source: Opened) -> str:
     )
 
 
-def operated(source: Opened, operations: Sequence[Operation]) -> Opened:
+def transformed(source: Opened, operations: Sequence[Operation]) -> Opened:
     """With operations applied to the main one of its checkpointables."""
     if not operations:
         return source
@@ -237,7 +242,7 @@ def use_source(
         NotACheckpointError: there is none that is known here.
         As `open_committed` and `open_found`, and what `use` raises.
     """
-    if answer_of(path, lambda moved: is_file(path), progress):
+    if call_with_timeout(path, lambda moved: is_file(path), progress):
         return use(open_found(backend, find_file(backend, path), settings))
     seen: list[Committed] = []
 
@@ -248,7 +253,7 @@ def use_source(
     try:
         return use_committed(backend, path, use_ours, progress)
     except NotACheckpointError:
-        found = None if seen else answer_of(path, lambda moved: find_in_directory(backend, path), progress)
+        found = None if seen else call_with_timeout(path, lambda moved: find_in_directory(backend, path), progress)
         if found is None:
             raise
     return use(open_found(backend, found, settings))
@@ -380,16 +385,16 @@ def save_checkpointables_async(
     job = current()
     if job.processes > 1:
         return _save_in_job(job, final, checkpointables, custom_metadata, chosen, replace)
-    refuse_left_over_name(final)
-    answer_of(final, lambda moved: refuse_existing(_BACKEND, final, replace))
+    refuse_temporary_name(final)
+    call_with_timeout(final, lambda moved: refuse_existing(_BACKEND, final, replace))
     parts = stage_all(checkpointables, times, chosen)
     with undone_on_error(None, parts):
         info, movement = run_info(custom_metadata), movement_of(parts)
-        transaction = answer_of(final, lambda moved: Transaction(_BACKEND, final, chosen), undo=_abort)
+        transaction = call_with_timeout(final, lambda moved: Transaction(_BACKEND, final, chosen), undo=_abort)
 
     def work() -> CheckpointMetadata:
         with undone_on_error(transaction, parts):
-            remove_left_overs(_BACKEND, final)
+            remove_stale_temporaries(_BACKEND, final)
         done = write_parts(transaction, _BACKEND, parts, info, chosen, times, replace=replace, progress=movement)
         return describe(done)
 
@@ -409,11 +414,11 @@ def _save_in_job(
     """The same, together with the other processes of the job."""
 
     def begin() -> Transaction:
-        refuse_left_over_name(final)
+        refuse_temporary_name(final)
         refuse_existing(_BACKEND, final, replace)
         transaction = Transaction(_BACKEND, final, settings)
         with undone_on_error(transaction, ()):
-            remove_left_overs(_BACKEND, final)
+            remove_stale_temporaries(_BACKEND, final)
         return transaction
 
     info = dict[str, Any]()
@@ -441,7 +446,7 @@ def load(
     cast: bool = False,
     missing: Literal["error", "keep"] = "error",
     shardings: Any = None,
-    surgery: Sequence[Any] | None = None,
+    transforms: Sequence[Any] | None = None,
     donatable: bool | None = None,
     settings: StoreSettings | None = None,
     progress: Progress | None = None,
@@ -461,7 +466,7 @@ def load(
         cast: convert dtypes within floats or integers, and upwards; never float to integer. Floats are rounded.
         missing: "keep": a leaf of `like` that the checkpoint lacks keeps its value.
         shardings: one sharding or a tree of them, for leaves of `like` that bring none, or without `like`.
-        surgery: operations on the stored tree before all of the above, see `jaxckpt_train.surgery`.
+        transforms: operations on the stored tree before all of the above, see `jaxckpt_train.transforms`.
         donatable: on the CPU, copy into memory that JAX reuses when the arrays are donated to a computation. Without
             the copy they stay in the memory they were read into: the load is faster, but the first step that donates
             them holds the state twice. None: copy what takes the place of a `jax.Array` of `like`. Restores of a run
@@ -486,10 +491,10 @@ def load(
             only=only, rename=rename, cast=cast, missing=missing, shardings=shardings, donatable=donatable
         )
         there = _to_read(path)
-        operations = operations_of("surgery", surgery)
+        operations = operations_of("transforms", transforms)
 
         def load_main(source: Opened) -> Any:
-            name, changed = main_part(source), operated(source, operations)
+            name, changed = main_part(source), transformed(source, operations)
             files, there, how = changed.files, changed.committed, options_for(changed, options)
             return load_parts(files, there, {name: like}, changed.settings, how, progress, loads)[name]
 

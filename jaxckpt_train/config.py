@@ -49,7 +49,7 @@ from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings
 
 _ROOT = "checkpoint"
 _LONGEST_JOB_NAME = 100
-_OPTIONS = ("only", "rename", "cast", "missing", "surgery")
+_OPTIONS = ("only", "rename", "cast", "missing", "transforms")
 NAMES = {"gce": "GceNotice", "aws": "AwsNotice", "slurm": "SlurmNotice", "kubernetes": "KubernetesNotice"}
 _METHODS = ("start", "stop", "notice")
 _WANTED = f"one of {', '.join(map(repr, NAMES))}, a node with _target_, or an object that has start, stop and notice"
@@ -126,7 +126,7 @@ def _hydra_value(*path: str) -> Any:
 
 
 def initial_state(subject: str, value: Any) -> Any:
-    """A path, or a mapping with `path` and what `jaxckpt_train.load` takes: only, rename, cast, missing, surgery.
+    """A path, or a mapping with `path` and what `jaxckpt_train.load` takes: only, rename, cast, missing, transforms.
 
     Raises:
         SettingsError: it is neither, or an option is wrong.
@@ -141,9 +141,9 @@ def initial_state(subject: str, value: Any) -> Any:
     if "path" not in given:
         raise SettingsError(f"{subject}: expected path, of a checkpoint, found {', '.join(given) or 'nothing'}")
     found = {"path": path_text(f"{subject}.path", given.pop("path")), **given}
-    found["surgery"] = operations_of(f"{subject}.surgery", given.get("surgery"))
+    found["transforms"] = operations_of(f"{subject}.transforms", given.get("transforms"))
     try:
-        LoadOptions(**{name: option for name, option in given.items() if name != "surgery"})
+        LoadOptions(**{name: option for name, option in given.items() if name != "transforms"})
     except SettingsError as error:
         raise SettingsError(f"{subject}: {error}") from error
     return found
@@ -392,7 +392,7 @@ class CheckpointConfig:
             Grain iterator. None: not compared.
         init_from: what a fresh run takes its state from; used only while the run has no checkpoint of its own: the path
             of a checkpoint, also of Orbax, PyTorch, safetensors or Flax; or `path` with what `load` takes: `only` (the
-            rest stays as given), `rename`, `cast`, `missing`, `surgery`. None: the state as given.
+            rest stays as given), `rename`, `cast`, `missing`, `transforms`. None: the state as given.
         progress: a line on the terminal while saving: True, False, or "auto": only when there is a terminal.
         enabled: False: nothing is saved and nothing is restored.
         store: how bytes are written, checked and read.

@@ -42,7 +42,7 @@ def is_success(stop: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def closing_besides(error: BaseException | None, subject: str) -> Iterator[None]:
+def suppress_secondary(error: BaseException | None, subject: str) -> Iterator[None]:
     """Within: `subject` is closed, as the end of a `with` does on `error`; what fails then is a note of that error.
 
     An error that says that all is well, as `sys.exit(0)` does, tells nobody: what failed is raised in its place. An

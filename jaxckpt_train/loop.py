@@ -33,7 +33,7 @@ from jaxckpt_train.manager import StepManager
 from jaxckpt_train.policies.context import PreservationPolicy, SavePolicy
 from jaxckpt_train.policies.preservation import AnyPreservationPolicy, BestN, EveryNSteps, LatestN
 from jaxckpt_train.policies.save import AnySavePolicy, EverySecondsPolicy, FixedIntervalPolicy, TemporarySavePolicy
-from jaxckpt_train.preemption.shutdown import Departure
+from jaxckpt_train.preemption.shutdown import GracefulShutdown
 from jaxckpt_train.run.entry import check_step
 from jaxckpt_train.run.saving import SaveResult
 from jaxckpt_train.settings import StoreSettings
@@ -525,7 +525,7 @@ class LoopForms(abc.ABC):
 
     enabled: bool
     manager: StepManager
-    _departure: Departure
+    _shutdown: GracefulShutdown
     _best_metric: str | None
     _best_mode: Literal["min", "max"] | None
 
@@ -595,7 +595,7 @@ class LoopForms(abc.ABC):
             SystemExit, Preempted: asked to leave meanwhile, and it was not committed within the grace period.
             Exception: the original error of the save, if it failed.
         """
-        self._departure.wait(self.manager)
+        self._shutdown.wait(self.manager)
 
     wait = wait_until_finished
 

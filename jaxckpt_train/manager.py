@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from jaxckpt_train._validation import flag, time_limit
 from jaxckpt_train.checkpoint import PathLike, absolute, load_checkpointables
 from jaxckpt_train.distributed.jax_service import current
-from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, SettingsError, closing_besides
+from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, SettingsError, suppress_secondary
 from jaxckpt_train.metrics.events import Sink, checked_sinks
 from jaxckpt_train.pending import LAST_PATIENCE_S, call_after
 from jaxckpt_train.policies.context import (
@@ -36,22 +36,22 @@ from jaxckpt_train.policies.context import (
     decide,
     require_policy,
 )
-from jaxckpt_train.policies.cost_model import LeavingPlan, Situation, StepClock, choose, leave_early_s
+from jaxckpt_train.policies.cost_model import LoopTimer, ShutdownPlan, Situation, choose, leave_early_s
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import Restored, check_step
-from jaxckpt_train.run.goodput import Past
+from jaxckpt_train.run.goodput import RunStatistics
 from jaxckpt_train.run.history import Clock, plain_metrics, utc_now
-from jaxckpt_train.run.job import JobDecisions, Together, decided_alone
+from jaxckpt_train.run.job import JobDecisions, JobSync, decided_locally
 from jaxckpt_train.run.owned import RunNotes
 from jaxckpt_train.run.restoring import JobRestore, restore_newest
 from jaxckpt_train.run.retention import BestLink
-from jaxckpt_train.run.saving import Drift, InFlight, SaveRequest, SaveResult, StepSave
+from jaxckpt_train.run.saving import Drift, SaveRequest, SaveResult, SaveSlot, StepSave
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings, checked_settings
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.threads import free_in_child
-from jaxckpt_train.store.timeouts import answer_of
+from jaxckpt_train.store.timeouts import call_with_timeout
 
 NO_POLICY = Decision(True, "no save policy: every call saves")
 _log = logging.getLogger("jaxckpt_train")
@@ -59,7 +59,7 @@ T = TypeVar("T")
 _managers: weakref.WeakSet[StepManager] = weakref.WeakSet()
 
 
-class Decider:
+class SaveScheduler:
     """What the policy of one run decides.
 
     Args:
@@ -75,13 +75,13 @@ class Decider:
     """
 
     def __init__(
-        self, policy: SavePolicy | None, run: RunDirectory, in_flight: InFlight, together: Together, clock: Clock
+        self, policy: SavePolicy | None, run: RunDirectory, save_slot: SaveSlot, job_sync: JobSync, clock: Clock
     ) -> None:
-        self._policy, self._run, self._in_flight, self._clock = policy, run, in_flight, clock
-        self._job = None if policy is None or together.is_alone else JobDecisions(together, policy)
+        self._policy, self._run, self._save_slot, self._clock = policy, run, save_slot, clock
+        self._job = None if policy is None or job_sync.is_alone else JobDecisions(job_sync, policy)
         self._started = clock()
-        self.clock, self._recalled = StepClock(), Past()
-        together.decides(decided_alone(policy))
+        self.clock, self._recalled = LoopTimer(), RunStatistics()
+        job_sync.decides(decided_locally(policy))
         self.reached_preemption = False
         self._asked: tuple[int, Decision] | None = None  # in a job, what was decided and not begun yet
 
@@ -97,17 +97,17 @@ class Decider:
     def call(self, step: int) -> Iterator[None]:
         """Within: the loop has called with so many updates complete; after it the loop goes on."""
         self._run.log.completed = step
-        self.clock.entered(step, self._in_flight.is_running())
+        self.clock.entered(step, self._save_slot.is_running())
         try:
             yield
         finally:
-            self.clock.left(step, self._in_flight.is_running())
+            self.clock.left(step, self._save_slot.is_running())
 
     def _decide(self, policy: SavePolicy, step: int, metrics: Mapping[str, Any] | None) -> Decision:
         now = self._clock()
         context = DecisionContext(
             now,
-            is_saving_in_progress=self._in_flight.is_running(),
+            is_saving_in_progress=self._save_slot.is_running(),
             reached_preemption=self.reached_preemption,
             read_metrics=None if metrics is None else functools.partial(plain_metrics, metrics),
             run_started=self._started,
@@ -123,7 +123,7 @@ class Decider:
             return decide(policy, info, previous, context), bool(previous)
 
         if self._asked is None or self._asked[0] != step:  # else who has asked `should_save` saves now
-            found = self._job.decide(info, context, ask, self._in_flight.is_over, self._in_flight.tell_outcome)
+            found = self._job.decide(info, context, ask, self._save_slot.is_over, self._save_slot.report_outcome)
             self._asked = (step, found) if found.save else None
             return found
         return self._asked[1]
@@ -143,12 +143,12 @@ class Decider:
     def situation(self, left_s: float | None, unsaved: int) -> Situation:
         """What is known when the job has been asked to leave, with this update complete and not saved."""
         self._run.log.completed = unsaved  # it may be told of nowhere else
-        running, committed, costs = self._in_flight.running_info(), self._run.infos(), self.costs()
+        running, committed, costs = self._save_slot.running_info(), self._run.infos(), self.costs()
         return Situation(
             left_s,
             unsaved,
             running[0].step if running else None,
-            self._in_flight.running_for_s() if running else 0.0,
+            self._save_slot.running_for_s() if running else 0.0,
             committed[-1].step if committed else None,
             costs.duration_s,
             costs.step_s,
@@ -159,13 +159,13 @@ class Decider:
         return Failures(before.count, before.observed_s + max(0.0, (now - self._started).total_seconds()))
 
     def _previous(self) -> tuple[CheckpointInfo, ...]:
-        return (*self._run.infos(), *self._in_flight.running_info())
+        return (*self._run.infos(), *self._save_slot.running_info())
 
 
-def wait_for_turn(
-    together: Together,
+def wait_until_free(
+    job_sync: JobSync,
     run: RunDirectory,
-    in_flight: InFlight,
+    save_slot: SaveSlot,
     step: int,
     *,
     force: bool,
@@ -178,20 +178,20 @@ def wait_for_turn(
         As `InFlight.wait_for_turn` and `RunDirectory.refuse`.
     """
 
-    def take_turn() -> str | None:
-        why_not = in_flight.wait_for_turn(step, force, timeout_s)
+    def acquire() -> str | None:
+        why_not = save_slot.wait_until_free(step, force, timeout_s)
         if why_not is None:
             run.refuse(step, overwrite=overwrite)
         return why_not
 
     try:
-        found: str | None = together.led("waiting to save", take_turn, time.monotonic)
+        found: str | None = job_sync.led("waiting to save", acquire, time.monotonic)
     except CheckpointError as error:
-        if not together.leads and not isinstance(error, CheckpointTimeoutError):
-            in_flight.tell_outcome(is_told=True)
+        if not job_sync.leads and not isinstance(error, CheckpointTimeoutError):
+            save_slot.report_outcome(is_told=True)
         raise
-    if not together.leads and found is None:
-        in_flight.tell_outcome()  # within `telling_later`: this process takes part first, or all would miss each other
+    if not job_sync.leads and found is None:
+        save_slot.report_outcome()  # within `telling_later`: this process joins first
     return found
 
 
@@ -264,14 +264,14 @@ class StepManager(RunNotes):
         self.drift: Drift | None = None
         clock = clock or utc_now
         self._backend = backend or LocalBackend()
-        self._in_flight = InFlight(if_busy, stall_timeout_s, if_stalled)
+        self._save_slot = SaveSlot(if_busy, stall_timeout_s, if_stalled)
         limit_s, rate = self.settings.barrier_timeout_s, self.settings.scrub_bytes_per_s
         run = RunDirectory(self._backend, self.directory, preservation_policy, clock, rate, best_link)
-        together = Together(current(), limit_s, run, self._backend, self.directory)
-        super().__init__(self.directory, run, together, clock)
-        self._decider = Decider(save_decision_policy, run, self._in_flight, together, clock)
+        job_sync = JobSync(current(), limit_s, run, self._backend, self.directory)
+        super().__init__(self.directory, run, job_sync, clock)
+        self._save_scheduler = SaveScheduler(save_decision_policy, run, self._save_slot, job_sync, clock)
         self.history.send_to(checked_sinks("StepManager.sinks", sinks))
-        self.telling_later, self.leave_to_parent = self._in_flight.telling_later, self._in_flight.leave_to_parent
+        self.telling_later, self.leave_to_parent = self._save_slot.telling_later, self._save_slot.leave_to_parent
         self.holder: weakref.ref[Holder] | None = None
         self.is_within = self.is_replaced = False
         self.users = set[int]()
@@ -285,7 +285,7 @@ class StepManager(RunNotes):
         Where no loop of this run has had its state yet, checkpoints of Flax are refused, but for `beside_flax`.
         """
         may_be = beside_flax or self._run.past.has_begun
-        self._together.led("looking for steps", lambda: self._run.check_fresh(progress, may_be), time.monotonic)
+        self._job_sync.led("looking for steps", lambda: self._run.check_fresh(progress, may_be), time.monotonic)
 
     def own(self) -> None:
         """Take the directory for this process and clean what dead owners left; the first save does so by itself.
@@ -296,11 +296,11 @@ class StepManager(RunNotes):
         """
         self._check_open()
         self._replace_idle()
-        self._together.own()
+        self._job_sync.own()
 
     def all_do(self, doing: str, act: Callable[[], T]) -> T:
         """Do something in this process, and in a job in all of them: what it raises in one, it raises in all."""
-        return self._together.all_do(doing, act)
+        return self._job_sync.all_do(doing, act)
 
     def decide(self, step: int, metrics: Mapping[str, Any] | None = None) -> Decision:
         """Whether the save policy asks for this step, and why.
@@ -309,7 +309,7 @@ class StepManager(RunNotes):
 
         Reads no device unless the policy decides by metrics.
         """
-        return self._decider.decide(step, metrics)
+        return self._save_scheduler.decide(step, metrics)
 
     def should_save(self, step: int, metrics: Mapping[str, Any] | None = None) -> bool:
         """As `decide`, without the reason."""
@@ -318,14 +318,14 @@ class StepManager(RunNotes):
     def is_saved(self, step: int) -> bool:
         """Whether a step that this process has saved is committed, or on its way; in a job, as all processes see it."""
         return bool(
-            self._together.led(
+            self._job_sync.led(
                 f"looking for step {step}", lambda: self.is_saving_in_progress() or self._run.is_committed(step)
             )
         )
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save is under way in the background."""
-        return self._in_flight.is_running()
+        return self._save_slot.is_running()
 
     def save(
         self,
@@ -365,8 +365,8 @@ class StepManager(RunNotes):
         """
         step = check_step(step)
         # In a job a process first takes part, and then raises what the save before has failed with.
-        later = contextlib.nullcontext() if self._together.is_alone else self.telling_later()
-        with self._guard, later, self._decider.call(step):
+        later = contextlib.nullcontext() if self._job_sync.is_alone else self.telling_later()
+        with self._guard, later, self._save_scheduler.call(step):
             self._check_open()
             self.check()
             started = time.perf_counter()
@@ -377,11 +377,11 @@ class StepManager(RunNotes):
                 return SaveResult(False, decision.reason)
             started = time.perf_counter()
             self._replace_idle()
-            self._together.hold()
-            why_not = wait_for_turn(
-                self._together,
+            self._job_sync.hold()
+            why_not = wait_until_free(
+                self._job_sync,
                 self._run,
-                self._in_flight,
+                self._save_slot,
                 step,
                 force=force,
                 timeout_s=time_limit("StepManager.save: timeout_s", timeout_s),
@@ -390,7 +390,7 @@ class StepManager(RunNotes):
             if why_not is not None:
                 return SaveResult(False, why_not)
             wait_s = time.perf_counter() - started
-            cost_s = self._decider.costs().cost_s
+            cost_s = self._save_scheduler.costs().cost_s
             more = (custom_metadata, temporary or decision.temporary, decide_s, wait_s, cost_s)
             request = SaveRequest(step, decision.reason, metrics, *more)
             return self._begin(request, checkpointables, force, timeout_s)
@@ -404,22 +404,22 @@ class StepManager(RunNotes):
             backend=self._backend,
             directory=self.directory,
             run=self._run,
-            together=self._together,
+            job_sync=self._job_sync,
             settings=self.settings,
             clock=self._clock,
-            took=self._decider.clock.committed,
+            took=self._save_scheduler.clock.committed,
             drift=self.drift,
         )
         now, metrics = self._clock(), save.metrics or None
-        self._in_flight.info = CheckpointInfo(request.step, now, metrics, temporary=request.temporary)
-        self._decider.begun()
+        self._save_slot.info = CheckpointInfo(request.step, now, metrics, temporary=request.temporary)
+        self._save_scheduler.begun()
         _log.debug("step %d: saving (%s)", request.step, request.reason)
-        subject, patience_s = f"step {request.step} to {self.directory}", self._in_flight.patience_s(force)
+        subject, patience_s = f"step {request.step} to {self.directory}", self._save_slot.patience_s(force)
         try:
-            pending = save.start(subject, self._in_flight.begun, timeout_s, patience_s, self._in_flight.is_time_up)
+            pending = save.start(subject, self._save_slot.begun, timeout_s, patience_s, self._save_slot.is_time_up)
         except CheckpointTimeoutError as stalled:
-            return SaveResult(False, self._in_flight.not_taken(request.step, force, timeout_s, stalled))
-        self._decider.clock.save_began(request.step, save.device_wait_s)
+            return SaveResult(False, self._save_slot.not_taken(request.step, force, timeout_s, stalled))
+        self._save_scheduler.clock.save_began(request.step, save.device_wait_s)
         return SaveResult(True, request.reason, pending)
 
     def restore(
@@ -455,8 +455,8 @@ class StepManager(RunNotes):
             return self.load(targets, step, progress=progress)
         self.refuse_replaced()
         self.wait()
-        job = JobRestore(self._together, self._backend, targets, self.settings, progress)
-        if not self._together.leads:
+        job = JobRestore(self._job_sync, self._backend, targets, self.settings, progress)
+        if not self._job_sync.leads:
             results, self.restored_step = job.follow()
             return results
         more: dict[str, Any] = {"targets": targets, "settings": self.settings, "progress": progress, "asked": step}
@@ -466,7 +466,7 @@ class StepManager(RunNotes):
             then = functools.partial(self._run.rolled_back, warns=not roll_back)
             restored: Restored = self._run.with_entries(step, use, damaged=True, progress=progress, then=then)
             self.restored_step = restored.entry.step
-            answer_of(self.directory, lambda moved: self._run.judge(restored), progress)
+            call_with_timeout(self.directory, lambda moved: self._run.judge(restored), progress)
             restored.warn_of_left_out()
             job.restored(restored.entry.step)
         return restored.results
@@ -482,7 +482,7 @@ class StepManager(RunNotes):
 
         A save under way is not waited for; its step is not there yet.
         """
-        if not self._together.is_alone:
+        if not self._job_sync.is_alone:
             return load_checkpointables(self.path(step), targets, settings=self.settings, progress=progress)
         more: dict[str, Any] = {"targets": targets, "settings": self.settings, "progress": progress, "asked": step}
         load = functools.partial(restore_newest, self._backend, self.directory, **more)
@@ -490,8 +490,8 @@ class StepManager(RunNotes):
 
     def check(self) -> None:
         """Raise the error of a save that failed in the background, once; in a job the next save does, in all."""
-        if self._together.is_alone:
-            self._in_flight.check()
+        if self._job_sync.is_alone:
+            self._save_slot.check()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the save under way is committed.
@@ -511,13 +511,13 @@ class StepManager(RunNotes):
             CheckpointTimeoutError: not in time, it has not got any further for ten minutes, or `until` became true; it
                 goes on.
         """
-        return self._in_flight.settle(time_limit("timeout_s", timeout_s), until=until or _never)
+        return self._save_slot.settle(time_limit("timeout_s", timeout_s), until=until or _never)
 
     def leave_when(self, is_asked: Callable[[], bool], is_time_up: Callable[[], bool]) -> None:
         """Once asked, no save waits for its turn any more; one whose state is not taken when time is up is given up."""
-        self._in_flight.is_asked_to_leave, self._in_flight.is_time_up = is_asked, is_time_up
+        self._save_slot.is_asked_to_leave, self._save_slot.is_time_up = is_asked, is_time_up
 
-    def plan_to_leave(self, left_s: float | None, unsaved: int | None) -> LeavingPlan:
+    def plan_to_leave(self, left_s: float | None, unsaved: int | None) -> ShutdownPlan:
         """What to do now that the job was asked to leave; the same in all processes.
 
         Args:
@@ -525,31 +525,31 @@ class StepManager(RunNotes):
             unsaved: the last completed update, if no save of it is committed or under way.
         """
         if unsaved is None:
-            return choose(Situation(left_s, None, *(info.step for info in self._in_flight.running_info())))
+            return choose(Situation(left_s, None, *(info.step for info in self._save_slot.running_info())))
 
         def plan() -> tuple[Any, ...]:
-            return dataclasses.astuple(choose(self._decider.situation(left_s, unsaved)))
+            return dataclasses.astuple(choose(self._save_scheduler.situation(left_s, unsaved)))
 
-        return LeavingPlan(*self._together.led("choosing how to leave", plan))
+        return ShutdownPlan(*self._job_sync.led("choosing how to leave", plan))
 
     def agreed(self, value: bool) -> bool:
         """The same for all processes of a job: that of process 0."""
-        return bool(self._together.led("agreeing how to leave", lambda: value))
+        return bool(self._job_sync.led("agreeing how to leave", lambda: value))
 
     def leave_early_s(self, limit_s: float) -> float:
         """How many seconds before a time limit to ask a job to leave."""
-        costs = self._decider.costs()
+        costs = self._save_scheduler.costs()
         return leave_early_s(costs.duration_s, costs.step_s, limit_s)
 
     def leaves(self) -> None:
         """Tell the policies that the job was asked to leave."""
-        self._decider.reached_preemption = True
+        self._save_scheduler.reached_preemption = True
 
     wait_until_finished = wait
 
     def give_up(self, exit_code: int) -> None:
         """Do not wait for the save under way, also at the end of the process, which has this exit code then."""
-        self._in_flight.give_up(exit_code)
+        self._save_slot.give_up(exit_code)
 
     def close(
         self, timeout_s: float | None = None, until: Callable[[], bool] | None = None, *, waits: bool = True
@@ -577,8 +577,8 @@ class StepManager(RunNotes):
             if waits:
                 self.wait()
         finally:  # who writes stays the owner: there is one after an interrupt
-            last = self._in_flight.pending or self._in_flight.given_up
-            call_after(last, self._together.leave)
+            last = self._save_slot.pending or self._save_slot.given_up
+            call_after(last, self._job_sync.leave)
             ends_at = time.monotonic() + longest_s
             call_after(last, functools.partial(self._run.close, longest_s, until))
             self.history.finish(ends_at - time.monotonic(), until)
@@ -588,7 +588,7 @@ class StepManager(RunNotes):
 
         A stored traceback keeps them alive there. A failed save of theirs is logged.
         """
-        if self._run.is_owner or not self._together.is_alone:
+        if self._run.is_owner or not self._job_sync.is_alone:
             return
         self._check_open()
         for other in list(_managers):
@@ -598,7 +598,7 @@ class StepManager(RunNotes):
     def _is_idle(self) -> bool:
         """Whether it may have the directory, is not used in a `with`, and no other live thread has used it."""
         lock = self._run.held.lock
-        if self._closed or self.is_within or not self._together.is_alone:
+        if self._closed or self.is_within or not self._job_sync.is_alone:
             return False
         others = {each.ident for each in threading.enumerate()} - {threading.get_ident()}
         return lock.may_be_held and not lock.is_inherited and not self.users & others
@@ -632,7 +632,7 @@ class StepManager(RunNotes):
         self.refuse_replaced()
         if self._closed:
             raise SettingsError(f"{self.directory}: this StepManager is closed; make a new one")
-        made_in, now = self._together.processes, current().processes
+        made_in, now = self._job_sync.processes, current().processes
         if made_in != now:
             raise SettingsError(
                 f"{self.directory}: made in a job of {made_in} processes, found {now}: call jax.distributed.initialize "
@@ -650,5 +650,5 @@ class StepManager(RunNotes):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with closing_besides(error, self.directory):
+        with suppress_secondary(error, self.directory):
             self.close()

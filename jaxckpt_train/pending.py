@@ -218,7 +218,7 @@ atexit.register(finish)
 os.register_at_fork(after_in_child=_forget_saves)
 
 
-class Outcome(Future[T]):
+class SaveFuture(Future[T]):
     """A future that says when its error was seen, so that it need not be told again. Nothing here waits for a lock.
 
     `concurrent.futures.wait` and `as_completed` take that of the future, and wait for an event that has one too. A
@@ -332,7 +332,7 @@ class Outcome(Future[T]):
             _log.exception("a callback of a save's `committed` failed")
 
 
-class Movement:
+class ProgressTracker:
     """How long somebody has waited for a save that got no further; told of numbers of bytes, as a progress.
 
     Only time that somebody was awake and waited counts: a job that is stopped and goes on has not waited.
@@ -369,12 +369,12 @@ class PendingSave(Generic[T]):
         committed: done when the checkpoint exists, durably; its result is the checkpoint's metadata.
     """
 
-    def __init__(self, subject: str, work: Callable[[], T], movement: Movement | None = None) -> None:
+    def __init__(self, subject: str, work: Callable[[], T], movement: ProgressTracker | None = None) -> None:
         self.subject = subject
-        self.movement = movement or Movement()
+        self.movement = movement or ProgressTracker()
         self.staged: Future[None] = Future()
         self.staged.set_result(None)
-        self._outcome = Outcome[T](self.mark_reported)
+        self._outcome = SaveFuture[T](self.mark_reported)
         self.committed: Future[T] = self._outcome
         self._ended = Latch()
         self._is_done = False
@@ -589,7 +589,7 @@ def start_save(
     subject: str,
     work: Callable[[], T],
     *,
-    movement: Movement | None = None,
+    movement: ProgressTracker | None = None,
     begun: Callable[[PendingSave[T] | None], None] = lambda pending: None,
     undo: Callable[[BaseException], None] = lambda error: None,
 ) -> PendingSave[T]:

@@ -216,7 +216,7 @@ def test_what_is_left_keeps_nobody_from_what_is_begun_anew() -> None:
     ("processes", "slice_s", "period_s"), [(2, 1.0, 10.0), (1000, 1.0, 10.0), (8000, 8.0, 10.0), (100_000, 37.5, 37.5)]
 )
 def test_many_ask_less_often(processes: int, slice_s: float, period_s: float) -> None:
-    found = meeting_module.Meeting(CountedValues(waits=True).of(1), "x", 1, processes, "meeting", 300.0, None)
+    found = meeting_module.Rendezvous(CountedValues(waits=True).of(1), "x", 1, processes, "meeting", 300.0, None)
     assert (found._slice_s, found._period_s) == (slice_s, period_s)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from jaxckpt_train.distributed import shared_memory as near_memory
 from jaxckpt_train.distributed.coordinator import SingleProcess
-from jaxckpt_train.distributed.shared_memory import Letters, Mailbox, NearMemory, SharedMemory, neighbours
+from jaxckpt_train.distributed.shared_memory import Channel, ColocatedMemory, Mailbox, SharedMemory, neighbours
 from tests.interrupts import interrupt_at
 from tests.open_memory import left_open
 
@@ -30,7 +30,7 @@ PROCESS = "import sys; from tests.test_near_memory import be_process; be_process
 
 
 def be_process(number: int) -> None:
-    memory = NearMemory(SIZE)
+    memory = ColocatedMemory(SIZE)
     print(memory.address.hex(), flush=True)
     memory.join([bytes.fromhex(word) for word in sys.stdin.readline().split()], number)
     print("joined", flush=True)
@@ -41,7 +41,7 @@ def be_process(number: int) -> None:
     print("right")
 
 
-def take_turns(memory: NearMemory) -> None:
+def take_turns(memory: ColocatedMemory) -> None:
     """All write at a time, and look at what all have written before they write again."""
     for turn in range(TURNS):
         while memory.all_have_taken() < turn:
@@ -56,8 +56,8 @@ def take_turns(memory: NearMemory) -> None:
         memory.tell(turn + 1, turn + 1)
 
 
-def joined(count: int) -> list[NearMemory]:
-    made = [NearMemory(SIZE) for _ in range(count)]
+def joined(count: int) -> list[ColocatedMemory]:
+    made = [ColocatedMemory(SIZE) for _ in range(count)]
     for number, each in enumerate(made):
         each.join([memory.address for memory in made], number)
     for each in made:
@@ -66,7 +66,7 @@ def joined(count: int) -> list[NearMemory]:
 
 
 @pytest.fixture
-def three() -> Iterator[list[NearMemory]]:
+def three() -> Iterator[list[ColocatedMemory]]:
     made = joined(3)
     yield made
     for each in made:
@@ -74,7 +74,7 @@ def three() -> Iterator[list[NearMemory]]:
 
 
 def test_processes_see_all_that_the_others_have_given(repo_root: Path) -> None:
-    own = NearMemory(SIZE)
+    own = ColocatedMemory(SIZE)
     others = [
         subprocess.Popen(
             [sys.executable, "-c", PROCESS, str(number)],
@@ -114,7 +114,7 @@ def tell(process: subprocess.Popen[str], line: str) -> None:
     process.stdin.flush()
 
 
-def test_what_was_told_is_of_who_told_it(three: list[NearMemory]) -> None:
+def test_what_was_told_is_of_who_told_it(three: list[ColocatedMemory]) -> None:
     first, second, third = three
     second.tell(5, 2)
     assert [first.has_given(number) for number in range(3)] == [0, 0, 0]  # not heard yet
@@ -136,7 +136,7 @@ def test_what_was_told_is_of_who_told_it(three: list[NearMemory]) -> None:
     assert second.all_have_taken() == 3
 
 
-def test_a_wait_ends_when_it_is_woken(three: list[NearMemory], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_ends_when_it_is_woken(three: list[ColocatedMemory], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(near_memory, "SLICE_S", 45)
     began = time.monotonic()
     thread = threading.Thread(target=three[1].wake)
@@ -169,7 +169,7 @@ def test_to_wake_one_that_is_closed_does_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b""
 
 
-def test_who_is_closed_is_told_nothing_and_the_others_go_on(three: list[NearMemory]) -> None:
+def test_who_is_closed_is_told_nothing_and_the_others_go_on(three: list[ColocatedMemory]) -> None:
     gone = three.pop()
     gone.close()
     three[0].tell(1, 1)
@@ -178,7 +178,7 @@ def test_who_is_closed_is_told_nothing_and_the_others_go_on(three: list[NearMemo
 
 
 def test_what_is_hidden_is_found_no_more_and_who_has_it_keeps_it() -> None:
-    hidden, joins, late = NearMemory(SIZE), NearMemory(SIZE), NearMemory(SIZE)
+    hidden, joins, late = ColocatedMemory(SIZE), ColocatedMemory(SIZE), ColocatedMemory(SIZE)
     joins.join([joins.address, hidden.address], 0)
     hidden.hide()
     with pytest.raises(OSError):  # noqa: PT011  # of several kinds
@@ -224,9 +224,9 @@ def test_who_has_no_room_for_what_it_is_told_hears_the_last_of_it_later() -> Non
 def test_nothing_of_it_stays_after_an_interrupt_at_any_moment() -> None:
     makers = [
         neighbours,
-        NearMemory.__init__,
-        NearMemory.close,
-        Letters.__init__,
+        ColocatedMemory.__init__,
+        ColocatedMemory.close,
+        Channel.__init__,
         Mailbox.__init__,
         SharedMemory.__init__,
     ]

@@ -16,7 +16,7 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.store.backends import local
 from jaxckpt_train.store.backends.local import LocalBackend
-from jaxckpt_train.store.removal import remove_dead_attempts, strangers
+from jaxckpt_train.store.removal import remove_dead_attempts, untracked_files
 from jaxckpt_train.store.transaction import Transaction
 from tests.file_content import content
 from tests.killed_saves import OF_KILLED_SAVES, dead_attempt, killed_after_the_exchange, names, save_under
@@ -163,10 +163,10 @@ def test_the_look_at_the_call_reads_no_manifest_of_a_checkpoint_of_arrays_and_va
             raise AssertionError(f"{directory}/{name} was opened")
 
     jct.save_checkpointables(tmp_path / "c", {"state": OLD, "more": jct.JsonValue(3)})
-    assert list(strangers(Unread(), str(tmp_path / "c"), certain=False)) == []
-    assert list(strangers(LocalBackend(), str(tmp_path / "c"), certain=True)) == []
+    assert list(untracked_files(Unread(), str(tmp_path / "c"), certain=False)) == []
+    assert list(untracked_files(LocalBackend(), str(tmp_path / "c"), certain=True)) == []
     shutil.copytree(tmp_path / "c" / "state", tmp_path / "c" / "copy")  # only the manifest tells
-    assert list(strangers(LocalBackend(), str(tmp_path / "c"), certain=True)) == ["copy"]
+    assert list(untracked_files(LocalBackend(), str(tmp_path / "c"), certain=True)) == ["copy"]
 
 
 @pytest.mark.parametrize("swaps", [True, False])

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from jaxckpt_train.checkpointables.saving import (
-    Sameness,
+    ContentComparison,
     SaveTimes,
     StagedPart,
     close_parts,
@@ -28,7 +28,7 @@ from jaxckpt_train.checkpointables.saving import (
 )
 from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.errors import CheckpointError, OtherProcessError, StorageError
-from jaxckpt_train.pending import Movement
+from jaxckpt_train.pending import ProgressTracker
 from jaxckpt_train.pytree.leaves import encode_tree
 from jaxckpt_train.pytree.partition import JobShares
 from jaxckpt_train.settings import StoreSettings
@@ -99,7 +99,7 @@ class JobSave:
     told: Any = None
     times: SaveTimes = dataclasses.field(default_factory=SaveTimes)
     parts: Sequence[StagedPart] = ()
-    movement: Movement = dataclasses.field(default_factory=Movement)
+    movement: ProgressTracker = dataclasses.field(default_factory=ProgressTracker)
 
     def stage(self, checkpointables: Mapping[str, Any]) -> None:
         """Take all checkpointables as they are now, as `stage_all` does."""
@@ -177,7 +177,7 @@ class JobSave:
         self.movement(0)
 
     def _coming(self) -> bytes:
-        own_values = Sameness(self.settings.digest).of_own_values(self.parts)
+        own_values = ContentComparison(self.settings.digest).of_own_values(self.parts)
         owners = {
             f"{part.name}/{part.snapshot.arrays[number].name}": process
             for part in self.parts
@@ -226,7 +226,7 @@ class _Written:
         self._directory, self._info = os.fsdecode(begun.directory), begun.info
         self._shared = frozenset(begun.shared)
         self.records: list[PartRecord] = []
-        self.sameness = Sameness(save.settings.digest)
+        self.sameness = ContentComparison(save.settings.digest)
         self.committed: Committed | None = None
 
     def write(self) -> bytes:

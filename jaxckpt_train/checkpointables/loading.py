@@ -23,13 +23,13 @@ from jaxckpt_train.pytree.shared_reads import JobLoads
 from jaxckpt_train.pytree.target import wanted_shardings
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Opener
-from jaxckpt_train.store.committed import Committed, refuse_another
+from jaxckpt_train.store.committed import Committed, refuse_changed
 from jaxckpt_train.store.files import read_recorded
 from jaxckpt_train.store.manifest import NOT_JSON, FileRecord, PartRecord
 from jaxckpt_train.store.manifest_decoding import decode_value
 from jaxckpt_train.store.reader import HeldFiles, ReadProgress
 from jaxckpt_train.store.threads import made_once
-from jaxckpt_train.store.timeouts import answer_of, have_closed
+from jaxckpt_train.store.timeouts import call_with_timeout, have_closed
 from jaxckpt_train.store.verify import file_problems
 
 T = TypeVar("T")
@@ -94,17 +94,17 @@ class OpenPart:
     def check_after(self) -> None:
         """Raise CorruptCheckpointError if files that were read by their names may be another checkpoint's."""
         if self._gave_directory:
-            self._asked(lambda moved: refuse_another(self._files, self._committed, may_be_gone=False))
+            self._asked(lambda moved: refuse_changed(self._files, self._committed, may_be_gone=False))
 
     def _asked(self, ask: Callable[[Callable[[], None]], T]) -> T:
-        return answer_of(self._committed.directory, ask, self._progress)
+        return call_with_timeout(self._committed.directory, ask, self._progress)
 
     def _read_value(self, record: FileRecord, digest: str | None) -> np.ndarray:
         data = read_recorded(
             self._files, self._committed.directory, record, digest, self._committed.manifest.block_bytes
         )
         if digest is None:
-            refuse_another(self._files, self._committed, may_be_gone=False)
+            refuse_changed(self._files, self._committed, may_be_gone=False)
         return data
 
     def _own_problems(self, moved: Callable[[], None]) -> list[str]:
@@ -193,7 +193,7 @@ def _load_parts(
     jobs.sort(key=lambda job: not job[0].early)
     if len(jobs) > 1:  # retention may remove the checkpoint while the first of them is read
         parts = [_part_of(committed, opened.name) for *_, opened in jobs]
-        answer_of(committed.directory, lambda moved: files.hold(parts, moved), progress)
+        call_with_timeout(committed.directory, lambda moved: files.hold(parts, moved), progress)
     if len(jobs) > 1:  # else nothing changes before the one is compared
         for handler, target, opened in jobs:
             compare = getattr(handler, "compare", None)

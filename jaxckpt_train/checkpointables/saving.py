@@ -29,7 +29,7 @@ from jaxckpt_train.errors import (
     SettingsError,
     UnsupportedLeafError,
 )
-from jaxckpt_train.pending import LAST_PATIENCE_S, Movement, PendingSave, start_save
+from jaxckpt_train.pending import LAST_PATIENCE_S, PendingSave, ProgressTracker, start_save
 from jaxckpt_train.pytree.colocated.transfer import write_on_hosts
 from jaxckpt_train.pytree.copies import Ahead
 from jaxckpt_train.pytree.flatten import refuse_too_deep, refused_if_too_deep
@@ -207,7 +207,7 @@ def _give_up(parts: Sequence[StagedPart]) -> bool:
     return is_given_up
 
 
-def movement_of(parts: Sequence[StagedPart]) -> Movement:
+def movement_of(parts: Sequence[StagedPart]) -> ProgressTracker:
     """For the save of these, which may wait for what is still being computed, or is written by its owner's own code.
 
     It holds nothing of them.
@@ -226,7 +226,7 @@ def movement_of(parts: Sequence[StagedPart]) -> Movement:
             fetching or looking or waiting or any(owner.is_writing for each in owners if (owner := each()) is not None)
         )
 
-    return Movement(is_excused)
+    return ProgressTracker(is_excused)
 
 
 def write_parts(
@@ -288,7 +288,7 @@ def begin_save(
     work: Callable[[], T],
     transaction: Transaction | None,
     parts: Sequence[StagedPart],
-    movement: Movement,
+    movement: ProgressTracker,
     begun: Callable[[PendingSave[T] | None], None] = lambda pending: None,
 ) -> PendingSave[T]:
     """Start the save of an attempt (None: `work` begins it); if it does not begin, the attempt is removed."""
@@ -364,7 +364,7 @@ def value_file(name: str, process: int = 0) -> str:
     return f"{name}/p{process:05d}.json"
 
 
-class Sameness:
+class ContentComparison:
     """Of one process.
 
     Args:

@@ -35,15 +35,15 @@ from jaxckpt_train.cli.output import (
     print_json,
     print_text,
     progress,
+    reported_errors,
     step_number,
-    told_errors,
 )
 from jaxckpt_train.errors import MismatchError, SettingsError, StepNotFoundError
 from jaxckpt_train.inspection.copying import refuse_place
 from jaxckpt_train.inspection.diff import leaves_by_name
 from jaxckpt_train.inspection.runs import (
-    StepLook,
-    look_at_run,
+    StepStatus,
+    inspect_run,
     metadata_of,
     nbytes_of,
     open_at,
@@ -55,8 +55,13 @@ from jaxckpt_train.store.copy import copy_checkpoint
 from jaxckpt_train.store.files import read_whole
 from jaxckpt_train.store.manifest import PartRecord
 from jaxckpt_train.store.reader import ReadProgress
-from jaxckpt_train.store.transaction import MOVE_IT_AWAY, refuse_existing_name, refuse_left_over_name, remove_left_overs
-from jaxckpt_train.transforms.apply import Average, Operated, operate, operations_of, parse_operation
+from jaxckpt_train.store.transaction import (
+    MOVE_IT_AWAY,
+    refuse_existing_name,
+    refuse_temporary_name,
+    remove_stale_temporaries,
+)
+from jaxckpt_train.transforms.apply import Average, Transformed, operate, operations_of, parse_operation
 from jaxckpt_train.transforms.base import Change, Leaves, Operation
 
 MOST_BYTES = 16 << 20
@@ -74,7 +79,7 @@ Operations = Annotated[
 OperationsFile = Annotated[
     str | None,
     typer.Option(
-        "--surgery",
+        "--transforms",
         help="A file of such changes, JSON or YAML.",
         show_default=False,
     ),
@@ -193,21 +198,22 @@ def _decoded(path: str, data: bytes) -> Any:
         raise SettingsError(f"{path}: neither JSON nor YAML: {' '.join(str(error).split())}") from error
 
 
-def changed(opened: Opened, part: str, operations: tuple[Operation, ...]) -> Operated:
+def changed(opened: Opened, part: str, operations: tuple[Operation, ...]) -> Transformed:
     """The opened checkpoint with operations applied to one of its trees; nothing is read yet."""
     return operate(opened.files, opened.committed, part, operations, opened.settings)
 
 
-def plan_json(operated: Operated) -> list[dict[str, Any]]:
+def plan_json(transformed: Transformed) -> list[dict[str, Any]]:
     """The plan as JSON has it."""
     return [
-        {"op": name, "changes": [{"from": old, "to": new} for old, new in changes]} for name, changes in operated.plan
+        {"op": name, "changes": [{"from": old, "to": new} for old, new in changes]}
+        for name, changes in transformed.plan
     ]
 
 
-def print_plan(operated: Operated) -> None:
+def print_plan(transformed: Transformed) -> None:
     """The plan for people; of very many changes of one operation the first ones."""
-    for number, (name, changes) in enumerate(operated.plan, 1):
+    for number, (name, changes) in enumerate(transformed.plan, 1):
         print_text(f"{number}. {name}: {len(changes)} {'change' if len(changes) == 1 else 'changes'}")
         rows = [["  " + old, "->", new] for old, new in changes[:MOST_SHOWN]]
         if rows:
@@ -224,7 +230,7 @@ def export(
     part: PartToWrite = None,
     only: Only = None,
     op: Operations = None,
-    surgery: OperationsFile = None,
+    transforms: OperationsFile = None,
     shard_gb: ShardGb = None,
     separator: Separator = None,
     item: Item = None,
@@ -232,10 +238,10 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write the tree of a checkpoint for another tool: safetensors files, or a step that Orbax restores."""
-    with told_errors(as_json):
+    with reported_errors(as_json):
         form = _form(to, out, shard_gb, separator, item)
         opened = open_at(BACKEND, absolute(path), step_number(step))
-        source, name, plan = prepared(opened, part, only, chosen_operations(surgery, op))
+        source, name, plan = prepared(opened, part, only, chosen_operations(transforms, op))
         others = [] if part else [each.name for each in opened.committed.manifest.parts if each.name != name]
         told: dict[str, Any] = {"from": opened.path, "to": absolute(out), "format": to, "plan": plan_json(plan)}
         told["skipped"] = opened.skipped
@@ -317,12 +323,12 @@ def prepared(
             f"{opened.path}: expected a checkpointable that is a tree, found {name!r}, which is of kind "
             f"{found.kind!r}; the trees are {', '.join(map(repr, trees)) or 'none'}"
         )
-    operated = changed(opened, name, operations)
-    source = dataclasses.replace(opened, files=operated.files, committed=operated.committed)
+    transformed = changed(opened, name, operations)
+    source = dataclasses.replace(opened, files=transformed.files, committed=transformed.committed)
     if only:
         chosen = changed(source, name, (_Keep(only, opened.path),))
         source = dataclasses.replace(source, files=chosen.files, committed=chosen.committed)
-    return source, name, operated
+    return source, name, transformed
 
 
 class _Keep(Operation):
@@ -416,7 +422,7 @@ def import_(
     part: PartToTake = None,
     only: Only = None,
     op: Operations = None,
-    surgery: OperationsFile = None,
+    transforms: OperationsFile = None,
     dry_run: DryRun = False,
     read_budget_mib: Budget = READ_BUDGET_MIB,
     as_json: Json = False,
@@ -426,10 +432,10 @@ def import_(
     Arrays pass through memory one after the other; what is written has digests from then on. Where large chunks are
     to be decoded, memory in huge pages halves the time: the command begins itself again with GLIBC_TUNABLES set so.
     """
-    with told_errors(as_json):
+    with reported_errors(as_json):
         final = absolute(out)
         opened = open_at(BACKEND, absolute(path), step_number(step))
-        source, name, plan = prepared(opened, part, only, chosen_operations(surgery, op))
+        source, name, plan = prepared(opened, part, only, chosen_operations(transforms, op))
         told: dict[str, Any] = {"from": opened.path, "kind": opened.kind, "to": final, "plan": plan_json(plan)}
         told["skipped"] = opened.skipped
         if not as_json:
@@ -471,9 +477,9 @@ def write_prepared(
 def make_room(final: str) -> None:
     """Refuse a name that is taken or must not be; remove what an import that was killed has left of this one."""
     refuse_existing_name(final)
-    refuse_left_over_name(final)
+    refuse_temporary_name(final)
     refuse_place(BACKEND, final)
-    remove_left_overs(BACKEND, final)
+    remove_stale_temporaries(BACKEND, final)
 
 
 def now_text() -> str:
@@ -511,7 +517,7 @@ def average(
 
     Floating-point leaves are summed in double precision and rounded once. All else is that of the newest of the steps.
     """
-    with told_errors(as_json):
+    with reported_errors(as_json):
         path, final = absolute(run), absolute(out)
         looks, skipped = _steps(path, last, step)
         paths = [f"{path}/{look.name}" for look in looks]
@@ -543,9 +549,9 @@ def average(
             print_text(to_be_written_text(summary) if dry_run else written)
 
 
-def _steps(path: str, last: int | None, chosen: list[str] | None) -> tuple[list[StepLook], list[str]]:
+def _steps(path: str, last: int | None, chosen: list[str] | None) -> tuple[list[StepStatus], list[str]]:
     """The steps to average, the newest last, and the names of those that are damaged and passed over."""
-    looks = look_at_run(BACKEND, path)
+    looks = inspect_run(BACKEND, path)
     whole = [look for look in looks if look.entry is not None and look.is_current and look.problem is None]
     if chosen:
         if last is not None:
@@ -563,7 +569,7 @@ def _steps(path: str, last: int | None, chosen: list[str] | None) -> tuple[list[
     return taken, [look.name for look in bad]
 
 
-def _named(path: str, whole: list[StepLook], chosen: list[str]) -> list[StepLook]:
+def _named(path: str, whole: list[StepStatus], chosen: list[str]) -> list[StepStatus]:
     wanted = {step_number(step) for step in chosen}
     found = [look for look in whole if look.step in wanted]
     missing = wanted.difference(look.step for look in found)

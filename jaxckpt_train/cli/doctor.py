@@ -21,7 +21,7 @@ from jaxckpt_train.cli.output import (
     print_json,
     print_text,
     progress,
-    told_errors,
+    reported_errors,
 )
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError
 from jaxckpt_train.inspection.disk_speed import DiskTrial, Operation, try_disk, try_operations
@@ -63,7 +63,7 @@ def doctor(path: Path, size_mib: Size = 256, as_json: Json = False) -> None:
     Each operation that a run needs is tried in a directory that is removed again, and the speed with a file that has no
     name. Ends with 1 if there is a warning.
     """
-    with told_errors(as_json):
+    with reported_errors(as_json):
         found = _look(absolute(path), size_mib * MIB, as_json)
         if as_json:
             print_json(_json_of(found))
@@ -167,7 +167,7 @@ def _json_of_run(run: RunHealth) -> dict[str, Any]:
         "damaged": run.damaged,
         "uncommitted": run.uncommitted,
         "unreadable": run.refused,
-        "left_overs": run.left_overs,
+        "stale_files": run.stale_files,
     }
 
 

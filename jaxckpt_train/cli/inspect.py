@@ -35,9 +35,9 @@ from jaxckpt_train.cli.output import (
     print_json,
     print_text,
     progress,
+    reported_errors,
     step_number,
     step_option,
-    told_errors,
 )
 from jaxckpt_train.errors import CheckpointError, MismatchError, NotACheckpointError
 from jaxckpt_train.inspection.diff import (
@@ -52,8 +52,8 @@ from jaxckpt_train.inspection.diff import (
     read_file,
 )
 from jaxckpt_train.inspection.runs import (
-    StepLook,
-    look_at_run,
+    StepStatus,
+    inspect_run,
     metadata_of,
     nbytes_of,
     open_at,
@@ -68,10 +68,10 @@ from jaxckpt_train.store.backends.local import is_file
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord, FileRecord
 
-MOST_LETTERS = 60
+MAX_CHARACTERS = 60
 MOST_EXACT = 1 << 53
 MOST_VALUE_BYTES = 1 << 20
-MOST_VALUE_LETTERS = 4000
+MAX_VALUE_CHARACTERS = 4000
 MOST_FILES = 8  # of one checkpointable, for people
 _ONLY = {"only_a": "only in the first", "only_b": "only in the second"}
 First = Annotated[str, typer.Argument(metavar="A", help="A checkpoint, step or run.", show_default=False)]
@@ -93,7 +93,7 @@ def show(
     path: Checkpoint, patterns: Patterns = None, step: Step = None, part: Part = None, as_json: Json = False
 ) -> None:
     """Show a checkpoint: leaf paths, shapes, dtypes, shardings, sizes, and JSON items. Reads no arrays."""
-    with told_errors(as_json):
+    with reported_errors(as_json):
         opened = open_at(BACKEND, absolute(path), step_number(step))
         leaves = chosen_leaves(opened, part, patterns)
         items = [] if patterns else _items(opened, part)
@@ -222,7 +222,7 @@ def json_value(value: Any) -> Any:
 
 def value_text(value: Any) -> str:
     """A plain value for people, cut where it is long."""
-    return _cut(repr(value), MOST_LETTERS)
+    return _cut(repr(value), MAX_CHARACTERS)
 
 
 def _cut(text: str, most: int) -> str:
@@ -241,7 +241,7 @@ def _print_checkpoint(
         print_text(f"part {part.name}: {part.kind}, {bytes_text(part_bytes(opened, part.name))}")
         own = [item for item in items if item.part == part.name]
         for item in own[:MOST_FILES]:
-            print_text(f"  {item.file}: {item.why_not or _cut(json.dumps(item.value), MOST_VALUE_LETTERS)}")
+            print_text(f"  {item.file}: {item.why_not or _cut(json.dumps(item.value), MAX_VALUE_CHARACTERS)}")
         if len(own) > MOST_FILES:
             print(f"  and {len(own) - MOST_FILES:,} more files")
     rows = [
@@ -277,7 +277,7 @@ def diff(
 
     Ends with 0 if all is equal, with 1 if something differs.
     """
-    with told_errors(as_json):
+    with reported_errors(as_json):
         of_a, of_b = step_number(step_a), step_number(step_b)
         first, second = open_at(BACKEND, absolute(a), of_a), open_at(BACKEND, absolute(b), of_b)
         _refuse_what_selects_nothing(first, second, only or [])
@@ -400,7 +400,7 @@ def stats(
 
     Of complex arrays these are of the magnitudes. Ends with 1 if a value is nan or infinite.
     """
-    with told_errors(as_json):
+    with reported_errors(as_json):
         opened = open_at(BACKEND, absolute(path), step_number(step))
         chosen = chosen_leaves(opened, part, patterns)
         arrays = {name: array for name, (_, array) in chosen.items() if array is not None}
@@ -497,9 +497,9 @@ def ls(run: Run, as_json: Json = False) -> None:
 
     Ends with 1 if a step that the run goes on from cannot be restored, with 3 if there is none.
     """
-    with told_errors(as_json):
+    with reported_errors(as_json):
         directory = absolute(run)
-        looks = look_at_run(BACKEND, directory) if not is_file(directory) else []
+        looks = inspect_run(BACKEND, directory) if not is_file(directory) else []
         if not looks:
             raise NotACheckpointError(f"{directory}: expected a run, found {_other(directory)}")
         now = datetime.datetime.now(datetime.UTC)
@@ -518,7 +518,7 @@ def _other(directory: str) -> str:
     return f"{found}; `jaxckpt show {directory}{which}` tells of it" if found else "no steps in it"
 
 
-def _steps_json(look: StepLook) -> dict[str, Any]:
+def _steps_json(look: StepStatus) -> dict[str, Any]:
     entry = look.entry
     return {
         "step": look.step,
@@ -534,7 +534,7 @@ def _steps_json(look: StepLook) -> dict[str, Any]:
     }
 
 
-def _print_steps(looks: list[StepLook], now: datetime.datetime) -> None:
+def _print_steps(looks: list[StepStatus], now: datetime.datetime) -> None:
     names = list(dict.fromkeys(name for look in looks if look.entry for name in look.entry.metrics or {}))
     rows = []
     for look in looks:
@@ -553,7 +553,7 @@ def _print_steps(looks: list[StepLook], now: datetime.datetime) -> None:
     print_columns(["step", "size", "age", *names, "state"], rows, [True, True, True, *[True] * len(names), False])
 
 
-def _state(look: StepLook) -> str:
+def _state(look: StepStatus) -> str:
     words = []
     if look.entry is not None:
         words += ["pinned"] if look.entry.pinned else []

@@ -34,8 +34,8 @@ from jaxckpt_train.cli.output import (
     print_json,
     print_text,
     progress,
+    reported_errors,
     step_number,
-    told_errors,
 )
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError, SettingsError, StepNotFoundError, StorageError
 from jaxckpt_train.inspection.copying import (
@@ -48,7 +48,7 @@ from jaxckpt_train.inspection.copying import (
     remove_step,
 )
 from jaxckpt_train.inspection.health import PrunePlan, plan_pruning
-from jaxckpt_train.inspection.runs import StepLook, look_at_run, open_at
+from jaxckpt_train.inspection.runs import StepStatus, inspect_run, open_at
 from jaxckpt_train.policies.context import PreservationPolicy
 from jaxckpt_train.policies.preservation import BestN, EveryNSteps, LatestN
 from jaxckpt_train.run.entry import check_step, parse_step_name
@@ -59,7 +59,7 @@ from jaxckpt_train.store.backends.base import is_refusal
 from jaxckpt_train.store.backends.local import file_exists
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.threads import Latch
-from jaxckpt_train.store.timeouts import answer_of
+from jaxckpt_train.store.timeouts import call_with_timeout
 from jaxckpt_train.store.verify import first_damage, verify_opened
 
 Source = Annotated[
@@ -126,7 +126,7 @@ def cp(
     Every byte is compared with its digest as it is read. What the checkpoint says of itself goes along: step, metrics,
     custom metadata, shardings. Of a damaged one nothing is copied: that ends with 1.
     """
-    with told_errors(as_json):
+    with reported_errors(as_json):
         source = open_at(BACKEND, absolute(src), step_number(step))
         final = destination(BACKEND, dst, source)
         done = copied(source, final, overwrite, check, as_json)
@@ -148,7 +148,7 @@ def mv(src: Source, dst: Destination, step: Step = None, overwrite: Overwrite = 
 
     A step must be neither the newest of its run nor pinned. While a live process owns the run, that ends with 4.
     """
-    with told_errors(as_json):
+    with reported_errors(as_json):
         source = open_at(BACKEND, absolute(src), step_number(step))
         final = destination(BACKEND, dst, source)
         refuse_other_tools(source)
@@ -182,11 +182,11 @@ def pin(run: Run, step: PinnedStep, off: Off = False, as_json: Json = False) -> 
     Refused with 4 while a live process owns the run: pin it there, by `manager.pin(step)`. Ends with 3 if there is no
     such step.
     """
-    with told_errors(as_json):
+    with reported_errors(as_json):
         directory, number, pinned = absolute(run), check_step(step), not off
         with owned_run(BACKEND, directory) as owned:
             was_pinned = owned.candidates(number)[0].pinned
-            answer_of(directory, lambda moved: owned.note_step(number, {"pin": pinned}))
+            call_with_timeout(directory, lambda moved: owned.note_step(number, {"pin": pinned}))
         if as_json:
             print_json({"run": directory, "step": number, "pinned": pinned, "was_pinned": was_pinned})
         else:
@@ -211,7 +211,7 @@ def prune(
     cannot be judged. Nothing is deleted while a live process owns the run: that ends with 4. Ends with 1 if the newest
     step is damaged, or cannot be read.
     """
-    with told_errors(as_json):
+    with reported_errors(as_json):
         directory, pruning = absolute(run), Pruning(_policies(keep_latest, keep_every, keep_best, metric, mode))
         if yes:
             with owned_run(BACKEND, directory, pruning) as owned:
@@ -303,7 +303,7 @@ def verify(path: Checkpoint, step: Step = None, as_json: Json = False) -> None:
 
     Ends with 1 if something is damaged, also a newer step of the run, with 4 if some of it cannot be read.
     """
-    with told_errors(as_json):
+    with reported_errors(as_json):
         opened = open_at(BACKEND, absolute(path), step_number(step))
         if opened.kind != OURS:
             raise NotACheckpointError(f"{opened.path}: of {opened.kind}, which keeps no digests to compare with")
@@ -333,11 +333,11 @@ def scrub(run: Run, rate: Rate = None, as_json: Json = False) -> None:
     Changes nothing: a training that restores sets damaged steps aside by itself. Ends with 1 if a step is damaged, with
     4 if none is and one cannot be read.
     """
-    with told_errors(as_json):
+    with reported_errors(as_json):
         if rate is not None and not rate > 0:
             raise SettingsError(f"--mib-per-second: expected a number above 0, found {rate:g}")
         directory = absolute(run)
-        looks = look_at_run(BACKEND, directory)
+        looks = inspect_run(BACKEND, directory)
         if not looks:
             raise NotACheckpointError(f"{directory}: expected a run, found no steps in it")
         pace = _Pace(None if rate is None else rate * MIB)
@@ -388,7 +388,7 @@ class _Scrubbed(NamedTuple):
         return self.problem is not None and not self.is_refused
 
 
-def _scrub(directory: str, looks: list[StepLook], pace: Any) -> list[_Scrubbed]:
+def _scrub(directory: str, looks: list[StepStatus], pace: Any) -> list[_Scrubbed]:
     """What is wrong with each step, the newest first; nothing of those that their owner has deleted meanwhile."""
     found = []
     for look in reversed(looks):
@@ -398,7 +398,7 @@ def _scrub(directory: str, looks: list[StepLook], pace: Any) -> list[_Scrubbed]:
     return found
 
 
-def _scrubbed(directory: str, look: StepLook, pace: Any) -> _Scrubbed:
+def _scrubbed(directory: str, look: StepStatus, pace: Any) -> _Scrubbed:
     if look.problem is not None:
         return _Scrubbed(look.name, look.problem, look.refusal is not None)
     try:

@@ -140,7 +140,7 @@ def code_of(error: CheckpointError) -> Code:
 
 
 @contextlib.contextmanager
-def told_errors(as_json: bool) -> Iterator[None]:
+def reported_errors(as_json: bool) -> Iterator[None]:
     """Within: an error of this package is told in a line, and ends the process with its code."""
     try:
         yield

@@ -18,7 +18,7 @@ from jaxckpt_train.cli.output import (
     print_json,
     print_text,
     progress,
-    told_errors,
+    reported_errors,
 )
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.inspection.copying import refuse_within_checkpoint
@@ -58,7 +58,7 @@ def report(
     The page needs nothing else to be opened, and fetches nothing. Only a report of before is replaced by it. With
     --json the data is printed. Ends with 1 if a step that the run goes on from cannot be restored; the page says which.
     """
-    with told_errors(as_json):
+    with reported_errors(as_json):
         directory = absolute(run)
         page = absolute(output) if output is not None else None if as_json else absolute(PAGE)
         page_of = _checked_page_of(page) if page is not None else None

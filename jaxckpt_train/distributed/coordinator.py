@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from jaxckpt_train.distributed.rendezvous import KeyValues, Meeting
+from jaxckpt_train.distributed.rendezvous import KeyValues, Rendezvous
 
 LEAST_S, PER_PROCESS_S = 1.0, 1e-3  # process 0 answers each of the others at each tick
 MOST_CALLS, PER_CALLS = 32, 10  # so many, or one for ten processes: a loop may become much slower from call to call
@@ -22,7 +22,7 @@ _LEFT = "left"
 MOST_ENDED = 64  # meetings whose keys stay until all are known to have left them
 
 
-class Ticks:
+class PollSchedule:
     """Counts calls; every so manieth is a tick. Process 0 says at each tick how many calls later the next one is.
 
     Args:
@@ -203,7 +203,7 @@ class ManyProcesses:
         self._met = 0  # how many times
         self._told = 0  # how many times since the last exchange
         self._ended: list[str] = []  # at process 0: folders of meetings whose keys are still there
-        self._meeting: Meeting | None = None
+        self._rendezvous: Rendezvous | None = None
 
     def within(self, name: str, timeout_s: float | None = None) -> Coordinator:
         """One with an order of its own."""
@@ -222,7 +222,7 @@ class ManyProcesses:
 
     def is_over(self) -> bool:
         """As the protocol says."""
-        return self._meeting is not None and self._meeting.is_over
+        return self._rendezvous is not None and self._rendezvous.is_over
 
     def exchange(
         self,
@@ -234,46 +234,46 @@ class ManyProcesses:
     ) -> bytes:
         """As the protocol says."""
         self._told = 0
-        meeting = self._meet(doing, moved, heard)
+        rendezvous = self._meet(doing, moved, heard)
         if self.process:
-            return meeting.take_part(lambda: self._orders.encoded() + give())
+            return rendezvous.join(lambda: self._orders.encoded() + give())
 
         def act() -> bytes:
             mine = give()
-            uses, others = self._orders.decoded(meeting.collect())
+            uses, others = self._orders.decoded(rendezvous.collect())
             for folder in [*self._ended, *self._orders.ended_in_all(uses)]:  # who is here has left these
                 self._values.delete(folder)
             self._ended = []
             return merge([mine, *others])
 
-        return self._held(meeting, act)
+        return self._held(rendezvous, act)
 
     def broadcast(self, doing: str, say: Callable[[], bytes], moved: Moved | None = None) -> bytes:
         """As the protocol says."""
         self._told += 1
         if self._told >= MOST_ENDED:  # else the keys of a job that only tells pile up
             return self.exchange(doing, lambda: b"", lambda values: say(), moved)
-        meeting = self._meet(doing, moved)
-        return meeting.hear() if self.process else self._held(meeting, say)
+        rendezvous = self._meet(doing, moved)
+        return rendezvous.hear() if self.process else self._held(rendezvous, say)
 
     def barrier(self, doing: str) -> None:
         """As the protocol says."""
         self.exchange(doing, lambda: b"")
 
-    def _meet(self, doing: str, moved: Moved | None, heard: Callable[[], object] = nothing) -> Meeting:
+    def _meet(self, doing: str, moved: Moved | None, heard: Callable[[], object] = nothing) -> Rendezvous:
         self._met += 1
         folder = f"{self._name}/{self._met}"
         left = [f"{name}/{_LEFT}" for name in self._within]
-        self._meeting = Meeting(
+        self._rendezvous = Rendezvous(
             self._values, folder, self.process, self.processes, doing, self._timeout_s, moved, heard, left
         )
-        return self._meeting
+        return self._rendezvous
 
-    def _held(self, meeting: Meeting, act: Callable[[], bytes]) -> bytes:
+    def _held(self, rendezvous: Rendezvous, act: Callable[[], bytes]) -> bytes:
         try:
-            return meeting.preside(act)
+            return rendezvous.lead(act)
         finally:
-            self._ended.append(meeting.folder)
+            self._ended.append(rendezvous.folder)
 
 
 class _Uses(msgspec.Struct, array_like=True):

@@ -24,7 +24,7 @@ import msgspec
 from jaxckpt_train import errors
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, OtherProcessError, StorageError
 from jaxckpt_train.store.threads import Latch
-from jaxckpt_train.store.timeouts import answer_of
+from jaxckpt_train.store.timeouts import call_with_timeout
 
 # Made anew of a message alone; whatever else was raised becomes an OtherProcessError.
 _TOLD = {
@@ -155,7 +155,7 @@ class Silence:
             if number not in came and self.waited_s - self._heard_at[number] >= self._limit_s
         ]
 
-    def is_to_tell(self) -> bool:
+    def should_report(self) -> bool:
         """Whether it is time to say who is waited for."""
         if self.waited_s < self._next_tell_s:
             return False
@@ -221,7 +221,7 @@ def numbered(found: Mapping[str, bytes]) -> dict[int, bytes]:
     return {int(name): value for name, value in found.items()}
 
 
-class Meeting:
+class Rendezvous:
     """One meeting, as one of the processes sees it.
 
     Args:
@@ -267,7 +267,7 @@ class Meeting:
         self._told: bytes | None = None  # the error of another process that made this one fail
         self._lost: CheckpointTimeoutError | None = None  # found while this process acts
 
-    def preside(self, act: Callable[[], bytes]) -> bytes:
+    def lead(self, act: Callable[[], bytes]) -> bytes:
         """What process 0 does: it acts, and tells the others what came of it."""
         with self._living():
             try:
@@ -321,7 +321,7 @@ class Meeting:
         self._raise_failure(found)
         return [self._unlabelled(value[1:], process) for process, value in enumerate(self._given.of(found), 1)]
 
-    def take_part(self, give: Callable[[], bytes]) -> bytes:
+    def join(self, give: Callable[[], bytes]) -> bytes:
         """What any other process does: it gives its value, and hears what came of all."""
         with self._living():
             try:
@@ -386,7 +386,7 @@ class Meeting:
     def _look(self, silence: Silence, came: Mapping[int, bytes]) -> None:
         """Tell of those that are waited for, or raise if one is silent for too long."""
         self._refuse_lost(silence, came)
-        if silence.is_to_tell():
+        if silence.should_report():
             waited = [number for number in silence.numbers if number not in came]
             _log.warning("%s: waiting for %s (%.0f s)", self._doing, _listed(waited, self._processes), silence.waited_s)
 
@@ -429,7 +429,7 @@ class Meeting:
             if time.monotonic() >= end:
                 raise self._lost_error((0,), came=True)
 
-        return answer_of(self._doing, lambda moved: call(), look)
+        return call_with_timeout(self._doing, lambda moved: call(), look)
 
     def _untold(self, second: CheckpointError, besides: BaseException | None) -> None:
         if besides is None:

@@ -163,7 +163,7 @@ class Mailbox:
     __del__ = close  # an interrupt may lose it on its way to who made it
 
 
-class Letters:
+class Channel:
     """To the mailbox of another process.
 
     Args:
@@ -204,7 +204,7 @@ class Letters:
             self.close()
 
 
-class NearMemory:
+class ColocatedMemory:
     """Memory of all processes of a job, and how far each is with what it does there.
 
     Args:
@@ -224,11 +224,11 @@ class NearMemory:
         self._open.callback(self._own.let_go)
         self._mailbox = Mailbox()
         self._open.callback(self._mailbox.close)
-        self._bell = Letters(self._mailbox.address)
+        self._bell = Channel(self._mailbox.address)
         self._open.callback(self._bell.close)
         self.address = msgspec.msgpack.encode([self._own.address, self._mailbox.address])
         self.process, self.data = 0, list[np.ndarray]()
-        self._letters, self._owed = dict[int, Letters](), set[int]()
+        self._letters, self._owed = dict[int, Channel](), set[int]()
         self._given, self._taken = list[int](), list[int]()
 
     def join(self, addresses: Sequence[bytes], process: int) -> None:
@@ -246,7 +246,7 @@ class NearMemory:
             memory, mailbox = msgspec.msgpack.decode(address, type=list[bytes])
             self.data.append(self._own.data if number == process else seen(memory))
             if number != process:
-                self._letters[number] = Letters(mailbox)
+                self._letters[number] = Channel(mailbox)
                 self._open.callback(self._letters[number].close)
 
     def hide(self) -> None:
@@ -297,7 +297,7 @@ class NearMemory:
                 self._given[process], self._taken[process] = given, taken
 
 
-class Neighbours(NamedTuple):
+class ColocatedProcesses(NamedTuple):
     """What the processes of a job are to each other.
 
     Attributes:
@@ -306,8 +306,8 @@ class Neighbours(NamedTuple):
             from each other.
     """
 
-    are_near: bool
-    memory: NearMemory | None
+    are_colocated: bool
+    memory: ColocatedMemory | None
 
 
 class _Here(msgspec.Struct, array_like=True):
@@ -315,16 +315,16 @@ class _Here(msgspec.Struct, array_like=True):
     address: bytes
 
 
-def neighbours(order: Coordinator, size: int) -> Neighbours:
+def neighbours(order: Coordinator, size: int) -> ColocatedProcesses:
     """What they are; all of them ask, each for memory of `size` bytes of its own. Whoever gets some closes it.
 
     Raises:
         As `Coordinator.exchange`.
     """
     with contextlib.ExitStack() as unless_joined:
-        own: NearMemory | None = None
+        own: ColocatedMemory | None = None
         with contextlib.suppress(OSError):
-            own = NearMemory(size)
+            own = ColocatedMemory(size)
             unless_joined.callback(own.close)
         with contextlib.ExitStack() as hidden:
             if own is not None:
@@ -333,10 +333,10 @@ def neighbours(order: Coordinator, size: int) -> Neighbours:
             doing = "asking on which machines the processes of this job are"
             told = order.exchange(doing, lambda: msgspec.msgpack.encode(here), _on_one_machine)
             if told == _FAR:
-                return Neighbours(False, None)
+                return ColocatedProcesses(False, None)
             addresses = msgspec.msgpack.decode(told, type=list[bytes])
             if own is None or not all(addresses):
-                return Neighbours(True, None)
+                return ColocatedProcesses(True, None)
 
             def look() -> bytes:
                 try:
@@ -346,9 +346,9 @@ def neighbours(order: Coordinator, size: int) -> Neighbours:
                 return b""
 
             if order.exchange("looking at the memory of the processes of this job", look, b"".join):
-                return Neighbours(True, None)
+                return ColocatedProcesses(True, None)
         unless_joined.pop_all()
-        return Neighbours(True, own)
+        return ColocatedProcesses(True, own)
 
 
 def _on_one_machine(told: Sequence[bytes]) -> bytes:

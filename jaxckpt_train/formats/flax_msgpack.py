@@ -11,7 +11,7 @@ from typing import Any, cast
 from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all, write_parts
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError, UnsupportedLeafError
 from jaxckpt_train.formats.flax import ARRAYS_OF_A_JOB, FlaxFile
-from jaxckpt_train.pending import Movement
+from jaxckpt_train.pending import ProgressTracker
 from jaxckpt_train.pytree.flatten import MAX_DEPTH
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend
@@ -49,7 +49,9 @@ def open_flax_file(backend: Backend, found: FlaxFile, settings: StoreSettings) -
     parts = stage_all({_NAME: tree}, SaveTimes(), plain)
     step = _STEP.fullmatch(path.rpartition("/")[2])
     info = {} if step is None else {"step": int(step[1])}
-    return memory, write_parts(transaction, memory, parts, info, plain, SaveTimes(), replace=False, progress=Movement())
+    return memory, write_parts(
+        transaction, memory, parts, info, plain, SaveTimes(), replace=False, progress=ProgressTracker()
+    )
 
 
 def _restore(backend: Backend, found: FlaxFile) -> Any:

@@ -35,7 +35,7 @@ from jaxckpt_train.pytree.leaves import EmptyLeaf, LeafRecord, NoneLeaf, TreeRec
 from jaxckpt_train.store.backends.base import Backend, Entry
 from jaxckpt_train.store.files import read_whole
 from jaxckpt_train.store.manifest import NOT_JSON, shown
-from jaxckpt_train.store.manifest_decoding import decode_told
+from jaxckpt_train.store.manifest_decoding import decode_untrusted
 from jaxckpt_train.store.process_identity import memory_bytes
 
 _MAX_BYTES = 256 << 20
@@ -212,7 +212,7 @@ def decode_tree_metadata(data: bytes, path: str) -> OrbaxTree:
         UnsupportedLeafError: a leaf is of a type that only a handler of the user's own knows.
     """
     try:
-        found = decode_told(data, _TreeMetadata)
+        found = decode_untrusted(data, _TreeMetadata)
     except NOT_JSON as error:
         raise CorruptCheckpointError(f"{path}: expected the metadata of an Orbax tree, but: {shown(error)}") from error
     tree = OrbaxTree.empty()._replace(
@@ -481,7 +481,7 @@ def read_step(backend: Backend, directory: str, entries: Sequence[Entry]) -> Ste
         return StepTold(info, {})
     data = bytes(memoryview(read_whole(backend, directory, STEP_METADATA, MAX_JSON_BYTES)))
     try:
-        told = decode_told(data, dict[str, Any])
+        told = decode_untrusted(data, dict[str, Any])
     except NOT_JSON as error:
         raise CorruptCheckpointError(f"{directory}/{STEP_METADATA}: expected JSON, but: {shown(error)}") from error
     metrics, custom, ended = told.get("metrics"), told.get("custom_metadata"), told.get("commit_timestamp_nsecs")

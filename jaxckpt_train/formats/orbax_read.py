@@ -79,7 +79,7 @@ from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.files import read_whole
 from jaxckpt_train.store.manifest import NOT_JSON, is_plain_name, shown
-from jaxckpt_train.store.manifest_decoding import decode_told, decode_value, encode_value
+from jaxckpt_train.store.manifest_decoding import decode_untrusted, decode_value, encode_value
 from jaxckpt_train.store.process_identity import has_huge_malloc
 from jaxckpt_train.store.segment import ALIGNMENT
 
@@ -557,7 +557,7 @@ def _json_item(backend: Backend, directory: str, name: str) -> ForeignValue | Fo
 
 def _json_of(backend: Backend, directory: str, name: str) -> Any:
     try:
-        return decode_told(_bytes_of(backend, directory, name))
+        return decode_untrusted(_bytes_of(backend, directory, name))
     except NOT_JSON as error:
         raise CorruptCheckpointError(f"{directory}/{name}: expected JSON, but: {shown(error)}") from error
 

@@ -49,7 +49,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend, Opener
 from jaxckpt_train.store.boxes import Box, box_shape, cut_box, full_box
 from jaxckpt_train.store.committed import Committed
-from jaxckpt_train.store.copy import BoxToCome
+from jaxckpt_train.store.copy import LazyBox
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.files import read_recorded
 from jaxckpt_train.store.manifest import (
@@ -444,7 +444,7 @@ def _keys(tree: TreeRecord, path: str) -> tuple[tuple[str, int], ...]:
 
 
 def _read(files: Opener, committed: Committed, settings: StoreSettings, array: ArrayRecord, box: Box) -> np.ndarray:
-    return BoxToCome(files, committed, array, box, settings).fetch()
+    return LazyBox(files, committed, array, box, settings).fetch()
 
 
 def _write_tree(

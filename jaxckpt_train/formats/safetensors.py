@@ -43,7 +43,7 @@ from jaxckpt_train.store.backends.base import Backend, Entry, Opener, Source
 from jaxckpt_train.store.backends.local_names import real_path
 from jaxckpt_train.store.boxes import Box, cut_box, full_box
 from jaxckpt_train.store.committed import Committed
-from jaxckpt_train.store.copy import BoxAhead, BoxToCome, ReadAhead
+from jaxckpt_train.store.copy import BoxAhead, LazyBox, ReadAhead
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.files import SNIFFED_BYTES, digest_function, other_content, read_whole
 from jaxckpt_train.store.manifest import (
@@ -500,7 +500,7 @@ def export_safetensors(
     ):
 
         def to_come(array: ArrayRecord, boxes: Sequence[Box]) -> list[BoxAhead]:
-            return ahead.of([BoxToCome(files, committed, array, box, settings) for box in boxes])
+            return ahead.of([LazyBox(files, committed, array, box, settings) for box in boxes])
 
         layouts = [_layout(shard, to_come, told) for shard in shards]
         writers = [

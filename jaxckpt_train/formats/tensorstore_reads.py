@@ -41,7 +41,7 @@ from jaxckpt_train.store.manifest import ArrayRecord, shown
 if TYPE_CHECKING:
     import tensorstore as ts
 
-TOLD_LETTERS = 2000  # of an error of TensorStore, which names a file
+MAX_ERROR_CHARACTERS = 2000  # of an error of TensorStore, which names a file
 _SYSTEM_ERROR = re.compile(r"(?:os_error_code='|\[OS error )(\d+)")  # as its versions have it
 _STARTED = "/tensorstore/thread_pool/started"  # its count of the threads that it has started in this process
 _OF_THE_NAME = MISSING | {errno.ENAMETOOLONG}  # nothing can be there, so whatever has this name is damaged
@@ -122,7 +122,7 @@ def read_error(error: ValueError, told: str) -> CheckpointError:
         error: of TensorStore.
         told: the message, but for what TensorStore says.
     """
-    code, message = _code_of(error), f"{told}: {shown(error, TOLD_LETTERS)}"
+    code, message = _code_of(error), f"{told}: {shown(error, MAX_ERROR_CHARACTERS)}"
     return CorruptCheckpointError(message) if code is None or code in _OF_THE_NAME else StorageError(code, message)
 
 

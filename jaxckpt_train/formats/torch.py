@@ -72,7 +72,7 @@ KNOWN_DTYPES = frozenset(
 OLDEST = (2, 8)  # below 2.6 `weights_only=True` could be made to run code
 KIND, NAME = "PyTorch", "state"
 MAX_METADATA_BYTES = 512 << 20
-MOST_TOLD = 5
+MAX_LISTED = 5
 _log = logging.getLogger("jaxckpt_train")
 
 
@@ -483,8 +483,8 @@ def _objects(directory: str, metadata: TorchMetadata, paths: Mapping[str, str], 
         found.add(paths[name], value)
     left_out = [f"{path} ({why})" for path, why in found.left_out.items()]
     if left_out:
-        more = f", and {len(left_out) - MOST_TOLD} more" if len(left_out) > MOST_TOLD else ""
-        _log.warning("%s: left out, since it is no plain data: %s%s", directory, "; ".join(left_out[:MOST_TOLD]), more)
+        more = f", and {len(left_out) - MAX_LISTED} more" if len(left_out) > MAX_LISTED else ""
+        _log.warning("%s: left out, since it is no plain data: %s%s", directory, "; ".join(left_out[:MAX_LISTED]), more)
     return found
 
 

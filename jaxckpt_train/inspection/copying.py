@@ -48,8 +48,8 @@ from jaxckpt_train.store.committed import (
 from jaxckpt_train.store.copy import CHUNK_BYTES, copy_checkpoint, same_digests
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import COMMIT_NAME, MANIFEST_NAME, ArrayRecord, PartRecord
-from jaxckpt_train.store.removal import first_strangers, remove_replaced, renamed
-from jaxckpt_train.store.transaction import refuse_existing, refuse_left_over_name, remove_left_overs
+from jaxckpt_train.store.removal import first_untracked_files, remove_replaced, renamed
+from jaxckpt_train.store.transaction import refuse_existing, refuse_temporary_name, remove_stale_temporaries
 from jaxckpt_train.store.verify import first_damage
 
 _OVERWRITE = "pass --overwrite"
@@ -100,7 +100,7 @@ def refuse_to_remove_checkpoint(backend: Backend, path: str) -> None:
     kinds = {entry.name: entry.kind for entry in backend.list(folder)}
     if kinds.get(name) != "directory":
         raise SettingsError(f"{path}: expected the directory of a checkpoint to move, found a link to one; move that")
-    found = first_strangers(backend, path)
+    found = first_untracked_files(backend, path)
     if found:
         raise SettingsError(
             f"{path}: expected nothing but a checkpoint to move, found also {', '.join(found)}; move that away first, "
@@ -277,7 +277,7 @@ def copy_checked(
         StorageError: a file system refused.
     """
     refuse_other_tools(source)
-    refuse_left_over_name(final)
+    refuse_temporary_name(final)
     refuse_existing(backend, final, replace, _OVERWRITE)
     new_folders = list(_missing_folders(final))
 
@@ -299,7 +299,7 @@ def copy_checked(
 
     try:
         if not new_folders:
-            remove_left_overs(backend, final)
+            remove_stale_temporaries(backend, final)
         done = use_committed(backend, source.path, copy)
     except BaseException:
         for folder in new_folders:

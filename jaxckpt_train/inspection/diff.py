@@ -26,7 +26,7 @@ from jaxckpt_train.inspection.stats import HUGE, TINY, sum_of_squares
 from jaxckpt_train.pytree.flatten import ROOT, join, split
 from jaxckpt_train.pytree.leaves import EmptyLeaf, LeafRecord, TreeRecord, describe_saved, has_tree, python_value
 from jaxckpt_train.store.boxes import Box, box_elements, cut_box, full_box
-from jaxckpt_train.store.copy import BoxAhead, BoxToCome, ReadAhead
+from jaxckpt_train.store.copy import BoxAhead, LazyBox, ReadAhead
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.files import read_recorded
 from jaxckpt_train.store.manifest import ArrayRecord, FileRecord, PartRecord
@@ -87,7 +87,7 @@ def _ahead_of(opened: Opened, count: int) -> ReadAhead:
 
 
 def _box_ahead(ahead: ReadAhead, opened: Opened, array: ArrayRecord, box: Box) -> BoxAhead:
-    return ahead.of([BoxToCome(opened.files, opened.committed, array, box, opened.settings)])[0]
+    return ahead.of([LazyBox(opened.files, opened.committed, array, box, opened.settings)])[0]
 
 
 def _fetched(wanted: Wanted, boxes: list[BoxAhead]) -> tuple[Wanted, list[np.ndarray]]:

@@ -16,7 +16,7 @@ from jaxckpt_train.errors import (
     NotACheckpointError,
     StorageError,
 )
-from jaxckpt_train.inspection.runs import StepLook, links_to_steps, look_at_run, newest_whole_step
+from jaxckpt_train.inspection.runs import StepStatus, inspect_run, links_to_steps, newest_whole_step
 from jaxckpt_train.policies.preservation import BestN
 from jaxckpt_train.run.annotations import Notes
 from jaxckpt_train.run.catalog import half_deleted
@@ -28,7 +28,7 @@ from jaxckpt_train.run.pruning import Fate, Pruning, current_line, fates
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.removal import dead_attempts
 
-MOST_TOLD = 5
+MAX_LISTED = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Planned:
         why: the reasons.
     """
 
-    look: StepLook
+    look: StepStatus
     goes: bool
     why: tuple[str, ...]
 
@@ -95,7 +95,7 @@ def plan_pruning(
         MismatchError: no step has the metric by which the best are kept.
         StorageError: none that can be read is whole.
     """
-    looks = look_at_run(backend, directory)
+    looks = inspect_run(backend, directory)
     entries = sorted((look.entry for look in looks if look.entry is not None), key=lambda entry: entry.order)
     if not entries:
         raise NotACheckpointError(f"{directory}: expected a run, found no committed steps in it")
@@ -116,7 +116,7 @@ def plan_pruning(
     return PrunePlan([_planned(look, by_name.get(look.name)) for look in looks], found.damaged, found.refused)
 
 
-def _planned(look: StepLook, fate: Fate | None) -> Planned:
+def _planned(look: StepStatus, fate: Fate | None) -> Planned:
     if fate is None:
         return Planned(look, False, (f"not committed: {look.problem}",))
     return Planned(look, fate.goes, fate.why)
@@ -166,19 +166,19 @@ class RunHealth:
         damaged: what is wrong with committed steps, by the names of their directories.
         uncommitted: the same of what was never committed, or lost its COMMIT.
         refused: why others could not be read, by these names.
-        left_overs: what dead processes left, which the next owner removes.
+        stale_files: what dead processes left, which the next owner removes.
         at_risk: None: no process of the run has told how far it came.
         unreadable: why the history cannot be read.
     """
 
     owner: Owner | None
-    looks: list[StepLook]
-    newest: StepLook | None
+    looks: list[StepStatus]
+    newest: StepStatus | None
     newest_age_s: float | None
     damaged: dict[str, str]
     uncommitted: dict[str, str]
     refused: dict[str, str]
-    left_overs: list[str]
+    stale_files: list[str]
     at_risk: AtRisk | None
     unreadable: str | None
 
@@ -195,11 +195,11 @@ class RunHealth:
             found.append("none of the steps can be restored")
         if self.owner is not None and self.owner.is_alive and self.owner.silent_s > SILENCE_S:
             found.append(f"{self.owner.name} owns the run and has not been heard of for {self.owner.silent_s:.0f} s")
-        if self.left_overs:
-            more = ", ..." if len(self.left_overs) > MOST_TOLD else ""
+        if self.stale_files:
+            more = ", ..." if len(self.stale_files) > MAX_LISTED else ""
             found.append(
                 f"left by dead processes, and removed by the next one that saves: "
-                f"{', '.join(self.left_overs[:MOST_TOLD])}{more}"
+                f"{', '.join(self.stale_files[:MAX_LISTED])}{more}"
             )
         return found + ([] if self.unreadable is None else [f"the history cannot be read: {self.unreadable}"])
 
@@ -211,7 +211,7 @@ def health_of(backend: Backend, directory: str, now: datetime.datetime) -> RunHe
         NotACheckpointError: there is no such directory.
         StorageError: it cannot be read.
     """
-    owner, looks = OwnerLock(backend, directory).owner(), look_at_run(backend, directory)
+    owner, looks = OwnerLock(backend, directory).owner(), inspect_run(backend, directory)
     entries = sorted((look.entry for look in looks if look.entry is not None), key=lambda entry: entry.order)
     line = newest_generations(current_line(entries, Notes(backend, directory).roll_back))
     whole = newest_whole_step(backend, directory, line, every_byte=False)
@@ -236,7 +236,7 @@ def health_of(backend: Backend, directory: str, now: datetime.datetime) -> RunHe
         damaged=_of(there, damaged),
         uncommitted=_of(there, uncommitted),
         refused=_of(there, refused),
-        left_overs=[*dead_attempts(backend, directory), *_left_half_deleted(backend, directory)],
+        stale_files=[*dead_attempts(backend, directory), *_left_half_deleted(backend, directory)],
         at_risk=at_risk,
         unreadable=unreadable,
     )
@@ -257,7 +257,7 @@ def _left_half_deleted(backend: Backend, directory: str) -> list[str]:
 
 
 def _at_risk(
-    backend: Backend, directory: str, owner: Owner | None, newest: StepLook | None, now: datetime.datetime
+    backend: Backend, directory: str, owner: Owner | None, newest: StepStatus | None, now: datetime.datetime
 ) -> tuple[AtRisk | None, str | None]:
     is_live = owner is not None and owner.is_alive
     try:

@@ -40,11 +40,11 @@ from jaxckpt_train.store.backends.local import is_file
 from jaxckpt_train.store.backends.local_names import link_target, real_path
 from jaxckpt_train.store.committed import (
     Committed,
+    diagnose_uncommitted,
     is_committed,
     is_gone,
     open_committed,
     read_committed,
-    why_not_committed,
 )
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.files import open_recorded
@@ -105,7 +105,7 @@ class _Sizes(msgspec.Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class StepLook:
+class StepStatus:
     """A step of a run, or what should be one.
 
     Attributes:
@@ -128,7 +128,7 @@ class StepLook:
     refusal: CheckpointError | None = None
 
 
-def look_at_run(backend: Backend, directory: str) -> list[StepLook]:
+def inspect_run(backend: Backend, directory: str) -> list[StepStatus]:
     """The steps of a run, lowest first, also those that are damaged, left behind or not committed.
 
     What its owner has deleted meanwhile is not among them.
@@ -146,7 +146,7 @@ def look_at_run(backend: Backend, directory: str) -> list[StepLook]:
     return sorted(still_there(backend, directory, found), key=lambda each: (each.step, each.name))
 
 
-def still_there(backend: Backend, directory: str, looks: Sequence[StepLook]) -> list[StepLook]:
+def still_there(backend: Backend, directory: str, looks: Sequence[StepStatus]) -> list[StepStatus]:
     """Without those that have a problem and no longer their names: an owner was deleting them while they were read."""
     if all(look.problem is None for look in looks):
         return list(looks)
@@ -154,7 +154,7 @@ def still_there(backend: Backend, directory: str, looks: Sequence[StepLook]) -> 
     return [look for look in looks if look.problem is None or look.name in names]
 
 
-def passed_over(looks: Sequence[StepLook], whole: StepLook | None) -> list[StepLook]:
+def passed_over(looks: Sequence[StepStatus], whole: StepStatus | None) -> list[StepStatus]:
     """What is newer than the newest whole step, if there is one, and cannot be restored; the newest first.
 
     Not what a roll-back has left behind. What has no manifest does not say when it was saved: its number tells.
@@ -163,7 +163,7 @@ def passed_over(looks: Sequence[StepLook], whole: StepLook | None) -> list[StepL
     return sorted((look for look in bad if _is_newer(look, whole)), key=lambda look: look.step, reverse=True)
 
 
-def _is_newer(look: StepLook, than: StepLook | None) -> bool:
+def _is_newer(look: StepStatus, than: StepStatus | None) -> bool:
     if than is None or than.entry is None:
         return True
     if look.entry is not None:
@@ -171,7 +171,7 @@ def _is_newer(look: StepLook, than: StepLook | None) -> bool:
     return (parse_step_name(look.name) or (look.step, 0)) > (than.step, than.entry.generation)
 
 
-def newest_whole(looks: Sequence[StepLook]) -> StepLook | None:
+def newest_whole(looks: Sequence[StepStatus]) -> StepStatus | None:
     """The step that a restore would take; None: there is none."""
     good = [each for each in looks if each.entry is not None and each.is_current and each.problem is None]
     return max(good, key=lambda each: each.entry.order if each.entry is not None else (0, 0, 0), default=None)
@@ -188,7 +188,7 @@ def _refuse_nothing(backend: Backend, directory: str) -> None:
         raise NotACheckpointError(f"{directory}: expected a directory, found {found}") from error
 
 
-def _looked(backend: Backend, directory: str, entry: Entry, is_current: bool) -> StepLook:
+def _looked(backend: Backend, directory: str, entry: Entry, is_current: bool) -> StepStatus:
     refusal = None
     try:
         nbytes, problem = _size(backend, f"{directory}/{entry.name}")
@@ -197,7 +197,7 @@ def _looked(backend: Backend, directory: str, entry: Entry, is_current: bool) ->
         refusal = error if is_refusal(error) or isinstance(error, FormatVersionError) else None
     if problem is None and entry.damaged is not None:
         problem = f"set aside as damaged: {entry.damaged}"
-    return StepLook(entry.name, entry.step, entry, nbytes, is_current, problem, refusal)
+    return StepStatus(entry.name, entry.step, entry, nbytes, is_current, problem, refusal)
 
 
 def _size(backend: Backend, directory: str) -> tuple[int | None, str | None]:
@@ -212,7 +212,7 @@ def _size(backend: Backend, directory: str) -> tuple[int | None, str | None]:
     return segments + sum(file[1] for part in sizes.parts for file in part.files), None
 
 
-def _uncommitted(backend: Backend, directory: str, known: set[str]) -> list[StepLook]:
+def _uncommitted(backend: Backend, directory: str, known: set[str]) -> list[StepStatus]:
     found = []
     for entry in backend.list(directory):
         parsed = parse_step_name(entry.name)
@@ -222,8 +222,8 @@ def _uncommitted(backend: Backend, directory: str, known: set[str]) -> list[Step
         if entry.kind == "directory":
             if not is_gone(backend, f"{directory}/{entry.name}"):
                 continue  # it was committed a moment ago
-            problem = str(why_not_committed(backend, f"{directory}/{entry.name}"))
-        found.append(StepLook(entry.name, parsed[0], None, None, False, problem))
+            problem = str(diagnose_uncommitted(backend, f"{directory}/{entry.name}"))
+        found.append(StepStatus(entry.name, parsed[0], None, None, False, problem))
     return found
 
 
@@ -329,11 +329,11 @@ def _is_run(backend: Backend, path: str) -> bool:
 
 def _step_of(backend: Backend, path: str, step: float | None) -> tuple[str, tuple[str, ...]]:
     """The name of a step, and of those that are passed over for it."""
-    looks = look_at_run(backend, path)
+    looks = inspect_run(backend, path)
     return _newest_of(path, looks) if step is None else (_named(path, looks, step), ())
 
 
-def _newest_of(path: str, looks: Sequence[StepLook]) -> tuple[str, tuple[str, ...]]:
+def _newest_of(path: str, looks: Sequence[StepStatus]) -> tuple[str, tuple[str, ...]]:
     """The newest whole step; one that is newer and damaged is warned of, and one that may be whole is an error."""
     found = newest_whole(looks)
     bad = passed_over(looks, found)
@@ -357,7 +357,7 @@ def _newest_of(path: str, looks: Sequence[StepLook]) -> tuple[str, tuple[str, ..
     return found.name, tuple(look.name for look in bad)
 
 
-def _named(path: str, looks: Sequence[StepLook], step: float) -> str:
+def _named(path: str, looks: Sequence[StepStatus], step: float) -> str:
     same = [each for each in looks if each.step == step]
     if not same:
         there = ", ".join(str(each.step) for each in looks[-5:]) or "none"

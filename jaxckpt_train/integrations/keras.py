@@ -35,7 +35,7 @@ from jaxckpt_train.checkpointables.iterator_state import PerProcess
 from jaxckpt_train.checkpointables.pytree import JsonValue
 from jaxckpt_train.checkpointables.registry import register_handler
 from jaxckpt_train.config import callback_arguments
-from jaxckpt_train.errors import MismatchError, SettingsError, closing_besides
+from jaxckpt_train.errors import MismatchError, SettingsError, suppress_secondary
 from jaxckpt_train.run.saving import SaveResult
 
 try:
@@ -491,7 +491,7 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         try:
             yield
         except BaseException as error:
-            with closing_besides(error, self._ckpt.manager.directory):
+            with suppress_secondary(error, self._ckpt.manager.directory):
                 self.close()
             raise
 

@@ -28,7 +28,7 @@ from jaxckpt_train.errors import (
     MismatchError,
     SettingsError,
     StepNotFoundError,
-    closing_besides,
+    suppress_secondary,
 )
 from jaxckpt_train.integrations import orbax_args as args
 from jaxckpt_train.integrations.orbax_args import (
@@ -60,7 +60,7 @@ from jaxckpt_train.integrations.orbax_items import (
 from jaxckpt_train.integrations.orbax_trees import as_saved
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.metadata import CheckpointMetadata
-from jaxckpt_train.pending import Outcome, PendingSave
+from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.policies.context import (
     CheckpointInfo,
     DecisionContext,
@@ -76,7 +76,7 @@ from jaxckpt_train.run.history import Clock, utc_now
 from jaxckpt_train.run.saving import SaveResult
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.local import LocalBackend
-from jaxckpt_train.store.timeouts import answer_of
+from jaxckpt_train.store.timeouts import call_with_timeout
 
 T = TypeVar("T")
 _SAVING: weakref.WeakValueDictionary[str, CheckpointManager] = weakref.WeakValueDictionary()
@@ -304,7 +304,7 @@ class CheckpointManager:
         self._is_told = False  # by reached_preemption
         if self._options.create and not self._options.read_only:
             make = functools.partial(LocalBackend().make_directory, self._manager.directory, parents=True, sync=True)
-            answer_of(self._manager.directory, lambda moved: make())
+            call_with_timeout(self._manager.directory, lambda moved: make())
         self._metadata = None if metadata is None else dict(metadata)
         if metadata is not None and self._options.save_root_metadata and not self._options.read_only:
             self._manager.all_do("keeping the metadata of the run", self._keep_metadata)
@@ -325,7 +325,7 @@ class CheckpointManager:
     def _keep_metadata(self) -> None:
         directory, metadata = self._manager.directory, self._metadata
         if metadata is not None and current().process == 0:
-            answer_of(directory, lambda moved: write_root_metadata(directory, metadata))
+            call_with_timeout(directory, lambda moved: write_root_metadata(directory, metadata))
 
     @property
     def directory(self) -> Path:
@@ -390,7 +390,7 @@ class CheckpointManager:
         self._steps.begun(step, metrics, result.pending, is_listed=is_listed)
         self._kept.deleted.discard(step)
         # Its error is raised later: asking it has not seen that.
-        outcome, finalized = cast("Outcome[Any]", result.pending.committed), self._options.finalized
+        outcome, finalized = cast("SaveFuture[Any]", result.pending.committed), self._options.finalized
         if finalized is not None:
             outcome.add_done_callback(lambda done: outcome.error() is None and finalized())
         for value in values.values():
@@ -559,7 +559,7 @@ class CheckpointManager:
         """
         directory = self._manager.directory
         if step is None:
-            found = answer_of(directory, lambda moved: read_root_metadata(directory))
+            found = call_with_timeout(directory, lambda moved: read_root_metadata(directory))
             if found is None and self._options.read_only:
                 found = self._metadata
             return RootMetadata(found or {})
@@ -657,5 +657,5 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with closing_besides(error, self._manager.directory):
+        with suppress_secondary(error, self._manager.directory):
             self.close()

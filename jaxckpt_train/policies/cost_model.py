@@ -51,7 +51,7 @@ class Situation:
 
 
 @dataclasses.dataclass(frozen=True)
-class LeavingPlan:
+class ShutdownPlan:
     """What is done, once the save under way has ended if there is one.
 
     Attributes:
@@ -67,7 +67,7 @@ class LeavingPlan:
     loses: bool = False
 
 
-def choose(now: Situation) -> LeavingPlan:
+def choose(now: Situation) -> ShutdownPlan:
     """What loses the least and can be finished: a save that cannot end in time is not begun.
 
     A save under way is always waited for. It is enough if the updates since can be done again in the time that another
@@ -76,17 +76,17 @@ def choose(now: Situation) -> LeavingPlan:
     """
     if now.unsaved is None:
         why = "nothing new to save" if now.running is None else f"finishing the save of step {now.running}"
-        return LeavingPlan(False, why, now.running is not None)
+        return ShutdownPlan(False, why, now.running is not None)
     new, waits = f"saving step {now.unsaved}", now.running is not None
     first = f"finishing the save of step {now.running}, then " if waits else ""
     if now.left_s is None:
-        return LeavingPlan(True, f"{first}{new}: no time limit is known, or it is over already", waits)
+        return ShutdownPlan(True, f"{first}{new}: no time limit is known, or it is over already", waits)
     if now.save_s is None:
-        return LeavingPlan(True, f"{first}{new}: how long a save takes is not known yet", waits)
+        return ShutdownPlan(True, f"{first}{new}: how long a save takes is not known yet", waits)
     if now.running is not None and now.step_s is not None:
         behind = now.unsaved - now.running
         if behind * now.step_s <= now.save_s:
-            return LeavingPlan(
+            return ShutdownPlan(
                 False,
                 f"finishing the save of step {now.running}, which is fresh enough: doing {_updates(behind)} again "
                 f"takes {behind * now.step_s:.3g} s, saving step {now.unsaved} {now.save_s:.3g} s",
@@ -96,9 +96,9 @@ def choose(now: Situation) -> LeavingPlan:
     needed_s = MARGIN * (rest_s + now.save_s) + MARGIN_S
     time = f"{needed_s:.3g} s of {now.left_s:.3g} s are needed"
     if needed_s <= now.left_s or (now.committed is None and now.running is None):
-        return LeavingPlan(True, f"{first}{new}: {time}", waits)
+        return ShutdownPlan(True, f"{first}{new}: {time}", waits)
     kept = f"finishing the save of step {now.running}" if waits else f"step {now.committed} stays the last one"
-    return LeavingPlan(False, f"{kept}: no time to save step {now.unsaved}, {time}", waits, loses=True)
+    return ShutdownPlan(False, f"{kept}: no time to save step {now.unsaved}, {time}", waits, loses=True)
 
 
 def _updates(number: int) -> str:
@@ -118,7 +118,7 @@ def leave_early_s(save_s: float | None, step_s: float | None, limit_s: float) ->
     return min(early_s, limit_s / 2)
 
 
-class StepClock:
+class LoopTimer:
     """Told of each call for an update, when it begins and when it ends; between them runs the loop.
 
     The time of an update is that of windows of several, since a loop that reads a value of the device now and then has

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from jaxckpt_train.errors import CheckpointTimeoutError, Preempted
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.pending import call_within
-from jaxckpt_train.policies.cost_model import LeavingPlan
+from jaxckpt_train.policies.cost_model import ShutdownPlan
 from jaxckpt_train.preemption.watch import PreemptionWatch
 from jaxckpt_train.run.history import LATE, NOTE_S, PREEMPTED
 from jaxckpt_train.run.saving import SaveResult
@@ -24,7 +24,7 @@ ENDING_SHARE, MOST_ENDING_S = 0.4, 2.0
 NOTHING_NEW = SaveResult(False, "nothing new to save")
 
 
-class Departure:
+class GracefulShutdown:
     """How one run leaves.
 
     Args:
@@ -100,7 +100,7 @@ class Departure:
             raise failure
         return result
 
-    def _choose(self, manager: StepManager, unsaved: int | None) -> LeavingPlan:
+    def _choose(self, manager: StepManager, unsaved: int | None) -> ShutdownPlan:
         plan = manager.plan_to_leave(self.left_s(), unsaved)
         self._plans[plan.why] = None
         _log.warning("leaving: %s", plan.why)
@@ -158,7 +158,7 @@ class Departure:
         self.finish(manager)
         return None
 
-    def heeded(self, progress: ReadProgress | None) -> ReadProgress | None:
+    def interruptible(self, progress: ReadProgress | None) -> ReadProgress | None:
         """`progress` of a load within `leaving_a_load`, which it ends once the job is asked to leave."""
         if self._grace_period_s is None:
             return progress

@@ -139,7 +139,7 @@ class WatchedSources:
         """When the machine is gone; infinity: nobody says."""
         return min((each.leave_by for each in self._found() if each.leave_by is not None), default=math.inf)
 
-    def to_tell(self) -> list[tuple[Any, float]]:
+    def notification(self) -> list[tuple[Any, float]]:
         """Those who want to know when the job has left, and seconds that each may take; none in a fork."""
         if os.getpid() != self._process:
             return []
@@ -177,7 +177,7 @@ def _limit_s(source: NoticeSource) -> float:
     return TELLING_S if limit_s is None else seconds(f"{type(source).__name__}.left_timeout_s", limit_s)
 
 
-def tell_sources(sources: WatchedSources, step: int | None, left_s: float) -> None:
+def notify_sources(sources: WatchedSources, step: int | None, left_s: float) -> None:
     """Tell those who want to know it; who takes too long is told of by a warning, and not waited for.
 
     One after the other: once Slurm was asked to start the job again it may end what is left of this one.
@@ -187,9 +187,9 @@ def tell_sources(sources: WatchedSources, step: int | None, left_s: float) -> No
         step: that is committed; None: there is none.
         left_s: seconds that there are for all of them; each gets at least `LEAST_S`.
     """
-    to_tell, ends_at = sources.to_tell(), time.monotonic() + left_s
-    for place, (source, limit_s) in enumerate(to_tell):
-        of_others_s = LEAST_S * (len(to_tell) - place - 1)
+    notification, ends_at = sources.notification(), time.monotonic() + left_s
+    for place, (source, limit_s) in enumerate(notification):
+        of_others_s = LEAST_S * (len(notification) - place - 1)
         timeout_s = max(LEAST_S, min(limit_s, ends_at - time.monotonic() - of_others_s))
         if not call_within(functools.partial(_tell, source, step), timeout_s):
             text = (

@@ -24,11 +24,11 @@ from typing import Any, Protocol
 import msgspec
 
 from jaxckpt_train.checkpoint import PathLike
-from jaxckpt_train.distributed.coordinator import BARRIER_TIMEOUT_S, Coordinator, Ticks
+from jaxckpt_train.distributed.coordinator import BARRIER_TIMEOUT_S, Coordinator, PollSchedule
 from jaxckpt_train.distributed.jax_service import PreemptionService
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.pending import call_within
-from jaxckpt_train.preemption.sources import NoticeSource, WatchedSources, tell_sources
+from jaxckpt_train.preemption.sources import NoticeSource, WatchedSources, notify_sources
 from jaxckpt_train.run.job import leave_order
 from jaxckpt_train.store.backends.local import file_exists
 
@@ -239,23 +239,23 @@ class ByExchange:
 
     def __init__(self, everyone: Coordinator, timeout_s: float, monotonic: Callable[[], float]) -> None:
         self._everyone, self._timeout_s = everyone, timeout_s
-        self._ticks = Ticks(everyone.processes, monotonic)
+        self._poll_schedule = PollSchedule(everyone.processes, monotonic)
         self._order: Coordinator | None = None  # begun by the first look, which all make
         self._is_agreed = False
 
     def is_agreed(self, noticed: bool) -> bool:
         """Whether one has noticed, as of the last tick."""
-        if not self._is_agreed and self._ticks.is_due():
+        if not self._is_agreed and self._poll_schedule.is_due():
             self._order = self._order or self._everyone.within("preemption", self._timeout_s)
             said = msgspec.msgpack.decode(
                 self._order.exchange(
                     "looking whether to leave",
                     lambda: b"!" if noticed else b"",
-                    lambda values: msgspec.msgpack.encode(_Said(any(values), self._ticks.next())),
+                    lambda values: msgspec.msgpack.encode(_Said(any(values), self._poll_schedule.next())),
                 ),
                 type=_Said,
             )
-            self._ticks.set_next(said.next)
+            self._poll_schedule.set_next(said.next)
             self._is_agreed = said.is_agreed
         return self._is_agreed
 
@@ -508,7 +508,7 @@ class PreemptionWatch:
         left, self._left = self._left, None  # once
         if left is not None and self._sources and self._is_first:
             step, ends_at = left
-            tell_sources(self._sources, step, math.inf if ends_at is None else ends_at - self._monotonic())
+            notify_sources(self._sources, step, math.inf if ends_at is None else ends_at - self._monotonic())
 
     def reached(self) -> bool:
         """Whether the job was asked to leave; the same answer on all processes. Costs a microsecond."""

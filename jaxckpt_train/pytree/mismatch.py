@@ -263,7 +263,7 @@ class Differences:
         if "moved" in self._sorts:
             helps.append('rename={"node/0/**": "node/1/**", ...} gives each saved position its new one')
         if "shape" in self._sorts:
-            helps.append("surgery= changes shapes (pad, truncate, reshape, transpose, ...)")
+            helps.append("transforms= changes shapes (pad, truncate, reshape, transpose, ...)")
         if self._sorts & {"unexpected", "shape", "other"}:
             helps.append("only= leaves leaves out")
         return (

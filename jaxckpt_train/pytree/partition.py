@@ -251,7 +251,7 @@ def cuts_of(spec: Sequence[object], dimensions: int, axes: Mapping[str, int]) ->
     return tuple(named) + ((),) * (dimensions - len(named))
 
 
-class OwnPart(NamedTuple):
+class LocalShard(NamedTuple):
     """A part of an array: its box, the array on one device that holds it, and where in that; None: it is all of it."""
 
     box: Box
@@ -291,14 +291,14 @@ class JobShares:
         """Whether this process writes an array that each process has for itself."""
         return self._shares.of_whole(self._everyone, nbytes)
 
-    def of(self, leaf: jax.Array) -> list[OwnPart]:
+    def of(self, leaf: jax.Array) -> list[LocalShard]:
         """The own parts of an array that spans devices of several processes."""
         layout = self._layout(leaf.sharding, leaf.shape)
         here = {layout.boxes[shard.device]: shard.data for shard in reversed(leaf.addressable_shards)}
         parts = []
         for number, box in self._shares.of(layout.held, np.dtype(leaf.dtype).itemsize):
             held = layout.held[number].box
-            parts.append(OwnPart(box, here[held], None if box == held else slices_within(box, held)))
+            parts.append(LocalShard(box, here[held], None if box == held else slices_within(box, held)))
         return parts
 
     def _layout(self, sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> _Layout:
@@ -352,8 +352,8 @@ def _plain_cuts(sharding: jax.sharding.Sharding, dimensions: int) -> Cuts | None
     return cuts_of(spec, dimensions, dict(mesh.shape))
 
 
-def take_own_parts(
-    leaves: Sequence[Sequence[OwnPart]], mode: SnapshotMode, ahead: Ahead
+def take_local_shards(
+    leaves: Sequence[Sequence[LocalShard]], mode: SnapshotMode, ahead: Ahead
 ) -> tuple[list[tuple[ChunkSource, ...]], Transfers]:
     """As `take_from_devices`, of parts of arrays.
 
@@ -379,7 +379,7 @@ def take_own_parts(
     return [tuple(ChunkSource(part.box, next(following)) for part in several) for several in leaves], transfers
 
 
-def _inner(data: np.ndarray | ArrayToCome, part: OwnPart) -> np.ndarray | ArrayToCome:
+def _inner(data: np.ndarray | ArrayToCome, part: LocalShard) -> np.ndarray | ArrayToCome:
     if part.inner is None:
         return data
     return data[part.inner] if isinstance(data, np.ndarray) else _PartToCome(data, part.inner, box_shape(part.box))

@@ -24,18 +24,18 @@ from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Opener
 from jaxckpt_train.store.boxes import Box, box_elements, box_shape, intersect, row_major_range, slices_within
-from jaxckpt_train.store.buffers import ReadBudget, WarmMemory, empty_array
+from jaxckpt_train.store.buffers import BufferPool, ReadBudget, empty_array
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord
 from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT, Wanted, is_read_by_bands, parts_bytes, plan_reads
 from jaxckpt_train.store.reader import ReadBox, Reading, ReadProgress, Sources, band_bytes, run_reads
 from jaxckpt_train.store.segment import ALIGNMENT
-from jaxckpt_train.store.timeouts import answer_of, have_closed
+from jaxckpt_train.store.timeouts import call_with_timeout, have_closed
 
 ROOM = 16
 """In a row for one process each part begins at a multiple of this: no element is longer."""
-Needs = tuple[tuple[Box, ...], ...]
+Requirements = tuple[tuple[Box, ...], ...]
 """Of each process of a job, the distinct boxes of an array that it needs, lowest first."""
 
 
@@ -303,7 +303,7 @@ class Window:
         return at + len(data) > self.stop
 
 
-class ShareFeed:
+class ShardReader:
     """Reads a stream in order. What a window leaves of its last block is kept for the next one.
 
     Args:
@@ -331,7 +331,7 @@ class ShareFeed:
         self.directory, self.reads = committed.directory, 0
         self._committed, self._arrays, self._settings, self._told_progress = committed, arrays, settings, progress
         self._is_open = self._is_stopped = False
-        self._budget, self._warm = ReadBudget(settings.read_budget_bytes), WarmMemory()
+        self._budget, self._warm = ReadBudget(settings.read_budget_bytes), BufferPool()
         self._pieces = stream.pieces
         self._sources = Sources(files, committed, settings, [piece.chunk.segment for piece in stream.pieces])
         self._next = (0, 0)  # number of a piece, and bytes of it that are read
@@ -364,7 +364,7 @@ class ShareFeed:
         """
         if not self._is_open:
             self._is_open = True
-            answer_of(f"{self.directory}: segments", self._sources.open, self._moved)
+            call_with_timeout(f"{self.directory}: segments", self._sources.open, self._moved)
         pieces, left = self._unread_before(stop)
         window = Window(target, start, stop, left)
         wanted = [self._wanted(piece, window.place_for(piece)) for piece in pieces]
@@ -440,7 +440,7 @@ class RepeatedReads:
         self._block_bytes = block_bytes
         self._known: dict[object, int] = {}
 
-    def job_bytes(self, array: ArrayRecord, needs: Needs) -> int:
+    def job_bytes(self, array: ArrayRecord, needs: Requirements) -> int:
         """Bytes that all processes read together of the blocks that they need any of.
 
         Never too few; where the boxes of one process share blocks among each other, at times too many.

@@ -22,16 +22,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxckpt_train.distributed.shared_memory import NearMemory
+from jaxckpt_train.distributed.shared_memory import ColocatedMemory
 from jaxckpt_train.pytree._jax import nothing_set
-from jaxckpt_train.pytree.read_assignment import Assembly, Needs, ShareFeed, Stream, Window, pack, row_bytes
+from jaxckpt_train.pytree.read_assignment import Assembly, Requirements, ShardReader, Stream, Window, pack, row_bytes
 from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.store.read_plan import parts_bytes
 from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.threads import LOOK_S
-from jaxckpt_train.store.timeouts import Patience, Question, leave, put
+from jaxckpt_train.store.timeouts import Question, StallDetector, leave, put
 
 LEAST_ROW_BYTES = 4096
 """Of a row: the sum over so many makes XLA's CPU client return from the call before the program has run."""
@@ -60,12 +60,12 @@ class FeedAhead:
         then: called after each read, from any thread.
     """
 
-    def __init__(self, feed: ShareFeed, threads: int, then: Callable[[], object]) -> None:
+    def __init__(self, feed: ShardReader, threads: int, then: Callable[[], object]) -> None:
         self._feed, self._threads, self._then = feed, threads, then
         self._ordered = deque[tuple[_Begun, Callable[[], object]]]()
         self._asked = list[tuple[_Begun, Question[object]]]()
         self._begun = deque[_Begun]()
-        self._patience, self._looked_at = Patience(feed.directory), time.monotonic()
+        self._patience, self._looked_at = StallDetector(feed.directory), time.monotonic()
 
     def order(self, target: np.ndarray, start: int, stop: int) -> None:
         """As `ShareFeed.begin`.
@@ -214,7 +214,7 @@ class Shared(NamedTuple):
 
     number: int
     array: ArrayRecord
-    needs: Needs
+    needs: Requirements
     numbers: Sequence[int]
 
 
@@ -342,7 +342,7 @@ def in_steps(length: int, most: int) -> int:
     return min(-(-length // step) * step, most) if length else 0
 
 
-class NearWindows:
+class SharedMemoryWindows:
     """Windows of all streams, in memory that all processes see, in turn in a few places of each.
 
     Nobody reads into a place before all have taken what they need of the window that lay there, nor takes anything of a
@@ -361,7 +361,7 @@ class NearWindows:
         self,
         shared: Sequence[Shared],
         streams: Sequence[Stream],
-        memory: NearMemory,
+        memory: ColocatedMemory,
         block_bytes: int,
         waiting: Callable[[bool], None],
     ) -> None:
@@ -374,7 +374,7 @@ class NearWindows:
         self._begun = self._given = self._taken = 0
         self._left = set(range(len(streams)))  # of whose window number `_taken` this process has taken nothing
 
-    def read(self, feed: ShareFeed, threads: int, hand_over: Callable[[], None]) -> None:
+    def read(self, feed: ShardReader, threads: int, hand_over: Callable[[], None]) -> None:
         """Read the own stream on other threads, and take what this process needs of all of them.
 
         Args:

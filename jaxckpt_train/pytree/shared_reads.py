@@ -21,14 +21,14 @@ import msgspec
 import numpy as np
 
 from jaxckpt_train.distributed.coordinator import Coordinator, always
-from jaxckpt_train.distributed.shared_memory import NearMemory, Neighbours, neighbours
+from jaxckpt_train.distributed.shared_memory import ColocatedMemory, ColocatedProcesses, neighbours
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, OtherProcessError
 from jaxckpt_train.pytree.placing import spans_processes
 from jaxckpt_train.pytree.read_assignment import (
     Assembly,
-    Needs,
     RepeatedReads,
-    ShareFeed,
+    Requirements,
+    ShardReader,
     Stream,
     read_shares,
     stored_bytes,
@@ -39,8 +39,8 @@ from jaxckpt_train.pytree.redistribution import (
     Gathering,
     JobTransfer,
     Moving,
-    NearWindows,
     Shared,
+    SharedMemoryWindows,
     longest_rows,
     memory_bytes,
 )
@@ -68,7 +68,7 @@ WORTH_BYTES = 64 << 20
 """And from so many bytes on: less comes from most storages before the first transfer has begun."""
 
 
-class JobNeeds:
+class JobRequirements:
     """Answers for one array after the other; most have their shape and sharding in common with others.
 
     Args:
@@ -77,9 +77,9 @@ class JobNeeds:
 
     def __init__(self, processes: int) -> None:
         self._processes = processes
-        self._known: dict[object, Needs] = {}
+        self._known: dict[object, Requirements] = {}
 
-    def of(self, shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Needs:
+    def of(self, shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Requirements:
         """Of each process its distinct boxes."""
         found = self._known.get((shape, sharding))
         if found is None:
@@ -93,13 +93,13 @@ class JobNeeds:
         return found
 
 
-def holds_nearly_all(needs: Needs, elements: int) -> bool:
+def holds_nearly_all(needs: Requirements, elements: int) -> bool:
     """Whether the processes need more than half of an array on average."""
     needed = sum(box_elements(box) for boxes in needs for box in boxes)
     return 2 * needed > len(needs) * elements
 
 
-def in_order_of_needs(needs: Needs) -> list[int]:
+def in_order_of_needs(needs: Requirements) -> list[int]:
     """The processes by the first box of each, so that who reads a part often needs that part."""
     return sorted(range(len(needs)), key=lambda process: (not needs[process], needs[process][:1], process))
 
@@ -113,7 +113,7 @@ class _Begun(msgspec.Struct, array_like=True):
     budget_bytes: int
 
 
-class Together(Protocol):
+class JobAgreement(Protocol):
     """Does something in all processes of the job, as `Coordinator.exchange`."""
 
     def __call__(
@@ -122,7 +122,7 @@ class Together(Protocol):
         """What `merge` makes of it in process 0."""
 
 
-def agree(together: Together, committed: Committed, shared: Sequence[Shared], budget_bytes: int) -> int:
+def agree(together: JobAgreement, committed: Committed, shared: Sequence[Shared], budget_bytes: int) -> int:
     """The least of the budgets of all processes.
 
     Raises:
@@ -187,7 +187,7 @@ def _leaves(shared: Sequence[Shared]) -> list[tuple[str, str]]:
     return found
 
 
-def _digest(found: Needs | list[tuple[str, str]]) -> str:
+def _digest(found: Requirements | list[tuple[str, str]]) -> str:
     return hashlib.sha256(msgspec.msgpack.encode(found)).hexdigest()
 
 
@@ -212,7 +212,7 @@ class JointRead:
         subject: str,
         settings: StoreSettings,
         progress: ReadProgress | None,
-        memory: NearMemory | None = None,
+        memory: ColocatedMemory | None = None,
     ) -> None:
         self._memory = memory
         self._job, self._files, self._committed, self._subject = job, files, committed, subject
@@ -246,13 +246,13 @@ class JointRead:
 
     def _look_at_each_other(
         self,
-        memory: NearMemory,
+        memory: ColocatedMemory,
         shared: Sequence[Shared],
         take: Callable[[ReadBox], None],
         rest: Callable[[ReadProgress], None],
     ) -> None:
         streams = self._even_shares(shared)
-        way = NearWindows(shared, streams, memory, self._block_bytes, self._alive)
+        way = SharedMemoryWindows(shared, streams, memory, self._block_bytes, self._alive)
         hand_over = functools.partial(self._hand_over, way.assembly, shared, take)
         way.read(self._feed(shared, streams[self._job.process]), self._settings.known_io_threads, hand_over)
         memory.close()  # the rest may need room
@@ -280,7 +280,7 @@ class JointRead:
         needed = LEAST_NEED_BYTES * self._job.processes
         return stored_bytes(each.array) < needed or holds_nearly_all(each.needs, int(np.prod(each.array.shape)))
 
-    def _gathering(self, shared: Sequence[Shared]) -> tuple[Way, ShareFeed]:
+    def _gathering(self, shared: Sequence[Shared]) -> tuple[Way, ShardReader]:
         """All that comes is in memory twice, while the next comes; what is sent three times, while it is read."""
         processes, process = self._job.processes, self._job.process
         streams = self._even_shares(shared)
@@ -288,7 +288,7 @@ class JointRead:
         window = self._window(min(longest, self._budget_bytes // (2 * processes + 4)))
         return Gathering(shared, streams, window, JobTransfer(process), process), self._feed(shared, streams[process])
 
-    def _exchange(self, shared: Sequence[Shared]) -> tuple[Way, ShareFeed]:
+    def _exchange(self, shared: Sequence[Shared]) -> tuple[Way, ShardReader]:
         """What comes and what goes, in memory twice each; and what is read, three times."""
         processes, process = self._job.processes, self._job.process
         arrays = [each.array for each in shared]
@@ -309,15 +309,15 @@ class JointRead:
     def _window(self, size: int) -> int:
         return max(LEAST_WINDOW_BYTES, -(-size // LEAST_ROW_BYTES) * LEAST_ROW_BYTES)
 
-    def _feed(self, shared: Sequence[Shared], stream: Stream) -> ShareFeed:
+    def _feed(self, shared: Sequence[Shared], stream: Stream) -> ShardReader:
         arrays = [each.array for each in shared]
-        return ShareFeed(self._files, self._committed, arrays, stream, self._settings, self._progress)
+        return ShardReader(self._files, self._committed, arrays, stream, self._settings, self._progress)
 
     @property
     def _block_bytes(self) -> int:
         return self._committed.manifest.block_bytes
 
-    def _move(self, shared: Sequence[Shared], way: Way, feed: ShareFeed, take: Callable[[ReadBox], None]) -> None:
+    def _move(self, shared: Sequence[Shared], way: Way, feed: ShardReader, take: Callable[[ReadBox], None]) -> None:
         """Read a window while the one before it is on its way, and order a transfer once all have what they give.
 
         So nobody orders one in which another, whose read failed, would take no part.
@@ -341,7 +341,7 @@ class JointRead:
             take(ReadBox(each.number, each.numbers[box.box], box.data))
             del box
 
-    def _read(self, way: Way, feed: ShareFeed, number: int, flying: Moving | None) -> np.ndarray | None:
+    def _read(self, way: Way, feed: ShardReader, number: int, flying: Moving | None) -> np.ndarray | None:
         """The next window of this process, once all have theirs, and the transfer of the last one is over."""
         start, stop = way.window(number) if number < way.windows else (0, 0)
         window = aligned_buffer(stop - start) if stop else None
@@ -351,7 +351,7 @@ class JointRead:
         return window
 
     def _fill_and_wait(
-        self, feed: ShareFeed, window: np.ndarray | None, start: int, stop: int, flying: Moving | None
+        self, feed: ShardReader, window: np.ndarray | None, start: int, stop: int, flying: Moving | None
     ) -> None:
         if window is not None:
             feed.fill(window, start, stop)
@@ -423,7 +423,7 @@ class ReadTogether(NamedTuple):
 
     shared: Sequence[Shared]
     cached: Sequence[int]
-    memory: NearMemory | None
+    memory: ColocatedMemory | None
 
 
 class JobLoads:
@@ -452,7 +452,7 @@ class JobLoads:
         if self._job is not None and self._order is None and any(map(spans_processes, shardings)):
             self._order = self._job.within("load", self._settings.barrier_timeout_s)
 
-    def neighbours(self, block_bytes: int) -> Neighbours:
+    def neighbours(self, block_bytes: int) -> ColocatedProcesses:
         """Whether all processes run on one machine, and see each other's memory there; each time it is other memory.
 
         Args:
@@ -513,7 +513,7 @@ def read_together(
     """
     if read_once is False or loads.processes == 1:
         return ReadTogether([], [], None)
-    needs, reads = JobNeeds(loads.processes), RepeatedReads(block_bytes)
+    needs, reads = JobRequirements(loads.processes), RepeatedReads(block_bytes)
     found, stored, repeated = list[Shared](), 0, 0
     for number, (array, place) in enumerate(arrays):
         if not spans_processes(place.sharding) or not array.chunks:
@@ -529,7 +529,7 @@ def read_together(
     is_worth_it = repeated >= WORTH_BYTES and repeated * NOTICEABLE >= stored
     if not found or not (read_once is True or is_worth_it):
         return ReadTogether([], [], None)
-    are_near, memory = loads.neighbours(block_bytes)
-    if are_near and memory is None and read_once == "auto":
+    are_colocated, memory = loads.neighbours(block_bytes)
+    if are_colocated and memory is None and read_once == "auto":
         return ReadTogether([], [each.number for each in found], None)
     return ReadTogether(found, [], memory)

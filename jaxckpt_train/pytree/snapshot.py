@@ -49,7 +49,7 @@ from jaxckpt_train.pytree.leaves import (
     is_key_array,
     record_value,
 )
-from jaxckpt_train.pytree.partition import JobShares, OwnPart, take_own_parts
+from jaxckpt_train.pytree.partition import JobShares, LocalShard, take_local_shards
 from jaxckpt_train.settings import KIB, MIB, Colocated, SnapshotMode
 from jaxckpt_train.store.boxes import box_from_index, full_box
 from jaxckpt_train.store.dtypes import is_inexact, is_storable
@@ -359,7 +359,7 @@ def snapshot(
     transfers = None
     if taker.elsewhere:
         numbers, elsewhere = zip(*taker.elsewhere, strict=True)
-        take: Any = take_from_devices if shares is None else take_own_parts
+        take: Any = take_from_devices if shares is None else take_local_shards
         chunks, transfers = take(elsewhere, mode, ahead or Ahead(64 * MIB))
         for number, found in zip(numbers, chunks, strict=True):
             taker.arrays[number] = taker.arrays[number]._replace(chunks=found)
@@ -436,7 +436,7 @@ class _Taker:
 
     def __init__(self, keeps_views: bool, shares: JobShares | None = None, hosts: HostTaker | None = None) -> None:
         self.arrays: list[ArraySource] = []
-        self.elsewhere: list[tuple[int, jax.Array | Sequence[OwnPart]]] = []
+        self.elsewhere: list[tuple[int, jax.Array | Sequence[LocalShard]]] = []
         self.local: list[int] = []
         self.compared: list[int] = []
         self.owners: dict[int, int] = {}
@@ -563,12 +563,12 @@ class _Taker:
             chunks = tuple(ChunkSource(box_from_index(shard.index, shape), np.asarray(shard.data)) for shard in shards)
         self.arrays.append(ArraySource(name, shape, leaf.dtype, chunks, form.described))
 
-    def _own_parts(self, shares: JobShares, leaf: jax.Array, form: _Form) -> Sequence[OwnPart]:
+    def _own_parts(self, shares: JobShares, leaf: jax.Array, form: _Form) -> Sequence[LocalShard]:
         if not form.local:
             return shares.of(leaf)
         self._sort(leaf.nbytes)
         shards = distinct_shards(leaf)
-        return [OwnPart(box_from_index(shard.index, leaf.shape), shard.data, None) for shard in shards]
+        return [LocalShard(box_from_index(shard.index, leaf.shape), shard.data, None) for shard in shards]
 
     def _sort(self, nbytes: int) -> None:
         """Find out who writes what each process has for itself; the others compare it with theirs."""

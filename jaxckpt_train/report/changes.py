@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from jaxckpt_train.checkpoint import OURS, Opened
 from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.inspection.diff import LeafDiff, diff_leaves, leaves_by_name
-from jaxckpt_train.inspection.runs import StepLook
+from jaxckpt_train.inspection.runs import StepStatus
 from jaxckpt_train.pytree.leaves import describe_saved
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend
@@ -75,12 +75,12 @@ class Changes:
 class Plan:
     """Which pairs are to be compared, oldest first, how many bytes that may read, and what is left out."""
 
-    pairs: tuple[tuple[StepLook, StepLook], ...]
+    pairs: tuple[tuple[StepStatus, StepStatus], ...]
     bytes: int
     left_out: str
 
 
-def plan_changes(looks: Sequence[StepLook], wanted: int | None) -> Plan:
+def plan_changes(looks: Sequence[StepStatus], wanted: int | None) -> Plan:
     """Choose the newest pairs of steps.
 
     Args:
@@ -90,7 +90,7 @@ def plan_changes(looks: Sequence[StepLook], wanted: int | None) -> Plan:
     good = [look for look in looks if look.entry is not None and look.is_current and look.problem is None]
     pairs = list(itertools.pairwise(good))
     most, room = (FEW_PAIRS, FEW_BYTES) if wanted is None else (wanted, None)
-    chosen: list[tuple[StepLook, StepLook]] = []
+    chosen: list[tuple[StepStatus, StepStatus]] = []
     total = 0
     for pair in reversed(pairs[len(pairs) - min(most, len(pairs)) :]):
         needed = sum(look.nbytes or 0 for look in pair)
@@ -123,7 +123,7 @@ def compare(backend: Backend, directory: str, plan: Plan, progress: Callable[[in
 
 
 def _compared(
-    backend: Backend, directory: str, before: StepLook, after: StepLook, progress: Callable[[int], object]
+    backend: Backend, directory: str, before: StepStatus, after: StepStatus, progress: Callable[[int], object]
 ) -> PairChange:
     try:
         first, second = (_opened(backend, directory, look.name) for look in (before, after))

@@ -37,7 +37,7 @@ BLUE, ORANGE, GREEN, RED, PURPLE, GREY, TEAL, OCHRE = (
     "#3f7fbf", "#dd8432", "#2e9b6f", "#cf4a5a", "#8b6fc4", "#8b919b", "#2b9da6", "#b7952a"
 )  # fmt: skip
 TOOLS = "xpan,box_zoom,xwheel_zoom,reset,save"
-MOST_LETTERS = 100
+MAX_CHARACTERS = 100
 MOMENT = "{%F %T.%3N}"
 HOW_COLOURS = {FINISHED: GREEN, PREEMPTED: BLUE, CLOSED: TEAL, RUNNING: PURPLE, LATE: OCHRE, KILLED: RED}
 ERROR = "an error"
@@ -120,7 +120,7 @@ def source(columns: Mapping[str, Sequence[Any]]) -> ColumnDataSource:
 def _column(values: Sequence[Any]) -> Any:
     if values and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return np.asarray(values, np.float64)
-    texts = [value[:MOST_LETTERS] if isinstance(value, str) else value for value in values]
+    texts = [value[:MAX_CHARACTERS] if isinstance(value, str) else value for value in values]
     return [_plain(text) for text in texts]
 
 

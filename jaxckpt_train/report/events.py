@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from jaxckpt_train.inspection.runs import StepLook
+from jaxckpt_train.inspection.runs import StepStatus
 from jaxckpt_train.report.series import (
     MOST_KEPT,
     RECENT,
@@ -212,7 +212,7 @@ class Lives:
         self._signs.append(sign)
         self._sizes.append(sign * min(life.bytes or 0, MOST_STEP_BYTES))
 
-    def found(self, looks: Sequence[StepLook]) -> StepsFound:
+    def found(self, looks: Sequence[StepStatus]) -> StepsFound:
         """What became of all steps, once all events were added.
 
         Args:
@@ -230,7 +230,7 @@ class Lives:
         states = {state: self._states[state] for state in STATES if self._states[state]}
         return StepsFound(lives, states, self._uses(), len(self._times), *self._series.found())
 
-    def _look(self, look: StepLook) -> None:
+    def _look(self, look: StepStatus) -> None:
         entry = look.entry
         life = self._there.setdefault(look.name, StepLife(look.name, look.step))
         life.is_there, life.is_committed = True, entry is not None

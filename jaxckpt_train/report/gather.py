@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxckpt_train.checkpoint import OURS, Opened
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError, StorageError
-from jaxckpt_train.inspection.runs import StepLook, look_at_run, newest_whole
+from jaxckpt_train.inspection.runs import StepStatus, inspect_run, newest_whole
 from jaxckpt_train.report.changes import Changes, Plan, TreeSizes, compare, tree_sizes
 from jaxckpt_train.report.events import DiskUse, Lives, StepLife, StepsFound
 from jaxckpt_train.report.series import (
@@ -247,7 +247,7 @@ class RunHistory:
         """All processes, in order; `is_live`: the last one is at work."""
         return settled(self._attempts, is_live=is_live)
 
-    def steps(self, looks: Sequence[StepLook]) -> StepsFound:
+    def steps(self, looks: Sequence[StepStatus]) -> StepsFound:
         """What became of all steps, once all events were added; `looks`: the steps that are there."""
         return self._lives.found(looks)
 
@@ -284,7 +284,7 @@ class RunRead:
 
     directory: str
     history: RunHistory
-    looks: tuple[StepLook, ...]
+    looks: tuple[StepStatus, ...]
     is_live: bool
     warnings: tuple[str, ...]
 
@@ -313,7 +313,7 @@ def read_run(backend: Backend, directory: str, now: datetime.datetime) -> RunRea
             _log.warning("the history cannot be read: %s", error)
         is_live = was_live or lock.is_anybodys()  # one may begin meanwhile, and one that ends says so first
         is_live = is_live or (LOCK_NAME in names and _was_heard_of(history.last, now))
-        looks = look_at_run(backend, directory)
+        looks = inspect_run(backend, directory)
     return RunRead(directory, history, tuple(looks), is_live, tuple(warnings))
 
 

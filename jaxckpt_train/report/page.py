@@ -230,7 +230,7 @@ def _change(change: float | None) -> float | str | None:
 
 def _chosen(leaves: Sequence[LeafSize], limits: Limits) -> list[LeafSize]:
     """As many as a page has room for, the largest; in the order of the tree."""
-    room, chosen = limits.leaf_letters, set[int]()
+    room, chosen = limits.leaf_characters, set[int]()
     for number in sorted(range(len(leaves)), key=lambda number: -leaves[number].bytes)[: limits.leaves]:
         room -= len(json.dumps(leaves[number].name))
         if room < 0:

@@ -122,7 +122,7 @@ class Limits:
     points: int = 1000
     changed_leaves: int = 4000
     leaves: int = 20_000
-    leaf_letters: int = 1_000_000
+    leaf_characters: int = 1_000_000
 
     def halved(self) -> Limits:
         """Half of everything."""

@@ -39,7 +39,7 @@ MOST_BYTES = 64 << 20
 """More than 300,000 notes take; of a larger file, which each start would have to read, both ends are read."""
 
 
-class Verdicts:
+class DamageReports:
     """The last verdict on each save of a step.
 
     Attributes:

@@ -37,7 +37,7 @@ from jaxckpt_train.store.files import read_whole
 from jaxckpt_train.store.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, NOT_JSON, decode_info
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.removal import attempts
-from jaxckpt_train.store.timeouts import answer_of
+from jaxckpt_train.store.timeouts import call_with_timeout
 
 _MOST_NAMED = 5
 Seen = Mapping[str, datetime.datetime | None]
@@ -230,7 +230,7 @@ def step_not_found(
     which = "" if step is None else f" {step}; committed are {steps}"
     others = ""
     if backend is not None and not there:
-        others = answer_of(directory, functools.partial(of_others, backend, directory), progress)
+        others = call_with_timeout(directory, functools.partial(of_others, backend, directory), progress)
     found = f"; found {others}" if others else ""
     if others and LEVANTER not in others:
         found += ", which jaxckpt_train.load loads"
@@ -341,8 +341,8 @@ def refuse_uncommitted(
     Raises:
         SettingsError: there are steps of Orbax, Levanter or TorchTitan, or checkpoints of Flax.
     """
-    answer_of(directory, lambda moved: refuse_other_steps(backend, directory), progress)
-    names = sorted(answer_of(directory, lambda moved: _step_names(backend, directory), progress))
+    call_with_timeout(directory, lambda moved: refuse_other_steps(backend, directory), progress)
+    names = sorted(call_with_timeout(directory, lambda moved: _step_names(backend, directory), progress))
     if names:
         why = "damaged or not committed" if damaged else "not committed (copied in part, or links?)"
         raise CorruptCheckpointError(
@@ -350,7 +350,7 @@ def refuse_uncommitted(
             "move them away to start from the beginning"
         )
     if not beside_flax:
-        answer_of(directory, lambda moved: refuse_flax_checkpoints(backend, directory), progress)
+        call_with_timeout(directory, lambda moved: refuse_flax_checkpoints(backend, directory), progress)
 
 
 def tell_of_uncommitted(backend: Backend, directory: str, told: set[str]) -> None:

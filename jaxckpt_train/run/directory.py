@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from jaxckpt_train.errors import CorruptCheckpointError, DirectoryLockedError, StorageError
 from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, PreservationPolicy
-from jaxckpt_train.run.annotations import NoteBook, Verdicts, noted
+from jaxckpt_train.run.annotations import DamageReports, NoteBook, noted
 from jaxckpt_train.run.catalog import (
     Seen,
     begun_deletions,
@@ -60,11 +60,11 @@ from jaxckpt_train.run.entry import (
     parse_step_name,
     to_try,
 )
-from jaxckpt_train.run.goodput import Past
+from jaxckpt_train.run.goodput import RunStatistics
 from jaxckpt_train.run.history import History, RunLog
 from jaxckpt_train.run.lock import OwnerLock, try_to_write
-from jaxckpt_train.run.pruning import replaced, unkept_names
-from jaxckpt_train.run.retention import BestLink, Deleter, Doomed, LinkToBest
+from jaxckpt_train.run.pruning import expired_names, replaced
+from jaxckpt_train.run.retention import BestLink, Deleter, LinkToBest, PendingDeletions
 from jaxckpt_train.run.scrubber import Scrubber
 from jaxckpt_train.store.backends.base import GONE, Backend, sync_directory
 from jaxckpt_train.store.backends.local import doubts_about
@@ -72,7 +72,7 @@ from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.process_identity import ProcessIdentity
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.threads import free_in_child
-from jaxckpt_train.store.timeouts import answer_of
+from jaxckpt_train.store.timeouts import call_with_timeout
 
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
@@ -105,7 +105,7 @@ class BeingRead:
                     self._names.remove(name)
 
 
-class Origin:
+class ResumePoint:
     """The step that was restored, or that there was none, and what there was in the run by then.
 
     Attributes:
@@ -247,7 +247,7 @@ def take(backend: Backend, directory: str, lock: OwnerLock, took_over: Callable[
         try_to_write(backend, directory)
 
     with contextlib.suppress(StorageError):  # which is told below: asked first where nobody waits for ever
-        answer_of(directory, look)
+        call_with_timeout(directory, look)
     backend.make_directory(directory, parents=True, sync=True)
     dead = lock.acquire()
     if dead is not None:
@@ -283,8 +283,13 @@ class RunDirectory:
         self._entries, self._left = list[Entry](), frozenset[str]()
         self._infos: tuple[CheckpointInfo, ...] | None = None
         self._left_attempts = list[str]()
-        self._origin, self._next_save, self._being_read = Origin(), NextSave(), BeingRead(self._guard)
-        self._verdicts, self._told_of, self._doomed, self.past = Verdicts(), set[str](), Doomed(), Past()
+        self._origin, self._next_save, self._being_read = ResumePoint(), NextSave(), BeingRead(self._guard)
+        self._damage_reports, self._told_of, self._pending_deletions, self.past = (
+            DamageReports(),
+            set[str](),
+            PendingDeletions(),
+            RunStatistics(),
+        )
 
     def own(self) -> None:
         """Become the owner: take the lock, clean up after dead owners, read what is there; or see that it still is.
@@ -294,7 +299,7 @@ class RunDirectory:
         """
         if not self.is_owner:
             return self.hold()
-        return answer_of(self._directory, lambda moved: self.check_owner())
+        return call_with_timeout(self._directory, lambda moved: self.check_owner())
 
     def hold(self) -> None:
         """As `own`, but whoever is the owner already asks no disk whether it still is, which may not answer."""
@@ -316,8 +321,8 @@ class RunDirectory:
             self._next_save.goes_on(self._entries)
             self._left = self._origin.left_behind(self._entries, self._left)
         self._write_verdicts()
-        recent = answer_of(self._directory, lambda moved: self.history.recent())
-        self.past = Past.of(recent)
+        recent = call_with_timeout(self._directory, lambda moved: self.history.recent())
+        self.past = RunStatistics.of(recent)
         names = {entry.name for entry in self._entries}
         self._deleter.delete(begun_deletions(self._backend, self._directory, names, recent, self.log.deleted))
         self.is_owner = True  # last of all: what is interrupted before is done again
@@ -327,7 +332,7 @@ class RunDirectory:
 
     def _look(self, progress: ReadProgress | None = None) -> None:
         scan = functools.partial(scan_with_notes, self._backend, self._directory)
-        self._entries, self._notes = answer_of(self._directory, scan, progress)
+        self._entries, self._notes = call_with_timeout(self._directory, scan, progress)
         self._left = left_behind(self._entries, self._notes.roll_back)
         self._next_save.found(self._entries, self._notes.roll_back)
         self._infos = None
@@ -352,7 +357,7 @@ class RunDirectory:
             self._look(progress)
 
     def _whole(self) -> list[Entry]:
-        return [entry for entry in self._entries if entry.name not in self._doomed and entry.damaged is None]
+        return [entry for entry in self._entries if entry.name not in self._pending_deletions and entry.damaged is None]
 
     def damaged(self, progress: ReadProgress | None = None) -> list[Entry]:
         """What was set aside since it is damaged, in the order of the saves."""
@@ -384,7 +389,7 @@ class RunDirectory:
         wanted = None if step is None else check_step(step)
         with self._guard:
             self._look_again(progress)
-            entries = to_try(self._entries, self._left, self._doomed.is_going, damaged=damaged)
+            entries = to_try(self._entries, self._left, self._pending_deletions.is_going, damaged=damaged)
         found = [entry for entry in entries if wanted in (None, entry.step)]
         if not found:
             if wanted is None and damaged:  # as who restores asks
@@ -430,10 +435,10 @@ class RunDirectory:
             self._look_again()
             return any(entry.step == step and entry.name not in self._left for entry in self._whole())
 
-    def _line(self, doomed: bool = False) -> list[Entry]:
+    def _line(self, pending_deletions: bool = False) -> list[Entry]:
         origin = None if self.is_owner else self._origin.entry
         left = self._left if origin is None else left_behind_by(origin, self._entries)
-        entries = [each for each in self._entries if each.damaged is None] if doomed else self._whole()
+        entries = [each for each in self._entries if each.damaged is None] if pending_deletions else self._whole()
         return [entry for entry in entries if entry.name not in left]
 
     def lineage(self, step: int) -> dict[str, Any]:
@@ -455,7 +460,7 @@ class RunDirectory:
 
     def free_name(self, step: int) -> str:
         """The directory name under which a step is to be saved: its next generation, whatever is there or is to go."""
-        names = {*self._doomed, *(shown_name(item.name) for item in self._backend.list(self._directory))}
+        names = {*self._pending_deletions, *(shown_name(item.name) for item in self._backend.list(self._directory))}
         return free_step_name(step, names, [entry.name for entry in self._entries])
 
     def committed(self, committed: Committed, info: Mapping[str, Any]) -> None:
@@ -514,34 +519,36 @@ class RunDirectory:
         """Hand what nobody keeps to the deleter. Called after a commit, which may not be durable yet."""
         with self._guard:
             line = self._line()
-            free = {name for name in self._unkept(line) if name not in self._doomed}
-            doomed, instead = replaced(free, self._whole(), line, is_durable=is_durable)
-            self._doomed.add(doomed, wait=bool(instead))
+            free = {name for name in self._unkept(line) if name not in self._pending_deletions}
+            pending_deletions, instead = replaced(free, self._whole(), line, is_durable=is_durable)
+            self._pending_deletions.add(pending_deletions, wait=bool(instead))
             self._infos = None
         self._best.update(self.newest)  # before what it stood for goes
-        self._deleter.delete(sorted(doomed), instead=instead)
+        self._deleter.delete(sorted(pending_deletions), instead=instead)
 
     def _unkept(self, line: list[Entry]) -> set[str]:
         context = DecisionContext(self._clock())
-        return unkept_names(self._entries, line, self._left, self._policy, context) - {*self._being_read}
+        return expired_names(self._entries, line, self._left, self._policy, context) - {*self._being_read}
 
     def about_to_go(self, names: Sequence[str]) -> list[str]:
         """Of what has waited to be deleted that which still may go: it may have been pinned, or restored."""
         with self._guard:
-            self._infos, unkept = None, self._unkept(self._line(doomed=True))
-            return self._doomed.let_go(names, {each.name for each in self._entries if each.name not in unkept})
+            self._infos, unkept = None, self._unkept(self._line(pending_deletions=True))
+            return self._pending_deletions.let_go(
+                names, {each.name for each in self._entries if each.name not in unkept}
+            )
 
     def held_up(self, names: Sequence[str]) -> None:
         """Take note that they could not go, and wait until they can."""
         with self._guard:
-            self._doomed.add([name for name in names if name in self._doomed], wait=True)
+            self._pending_deletions.add([name for name in names if name in self._pending_deletions], wait=True)
 
     def forget(self, name: str) -> None:
         """Take note that a step directory is gone."""
         with self._guard:
             self._next_save.gone(each.sequence for each in self._entries if each.name == name)
             self._entries = [entry for entry in self._entries if entry.name != name]
-            self._doomed.discard([name])
+            self._pending_deletions.discard([name])
             self._infos = None  # and what was left behind stays so
 
     def deleted(self, name: str) -> None:
@@ -577,34 +584,36 @@ class RunDirectory:
                         entry.step,
                         later[-1],
                     )
-            self._doomed.discard([entry.name])
+            self._pending_deletions.discard([entry.name])
             self._infos = None
 
     def judge(self, restored: Restored) -> None:
         """Set aside what a restore has proven to be damaged: the owner writes it down now, others once they own it."""
         tell_of_uncommitted(self._backend, self._directory, self._told_of)
-        self._verdicts.add(restored)
+        self._damage_reports.add(restored)
         if self.is_owner:
             self._write_verdicts()
             self.history.add("restore", self._clock(), **restored.record(), completed=self.log.completed)
 
     def set_aside(self, entry: Entry, problem: str) -> None:
         """As `judge`, of one step that is proven to be damaged, while another one is whole."""
-        self._verdicts.damaged(entry, problem)
+        self._damage_reports.damaged(entry, problem)
         if self.is_owner:
             self._lock.check()  # another may have it since this was begun
             self._write_verdicts()
 
     def _write_verdicts(self) -> None:
-        set_aside = self._verdicts.write(self._write_verdict)
-        self._scrubber.look_around([entry for entry, _ in set_aside], self._verdicts.compared)
+        set_aside = self._damage_reports.write(self._write_verdict)
+        self._scrubber.look_around([entry for entry, _ in set_aside], self._damage_reports.compared)
         for entry, problem in set_aside:
             self.history.add("set_aside", self._clock(), step=entry.step, name=entry.name, problem=problem)
 
     def _write_verdict(self, entry: Entry, damaged: str | None) -> bool:
         """Write it down, unless the step is gone, or about to go, or was saved anew."""
         with self.reading([entry]):
-            if self._doomed.is_going(entry.name) or all(each.identity != entry.identity for each in self._entries):
+            if self._pending_deletions.is_going(entry.name) or all(
+                each.identity != entry.identity for each in self._entries
+            ):
                 return False
             self.note(entry, {"damaged": damaged})
         return True
@@ -618,7 +627,7 @@ class RunDirectory:
                 held.enter_context(self.reading([entry]))
             self.note(entry, note)
             if note.get("pin"):
-                self._doomed.discard([entry.name])
+                self._pending_deletions.discard([entry.name])
 
     def note(self, entry: Entry, note: Mapping[str, Any]) -> None:
         """Write a pin of a step, or metrics of one generation of it or that it is damaged, durably."""

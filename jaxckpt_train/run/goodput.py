@@ -422,7 +422,7 @@ def _duration(seconds: float) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Past:
+class RunStatistics:
     """What earlier processes of a run tell a new one.
 
     Attributes:
@@ -438,7 +438,7 @@ class Past:
     has_begun: bool = False
 
     @classmethod
-    def of(cls, events: Iterable[Mapping[str, Any]], last: int = 6) -> Past:
+    def of(cls, events: Iterable[Mapping[str, Any]], last: int = 6) -> RunStatistics:
         """Read it from the events of a run, of which none is of a process that is at work."""
         listed = [*run_events(events)]
         attempts = [each for each in attempts_of(listed) if each.is_of_the_training]

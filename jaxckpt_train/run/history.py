@@ -48,7 +48,7 @@ MOST_LISTED_BYTES = 256 << 20  # where all events are in memory at once
 BLOCK_BYTES = 4 << 20
 MOST_LINE_BYTES = 16 << 20  # what is longer is no event, and is not put together
 RECENT_BYTES = 8 << 20
-MOST_TOLD = 5
+MAX_LISTED = 5
 T = TypeVar("T")
 _log = logging.getLogger("jaxckpt_train")
 # Between two notes of how far it has come: those of a month are some 4 MB.
@@ -185,10 +185,10 @@ class History:
                 error = _why_no_event(line)
                 unfit += error is None
                 left_out += error is not None
-                if error is not None and left_out <= MOST_TOLD:
+                if error is not None and left_out <= MAX_LISTED:
                     _log.warning("%s: line %d is left out: %s", path, number, error)
-        if left_out > MOST_TOLD:
-            _log.warning("%s: and %d more lines are left out", path, left_out - MOST_TOLD)
+        if left_out > MAX_LISTED:
+            _log.warning("%s: and %d more lines are left out", path, left_out - MAX_LISTED)
         return unfit
 
     def recent(self) -> list[dict[str, Any]]:

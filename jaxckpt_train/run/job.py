@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from jaxckpt_train.distributed.coordinator import Coordinator, Ticks
+from jaxckpt_train.distributed.coordinator import Coordinator, PollSchedule
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, OtherProcessError, StorageError
 from jaxckpt_train.pending import call_within
 from jaxckpt_train.policies.context import (
@@ -114,7 +114,7 @@ class Newsroom:
         return News(changed, gone, tuple(sorted(self._run.left())))
 
 
-class FollowedRun:
+class RunReplica:
     """What process 0 has told. As long as that is nothing, this looks at the disk as any reader does.
 
     Args:
@@ -192,7 +192,7 @@ class _Meant(msgspec.Struct, array_like=True):
     decides: str
 
 
-class Together:
+class JobSync:
     """One run of a job. All processes call the same, in the same order, each on the thread of its loop.
 
     Args:
@@ -214,7 +214,7 @@ class Together:
         self._everyone, self._timeout_s, self._order = everyone, timeout_s, list[Coordinator]()
         self._run, self._backend, self._directory = run, backend, directory
         self.leads, self.is_alone = everyone.process == 0, everyone.processes == 1
-        self._newsroom, self.followed = Newsroom(run), FollowedRun(run, directory)
+        self._newsroom, self.followed = Newsroom(run), RunReplica(run, directory)
         self.known: KnownRun = run if self.leads else self.followed
         self._is_taken, self._decides = False, ""
 
@@ -426,9 +426,9 @@ class JobDecisions:
         policy: what decides.
     """
 
-    def __init__(self, together: Together, policy: SavePolicy) -> None:
-        self._together, self._policy = together, policy
-        self._ticks = Ticks(together.processes)
+    def __init__(self, job_sync: JobSync, policy: SavePolicy) -> None:
+        self._job_sync, self._policy = job_sync, policy
+        self._poll_schedule = PollSchedule(job_sync.processes)
         self._has_steps = False
 
     def decide(
@@ -452,20 +452,20 @@ class JobDecisions:
         if found is Outlook.YES:
             known = _known_deciding(self._policy, step, context)
             return Decision(True, " and ".join(map(policy_name, known)), any(map(saves_temporarily, known)))
-        if found is Outlook.NO or (found is Outlook.SOME_TIME and not self._ticks.is_due()):
+        if found is Outlook.NO or (found is Outlook.SOME_TIME and not self._poll_schedule.is_due()):
             return NOT_DUE
 
         def say() -> bytes:
             decision, has_steps = ask()
-            following = self._ticks.next() if found is Outlook.SOME_TIME else 0
+            following = self._poll_schedule.next() if found is Outlook.SOME_TIME else 0
             decided = (decision.save, decision.reason, decision.temporary)
             return msgspec.msgpack.encode(_Answer(*decided, has_steps, is_over(), following))
 
-        said = self._together.job.broadcast(f"deciding whether to save step {step.step}", say)
+        said = self._job_sync.job.broadcast(f"deciding whether to save step {step.step}", say)
         answer = msgspec.msgpack.decode(said, type=_Answer)
         self._has_steps = self._has_steps or answer.has_steps or answer.save
         if found is Outlook.SOME_TIME:
-            self._ticks.set_next(answer.next)
+            self._poll_schedule.set_next(answer.next)
         if answer.is_over:
             settle()
         return Decision(answer.save, answer.reason, answer.temporary)
@@ -495,7 +495,7 @@ def outlook(policy: SavePolicy, step: CheckpointInfo, context: DecisionContext, 
     return Outlook.NOW
 
 
-def decided_alone(policy: SavePolicy | None) -> str:
+def decided_locally(policy: SavePolicy | None) -> str:
     """What each process of a job decides without the others, as text: where that differs, they save other steps."""
     kind = type(policy)
     if policy is None:
@@ -507,9 +507,9 @@ def decided_alone(policy: SavePolicy | None) -> str:
     if kind is InitialSavePolicy:
         return "InitialSavePolicy()"
     if kind is TemporarySavePolicy and isinstance(policy, TemporarySavePolicy):
-        return f"TemporarySavePolicy({decided_alone(policy.policy)})"
+        return f"TemporarySavePolicy({decided_locally(policy.policy)})"
     if isinstance(policy, AnySavePolicy | AllSavePolicy) and kind in (AnySavePolicy, AllSavePolicy):
-        return f"{kind.__name__}({', '.join(map(decided_alone, policy.policies))})"
+        return f"{kind.__name__}({', '.join(map(decided_locally, policy.policies))})"
     return "a policy that process 0 is asked about at every step"
 
 

@@ -25,12 +25,12 @@ from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import StepVanishedError, check_step
 from jaxckpt_train.run.goodput import Attempt, Goodput, goodput, hear, settled
 from jaxckpt_train.run.history import Clock, History, RunEvent, metrics_to_json, plain_metrics
-from jaxckpt_train.run.job import KnownRun, Together
+from jaxckpt_train.run.job import JobSync, KnownRun
 from jaxckpt_train.run.restoring import describe_listed
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.reader import ReadProgress
-from jaxckpt_train.store.timeouts import answer_of
+from jaxckpt_train.store.timeouts import call_with_timeout
 
 PATIENCE_S = 7 * 86400.0  # for deletions: whoever does not want to wait interrupts
 
@@ -52,7 +52,7 @@ def owned_run(backend: Backend, directory: str, policy: PreservationPolicy | Non
         DirectoryLockedError, StorageError: a live process owns it, or the disk refuses.
         CheckpointTimeoutError: the disk has not answered for ten minutes.
     """
-    if not answer_of(directory, lambda moved: scan(backend, directory)):
+    if not call_with_timeout(directory, lambda moved: scan(backend, directory)):
         raise NotACheckpointError(f"{directory}: expected a run, found no committed steps in it")
     run = RunDirectory(backend, directory, policy, _now)
     run.log.tends = True
@@ -85,7 +85,7 @@ class StepListing:
 
     _backend: Backend
     _run: RunDirectory
-    _together: Together
+    _job_sync: JobSync
 
     def __init__(self, directory: str, known: KnownRun) -> None:
         self.directory, self._known = directory, known
@@ -153,11 +153,11 @@ class StepListing:
             StepNotFoundError: there is no such step, or none at all.
         """
         describe = functools.partial(describe_listed, self._backend, self.directory, progress=progress)
-        if not self._together.leads:
+        if not self._job_sync.leads:
             try:
-                return describe(self._together.known.candidates(step))
+                return describe(self._job_sync.known.candidates(step))
             except StepVanishedError as gone:
-                raise step_not_found(self.directory, step, self._together.known.newest()) from gone
+                raise step_not_found(self.directory, step, self._job_sync.known.newest()) from gone
         return self._run.with_entries(step, describe, progress=progress)
 
 
@@ -170,15 +170,15 @@ class RunNotes(StepListing, abc.ABC):
 
     settings: StoreSettings
 
-    def __init__(self, directory: str, run: RunDirectory, together: Together, clock: Clock) -> None:
-        super().__init__(directory, together.known)
-        self._run, self._together, self._clock = run, together, clock
+    def __init__(self, directory: str, run: RunDirectory, job_sync: JobSync, clock: Clock) -> None:
+        super().__init__(directory, job_sync.known)
+        self._run, self._job_sync, self._clock = run, job_sync, clock
         self.history: History = run.history
 
     @property
     def leads(self) -> bool:
         """Whether this process writes for all: the only one, or process 0 of a job."""
-        return self._together.leads
+        return self._job_sync.leads
 
     @abc.abstractmethod
     def _check_open(self) -> None:
@@ -207,17 +207,17 @@ class RunNotes(StepListing, abc.ABC):
     def _note(self, step: int, note: Callable[[], Mapping[str, Any]]) -> None:
         self._check_open()
         self._replace_idle()
-        self._together.hold()
+        self._job_sync.hold()
 
         def write() -> None:
             found = check_step(step), note()
-            answer_of(self.directory, lambda moved: self._run.note_step(*found))
+            call_with_timeout(self.directory, lambda moved: self._run.note_step(*found))
 
-        self._together.led(f"noting of step {step}", write, time.monotonic)
+        self._job_sync.led(f"noting of step {step}", write, time.monotonic)
 
     def note_preemption(self, step: int | None, reason: str, plan: str | None = None) -> None:
         """Write into the history that the run was asked to leave, which step is saved, and what was chosen to do."""
-        if self._together.leads:
+        if self._job_sync.leads:
             self.history.add("preempted", self._clock(), step=step, reason=reason, plan=plan)
 
     def retain(self) -> None:
@@ -228,7 +228,7 @@ class RunNotes(StepListing, abc.ABC):
         """
         self._check_open()
         self._replace_idle()
-        self._together.retain(is_durable=self.settings.durability == "full")
+        self._job_sync.retain(is_durable=self.settings.durability == "full")
 
     def note_resume(self, step: int, resume_s: float, progress: ReadProgress | None = None) -> None:
         """Write into the history that the loop has its state: that of this step, 0: none was restored.
@@ -238,7 +238,7 @@ class RunNotes(StepListing, abc.ABC):
             resume_s: seconds since the loop began to look for it.
             progress: called with 0 while the disk is waited for, a minute at most; what it raises ends the wait.
         """
-        if self._together.leads:
+        if self._job_sync.leads:
             self._run.log.resumed(step, resume_s, progress)
 
     def ends_as(self, how: str) -> None:
@@ -263,5 +263,5 @@ class RunNotes(StepListing, abc.ABC):
                     moved()
             return found, was_live or lock.is_anybodys()  # one may begin meanwhile, and one that ends says so first
 
-        found, is_live = answer_of(self.directory, read)
+        found, is_live = call_with_timeout(self.directory, read)
         return goodput(settled(found, running, is_live=is_live))

@@ -19,7 +19,7 @@ from jaxckpt_train.policies.context import (
 from jaxckpt_train.run.entry import Entry, RollBack, left_behind, newest_generations
 
 
-def unkept_names(
+def expired_names(
     entries: Sequence[Entry],
     line: Sequence[Entry],
     left: Set[str],
@@ -71,10 +71,10 @@ def replaced(
         return set(), []
     kept = [entry for entry in whole if entry.name not in unkept and not entry.is_held]
     doubtful = {entry.step for entry in kept if entry.is_unsynced}
-    doomed = {*unkept} - {entry.name for entry in whole if entry.step in doubtful}
-    steps, names = {entry.step for entry in whole if entry.name in doomed}, [entry.name for entry in newest]
-    others = [entry.name for entry in whole if entry.step in steps and entry.name not in {*doomed, *names}]
-    return doomed, [*others, *([] if is_durable else names)]
+    pending_deletions = {*unkept} - {entry.name for entry in whole if entry.step in doubtful}
+    steps, names = {entry.step for entry in whole if entry.name in pending_deletions}, [entry.name for entry in newest]
+    others = [entry.name for entry in whole if entry.step in steps and entry.name not in {*pending_deletions, *names}]
+    return pending_deletions, [*others, *([] if is_durable else names)]
 
 
 class Pruning:
@@ -138,14 +138,14 @@ def fates(entries: Sequence[Entry], roll_back: RollBack, pruning: Pruning, now: 
     """
     line, context = current_line(entries, roll_back), DecisionContext(now)
     left, whole = left_behind(entries, roll_back), [entry for entry in entries if entry.damaged is None]
-    unkept = unkept_names(entries, line, left, pruning, context)
-    doomed, _ = replaced(unkept, whole, line, is_durable=False)
+    unkept = expired_names(entries, line, left, pruning, context)
+    pending_deletions, _ = replaced(unkept, whole, line, is_durable=False)
     newest = newest_generations([entry for entry in line if not entry.is_held])
     lasting = sorted((entry.info() for entry in newest if not entry.temporary), key=lambda info: info.step)
     kept_by, listed = pruning.reasons(lasting, context=context), {entry.step: entry.name for entry in newest}
     always, fated = _always(newest), []
     for entry in entries:
-        if entry.name in doomed:
+        if entry.name in pending_deletions:
             fated.append(Fate(entry, True, (_why_it_goes(entry, listed),)))
             continue
         reasons = [always[entry.name]] if entry.name in always else []

@@ -24,7 +24,7 @@ from jaxckpt_train.pytree.flatten import PLACEHOLDER
 from jaxckpt_train.pytree.restore import LoadOptions
 from jaxckpt_train.pytree.shared_reads import JobLoads
 from jaxckpt_train.run.entry import Entry, Restored, Skipped, StepVanishedError
-from jaxckpt_train.run.job import Together
+from jaxckpt_train.run.job import JobSync
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import GONE, Backend
 from jaxckpt_train.store.committed import UNREADABLE, Committed, is_removed, opened
@@ -244,13 +244,13 @@ class JobRestore:
 
     def __init__(
         self,
-        together: Together,
+        job_sync: JobSync,
         backend: Backend,
         targets: Mapping[str, Any] | None,
         settings: StoreSettings,
         progress: ReadProgress | None,
     ) -> None:
-        self._together, self._backend = together, backend
+        self._job_sync, self._backend = job_sync, backend
         self._targets, self._settings, self._meter = targets, settings, ByteMeter(progress)
         self._is_told = False
 
@@ -264,7 +264,7 @@ class JobRestore:
         Raises:
             What is raised within, which is told to the others.
         """
-        if self._together.is_alone:
+        if self._job_sync.is_alone:
             yield None
             return
         try:
@@ -276,22 +276,22 @@ class JobRestore:
 
     def restored(self, step: int) -> None:
         """In process 0: tell that all have restored this step."""
-        if not self._together.is_alone:
+        if not self._job_sync.is_alone:
             self._is_told = True
-            self._together.led("restoring", lambda: _Chosen("", "", b"", step))
+            self._job_sync.led("restoring", lambda: _Chosen("", "", b"", step))
 
     def _tell_failure(self, error: BaseException) -> None:
         def say() -> Any:
             raise error
 
         with contextlib.suppress(type(error)):
-            self._together.led("restoring", say)
+            self._job_sync.led("restoring", say)
 
     def _tell_and_load(self, committed: Committed) -> dict[str, Any]:
         manifest = encode_manifest(committed.manifest)
         told = manifest if len(manifest) <= MOST_TOLD_BYTES else b""
         chosen = _Chosen(committed.directory, committed.manifest_sha256, told, None)
-        self._together.led("restoring", lambda: chosen)
+        self._job_sync.led("restoring", lambda: chosen)
         return self._load(committed.directory, lambda: committed)
 
     def follow(self) -> tuple[dict[str, Any], int]:
@@ -307,7 +307,7 @@ class JobRestore:
         own: BaseException | None = None
         while True:
             try:
-                chosen = msgspec.convert(self._together.led("restoring", _never), _Chosen)
+                chosen = msgspec.convert(self._job_sync.led("restoring", _never), _Chosen)
             except CheckpointError as told:
                 if own is None:
                     raise
@@ -344,9 +344,9 @@ class JobRestore:
             return committed, wanted
 
         # First: what does not fit in one process is told at once, and not found missing by those that read together.
-        committed, wanted = self._together.all_do(f"comparing with {directory}", look)
+        committed, wanted = self._job_sync.all_do(f"comparing with {directory}", look)
 
-        job = self._together.job
+        job = self._job_sync.job
         order = job.within("load", self._settings.barrier_timeout_s)  # now, while nothing can fail in one alone
         loads = JobLoads(job, self._settings, order)
 
@@ -355,7 +355,7 @@ class JobRestore:
                 options = LoadOptions(donatable=True)
                 return load_parts(self._backend, committed, wanted, self._settings, options, self._meter, loads)
 
-        return self._together.all_do(f"restoring {directory}", load)
+        return self._job_sync.all_do(f"restoring {directory}", load)
 
 
 def _never() -> Any:

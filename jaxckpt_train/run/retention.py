@@ -36,7 +36,7 @@ _THREAD = "jaxckpt-retention"
 _MOMENT_S = 0.2
 
 
-class Doomed:
+class PendingDeletions:
     """The names of their directories.
 
     None of them is listed. Those that wait stay for a while, and for ever if the disk does not keep what replaces them:
@@ -367,12 +367,12 @@ class Deleter:
 
     def _hide_all(self) -> list[str]:
         """Hide what is to go, as long as the directory is this process's: another may own it after a long wait."""
-        hidden, doomed = [], deque(self._retry)
+        hidden, pending_deletions = [], deque(self._retry)
         self._retry = {}
-        while doomed and self._is_allowed():
-            found = self._hide(doomed.popleft())
+        while pending_deletions and self._is_allowed():
+            found = self._hide(pending_deletions.popleft())
             hidden += [] if found is None else [found]
-        self._wait_again([*doomed])
+        self._wait_again([*pending_deletions])
         return hidden
 
     def _add(self, batch: _Batch) -> None:

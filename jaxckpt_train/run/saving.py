@@ -44,7 +44,7 @@ from jaxckpt_train.pytree.target import Want, wanted
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import entry_from_manifest, parse_step_name
 from jaxckpt_train.run.history import Clock, metrics_to_json, plain_metrics
-from jaxckpt_train.run.job import Together
+from jaxckpt_train.run.job import JobSync
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.committed import Committed
@@ -148,7 +148,7 @@ def _position_of(part: StagedPart) -> Any:
     return part.value
 
 
-class InFlight:
+class SaveSlot:
     """At most one save, and what the next one does about it. `StepManager` documents the arguments.
 
     Attributes:
@@ -206,7 +206,7 @@ class InFlight:
         """Whether there is one, which has ended, and whose outcome was not told yet."""
         return self.pending is not None and self.pending.done()
 
-    def tell_outcome(self, *, is_told: bool = False) -> None:
+    def report_outcome(self, *, is_told: bool = False) -> None:
         """In a job where it has ended, or is about to in this process, too: raise the error that it failed with.
 
         `is_told`: that is raised already, or another one.
@@ -266,7 +266,7 @@ class InFlight:
             return None
         return error
 
-    def wait_for_turn(self, step: int, force: bool, timeout_s: float | None) -> str | None:
+    def wait_until_free(self, step: int, force: bool, timeout_s: float | None) -> str | None:
         """Wait until there is none, before the save of `step`; or say why that is skipped.
 
         Raises:
@@ -393,7 +393,7 @@ class StepSave:
         backend: Backend,
         directory: str,
         run: RunDirectory,
-        together: Together,
+        job_sync: JobSync,
         settings: StoreSettings,
         clock: Clock,
         took: Callable[[float, float], None] = lambda duration_s, device_wait_s: None,
@@ -402,13 +402,13 @@ class StepSave:
         started = self._began_at = time.perf_counter()
         self._took, self._drift = took, drift
         self._backend, self._run, self._settings, self._clock = backend, run, settings, clock
-        self._directory, self._step, self._together = directory, request.step, together
+        self._directory, self._step, self._job_sync = directory, request.step, job_sync
         self._times = SaveTimes()
         self._call_ended, self._caller = Latch(), threading.get_ident()
         self._attempt: Transaction | None = None
         self._is_owner = self._is_committed = False
         self._info: dict[str, Any] = {}
-        self._job_save = None if together.is_alone else self._in_job()
+        self._job_save = None if job_sync.is_alone else self._in_job()
         with contextlib.nullcontext() if self._job_save is None else self._job_save.told_on_error():
             self._take(request, checkpointables)
         self._record = {key: getattr(request, key) for key in ("step", "decide_s", "wait_s", "cost_s")}
@@ -422,7 +422,7 @@ class StepSave:
             self._record["blocked_s"] += request.wait_s
 
     def _in_job(self) -> JobSave:
-        job = self._together.job.within("save", self._settings.barrier_timeout_s)
+        job = self._job_sync.job.within("save", self._settings.barrier_timeout_s)
         subject = f"step {self._step} to {self._directory}"
         return JobSave(
             job,
@@ -449,7 +449,7 @@ class StepSave:
         self._info |= run_info(
             created=self._clock().isoformat(timespec="microseconds"),
             step=request.step,
-            **(self._run.lineage(request.step) if self._together.leads else {}),
+            **(self._run.lineage(request.step) if self._job_sync.leads else {}),
             metrics=metrics_to_json(self.metrics),
             custom_metadata=request.custom_metadata,
             temporary=request.temporary,
@@ -493,7 +493,7 @@ class StepSave:
         All that touches the disk is here, so that one that does not answer does not keep the loop.
         """
         try:
-            return self._lead() if self._together.leads else self._follow()
+            return self._lead() if self._job_sync.leads else self._follow()
         except BaseException as error:
             if not self._is_committed:  # the loop is told at its next save, which it may never get to
                 _log.warning("saving step %d failed: %s: %s", self._step, type(error).__name__, error)
@@ -535,7 +535,7 @@ class StepSave:
         self._took(time.perf_counter() - self._began_at, self._times.device_wait_s)
         name, info = committed.directory.rpartition("/")[2], committed.manifest.info
         step, generation = parse_step_name(name) or (self._step, 0)
-        self._together.followed.committed(entry_from_manifest(name, step, generation, info), self._job_save.told)
+        self._job_sync.followed.committed(entry_from_manifest(name, step, generation, info), self._job_save.told)
         return describe(committed)
 
     def _check_owner(self) -> None:
@@ -584,7 +584,7 @@ class StepSave:
 
     def _listed(self) -> set[str]:
         """The names of what is listed, for the other processes; nobody is told where there is none."""
-        return set() if self._together.is_alone else {entry.name for entry in self._run.entries()}
+        return set() if self._job_sync.is_alone else {entry.name for entry in self._run.entries()}
 
     def _note(self, **outcome: Any) -> None:
         before_s = self._record["decide_s"] + self._record["wait_s"]

@@ -185,7 +185,7 @@ def shared_pool(budget_bytes: int) -> StagingPool:
     return _pools.get(max(budget_bytes // ALIGNMENT, 1) * ALIGNMENT)
 
 
-class WarmMemory:
+class BufferPool:
     """As many buffers as are used at a time. The one that was used last is lent first: it may still be in a cache.
 
     Fresh memory in its place costs more than to copy what is read into it: its first touch, each time.

@@ -40,7 +40,7 @@ from jaxckpt_train.store.manifest import (
 )
 from jaxckpt_train.store.manifest_decoding import decode_manifest
 from jaxckpt_train.store.process_identity import process_tag
-from jaxckpt_train.store.timeouts import answer_of
+from jaxckpt_train.store.timeouts import call_with_timeout
 
 _STEP = re.compile(r"step-[0-9]{10,16}(\.g[0-9]+)?")
 T = TypeVar("T")
@@ -72,13 +72,13 @@ class Committed:
     directory: str
     manifest: Manifest
     manifest_sha256: str
-    told_bytes: int | None = None
+    recorded_bytes: int | None = None
 
     @property
     def data_bytes(self) -> int:
         """Size of all data."""
-        if self.told_bytes is not None:
-            return self.told_bytes
+        if self.recorded_bytes is not None:
+            return self.recorded_bytes
         segments = sum(segment.bytes for segment in self.manifest.segments)
         return segments + sum(file.bytes for part in self.manifest.parts for file in part.files)
 
@@ -120,7 +120,7 @@ def open_committed(backend: Backend, directory: str) -> Committed:
     directory = _recover(backend, directory)
     found = read_committed(backend, directory)
     if found is None:
-        raise why_not_committed(backend, directory)
+        raise diagnose_uncommitted(backend, directory)
     data, sha256 = found
     return Committed(directory, decode_manifest(data, f"{directory}/{MANIFEST_NAME}"), sha256)
 
@@ -182,7 +182,7 @@ def _recover(backend: Backend, directory: str) -> str:
     return aside if not is_committed(backend, directory) and is_committed(backend, aside) else directory
 
 
-def why_not_committed(backend: Backend, directory: str) -> NotACheckpointError:
+def diagnose_uncommitted(backend: Backend, directory: str) -> NotACheckpointError:
     """The error about a directory without COMMIT, by what is found there."""
     try:
         names = [entry.name for entry in backend.list(directory)]
@@ -223,7 +223,7 @@ def _holds_data(entries: Iterable[Entry]) -> bool:
     return any(entry.kind == "file" and entry.name.startswith("p00000") for entry in entries)
 
 
-def refuse_another(files: Opener, committed: Committed, *, may_be_gone: bool) -> None:
+def refuse_changed(files: Opener, committed: Committed, *, may_be_gone: bool) -> None:
     """Make sure that what was read since it was opened is of this checkpoint.
 
     Args:
@@ -263,7 +263,7 @@ def opened(backend: Backend, directory: str, progress: Callable[[int], object] |
         CheckpointTimeoutError: it has not answered for ten minutes.
         What `progress` raises, which is called with 0 now and then.
     """
-    return answer_of(directory, lambda moved: open_committed(backend, directory), progress)
+    return call_with_timeout(directory, lambda moved: open_committed(backend, directory), progress)
 
 
 def use_committed(
@@ -288,7 +288,7 @@ def use_committed(
         except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
             # Where names are not swapped at once, one look may fall between those of one replacement and of the next.
             looks = 1 if isinstance(error, StorageError) else LOOKS
-            now = answer_of(directory, functools.partial(_there, backend, directory, looks), progress)
+            now = call_with_timeout(directory, functools.partial(_there, backend, directory, looks), progress)
             if now is None and seen is not None and is_removed(backend, directory, progress):
                 raise removed(directory) from error
             if now is None or now == seen:
@@ -311,7 +311,7 @@ def removed(directory: str) -> NotACheckpointError:
 
 def is_removed(backend: Backend, directory: str, progress: Callable[[int], object] | None = None) -> bool:
     """As `is_gone`, on a disk that may not answer; raises as `opened` then."""
-    return answer_of(directory, lambda moved: is_gone(backend, directory), progress)
+    return call_with_timeout(directory, lambda moved: is_gone(backend, directory), progress)
 
 
 def _there(backend: Backend, directory: str, looks: int, moved: Callable[[], None]) -> tuple[str, str] | None:

@@ -44,7 +44,7 @@ from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import ReadProgress, read_box, read_boxes
 from jaxckpt_train.store.segment import ALIGNMENT, ArraySource, ChunkSource, alignment_class
 from jaxckpt_train.store.threads import LOOK_S
-from jaxckpt_train.store.timeouts import Patience, Question, leave, put
+from jaxckpt_train.store.timeouts import Question, StallDetector, leave, put
 from jaxckpt_train.store.transaction import Transaction
 from jaxckpt_train.store.writer import write_arrays
 
@@ -57,7 +57,7 @@ CHUNK_BYTES = 256 << 20
 MOST_CHUNKS = 1 << 20
 
 
-class BoxToCome:
+class LazyBox:
     """A box of an array of an opened checkpoint.
 
     Args:
@@ -82,7 +82,7 @@ class BoxToCome:
         self.read_into(data.reshape(-1).view(np.uint8))
         return data
 
-    def read_with(self, others: Sequence[BoxToCome]) -> list[np.ndarray]:
+    def read_with(self, others: Sequence[LazyBox]) -> list[np.ndarray]:
         """It and others of the same checkpoint, read together, which takes far less than one after the other.
 
         Raises:
@@ -99,11 +99,11 @@ class BoxToCome:
 class BoxAhead:
     """A box of a `ReadAhead`: an array to come, as writers take it."""
 
-    def __init__(self, ahead: ReadAhead, box: BoxToCome) -> None:
+    def __init__(self, ahead: ReadAhead, box: LazyBox) -> None:
         self._ahead, self.box = ahead, box
         self.shape, self.dtype, self.size, self.nbytes = box.shape, box.dtype, box.size, box.nbytes
         self.question: Question[np.ndarray] | None = None
-        self.together: tuple[_Together, int] | None = None
+        self.group: tuple[_ReadGroup, int] | None = None
 
     def fetch(self) -> np.ndarray:
         """Wait until it is read; raises as `read_box`, and as `ReadAhead.fetch`."""
@@ -147,7 +147,7 @@ class ReadAhead:
         """Have whoever waits for a box wait no more, from any thread: perhaps its disk does not answer."""
         self._is_given_up = True
 
-    def of(self, boxes: Sequence[BoxToCome]) -> list[BoxAhead]:
+    def of(self, boxes: Sequence[LazyBox]) -> list[BoxAhead]:
         """More boxes, which will be wanted after those before."""
         found = [BoxAhead(self, box) for box in boxes]
         for each in found:
@@ -165,9 +165,9 @@ class ReadAhead:
             CheckpointTimeoutError: its disk does not answer, or it was given up.
         """
         if box.nbytes < LEAST_BYTES:
-            together, place = self._together(box)
-            self._wait_for(together.question)
-            return together.take(place)
+            group, place = self._read_group_of(box)
+            self._wait_for(group.question)
+            return group.take(place)
         with self._lock:
             question = box.question
             if question is None:
@@ -188,16 +188,16 @@ class ReadAhead:
         return put(question)
 
     def _wait_for(self, question: Question[Any]) -> None:
-        patience = Patience(self._subject)
+        patience = StallDetector(self._subject)
         while not question.is_answered.wait(LOOK_S):
             if self._is_given_up:
                 raise CheckpointTimeoutError(f"{self._subject}: a read has not ended, and is not waited for any more")
             patience.waited(LOOK_S, 0)
 
-    def _together(self, box: BoxAhead) -> tuple[_Together, int]:
+    def _read_group_of(self, box: BoxAhead) -> tuple[_ReadGroup, int]:
         """What a small box is read with, and its place in that: those that will be wanted next."""
         with self._lock:
-            if box.together is None:
+            if box.group is None:
                 at = self._small.index(box)  # 0 where they are wanted in their order
                 most = min(TOGETHER, len(self._small) - at)
                 self._small.rotate(-at)
@@ -206,13 +206,13 @@ class ReadAhead:
                     some.append(self._small.popleft())
                     nbytes += some[-1].nbytes
                 self._small.rotate(at)
-                together = _Together([each.box for each in some])
-                self._put(together.question)
+                group = _ReadGroup([each.box for each in some])
+                self._put(group.question)
                 for place, each in enumerate(some):
-                    each.together = together, place
+                    each.group = group, place
             self._begin_more()
-            assert box.together is not None
-            return box.together
+            assert box.group is not None
+            return box.group
 
     def _begin_more(self) -> None:
         """Begin what there is room for; the lock is held."""
@@ -224,17 +224,17 @@ class ReadAhead:
             self._begun.append(box)
             put(box.question)
 
-    def _read(self, box: BoxToCome) -> Callable[[], np.ndarray]:
+    def _read(self, box: LazyBox) -> Callable[[], np.ndarray]:
         """What reads a box; its memory is taken at once, and comes back when nothing refers to the array any more."""
         beside = box.nbytes * self._decoding
-        self._memory.take_beside(beside)
+        self._memory.take_concurrently(beside)
         memory = self._memory.take(box.nbytes)
 
         def read() -> np.ndarray:
             try:
                 box.read_into(memory)
             finally:
-                self._memory.give_beside(beside)
+                self._memory.give_concurrently(beside)
             return memory.view(box.dtype).reshape(box.shape)
 
         return read
@@ -244,10 +244,10 @@ def _question(read: Callable[[], np.ndarray]) -> Question[np.ndarray]:
     return Question(lambda moved: read())
 
 
-class _Together:
+class _ReadGroup:
     """Boxes of which the first that is fetched has all of them read, by a question that is put once."""
 
-    def __init__(self, boxes: Sequence[BoxToCome]) -> None:
+    def __init__(self, boxes: Sequence[LazyBox]) -> None:
         first, *others = boxes
         self.question = Question[Sequence[np.ndarray]](lambda moved: first.read_with(others))
         self._lock = threading.Lock()
@@ -283,11 +283,11 @@ class _KeptMemory:
         self._take_back()
         return self._lent == 0 or self._lent + self._beside + size <= self._budget
 
-    def take_beside(self, size: int) -> None:
+    def take_concurrently(self, size: int) -> None:
         """So many bytes are about to be used beside what is lent."""
         self._beside += size
 
-    def give_beside(self, size: int) -> None:
+    def give_concurrently(self, size: int) -> None:
         """They are used no more."""
         self._over.append(size)
 
@@ -472,7 +472,7 @@ class _Copier:
         found = []
         for array in part.arrays:
             boxes = self._boxes_of(array)
-            to_come = ahead.of([BoxToCome(self.files, self.source, array, box, self.settings) for box in boxes])
+            to_come = ahead.of([LazyBox(self.files, self.source, array, box, self.settings) for box in boxes])
             chunks = [ChunkSource(*each) for each in zip(boxes, to_come, strict=True)]
             found.append(ArraySource(array.name, array.shape, DTYPES[array.dtype], chunks, array.sharding))
         ahead.order(lambda box: alignment_class(box.nbytes))

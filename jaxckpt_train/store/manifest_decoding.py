@@ -92,7 +92,7 @@ def decode_value(data: Any) -> Any:
         return found[0]
 
 
-def decode_told(data: bytes, kind: Any = Any) -> Any:
+def decode_untrusted(data: bytes, kind: Any = Any) -> Any:
     """What another tool in Python tells as JSON, for a manifest of ours: numbers that are none are text, such as "nan".
 
     Raises:

@@ -188,7 +188,7 @@ class ProcessIndex(msgspec.Struct, frozen=True, gc=False, array_like=True):
     parts: tuple[PartIndex, ...]
 
 
-class ToldPart(msgspec.Struct, frozen=True, gc=False, array_like=True):
+class PartSummary(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A PartIndex as it is sent: its files, and the rest as columns."""
 
     segments: tuple[SegmentRecord, ...]
@@ -196,31 +196,31 @@ class ToldPart(msgspec.Struct, frozen=True, gc=False, array_like=True):
     files: tuple[FileRecord, ...] = ()
 
 
-class ToldIndex(msgspec.Struct, frozen=True, gc=False, array_like=True):
+class IndexSummary(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A ProcessIndex as it is sent."""
 
     alike: str
-    parts: tuple[ToldPart, ...]
+    parts: tuple[PartSummary, ...]
 
 
-def told_index(index: ProcessIndex) -> ToldIndex:
+def index_summary(index: ProcessIndex) -> IndexSummary:
     """An index as it is sent, and merged."""
-    parts = tuple(ToldPart(part.segments, to_columns(part.arrays, part.chunks), part.files) for part in index.parts)
-    return ToldIndex(index.alike, parts)
+    parts = tuple(PartSummary(part.segments, to_columns(part.arrays, part.chunks), part.files) for part in index.parts)
+    return IndexSummary(index.alike, parts)
 
 
 def encode_index(index: ProcessIndex) -> bytes:
     """The bytes that a process sends to process 0."""
-    return msgspec.msgpack.encode(told_index(index))
+    return msgspec.msgpack.encode(index_summary(index))
 
 
-def decode_index(data: bytes) -> ToldIndex:
+def decode_index(data: bytes) -> IndexSummary:
     """What a process has sent."""
-    return msgspec.msgpack.decode(data, type=ToldIndex)
+    return msgspec.msgpack.decode(data, type=IndexSummary)
 
 
 def merge_indexes(
-    parts: Sequence[PartRecord], indexes: Sequence[ToldIndex]
+    parts: Sequence[PartRecord], indexes: Sequence[IndexSummary]
 ) -> tuple[list[SegmentRecord], list[PartRecord]]:
     """The segments and checkpointables of the whole checkpoint.
 
@@ -244,7 +244,7 @@ def merge_indexes(
     return segments, merged
 
 
-def _refuse_too_many(indexes: Sequence[ToldIndex]) -> None:
+def _refuse_too_many(indexes: Sequence[IndexSummary]) -> None:
     """Before process 0 takes the memory that they need: a training may run beside it."""
     told = [part.chunks for index in indexes for part in index.parts]
     chunks = sum(map(count_of, told))
@@ -256,7 +256,7 @@ def _refuse_too_many(indexes: Sequence[ToldIndex]) -> None:
         )
 
 
-def _merge_part(part: PartRecord, told: Sequence[ToldPart], firsts: Sequence[int]) -> PartRecord:
+def _merge_part(part: PartRecord, told: Sequence[PartSummary], firsts: Sequence[int]) -> PartRecord:
     try:
         chunks = MergedChunks([each.chunks for each in told], firsts, [len(array.shape) for array in part.arrays])
     except ValueError as error:

@@ -24,8 +24,8 @@ from jaxckpt_train.errors import CheckpointTimeoutError, CorruptCheckpointError,
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Opener, Source
 from jaxckpt_train.store.boxes import Box, box_elements, box_shape, element_span, slices_within
-from jaxckpt_train.store.buffers import Arena, ReadBudget, WarmMemory, aligned_buffer, empty_array, owner_of
-from jaxckpt_train.store.committed import Committed, refuse_another
+from jaxckpt_train.store.buffers import Arena, BufferPool, ReadBudget, aligned_buffer, empty_array, owner_of
+from jaxckpt_train.store.committed import Committed, refuse_changed
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.files import HexDigest, digest_function, open_recorded
 from jaxckpt_train.store.manifest import HEX_DIGITS, ArrayRecord, ChunkRecord, PartRecord
@@ -41,7 +41,7 @@ from jaxckpt_train.store.read_plan import (
 )
 from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.threads import shared_workers
-from jaxckpt_train.store.timeouts import answer_of, have_closed
+from jaxckpt_train.store.timeouts import call_with_timeout, have_closed
 
 OPEN_AT_ONCE = 256  # of the 1,024 open files that a process may often have, for all it does
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
@@ -155,7 +155,7 @@ class Sources:
 
         Digests tell even if that one is gone by now.
         """
-        refuse_another(self._files, self._committed, may_be_gone=self._is_verified)
+        refuse_changed(self._files, self._committed, may_be_gone=self._is_verified)
 
     def _opened(self, number: int) -> Source:
         record = self._committed.manifest.segments[number]
@@ -300,7 +300,7 @@ class Reading:
         settings: StoreSettings,
         progress: Callable[[int], None] | None,
         budget: ReadBudget,
-        warm: WarmMemory,
+        warm: BufferPool,
     ) -> None:
         self._manifest, self._settings, self._wanted = committed.manifest, settings, wanted
         self._digest = digest_function(self._manifest.digest) if settings.verify_on_load else None
@@ -545,11 +545,11 @@ def iter_boxes(
     runs = plan_reads(committed.manifest, wanted, band_bytes(settings))
     sources = Sources(files, committed, settings, [run.segment for run in runs])
     budget = budget or ReadBudget(settings.read_budget_bytes)
-    reading = Reading(sources, committed, wanted, settings, progress, budget, WarmMemory())
+    reading = Reading(sources, committed, wanted, settings, progress, budget, BufferPool())
     try:
         yield from _empty_boxes(wanted)
         reading.prepare(runs)
-        answer_of(f"{committed.directory}: segments", sources.open, progress)
+        call_with_timeout(f"{committed.directory}: segments", sources.open, progress)
         each = run_reads(
             committed.directory, settings, reading.read_one_less, runs, give_up=reading.give_up, moved=reading.moved
         )
@@ -628,7 +628,7 @@ def read_box(
     runs = plan_reads(committed.manifest, wanted, band_bytes(settings))
     sources = Sources(files, committed, settings, [run.segment for run in runs])
     budget = ReadBudget(settings.read_budget_bytes)
-    reading = Reading(sources, committed, wanted, settings, None, budget, WarmMemory())
+    reading = Reading(sources, committed, wanted, settings, None, budget, BufferPool())
     try:
         for run in runs:
             reading.read_run(run)

@@ -34,7 +34,7 @@ from jaxckpt_train.store.manifest import (
 )
 from jaxckpt_train.store.process_identity import is_dead_tag, is_tag_of_another_boot
 
-MOST_TOLD = 5
+MAX_LISTED = 5
 _DATA_FILE = re.compile(r"p[0-9]{5}(-s[0-9]+\.safetensors|\.json)")
 _OURS = f'{{"format":"{FORMAT}"'.encode()  # how COMMIT and the manifest begin
 _HEAD_BYTES = 4096
@@ -65,7 +65,7 @@ class _Names(msgspec.Struct):
     parts: tuple[_Part, ...]
 
 
-def strangers(backend: Backend, directory: str, *, certain: bool) -> Iterator[str]:
+def untracked_files(backend: Backend, directory: str, *, certain: bool) -> Iterator[str]:
     """The files and directories in a checkpoint's directory that are no part of it. What is gone by now is none.
 
     Args:
@@ -90,7 +90,7 @@ def strangers(backend: Backend, directory: str, *, certain: bool) -> Iterator[st
         for name, inside in folders.items():
             if not _is_data(inside) and (certain or not _may_be_own(backend, f"{directory}/{name}")):
                 yield name
-        if certain and not any(folders.values()) and is_of_another_program(backend, directory):
+        if certain and not any(folders.values()) and belongs_to_another_program(backend, directory):
             yield from (entry.name for entry in top if entry.kind == "file" and entry.name in RESERVED_NAMES)
         return
     parts = {part.name for part in names.parts}
@@ -165,7 +165,7 @@ def _manifest_bytes(backend: Backend, directory: str) -> int | None:
         return None
 
 
-def is_of_another_program(backend: Backend, directory: str) -> bool:
+def belongs_to_another_program(backend: Backend, directory: str) -> bool:
     """Whether COMMIT and `manifest.json`, or the one that is there, say something and not that they are of our format.
 
     A power cut may leave zeros of them, which say nothing, or zeros after the first bytes.
@@ -206,7 +206,7 @@ def remove_replaced(backend: Backend, directory: str, final: str) -> None:
 
 
 def _remove_or_keep(backend: Backend, directory: str, final: str, *, was_committed: bool = False) -> None:
-    found = first_strangers(backend, directory)
+    found = first_untracked_files(backend, directory)
     if not found:
         backend.remove(f"{directory}/{COMMIT_NAME}")  # first: from now on it may go without another look
         backend.remove(directory)
@@ -225,13 +225,13 @@ def remove_without_commit(backend: Backend, directory: str) -> None:
     backend.remove(directory)
 
 
-def first_strangers(backend: Backend, directory: str) -> list[str]:
+def first_untracked_files(backend: Backend, directory: str) -> list[str]:
     """Some of what is no part of the checkpoint there: enough to tell of.
 
     Raises:
         StorageError: the disk refuses to tell.
     """
-    return list(itertools.islice(strangers(backend, directory, certain=True), MOST_TOLD))
+    return list(itertools.islice(untracked_files(backend, directory, certain=True), MAX_LISTED))
 
 
 def keep(backend: Backend, directory: str, final: str, found: Sequence[str]) -> None:
@@ -254,7 +254,7 @@ def keep(backend: Backend, directory: str, final: str, found: Sequence[str]) -> 
     )
 
 
-def remove_left_over(backend: Backend, directory: str, final: str, *, may_be_torn: bool) -> None:
+def remove_stale_temporary(backend: Backend, directory: str, final: str, *, may_be_torn: bool) -> None:
     """Remove what a dead process left beside a checkpoint: an attempt, or what that had replaced and perhaps not seen.
 
     Args:
@@ -281,7 +281,7 @@ def remove_left_over(backend: Backend, directory: str, final: str, *, may_be_tor
 
 def _is_surely_of_another(backend: Backend, directory: str, has_commit: bool) -> bool:
     try:
-        return is_of_another_program(backend, directory)
+        return belongs_to_another_program(backend, directory)
     except StorageError:  # of a disk that does not tell: its name is that of an attempt
         if has_commit:  # or of what one has replaced
             raise
@@ -341,7 +341,7 @@ def renamed(backend: Backend, path: str, names: Iterable[str]) -> str | None:
     raise AssertionError("unreachable: of such names there is no end")
 
 
-def is_left_over_name(name: str) -> bool:
+def is_temporary_name(name: str) -> bool:
     """Whether a save may make something of this name, and so later saves remove it."""
     return any(pattern.fullmatch(name) for pattern in (_ATTEMPT, _ASIDE))
 
@@ -380,7 +380,7 @@ def remove_dead_attempts(backend: Backend, final: str) -> None:
             if is_committed(backend, final):
                 removals.append(functools.partial(_remove_aside, backend, entry, final))
             elif is_committed(backend, path):
-                if Entry(name, "directory") in entries and not first_strangers(backend, final):
+                if Entry(name, "directory") in entries and not first_untracked_files(backend, final):
                     remove_without_commit(backend, final)  # half of it is gone: a crash cut its replacement in place
                 backend.rename(path, final)
     if removals:
@@ -429,7 +429,7 @@ def _refusal(remove: Callable[[], None]) -> StorageError | None:
 def _remove_left(backend: Backend, entry: Entry, final: str, may_be_torn: bool) -> None:
     path = os.path.join(os.path.dirname(final), entry.name)
     if entry.kind == "directory":
-        remove_left_over(backend, path, final, may_be_torn=may_be_torn)
+        remove_stale_temporary(backend, path, final, may_be_torn=may_be_torn)
     else:
         remove_replaced(backend, path, final)
 
@@ -440,7 +440,7 @@ def _remove_aside(backend: Backend, entry: Entry, final: str) -> None:
     It gets the name of an attempt before it goes: half of it could not be told from nobody's under the side name.
     """
     aside = side_name(final)
-    found = first_strangers(backend, aside) if entry.kind == "directory" else []
+    found = first_untracked_files(backend, aside) if entry.kind == "directory" else []
     is_checkpoint = is_committed(backend, aside)  # after the look, as another process may have moved it meanwhile
     if found and is_checkpoint:
         keep(backend, aside, final, found)

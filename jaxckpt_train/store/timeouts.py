@@ -134,7 +134,7 @@ class _Threads:
 _threads = PerProcess(_Threads)
 
 
-def answer_of(
+def call_with_timeout(
     subject: str,
     ask: Callable[[Callable[[], None]], T],
     progress: Callable[[int], object] | None = None,
@@ -180,14 +180,14 @@ def put(question: Question[T]) -> Question[T]:
 
 
 def _wait_for(question: Question[Any], subject: str, progress: Callable[[int], object] | None) -> None:
-    patience = Patience(subject)
+    patience = StallDetector(subject)
     while not question.is_answered.wait(LOOK_S):
         if progress is not None:
             progress(0)
         patience.waited(LOOK_S, question.parts)
 
 
-class Patience:
+class StallDetector:
     """For how long a disk that was asked has not answered.
 
     Args:

@@ -59,14 +59,14 @@ from jaxckpt_train.store.manifest import (
     what_is_a_plain_name,
 )
 from jaxckpt_train.store.removal import (
-    MOST_TOLD,
-    first_strangers,
-    is_left_over_name,
+    MAX_LISTED,
+    first_untracked_files,
+    is_temporary_name,
     remove_dead_attempts,
     remove_dead_exports,
     remove_replaced,
     remove_without_commit,
-    strangers,
+    untracked_files,
 )
 from jaxckpt_train.store.threads import shared_workers
 
@@ -268,7 +268,7 @@ class Transaction(Attempt):
 
         The attempt gets the side name first: there readers find it as soon as the older checkpoint has no COMMIT.
         """
-        found, aside = first_strangers(self._backend, self.final), side_name(self.final)
+        found, aside = first_untracked_files(self._backend, self.final), side_name(self.final)
         if found:
             message = "cannot replace it: its directory cannot be renamed, and holds more than a checkpoint"
             raise StorageError(errno.EXDEV, f"{message}: {', '.join(found)}; move that away", self.final)
@@ -415,9 +415,9 @@ def _exists(final: str) -> CheckpointExistsError:
     return CheckpointExistsError(f"{final}: exists; {MOVE_IT_AWAY}")
 
 
-def refuse_left_over_name(final: str) -> None:
+def refuse_temporary_name(final: str) -> None:
     """Raise SettingsError if later saves would clean up what has this name."""
-    if is_left_over_name(os.path.basename(final)):
+    if is_temporary_name(os.path.basename(final)):
         raise SettingsError(
             f"path: {final}: expected a name that no unfinished save may have: later saves clean up `.NAME.aside` and "
             "`.NAME.tmp-...`; choose another one"
@@ -443,7 +443,7 @@ def refuse_existing(backend: Backend, final: str, replace: bool, how: str = "pas
     if not replace:
         raise CheckpointExistsError(f"{final}: exists; {how} to replace it, or choose another path")
     for _ in range(LOOKS):
-        others = list(itertools.islice(strangers(backend, final, certain=False), MOST_TOLD))
+        others = list(itertools.islice(untracked_files(backend, final, certain=False), MAX_LISTED))
         if not others:
             return
     raise CheckpointExistsError(
@@ -452,7 +452,7 @@ def refuse_existing(backend: Backend, final: str, replace: bool, how: str = "pas
     )
 
 
-def remove_left_overs(backend: Backend, final: str) -> None:
+def remove_stale_temporaries(backend: Backend, final: str) -> None:
     """Make room; left-overs that stay are no reason not to save. Where there is no directory there are none."""
     try:
         remove_dead_attempts(backend, final)

@@ -27,7 +27,7 @@ from jaxckpt_train.store.manifest import (
 )
 from jaxckpt_train.store.segment import ALIGNMENT, Tensor, chunk_name, is_head_of
 from jaxckpt_train.store.threads import shared_workers
-from jaxckpt_train.store.timeouts import answer_of
+from jaxckpt_train.store.timeouts import call_with_timeout
 
 Pace = Callable[[int], None]
 _Chunks = list[tuple[ArrayRecord, ChunkRecord]]
@@ -73,7 +73,7 @@ def verify(
         CheckpointTimeoutError: the disk has given nothing for ten minutes.
     """
     try:
-        committed = answer_of(directory, lambda moved: open_committed(backend, directory), progress)
+        committed = call_with_timeout(directory, lambda moved: open_committed(backend, directory), progress)
     except CorruptCheckpointError as error:
         return VerifyReport(directory, 0, (str(error),))
     return verify_opened(backend, committed, settings, progress)

@@ -66,7 +66,7 @@ _LISTS = _SIZES | {"into", "with"}
 _TEXTS = {"leaves", "from", "to", "leaf", "dtype", "separator"}
 
 
-class Operated(NamedTuple):
+class Transformed(NamedTuple):
     """What came out.
 
     Attributes:
@@ -82,7 +82,7 @@ class Operated(NamedTuple):
 
 def operate(
     files: Opener, committed: Committed, name: str, operations: Sequence[Operation], settings: StoreSettings
-) -> Operated:
+) -> Transformed:
     """Apply operations to the tree of one checkpointable, one after the other; nothing is read.
 
     Args:
@@ -145,7 +145,7 @@ def _made(
     part: PartRecord,
     leaves: Leaves,
     plan: tuple[tuple[str, tuple[Change, ...]], ...],
-) -> Operated:
+) -> Transformed:
     segments, opens = list(committed.manifest.segments), dict[str, Open]()
     arrays = []
     for name, leaf in leaves.items():
@@ -156,7 +156,7 @@ def _made(
     changed = PartRecord(part.name, part.kind, tuple(arrays), part.files, encode_tree(record))
     parts = tuple(changed if each is part else each for each in committed.manifest.parts)
     manifest = msgspec.structs.replace(committed.manifest, parts=parts, segments=tuple(segments))
-    return Operated(ForeignFiles(opens, files), dataclasses.replace(committed, manifest=manifest), plan)
+    return Transformed(ForeignFiles(opens, files), dataclasses.replace(committed, manifest=manifest), plan)
 
 
 def _kept_containers(containers: Mapping[str, str], leaves: Leaves) -> dict[str, str]:

@@ -58,7 +58,7 @@ from jaxckpt_train.transforms.views import (
     held,
 )
 
-_MOST_TOLD = 8
+_MAX_LISTED = 8
 Make = Callable[[tuple[int, ...]], np.ndarray]
 _NORMAL_BYTES = 8  # a number of these before it is converted
 _NAMED = ("zeros", "ones", "normal")
@@ -548,8 +548,8 @@ class Split(Operation):
 
 
 def _told(leaves: Leaves, names: Sequence[str]) -> str:
-    more = f", ... ({len(names)})" if len(names) > _MOST_TOLD else ""
-    return ", ".join(f"{name} {leaves[name].text()}" for name in names[:_MOST_TOLD]) + more
+    more = f", ... ({len(names)})" if len(names) > _MAX_LISTED else ""
+    return ", ".join(f"{name} {leaves[name].text()}" for name in names[:_MAX_LISTED]) + more
 
 
 def _patterns(subject: str, given: object) -> tuple[str, ...]:

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import pytest
 
 import jaxckpt_train as jct
-from benchmarks.goodput_model import Outcome, SimulatedRun, Training, failure_times
+from benchmarks.goodput_model import SaveFuture, SimulatedRun, Training, failure_times
 from jaxckpt_train.policies.context import SavePolicy
 
 NEVER = 1e12
 
 
-def outcomes(training: Training, policy: SavePolicy, mtbf_s: float, steps: int) -> list[Outcome]:
+def outcomes(training: Training, policy: SavePolicy, mtbf_s: float, steps: int) -> list[SaveFuture]:
     return [SimulatedRun(training, policy, failure_times(mtbf_s, seed)).run(steps) for seed in (1, 2)]
 
 
-def share(found: Sequence[Outcome]) -> float:
+def share(found: Sequence[SaveFuture]) -> float:
     return sum(each.useful_s for each in found) / sum(each.wall_s for each in found)
 
 

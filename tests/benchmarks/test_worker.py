@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.leaf import Leaf
-from benchmarks.rounds import Outcome, Plan, run_rounds, turn_order, worker
+from benchmarks.rounds import Plan, SaveFuture, run_rounds, turn_order, worker
 from benchmarks.sample import LoadSample
 from benchmarks.worker_process import Worker, WorkerError
 from benchmarks.workloads import Workload
@@ -28,7 +28,7 @@ def save_and_load(running: Worker, folder: Path, workload: Workload) -> list[Loa
     return [sample for target in workload.targets for sample in running.load(folder / "one", SEED, target)]
 
 
-def rounds(subjects: list[str], folder: Path, *, fresh_loads: bool = False) -> Outcome:
+def rounds(subjects: list[str], folder: Path, *, fresh_loads: bool = False) -> SaveFuture:
     lines: list[str] = []
     plan = Plan(counted_rounds=1, seed=1, fresh_loads=fresh_loads, report=lines.append)
     outcome = run_rounds(TINY, subjects, folder, plan)

@@ -24,7 +24,7 @@ from jaxckpt_train.store import copy as copying
 from jaxckpt_train.store import copy as kept_chunks
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.committed import open_committed
-from jaxckpt_train.store.copy import BoxToCome
+from jaxckpt_train.store.copy import LazyBox
 from tests.cli.commands import printed, refused, run, told
 from tests.cli.test_prune import OWNER
 from tests.conftest import REPO_ROOT
@@ -202,7 +202,9 @@ def test_only_what_is_to_be_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["cp", "mv"])
 def test_what_gets_the_name_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     jct.save(tmp_path / "a", {"w": 1})
-    monkeypatch.setattr(checked_copy, "remove_left_overs", lambda _, final: jct.save(final, {"w": 2}, overwrite=True))
+    monkeypatch.setattr(
+        checked_copy, "remove_stale_temporaries", lambda _, final: jct.save(final, {"w": 2}, overwrite=True)
+    )
     message = refused(command, tmp_path / "a", tmp_path / "b", code=4)
     assert message == f"{tmp_path / 'b'}: exists; pass --overwrite to replace it, or choose another path"
     assert (jct.load(tmp_path / "a"), jct.load(tmp_path / "b")) == ({"w": 1}, {"w": 2})
@@ -247,13 +249,13 @@ def test_nothing_is_put_into_a_run_that_lives(tmp_path: Path) -> None:
 def test_a_copy_that_came_out_otherwise_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As from memory that errs between a read and the write."""
     jct.save(tmp_path / "c", {"w": np.arange(500_000, dtype=np.float32)})
-    read_into = BoxToCome.read_into
+    read_into = LazyBox.read_into
 
-    def flipped(self: BoxToCome, target: np.ndarray) -> None:
+    def flipped(self: LazyBox, target: np.ndarray) -> None:
         read_into(self, target)
         target[17] ^= 1
 
-    monkeypatch.setattr(BoxToCome, "read_into", flipped)
+    monkeypatch.setattr(LazyBox, "read_into", flipped)
     assert "leaf 'state/w' came out otherwise than in the source" in refused(
         "cp", tmp_path / "c", tmp_path / "copy", code=1
     )

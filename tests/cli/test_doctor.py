@@ -85,7 +85,7 @@ def test_of_a_run_it_tells_the_newest_step_and_changes_nothing(tmp_path: Path) -
     before = files_below(directory)
     found = told("doctor", directory, *SMALL)
     assert set(found["run"]) == {
-        "steps", "newest_step", "newest_age_s", "newest_bytes", "damaged", "uncommitted", "unreadable", "left_overs",
+        "steps", "newest_step", "newest_age_s", "newest_bytes", "damaged", "uncommitted", "unreadable", "stale_files",
     }  # fmt: skip
     assert (found["run"]["steps"], found["run"]["newest_step"]) == (2, 2)
     assert found["run"]["newest_bytes"] == jct.metadata(step_path(directory, 2)).bytes
@@ -177,13 +177,13 @@ def test_what_a_dead_process_left_is_told_and_stays(tmp_path: Path, run_python: 
     left = sorted(path.name for path in directory.iterdir() if path.name.startswith(".step"))
     assert len(left) == 2
     found = told("doctor", directory, *SMALL, code=1)
-    assert sorted(found["run"]["left_overs"]) == left
+    assert sorted(found["run"]["stale_files"]) == left
     (warning,) = found["warnings"]
     assert all(name in warning for name in left)
     assert sorted(path.name for path in directory.iterdir() if path.name.startswith(".step")) == left
     with jct.StepManager(directory) as manager:
         save_steps(manager, 3)
-    assert told("doctor", directory, *SMALL)["run"]["left_overs"] == []
+    assert told("doctor", directory, *SMALL)["run"]["stale_files"] == []
 
 
 def test_a_disk_that_refuses_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

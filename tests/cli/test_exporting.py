@@ -37,9 +37,9 @@ def test_prng_keys_are_told_and_what_loads_the_rest_works(tmp_path: Path) -> Non
     assert f"{note}\n" == done.stderr
     nest = {"op": "nest"}
     with pytest.raises(jct.MismatchError, match=r"'0/drop/rngs/key': saved uint32\[2\], wanted key<"):
-        jct.load(tmp_path / "hf", (Model(1),), surgery=[nest])
+        jct.load(tmp_path / "hf", (Model(1),), transforms=[nest])
     drop = {"op": "drop", "leaves": "**/rngs/**"}
-    for options in ({"surgery": [nest], "only": "0/layer/**"}, {"surgery": [nest, drop]}):
+    for options in ({"transforms": [nest], "only": "0/layer/**"}, {"transforms": [nest, drop]}):
         model = Model(1)
         before = raw(jax.random.key_data(model.drop.rngs.key[...]))
         start = {"path": tmp_path / "hf", "missing": "keep", **options}

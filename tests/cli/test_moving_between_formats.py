@@ -80,11 +80,11 @@ def test_what_is_imported_can_be_changed_and_cut_on_the_way(tmp_path: Path) -> N
     save_file({f"h.{n}.w": layer for n, layer in enumerate(layers)} | {"head": layers[0]}, tmp_path / "m.safetensors")
     operations = tmp_path / "ops.yaml"
     operations.write_text('- {op: rename, leaves: h.*.w, to: h/*}\n- {op: stack, leaves: "h/{}", to: layers}\n')
-    plan = run("import", tmp_path / "m.safetensors", tmp_path / "out", "--surgery", operations, "--dry-run")
+    plan = run("import", tmp_path / "m.safetensors", tmp_path / "out", "--transforms", operations, "--dry-run")
     assert "2. stack: 1 change" in plan
     assert "layers float32[2,4,6]" in plan
     assert not (tmp_path / "out").exists()
-    more = ["--surgery", operations, "--op", "transpose layers 0,2,1", "--only", "layers"]
+    more = ["--transforms", operations, "--op", "transpose layers 0,2,1", "--only", "layers"]
     run("import", tmp_path / "m.safetensors", tmp_path / "out", *more)
     assert raw(jct.load(tmp_path / "out")["layers"]) == raw(np.stack([layer.T for layer in layers]))
 
@@ -181,7 +181,7 @@ def test_a_run_goes_to_orbax_and_back(tmp_path: Path) -> None:
             2,
             "--only 'nothing' selects none of the 1 leaves that are there",
         ),
-        (["import", "{a}", "{out}", "--surgery", "{none}"], 4, "none"),
+        (["import", "{a}", "{out}", "--transforms", "{none}"], 4, "none"),
         (["import", "{a}", "{out}", "--part", "data"], 2, "expected one of its checkpointables, found 'data'"),
     ],
 )
@@ -278,7 +278,7 @@ def test_a_plan_has_the_shape_of_all_that_is_fused(tmp_path: Path) -> None:
 def test_operations_of_a_file_and_of_the_command_line_are_counted_together(tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"x": np.ones(3)})
     file = tmp_path / "s.json"
-    command = ["import", tmp_path / "a", tmp_path / "b", "--surgery", file]
+    command = ["import", tmp_path / "a", tmp_path / "b", "--transforms", file]
 
     def failed(given: list[dict[str, str]], *texts: str) -> str:
         file.write_text(json.dumps(given))
@@ -337,7 +337,7 @@ def test_a_dtype_that_orbax_lacks_is_told_by_the_checkpoint_s_name(tmp_path: Pat
 
 def test_what_gets_the_name_while_an_import_goes_on_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({"w": np.zeros(3)}, tmp_path / "m.safetensors")
-    monkeypatch.setattr(importing, "remove_left_overs", lambda _, final: jct.save(final, {"w": np.ones(3)}))
+    monkeypatch.setattr(importing, "remove_stale_temporaries", lambda _, final: jct.save(final, {"w": np.ones(3)}))
     found = told("import", tmp_path / "m.safetensors", tmp_path / "out", code=4)
     assert found["message"] == f"{tmp_path / 'out'}: exists; move it away, or choose another path"
     assert jct.load(tmp_path / "out")["w"].tolist() == [1, 1, 1]

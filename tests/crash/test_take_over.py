@@ -10,7 +10,7 @@ import pytest
 from jaxckpt_train import checkpoint
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import removal as left_overs
+from jaxckpt_train.store import removal as stale_files
 from jaxckpt_train.store.removal import remove_dead_attempts
 from tests.crash.crash_disk import CrashDisk, Machine
 from tests.crash.explorer import SETTINGS, small_sizes
@@ -67,6 +67,6 @@ def test_a_replacement_that_was_not_synced_is_synced_before_the_older_one_goes(c
 
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_who_cleans_up_before_the_sync_is_found_out(can_exchange: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(left_overs, "sync_directory", lambda *_: None)
+    monkeypatch.setattr(stale_files, "sync_directory", lambda *_: None)
     with small_sizes():
         assert losses(can_exchange)[1]

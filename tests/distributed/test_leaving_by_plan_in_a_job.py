@@ -36,7 +36,7 @@ def leave(directory: str, knows: dict[str, float], grace_period_s: float | None)
     policy = jct.SpecificStepsPolicy([6, HELD])
     options: dict[str, Any] = {"save_interval_steps": None, "save_policy": policy, "on_preemption": "raise"}
     ckpt = callback_on(disk, directory, grace_period_s=grace_period_s, **options)
-    clock, is_first = ckpt.manager._decider.clock, jax.process_index() == 0
+    clock, is_first = ckpt.manager._save_scheduler.clock, jax.process_index() == 0
     if "update" in knows:
         clock.step_s = lambda: knows["update"] if is_first else 1e6  # type: ignore[method-assign]
     begun = []

@@ -54,7 +54,7 @@ def load_and_count(path: str, kind: str, who: int) -> dict[str, Any]:
     is_it = jax.process_index() == who
     came, counts = list[str](), list[tuple[int, int]]()
     with pytest.MonkeyPatch.context() as patch:
-        if is_it and kind in ("Letters", "SharedMemory"):
+        if is_it and kind in ("Channel", "SharedMemory"):
             patch.setattr(near_memory, kind, refuse_address)
         for _ in range(TIMES):
             spec = ["x"] if kind == "sharding" and is_it else []
@@ -70,7 +70,7 @@ def load_and_count(path: str, kind: str, who: int) -> dict[str, Any]:
         ("sharding", "OtherProcessError", "OtherProcessError"),
         ("progress", "SettingsError", "SettingsError"),
         ("interrupt", "KeyboardInterrupt", "OtherProcessError"),
-        ("Letters", None, None),
+        ("Channel", None, None),
         ("SharedMemory", None, None),
     ],
 )

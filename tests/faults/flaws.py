@@ -14,7 +14,7 @@ import pytest
 
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.manager import StepManager
-from jaxckpt_train.run.saving import InFlight
+from jaxckpt_train.run.saving import SaveSlot
 from jaxckpt_train.store.backends import local, local_names
 from jaxckpt_train.store.transaction import Transaction
 from tests.faults.known_states import KEPT
@@ -66,21 +66,21 @@ def _takes_short_for_whole(patch: pytest.MonkeyPatch) -> None:
 
 
 def _forgets_errors(patch: pytest.MonkeyPatch) -> None:
-    settle = InFlight.settle
+    settle = SaveSlot.settle
 
-    def forgetting(self: InFlight, *arguments: Any, **options: Any) -> None:
+    def forgetting(self: SaveSlot, *arguments: Any, **options: Any) -> None:
         settle(self, *arguments, **options)
 
-    patch.setattr(InFlight, "settle", forgetting)
+    patch.setattr(SaveSlot, "settle", forgetting)
 
 
 def _gives_up_at_once(patch: pytest.MonkeyPatch) -> None:
-    settle = InFlight.settle
+    settle = SaveSlot.settle
 
-    def impatient(self: InFlight, timeout_s: float | None = None, *arguments: Any, **options: Any) -> object:
+    def impatient(self: SaveSlot, timeout_s: float | None = None, *arguments: Any, **options: Any) -> object:
         return settle(self, PATIENCE_S, *arguments, **options)
 
-    patch.setattr(InFlight, "settle", impatient)
+    patch.setattr(SaveSlot, "settle", impatient)
 
 
 def _deletes_first(patch: pytest.MonkeyPatch) -> None:

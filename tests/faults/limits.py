@@ -35,7 +35,7 @@ from tests.faults.campaign_end import leave_with, those_that_can
 from tests.faults.flaws import FLAWS
 from tests.faults.forking import LONGEST_S, Tell, forked
 from tests.faults.known_states import KEPT, SETTINGS, checkpointables_of, token_in
-from tests.faults.native_programs import by_kind, look_at_run, looked
+from tests.faults.native_programs import by_kind, inspect_run, looked
 from tests.faults.needs import why_no_mount
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -119,7 +119,7 @@ def trial(found: Found, name: str, value: object, directory: Path, limit: Callab
     problems += [f"left over in a life: {left}" for names in told["left"] for left in names if left not in known]
     if told["restored"] != [3]:
         problems.append(f"restored {told['restored']}")
-    problems += looked(look_at_run, directory, told)
+    problems += looked(inspect_run, directory, told)
     found.problems += [f"{name} {value}: {problem}" for problem in problems]
 
 

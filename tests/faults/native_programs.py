@@ -173,7 +173,7 @@ def run_replacement(directory: Path, tell: Tell, *, can_exchange: bool = True) -
     done(tell, lambda: tell("restored", token_in(checkpoint.load_checkpointables(path, settings=SETTINGS))))
 
 
-def look_at_run(directory: Path, told: Told) -> list[str]:
+def inspect_run(directory: Path, told: Told) -> list[str]:
     """What is wrong with a run, for a process that owns it next."""
     problems = []
     newest, pinned = max(told.get("acknowledged", ()), default=0), set(told.get("pinned", ()))
@@ -234,10 +234,10 @@ def looked(look: Callable[[Path, Told], list[str]], directory: Path, told: Told)
 
 
 PROGRAMS = {
-    "steps": Program(run_steps, look_at_run),
-    "notes": Program(run_notes, look_at_run),
-    "roll-back": Program(run_roll_back, look_at_run),
-    "take-over": Program(run_take_over, look_at_run, die_in_a_save),
+    "steps": Program(run_steps, inspect_run),
+    "notes": Program(run_notes, inspect_run),
+    "roll-back": Program(run_roll_back, inspect_run),
+    "take-over": Program(run_take_over, inspect_run, die_in_a_save),
     "replacement": Program(run_replacement, look_at_single),
     "replacement by renames": Program(functools.partial(run_replacement, can_exchange=False), look_at_single),
 }

@@ -66,7 +66,7 @@ def test_what_was_exported_comes_back_equal(tmp_path: Path) -> None:
     params = mnist().params
     jct.save(tmp_path / "a", {"params": params})
     export(tmp_path / "a", tmp_path / "out")
-    back = jct.load(tmp_path / "out", {"params": jax.tree.map(jnp.zeros_like, params)}, surgery=[{"op": "nest"}])
+    back = jct.load(tmp_path / "out", {"params": jax.tree.map(jnp.zeros_like, params)}, transforms=[{"op": "nest"}])
     assert_same(back["params"], params)
 
 

@@ -349,7 +349,7 @@ def test_tensors_go_straight_into_a_tree_and_its_shardings(tmp_path: Path) -> No
         {"op": "stack", "leaves": "model.layers.{}.self_attn.q_proj.weight", "to": "layers/q"},
         {"op": "transpose", "leaves": "layers/q", "axes": [0, 2, 1]},
     ]
-    found = jct.load(model(tmp_path), like, only="layers/**", surgery=operations)["layers"]["q"]
+    found = jct.load(model(tmp_path), like, only="layers/**", transforms=operations)["layers"]["q"]
     names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)]
     assert found.sharding == sharding
     assert raw(found) == raw(np.stack([TENSORS[name].T for name in names]))

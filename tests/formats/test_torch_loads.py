@@ -167,7 +167,7 @@ def test_names_that_were_not_flattened_are_keys_as_they_are(tmp_path: Path) -> N
     found = jct.load(save(tmp_path / "a", state, planner=planner))
     assert sorted(found) == sorted(state)
     assert raw(found["layers.0.weight"]) == torch_bytes(state["layers.0.weight"])
-    nested = jct.load(tmp_path / "a", surgery=[{"op": "nest"}], only="layers/**")
+    nested = jct.load(tmp_path / "a", transforms=[{"op": "nest"}], only="layers/**")
     assert raw(nested["layers"][0]["weight"]) == torch_bytes(state["layers.0.weight"])
 
 
@@ -190,7 +190,7 @@ def test_a_model_goes_into_a_target_its_shardings_and_dtypes(tmp_path: Path) -> 
         {"op": "rename", "leaves": "model/a/weight", "to": "params/kernel"},
         {"op": "transpose", "leaves": "params/kernel"},
     ]
-    found = jct.load(tmp_path / "a", {"params": {"kernel": kernel}}, only="params/**", surgery=operations, cast=True)
+    found = jct.load(tmp_path / "a", {"params": {"kernel": kernel}}, only="params/**", transforms=operations, cast=True)
     kernel = found["params"]["kernel"]
     assert kernel.sharding == sharding
     expected = state["model"]["a.weight"].T.numpy().astype(ml_dtypes.bfloat16)
@@ -337,7 +337,7 @@ def test_each_piece_is_read_once_however_it_is_cut(tmp_path: Path, monkeypatch: 
     jct.load(tmp_path / "a", only="w1")
     assert reads == ["w1"]
     reads.clear()
-    turned = jct.load(tmp_path / "a", surgery=[{"op": "transpose", "leaves": "*"}])  # read by columns
+    turned = jct.load(tmp_path / "a", transforms=[{"op": "transpose", "leaves": "*"}])  # read by columns
     assert sorted(reads) == sorted(state)
     assert all(raw(turned[name]) == torch_bytes(tensor.T) for name, tensor in state.items())
 

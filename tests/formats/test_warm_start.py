@@ -54,7 +54,7 @@ def weights(folder: Path) -> Path:
 def test_a_run_begins_with_foreign_weights_and_keeps_the_rest(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     folder.mkdir()
-    given = {"path": str(weights(folder)), "surgery": SURGERY, "only": "params/layers"}
+    given = {"path": str(weights(folder)), "transforms": SURGERY, "only": "params/layers"}
     first = run(tmp_path / "run", 2, init_from=given)
     assert raw(first[0]["params"]["layers"]) == raw(np.stack([layer.T for layer in LAYERS]).astype(jnp.bfloat16))
     assert first[0]["params"]["head"].tolist() == [1.0] * 5
@@ -79,7 +79,7 @@ directory: {tmp_path}/run
 init_from:
   path: {weights(folder)}
   only: params/layers
-  surgery:
+  transforms:
     - {{op: rename, leaves: h.*.weight, to: h/*}}
     - {{op: stack, leaves: "h/{{}}", to: params/layers}}
     - {{op: transpose, leaves: params/layers, axes: [0, 2, 1]}}
@@ -93,12 +93,12 @@ init_from:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"surgery": []}, "checkpoint.init_from: expected path, of a checkpoint, found surgery"),
+        ({"transforms": []}, "checkpoint.init_from: expected path, of a checkpoint, found transforms"),
         ({"path": "a", "onyl": "b"}, 'checkpoint.init_from: unknown key "onyl", did you mean "only"'),
         ({"path": "a", "missing": "maybe"}, 'checkpoint.init_from: missing: expected "error" or "keep"'),
         (
-            {"path": "a", "surgery": [{"op": "cut"}]},
-            r"checkpoint.init_from.surgery: operation 1 of 1: op: expected one of",
+            {"path": "a", "transforms": [{"op": "cut"}]},
+            r"checkpoint.init_from.transforms: operation 1 of 1: op: expected one of",
         ),
         (7, "checkpoint.init_from: expected"),
     ],

@@ -13,7 +13,7 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.cli import maintain as verify
 from jaxckpt_train.inspection.health import health_of
-from jaxckpt_train.inspection.runs import look_at_run
+from jaxckpt_train.inspection.runs import inspect_run
 from jaxckpt_train.store.backends.base import Entry, Source
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.cli.commands import told
@@ -54,7 +54,7 @@ def hide(directory: Path, step: int) -> Callable[[], None]:
 def test_a_step_that_is_deleted_while_it_is_looked_at(tmp_path: Path, time: int) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     backend = _Busy(step_path(directory, 1) / "COMMIT", time, hide(directory, 1))
-    looks = look_at_run(backend, str(directory))
+    looks = inspect_run(backend, str(directory))
     assert backend.acted
     assert [look.problem for look in looks] == [None] * len(looks)
     assert [look.step for look in looks][-2:] == [2, 3]
@@ -65,7 +65,7 @@ def test_a_step_that_is_saved_while_it_is_looked_at(tmp_path: Path, time: int) -
     directory = made_run(tmp_path / "run", 1, 2, 3)
     step_path(directory, 3).rename(tmp_path / "new")
     backend = _Busy(directory, time, lambda: (tmp_path / "new").rename(step_path(directory, 3)) and None)
-    looks = look_at_run(backend, str(directory))
+    looks = inspect_run(backend, str(directory))
     assert backend.acted
     assert [look.problem for look in looks] == [None] * len(looks)
 
@@ -88,9 +88,9 @@ def test_what_a_live_owner_is_deleting_was_not_left_by_the_dead(tmp_path: Path) 
     with jct.StepManager(directory) as manager:
         save_steps(manager, 1, 2)
         (directory / ".step-0000000009.deleting").mkdir()
-        assert told("doctor", directory, "--size-mib", 0)["run"]["left_overs"] == []
+        assert told("doctor", directory, "--size-mib", 0)["run"]["stale_files"] == []
     (directory / ".step-0000000009.deleting").mkdir(exist_ok=True)
-    assert told("doctor", directory, "--size-mib", 0, code=1)["run"]["left_overs"] == [".step-0000000009.deleting"]
+    assert told("doctor", directory, "--size-mib", 0, code=1)["run"]["stale_files"] == [".step-0000000009.deleting"]
 
 
 def test_scrub_does_not_tell_of_a_step_that_was_deleted_meanwhile(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.inspection.runs import look_at_run
+from jaxckpt_train.inspection.runs import inspect_run
 from jaxckpt_train.report import changes
 from jaxckpt_train.report.changes import Changes, compare, plan_changes
 from tests.report.runs import BACKEND
@@ -26,12 +26,12 @@ def run_of(directory: Path, **trees: Any) -> Path:
 
 
 def compared(directory: Path, wanted: int | None = None) -> Changes:
-    plan = plan_changes(look_at_run(BACKEND, str(directory)), wanted)
+    plan = plan_changes(inspect_run(BACKEND, str(directory)), wanted)
     return compare(BACKEND, str(directory), plan, lambda nbytes: None)
 
 
 def pairs(directory: Path, wanted: int | None) -> list[tuple[int, int]]:
-    plan = plan_changes(look_at_run(BACKEND, str(directory)), wanted)
+    plan = plan_changes(inspect_run(BACKEND, str(directory)), wanted)
     return [(before.step, after.step) for before, after in plan.pairs]
 
 
@@ -86,7 +86,7 @@ def test_the_newest_pairs_are_chosen_and_the_rest_is_told(
 
 def test_without_a_wish_no_more_is_read_than_a_few_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_run(tmp_path, 1, 2, 3)
-    size = look_at_run(BACKEND, str(tmp_path))[0].nbytes
+    size = inspect_run(BACKEND, str(tmp_path))[0].nbytes
     assert size is not None
     monkeypatch.setattr(changes, "FEW_BYTES", 2 * size)
     assert pairs(tmp_path, None) == [(2, 3)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.inspection.runs import StepLook, look_at_run
+from jaxckpt_train.inspection.runs import StepStatus, inspect_run
 from jaxckpt_train.report.events import StepLife, StepsFound
 from jaxckpt_train.run.entry import step_name
 from tests.report.runs import BACKEND, gathered_of, history_of
@@ -25,16 +25,16 @@ def deleted(second: float, step: int) -> dict[str, Any]:
     return at(second, "delete", name=step_name(step))
 
 
-def there(*steps: int, **fields: Any) -> list[StepLook]:
+def there(*steps: int, **fields: Any) -> list[StepStatus]:
     nbytes = fields.get("nbytes", 999)
-    return [StepLook(step_name(step), step, None, nbytes, False, fields.get("problem")) for step in steps]
+    return [StepStatus(step_name(step), step, None, nbytes, False, fields.get("problem")) for step in steps]
 
 
-def steps_of(*events: dict[str, Any], looks: list[StepLook] | None = None) -> StepsFound:
+def steps_of(*events: dict[str, Any], looks: list[StepStatus] | None = None) -> StepsFound:
     return history_of(*events).steps(looks or [])
 
 
-def lives(*events: dict[str, Any], looks: list[StepLook] | None = None) -> list[StepLife]:
+def lives(*events: dict[str, Any], looks: list[StepStatus] | None = None) -> list[StepLife]:
     return steps_of(*events, looks=looks).lives
 
 
@@ -121,7 +121,7 @@ def test_a_real_roll_back_leaves_steps_behind(tmp_path: Path) -> None:
 def test_without_a_history_steps_tell_of_themselves(tmp_path: Path) -> None:
     made_run(tmp_path, 1, 2)
     (tmp_path / "history.jsonl").unlink()
-    looks = look_at_run(BACKEND, str(tmp_path))
+    looks = inspect_run(BACKEND, str(tmp_path))
     times = [look.entry.time for look in looks if look.entry is not None]
     found = lives(looks=looks)
     assert [(life.step, life.state, life.saved) for life in found] == [(1, "kept", times[0]), (2, "kept", times[1])]

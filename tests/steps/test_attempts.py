@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxckpt_train.run.goodput import Past, attempts_of, goodput
+from jaxckpt_train.run.goodput import RunStatistics, attempts_of, goodput
 from jaxckpt_train.run.history import run_events
 from tests.steps.events import at, attempts, stretches
 from tests.steps.runs import START
@@ -55,7 +55,7 @@ def test_a_process_is_read_from_its_events() -> None:
 def test_how_it_ended_tells_whether_work_was_lost(last: tuple[Any, ...], how: str, has_lost: bool) -> None:
     (found,) = attempts(*LIFE[:-1], *last)
     assert (found.how, found.has_lost_work) == (how, has_lost)
-    assert Past.of([*LIFE[:-1], *last]).failures.count == has_lost
+    assert RunStatistics.of([*LIFE[:-1], *last]).failures.count == has_lost
 
 
 def test_the_last_one_may_be_at_work() -> None:
@@ -131,7 +131,7 @@ def test_events_of_a_version_that_noted_no_start_tell_of_no_process_but_of_what_
         at(4, "save", step=9, ok=False, save_s=90.0),
     )
     assert attempts(*old) == []
-    past = Past.of(old)
+    past = RunStatistics.of(old)
     assert (past.failures.count, past.failures.observed_s, past.cost_s, past.duration_s) == (0, 0.0, None, 2.0)
     assert [stretches(each) for each in attempts(*old, *LIFE)] == [[(100, 163)]]
 
@@ -139,13 +139,13 @@ def test_events_of_a_version_that_noted_no_start_tell_of_no_process_but_of_what_
 def test_the_past_tells_how_often_it_failed_and_what_the_last_saves_took() -> None:
     events = [*LIFE[:-1], at(100, "start"), at(101, "resumed", step=160)]
     events += [at(110 + n, "save", step=170 + n, ok=True, save_s=10.0 - n, cost_s=float(n)) for n in range(8)]
-    past = Past.of([*events, at(130, "end", how="OSError"), at(140, "start"), at(150, "end", how="closed")])
+    past = RunStatistics.of([*events, at(130, "end", how="OSError"), at(140, "start"), at(150, "end", how="closed")])
     assert (past.failures.count, past.failures.observed_s) == (
         2,
         (60.0 - 4) + 30.0,
     )  # a process that did nothing is none of it
     assert (past.cost_s, past.duration_s) == (7.0, 8.0)  # of six saves
-    assert Past.of([]) == Past()
+    assert RunStatistics.of([]) == RunStatistics()
 
 
 HOSTILE: list[Any] = [
@@ -159,7 +159,7 @@ FIELDS = ["event", "time", "step", "ok", "how", "blocked_s", "save_s", "wait_s",
 def test_a_field_that_is_anything_spoils_no_other_event(field: str) -> None:
     for number, value in itertools.product(range(len(LIFE)), HOSTILE):
         events = [*LIFE[:number], {**LIFE[number], field: value}, *LIFE[number + 1 :]]
-        Past.of(events)
+        RunStatistics.of(events)
         found = goodput(attempts_of(run_events(events)))
         if number:  # else there is no start
             assert len(found.attempts) == 1
@@ -179,7 +179,7 @@ ANYTHING = st.dictionaries(
 
 @given(st.lists(ANYTHING | st.sampled_from(LIFE), max_size=30))
 def test_whatever_a_history_holds_it_can_be_read(events: list[dict[str, Any]]) -> None:
-    Past.of(events)
+    RunStatistics.of(events)
     found = goodput(attempts_of(run_events(events)))
     assert 0.0 <= found.share <= 1.0
     assert all(each.useful_steps >= 0 and each.redone_steps >= 0 for each in found.attempts)

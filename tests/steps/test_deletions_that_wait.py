@@ -70,7 +70,7 @@ def test_a_step_that_is_never_synced_and_is_to_go_keeps_no_other(tmp_path: Path)
         backend.done.clear()
         saved(manager, 4)
         assert names_in(tmp_path) == [FOUR]
-        assert [*manager._run._doomed] == []
+        assert [*manager._run._pending_deletions] == []
     first_gone = min(backend.done.index(("rename", name)) for name in (TWO, THREE))
     assert ("sync", FOUR) in backend.done[:first_gone]
 
@@ -79,8 +79,8 @@ def test_nothing_goes_while_neither_it_nor_what_came_after_it_can_be_synced(tmp_
     run, backend = directories(tmp_path, ONE, TWO, THREE, FOUR), Unsynced(TWO, THREE)
     told = Told()
     deleter = Deleter(backend, str(run), lambda: told)
-    for doomed, instead in (([ONE], [TWO]), ([TWO], [THREE])):
-        deleter.delete(doomed, instead=instead)
+    for pending_deletions, instead in (([ONE], [TWO]), ([TWO], [THREE])):
+        deleter.delete(pending_deletions, instead=instead)
         assert deleter.wait(60)
         assert names_in(run) == [ONE, TWO, THREE, FOUR]
     deleter.delete([THREE], instead=[FOUR])
@@ -92,8 +92,8 @@ def test_what_was_removed_by_hand_is_waited_for_until_a_newer_one_is_on_the_disk
     run, backend = directories(tmp_path, ONE, TWO, THREE, FOUR), Unsynced(THREE)
     told = Told()
     deleter = Deleter(backend, str(run), lambda: told)
-    for doomed, instead in (([ONE], ["step-gone"]), ([TWO], [THREE])):
-        deleter.delete(doomed, instead=instead)
+    for pending_deletions, instead in (([ONE], ["step-gone"]), ([TWO], [THREE])):
+        deleter.delete(pending_deletions, instead=instead)
         assert deleter.wait(60)
         assert names_in(run) == [ONE, TWO, THREE, FOUR], "nothing that replaces the first one is there for certain"
     (run / THREE).rmdir()
@@ -120,7 +120,7 @@ def test_a_step_that_was_removed_by_hand_is_gone(tmp_path: Path, caplog: pytest.
         saved(manager, 1, 2)
         shutil.rmtree(step_path(tmp_path, 1))
         saved(manager, 3, 4)
-        assert (manager.steps, [*manager._run._doomed]) == ([3, 4], [])
+        assert (manager.steps, [*manager._run._pending_deletions]) == ([3, 4], [])
     assert caplog.text == ""
 
 

@@ -95,7 +95,7 @@ def test_a_save_that_takes_longer_than_the_grace_period_is_given_up_and_costs_no
     assert "given up: saving step 2" in caplog.text
     assert "step 1 is saved" in caplog.text
     assert jct.StepManager(tmp_path).steps == [1]
-    given_up = ckpt.manager._in_flight.given_up
+    given_up = ckpt.manager._save_slot.given_up
     assert given_up is not None
     backend.go.set()
     given_up.wait(60)  # it does no harm: what is committed after all is whole
@@ -146,7 +146,7 @@ def test_after_a_save_that_failed_the_last_update_is_saved_all_the_same(
                 send()
             ckpt(state_of(step + 1))
             if step == 1:
-                failed = ckpt.manager._in_flight.pending
+                failed = ckpt.manager._save_slot.pending
                 assert failed is not None
                 assert failed.committed.exception() is not None
                 if noticed_by != "call":
@@ -233,8 +233,8 @@ def test_what_was_given_up_is_no_success_whatever_the_exit_code(tmp_path: Path) 
         ckpt(state_of(1))
     assert left.value.code == 1
     backend.go.set()
-    assert ckpt.manager._in_flight.given_up is not None
-    ckpt.manager._in_flight.given_up.wait(60)
+    assert ckpt.manager._save_slot.given_up is not None
+    ckpt.manager._save_slot.given_up.wait(60)
 
 
 AGAIN = """

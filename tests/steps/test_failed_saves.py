@@ -114,8 +114,8 @@ def test_a_save_that_fails_while_the_next_is_decided_on_is_told_by_that(tmp_path
         def should_save(self, step: object, previous: object, *, context: object) -> bool:
             if backend.reached.is_set():
                 backend.go.set()
-                assert manager._in_flight.pending is not None
-                manager._in_flight.pending._ended.wait(60)
+                assert manager._save_slot.pending is not None
+                manager._save_slot.pending._ended.wait(60)
             return True
 
     manager = jct.StepManager(tmp_path, backend=backend, save_decision_policy=FailsMeanwhile())

@@ -100,7 +100,7 @@ def test_a_save_that_cannot_end_is_not_begun(tmp_path: Path, caplog: pytest.LogC
     assert "asked to leave by signal SIGTERM; step 6 is saved" in caplog.messages
     (event,), (end,) = loop.history("preempted"), loop.history("end")
     assert (event["step"], end["how"], end["step"]) == (6, "late", 9)
-    assert loop.ckpt.manager._in_flight.given_up is None
+    assert loop.ckpt.manager._save_slot.given_up is None
     (row,) = loop.ckpt.summary(show=False).attempts
     assert (row.how, row.last_step) == ("late", 9)
 
@@ -149,14 +149,14 @@ class LaterLoop(Loop):
     """Another save is begun, at once, and lasts longer than the one before; meanwhile some updates are complete."""
 
     def is_asked(self) -> None:
-        while time.monotonic() - self.ckpt.manager._in_flight._begun_at < 1.0:
+        while time.monotonic() - self.ckpt.manager._save_slot._begun_at < 1.0:
             self.disk.go.wait(0.1)  # an update that takes its time
         super().is_asked()
 
 
 def test_one_that_is_not_fresh_is_finished_and_then_the_last_update_is_saved(tmp_path: Path) -> None:
     loop = LaterLoop(tmp_path, 0.2, held=12, grace_period_s=60.0)
-    loop.ckpt.manager._decider.clock.step_s = lambda: 0.5  # type: ignore[method-assign]  # seconds for each update
+    loop.ckpt.manager._save_scheduler.clock.step_s = lambda: 0.5  # type: ignore[method-assign]  # seconds for each update
     with pytest.raises(SystemExit) as left:
         loop.run(14)
     assert left.value.code == 75
@@ -169,7 +169,7 @@ def test_one_that_is_not_fresh_is_finished_and_then_the_last_update_is_saved(tmp
 
 def test_how_long_the_one_under_way_has_taken_counts_for_the_last_one(tmp_path: Path) -> None:
     loop = LaterLoop(tmp_path, 0.2, held=12, grace_period_s=2.0)
-    loop.ckpt.manager._decider.clock.step_s = lambda: 0.5  # type: ignore[method-assign]
+    loop.ckpt.manager._save_scheduler.clock.step_s = lambda: 0.5  # type: ignore[method-assign]
     with pytest.raises(SystemExit) as left:
         loop.run(14)
     assert left.value.code == 75

@@ -16,11 +16,11 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.distributed.jax_service import SingleProcess
-from jaxckpt_train.pending import Movement, PendingSave, call_within
+from jaxckpt_train.pending import PendingSave, ProgressTracker, call_within
 from jaxckpt_train.preemption.watch import PreemptionWatch
 from jaxckpt_train.store.backends.local import LocalBackend, _LocalSource
 from jaxckpt_train.store.threads import LOOK_S, Latch
-from jaxckpt_train.store.timeouts import answer_of
+from jaxckpt_train.store.timeouts import call_with_timeout
 from tests.signal_handlers import WATCHED, handlers_put_back
 from tests.steps.fake_backends import HoldingBackend, callback_on
 from tests.steps.runs import made_run, state_of, step_of
@@ -84,7 +84,7 @@ def test_the_deadline_holds_wherever_the_loop_is(tmp_path: Path, loop: Callable[
         code = left.code
     assert code == (None if loop is at_the_end else 75)  # who had finished need not say that it was asked
     took_s = time.monotonic() - started
-    given_up = ckpt.manager._in_flight.given_up
+    given_up = ckpt.manager._save_slot.given_up
     assert given_up is not None
     backend.go.set()
     given_up.wait(60)
@@ -126,7 +126,7 @@ def test_a_state_that_is_not_taken_in_time_is_given_up(
     assert took_s < LATEST_S
     for leaf in jax.tree.leaves(state):
         leaf.delete()  # as a step does that is given its memory
-    given_up = ckpt.manager._in_flight.given_up
+    given_up = ckpt.manager._save_slot.given_up
     assert given_up is not None
     backend.go.set()
     with pytest.raises(jct.CheckpointTimeoutError, match="the state was not taken"):
@@ -257,12 +257,12 @@ def takes_long(seconds: float) -> Callable[[jax.Array], jax.Array]:
 
 
 def test_a_process_that_was_stopped_has_not_waited() -> None:
-    movement = Movement()
+    movement = ProgressTracker()
     movement.waited(3600.0)
     assert movement.waited_s == LOOK_S
     movement()
     assert movement.waited_s == 0
-    excused = Movement(lambda: True)
+    excused = ProgressTracker(lambda: True)
     excused.waited(1.0)
     assert excused.waited_s == 0
 
@@ -344,7 +344,7 @@ def test_a_progress_that_raises_ends_the_wait_for_an_answer() -> None:
         raise KeyError(done)
 
     with pytest.raises(KeyError):
-        answer_of("run", lambda moved: go.wait(60), progress)
+        call_with_timeout("run", lambda moved: go.wait(60), progress)
     go.set()
 
 

@@ -243,7 +243,7 @@ def test_the_name_of_a_step_that_is_being_deleted_is_not_given_again(tmp_path: P
     manager = jct.StepManager(tmp_path, preservation_policy=jct.LatestN(2))
     save_steps(manager, 1, 2, 3)
     assert manager._run._deleter.wait(60)
-    manager._run._doomed.add(["step-0000000004"], wait=False)
+    manager._run._pending_deletions.add(["step-0000000004"], wait=False)
     save_steps(manager, 4)
     manager._run.forget("step-0000000004")
     assert manager.steps == [3, 4]

@@ -251,7 +251,7 @@ def test_where_all_are_read_neighbours_come_first(tmp_path: Path) -> None:
     settings = jct.StoreSettings(scrub_bytes_per_s=1 << 40)
     with jct.StepManager(run, backend=ReadBackend(note), settings=settings) as manager:
         manager.restore(STATE)
-        manager._run._verdicts.damaged(next(each for each in manager._run.entries() if each.step == 3), "torn")
+        manager._run._damage_reports.damaged(next(each for each in manager._run.entries() if each.step == 3), "torn")
         manager.own()
         assert several.wait(60)
     assert order[:3] == [6, 4, 2]

@@ -17,7 +17,7 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.distributed.jax_service import SingleProcess
 from jaxckpt_train.preemption import sources as telling
-from jaxckpt_train.preemption.shutdown import Departure
+from jaxckpt_train.preemption.shutdown import GracefulShutdown
 from jaxckpt_train.preemption.sources import WatchedSources
 from jaxckpt_train.preemption.watch import PreemptionWatch
 from tests.in_time import in_time
@@ -138,10 +138,10 @@ def test_when_the_machine_is_gone_bounds_the_grace_period_whatever_was_noticed_f
 @pytest.mark.parametrize(("leave_by", "left_s"), [(None, None), (1020.0, 18.0)])
 def test_without_a_grace_period_only_that_is_a_deadline(leave_by: float | None, left_s: float | None) -> None:
     watch, _ = watch_of(Told(jct.Notice("a", leave_by=leave_by)))
-    departure = Departure(watch, None, 75, lambda: False)
-    assert departure.left_s() is None
+    shutdown = GracefulShutdown(watch, None, 75, lambda: False)
+    assert shutdown.left_s() is None
     assert watch.reached()
-    assert departure.left_s() == left_s
+    assert shutdown.left_s() == left_s
 
 
 def test_a_machine_that_is_there_after_its_time_is_not_believed() -> None:
@@ -214,7 +214,7 @@ def test_who_does_not_say_how_long_it_may_take_is_given_ten_seconds() -> None:
     named, plain, silent = Hanging(30), Told(), Silent()
     sources = WatchedSources([named, plain, silent])
     sources.start()
-    assert sources.to_tell() == [(named, 30.0), (plain, 10.0)]
+    assert sources.notification() == [(named, 30.0), (plain, 10.0)]
     with pytest.raises(
         jct.SettingsError, match=r"Hanging\.left_timeout_s: expected a finite number of seconds above 0"
     ):
@@ -308,7 +308,7 @@ def test_a_save_that_is_not_done_when_the_machine_goes_is_given_up(
     assert "asked to leave by the cloud, and given up: saving step 4" in caplog.text
     assert source.calls == ["start", ("left", None), "stop"]
     backend.go.set()
-    given_up = ckpt.manager._in_flight.given_up
+    given_up = ckpt.manager._save_slot.given_up
     assert given_up is not None
     given_up.wait(60)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxckpt_train.policies.context import DecisionContext
 from jaxckpt_train.policies.preservation import EveryNSteps, LatestN
 from jaxckpt_train.run.entry import Entry, RollBack, left_behind, step_name
-from jaxckpt_train.run.pruning import Fate, Pruning, current_line, fates, replaced, unkept_names
+from jaxckpt_train.run.pruning import Fate, Pruning, current_line, expired_names, fates, replaced
 from tests.steps.runs import START
 
 NOW = START + datetime.timedelta(days=1)
@@ -85,11 +85,11 @@ def test_it_is_what_the_owner_decides_and_each_has_a_reason(
     roll_back = RollBack(len(entries), frozenset(each.name for each in entries[:-1] if each.sequence in left))
     behind = left_behind(entries, roll_back)
     line, whole = current_line(entries, roll_back), [each for each in entries if each.damaged is None]
-    unkept = unkept_names(entries, line, behind, pruning, DecisionContext(NOW))
-    doomed, _ = replaced(unkept, whole, line, is_durable=False)
+    unkept = expired_names(entries, line, behind, pruning, DecisionContext(NOW))
+    pending_deletions, _ = replaced(unkept, whole, line, is_durable=False)
     found = fates(entries, roll_back, pruning, NOW)
     assert [fate.entry for fate in found] == entries
-    assert {fate.entry.name for fate in found if fate.goes} == doomed
+    assert {fate.entry.name for fate in found if fate.goes} == pending_deletions
     assert all(fate.why for fate in found)
     assert not any(fate.goes for fate in found if fate.entry.damaged or fate.entry.is_held)
     going = {fate.entry.name for fate in found if fate.goes}

@@ -124,8 +124,8 @@ def test_what_waits_for_a_sync_waits_for_it_also_when_it_is_tried_again(tmp_path
     backend, told = Unsynced(), Told()
     deleter = Deleter(backend, str(tmp_path), lambda: told)
     (tmp_path / "step-0000000004").mkdir()
-    for doomed, instead in (([names[0]], [names[1], names[3]]), (["step-0000000004"], [names[3]])):
-        deleter.delete(doomed, instead=instead)
+    for pending_deletions, instead in (([names[0]], [names[1], names[3]]), (["step-0000000004"], [names[3]])):
+        deleter.delete(pending_deletions, instead=instead)
         assert deleter.wait(60)
         assert set(names) <= set(os.listdir(tmp_path)), "the first one's successor is not on the disk"
     assert sorted(os.listdir(tmp_path)) == names, "the other one's is"

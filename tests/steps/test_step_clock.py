@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxckpt_train.policies.cost_model import HYSTERESIS, WARM_UP_STEPS, StepClock
+from jaxckpt_train.policies.cost_model import HYSTERESIS, WARM_UP_STEPS, LoopTimer
 
 
 @dataclasses.dataclass
@@ -21,7 +21,7 @@ class Loop:
     step: int = 0
 
     def __post_init__(self) -> None:
-        self.clock = StepClock(lambda: self.now)
+        self.clock = LoopTimer(lambda: self.now)
 
     def update(self, took_s: float | None = None, *, saving: bool = False, still: bool | None = None) -> None:
         """One update and the call after it; `saving`: a save is under way in it, `still`: and at its end."""
@@ -193,7 +193,7 @@ def test_a_loop_that_calls_every_tenth_update_has_the_time_of_one() -> None:
 
 
 def test_how_long_a_save_lasts_is_the_longest_of_the_last_few() -> None:
-    clock = StepClock()
+    clock = LoopTimer()
     clock.recall(0.7, 9.0)
     assert (clock.costs().cost_s, clock.costs().duration_s) == (0.7, 9.0)
     clock.committed(2.0)
@@ -231,7 +231,7 @@ class Ahead:
     step: int = 0
 
     def __post_init__(self) -> None:
-        self.clock = StepClock(lambda: self.now)
+        self.clock = LoopTimer(lambda: self.now)
         self._ends: list[float] = []
         self._saves_until = self._began = self._queued_s = 0.0
         self._slower = 1.0

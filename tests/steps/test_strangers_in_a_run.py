@@ -285,10 +285,10 @@ def test_what_is_set_aside_is_not_deleted_and_what_is_being_deleted_not_set_asid
     with StepManager(run, preservation_policy=LatestN(2)) as manager:
         manager.own()
         first = manager._run.entries()[0]
-        manager._run._doomed.add([first.name], wait=False)
+        manager._run._pending_deletions.add([first.name], wait=False)
         manager._run.set_aside(first, "torn")
         assert [event for event in manager.history.events() if event["event"] == "set_aside"] == []
-        manager._run._doomed.discard([first.name])
+        manager._run._pending_deletions.discard([first.name])
         note = manager._run.note
 
         def meanwhile(*given: Any) -> None:

@@ -16,7 +16,7 @@ from jaxckpt_train.config import callback_arguments
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, decide
 from jaxckpt_train.policies.save import has_temporary
-from jaxckpt_train.run.job import Outlook, _known_deciding, decided_alone, outlook
+from jaxckpt_train.run.job import Outlook, _known_deciding, decided_locally, outlook
 from tests.steps.runs import START, Clock, state_of, step_of
 
 EVERY_MINUTE = jct.TemporarySavePolicy(jct.EverySecondsPolicy(60))
@@ -75,7 +75,7 @@ def test_in_a_job_all_know_which_are_temporary() -> None:
     by_step = jct.AnySavePolicy([jct.TemporarySavePolicy(jct.FixedIntervalPolicy(5)), jct.FixedIntervalPolicy(10)])
     assert _known_deciding(by_step, info, context) == [jct.FixedIntervalPolicy(10)]
     assert _known_deciding(by_step, CheckpointInfo(5, at(0)), context) == [by_step.policies[0]]
-    assert decided_alone(by_step) == (
+    assert decided_locally(by_step) == (
         "AnySavePolicy(TemporarySavePolicy(FixedIntervalPolicy(interval=5)), FixedIntervalPolicy(interval=10))"
     )
 

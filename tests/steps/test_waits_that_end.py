@@ -71,7 +71,7 @@ def test_who_waits_for_a_save_leaves_when_the_time_is_up(tmp_path: Path) -> None
                 started = time.monotonic()
             ckpt.wait_until_finished()
     took_s = time.monotonic() - started
-    given_up = ckpt.manager._in_flight.given_up
+    given_up = ckpt.manager._save_slot.given_up
     assert given_up is not None
     assert left.value.code == 75
     assert ckpt.preempted
@@ -144,7 +144,7 @@ def test_who_is_interrupted_while_it_closes_lets_go_of_the_run(tmp_path: Path, g
         ckpt(state_of(1))
         ckpt(state_of(2))
         sent_soon(signal.SIGINT)
-    pending = ckpt.manager._in_flight.pending
+    pending = ckpt.manager._save_slot.pending
     assert pending is not None
     with pytest.raises(jct.DirectoryLockedError):  # as long as it writes
         jct.StepManager(tmp_path).own()
@@ -162,7 +162,7 @@ def test_a_run_is_let_go_of_though_its_save_does_not_get_any_further(
         ckpt.resume(state_of(0))
         ckpt(state_of(1))
         assert ckpt.save_now().saved
-        pending = ckpt.manager._in_flight.pending
+        pending = ckpt.manager._save_slot.pending
         assert pending is not None
         assert backend.reached.wait(60)
         monkeypatch.setattr(pending.movement, "waited_s", 600.0)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxckpt_train.errors import CheckpointTimeoutError
 from jaxckpt_train.store import timeouts as answers
-from jaxckpt_train.store.timeouts import Question, answer_of
+from jaxckpt_train.store.timeouts import Question, call_with_timeout
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -46,7 +46,7 @@ def leave(done: int) -> None:
 def test_an_answer_that_comes_too_late_is_undone(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "GIVE_UP_S", 0.05)
     with pytest.raises(CheckpointTimeoutError, match="its disk has not answered"):
-        answer_of("a", disk.ask, undo=disk.undo)
+        call_with_timeout("a", disk.ask, undo=disk.undo)
     assert disk.undone == []
     disk.answers.set()
     assert disk.was_undone.wait(30)
@@ -55,7 +55,7 @@ def test_an_answer_that_comes_too_late_is_undone(disk: Disk, monkeypatch: pytest
 
 def test_so_is_that_to_who_has_left(disk: Disk) -> None:
     with pytest.raises(ZeroDivisionError):
-        answer_of("a", disk.ask, leave, undo=disk.undo)
+        call_with_timeout("a", disk.ask, leave, undo=disk.undo)
     disk.answers.set()
     assert disk.was_undone.wait(30)
 
@@ -73,7 +73,7 @@ def test_one_that_is_there_already_is_undone_once_and_on_another_thread(disk: Di
 
 def test_one_that_is_taken_is_not_undone(disk: Disk) -> None:
     disk.answers.set()
-    assert answer_of("a", disk.ask, leave, undo=disk.undo) == 1
+    assert call_with_timeout("a", disk.ask, leave, undo=disk.undo) == 1
     assert disk.undone == []
 
 
@@ -82,16 +82,16 @@ def test_of_a_disk_that_stays_away_no_more_is_asked_after_a_while(disk: Disk, mo
     monkeypatch.setattr(answers, "MOST_LEFT", there + 3)
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
-            answer_of("a", disk.ask, leave)
+            call_with_timeout("a", disk.ask, leave)
     for _ in range(3):
         with pytest.raises(CheckpointTimeoutError, match=r"^b: not asked for, as disks have not answered \d+"):
-            answer_of("b", disk.ask)
+            call_with_timeout("b", disk.ask)
     assert disk.asked == 3
     questions = list(answers._threads.get(None)._left)
     disk.answers.set()
     for question in questions:
         assert question.is_answered.wait(30)
-    assert answer_of("c", disk.ask) == 4
+    assert call_with_timeout("c", disk.ask) == 4
 
 
 def test_one_that_cannot_be_undone_is_told_and_does_not_count_as_lost(
@@ -105,10 +105,10 @@ def test_one_that_cannot_be_undone_is_told_and_does_not_count_as_lost(
         raise MemoryError("of an undo")
 
     with pytest.raises(CheckpointTimeoutError, match="its disk has not answered"):
-        answer_of("a", disk.ask, undo=fail)
+        call_with_timeout("a", disk.ask, undo=fail)
     (question,) = answers._threads.get(None)._left
     disk.answers.set()
     assert disk.was_undone.wait(60)
     assert question.is_answered.wait(60)
-    assert answer_of("b", lambda moved: 7) == 7
+    assert call_with_timeout("b", lambda moved: 7) == 7
     assert "of an undo" in caplog.text

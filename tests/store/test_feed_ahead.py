@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jaxckpt_train.errors import CheckpointTimeoutError, CorruptCheckpointError
 from jaxckpt_train.pytree import redistribution as feed_ahead
-from jaxckpt_train.pytree.read_assignment import ShareFeed, Stream, read_shares
+from jaxckpt_train.pytree.read_assignment import ShardReader, Stream, read_shares
 from jaxckpt_train.pytree.redistribution import FeedAhead
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import reader as reading
@@ -64,8 +64,8 @@ def expected(committed: Committed, stream: Stream, arrays: dict[str, np.ndarray]
     return whole
 
 
-def feed_of(backend: StrictBackend, committed: Committed, stream: Stream) -> ShareFeed:
-    return ShareFeed(backend, committed, committed.manifest.parts[0].arrays, stream, SETTINGS, None)
+def feed_of(backend: StrictBackend, committed: Committed, stream: Stream) -> ShardReader:
+    return ShardReader(backend, committed, committed.manifest.parts[0].arrays, stream, SETTINGS, None)
 
 
 class Answered:
@@ -115,7 +115,7 @@ def counted(verified: list[int], name: str) -> Any:
     return count
 
 
-def read_ahead(feed: ShareFeed, right: np.ndarray, window: int, threads: int, ahead_by: int) -> np.ndarray:
+def read_ahead(feed: ShardReader, right: np.ndarray, window: int, threads: int, ahead_by: int) -> np.ndarray:
     """All windows, some of which are ordered before the first one is complete; each is right when it is said to be."""
     answered, found = Answered(), np.full(len(right), EMPTY, np.uint8)
     ahead, windows, ordered, complete = FeedAhead(feed, threads, answered), len(right) // window, 0, 0

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.pytree.read_assignment import ShareFeed, read_shares
+from jaxckpt_train.pytree.read_assignment import ShardReader, read_shares
 from jaxckpt_train.pytree.redistribution import FeedAhead
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import timeouts as answers
@@ -36,7 +36,7 @@ class Ahead:
         records = committed.manifest.parts[0].arrays
         (self.stream,) = read_shares(records, 1, BLOCK, lambda _: [0])
         self.read = queue.SimpleQueue[None]()
-        feed = ShareFeed(backend, committed, records, self.stream, settings, None)
+        feed = ShardReader(backend, committed, records, self.stream, settings, None)
         self.windows = FeedAhead(feed, 2, lambda: self.read.put(None))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from jaxckpt_train.distributed.shared_memory import MESSAGE_BYTES, Letters, Mailbox
+from jaxckpt_train.distributed.shared_memory import MESSAGE_BYTES, Channel, Mailbox
 from tests.store.addresses import changed
 
 pytestmark = [
@@ -99,7 +99,7 @@ def test_who_hears_nothing_waits_as_long_as_asked() -> None:
         began = time.monotonic()
         assert mailbox.hear(timeout_s) == []
         assert timeout_s - 0.01 <= time.monotonic() - began < 30
-    Letters(mailbox.address).send(b"here")
+    Channel(mailbox.address).send(b"here")
     began = time.monotonic()
     assert mailbox.hear(90) == [b"here".ljust(MESSAGE_BYTES, b"\0")]
     assert time.monotonic() - began < 30
@@ -124,7 +124,7 @@ def test_other_files_are_not_taken_for_it(tmp_path: Path) -> None:
             nobody_reads,
         ):
             with pytest.raises(OSError):  # noqa: PT011  # of several kinds
-                Letters(address)
+                Channel(address)
         process.communicate()
     os.close(writing)
     assert (tmp_path / "file").read_bytes() == b""
@@ -138,7 +138,7 @@ def test_what_is_sent_to_a_process_that_has_ended_goes_nowhere() -> None:
     before = descriptors()
     with started(BE_THERE) as process:
         assert process.stdout is not None
-        letters = Letters(bytes.fromhex(process.stdout.readline()))
+        letters = Channel(bytes.fromhex(process.stdout.readline()))
         letters.send(b"while it is there")
         process.communicate()
     for _ in range(3):
@@ -149,7 +149,7 @@ def test_what_is_sent_to_a_process_that_has_ended_goes_nowhere() -> None:
 
 def test_a_full_mailbox_refuses_more_and_loses_nothing() -> None:
     mailbox = Mailbox()
-    letters, sent = Letters(mailbox.address), 0
+    letters, sent = Channel(mailbox.address), 0
     with pytest.raises(BlockingIOError):
         while sent < 1 << 20:
             letters.send(sent.to_bytes(MESSAGE_BYTES, "big"))
@@ -166,7 +166,7 @@ def test_after_its_close_nothing_is_written_to_a_file_that_has_its_number(tmp_pa
     mailbox = Mailbox()
     with open(tmp_path / "file", "wb", buffering=0) as file:
         for _ in range(100):
-            letters, ends, sends = Letters(mailbox.address), threading.Event(), threading.Event()
+            letters, ends, sends = Channel(mailbox.address), threading.Event(), threading.Event()
             number = letters._descriptor
             assert number is not None
             thread = threading.Thread(target=keep_sending, args=(letters, sends, ends))
@@ -185,7 +185,7 @@ def test_after_its_close_nothing_is_written_to_a_file_that_has_its_number(tmp_pa
     assert (tmp_path / "file").read_bytes() == b""
 
 
-def keep_sending(letters: Letters, sends: threading.Event, ends: threading.Event) -> None:
+def keep_sending(letters: Channel, sends: threading.Event, ends: threading.Event) -> None:
     while not ends.is_set():
         with contextlib.suppress(BlockingIOError):
             letters.send(b"by another thread")
@@ -196,7 +196,7 @@ def keep_sending(letters: Letters, sends: threading.Event, ends: threading.Event
 def test_all_descriptors_are_closed() -> None:
     before = descriptors()
     mailboxes = [Mailbox() for _ in range(5)]
-    letters = [Letters(mailbox.address) for mailbox in mailboxes]
+    letters = [Channel(mailbox.address) for mailbox in mailboxes]
     assert descriptors() == before + 15
     for letter, mailbox in zip(letters, mailboxes, strict=True):
         letter.close()

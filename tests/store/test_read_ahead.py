@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.errors import CheckpointTimeoutError, CorruptCheckpointError
-from jaxckpt_train.store.copy import AT_ONCE, TOGETHER, BoxAhead, BoxToCome, ReadAhead
+from jaxckpt_train.store.copy import AT_ONCE, TOGETHER, BoxAhead, ReadAhead
 
 MIB = 1 << 20
 
@@ -47,7 +47,7 @@ def ahead_of(
     boxes: list[FakeBox], budget: int = 64 * MIB, at_once: int = AT_ONCE, decoding: int = 0
 ) -> tuple[ReadAhead, list[BoxAhead]]:
     ahead = ReadAhead(budget, "run", at_once, decoding)
-    return ahead, ahead.of(cast("list[BoxToCome]", boxes))
+    return ahead, ahead.of(cast("list[LazyBox]", boxes))
 
 
 def free(count: int, **options: int) -> list[FakeBox]:
@@ -73,7 +73,7 @@ def begun(boxes: list[FakeBox]) -> list[int]:
 def test_what_was_read_ahead_comes_in_whatever_order_it_is_wanted() -> None:
     boxes = free(20)
     with ahead_of(boxes)[0] as ahead:
-        coming = ahead.of(cast("list[BoxToCome]", boxes))
+        coming = ahead.of(cast("list[LazyBox]", boxes))
         for number in np.random.default_rng(0).permutation(20):
             assert np.array_equal(coming[number].fetch(), np.full(4 * MIB, number, np.uint8))
 

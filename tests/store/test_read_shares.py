@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxckpt_train.pytree.read_assignment import (
     Assembly,
     RepeatedReads,
-    ShareFeed,
+    ShardReader,
     Stream,
     pack,
     read_shares,
@@ -151,8 +151,8 @@ def test_what_is_exchanged_row_by_row_is_what_was_saved(
 
 def feeds_of(
     backend: Any, committed: Committed, records: Sequence[ArrayRecord], streams: Sequence[Stream]
-) -> list[ShareFeed]:
-    return [ShareFeed(backend, committed, records, stream, SETTINGS, None) for stream in streams]
+) -> list[ShardReader]:
+    return [ShardReader(backend, committed, records, stream, SETTINGS, None) for stream in streams]
 
 
 def check(

@@ -19,7 +19,7 @@ from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.committed import open_committed, use_committed
 from jaxckpt_train.store.reader import Sources
-from jaxckpt_train.store.timeouts import answer_of
+from jaxckpt_train.store.timeouts import call_with_timeout
 from tests.interrupts import interrupt_at
 from tests.store.checkpoints import commit, load_committed
 from tests.store.strict_backend import StrictBackend
@@ -118,7 +118,7 @@ def test_an_interrupt_while_segments_are_opened_leaves_no_file_open() -> None:
     backend = StrictBackend()
     committed = commit(backend, "/runs/a", OLD, UNVERIFIED)
     for number in itertools.count(1):
-        with interrupt_at(number, answer_of) as seen, contextlib.suppress(KeyboardInterrupt):
+        with interrupt_at(number, call_with_timeout) as seen, contextlib.suppress(KeyboardInterrupt):
             load_committed(backend, committed, UNVERIFIED)
         ends_s = time.monotonic() + 30
         while backend.open_files:  # what was asked goes on, and is closed at its end

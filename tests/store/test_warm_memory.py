@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from jaxckpt_train.store.buffers import WarmMemory
+from jaxckpt_train.store.buffers import BufferPool
 from jaxckpt_train.store.segment import ALIGNMENT
 
 
 def test_what_was_used_last_is_lent_first() -> None:
-    memory = WarmMemory()
+    memory = BufferPool()
     with memory.lent(5000) as first, memory.lent(5000) as second:
         places = [first.ctypes.data, second.ctypes.data]
         first[:], second[:] = 1, 2
@@ -20,7 +20,7 @@ def test_what_was_used_last_is_lent_first() -> None:
 
 
 def test_more_than_there_was_is_fresh_and_lies_at_a_page() -> None:
-    memory = WarmMemory()
+    memory = BufferPool()
     with memory.lent(100) as small:
         small[:] = 7
     with memory.lent(3 * ALIGNMENT + 1) as large:
@@ -30,7 +30,7 @@ def test_more_than_there_was_is_fresh_and_lies_at_a_page() -> None:
 
 
 def test_memory_in_which_an_error_was_met_is_not_lent_again() -> None:
-    memory = WarmMemory()
+    memory = BufferPool()
     kept = []
     try:
         with memory.lent(100) as lost:

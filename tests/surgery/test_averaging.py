@@ -117,9 +117,9 @@ def test_operation_loads_onto_shards_and_inits_a_run(directory: Path, tmp_path: 
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("x",)), PartitionSpec(None, "x"))
     like = {"params": {"float32": jax.ShapeDtypeStruct((7, 5), jnp.float32, sharding=sharding)}}
     only = "params/float32"
-    found = jct.load(step_path(directory, 4), like, only=only, surgery=[operation])
+    found = jct.load(step_path(directory, 4), like, only=only, transforms=[operation])
     assert np.asarray(found["params"]["float32"]).tobytes() == mean("float32", 4, 1, 2).tobytes()
-    start = {"path": str(step_path(directory, 4)), "surgery": [operation], "only": only}
+    start = {"path": str(step_path(directory, 4)), "transforms": [operation], "only": only}
     with jct.CheckpointCallback(tmp_path / "new", init_from=start) as ckpt:
         begun = ckpt.resume({"params": {"float32": jnp.zeros((7, 5))}})
     assert np.asarray(begun["params"]["float32"]).tobytes() == mean("float32", 4, 1, 2).tobytes()
@@ -142,12 +142,12 @@ def test_trees_that_differ_are_refused(tmp_path: Path) -> None:
     leaf = {"shape": "'w'", "dtype": "'w'", "missing": "'n'", "more": "'x'", "kind": "'n'"}
     for name, expected in leaf.items():
         with pytest.raises(jct.MismatchError, match=f"leaf {expected}"):
-            jct.load(tmp_path / "a", surgery=[{"op": "average", "leaves": "**", "with": [str(tmp_path / name)]}])
+            jct.load(tmp_path / "a", transforms=[{"op": "average", "leaves": "**", "with": [str(tmp_path / name)]}])
     with pytest.raises(jct.NotACheckpointError):
-        jct.load(tmp_path / "a", surgery=[{"op": "average", "leaves": "**", "with": [str(tmp_path / "gone")]}])
+        jct.load(tmp_path / "a", transforms=[{"op": "average", "leaves": "**", "with": [str(tmp_path / "gone")]}])
     for wrong in ("a", [], [3]):
         with pytest.raises(jct.SettingsError, match="with"):
-            jct.load(tmp_path / "a", surgery=[{"op": "average", "leaves": "**", "with": wrong}])
+            jct.load(tmp_path / "a", transforms=[{"op": "average", "leaves": "**", "with": wrong}])
 
 
 def test_large_arrays_and_special_values_are_averaged_in_pieces(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_large_arrays_and_special_values_are_averaged_in_pieces(tmp_path: Path) 
     for number, array in enumerate(values):
         jct.save(tmp_path / f"{number}", {"w": array})
     others = [str(tmp_path / name) for name in ("1", "2")]
-    found = jct.load(tmp_path / "0", surgery=[{"op": "average", "leaves": "w", "with": others}])["w"]
+    found = jct.load(tmp_path / "0", transforms=[{"op": "average", "leaves": "w", "with": others}])["w"]
     expected = np.mean([array.astype(np.float64) for array in values], 0).astype(np.float32)
     assert found.tobytes() == expected.tobytes()
     assert found[7] == np.float32(3e38)

@@ -48,7 +48,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def load(path: Path, *operations: Any, **more: Any) -> Any:
-    return jct.load(path, surgery=operations, **more)
+    return jct.load(path, transforms=operations, **more)
 
 
 def test_leaves_get_other_paths_and_the_rest_stays(saved: Path) -> None:
@@ -155,11 +155,11 @@ def test_it_goes_into_targets_and_onto_devices(saved: Path) -> None:
     sharding = NamedSharding(mesh, PartitionSpec("x"))
     like = {"embed": jax.ShapeDtypeStruct((8, 10), jnp.float32, sharding=sharding)}
     operations = [Rename("model/embed", "embed"), Transpose("embed")]
-    found = jct.load(saved, like, surgery=operations, only="embed")
+    found = jct.load(saved, like, transforms=operations, only="embed")
     assert found["embed"].sharding == sharding
     assert np.array_equal(found["embed"], EMBED.T)
     with pytest.raises(jct.MismatchError, match=r"leaf 'embed': saved float32\[8,10\], wanted float32\[8,9\]"):
-        jct.load(saved, {"embed": np.zeros((8, 9), np.float32)}, surgery=operations, only="embed")
+        jct.load(saved, {"embed": np.zeros((8, 9), np.float32)}, transforms=operations, only="embed")
 
 
 def test_damage_is_found_whether_bytes_are_taken_over_or_made(saved: Path) -> None:
@@ -244,19 +244,19 @@ def test_what_does_not_fit_is_told_before_anything_is_read(saved: Path, operatio
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("rename", "surgery: expected a list of operations, found 'rename'"),
+        ("rename", "transforms: expected a list of operations, found 'rename'"),
         (
             [{"op": "renam", "leaves": "a", "to": "b"}],
-            r"surgery: operation 1 of 1: op: expected one of .*, did you mean \"rename\"",
+            r"transforms: operation 1 of 1: op: expected one of .*, did you mean \"rename\"",
         ),
-        ([{"op": "rename", "leaves": "a"}], r"surgery: operation 1 of 1 \(rename\): expected to"),
+        ([{"op": "rename", "leaves": "a"}], r"transforms: operation 1 of 1 \(rename\): expected to"),
         (
             [{"op": "drop", "leafs": "a"}],
-            r'surgery: operation 1 of 1 \(drop\): unknown key "leafs", did you mean "leaves"',
+            r'transforms: operation 1 of 1 \(drop\): unknown key "leafs", did you mean "leaves"',
         ),
         (
             [{"op": "drop", "leaves": 3}],
-            r"surgery: operation 1 of 1 \(drop\): leaves: expected a leaf path or a pattern",
+            r"transforms: operation 1 of 1 \(drop\): leaves: expected a leaf path or a pattern",
         ),
         ([{"op": "rename", "leaves": "a/*", "to": "b"}], "expected the wildcards of 'a/\\*' in 'b'"),
         (
@@ -275,12 +275,12 @@ def test_what_does_not_fit_is_told_before_anything_is_read(saved: Path, operatio
         ),
         ([{"op": "add", "leaf": "a/*", "shape": [1]}], "expected one path without wildcards"),
         ([{"op": "add", "leaf": "a", "shape": [1], "init": "uniform"}], "init: expected zeros, ones, normal, a number"),
-        ([7], r"surgery: operation 1 of 1: expected an operation such as"),
+        ([7], r"transforms: operation 1 of 1: expected an operation such as"),
     ],
 )
 def test_what_is_no_operation_is_refused_by_name(saved: Path, given: Any, message: str) -> None:
     with pytest.raises(jct.SettingsError, match=message):
-        jct.load(saved, surgery=given)
+        jct.load(saved, transforms=given)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_what_a_function_gives_does_not_wrap_either(saved: Path) -> None:
 
 def test_large_constants_are_made_in_pieces(saved: Path) -> None:
     small = [{"op": "add", "leaf": "z", "shape": [2**40], "init": 1}, {"op": "truncate", "leaves": "z", "shape": [3]}]
-    assert jct.load(saved, surgery=small)["z"].tolist() == [1, 1, 1]
+    assert jct.load(saved, transforms=small)["z"].tolist() == [1, 1, 1]
 
 
 def test_plain_data_will_do(saved: Path) -> None:
@@ -327,6 +327,6 @@ def test_plain_data_will_do(saved: Path) -> None:
         {"op": "fuse", "leaves": ["attn/q", "attn/k", "attn/v"], "to": "attn/qkv", "axis": 2},
         {"op": "transpose", "leaves": "attn/qkv", "axes": [2, 0, 1]},
     ]
-    found = jct.load(saved, surgery=given, only="attn/**")["attn"]["qkv"]
+    found = jct.load(saved, transforms=given, only="attn/**")["attn"]["qkv"]
     expected = np.concatenate([np.stack([layer["attn"][name] for layer in LAYERS]) for name in "qkv"], 2)
     assert np.array_equal(found, expected.transpose(2, 0, 1))

@@ -103,8 +103,8 @@ def test_what_is_none_is_refused(text: str, message: str) -> None:
 
 def test_each_operation_is_known_by_the_name_that_it_says() -> None:
     assert all(kind.name == name for name, kind in OPERATIONS.items())
-    assert operations_of("surgery", None) == ()
-    assert operations_of("surgery", [Drop("a"), {"op": "nest"}]) == (Drop("a"), Nest())
+    assert operations_of("transforms", None) == ()
+    assert operations_of("transforms", [Drop("a"), {"op": "nest"}]) == (Drop("a"), Nest())
 
 
 @pytest.mark.parametrize(
@@ -118,4 +118,4 @@ def test_each_operation_is_known_by_the_name_that_it_says() -> None:
 )
 def test_copy_is_checked_by_the_names_that_are_written(given: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        operations_of("surgery", [given])
+        operations_of("transforms", [given])

@@ -16,7 +16,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.pytree.colocated import calls as colocated_devices
 from jaxckpt_train.pytree.colocated import transfer as colocated_taking
-from jaxckpt_train.pytree.colocated.calls import cpu_beside, is_single_controller
+from jaxckpt_train.pytree.colocated.calls import cpu_device_of, is_single_controller
 from jaxckpt_train.pytree.colocated.host import (
     Answer,
     WritePlan,
@@ -311,7 +311,7 @@ def test_which_runtimes_have_their_devices_on_other_hosts() -> None:
         "proxy/pathways",
         "pathways",
     ]
-    assert [cpu_beside(device) for device in jax.devices("cpu")] == jax.devices("cpu")
+    assert [cpu_device_of(device) for device in jax.devices("cpu")] == jax.devices("cpu")
 
 
 def test_on_such_a_runtime_the_hosts_do_it_without_being_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

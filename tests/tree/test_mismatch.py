@@ -339,7 +339,11 @@ def test_a_leaf_that_the_target_lacks_is_told_with_those_that_end_so_or_look_lik
 
 def test_what_helps_is_told_and_nothing_else(tmp_path: Path) -> None:
     path = saved_without_data(tmp_path / "c", {"a": np.ones(3), "b": np.ones(2)})
-    keeps, shapes, leaves_out = 'missing="keep" keeps leaves of', "surgery= changes shapes (pad,", "only= leaves leaves"
+    keeps, shapes, leaves_out = (
+        'missing="keep" keeps leaves of',
+        "transforms= changes shapes (pad,",
+        "only= leaves leaves",
+    )
     lacking = message_of(path, {"a": np.ones(3), "b": np.ones(2), "c": 1})
     assert (keeps in lacking, shapes in lacking, leaves_out in lacking) == (True, False, False)
     larger = message_of(path, {"a": np.ones(4), "b": np.ones(2), "c": 1}, missing="keep")

@@ -100,7 +100,7 @@ def test_a_tree_that_is_too_deep_is_refused_everywhere(
     assert not (tmp_path / "b").exists()
 
 
-@pytest.mark.parametrize("name", ["surgery", "rename", "only"])
+@pytest.mark.parametrize("name", ["transforms", "rename", "only"])
 @pytest.mark.parametrize("make", MAKERS[:3])
 def test_arguments_that_are_too_deep_to_be_shown_are_refused(
     name: str, make: Callable[[Any], Any], tmp_path: Path

@@ -107,7 +107,7 @@ def runs_on_hosts(sharding: jax.sharding.Sharding, setting: Colocated) -> bool:
 
 
 @functools.cache
-def cpu_beside(device: jax.Device) -> jax.Device:
+def cpu_device_of(device: jax.Device) -> jax.Device:
     """The CPU device on the host of a device: what is called with its arrays runs there.
 
     Raises:

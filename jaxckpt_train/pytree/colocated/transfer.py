@@ -25,7 +25,7 @@ from jaxckpt_train.pytree.colocated.calls import (
     HostResult,
     Kind,
     call_hosts,
-    cpu_beside,
+    cpu_device_of,
     has_single_controller,
     refuse_without_pickler,
     runs_on_hosts,
@@ -47,10 +47,10 @@ from jaxckpt_train.pytree.target import Placement
 from jaxckpt_train.settings import MIB, Colocated, StoreSettings
 from jaxckpt_train.store.backends.base import Opener
 from jaxckpt_train.store.boxes import Box, box_elements, box_from_index, box_shape, full_box, intersect, slices_within
-from jaxckpt_train.store.committed import Committed, refuse_another
+from jaxckpt_train.store.committed import Committed, refuse_changed
 from jaxckpt_train.store.dtypes import DTYPES, dtype_name
 from jaxckpt_train.store.manifest import ArrayRecord, PartRecord, SegmentRecord
-from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, merge_indexes, told_index
+from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, index_summary, merge_indexes
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.segment import ArraySource
 from jaxckpt_train.store.writer import Progress, WrittenArrays
@@ -115,7 +115,7 @@ class HostReads:
                         progress(result.answer.done_bytes)
                     del result  # the host may let go of what it has read
         except UnseenError as error:
-            refuse_another(self._files, self._committed, may_be_gone=False)
+            refuse_changed(self._files, self._committed, may_be_gone=False)
             raise CheckpointError(
                 f"{error}: this process sees the checkpoint there, but that host sees none, or another one; it is "
                 "loaded from storage that the controller and all hosts share"
@@ -127,7 +127,7 @@ class HostReads:
         batches: dict[jax.Device, list[list[_Read]]] = {}
         sizes: dict[jax.Device, int] = {}
         for read in self._shared_out():
-            cpu, size = cpu_beside(read.device), self._bytes(read)
+            cpu, size = cpu_device_of(read.device), self._bytes(read)
             if cpu not in batches or sizes[cpu] + size > self._settings.read_budget_bytes:
                 batches.setdefault(cpu, []).append([])
                 sizes[cpu] = 0
@@ -312,7 +312,7 @@ class HostTaker:
         for holder, (held, box) in self._shares.of_all(layout, np.dtype(leaf.dtype).itemsize):
             data, whole = here[holder].data, layout[held].box
             self._found.append((number, box, data if box == whole else cut_out(data, slices_within(box, whole))))
-            self._devices.append(cpu_beside(here[holder].device))
+            self._devices.append(cpu_device_of(here[holder].device))
 
     def taken(self) -> HostParts | None:
         """Order the copies of all that was added; None: nothing was.
@@ -342,7 +342,7 @@ class HostTaker:
             self._beside[sharding] = None
             if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.Mesh):
                 mesh = sharding.mesh
-                beside = [cpu_beside(device) for device in mesh.devices.flat]
+                beside = [cpu_device_of(device) for device in mesh.devices.flat]
                 if len(set(beside)) == len(beside):
                     devices = np.array(beside).reshape(mesh.devices.shape)
                     there = jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
@@ -469,6 +469,6 @@ def _joined(
     written = tuple(number for number, array in enumerate(own.arrays) if array.chunks)
     mine = PartIndex(tuple(before), written, tuple(own.arrays[number].chunks for number in written))
     mine = msgspec.structs.replace(mine, segments=(*before, *own.segments))
-    everyone = [told_index(ProcessIndex("", (index,))) for index in (mine, *indexes)]
+    everyone = [index_summary(ProcessIndex("", (index,))) for index in (mine, *indexes)]
     segments, (part,) = merge_indexes([PartRecord(name, "", bare, (), msgspec.Raw(b"null"))], everyone)
     return WrittenArrays(tuple(segments[len(before) :]), part.arrays)
