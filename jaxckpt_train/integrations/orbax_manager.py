@@ -60,7 +60,7 @@ from jaxckpt_train.integrations.orbax_items import (
 from jaxckpt_train.integrations.orbax_trees import as_saved
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.metadata import CheckpointMetadata
-from jaxckpt_train.pending import PendingSave
+from jaxckpt_train.pending import PendingSave, SaveFuture
 from jaxckpt_train.policies.context import (
     CheckpointInfo,
     DecisionContext,

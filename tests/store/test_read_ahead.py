@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.errors import CheckpointTimeoutError, CorruptCheckpointError
-from jaxckpt_train.store.copy import AT_ONCE, TOGETHER, BoxAhead, ReadAhead
+from jaxckpt_train.store.copy import AT_ONCE, TOGETHER, BoxAhead, LazyBox, ReadAhead
 
 MIB = 1 << 20
 
