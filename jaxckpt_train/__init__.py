@@ -23,7 +23,7 @@ _HOMES = {
         "StepNotFoundError", "StorageError", "UnsupportedLeafError",
     ),
     "manager": ("StepManager",),
-    "metadata": ("CheckpointMetadata",),
+    "checkpoint_metadata": ("CheckpointMetadata",),
     "metrics.exporters": ("OpenTelemetrySink", "PrometheusSink", "WriterSink"),
     "pending": ("PendingSave",),
     "policies.preservation": (

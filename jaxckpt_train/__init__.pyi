@@ -11,6 +11,7 @@ from jaxckpt_train.checkpoint import save_async as save_async
 from jaxckpt_train.checkpoint import save_checkpointables as save_checkpointables
 from jaxckpt_train.checkpoint import save_checkpointables_async as save_checkpointables_async
 from jaxckpt_train.checkpoint import verify as verify
+from jaxckpt_train.checkpoint_metadata import CheckpointMetadata as CheckpointMetadata
 from jaxckpt_train.checkpointables.base import Saved as Saved
 from jaxckpt_train.checkpointables.base import Staged as Staged
 from jaxckpt_train.checkpointables.iterator_state import CountedIterator as CountedIterator
@@ -35,7 +36,6 @@ from jaxckpt_train.errors import StepNotFoundError as StepNotFoundError
 from jaxckpt_train.errors import StorageError as StorageError
 from jaxckpt_train.errors import UnsupportedLeafError as UnsupportedLeafError
 from jaxckpt_train.manager import StepManager as StepManager
-from jaxckpt_train.metadata import CheckpointMetadata as CheckpointMetadata
 from jaxckpt_train.metrics.exporters import OpenTelemetrySink as OpenTelemetrySink
 from jaxckpt_train.metrics.exporters import PrometheusSink as PrometheusSink
 from jaxckpt_train.metrics.exporters import WriterSink as WriterSink

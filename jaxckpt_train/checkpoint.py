@@ -20,6 +20,7 @@ import jax
 import msgspec
 
 from jaxckpt_train._validation import absolute_path, flag, named
+from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
 from jaxckpt_train.checkpointables.job_saving import JobSave
 from jaxckpt_train.checkpointables.loading import expect_parts, load_parts
 from jaxckpt_train.checkpointables.saving import (
@@ -47,7 +48,6 @@ from jaxckpt_train.formats.foreign import PYTREE, Foreign
 from jaxckpt_train.formats.orbax_metadata import in_form_of
 from jaxckpt_train.formats.safetensors import KIND as SAFETENSORS
 from jaxckpt_train.formats.torch import KIND as PYTORCH
-from jaxckpt_train.metadata import CheckpointMetadata, describe
 from jaxckpt_train.pending import PendingSave, wait_for_saves_of
 from jaxckpt_train.pytree.leaves import TreeRecord, decode_tree, has_tree
 from jaxckpt_train.pytree.patterns import Only

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxckpt_train.checkpoint_metadata import CheckpointableMetadata
 from jaxckpt_train.checkpointables.iterator_state import PerProcess
 from jaxckpt_train.checkpointables.pytree import JsonValue
 from jaxckpt_train.checkpointables.stateful import DirectoryAwaitingCreation
@@ -30,7 +31,6 @@ from jaxckpt_train.errors import CorruptCheckpointError, SettingsError
 from jaxckpt_train.integrations import orbax_args
 from jaxckpt_train.integrations.orbax_args import Composite
 from jaxckpt_train.integrations.orbax_trees import TreeTarget
-from jaxckpt_train.metadata import CheckpointableMetadata
 from jaxckpt_train.pytree.flatten import flatten, unflatten
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.files import read_or_none

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, TypeVar, cast, overload
 
 from jaxckpt_train.checkpoint import load_checkpointables
+from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
 from jaxckpt_train.distributed.jax_service import current, preemption_service
 from jaxckpt_train.errors import (
     CheckpointExistsError,
@@ -59,7 +60,6 @@ from jaxckpt_train.integrations.orbax_items import (
 )
 from jaxckpt_train.integrations.orbax_trees import as_saved
 from jaxckpt_train.manager import StepManager
-from jaxckpt_train.metadata import CheckpointMetadata
 from jaxckpt_train.pending import PendingSave, SaveFuture
 from jaxckpt_train.policies.context import (
     CheckpointInfo,

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from jaxckpt_train._validation import flag, stated_mode
+from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
 from jaxckpt_train.errors import NotACheckpointError, StorageError
-from jaxckpt_train.metadata import CheckpointMetadata
 from jaxckpt_train.policies.context import CheckpointInfo, PreservationPolicy, metric_name, rank_checkpoints
 from jaxckpt_train.run.catalog import scan, step_not_found
 from jaxckpt_train.run.directory import RunDirectory

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import msgspec
 
+from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
 from jaxckpt_train.checkpointables.loading import compare_parts, load_parts
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, NotACheckpointError, StorageError, free_frames
-from jaxckpt_train.metadata import CheckpointMetadata, describe
 from jaxckpt_train.pytree.flatten import PLACEHOLDER
 from jaxckpt_train.pytree.restore import LoadOptions
 from jaxckpt_train.pytree.shared_reads import JobLoads

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from jaxckpt_train import pending as unfinished
 from jaxckpt_train.checkpoint import run_info
+from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
 from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, current_fingerprint
 from jaxckpt_train.checkpointables.job_saving import JobSave
 from jaxckpt_train.checkpointables.pytree import JsonHandler
@@ -33,7 +34,6 @@ from jaxckpt_train.checkpointables.saving import (
     write_parts,
 )
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, MismatchError, SettingsError
-from jaxckpt_train.metadata import CheckpointMetadata, describe
 from jaxckpt_train.pending import LAST_PATIENCE_S, PendingSave
 from jaxckpt_train.policies.context import CheckpointInfo, positive_seconds
 from jaxckpt_train.pytree.copies import device_wait_s, some_arrays

@@ -1,7 +1,7 @@
 """A file system in memory that writes down every operation on it, so that a crash can be made to lose some of them.
 
-`CrashDisk` is a backend that does the same operations as `store/backends/local.py`, in the same order.
-`test_same_as_local.py` shows that. A `Machine` is what stays when a process dies: the files, and the operations on them.
+`CrashDisk` is a backend that does the same operations as `store/backends/local.py`, in the same order, as
+`test_same_as_local.py` shows. A `Machine` is what stays when a process dies: the files, and the operations on them.
 """
 
 from __future__ import annotations
