@@ -62,9 +62,18 @@ test-distributed: $(STAMP)  ## jobs of many real processes in full, and 80 stops
 	$(PYTEST) --full tests/distributed
 	$(BIN)/python -m tests.distributed.stops --trials 20
 
-lint: $(STAMP)  ## style, imports and formatting
+lint: $(STAMP)  ## style, imports, formatting, and words to avoid
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory language
+
+# Files and folders without banned words; the list grows as more of them are cleaned.
+LANGUAGE_PATHS := README.md CHANGELOG.md CITATION.cff SECURITY.md .github .pre-commit-config.yaml configs tools pyproject.toml \
+	docs/index.md docs/site_hooks.py docs/reference/api docs/reference/versions.md docs/tutorial tests/docs/test_api_reference.py \
+	tests/docs/test_check_language.py tests/docs/test_repository_files.py
+.PHONY: language
+language: $(STAMP)  ## look for words that the project's texts avoid
+	$(BIN)/python tools/check_language.py $(LANGUAGE_PATHS)
 
 format: $(STAMP)  ## put the code in the form that `make lint` wants
 	$(BIN)/ruff check --fix .

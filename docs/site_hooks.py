@@ -1,4 +1,4 @@
-"""What the site needs beside MkDocs: pages of what lies outside docs/, and blank lines before lists and tables."""
+"""Hooks for MkDocs: pages for files outside docs/, and blank lines before lists and tables."""
 
 from __future__ import annotations
 
