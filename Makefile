@@ -46,7 +46,7 @@ test: $(STAMP)  ## all tests
 	$(PYTEST) $(TESTS)
 
 # What depends on the versions of JAX, NumPy, Flax and typer.
-OLDEST_TESTS ?= tests/checkpointables tests/cli/test_show.py tests/cli/test_verify.py tests/test_checkpoint.py tests/test_callback.py $(patsubst %,tests/tree/test_%.py,flatten restore placement target mismatch rebuild caller_context snapshot snapshot_modes restore_parts leaf_records)
+OLDEST_TESTS ?= tests/unit/checkpointables tests/integration/checkpointables tests/unit/cli/test_show.py tests/unit/cli/test_verify.py tests/unit/test_checkpoint.py tests/unit/test_callback.py $(patsubst %,tests/unit/pytree/test_%.py,flatten restore placement target mismatch rebuild caller_context snapshot snapshot_modes restore_parts leaf_records)
 test-oldest: $(OLDEST_STAMP)  ## tests with the oldest JAX, NumPy and Flax that are supported
 	.venv-oldest/bin/python -m pytest -n $(WORKERS) --dist loadfile $(OLDEST_TESTS)
 
@@ -59,8 +59,8 @@ test-quick: $(STAMP)  ## the tests without the slow ones
 	$(PYTEST) -m 'not slow'
 
 test-distributed: $(STAMP)  ## jobs of many real processes in full, and 80 stops of one of them (half an hour)
-	$(PYTEST) --full tests/distributed
-	$(BIN)/python -m tests.distributed.stops --trials 20
+	$(PYTEST) --full tests/integration/distributed tests/nightly/distributed
+	$(BIN)/python -m tests.nightly.distributed.stops --trials 20
 
 lint: $(STAMP)  ## style, imports, formatting, and words to avoid
 	$(BIN)/ruff check .
@@ -84,51 +84,51 @@ types: $(STAMP)  ## strict type check of the package, for Linux and for macOS
 	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
 
 kill-campaign: $(STAMP)  ## SIGKILL at 60 random moments of a training that saves every step
-	$(BIN)/python -m tests.kill.campaign --kills 60
+	$(BIN)/python -m tests.nightly.kill.campaign --kills 60
 
 crash-states: $(STAMP)  ## what a million power cuts may leave of a disk: every promise is kept in each (an hour or two)
-	$(BIN)/python -m tests.crash.explorer --states 1000000
+	$(BIN)/python -m tests.nightly.crash.explorer --states 1000000
 
 block-replay: $(STAMP)  ## what 20,000 power cuts may leave of the blocks of an ext4 and an xfs (some half an hour; needs root)
-	$(BIN)/python -m tests.faults.block_replay --states 20000
+	$(BIN)/python -m tests.nightly.faults.block_replay --states 20000
 
 corruption: $(STAMP)  ## 100,000 damaged checkpoints: none is loaded, and the step before is restored (some twenty minutes)
-	$(BIN)/python -m tests.faults.corruption --trials 100000
+	$(BIN)/python -m tests.nightly.faults.corruption --trials 100000
 
 power-cuts: $(STAMP)  ## 2,000 power cuts of each real file system on loop devices (needs root)
-	$(BIN)/python -m tests.faults.power_cut --trials 2000
+	$(BIN)/python -m tests.nightly.faults.power_cut --trials 2000
 
 native-calls: $(STAMP)  ## every native call of some programs fails, falls short, or is its last; writers with flaws are found out (an hour or two; needs a C compiler)
-	$(BIN)/python -m tests.faults.native_calls
-	$(BIN)/python -m tests.faults.native_calls --controls
+	$(BIN)/python -m tests.nightly.faults.native_calls
+	$(BIN)/python -m tests.nightly.faults.native_calls --controls
 
 limits: $(STAMP)  ## full and read-only disks, limits of files, descriptors and memory
-	$(BIN)/python -m tests.faults.limits
+	$(BIN)/python -m tests.nightly.faults.limits
 
 deadlines: $(STAMP)  ## 300 jobs with little time on a slow disk (some forty minutes; needs root)
-	$(BIN)/python -m tests.faults.deadline --trials 300
+	$(BIN)/python -m tests.nightly.faults.deadline --trials 300
 
 hostile: $(STAMP)  ## 20,000,000 files that somebody else made, and as many that atheris chooses (an hour or two)
-	$(BIN)/python -m tests.faults.hostile --executions 20000000
-	$(BIN)/python -m tests.faults.hostile --atheris --executions 20000000
+	$(BIN)/python -m tests.nightly.faults.hostile --executions 20000000
+	$(BIN)/python -m tests.nightly.faults.hostile --atheris --executions 20000000
 
 soak: $(STAMP)  ## an hour of training on a disk that is slow, refuses, or does not answer at times (needs root)
-	$(BIN)/python -m tests.faults.soak --minutes 60
+	$(BIN)/python -m tests.nightly.faults.soak --minutes 60
 
 boundaries: $(STAMP)  ## a training that ends at each call on a file that Python knows of (some ten minutes)
-	$(BIN)/python -m tests.faults.boundaries
+	$(BIN)/python -m tests.nightly.faults.boundaries
 
 random-kills: $(STAMP)  ## SIGKILL at 5,000 random moments of processes that save (some twelve minutes)
-	$(BIN)/python -m tests.faults.random_kills
+	$(BIN)/python -m tests.nightly.faults.random_kills
 
 many-processes: $(STAMP)  ## processes that own, read, pin and die on one directory: against a model, and real ones
-	$(BIN)/python -m tests.faults.owners
-	$(BIN)/python -m tests.faults.many_processes
+	$(BIN)/python -m tests.nightly.faults.owners
+	$(BIN)/python -m tests.nightly.faults.many_processes
 
 # What cannot run on a machine says SKIP and why; a campaign that cannot run at all leaves with 77, and make fails for it.
 # ARGS: such as ARGS="--share 0.01 --only soak,limits"
 test-faults: $(STAMP)  ## all campaigns of faults, and their table in build/reliability.md (many hours; parts need root)
-	$(BIN)/python -m tests.faults.everything $(ARGS)
+	$(BIN)/python -m tests.nightly.faults.everything $(ARGS)
 
 bench-accelerator: $(STAMP)  ## saves and loads of a training on the device that JAX chooses, compared with Orbax (six minutes)
 	$(BIN)/python -m benchmarks.accelerator --json build/accelerator.json --page build $(ARGS)
@@ -169,7 +169,7 @@ $(TORCH_STAMP): benchmarks/torch-requirements.txt | python-is-new-enough
 
 # The tests that are left out where PyTorch is not installed: in its environment, with this package beside it.
 torch-imports: $(TORCH_IMPORTS_STAMP)  ## checkpoints that PyTorch itself has written, alone and in a job of two processes, are read (some 8 GB)
-	.venv-torch/bin/python -m pytest tests/formats/test_torch_metadata.py tests/formats/test_torch_loads.py tests/formats/test_torch_jobs.py
+	.venv-torch/bin/python -m pytest tests/unit/formats/test_torch_metadata.py tests/integration/formats/test_torch_loads.py tests/integration/formats/test_torch_jobs.py
 
 $(TORCH_IMPORTS_STAMP): $(TORCH_STAMP) pyproject.toml constraints.txt
 	.venv-torch/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt -e '.[all,test]'
@@ -178,12 +178,12 @@ $(TORCH_IMPORTS_STAMP): $(TORCH_STAMP) pyproject.toml constraints.txt
 # Each version has an environment of its own in build/, which is kept: some 5 GB. ARGS="--only 0.2.7,0.12.8" for some.
 .PHONY: orbax-versions
 orbax-versions: $(STAMP)  ## checkpoints of twelve versions of the real Orbax are loaded, and exports restored by them (half an hour, then minutes)
-	$(BIN)/python -m tests.formats.orbax_versions $(ARGS)
+	$(BIN)/python -m tests.nightly.formats.orbax_versions $(ARGS)
 
 # Give the file's path: ARGS=path/to/checkpoint_manager_test.py; without it that of the installed Orbax, which has none by default.
 .PHONY: orbax-manager-tests
 orbax-manager-tests: $(STAMP)  ## Orbax's own tests of its manager, with the manager in Orbax's form (some minutes)
-	$(BIN)/python -m tests.loops.orbax_manager_suite $(ARGS)
+	$(BIN)/python -m tests.nightly.integrations.orbax_manager_suite $(ARGS)
 
 scale: $(STAMP)  ## jobs of up to 100,000 processes, planned and simulated, and JAX's key-value store (some ten minutes)
 	$(BIN)/python -m benchmarks.scale

@@ -24,10 +24,10 @@ from pathlib import Path
 
 from benchmarks.faults_power import WHEN, power_cuts
 from benchmarks.faults_trial import LONGEST_S, SUBJECTS, Row, outcome, save, state_of
-from tests.faults.forking import Tell, forked
-from tests.faults.loop_disk import loop_disk, why_not
-from tests.faults.native_calls import COUNT, FAIL, NO_CALL, built
-from tests.faults.needs import why_no_compiler
+from tests.nightly.faults.loop_disk import loop_disk, why_not
+from tests.nightly.faults.native_calls import COUNT, FAIL, NO_CALL, built
+from tests.nightly.faults.needs import why_no_compiler
+from tests.support.forking import Tell, forked
 
 STEPS = 3
 

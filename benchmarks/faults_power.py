@@ -1,7 +1,7 @@
 """Cuts the power of a real file system under ours and Orbax: right after a save was acknowledged, and at random.
 
-The cuts, and the file systems, are those of `tests/faults/power_cut.py`. The file system is mounted again, and what was
-acknowledged is loaded.
+The cuts, and the file systems, are those of `tests/nightly/faults/power_cut.py`. The file system is mounted again, and
+what was acknowledged is loaded.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.faults_trial import LONGEST_S, SUBJECTS, Row, outcome, save, state_of
-from tests.faults.forking import Tell, forked
-from tests.faults.loop_disk import LoopDisk
-from tests.faults.power_cut import LATEST_CUT_S, Timer, When
+from tests.nightly.faults.loop_disk import LoopDisk
+from tests.nightly.faults.power_cut import LATEST_CUT_S, Timer, When
+from tests.support.forking import Tell, forked
 
 WHEN: tuple[When, ...] = get_args(When)
 MOST_SAVES, NEW_DISK = 12, 10

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 import jaxckpt_train as jct
-from tests.faults.loop_disk import loop_disk, why_not
+from tests.nightly.faults.loop_disk import loop_disk, why_not
 
 MODES = ("full", "file", "none")
 STATES: dict[str, Callable[[], Any]] = {

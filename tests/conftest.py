@@ -18,10 +18,11 @@ import jax
 import pytest
 from hypothesis import settings
 
-from tests import warm_python
+from tests.support import warm_python
+from tests.support.paths import REPO_ROOT
 
 DEVICES = 8
-REPO_ROOT = Path(__file__).resolve().parent.parent
+pytest_plugins = ["tests.support.example_fixtures", "tests.support.jobs.fixtures", "tests.support.report_fixtures"]
 
 # A shell starts its background jobs (`make test &` in a script) with interrupts ignored, and they hand that on to every
 # process they start. The tests that interrupt somebody are to pass there too.

@@ -1,0 +1,165 @@
+"""`--step` of runs of Orbax and of directories of Flax: what it chooses, what is taken without it, and what is told."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from safetensors.numpy import save_file
+
+import jaxckpt_train as jct
+from tests.support.commands import printed, refused, told
+from tests.support.flax_saves import save, state_of
+from tests.support.runs import made_run
+from tests.support.same_trees import raw
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Sharding info not provided:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+def assert_is(path: Path, step: float) -> None:
+    assert raw(jct.load(path)["params"]["w"]) == raw(state_of(step)["params"]["w"])
+
+
+def orbax_run(directory: Path, *steps: int) -> Path:
+    with ocp.CheckpointManager(directory) as manager:
+        for step in steps:
+            manager.save(step, args=ocp.args.StandardSave(state_of(step)))
+    return directory
+
+
+def test_of_flax_s_the_newest_is_taken_or_the_step_that_is_named(tmp_path: Path) -> None:
+    save(tmp_path / "flax", 9, 10, 0.5 + 10)
+    found = told("show", tmp_path / "flax")
+    assert (found["path"], found["kind"], found.get("step")) == (f"{tmp_path}/flax/checkpoint_10.5", "Flax", None)
+    found = told("show", tmp_path / "flax", "--step", 9)
+    assert (found["path"], found["step"]) == (f"{tmp_path}/flax/checkpoint_9", 9)
+    (leaf,) = told("stats", tmp_path / "flax", "params/w", "--step", 9)["leaves"]
+    assert (leaf["min"], leaf["max"], leaf["count"]) == (9.0, 14.0, 6)
+    printed("import", tmp_path / "flax", tmp_path / "newest")
+    printed("import", tmp_path / "flax", tmp_path / "chosen", "--step", 10)
+    assert_is(tmp_path / "newest", 10.5)
+    assert_is(tmp_path / "chosen", 10)
+    assert jct.verify(tmp_path / "chosen").ok
+    assert jct.metadata(tmp_path / "chosen").step == 10
+    assert told("diff", tmp_path / "flax", tmp_path / "chosen", "--step-a", 10)["differences"] == []
+    (first, *_) = told("diff", tmp_path / "flax", tmp_path / "flax", "--step-a", 9, code=1)["differences"]
+    assert first["max_abs"] == 1.5
+    printed("export", tmp_path / "flax", tmp_path / "hf", "--to", "safetensors", "--step", 9)
+    assert raw(jct.load(tmp_path / "hf")["params.w"]) == raw(state_of(9)["params"]["w"])
+
+
+def test_of_flax_s_a_step_may_have_a_fraction(tmp_path: Path) -> None:
+    save(tmp_path / "flax", 8, 9.5, 10)
+    for command in ("show", "stats"):
+        assert told(command, tmp_path / "flax", "--step", "9.5")["path"] == f"{tmp_path}/flax/checkpoint_9.5"
+    for text in ("9.5", "9.50", "95e-1"):
+        printed("import", tmp_path / "flax", tmp_path / text, "--step", text)
+        assert_is(tmp_path / text, 9.5)
+    printed("export", tmp_path / "flax", tmp_path / "hf", "--to", "safetensors", "-s", "9.5")
+    assert raw(jct.load(tmp_path / "hf")["params.w"]) == raw(state_of(9.5)["params"]["w"])
+    (first, *_) = told("diff", tmp_path / "flax", tmp_path / "flax", "--step-a=8", "--step-b=9.5", code=1)[
+        "differences"
+    ]
+    assert first["max_abs"] == 1.5
+    assert told("show", tmp_path / "flax", "--step", "8.0")["step"] == 8
+    message = refused("show", tmp_path / "flax", "--step", "9.25", code=3)
+    assert message == f"{tmp_path}/flax: has no step 9.25; the last ones are 8, 9.5, 10"
+
+
+def test_of_others_a_step_is_a_whole_number(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", 1, 2)
+    for command in (["show", run], ["verify", run], ["cp", run, tmp_path / "copy"], ["mv", run, tmp_path / "moved"]):
+        message = refused(*command, "--step", "1.5", code=2)
+        assert message == f"{run}: expected a whole number for its step, found 1.5; the last ones are 1, 2"
+    orbax = orbax_run(tmp_path / "orbax", 9, 10)
+    assert f"{orbax}: has no step 9.5; the last ones are 9, 10" in refused("show", orbax, "--step", "9.5", code=3)
+    assert told("show", orbax, "--step", "9.0")["path"] == f"{orbax}/9"
+    assert "has no step 9007199254740993;" in refused("show", run, "--step", 2**53 + 1, code=3)
+    for text in ("x", "nan", "inf", "1e999", ""):
+        for command in (["diff", run, run, f"--step-a={text}"], ["diff", run, run, f"--step-b={text}"]):
+            message = told(*command, code=2)["message"]
+            assert (
+                message
+                == f"Invalid value for '{command[-1][:8]}': expected a number, such as 100 or 9.5, found {text!r}"
+            )
+        assert told("show", run, f"--step={text}", code=2)["error"] == "UsageError"
+
+
+def test_of_orbax_s_a_step_has_to_be_named(tmp_path: Path) -> None:
+    run = orbax_run(tmp_path / "orbax", 9, 10)
+    assert "a run of Orbax with 2 steps, the last ones 9, 10; expected one of them" in refused("show", run, code=3)
+    found = told("show", run, "--step", 9)
+    assert (found["path"], found["kind"], found["step"]) == (f"{run}/9", "Orbax", 9)
+    printed("import", run, tmp_path / "ours", "--step", 10)
+    assert_is(tmp_path / "ours", 10)
+    assert told("diff", run, tmp_path / "ours", "--step-a", 10)["differences"] == []
+    assert told("stats", run, "params/w", "-s", 9)["leaves"][0]["max"] == 14.0
+    assert f"{run}: has no step 11; the last ones are 9, 10" in refused("show", run, "--step", 11, code=3)
+
+
+def test_what_cannot_be_chosen_is_told(tmp_path: Path) -> None:
+    save(tmp_path / "flax", 9, 10, 11)
+    jct.save(tmp_path / "single", {"w": np.ones(3)})
+    for command in ("show", "stats"):
+        message = refused(command, tmp_path / "flax", "--step", 12, code=3)
+        assert message == f"{tmp_path}/flax: has no step 12; the last ones are 9, 10, 11"
+    for path in (tmp_path / "flax" / "checkpoint_9", tmp_path / "single"):
+        assert refused("show", path, "--step", 9, code=3) == f"{path}: expected a run to take step 9 of, found none"
+    newest = tmp_path / "flax" / "checkpoint_11"
+    newest.write_bytes(newest.read_bytes()[:-7])
+    assert f"{newest}: expected a Flax msgpack file, found one" in refused("show", tmp_path / "flax", code=1)
+    assert f"give {tmp_path}/flax/checkpoint_10" in refused("import", tmp_path / "flax", tmp_path / "out", code=1)
+    assert not (tmp_path / "out").exists()
+    assert told("show", tmp_path / "flax", "--step", 10)["step"] == 10
+    message = refused("verify", tmp_path / "flax", "--step", 10, code=3)
+    assert "checkpoint_10: of Flax, which keeps no digests" in message
+
+
+def test_no_part_of_an_item_or_a_step_of_orbax_is_a_step(tmp_path: Path) -> None:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "item", state_of(3))
+    items = ocp.args.Composite(model_1=ocp.args.StandardSave(state_of(4)))
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(20, args=items)
+    assert (tmp_path / "item" / "ocdbt.process_0").is_dir()
+    for path in (tmp_path / "item", tmp_path / "run" / "20"):
+        for step in (0, 1, 3):
+            for command in (["show", path], ["import", path, tmp_path / "out"]):
+                message = refused(*command, "--step", step, code=3)
+                assert message == f"{path}: expected a run to take step {step} of, found none"
+        assert "found a checkpoint of Orbax; `jaxckpt show" in refused("ls", path, code=3)
+    (tmp_path / "item" / "manifest.ocdbt").unlink()
+    (tmp_path / "item" / "_METADATA").unlink()
+    assert "run of Orbax" not in refused("show", tmp_path / "item", code=3)
+
+
+def test_ls_says_what_another_tool_has_left(tmp_path: Path) -> None:
+    found = {
+        orbax_run(tmp_path / "orbax", 3, 12): "steps of Orbax, the last ones 3, 12",
+        tmp_path / "orbax" / "12": "a checkpoint of Orbax",
+        tmp_path / "flax": "checkpoints of Flax, the last ones checkpoint_9, checkpoint_10",
+        tmp_path / "ours": "one checkpoint of this package",
+        tmp_path / "folder": "a checkpoint of safetensors",
+        tmp_path / "folder" / "model.safetensors": "a file",
+    }
+    save(tmp_path / "flax", 9, 10)
+    jct.save(tmp_path / "ours", {"w": np.ones(3)})
+    (tmp_path / "folder").mkdir()
+    save_file({"w": np.ones(3)}, tmp_path / "folder" / "model.safetensors")
+    for path, text in found.items():
+        message = refused("ls", path, code=3)
+        hint = f"{path} --step 12" if path == tmp_path / "orbax" else path
+        assert message == f"{path}: expected a run, found {text}; `jaxckpt show {hint}` tells of it"
+        opened = told("show", *str(hint).split())
+        assert opened["path"].startswith(f"{path}")
+        assert opened["leaves"]
+    (tmp_path / "empty").mkdir()
+    assert refused("ls", tmp_path / "empty", code=3).endswith("expected a run, found no steps in it")

@@ -1,0 +1,184 @@
+"""The coordinator in real jobs of several processes: results, errors told to all, and who is missing is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from jaxckpt_train.distributed.coordinator import MOST_ENDED, ManyProcesses
+from jaxckpt_train.distributed.jax_service import current
+from jaxckpt_train.errors import CheckpointError, OtherProcessError, StorageError
+from tests.support.jobs.fixtures import JobOf
+from tests.support.jobs.job import running
+
+LIMIT_S = 3.0
+
+
+def exchange_and_broadcast(name: str) -> list[str]:
+    found = current().within(name, LIMIT_S)
+    mine = f"p{found.process}"
+    together = found.exchange("greeting", mine.encode, b",".join)
+    told = found.broadcast("telling", lambda: b"from " + mine.encode())
+    found.barrier("ending")
+    return [mine, together.decode(), told.decode()]
+
+
+def test_all_get_what_process_0_makes_of_the_values_of_all(job_of: JobOf) -> None:
+    answers = job_of(4, 1).call(exchange_and_broadcast, "greetings")
+    assert answers == [[f"p{n}", "p0,p1,p2,p3", "from p0"] for n in range(4)]
+
+
+def fail_in(name: str, who: int, kind: str) -> list[Any]:
+    found = current().within(name, LIMIT_S)
+
+    def give() -> bytes:
+        if found.process == who:
+            raise {"os": StorageError(28, "No space left on device", "/x/y"), "user": KeyError("mine")}[kind]
+        return b""
+
+    started = time.monotonic()
+    try:
+        found.exchange("writing step 5", give)
+    except (CheckpointError, KeyError) as error:
+        took_s = time.monotonic() - started
+        found.within("after").barrier("going on")
+        return [type(error).__name__, str(error), getattr(error, "errno", None), took_s < LIMIT_S]
+    return ["nothing"]
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_an_error_of_one_is_raised_in_all_at_once_and_is_of_the_same_class(job_of: JobOf, who: int) -> None:
+    answers = job_of(4, 1).call(fail_in, f"os-{who}", who, "os")
+    for number, (kind, message, code, soon) in enumerate(answers):
+        told = "" if number == who else f"process {who}, writing step 5: "
+        assert (kind, message, code, soon) == (
+            "StorageError", f"[Errno 28] {told}No space left on device: '/x/y'", 28, True,
+        )  # fmt: skip
+
+
+def test_an_error_of_the_users_own_code_is_told_by_its_name(job_of: JobOf) -> None:
+    answers = job_of(4, 1).call(fail_in, "user", 1, "user")
+    assert answers[1][0] == "KeyError"
+    for number in (0, 2, 3):
+        assert answers[number][:2] == ["OtherProcessError", "process 1, writing step 5: KeyError: 'mine'"]
+
+
+def come_late(name: str, who: int, late_s: float) -> list[Any]:
+    found = current().within(name, LIMIT_S)
+    if found.process == who:
+        time.sleep(late_s)
+    started = time.monotonic()
+    try:
+        found.exchange("writing step 6", lambda: b"")
+    except CheckpointError as error:
+        return [type(error).__name__, str(error), time.monotonic() - started]
+    return ["nothing", "", time.monotonic() - started]
+
+
+@pytest.mark.parametrize("who", [0, 3])
+def test_who_does_not_come_is_named_in_time(job_of: JobOf, who: int) -> None:
+    answers = job_of(4, 1).call(come_late, f"late-{who}", who, LIMIT_S + 6.0)
+    for number, (kind, message, took_s) in enumerate(answers):
+        if number != who:
+            assert kind == "CheckpointTimeoutError"
+            assert message.endswith(
+                f"writing step 6: process {who} of 4 did not come for 3 s, and is not waited for any longer; look into "
+                "the log there"
+            )
+            assert took_s < LIMIT_S + 5.0
+
+
+def work_for(name: str, who: int, work_s: float, moves_s: float) -> list[Any]:
+    """Processes that are waited for longer than the limit, while they get further."""
+    found = current().within(name, LIMIT_S)
+    end, moves = time.monotonic() + (work_s if found.process == who else 0.0), time.monotonic() + moves_s
+
+    def give() -> bytes:
+        while time.monotonic() < end:
+            time.sleep(0.05)
+        return b""
+
+    started = time.monotonic()
+    try:
+        found.exchange("writing step 7", give, moved=lambda: min(time.monotonic(), moves))
+    except CheckpointError as error:
+        return [str(error), time.monotonic() - started]
+    return ["", time.monotonic() - started]
+
+
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_who_gets_further_is_waited_for_beyond_the_limit(job_of: JobOf, who: int) -> None:
+    answers = job_of(2, 1).call(work_for, f"long-{who}", who, 3 * LIMIT_S, 60.0)
+    assert [message for message, _ in answers] == ["", ""]
+    assert min(took_s for _, took_s in answers) >= 3 * LIMIT_S - 0.5
+
+
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_who_gets_no_further_is_not(job_of: JobOf, who: int) -> None:
+    answers = job_of(2, 1).call(work_for, f"stuck-{who}", who, 4 * LIMIT_S, 1.0)
+    message, took_s = answers[1 - who]
+    assert f"process {who} of 2 did not get any further for 3 s" in message
+    assert took_s < 1.0 + LIMIT_S + 5.0
+
+
+def keys_left(name: str) -> int:
+    found = current()
+    assert isinstance(found, ManyProcesses)
+    for _ in range(5):
+        inner = found.within(name, LIMIT_S)
+        for _ in range(10):
+            inner.barrier("counting")
+            inner.broadcast("telling", lambda: b"x")
+        inner.end()
+    found.barrier("one more")
+    found.barrier("and another")
+    return len(found._values.find("jaxckpt")) if found.process == 0 else 0
+
+
+def keys_of_telling(name: str) -> list[int]:
+    """How many there are at most while process 0 tells one thing after the other; in the others, what they heard."""
+    found, most = current(), 0
+    assert isinstance(found, ManyProcesses)
+    inner = found.within(name, LIMIT_S)
+    heard = []
+    for number in range(300):
+        heard.append(int(inner.broadcast("telling", lambda number=number: b"%d" % number)))  # type: ignore[misc]
+        most = max(most, len(found._values.find(f"jaxckpt/{name}-1"))) if found.process == 0 else 0
+    assert heard == list(range(300))
+    return [most]
+
+
+def test_keys_do_not_pile_up() -> None:
+    with running(2) as job:
+        assert job.call(keys_left, "keys")[0] <= 10
+        most = job.call(keys_of_telling, "telling")[0][0]
+        assert 0 < most <= MOST_ENDED + 10  # some are of the exchange that clears them
+
+
+def wait_in_exchange(name: str, who: int) -> list[Any]:
+    found = current().within(name, LIMIT_S)
+    if found.process == who:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        found.exchange("writing step 8", lambda: b"")
+    except CheckpointError as error:
+        return [str(error), time.monotonic() - started]
+    return ["nothing", 0.0]
+
+
+def test_a_killed_process_is_named_in_time() -> None:
+    with running(4) as job:
+        answers = job.outcomes(wait_in_exchange, "killed", 2)
+        for number in (0, 1, 3):
+            message, took_s = answers[number]["value"]
+            assert "process 2 of 4 did not come for 3 s" in message
+            assert took_s < LIMIT_S + 5.0
+
+
+def test_other_process_error_is_public() -> None:
+    assert issubclass(OtherProcessError, CheckpointError)

@@ -1,0 +1,100 @@
+"""Memory in which the processes of a job see each other: what they hear of it, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import errno
+import signal
+from pathlib import Path
+from traceback import extract_stack
+from typing import Any
+
+import jax
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.distributed import shared_memory as near_memory
+from tests.support.jobs.arrays import digest_of
+from tests.support.jobs.counted_loads import Arrays, save_alone, target_of
+from tests.support.jobs.fixtures import JobOf
+from tests.support.open_memory import left_open
+
+ARRAYS: Arrays = {"a": ([3072, 1024], "float32"), "b": ([1024, 3072], "float32")}
+TIMES = 5
+
+
+def load_once(path: str, spec: list[Any], progress: Any = None, budget: int = 8 << 20) -> str:
+    """What came of it."""
+    settings = jct.StoreSettings(read_once=True, barrier_timeout_s=5.0, read_budget_bytes=budget)
+    target = target_of(ARRAYS, dict.fromkeys(ARRAYS, spec), [4])
+    try:
+        return str(digest_of(jct.load(path, target, settings=settings, progress=progress)))
+    except (jct.CheckpointError, KeyboardInterrupt) as error:
+        return type(error).__name__
+
+
+def refuse(done: int) -> None:
+    if done:
+        raise jct.SettingsError("no more of it")
+
+
+def interrupt(done: int) -> None:
+    if done == 0 and any(frame.name == "read" and "near_windows" in frame.filename for frame in extract_stack()):
+        raise KeyboardInterrupt
+
+
+PROGRESS = {"progress": refuse, "interrupt": interrupt}
+
+
+def refuse_address(_: object) -> Any:
+    raise OSError(errno.ENOSYS, "not here")
+
+
+def load_and_count(path: str, kind: str, who: int) -> dict[str, Any]:
+    """Load some times; what came of it, and how many files and how much of such memory are open more than before."""
+    is_it = jax.process_index() == who
+    came, counts = list[str](), list[tuple[int, int]]()
+    with pytest.MonkeyPatch.context() as patch:
+        if is_it and kind in ("Channel", "SharedMemory"):
+            patch.setattr(near_memory, kind, refuse_address)
+        for _ in range(TIMES):
+            spec = ["x"] if kind == "sharding" and is_it else []
+            came.append(load_once(path, spec, PROGRESS.get(kind) if is_it else None))
+            counts.append(left_open())
+    return {"came": sorted(set(came)), "counts": counts}
+
+
+@pytest.mark.parametrize(
+    ("kind", "here", "elsewhere"),
+    [
+        ("", None, None),
+        ("sharding", "OtherProcessError", "OtherProcessError"),
+        ("progress", "SettingsError", "SettingsError"),
+        ("interrupt", "KeyboardInterrupt", "OtherProcessError"),
+        ("Channel", None, None),
+        ("SharedMemory", None, None),
+    ],
+)
+def test_nothing_of_it_stays(tmp_path: Path, job_of: JobOf, kind: str, here: str | None, elsewhere: str | None) -> None:
+    save_alone(str(tmp_path / "c"), ARRAYS)
+    answers = job_of(4, 1).call(load_and_count, str(tmp_path / "c"), kind, 2)
+    digest = answers[0]["came"][0]
+    for number, answer in enumerate(answers):
+        assert answer["came"] == [(here if number == 2 else elsewhere) or digest]
+        first, *more = answer["counts"]
+        assert more == [first] * len(more)
+        assert first[1] == 0
+
+
+def load_with_signals(path: str) -> list[str]:
+    """In a script that wants to end when nobody reads its output any more."""
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        return [load_once(path, []) for _ in range(TIMES)]
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+
+
+def test_who_hears_nothing_more_ends_no_process_that_tells_it_something(tmp_path: Path, job_of: JobOf) -> None:
+    save_alone(str(tmp_path / "c"), ARRAYS)
+    answers = job_of(4, 1).call(load_with_signals, str(tmp_path / "c"))
+    assert len({each for answer in answers for each in answer}) == 1

@@ -1,0 +1,148 @@
+"""A job that is asked to leave: what process 0 knows of its saves decides for all; what became of its time is told."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import jaxckpt_train as jct
+from tests.support.fake_backends import SlowBackend, callback_on
+from tests.support.interrupts import once_waiting
+from tests.support.jobs.job import Job, running
+from tests.support.jobs.training import dataset, global_batch, happen, history, start, train_step
+
+HELD = 12
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[Job]:
+    with running(2, 1, preemption_service=False) as joined:
+        yield joined
+
+
+def leave(directory: str, knows: dict[str, float], grace_period_s: float | None) -> list[Any]:
+    """Train until process 1 is sent a signal; what came of it in this process.
+
+    `knows`: seconds that process 0 has measured: of a `save`, of an `update`. Process 1 has measured something else.
+    """
+    disk = SlowBackend(1e9, "rename", f"step-{HELD:010d}")
+    policy = jct.SpecificStepsPolicy([6, HELD])
+    options: dict[str, Any] = {"save_interval_steps": None, "save_policy": policy, "on_preemption": "raise"}
+    ckpt = callback_on(disk, directory, grace_period_s=grace_period_s, **options)
+    clock, is_first = ckpt.manager._save_scheduler.clock, jax.process_index() == 0
+    if "update" in knows:
+        clock.step_s = lambda: knows["update"] if is_first else 1e6  # type: ignore[method-assign]
+    begun = []
+    try:
+        with ckpt:
+            state, data = ckpt.resume(start(), iter(dataset(10_000)))
+            for step in ckpt.steps(1_000_000):
+                state, _ = train_step(state, global_batch(data))
+                if step == 7:
+                    clock.committed(knows["save"] if is_first else 0.001)
+                if step == HELD and is_first:
+                    once_waiting(disk.go.set)
+                happen({"step": HELD + 1, "process": 1, "signal": signal.SIGTERM}, step + 1)
+                begun += [step + 1] if ckpt(state).saved else []
+                if step + 1 == HELD and knows.get("ends"):
+                    disk.go.set()
+                    ckpt.wait_until_finished()
+    except jct.Preempted as error:
+        return [error.step, error.exit_code, ckpt.completed_steps, begun, ckpt.manager.steps]
+    raise AssertionError("it was not asked to leave")
+
+
+def alike(answers: list[Any]) -> list[Any]:
+    assert answers[0] == answers[1]
+    return list(answers[0])
+
+
+def test_a_save_that_cannot_end_is_begun_by_none_of_them(tmp_path: Path, job: Job) -> None:
+    answers = job.call(leave, str(tmp_path), {"save": 100.0, "ends": 1.0}, 30.0)
+    saved, code, completed, begun, steps = alike(answers)
+    assert (saved, code, begun, steps) == (HELD, 75, [6, HELD], [6, HELD])
+    (event,) = history(tmp_path, "preempted")
+    assert event["plan"].startswith(f"step {HELD} stays the last one: no time to save step {completed}, ")
+    (end,) = history(tmp_path, "end")
+    assert (end["how"], end["step"], event["step"]) == ("late", completed, HELD)
+
+
+def test_a_save_under_way_that_process_0_finds_fresh_is_repeated_by_none_of_them(tmp_path: Path, job: Job) -> None:
+    answers = job.call(leave, str(tmp_path), {"save": 2.0, "update": 1e-9}, 60.0)
+    saved, code, completed, begun, steps = alike(answers)
+    assert (saved, code, begun, steps) == (HELD, 75, [6, HELD], [6, HELD])
+    (event,) = history(tmp_path, "preempted")
+    assert event["plan"].startswith(f"finishing the save of step {HELD}, which is fresh enough: doing ")
+    assert (history(tmp_path, "end")[0]["how"], completed > HELD) == ("preempted", True)
+
+
+@pytest.mark.parametrize(
+    ("knows", "grace_period_s"),
+    [({"save": 0.5, "update": 1e6}, 60.0), ({"save": 0.5}, None), ({"save": 0.5, "ends": 1.0}, 60.0)],
+)
+def test_where_there_is_time_all_save_the_same_last_update(
+    tmp_path: Path, job: Job, knows: dict[str, float], grace_period_s: float | None
+) -> None:
+    saved, code, completed, _, steps = alike(job.call(leave, str(tmp_path), knows, grace_period_s))
+    assert (saved, code, steps) == (completed, 75, [6, HELD, completed])
+    (event,) = history(tmp_path, "preempted")
+    assert f"saving step {completed}" in event["plan"]
+    assert history(tmp_path, "end")[0]["how"] == "preempted"
+
+
+def leave_by_the_limit(directory: str) -> list[Any]:
+    """Train by clocks that differ: half of the time limit has passed for process 1, not yet for process 0."""
+    disk = SlowBackend(1e9)
+    ckpt = callback_on(disk, directory, save_interval_steps=None, max_run_time_s=31.0, on_preemption="raise")
+    limit, passed_s = ckpt._watch._limit, [0.0]
+    assert limit is not None
+    limit._monotonic = lambda: limit._began_at + passed_s[0]
+    try:
+        with ckpt:
+            state, data = ckpt.resume(start(), iter(dataset(10_000)))
+            for step in ckpt.steps(1_000_000):
+                state, _ = train_step(state, global_batch(data))
+                passed_s[0] = 15.0 if step < HELD or jax.process_index() == 0 else 16.0
+                ckpt(state)
+    except jct.Preempted as error:
+        return [error.step, error.exit_code, ckpt.completed_steps, ckpt.manager.steps]
+    raise AssertionError("its time was not up")
+
+
+def test_all_leave_a_short_time_limit_when_half_of_it_is_over_for_one(tmp_path: Path, job: Job) -> None:
+    saved, code, completed, steps = alike(job.call(leave_by_the_limit, str(tmp_path)))
+    assert (saved, code, steps) == (completed, 75, [completed])
+    assert completed > HELD
+
+
+def told(directory: str) -> list[Any]:
+    """What a process prints of a run that it takes part in, and what it is told."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), jct.CheckpointCallback(directory, save_interval_steps=100) as ckpt:
+        state, data = ckpt.resume(start(), iter(dataset(10_000)))
+        for _ in ckpt.steps(40):
+            state, _ = train_step(state, global_batch(data))
+            ckpt(state)
+        during = ckpt.summary()
+    rows = [[each.how, each.first_step, each.useful_steps, each.redone_steps] for each in during.attempts]
+    return [printed.getvalue().splitlines()[:1], rows]
+
+
+def test_process_0_tells_what_became_of_the_time_and_all_know(tmp_path: Path, job: Job) -> None:
+    _, _, completed, *_ = alike(job.call(leave, str(tmp_path), {"save": 2.0, "update": 1e-9}, 60.0))
+    first, second = job.call(told, str(tmp_path))
+    lost = completed - HELD
+    assert first[1] == [["preempted", 0, HELD, lost], ["running", HELD, 40 - HELD, 0]]
+    assert [row[0] for row in second[1]] == ["preempted", "running"]  # of the running one what was heard
+    assert first[0][0].startswith("2 processes, useful time ")
+    assert second[0] == []
+    (again, _) = job.call(told, str(tmp_path))
+    assert again[1][-2:] == [["finished", HELD, 40 - HELD, 0], ["running", 40, 0, 0]]
+    assert len(history(tmp_path, "start")) == len(history(tmp_path, "resumed")) == 3

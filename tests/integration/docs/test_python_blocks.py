@@ -1,0 +1,42 @@
+"""The Python of every page runs as it stands there, from top to bottom, in a directory of its own."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.integration.docs.test_readme import names
+from tests.support.pages import Page, pages
+
+README = "README.md"  # tests/integration/docs/test_readme.py runs its blocks, one by one
+WITH_PYTHON = [page for page in pages() if page.name != README and page.run_by is None and page.blocks("python")]
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
+def test_python_runs_as_it_stands(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(page)
+    gc.collect()  # a callback that a block has not closed lets go of its directory here
+
+
+def run(page: Page) -> dict[str, object]:
+    """Run its blocks, one after the other with the same names, of which a few are there at first."""
+    used = names(jax=jax, jnp=jnp, np=np, __name__="__main__")
+    for block in page.blocks("python"):
+        if block.why_not is None:
+            # Errors name the page and the line in it.
+            exec(compile("\n" * (block.line - 1) + block.text, page.name, "exec"), used)
+    return used
+
+
+def test_a_block_that_fails_is_told_with_its_page_and_line() -> None:
+    page = Page("docs/broken.md", "One\n```python\nstate\nnothing_of_this_name\n```\n")
+    with pytest.raises(NameError, match="nothing_of_this_name") as caught:
+        run(page)
+    last = caught.traceback[-1]
+    assert (str(last.path).endswith("docs/broken.md"), last.lineno + 1) == (True, 4)

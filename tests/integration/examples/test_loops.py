@@ -1,0 +1,107 @@
+"""The loops of others: asked to leave in the middle, and started again, each ends as if it had been left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from examples.loops import clu_hooks, flax_train_and_evaluate, levanter_hooks, orbax_manager
+from tests.support.compiled_once import compiled_once
+from tests.support.signal_handlers import WATCHED, handlers_put_back
+
+STEPS, ASKED_AT = 12, 7
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _each_update_is_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with compiled_once(tmp_path_factory.mktemp("compiled")):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_put_back() -> Iterator[None]:
+    with handlers_put_back(*WATCHED, may_end=True):
+        yield
+
+
+def as_bytes(state: Any) -> dict[str, bytes]:
+    """Every leaf of a state by its path; keys as their data."""
+
+    def plain(leaf: Any) -> Any:
+        return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): np.asarray(plain(leaf)).tobytes() for path, leaf in leaves}
+
+
+def ask_to_leave() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def clu(directory: Path, asked_at: int | None) -> Any:
+    def ask(step: int, t: float | None = None) -> None:
+        if step == asked_at:
+            ask_to_leave()
+
+    return clu_hooks.train(str(directory), STEPS, [ask])
+
+
+def levanter(directory: Path, asked_at: int | None) -> Any:
+    def ask(info: Any) -> None:
+        if info.step + 1 == asked_at:
+            ask_to_leave()
+
+    return levanter_hooks.main(str(directory), STEPS, ask)
+
+
+def flax(directory: Path, asked_at: int | None) -> Any:
+    config = flax_train_and_evaluate.Config(num_train_steps=STEPS, eval_every_steps=5, checkpoint_every_steps=5)
+    with asking_in_update(flax_train_and_evaluate, asked_at):
+        return flax_train_and_evaluate.train_and_evaluate(config, str(directory))
+
+
+@contextlib.contextmanager
+def asking_in_update(example: ModuleType, number: int | None) -> Iterator[None]:
+    """Within, the process is asked to leave in the middle of this update of an example's."""
+    step, counted = example.train_step, iter(range(1, STEPS + 1))
+
+    def train_step(state: Any, batch: Any) -> Any:
+        if next(counted) == number:
+            ask_to_leave()
+        return step(state, batch)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(example, "train_step", train_step)
+        yield
+
+
+@pytest.mark.parametrize("loop", [clu, levanter, flax])
+def test_a_loop_that_was_asked_to_leave_goes_on_bit_for_bit(
+    loop: Callable[[Path, int | None], Any], tmp_path: Path
+) -> None:
+    alone = as_bytes(loop(tmp_path / "alone", None))
+    with pytest.raises(SystemExit) as left:
+        loop(tmp_path / "asked", ASKED_AT)
+    assert left.value.code == 75
+    assert jct.StepManager(tmp_path / "asked").latest == ASKED_AT, "the label is the number of completed updates"
+    assert as_bytes(loop(tmp_path / "asked", None)) == alone
+    assert jct.StepManager(tmp_path / "asked").latest == STEPS
+
+
+def test_a_loop_for_orbax_that_was_asked_to_leave_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    alone = as_bytes(orbax_manager.train(str(tmp_path / "alone"), STEPS))
+    with asking_in_update(orbax_manager, ASKED_AT):
+        orbax_manager.train(str(tmp_path / "asked"), STEPS)
+    assert jct.StepManager(tmp_path / "asked").latest == ASKED_AT
+    assert as_bytes(orbax_manager.train(str(tmp_path / "asked"), STEPS)) == alone
+    assert jct.StepManager(tmp_path / "asked").latest == STEPS

@@ -1,0 +1,200 @@
+"""Exports that the real Orbax restores, by both interfaces, equal byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from orbax.checkpoint import v1 as ocp1
+
+import jaxckpt_train as jct
+from jaxckpt_train.formats import orbax_write as orbax_writes
+from jaxckpt_train.formats.orbax_write import export_orbax
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.committed import open_committed
+from tests.integration.formats.test_orbax_loads import blank
+from tests.support.model_states import STATES, gemma
+from tests.support.same_trees import assert_same, raw
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Sharding info not provided:UserWarning")
+BACKEND = LocalBackend()
+
+
+def export(source: Path, final: Path, **options: Any) -> tuple[str, ...]:
+    return export_orbax(BACKEND, open_committed(BACKEND, str(source)), BACKEND, str(final), StoreSettings(), **options)
+
+
+def by_tree_handler(step: Path, target: Any) -> Any:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        arguments = ocp.checkpoint_utils.construct_restore_args(target)
+        return checkpointer.restore(step / "state", args=ocp.args.PyTreeRestore(target, restore_args=arguments))
+
+
+def by_manager(step: Path, target: Any) -> Any:
+    with ocp.CheckpointManager(step.parent) as manager:
+        arguments = ocp.checkpoint_utils.construct_restore_args(target)
+        restored = manager.restore(
+            int(step.name), args=ocp.args.Composite(state=ocp.args.PyTreeRestore(target, restore_args=arguments))
+        )
+        return restored["state"]
+
+
+def by_second_interface(step: Path, target: Any) -> Any:
+    return ocp1.load_pytree(step, target)
+
+
+RESTORES: dict[str, Callable[[Path, Any], Any]] = {
+    "handler": by_tree_handler,
+    "manager": by_manager,
+    "v1": by_second_interface,
+}
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+@pytest.mark.parametrize("how", list(RESTORES))
+@pytest.mark.parametrize("name", list(STATES))
+def test_orbax_restores_what_was_exported(
+    name: str, how: str, compressed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = STATES[name]()
+    monkeypatch.setattr(orbax_writes, "CHUNK_BYTES", 1000)  # several to an array
+    jct.save(tmp_path / "a", state)
+    assert export(tmp_path / "a", tmp_path / "run" / "12", compressed=compressed) == ("state",)
+    restored = RESTORES[how](tmp_path / "run" / "12", jax.tree.map(blank, state))
+    assert_same_content(restored, state)
+    assert_same(jct.load(tmp_path / "run" / "12", jax.tree.map(blank, state)), state)
+
+
+@pytest.mark.parametrize("how", list(RESTORES))
+@pytest.mark.parametrize(
+    "state",
+    [np.arange(3.0), jax.numpy.ones(2), jax.random.key(7), 3, "text"],
+    ids=["numpy", "jax", "key", "int", "str"],
+)
+def test_orbax_restores_a_tree_that_is_one_leaf(state: Any, how: str, tmp_path: Path) -> None:
+    jct.save(tmp_path / "a", state)
+    export(tmp_path / "a", tmp_path / "run" / "12")
+    assert_same_content(RESTORES[how](tmp_path / "run" / "12", blank(state)), state)
+    assert_same(jct.load(tmp_path / "run" / "12", blank(state)), state)
+
+
+def test_a_complex_number_does_not_keep_orbax_from_restoring_the_rest(tmp_path: Path) -> None:
+    jct.save(tmp_path / "a", {"c": 1 + 2j, "w": np.arange(3.0)})
+    export(tmp_path / "a", tmp_path / "5")
+    with ocp.StandardCheckpointer() as checkpointer:
+        assert_same(checkpointer.restore(tmp_path / "5" / "state"), {"c": np.array(1 + 2j), "w": np.arange(3.0)})
+    assert jct.load(tmp_path / "5", {"c": 0j, "w": np.zeros(3)})["c"] == 1 + 2j
+
+
+def test_orbax_knows_the_metrics_of_what_was_exported(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path / "run") as manager:
+        for step, loss in {1: float("nan"), 2: 0.5, 3: float("inf")}.items():
+            manager.save(step, {"state": {"w": np.arange(3.0)}}, metrics={"loss": loss, "steps": step})
+            manager.wait()
+            export(Path(manager.path(step)), tmp_path / "o" / str(step))
+    best = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"], best_mode="min")
+    with ocp.CheckpointManager(tmp_path / "o", options=best) as manager:
+        assert repr(manager.metrics(1)) == "{'loss': nan, 'steps': 1.0}"
+        assert repr(manager.metadata(1).metrics) == "{'loss': nan, 'steps': 1.0}"
+        assert manager.metrics(3) == {"loss": float("inf"), "steps": 3.0}
+        assert manager.best_step() == 2
+    with ocp1.training.Checkpointer(tmp_path / "o") as checkpointer:
+        assert checkpointer.checkpoints[1].metrics == {"loss": 0.5, "steps": 2.0}
+    assert jct.metadata(tmp_path / "o" / "2").metrics == {"loss": 0.5, "steps": 2.0}
+
+
+def test_a_checkpointable_of_the_name_that_orbax_has_for_metrics_stays_what_it_is(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path / "run") as manager:
+        manager.save(1, {"metrics": jct.JsonValue({"a": 1})}, metrics={"loss": 0.5})
+        manager.wait()
+        assert export(Path(manager.path(1)), tmp_path / "1") == ("metrics",)
+    assert (tmp_path / "1" / "metrics" / "metadata").read_bytes() == b'{"a":1}'
+    assert len(list((tmp_path / "1" / "metrics").iterdir())) == 1
+
+
+@pytest.mark.parametrize("items", [{"state": "../evil"}, {"state": "a/b"}, {"state": ""}, {"state": 3}])
+def test_what_is_no_name_of_a_folder_is_no_item(items: Any, tmp_path: Path) -> None:
+    jct.save(tmp_path / "a", {"w": np.ones(2)})
+    with pytest.raises(
+        jct.SettingsError, match=r"the item of 'state': expected the name of a folder \(letters, digits"
+    ):
+        export(tmp_path / "a", tmp_path / "5", items=items)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a"]
+
+
+def test_two_items_have_two_names(tmp_path: Path) -> None:
+    jct.save_checkpointables(tmp_path / "a", {"state": {"w": np.ones(2)}, "config": jct.JsonValue(1)})
+    with pytest.raises(jct.SettingsError, match="a name of its own for each item, found 'config' for two"):
+        export(tmp_path / "a", tmp_path / "5", items={"state": "config"})
+
+
+def assert_same_content(found: Any, expected: Any) -> None:
+    """Orbax commits arrays to their devices, and gives Python's numbers back as scalars of its own."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if isinstance(wanted, jax.Array):
+            assert leaf.sharding == wanted.sharding
+        if isinstance(wanted, jax.Array | np.ndarray):
+            assert (leaf.dtype, leaf.shape, raw(leaf)) == (wanted.dtype, wanted.shape, raw(wanted))
+        else:
+            assert leaf == wanted
+
+
+def test_the_structure_for_first_versions_is_that_of_the_metadata(tmp_path: Path) -> None:
+    state = gemma()
+    jct.save(tmp_path / "a", state)
+    export(tmp_path / "a", tmp_path / "5")
+    (tmp_path / "5" / "state" / "_METADATA").unlink()
+    (tmp_path / "5" / "_CHECKPOINT_METADATA").unlink()
+    target = {**jax.tree.map(blank, state), "halves": list(jax.tree.map(blank, state["halves"]))}
+    found = jct.load(tmp_path / "5", target)
+    assert_same({**found, "halves": tuple(found["halves"])}, state)
+
+
+def test_several_items_have_names_of_their_own(tmp_path: Path) -> None:
+    parts = {"state": {"w": np.arange(3.0)}, "config": jct.JsonValue({"rate": 0.1})}
+    jct.save_checkpointables(tmp_path / "a", parts, custom_metadata={"run": "a"})
+    assert export(tmp_path / "a", tmp_path / "5", items={"state": "params"}) == ("params", "config")
+    with ocp.CheckpointManager(tmp_path) as manager:
+        found = manager.restore(
+            5, args=ocp.args.Composite(params=ocp.args.PyTreeRestore(), config=ocp.args.JsonRestore())
+        )
+        assert found["config"] == {"rate": 0.1}
+        assert np.array_equal(found["params"]["w"], np.arange(3.0))
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"a": b"bytes"}, "leaf 'a': bytes, which Orbax has nothing for"),
+        ({}, "a tree without leaves, which Orbax has nothing for"),
+        (None, "a tree without leaves, which Orbax has nothing for"),
+        ({"a": 2**70}, "leaf 'a': an integer beyond 64 bits"),
+        ({"a": {"b": 1}, "a.b": 2}, "leaves 'a/b' and 'a.b' would both be called 'a.b' by Orbax"),
+    ],
+)
+def test_what_orbax_has_nothing_for_is_told_before_anything_is_written(
+    tmp_path: Path, state: Any, message: str
+) -> None:
+    jct.save(tmp_path / "a", state)
+    with pytest.raises(jct.MismatchError, match=message):
+        export(tmp_path / "a", tmp_path / "5")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a"]
+
+
+def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path) -> None:
+    # TensorStore still writes the others when the last one turns out to be damaged.
+    jct.save(tmp_path / "a", {f"v{number:03}": np.arange(100_000.0) + number for number in range(100)})
+    (segment,) = (tmp_path / "a" / "state").glob("*.safetensors")
+    data = bytearray(segment.read_bytes())
+    data[-8] ^= 1
+    segment.write_bytes(bytes(data))
+    with pytest.raises(jct.CorruptCheckpointError):
+        export(tmp_path / "a", tmp_path / "5")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a"]

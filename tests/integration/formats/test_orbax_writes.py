@@ -1,0 +1,61 @@
+"""How arrays are written for Orbax: many small ones in few files, in memory that is bounded, and nothing is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.formats import orbax_write as orbax_writes
+from jaxckpt_train.formats.orbax_write import export_orbax
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.committed import open_committed
+from tests.support.same_trees import assert_same
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+BACKEND = LocalBackend()
+
+
+def export(source: Path, final: Path, settings: StoreSettings) -> list[int]:
+    """The numbers of bytes that were told while it was written."""
+    told: list[int] = []
+    export_orbax(BACKEND, open_committed(BACKEND, str(source)), BACKEND, str(final), settings, progress=told.append)
+    return told
+
+
+def restored(item: Path) -> object:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        return checkpointer.restore(item)
+
+
+def test_many_small_leaves_become_few_files_and_orbax_restores_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orbax_writes, "CHUNK_BYTES", 4 << 20)  # several to the large one, which goes on its own
+    large = np.random.default_rng(0).normal(size=(6 << 10, 512))
+    state = {f"l{n}": {"w": np.full(3 + n, n, np.float32)} for n in range(1000)} | {"large": large}
+    assert large.nbytes > orbax_writes.BATCH_BYTES
+    jct.save(tmp_path / "a", state)
+    told = export(tmp_path / "a", tmp_path / "5", StoreSettings())
+    assert sum(each.is_file() for each in (tmp_path / "5").rglob("*")) < 40
+    assert sum(told) == sum(layer["w"].nbytes for layer in list(state.values())[:-1]) + large.nbytes
+    assert_same(restored(tmp_path / "5" / "state"), state)
+
+
+def test_small_leaves_are_committed_as_they_fill_a_part_of_the_budget(tmp_path: Path) -> None:
+    state = {f"v{n:02}": np.random.default_rng(n).normal(size=10_000) for n in range(40)} | {
+        "empty": np.zeros((0, 3)),
+        "one": np.array(3.0, np.float32),
+        "larger than a batch": np.random.default_rng(99).normal(size=50_000),
+        "larger than the budget": np.random.default_rng(98).normal(size=200_000),
+    }
+    jct.save(tmp_path / "a", state)
+    told = export(tmp_path / "a", tmp_path / "5", StoreSettings(read_budget_bytes=1 << 20))
+    assert sum(told) == sum(value.nbytes for value in state.values())
+    small = [nbytes for nbytes in told if nbytes < 400_000]
+    assert 0 < max(small) <= 1 << 18
+    assert_same(restored(tmp_path / "5" / "state"), state)

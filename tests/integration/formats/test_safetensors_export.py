@@ -1,0 +1,131 @@
+"""Exports as safetensors: read back with the library, and by ours; nothing is lost on the way there and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import jaxckpt_train as jct
+from jaxckpt_train.formats import safetensors as safetensors_export
+from jaxckpt_train.formats.safetensors import Exported, export_safetensors
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.committed import open_committed
+from tests.support.model_states import llama, mnist
+from tests.support.same_trees import assert_same, raw
+
+BACKEND = LocalBackend()
+
+
+def export(source: Path, folder: Path, **options: Any) -> Exported:
+    committed = open_committed(BACKEND, str(source))
+    part = committed.manifest.part("state")
+    assert part is not None
+    return export_safetensors(BACKEND, committed, part, BACKEND, str(folder), StoreSettings(), **options)
+
+
+def test_the_library_reads_what_was_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = llama()
+    monkeypatch.setattr(safetensors_export, "BAND_BYTES", 4096)  # several to a tensor
+    jct.save(tmp_path / "a", state)
+    found = export(tmp_path / "a", tmp_path / "out")
+    assert found.files == ("model.safetensors",)
+    assert found.left_out == ("name",)
+    assert found.prng_keys == ("rngs/dropout",)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert raw(tensors["params.layers.attn.qkv"]) == raw(state["params"]["layers"]["attn"]["qkv"])
+    assert tensors["params.layers.attn.qkv"].dtype == jnp.bfloat16
+    assert raw(tensors["rngs.dropout"]) == raw(state["rngs"]["dropout"])
+    assert int(tensors["step"]) == 12
+    assert sorted(tensors) == sorted(found.tensors.values())
+    assert sum(tensor.nbytes for tensor in tensors.values()) == found.nbytes
+
+
+def test_several_files_have_an_index(tmp_path: Path) -> None:
+    state = {"layers": {str(number): jnp.full((100, 10), number, jnp.float32) for number in range(10)}}
+    jct.save(tmp_path / "a", state)
+    found = export(tmp_path / "a", tmp_path / "out", shard_bytes=9000, metadata={"made": "here"}, separator="/")
+    assert len(found.files) == 5
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 40_000
+    assert sorted({*index["weight_map"].values()}) == sorted(found.files)
+    for number in range(10):
+        tensor = load_file(tmp_path / "out" / index["weight_map"][f"layers/{number}"])[f"layers/{number}"]
+        assert (tensor == number).all()
+    assert jct.metadata(tmp_path / "out").custom_metadata == {"made": "here"}
+
+
+def test_what_was_exported_comes_back_equal(tmp_path: Path) -> None:
+    params = mnist().params
+    jct.save(tmp_path / "a", {"params": params})
+    export(tmp_path / "a", tmp_path / "out")
+    back = jct.load(tmp_path / "out", {"params": jax.tree.map(jnp.zeros_like, params)}, transforms=[{"op": "nest"}])
+    assert_same(back["params"], params)
+
+
+def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path) -> None:
+    jct.save(tmp_path / "a", {"w": np.arange(10_000.0), "v": np.arange(5000.0)})
+    (segment,) = (tmp_path / "a" / "state").glob("*.safetensors")
+    data = bytearray(segment.read_bytes())
+    data[-8] ^= 1
+    segment.write_bytes(bytes(data))
+    with pytest.raises(jct.CorruptCheckpointError):
+        export(tmp_path / "a", tmp_path / "out")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"a": {"b": np.ones(2)}, "a.b": np.zeros(2)}, "leaves 'a/b' and 'a.b' would both be called 'a.b'"),
+        ({"a": jnp.ones(3, jnp.int4)}, "leaf 'a' is of int4, which safetensors has no name for; cast it"),
+        ({"a": 2**70}, "leaf 'a': an integer of 71 bits, expected at most 64"),
+        ({"a": "text"}, "'state' has no arrays to export"),
+    ],
+)
+def test_what_cannot_be_exported_is_told_before_anything_is_written(tmp_path: Path, state: Any, message: str) -> None:
+    jct.save(tmp_path / "a", state)
+    with pytest.raises(jct.MismatchError, match=message):
+        export(tmp_path / "a", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_there_stays(tmp_path: Path) -> None:
+    jct.save(tmp_path / "a", {"w": np.ones(3)})
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(jct.CheckpointExistsError, match="out: exists; move it away"):
+        export(tmp_path / "a", tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("state", "separator"), [({"__metadata__": np.ones(1)}, "."), ({"__meta": {"ata__": np.ones(1)}}, "d")]
+)
+def test_a_name_that_the_format_keeps_for_its_metadata_is_refused(tmp_path: Path, state: Any, separator: str) -> None:
+    jct.save(tmp_path / "a", {"w": np.ones(2)} | state)
+    with pytest.raises(jct.MismatchError, match="would be called '__metadata__', which in a safetensors file is its"):
+        export(tmp_path / "a", tmp_path / "out", separator=separator)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a"]
+
+
+@pytest.mark.parametrize("separator", ["", None, 3])
+def test_names_that_nobody_could_take_apart_again_are_refused(tmp_path: Path, separator: Any) -> None:
+    jct.save(tmp_path / "a", {"w": {"b": np.ones(2)}})
+    with pytest.raises(jct.SettingsError, match=r'separator: expected text such as "\.", found ') as refusal:
+        export(tmp_path / "a", tmp_path / "out", separator=separator)
+    assert str(refusal.value).endswith(repr(separator))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("shard_bytes", [0, -1, 1.5, float("nan"), float("inf"), True, "5"])
+def test_what_is_no_number_of_bytes_is_refused(tmp_path: Path, shard_bytes: Any) -> None:
+    jct.save(tmp_path / "a", {"w": np.ones(2)})
+    with pytest.raises(jct.SettingsError, match="shard_bytes: expected a whole number of bytes above 0, found"):
+        export(tmp_path / "a", tmp_path / "out", shard_bytes=shard_bytes)

@@ -1,0 +1,39 @@
+"""The manager in Orbax's form: beside Orbax itself, the same program tells and restores the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+import pytest
+
+from tests.support.orbax_programs import (
+    OPTIONS,
+    OURS,
+    OURS_FOR_ORBAX,
+    deleting,
+    iterating,
+    leaf_by_leaf,
+    reading,
+    saving,
+    several_items,
+)
+
+# Orbax says so of a restore of its own that a program did not tell where arrays go.
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided when restoring:UserWarning")
+
+
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_the_same_options_save_and_keep_the_same_steps_with_the_same_bytes(name: str, tmp_path: Path) -> None:
+    expected = saving(ocp, tmp_path / "orbax", OPTIONS[name])
+    assert saving(OURS, tmp_path / "ours", OPTIONS[name]) == expected
+    assert saving(OURS_FOR_ORBAX, tmp_path / "for orbax", OPTIONS[name]) == expected
+
+
+@pytest.mark.parametrize("program", [several_items, leaf_by_leaf, reading, deleting, iterating])
+def test_the_same_program_is_told_the_same(program: Callable[[Any, Path], list[Any]], tmp_path: Path) -> None:
+    expected = program(ocp, tmp_path / "orbax")
+    assert program(OURS, tmp_path / "ours") == expected
+    assert program(OURS_FOR_ORBAX, tmp_path / "for orbax") == expected

@@ -1,0 +1,236 @@
+"""What users of other checkpointers suffer in daily use: restores, memory, copies, noise, old files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from tests.conftest import RunPython
+from tests.golden.make_golden import FOLDER, golden_tree
+from tests.support.runs import DAMAGE, files_below, made_run, save_steps, state_of, step_of, step_path
+
+
+# 4. A bad newest checkpoint falls back, and never to step 0 in silence.
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_newest_step_falls_back_with_a_warning_that_names_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    run = made_run(tmp_path / "run", 10, 20, 30)
+    spoil, file = DAMAGE[damage]
+    spoil(step_path(run, 30))
+    before = files_below(run)
+    with jct.CheckpointCallback(str(run), save_on_exit=False) as ckpt:
+        state = ckpt.resume(state_of(0))
+        assert ckpt.completed_steps == 20
+    assert step_of({"state": state}) == 20
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert any("step 30 cannot be restored and is skipped" in text and file in text for text in warnings)
+    after = files_below(run)
+    assert file.encode() in after.pop("notes.jsonl")
+    assert after == before
+    assert (jct.StepManager(run).steps, jct.StepManager(run).damaged) == ([10, 20], [30])
+
+
+def test_when_all_steps_are_damaged_it_raises_and_writes_nothing(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", 10, 20)
+    for step in (10, 20):
+        DAMAGE["a flipped payload byte"][0](step_path(run, step))
+    before = files_below(run)
+    with (
+        pytest.raises(jct.CorruptCheckpointError, match=r"none of 2 committed steps can be restored"),
+        jct.CheckpointCallback(str(run)) as ckpt,
+    ):
+        ckpt.resume(state_of(0))
+    assert files_below(run) == before
+
+
+def test_an_empty_directory_is_a_fresh_start(tmp_path: Path) -> None:
+    with jct.CheckpointCallback(str(tmp_path), save_interval_steps=2) as ckpt:
+        assert step_of({"state": ckpt.resume(state_of(0))}) == 0
+        assert list(ckpt.steps(2)) == [0, 1]
+
+
+# 12, 13. Host memory of a save is bounded and does not grow; a restore does not double memory.
+# The peak of this program; getrusage would tell that of the process which started it, if that was larger.
+PEAK = """
+def peak_mib():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM"))
+"""
+MEMORY = (
+    PEAK
+    + """
+import statistics, sys, psutil, jax, numpy as np, jax.numpy as jnp, jaxckpt_train as jct
+MIB = 1 << 20
+own = psutil.Process()
+state = {f"w{n}": jnp.asarray(np.random.default_rng(n).random(16 * MIB // 4, np.float32)) for n in range(12)}
+jct.save(sys.argv[1] + "/tiny", {"x": jnp.zeros(3)})  # what any first save imports
+before, used = own.memory_info().rss / MIB, []
+jct.save(sys.argv[1] + "/first", state)
+with jct.StepManager(sys.argv[1] + "/run", preservation_policy=jct.LatestN(1)) as manager:
+    for step in range(50):
+        manager.save(step, {"state": state})
+        manager.wait()
+        used.append(own.memory_info().rss / MIB)
+early, late = statistics.median(used[5:15]), statistics.median(used[-10:])
+print(before, early, late, peak_mib())
+"""
+)
+LOAD = (
+    PEAK
+    + """
+import sys, psutil, jax, jaxckpt_train as jct
+like = jct.metadata(sys.argv[1]).checkpointables["state"].tree
+state = jax.block_until_ready(jct.load(sys.argv[1], like))
+print(psutil.Process().memory_info().rss / 2**20, peak_mib())
+"""
+)
+
+
+@pytest.mark.slow
+def test_fifty_saves_use_the_staging_budget_and_no_more(tmp_path: Path, run_python: RunPython) -> None:
+    before, early, late, peak = map(float, run_python(MEMORY, tmp_path, check=True, fresh=True).stdout.split())
+    assert late - early < 24, f"RSS grew from {early:.0f} to {late:.0f} MiB"
+    assert peak - before < 96 + 32, f"peak {peak:.0f} MiB, {before:.0f} before the first save; the state has 192"
+    final, top = map(float, run_python(LOAD, tmp_path / "first", check=True, fresh=True).stdout.split())
+    assert top - final < 64, f"peak {top:.0f} MiB, {final:.0f} with the result"
+
+
+# 15. Best and latest together.
+def test_best_and_latest_are_kept_together_and_metrics_may_come_later(tmp_path: Path) -> None:
+    keep = jct.AnyPreservationPolicy([jct.BestN("loss", 2, "min"), jct.LatestN(2)])
+    with jct.StepManager(tmp_path / "run", preservation_policy=keep) as manager:
+        for number, step in enumerate((100, 200, 300, 400, 500)):
+            save_steps(manager, step, metrics={"loss": jnp.float32(number)})
+    with jct.StepManager(tmp_path / "run") as manager:
+        assert manager.steps == [100, 200, 400, 500]
+        manager.attach_metrics(500, {"loss": float("nan"), "accuracy": 0.9})
+        assert manager.best("loss") == 100
+        assert manager.best("accuracy", "max") == 500
+        manager.attach_metrics(400, {"loss": -1})
+        assert manager.best("loss") == 400
+
+
+# 22. Deletion is off the hot path; a pinned step survives.
+def test_a_pinned_step_survives_retention_and_restarts(tmp_path: Path) -> None:
+    for first in (1, 4):
+        with jct.StepManager(tmp_path / "run", preservation_policy=jct.LatestN(1)) as manager:
+            for step in range(first, first + 3):
+                save_steps(manager, step)
+                if step == 2:
+                    manager.pin(2)
+    assert jct.StepManager(tmp_path / "run").steps == [2, 6]
+
+
+# 25. A checkpoint directory can be copied; one commit rule everywhere.
+@pytest.mark.parametrize("way", ["cp -r", "tar"])
+def test_a_copy_loads_elsewhere(tmp_path: Path, way: str) -> None:
+    run = made_run(tmp_path / "run", 10)
+    target = tmp_path / "elsewhere"
+    if way == "cp -r":
+        subprocess.run(["cp", "-r", run, target], check=True)
+    else:
+        target.mkdir()
+        subprocess.run(f"tar -C {run} -cf - . | tar -C {target} -xf -", shell=True, check=True)
+    assert step_of(jct.StepManager(target).restore()) == 10
+    assert jct.verify(step_path(target, 10)).ok
+
+
+@pytest.mark.parametrize("lost", ["COMMIT", "manifest.json", "state/p00000-s000.safetensors"])
+def test_half_a_copy_is_refused_and_never_deleted(tmp_path: Path, lost: str) -> None:
+    run = made_run(tmp_path / "run", 10, 20)
+    (step_path(run, 20) / lost).unlink()
+    left = files_below(step_path(run, 20))
+    with jct.StepManager(run, preservation_policy=jct.LatestN(1)) as manager:
+        assert step_of(manager.restore()) == 10
+        save_steps(manager, 30, 40)
+    assert files_below(step_path(run, 20)) == left
+    with pytest.raises((jct.NotACheckpointError, jct.CorruptCheckpointError), match=lost.rpartition("/")[2]):
+        jct.load(step_path(run, 20))
+
+
+# 26. Many small arrays are cheap.
+def test_ten_thousand_leaves_are_a_handful_of_files(tmp_path: Path) -> None:
+    tree = {f"leaf{n:05d}": np.full(256, n, np.float32) for n in range(10_000)}
+    jct.save(tmp_path / "a", tree)
+    assert sum(path.is_file() for path in (tmp_path / "a").rglob("*")) <= 20
+    loaded = jct.load(tmp_path / "a")
+    assert all(loaded[name].tobytes() == leaf.tobytes() for name, leaf in tree.items())
+
+
+# 28. Quiet and forgiving.
+def test_a_training_prints_nothing_of_its_own(tmp_path: Path, run_python: RunPython) -> None:
+    script = """
+import asyncio, sys, jax.numpy as jnp, jaxckpt_train as jct
+async def main():
+    with jct.CheckpointCallback("~/run", save_interval_steps=1) as ckpt:
+        state = ckpt.resume({"w": jnp.ones(3)})
+        for step in ckpt.steps(3):
+            ckpt({"w": state["w"] + step})
+    jct.load("run/step-0000000003")
+asyncio.run(main())
+"""
+    done = run_python(script, cwd=tmp_path, env={"HOME": str(tmp_path), "PYTHONWARNINGS": "error"}, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+    assert jct.StepManager(tmp_path / "run").steps == [1, 2, 3]
+
+
+# 29. One command starts, resumes or initialises.
+def test_init_from_is_used_only_while_the_run_has_no_step_of_its_own(tmp_path: Path) -> None:
+    jct.save(tmp_path / "pretrained", state_of(1000))
+
+    def train(updates: int) -> int:
+        with jct.CheckpointCallback(str(tmp_path / "run"), init_from=str(tmp_path / "pretrained")) as ckpt:
+            state = ckpt.resume(state_of(0))
+            for _ in ckpt.steps(updates):
+                ckpt(state_of(int(state["step"]) + 1))
+            return int(state["step"])
+
+    assert train(2) == 1000
+    assert train(4) == 1001
+
+
+def test_an_explicit_step_that_is_missing_raises_and_lists_what_there_is(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", 10, 20)
+    with pytest.raises(jct.StepNotFoundError, match=r"has no committed step 15; committed are 10, 20"):
+        jct.StepManager(run).restore(step=15)
+
+
+# 30. Old checkpoints keep loading.
+def test_the_golden_checkpoint_of_version_1_loads_exactly() -> None:
+    expected = golden_tree()
+    assert FOLDER.name == "v1"
+    assert jct.verify(FOLDER).ok
+    loaded = jct.load(FOLDER, golden_tree())
+    assert jax.tree.structure(loaded) == jax.tree.structure(expected)
+    for (path, found), wanted in zip(jax.tree.leaves_with_path(loaded), jax.tree.leaves(expected), strict=True):
+        assert type(found) is type(wanted), path
+        if not hasattr(wanted, "dtype"):
+            assert repr(found) == repr(wanted), path
+            continue
+        if jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key):
+            assert jax.random.key_impl(found) == jax.random.key_impl(wanted)
+            found, wanted = jax.random.key_data(found), jax.random.key_data(wanted)
+        assert np.asarray(found).dtype == np.asarray(wanted).dtype, path
+        assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes(), path
+    assert jct.load_checkpointables(FOLDER, {"notes": None})["notes"] == jct.JsonValue({"made": "once", "n": [1, 2.5]})
+
+
+def test_a_newer_format_version_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    shutil.copytree(FOLDER, tmp_path / "new")
+    for name in ("COMMIT", "manifest.json"):
+        found = json.loads((tmp_path / "new" / name).read_text())
+        (tmp_path / "new" / name).write_text(json.dumps({**found, "format_version": 2}))
+    with pytest.raises(
+        jct.FormatVersionError, match=r"format version 2, but this jaxckpt_train reads up to 1; upgrade"
+    ):
+        jct.load(tmp_path / "new")

@@ -1,0 +1,175 @@
+"""What is wrong with what a crash left, for a process that comes then: with a run, and with a single checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from jaxckpt_train import checkpoint
+from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StepNotFoundError
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.run.entry import newest_generations, parse_step_name
+from jaxckpt_train.settings import StoreSettings
+from tests.nightly.crash.crash_disk import CrashDisk
+from tests.nightly.crash.facts import Facts, state_of, token_of
+from tests.nightly.crash.problems import Problem
+from tests.nightly.crash.programs import LONGEST_S, RUN, SINGLE, World, die, on, opened
+
+AFTERWARDS = 1 << 62  # of what is done when one looks
+
+
+def found_in_run(disk: CrashDisk, world: World, facts: Facts) -> list[Problem]:
+    """What is wrong with a run directory after a crash, for a process that comes then."""
+    manager = opened(disk, world.settings, facts.keep)
+
+    def names() -> list[str]:
+        return [entry.name for entry in disk.list(RUN)]
+
+    try:
+        old = [name for name in names() if ".dead-" in name] if disk.machine.live.find(RUN) is not None else []
+        problems = problems_in_run(manager, facts, names, lambda: opened(disk, world.settings, facts.keep))
+        return problems or left_of({*old} & {*names()})
+    finally:
+        die(disk, manager)
+
+
+def problems_in_run(
+    manager: StepManager, facts: Facts, names: Callable[[], list[str]], reader: Callable[[], StepManager]
+) -> list[Problem]:
+    """What is wrong for a process that restores, looks at every step and saves, and for who reads after it.
+
+    Args:
+        manager: of the process.
+        facts: what was promised before it came.
+        names: lists the run directory.
+        reader: opens the run anew.
+    """
+    problems = _seen(manager, facts, reader) or _cleaned(manager, facts, names)
+    return problems or _seen(reader(), facts, reader)
+
+
+def _seen(manager: StepManager, facts: Facts, reader: Callable[[], StepManager]) -> list[Problem]:
+    """What is wrong with what a reader sees: the newest, what policy and pins keep, and all that is listed whole."""
+    acknowledged = [each.token for each in facts.acknowledged()]
+    known = {each.token for each in facts.promises}
+    try:
+        token = token_of(manager.restore())
+    except StepNotFoundError as error:
+        return [Problem("lost", f"save {acknowledged[-1]} was acknowledged, but: {error}")] if acknowledged else []
+    except CorruptCheckpointError as error:
+        last = f"save {acknowledged[-1]} was acknowledged, but: " if acknowledged else ""
+        return [Problem("lost" if acknowledged else "damaged", f"{last}{error}")]
+    facts.restored = token
+    if token not in known:
+        return [Problem("wrong bytes", f"restored save {token}, which had not begun; {sorted(known)} had")]
+    if acknowledged and token < acknowledged[-1]:
+        return [Problem("lost", f"restored save {token}, older than the acknowledged {acknowledged[-1]}")]
+    return _kept(manager, token, facts, reader())
+
+
+def _kept(manager: StepManager, newest: int, facts: Facts, other: StepManager) -> list[Problem]:
+    """The other steps are restored by another manager, so that the first goes on from the newest."""
+    found = {manager.restored_step or 0: newest}
+    for step in manager.steps:
+        if step != manager.restored_step:
+            try:
+                found[step] = token_of(other.restore(step=step))
+            except CorruptCheckpointError as error:
+                return [Problem("damaged", f"step {step} is listed, but: {error}")]
+    problems = []
+    for step, oldest in facts.must_be_there(newest).items():
+        if step not in found:
+            problems.append(Problem("deleted", f"step {step} is gone; there are {manager.steps}"))
+        elif found[step] < oldest:
+            text = f"step {step} is of save {found[step]}, older than the acknowledged {oldest}"
+            problems.append(Problem("lost", text))
+    pinned = {entry.step for entry in manager._run.entries() if entry.pinned}
+    lost = [step for step in facts.pins if step in found and step not in pinned]
+    return problems + [Problem("not pinned", f"step {step} is not pinned any more") for step in lost]
+
+
+def left_of(names: Iterable[str]) -> list[Problem]:
+    """Names that nobody needs any more and nobody has removed."""
+    shown = ", ".join(sorted(names))
+    return [Problem("left over", shown)] if shown else []
+
+
+def _cleaned(manager: StepManager, facts: Facts, names: Callable[[], list[str]]) -> list[Problem]:
+    """The next owner saves, and leaves nothing of what the dead ones left or what nobody keeps."""
+    doubted = _doubted(manager, facts)
+    known = [entry for entry in manager._run._line() if entry.name not in doubted]
+    line = [entry.step for entry in newest_generations(known)]
+    promise = facts.begin((manager.latest or 0) + 1, AFTERWARDS, facts.restored)
+    manager.save(promise.step, state_of(promise.token))
+    manager.wait(LONGEST_S)
+    facts.acknowledge(promise, AFTERWARDS)
+    manager._run._deleter.wait(LONGEST_S)
+    return left_of(hidden(names())) + _retained([*line, promise.step], manager, facts, names)
+
+
+def hidden(names: Iterable[str]) -> list[str]:
+    """What no run keeps; the locks of the dead stay for a while."""
+    return [name for name in names if name.startswith(".") and name != ".owner" and ".dead-" not in name]
+
+
+def _retained(line: list[int], manager: StepManager, facts: Facts, names: Callable[[], list[str]]) -> list[Problem]:
+    """Whether the directory holds one generation of each step that policy and pins keep, and of no other step.
+
+    Args:
+        line: the steps that the run went on from, and the one that it saved, in that order.
+    """
+    aside = {*manager._run._left, *(entry.name for entry in manager._run.damaged()), *_doubted(manager, facts)}
+    there = [parsed[0] for name in names() if (parsed := parse_step_name(name)) is not None and name not in aside]
+    pinned = {entry.step for entry in manager._run.entries() if entry.pinned}
+    keep = len(line) if facts.keep is None else facts.keep
+    return retained_of(there, {*line[-keep:], *(pinned & {*line})})
+
+
+def _doubted(manager: StepManager, facts: Facts) -> set[str]:
+    """What may be pinned, for all that anybody knows: held, as a note that a later save knew of is not there.
+
+    Nothing is, unless the disk has once refused to keep the notes.
+    """
+    return set() if facts.notes_refused is None else {entry.name for entry in manager._run.entries() if entry.is_held}
+
+
+def retained_of(there: Sequence[int], expected: Collection[int]) -> list[Problem]:
+    """What is wrong with the steps that are there, if these are to be there, each once."""
+    text = f"there are steps {sorted(there)}, and {sorted(expected)} are to be kept"
+    if not {*expected} <= {*there}:
+        return [Problem("deleted", text)]
+    return [Problem("not deleted", text)] if sorted(there) != sorted(expected) else []
+
+
+def found_single(disk: CrashDisk, world: World, facts: Facts) -> list[Problem]:
+    """What is wrong with a single checkpoint after a crash."""
+    with on(disk):
+        return problems_of_single(SINGLE, world.settings, facts, lambda: [entry.name for entry in disk.list("/data")])
+
+
+def problems_of_single(
+    path: str, settings: StoreSettings, facts: Facts, names: Callable[[], list[str]]
+) -> list[Problem]:
+    """What is wrong for a process that loads it and saves it anew; `names` lists the directory that it lies in."""
+    acknowledged = [each.token for each in facts.acknowledged()]
+    try:
+        token = token_of(checkpoint.load_checkpointables(path))
+    except (NotACheckpointError, CorruptCheckpointError) as error:
+        if acknowledged:
+            return [Problem("lost", f"save {acknowledged[-1]} was acknowledged, but: {error}")]
+        if isinstance(error, CorruptCheckpointError):
+            return [Problem("damaged", str(error))]
+    else:
+        if acknowledged and token < acknowledged[-1]:
+            return [Problem("lost", f"loaded save {token}, older than the acknowledged {acknowledged[-1]}")]
+    return saved_anew(path, settings, facts, names)
+
+
+def saved_anew(path: str, settings: StoreSettings, facts: Facts, names: Callable[[], list[str]]) -> list[Problem]:
+    """What is wrong once it is saved anew."""
+    promise = facts.begin(0, AFTERWARDS)
+    checkpoint.save_checkpointables(path, state_of(promise.token), overwrite=True, settings=settings)
+    facts.acknowledge(promise, AFTERWARDS)
+    if token_of(checkpoint.load_checkpointables(path)) != promise.token:
+        return [Problem("lost", "the next save is not what is loaded")]
+    return left_of({*names()} - {os.path.basename(path)})

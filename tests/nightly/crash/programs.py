@@ -1,0 +1,266 @@
+"""What is done to a disk before it crashes: the lives of processes that save, restore, pin, roll back and die."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from jaxckpt_train import checkpoint
+from jaxckpt_train import checkpoint as sources
+from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.policies.preservation import LatestN
+from jaxckpt_train.run import lock
+from jaxckpt_train.run.annotations import NOTES_NAME
+from jaxckpt_train.run.entry import parse_step_name
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store import process_identity as machine_module
+from jaxckpt_train.store import transaction as final_name
+from jaxckpt_train.store.backends.local import side_name
+from jaxckpt_train.store.committed import is_committed
+from jaxckpt_train.store.process_identity import ProcessIdentity
+from tests.nightly.crash.crash_disk import CrashDisk, Machine
+from tests.nightly.crash.facts import Facts, state_of, token_of
+from tests.nightly.crash.image import FailedSync, Image, Operation, Sync
+from tests.nightly.crash.states import Order, durable_state
+
+RUN = "/data/run"
+SINGLE = "/data/one"
+LONGEST_S = 60.0
+FULLY = 0.15  # of the processes whose saves are not fully synced, so many sync them
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """What programs run in: the settings of every save, what the file system promises, and what it can do.
+
+    Attributes:
+        make_disk: gives a process its view of the machine's disk.
+    """
+
+    settings: StoreSettings
+    order: Order = "ordered"
+    can_exchange: bool = True
+    make_disk: Callable[[Machine], CrashDisk] = CrashDisk
+
+
+@contextlib.contextmanager
+def process(number: int, boot: int = 0) -> Iterator[None]:
+    """Be another process of the same machine, which was started anew so often; all others that ever were are dead.
+
+    Those of before cannot be asked, but have been silent for long enough.
+    """
+    me = ProcessIdentity("here", number, str(number), f"boot {boot}", "all")
+
+    def is_dead(other: ProcessIdentity) -> bool | None:
+        return other != me if other.boot == me.boot else None  # of before a power cut nobody can tell
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (machine_module, lock):
+            patch.setattr(module, "this_process", lambda: me)
+            patch.setattr(module, "is_dead", is_dead)
+        if boot:
+            patch.setattr(lock, "SILENCE_S", 0.0)
+        yield
+
+
+def opened(disk: CrashDisk, settings: StoreSettings, keep: int | None) -> StepManager:
+    """The run on this disk."""
+    policy = None if keep is None else LatestN(keep)
+    return StepManager(RUN, settings=settings, preservation_policy=policy, backend=disk)  # type: ignore[arg-type]
+
+
+def die(disk: CrashDisk, manager: StepManager) -> None:
+    """End a process as SIGKILL does: nothing of what it still does reaches the disk."""
+    disk.power = False
+    with contextlib.suppress(CheckpointError, OSError):
+        manager.close()
+    manager._run._lock._stop.open()
+
+
+@contextlib.contextmanager
+def unless_refused(disk: CrashDisk) -> Iterator[None]:
+    """What the disk refuses costs what met it, and the process goes on."""
+    before = disk.has_refused
+    try:
+        yield
+    except CheckpointError:
+        if before or not (disk.has_refused and disk.power):
+            raise
+
+
+def digest_at(image: Image, path: str) -> bytes:
+    """Of what a path leads to, with all below it."""
+    inode = image.find(path)
+    return b"" if inode is None else image.digest(inode=inode)
+
+
+def note_durable(facts: Facts, start: Image, log: Sequence[Operation], order: Order) -> None:
+    """Note from when on each acknowledged save was on the disk whatever was lost, by what had been synced."""
+    token_of_content = {content: token for token, content in facts.contents.items()}
+    synced = [index for index, each in enumerate(log, 1) if isinstance(each, Sync)]
+    for moment in (0, *(index for index in synced if index + 1 not in synced)):  # of several in a row after the last
+        image = durable_state(start, log, moment, order)
+        run = image.find(RUN)
+        for name in image.folders.get(-1 if run is None else run, {}):
+            token = token_of_content.get(digest_at(image, f"{RUN}/{name}"))
+            if token is not None and parse_step_name(name) is not None:
+                facts.durable.setdefault(token, moment)
+
+
+def note_refused(facts: Facts, machine: Machine, log: Sequence[Operation]) -> None:
+    """Note from when on the disk had refused to keep the notes of the run: what it has lost may look synced since."""
+    notes = machine.live.find(f"{RUN}/{NOTES_NAME}")
+    refusals = (at for at, each in enumerate(log, 1) if isinstance(each, FailedSync) and each.inode == notes)
+    if facts.notes_refused is None:
+        facts.notes_refused = next(refusals, None)
+
+
+class RunLife:
+    """One process that saves steps to a run directory, sees what it finds there first, and ends or dies."""
+
+    def __init__(self, machine: Machine, facts: Facts, world: World, chance: random.Random) -> None:
+        self._machine, self._facts, self._world, self._chance = machine, facts, world, chance
+        self._disk, self._settings = world.make_disk(machine), world.settings
+        if world.settings.durability != "full" and chance.random() < FULLY:
+            self._settings = dataclasses.replace(world.settings, durability="full")
+        self._tip = self._step = 0  # the save that the next one goes on from, and its step
+        self._disk.budget = chance.randint(1, 120) if chance.random() < 0.4 else None
+        self._disk.refuse_in = chance.randint(1, 120) if chance.random() < 0.3 else None
+        self._manager = opened(self._disk, self._settings, facts.keep)
+
+    def live(self) -> None:
+        """Restore, do a few things, and end."""
+        try:
+            self._resume()
+            for _ in range(self._chance.randint(1, 4)):
+                with unless_refused(self._disk):
+                    actions = (self._save, self._save, self._save, self._overwrite, self._pin, self._go_back)
+                    self._chance.choice(actions)()
+            if self._chance.random() < 0.5:
+                self._manager.close()
+        except (CheckpointError, OSError):
+            if self._disk.power:
+                raise
+        finally:
+            die(self._disk, self._manager)
+
+    def _now(self) -> int:
+        return len(self._machine.log)
+
+    def _resume(self) -> None:
+        self._step = self._manager.latest or 0  # that of what cannot be restored, too
+        with contextlib.suppress(StepNotFoundError), self._unless_damaged():
+            self._go_on_from()
+            if not self._machine.log:  # what a machine finds that was just started is on its disk
+                self._facts.durable.setdefault(self._tip, 0)
+
+    @contextlib.contextmanager
+    def _unless_damaged(self) -> Iterator[None]:
+        """As steps may be that were not synced, and set aside for it by who owns the run."""
+        try:
+            yield
+        except (CorruptCheckpointError, StepNotFoundError):
+            if self._world.settings.durability == "full":
+                raise
+
+    def _go_on_from(self, step: int | None = None) -> None:
+        self._tip = token_of(self._manager.restore(step=step))
+        self._step = self._manager.restored_step or 0
+
+    def _save(self) -> None:
+        self._save_step(self._step + 1)
+
+    def _overwrite(self) -> None:
+        if self._step:
+            self._save_step(self._step, overwrite=True)
+
+    def _save_step(self, step: int, **options: Any) -> None:
+        promise = self._facts.begin(step, self._now(), self._tip)
+        self._tip, self._step = promise.token, step
+        self._manager.save(step, state_of(promise.token), **options)
+        self._manager.wait(LONGEST_S)
+        self._facts.acknowledge(promise, self._now())
+        self._facts.contents[promise.token] = digest_at(self._machine.live, self._manager.path(step))
+        if self._settings.durability == "full":
+            self._facts.durable.setdefault(promise.token, self._now())
+        if self._chance.random() < 0.5:
+            self._manager._run._deleter.wait(LONGEST_S)
+
+    def _pin(self) -> None:
+        steps = self._manager.steps
+        if steps:
+            step = self._chance.choice(steps)
+            with self._unless_damaged():
+                self._manager.pin(step)
+                self._facts.pins.setdefault(step, self._now())
+
+    def _go_back(self) -> None:
+        steps = self._manager.steps
+        if steps and self._chance.random() < 0.3:
+            self._facts.rolled_back = True
+            with self._unless_damaged():
+                self._go_on_from(self._chance.choice(steps))
+                self._save()
+
+
+class SingleLife:
+    """One process that saves a single checkpoint again and again under one name, and ends or dies."""
+
+    def __init__(self, machine: Machine, facts: Facts, world: World, chance: random.Random) -> None:
+        self._machine, self._facts, self._world, self._chance = machine, facts, world, chance
+        self._disk = world.make_disk(machine)
+        self._disk.budget = chance.randint(1, 80) if chance.random() < 0.4 else None
+        self._disk.refuse_in = chance.randint(1, 80) if chance.random() < 0.3 else None
+
+    def live(self) -> None:
+        """Save a few times."""
+        try:
+            with on(self._disk):
+                for _ in range(self._chance.randint(1, 3)):
+                    if not can_be_saved(self._machine.live):
+                        break
+                    promise = self._facts.begin(0, len(self._machine.log))
+                    with unless_refused(self._disk):
+                        if self._world.settings.durability != "full":
+                            remove_what_is_none(self._disk)
+                        checkpoint.save_checkpointables(
+                            SINGLE, state_of(promise.token), overwrite=True, settings=self._world.settings
+                        )
+                        self._facts.acknowledge(promise, len(self._machine.log))
+        except (CheckpointError, OSError):
+            if self._disk.power:
+                raise
+        finally:
+            self._disk.power = False
+
+
+def can_be_saved(image: Image) -> bool:
+    """Whether the single checkpoint has a name that is of any use."""
+    return not any(image.find(path) in image.lost for path in (SINGLE, side_name(SINGLE)))
+
+
+def remove_what_is_none(disk: CrashDisk) -> None:
+    """Take away what has the name of the single checkpoint and is none, as no save replaces that."""
+    if not is_committed(disk, SINGLE):
+        disk.remove(SINGLE)
+
+
+@contextlib.contextmanager
+def on(disk: CrashDisk) -> Iterator[None]:
+    """Let functions on single checkpoints work on this disk."""
+
+    def exists(path: str) -> bool:
+        found = disk.machine.live.find(path)
+        return found is not None and found not in disk.machine.live.lost
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "_BACKEND", disk)
+        patch.setattr(final_name, "file_exists", exists)
+        patch.setattr(sources, "is_file", lambda path: disk.machine.live.find(path) in disk.machine.live.files)
+        yield

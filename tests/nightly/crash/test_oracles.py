@@ -1,0 +1,81 @@
+"""What the next owner keeps since nobody can know better is no violation; the same without a reason is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from jaxckpt_train.errors import StorageError
+from jaxckpt_train.run.annotations import NOTES_NAME
+from jaxckpt_train.settings import StoreSettings
+from tests.nightly.crash.crash_disk import CrashDisk, Machine
+from tests.nightly.crash.explorer import SETTINGS, _check, small_sizes
+from tests.nightly.crash.facts import Facts, state_of
+from tests.nightly.crash.image import Image, Sync
+from tests.nightly.crash.programs import RUN, World, note_refused, opened, process
+from tests.nightly.crash.states import durable_state
+
+LONGEST_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _small() -> Iterator[None]:
+    with small_sizes():
+        yield
+
+
+class RefusesNotes(CrashDisk):
+    """Refuses the first sync of the notes."""
+
+    def do(self, operation: Any, path: str) -> None:
+        if isinstance(operation, Sync) and path.endswith(NOTES_NAME) and self.refuse_in is None:
+            self.refuse_in = 1
+        super().do(operation, path)
+
+
+def saved(machine: Machine, manager: Any, facts: Facts, step: int, **options: Any) -> None:
+    promise = facts.begin(step, len(machine.log))
+    manager.save(step, state_of(promise.token), **options)
+    manager.wait(LONGEST_S)
+    facts.acknowledge(promise, len(machine.log))
+
+
+def test_steps_are_held_if_a_note_is_gone_that_a_save_knew_of_and_only_then() -> None:
+    machine, facts, world = Machine(), Facts(keep=1), World(StoreSettings(**SETTINGS), "any")
+    with process(1):
+        manager = opened(RefusesNotes(machine), world.settings, 1)
+        saved(machine, manager, facts, 1)
+        with pytest.raises(StorageError):
+            manager.pin(1)
+        manager.close()
+    with process(2):
+        manager = opened(CrashDisk(machine), world.settings, 1)
+        manager.restore()  # and sees a pin, whose next sync the disk does not refuse, and which it has lost
+        saved(machine, manager, facts, 2)
+        manager.close()
+    image = durable_state(Image(), machine.log, len(machine.log), "any")
+    note_refused(facts, machine, machine.log)
+    assert facts.notes_refused is not None
+    assert facts.until(facts.notes_refused - 1).notes_refused is None
+    assert _check("run", image.copy(), facts.until(len(machine.log)), world, (3, 1)) == []
+    facts.notes_refused = None
+    assert [each.kind for each in _check("run", image, facts.until(len(machine.log)), world, (4, 1))] == ["not deleted"]
+
+
+def test_a_step_stays_beside_a_later_generation_that_the_disk_cannot_read() -> None:
+    machine, facts = Machine(), Facts(keep=1)
+    world = World(StoreSettings(**SETTINGS, durability="file"), "any")
+    with process(1):
+        manager = opened(CrashDisk(machine), StoreSettings(**SETTINGS), 1)
+        saved(machine, manager, facts, 1)
+        image = durable_state(Image(), machine.log, len(machine.log), "any")
+        manager.close()
+    facts.durable[1] = 0
+    run = image.find(RUN)
+    assert run is not None
+    later = 1 + max([*image.folders, *image.files])
+    image.folders[run]["step-0000000001.g1"] = later
+    image.lost[later] = True
+    assert _check("run-file", image, facts.until(len(machine.log)), world, (2, 1)) == []

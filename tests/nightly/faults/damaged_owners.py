@@ -1,0 +1,223 @@
+"""Damages any file of a run whose owner has died, also those beside the steps, and has the next owner go on.
+
+The run has a pinned step, one with the best metric, a branch that a roll-back has left behind, and a step that was set
+aside. Whatever one of its files has become, the next owner restores the newest step that is whole, byte for byte, and
+its retention deletes nothing that a pin or the policy keeps; if a note is lost, nothing at all.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import random
+import re
+import traceback
+
+import pytest
+
+from jaxckpt_train.errors import CheckpointError
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.policies.preservation import AnyPreservationPolicy, BestN, LatestN
+from jaxckpt_train.run import lock
+from jaxckpt_train.run.annotations import NOTES_NAME
+from jaxckpt_train.run.history import HISTORY_NAME
+from jaxckpt_train.run.lock import LOCK_NAME
+from jaxckpt_train.settings import DigestName
+from jaxckpt_train.store.backends.memory import MemoryBackend
+from tests.nightly.crash.programs import process
+from tests.nightly.faults.damage_report import CLEAN, markdown
+from tests.nightly.faults.damages import KINDS, Files, Victim, chosen
+from tests.nightly.faults.sample_runs import (
+    DIGESTS,
+    RUN,
+    expected,
+    files_below,
+    planted,
+    raw,
+    same_ids,
+    saving,
+    state_of,
+)
+
+NOTES, HISTORY, LOCK = (f"{RUN}/{name}" for name in (NOTES_NAME, HISTORY_NAME, LOCK_NAME))
+PINNED, BEST, LEFT, OLD, ASIDE, AGAIN, NEWEST = (
+    *(f"step-{step:010d}" for step in (1, 2, 3, 4, 5)),
+    "step-0000000005.g1",
+    "step-0000000006",
+)
+LINE = (NEWEST, AGAIN, OLD, BEST, PINNED)  # in which a restore tries them
+SURE = {PINNED, BEST, LEFT, ASIDE}  # these stay, whatever is restored
+NOTES_KINDS = tuple(KINDS)
+LOCK_KINDS = tuple(KINDS)
+SEAL = b',"xxh3_64":'  # after what a note tells
+POLICY = AnyPreservationPolicy((LatestN(2), BestN("loss", 1, "min", keep_checkpoints_without_metrics=False)))
+
+
+@dataclasses.dataclass
+class Found:
+    """What a campaign came to: trials by file, kind of damage and what was done, and what must not be."""
+
+    trials: collections.Counter[tuple[str, str, str]] = dataclasses.field(default_factory=collections.Counter)
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+
+@functools.cache
+def run_of(digest: DigestName) -> tuple[Files, Files]:
+    """The files of the run as its owner left them when it died, and as they were earlier or in another step."""
+    backend = MemoryBackend()
+    with process(1), same_ids():
+        manager = saving(digest, backend)
+        _save(manager, 1, 2, 3)
+        manager.pin(1)
+        before = files_below(backend, RUN)
+        manager.attach_metrics(2, {"loss": 0.5})
+        manager.restore(step=2)
+        _save(manager, 4, 5)
+        segment = backend._file(f"{RUN}/{ASIDE}/state/p00000-s000.safetensors", "damage")
+        segment.data[-1] ^= 1
+        manager.restore()
+        assert manager.restored_step == 4
+        _save(manager, 5, 6)
+        left = files_below(backend, RUN)
+        manager.close()
+    older = {path: left[re.sub(r"step-\d+(\.g1)?", PINNED if BEST in path else BEST, path)] for path in left}
+    another = {LOCK: left[LOCK].replace(b'"pid":1', b'"pid":7')}
+    return left, older | {name: before[name] for name in (NOTES, HISTORY)} | another
+
+
+def _save(manager: StepManager, *steps: int) -> None:
+    for step in steps:
+        manager.save(step, state_of(step), metrics={"loss": 1.0 + step})
+        manager.wait()
+
+
+def campaign(trials: int, seed: int, notes: tuple[str, ...] = NOTES_KINDS) -> Found:
+    """So many runs with a damaged file, each tenth with another one as well, and a tenth as many clean runs."""
+    found = Found()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lock, "SILENCE_S", 0.0)  # whose owner cannot be asked has been silent for long
+        for number in range(trials):
+            digest, chance = DIGESTS[number % len(DIGESTS)], random.Random(f"{seed} {number}")
+            left, older = run_of(digest)
+            files = dict(left)
+            done = [_damage(files, left, older, notes, chance) for _ in range(1 + (chance.random() < 0.1))]
+            subject = f"{' and '.join(f'{kind} {sort}' for sort, kind in done)}, {digest}, trial {number}"
+            found.trials[*done[0], _Owner(found, subject, left, files).goes_on()] += 1
+            if number % 10 == 0:
+                found.trials[CLEAN, CLEAN, _Owner(found, f"clean {digest}", left, dict(left)).goes_on()] += 1
+    return found
+
+
+def _damage(files: Files, left: Files, older: Files, notes: tuple[str, ...], chance: random.Random) -> tuple[str, str]:
+    """Damage a file that is as it was left; which sort of file it is, and how."""
+    kinds = {"notes": notes, "lock": LOCK_KINDS}
+    sorts: dict[str, list[str]] = {}
+    for path, data in left.items():
+        if files.get(path) == data:
+            sorts.setdefault(_sort_of(path), []).append(path)
+    sort = chance.choice(list(sorts))
+    kind = chance.choice(kinds.get(sort, tuple(KINDS)))
+    name = chosen(files, sorts[sort], chance.random() < 0.5, chance)
+    names = [path for each, paths in sorts.items() for path in paths if kind in kinds.get(each, KINDS)]
+    KINDS[kind](files, Victim(name, names, older, chance))
+    return sort, kind
+
+
+def _sort_of(path: str) -> str:
+    beside = {NOTES: "notes", HISTORY: "history", LOCK: "lock"}
+    return beside.get(path, "newest step" if f"/{NEWEST}/" in path else "older steps")
+
+
+@dataclasses.dataclass
+class _Owner:
+    """The next owner of a damaged run, and what must hold for it."""
+
+    found: Found
+    subject: str
+    left: Files
+    files: Files
+
+    def __post_init__(self) -> None:
+        self.changed = {path for path, data in self.left.items() if self.files.get(path) != data}
+        notes = [note.rpartition(SEAL) for note in self.left[NOTES].split(b"\n") if note]
+        assert all(told and seal for told, seal, _ in notes)
+        self.lost_notes = not all(told in self.files.get(NOTES, b"") for told, _, _ in notes)
+
+    def _wrong(self, what: str) -> None:
+        self.found.problems.append(f"{self.subject}: {what}")
+
+    def _is_whole(self, name: str) -> bool:
+        return not any(f"/{name}/" in path for path in self.changed)
+
+    def goes_on(self) -> str:
+        """Own, restore, save, delete; what it came to."""
+        backend = planted(self.files)
+        try:
+            with process(2):
+                restored = self._life(backend)
+        except CheckpointError as error:
+            self._wrong(f"the run does not go on: {error}")
+            return "does not go on"
+        except Exception as error:  # noqa: BLE001  # whatever is no error of ours
+            trace = traceback.extract_tb(error.__traceback__)[-1]
+            self._wrong(f"raised {error!r} at {trace.filename}:{trace.lineno}")
+            return "raised"
+        self._check_kept(files_below(backend, RUN), restored)
+        return f"went on from {'the newest' if restored == NEWEST else 'an older step'}"
+
+    def _life(self, backend: MemoryBackend) -> str:
+        """One owner; the name of what it restored."""
+        with StepManager(RUN, backend=backend, preservation_policy=POLICY) as manager:
+            manager.own()
+            found, step = raw(manager.restore()), manager.restored_step
+            name = {6: NEWEST, 5: AGAIN, 4: OLD, 2: BEST, 1: PINNED}.get(step or 0, LEFT)
+            self._check_restored(manager, name, is_right=name in LINE and found == expected(step or 0))
+            manager.save(7, state_of(7), metrics={"loss": 8.0})
+            manager.wait()
+        with StepManager(RUN, backend=backend) as reader:
+            if raw(reader.restore()) != expected(7):
+                self._wrong("what was saved then is not the newest")
+        return name
+
+    def _check_restored(self, manager: StepManager, name: str, *, is_right: bool) -> None:
+        if not is_right:
+            self._wrong(f"restored something else than was saved, or what was left behind: {name}")
+            return
+        later = LINE[: LINE.index(name)]
+        if any(self._is_whole(each) for each in later):
+            self._wrong(f"restored {name}, and a newer one is whole")
+        known = {entry.name for entry in manager._run._entries if entry.damaged is not None or entry.is_held}
+        if not {each for each in later if f"{RUN}/{each}/COMMIT" in self.files} <= known:
+            self._wrong(f"restored {name}, and neither set aside nor held what came later, but {sorted(known)}")
+        if not self.lost_notes and HISTORY not in self.changed and self._is_whole(ASIDE):
+            if ASIDE in manager.history.events()[-1].get("skipped", []):
+                self._wrong("what was set aside was tried again")
+
+    def _check_kept(self, now: Files, restored: str) -> None:
+        """Nothing that a pin or the policy keeps, is damaged, or may be needed, has lost a byte."""
+        stays = SURE | set(LINE[: LINE.index(restored) + 1]) if restored in LINE else SURE
+        for path, data in self.files.items():
+            name = path.split("/")[2]
+            if name.startswith("step-") and (name in stays or self.lost_notes) and now.get(path) != data:
+                why = "notes are lost, and" if self.lost_notes else "what must stay is gone:"
+                self._wrong(f"{why} {name} was deleted or changed")
+                return
+        if not self.changed and any(f"/{name}/" in path for name in (OLD, AGAIN) for path in now):
+            self._wrong("retention did not delete what no policy keeps")
+
+
+def table(found: Found) -> str:
+    """What became of the runs, by damaged file and kind."""
+    sorts = [CLEAN, *sorted({sort for sort, _, _ in found.trials} - {CLEAN})]
+    outcomes = sorted({outcome for _, _, outcome in found.trials})
+    rows = []
+    for sort in sorts:
+        trials = dict.fromkeys(KINDS, 0)
+        ends = collections.Counter[str]()
+        for (each, kind, outcome), count in found.trials.items():
+            if each == sort:
+                trials[kind] = trials.get(kind, 0) + count
+                ends[outcome] += count
+        rows.append([sort, *(f"{trials[kind] or '':}" for kind in KINDS), *(f"{ends[end] or '':}" for end in outcomes)])
+    return markdown(["damaged", *KINDS, *outcomes], rows)

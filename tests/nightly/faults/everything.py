@@ -1,0 +1,212 @@
+"""All campaigns, one after the other, as a table.
+
+`python -m tests.nightly.faults.everything --markdown build/reliability.md`
+
+Each is a command of its own, and what it says of problems, or why it is skipped, is its result. The table is written
+after each, so that a run that is ended has its rows. A campaign that was skipped is in the table with its reason; the
+exit code is 1 if one found something, or fell over, and 0 else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.nightly.faults.needs import SKIPPED
+from tests.support.paths import REPO_ROOT
+
+ROOT = REPO_ROOT
+_COUNT = re.compile(r"\b(\d+) (?:problems|violations)\b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Campaign:
+    """One command: its short name, what the table calls it, its module, and how many trials it takes by which option.
+
+    Attributes:
+        each: whether the option says that only each so manieth of all trials is made; without, all are.
+        some: whether the option is given only for less than all trials.
+    """
+
+    key: str
+    name: str
+    module: str
+    option: str | None = None
+    trials: int = 0
+    seeded: bool = True
+    each: bool = False
+    some: bool = False
+    more: tuple[str, ...] = ()
+
+    def amount(self, share: float) -> int:
+        """How much of all trials, or how rarely one."""
+        return max(1, round(1 / share if self.each else share * self.trials))
+
+    def command(self, share: float, seed: int) -> list[str]:
+        """The command for so much of the trials."""
+        is_told = self.option is not None and not (self.some and share >= 1)
+        trials = [str(self.option), str(self.amount(share))] if is_told else []
+        seeds = ["--seed", str(seed)] if self.seeded else []
+        return [sys.executable, "-m", self.module, *self.more, *trials, *seeds]
+
+    def told_trials(self, share: float) -> str:
+        """As the table says it."""
+        if self.option is None or ((self.each or self.some) and share >= 1):
+            return "all"
+        return f"each {self.amount(share)}th" if self.each else f"{self.amount(share):,}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One row: what ran, of which version and when, what it said, whether it is as it must be."""
+
+    campaign: Campaign
+    lines: tuple[str, ...]
+    returncode: int
+    seconds: float
+    began: datetime.date
+    commit: str
+
+    @property
+    def verdict(self) -> str:
+        """In the words of the table."""
+        counts = [int(count) for line in self.lines for count in _COUNT.findall(line)]
+        skips = [line for line in self.lines if "SKIP: " in line]
+        if not self.has_ended and not sum(counts):
+            return f"fell over ({self.returncode})"
+        said = f"{sum(counts)} problems" if counts else ""
+        return "; ".join([*([said] if said else []), *skips]) or "said nothing"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it came to its end, and found nothing."""
+        return self.returncode == 0 or (self.returncode == SKIPPED and any("SKIP: " in line for line in self.lines))
+
+    @property
+    def is_right(self) -> bool:
+        """Nothing found, and something said."""
+        return self.has_ended and self.verdict != "said nothing"
+
+
+_FAULTS = "tests.nightly.faults"
+CAMPAIGNS = (
+    Campaign("crash-states", "crash states, in memory", "tests.nightly.crash.explorer", "--states", 1_000_000),
+    Campaign("block-replay", "crash states of real devices", f"{_FAULTS}.block_replay", "--states", 20_000),
+    Campaign("power-cuts", "power cuts", f"{_FAULTS}.power_cut", "--trials", 2000),
+    Campaign(
+        "native-calls", "every native call fails, falls short, is the last", f"{_FAULTS}.native_calls", "--every",
+        seeded=False, each=True,
+    ),
+    Campaign(
+        "native-call-controls", "the same calls of writers with flaws, which are found out",
+        f"{_FAULTS}.native_calls", seeded=False, more=("--controls",),
+    ),
+    Campaign(
+        "boundaries", "a training ends at every call on a file", f"{_FAULTS}.boundaries", "--most", 73,
+        seeded=False, some=True,
+    ),
+    Campaign("random-kills", "SIGKILL at random, of processes that save", f"{_FAULTS}.random_kills", "--kills", 5000),
+    Campaign("kill-campaign", "SIGKILL at random, of a training", "tests.nightly.kill.campaign", "--kills", 60),
+    Campaign("limits", "limits of disk and process", f"{_FAULTS}.limits", seeded=False),
+    Campaign("corruption", "damage", f"{_FAULTS}.corruption", "--trials", 100_000),
+    Campaign("owners", "owners and readers, against a model", f"{_FAULTS}.owners", "--sequences", 5000),
+    Campaign("many-processes", "owners and readers, real processes", f"{_FAULTS}.many_processes", "--rounds", 500),
+    Campaign("hostile", "hostile files", f"{_FAULTS}.hostile", "--executions", 20_000_000),
+    Campaign(
+        "hostile-atheris", "hostile files that atheris chooses", f"{_FAULTS}.hostile", "--executions", 20_000_000,
+        more=("--atheris",),
+    ),
+    Campaign("deadlines", "deadlines", f"{_FAULTS}.deadline", "--trials", 300),
+    Campaign("soak", "soak, minutes", f"{_FAULTS}.soak", "--minutes", 60),
+)  # fmt: skip
+KEYS = tuple(each.key for each in CAMPAIGNS)
+
+
+def run(campaign: Campaign, share: float, seed: int) -> Result:
+    """One campaign; what it prints is shown as well."""
+    started, today, commit = time.monotonic(), datetime.datetime.now(datetime.UTC).date(), version()
+    with subprocess.Popen(campaign.command(share, seed), stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            print(f"  {line}", end="", flush=True)
+            lines.append(line.strip())
+    return Result(campaign, tuple(lines), process.returncode, time.monotonic() - started, today, commit)
+
+
+def version() -> str:
+    """The commit that is checked out, and whether files differ from it."""
+    told = []
+    for command in (["rev-parse", "--short=10", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
+        try:
+            done = subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return "unknown"
+        told.append(done.stdout.strip())
+    return told[0] + (", dirty" if told[1] else "")
+
+
+def table(results: list[Result], share: float, seed: int) -> str:
+    """As markdown."""
+    rows = ["| campaign | trials | found | seed | date | time | commit |", "|---|---|---|---|---|---|---|"]
+    for result in results:
+        campaign = result.campaign
+        cells = [
+            campaign.name, campaign.told_trials(share), result.verdict.replace("|", "/"),
+            str(seed) if campaign.seeded else "none", str(result.began), f"{result.seconds:.0f} s", result.commit,
+        ]  # fmt: skip
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def chosen_keys(text: str) -> list[str]:
+    """The campaigns of a list with commas.
+
+    Raises:
+        ArgumentTypeError: there is no such campaign.
+    """
+    keys = [key.strip() for key in text.split(",") if key.strip()]
+    if unknown := [key for key in keys if key not in KEYS]:
+        raise argparse.ArgumentTypeError(f"no campaign {', '.join(unknown)}; there are {', '.join(KEYS)}")
+    return keys
+
+
+def share_of_all(text: str) -> float:
+    """More than nothing, at most all.
+
+    Raises:
+        ArgumentTypeError: it is not.
+    """
+    share = float(text)
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"expected more than 0 and at most 1, found {text}")
+    return share
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--share", type=share_of_all, default=1.0, help="of all trials, such as 0.01")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=chosen_keys, default=list(KEYS), help=f"of {', '.join(KEYS)}; with commas")
+    parser.add_argument("--markdown", type=Path, default=Path("build/reliability.md"))
+    chosen, results, text = parser.parse_args(), [], ""
+    chosen.markdown.parent.mkdir(parents=True, exist_ok=True)
+    for campaign in CAMPAIGNS:
+        if campaign.key in chosen.only:
+            print(campaign.name, flush=True)
+            results.append(run(campaign, chosen.share, chosen.seed))
+            text = table(results, chosen.share, chosen.seed)
+            chosen.markdown.write_text(text, encoding="utf-8")
+    print(text)
+    raise SystemExit(not all(result.is_right for result in results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Cuts the power of a real ext4 or xfs while steps are saved: `python -m tests.nightly.faults.power_cut --trials 1000`.
+
+After each cut the file system is mounted again, which replays its journal, and the run is restored: it must give the
+newest acknowledged step or a newer one, byte for byte. Half of the cuts come right after an acknowledgement, half at
+random; at every other one the journal still reaches the disk, without the data, so that names are there and what they
+lead to is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import logging
+import os
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxckpt_train.checkpointables.pytree import JsonValue
+from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.policies.preservation import LatestN
+from jaxckpt_train.settings import StoreSettings
+from tests.nightly.crash.programs import process
+from tests.nightly.faults.campaign_end import leave_with, those_that_can
+from tests.nightly.faults.loop_disk import Cut, LoopDisk, loop_disk, why_not
+
+When = Literal["acknowledged", "random"]
+CUTS: tuple[Cut, ...] = ("nothing flushed", "journal flushed")
+MOST_STEPS, LATEST_CUT_S = 12, 0.15
+
+
+@dataclasses.dataclass
+class Found:
+    """What a campaign came to: cuts, saves that were acknowledged, how many found a newer one, what must not be."""
+
+    cuts: Counter[Cut] = dataclasses.field(default_factory=Counter)
+    acknowledged: int = 0
+    newer: int = 0
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """A state of some 400 kB that tells by all its bytes which step it is of."""
+    chance = np.random.default_rng(step)
+    return {"w": chance.standard_normal(50_000), "small": {f"x{n}": chance.integers(0, 99, 7) for n in range(30)}}
+
+
+def step_of(restored: dict[str, Any]) -> int:
+    """Which step it is of, all of it.
+
+    Raises:
+        AssertionError: it is a mixture.
+    """
+    step = int(restored["data"].value["position"])
+    expected = state_of(step)
+    assert restored["state"]["w"].tobytes() == expected["w"].tobytes(), f"w is not that of step {step}"
+    for name, array in expected["small"].items():
+        assert restored["state"]["small"][name].tobytes() == array.tobytes(), f"{name} is not that of step {step}"
+    return step
+
+
+def campaign(disk: LoopDisk, trials: int, seed: int, settings: StoreSettings | None = None) -> Found:
+    """So many cuts; the file system is made anew after a few of them."""
+    found, chance = Found(), random.Random(seed)
+    for number in range(trials):
+        if number % 20 == 0:
+            disk.unmount()
+            disk.make_new()
+        when: When = chance.choice(("acknowledged", "random"))
+        cut = CUTS[number % len(CUTS)]
+        subject = f"{disk.kind}, seed {seed}, cut {number} ({when}, {cut})"
+        with process(2 * number + 1, 1 + number):
+            acknowledged = _save_until_the_cut(found, disk, cut, when, chance, settings, subject)
+        disk.unmount()
+        disk.mount()
+        found.cuts[cut] += 1
+        with process(2 * number + 2, 2 + number):  # the machine was started anew
+            _look(found, disk, acknowledged, subject)
+    return found
+
+
+class Timer:
+    """Cuts the power after a while, on a thread; what went wrong with that is raised by `join`."""
+
+    def __init__(self, disk: LoopDisk, cut: Cut, after_s: float) -> None:
+        self._disk, self._kind, self._error = disk, cut, None
+        self.is_near = threading.Event()
+        self._timer = threading.Timer(after_s, self._cut)
+
+    def start(self) -> None:
+        """From now on it may come."""
+        self._timer.start()
+
+    def _cut(self) -> None:
+        self.is_near.set()
+        try:
+            self._disk.cut_power(self._kind)
+        except OSError as error:  # a thread's edge
+            self._error = error
+
+    def join(self) -> None:
+        """Wait for it."""
+        self._timer.join()
+        if self._error is not None:
+            raise RuntimeError(f"the power of {self._disk.path} could not be cut") from self._error
+
+
+def _save_until_the_cut(
+    found: Found,
+    disk: LoopDisk,
+    cut: Cut,
+    when: When,
+    chance: random.Random,
+    settings: StoreSettings | None,
+    subject: str,
+) -> int:
+    """Save steps until the power is cut; returns the last acknowledged one, 0 if there is none."""
+    acknowledged, steps = 0, chance.randint(1, 4)
+    timer = Timer(disk, cut, 0.0 if when == "acknowledged" else chance.uniform(0, LATEST_CUT_S))
+    manager = None
+    try:
+        manager = StepManager(disk.path / "run", preservation_policy=LatestN(2), settings=settings)
+        acknowledged = manager.latest or 0
+        if when == "random":
+            steps = MOST_STEPS
+            timer.start()
+        for _ in range(steps):
+            step = acknowledged + 1
+            manager.save(step, {"state": state_of(step), "data": JsonValue({"position": step})})
+            manager.wait()
+            acknowledged = step
+            found.acknowledged += 1
+    except (CheckpointError, OSError) as error:
+        if not timer.is_near.is_set():
+            found.problems.append(f"{subject}: {type(error).__name__} before the power was cut: {error}")
+    if when == "acknowledged":
+        timer.start()
+    timer.join()
+    if manager is not None:
+        with contextlib.suppress(CheckpointError, OSError):
+            manager.close()
+    del manager
+    gc.collect()
+    return acknowledged
+
+
+def _look(found: Found, disk: LoopDisk, acknowledged: int, subject: str) -> None:
+    run = disk.path / "run"
+    try:
+        with StepManager(run) as manager:
+            manager.own()
+            step = step_of(manager.restore())
+            found.newer += step > acknowledged
+            if step < acknowledged:
+                found.problems.append(f"{subject}: restored step {step}, but {acknowledged} was acknowledged")
+            for listed in manager.steps:
+                step_of(manager.restore(step=listed))
+        left = [name for name in os.listdir(run) if ".tmp-" in name or ".deleting" in name]
+        if left:
+            found.problems.append(f"{subject}: left over for the next owner: {left}")
+    except (StepNotFoundError, CorruptCheckpointError) as error:
+        if acknowledged:
+            found.problems.append(f"{subject}: step {acknowledged} was acknowledged, but: {error}")
+        elif isinstance(error, CorruptCheckpointError):
+            found.problems.append(f"{subject}: there is a step that is not whole: {error}")
+    except (CheckpointError, OSError, AssertionError) as error:
+        found.problems.append(f"{subject}: {type(error).__name__}: {error}")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, default=1000, help="on each file system")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", default=["ext4", "xfs"], choices=["ext4", "xfs"])
+    chosen = parser.parse_args()
+    logging.getLogger("jaxckpt_train").disabled = True
+    problems, started = [], time.monotonic()
+    for kind in those_that_can(chosen.kinds, why_not):
+        with tempfile.TemporaryDirectory() as folder, loop_disk(Path(folder), kind) as disk:
+            found = campaign(disk, chosen.trials, chosen.seed)
+        shown = ", ".join(f"{count} {cut}" for cut, count in found.cuts.items())
+        print(f"{kind}: {found.cuts.total()} cuts ({shown}) after {found.acknowledged} acknowledged saves,", end=" ")
+        print(f"{found.newer} found a newer step than the one that was acknowledged", flush=True)
+        problems += [f"{kind}: {problem}" for problem in found.problems]
+    leave_with(problems, started, chosen.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Kills processes that save at random moments, with SIGKILL.
+
+`python -m tests.nightly.faults.random_kills --kills 5000`
+
+Each life is a real, forked process: it takes the run over, restores, saves one step after the other, pins some, until
+it is killed. It tells what was acknowledged to it; the next life must find the newest of that, or a newer step, whole,
+and nothing that the one before has left half done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import functools
+import logging
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxckpt_train.errors import StepNotFoundError
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.policies.preservation import LatestN
+from jaxckpt_train.run.lock import LOCK_NAME
+from jaxckpt_train.store.backends.base import HALF_MADE
+from tests.nightly.faults.campaign_end import leave_with
+from tests.nightly.faults.flaws import FLAWS
+from tests.nightly.faults.known_states import KEPT, SETTINGS, checkpointables_of, token_in
+from tests.support.forking import LONGEST_S, Tell, Work, ended, started
+
+LIVES = 40
+LONGEST_LIFE_S = 0.25
+LONGER, SHORTER = 1.1, 0.95
+
+
+@dataclasses.dataclass
+class Found:
+    """What a campaign came to: kills, acknowledged saves, kills by what the process was doing, and what must not be."""
+
+    kills: int = 0
+    acknowledged: int = 0
+    during: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+
+def live(directory: Path, newest: int, seed: int, tell: Tell) -> None:
+    """One process: what it finds wrong is told, and what is acknowledged to it."""
+    chance = random.Random(seed)
+    with StepManager(directory, preservation_policy=LatestN(KEPT), settings=SETTINGS) as manager:
+        tell("owning", None)
+        manager.own()
+        manager._run._deleter.wait(LONGEST_S)
+        harmless = (*HALF_MADE, f"{LOCK_NAME}.dead-")
+        left = [name for name in os.listdir(directory) if name.startswith(".") and not name.startswith(harmless)]
+        if set(left) - {LOCK_NAME}:
+            tell("problem", f"left over: {left}")
+        tell("restoring", None)
+        try:
+            step = token_in(manager.restore())
+        except StepNotFoundError:
+            step = 0
+        if step < newest:
+            tell("problem", f"restored step {step}, but {newest} was acknowledged")
+        for listed in manager.steps:
+            if token_in(manager.restore(step=listed)) != listed:
+                tell("problem", f"step {listed} holds another")
+        manager.restore() if step else None
+        while True:
+            step += 1
+            tell("saving", step)
+            manager.save(step, checkpointables_of(step))
+            if chance.random() < 0.7:
+                manager.wait(LONGEST_S)
+                tell("acknowledged", step)
+            if chance.random() < 0.1:
+                manager.pin(step, pinned=chance.random() < 0.5) if step in manager.steps else None
+
+
+def killed(work: Work, after_s: float) -> list[tuple[str, Any]]:
+    """Do it in a forked process that is killed after so long; what it told until then."""
+    child = started(work)
+    time.sleep(after_s)
+    os.kill(child.process, signal.SIGKILL)
+    lines, status = ended(child)
+    if status != -signal.SIGKILL:
+        lines.append(("problem", f"it ended by itself, with status {status}"))
+    return lines
+
+
+def campaign(kills: int, seed: int, folder: Path) -> Found:
+    """So many lives, some tens of them on one run after the other; on a slow machine they last longer."""
+    found, newest, longest_s = Found(), 0, LONGEST_LIFE_S
+    directory = folder / "run"
+    for number in range(kills):
+        if number % LIVES == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+            newest = 0
+        life = random.Random(f"{seed} {number}")
+        work = functools.partial(live, directory, newest, life.randrange(1 << 30))
+        told = killed(work, life.uniform(0, longest_s))
+        has_saved = any(what == "saving" for what, _ in told)
+        longest_s = max(LONGEST_LIFE_S, longest_s * (SHORTER if has_saved else LONGER))
+        found.kills += 1
+        found.during[told[-1][0] if told else "starting"] += 1
+        for what, value in told:
+            if what == "acknowledged":
+                found.acknowledged += 1
+                newest = max(newest, value)
+            elif what in ("problem", "raised"):
+                found.problems.append(f"seed {seed}, life {number}: {value}")
+    return found
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=5000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--flaw", choices=FLAWS, help="a control: what a writer could do wrong")
+    chosen, started = parser.parse_args(), time.monotonic()
+    warnings.simplefilter("ignore")
+    logging.getLogger("jaxckpt_train").disabled = True
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        if chosen.flaw is not None:
+            FLAWS[chosen.flaw](patch)
+        found = campaign(chosen.kills, chosen.seed, Path(folder))
+    print(f"{found.kills} kills, {found.acknowledged} acknowledged saves; killed while {dict(found.during)}")
+    leave_with(found.problems, started, chosen.seed)
+
+
+if __name__ == "__main__":
+    main()

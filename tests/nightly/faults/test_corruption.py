@@ -1,0 +1,87 @@
+"""Damaged checkpoints: nothing wrong is ever loaded, nothing clean is complained about, what is damaged is set aside.
+
+The whole campaign is `make corruption`. That it can tell is shown by `test_corruption_controls.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.nightly.crash.explorer import small_sizes
+from tests.nightly.faults import corruption, damaged_background, damaged_owners
+from tests.nightly.faults.corruption import campaign
+from tests.nightly.faults.damage_report import BY, CLEAN, UNCHANGED
+from tests.nightly.faults.damages import KINDS
+from tests.nightly.faults.sample_runs import DIGESTS
+
+pytestmark = pytest.mark.timeout(300)
+
+TRIALS = 480
+REACHED = {
+    "COMMIT: missing",
+    "COMMIT: size",
+    "COMMIT: content",
+    "manifest: missing",
+    "manifest: size",
+    "manifest: SHA-256",
+    "segment: missing",
+    "segment: size",
+    "segment: digest of the header",
+    "segment: digest of a block",
+    "value: missing",
+    "value: size",
+    "value: digest",
+}
+
+
+@pytest.fixture(autouse=True)
+def _small() -> Iterator[None]:
+    with small_sizes():
+        yield
+
+
+def test_whatever_is_damaged_nothing_wrong_is_loaded_and_the_step_before_is_restored() -> None:
+    found = campaign(TRIALS, seed=0)
+    assert found.problems == []
+    for kind in KINDS:
+        for by in BY:
+            for digest in DIGESTS:
+                assert found.count(kind=kind, by=by, digest=digest) > 2
+    assert found.count(kind=CLEAN) == TRIALS // 10
+    assert found.damaged(layer=UNCHANGED) < TRIALS // 100
+    assert found.damaged(noticed=None) == found.damaged(layer=UNCHANGED)
+    assert {trial.layer for trial in found.trials if trial.noticed} == REACHED
+    same_size = found.count(kind="swap", layer="segment: digest of a block")
+    assert same_size > 0, "two segments of one size have changed places, which no size tells"
+
+
+def test_whatever_file_of_a_run_is_damaged_the_next_owner_goes_on_and_keeps_what_must_stay() -> None:
+    found = damaged_owners.campaign(150, seed=0)
+    assert found.problems == []
+    sorts = {(sort, kind) for sort, kind, _ in found.trials}
+    assert {sort for sort, _ in sorts} == {CLEAN, "notes", "history", "lock", "newest step", "older steps"}
+    assert {kind for sort, kind in sorts if sort == "notes"} == set(damaged_owners.NOTES_KINDS)
+    older = sum(count for (*_, outcome), count in found.trials.items() if "an older step" in outcome)
+    assert older > 20
+
+
+def test_damage_is_found_in_the_background_and_its_neighbours_are_verified_next() -> None:
+    found = damaged_background.campaign(60, seed=0)
+    assert found.problems == []
+    assert found.aside > 50
+
+
+def test_the_command_prints_tables_and_a_verdict(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["corruption", "--trials", "40", "--seed", "4"])
+    with pytest.raises(SystemExit) as left:
+        corruption.main()
+    assert not left.value.code
+    printed = capsys.readouterr().out
+    assert "\n0 problems; " in printed
+    assert printed.count("\n| --- |") == 4
+    assert "| all | 40 | " in printed

@@ -1,0 +1,186 @@
+"""With one protection taken out, the campaigns of damage find just what it protects from."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from jaxckpt_train.run import (
+    annotations as note_lines,
+)
+from jaxckpt_train.run import (
+    annotations as notes,
+)
+from jaxckpt_train.run import (
+    catalog,
+)
+from jaxckpt_train.run import (
+    directory as run_directory,
+)
+from jaxckpt_train.run import (
+    entry as lineage,
+)
+from jaxckpt_train.run.annotations import NoteLines, Notes
+from jaxckpt_train.run.directory import RunDirectory
+from jaxckpt_train.run.entry import Entry
+from jaxckpt_train.run.scrubber import Scrubber
+from jaxckpt_train.settings import DigestName, StoreSettings
+from jaxckpt_train.store import files as digests
+from jaxckpt_train.store import files as plain_files
+from jaxckpt_train.store import reader as reading
+from jaxckpt_train.store import verify
+from tests.nightly.crash.explorer import small_sizes
+from tests.nightly.faults import corruption, damaged_background, damaged_owners
+from tests.nightly.faults.sample_runs import DIGESTS
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(autouse=True)
+def _small() -> Iterator[None]:
+    with small_sizes():
+        yield
+
+
+def problems_of(campaign: Callable[..., Any], trials: int, **options: Any) -> str:
+    return "\n".join(campaign(trials, seed=1, **options).problems)
+
+
+@pytest.mark.parametrize("digest", DIGESTS)
+def test_a_load_without_digests(digest: DigestName) -> None:
+    settings = StoreSettings(verify_on_load=False, io_threads=1)
+    found = problems_of(corruption.campaign, 100, digests=(digest,), settings=settings)
+    assert "loaded in silence, and wrong" in found
+
+
+def test_a_digest_that_errs_on_what_is_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count(1)
+
+    def erring(name: str) -> digests.HexDigest:
+        digest = digests.digest_function(name)
+        return lambda data: digest(data) if next(calls) % 97 else digest(b"something else")
+
+    for module in (reading, verify, plain_files):
+        monkeypatch.setattr(module, "digest_function", erring)
+    found = corruption.campaign(120, seed=1)
+    assert any(problem.startswith("clean") and "a false alarm: " in problem for problem in found.problems)
+    assert any(problem.startswith("clean") and "a false alarm of verify: " in problem for problem in found.problems)
+
+
+def test_a_verification_that_reads_no_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_head_problems", lambda *_: iter(()))
+    assert "verify finds nothing" in problems_of(corruption.campaign, 100)
+
+
+def test_a_run_that_writes_no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunDirectory, "_write_verdicts", lambda self: None)
+    found = problems_of(corruption.campaign, 40)
+    assert "not set aside: after the restore there are [1, 2], damaged []" in found
+
+
+def test_verdicts_that_are_kept_in_memory_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notes.NoteBook, "add", lambda *_: None)
+    found = problems_of(corruption.campaign, 40)
+    assert "after the restore there are" not in found
+    assert "not set aside: the next process finds" in found
+    assert "a step that was set aside was tried again" in found
+
+
+def test_a_restore_that_tries_what_was_set_aside_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    candidates = RunDirectory.candidates
+
+    def newest_first(self: RunDirectory, step: int | None, **options: Any) -> list[Entry]:
+        return sorted(candidates(self, step, **options), key=lambda entry: entry.order, reverse=True)
+
+    monkeypatch.setattr(RunDirectory, "candidates", newest_first)
+    found = problems_of(corruption.campaign, 40)
+    assert set(kinds_of(found)) == {"a step that was set aside was tried again"}
+
+
+def test_a_retention_that_deletes_what_was_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    retain = RunDirectory.retain
+
+    def retain_less(self: RunDirectory, *, is_durable: bool = True) -> None:
+        retain(self, is_durable=is_durable)
+        self._deleter.delete([entry.name for entry in self.damaged()])
+
+    monkeypatch.setattr(RunDirectory, "retain", retain_less)
+    monkeypatch.setattr(RunDirectory, "about_to_go", lambda _, names: list(names))
+    assert "a damaged step was changed or deleted" in problems_of(corruption.campaign, 40)
+    assert "was deleted or changed" in problems_of(damaged_owners.campaign, 20)
+
+
+def kinds_of(problems: str) -> Iterator[str]:
+    for problem in problems.splitlines():
+        yield problem.split(": ", 1)[1]
+
+
+def test_notes_that_are_left_out_once_they_are_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NoteLines, "_doubt", lambda *_: None)
+    monkeypatch.setattr(NoteLines, "missing_of", lambda *_: None)
+    assert "notes are lost, and step-" in problems_of(damaged_owners.campaign, 60)
+
+
+def test_pins_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    added_to = Notes.added_to
+
+    def without_pins(self: Notes, entry: Entry) -> Entry:
+        self._pinned.clear()
+        return added_to(self, entry)
+
+    monkeypatch.setattr(Notes, "added_to", without_pins)
+    assert "what must stay is gone: step-0000000001" in problems_of(damaged_owners.campaign, 20)
+
+
+def test_damaged_notes_that_raise_what_json_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(note_lines, "_note_of", lambda line: msgspec.json.decode(line, type=dict[str, Any]))
+    assert "raised DecodeError" in problems_of(damaged_owners.campaign, 60)
+
+
+def test_a_damaged_manifest_that_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "_committed_info", lambda backend, path: (_certain(backend, path), True))
+    found = problems_of(damaged_owners.campaign, 60)
+    assert "the run does not go on: /run/step-" in found
+
+
+def _certain(backend: Any, path: str) -> dict[str, Any]:
+    found = catalog.read_committed(backend, path)
+    assert found is not None
+    return catalog._info_of(found[0], path)
+
+
+def test_a_roll_back_that_nobody_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (lineage, run_directory):
+        monkeypatch.setattr(module, "left_behind", lambda *_: frozenset())
+    assert "what must stay is gone: step-0000000003" in problems_of(damaged_owners.campaign, 20)
+
+
+def test_a_background_that_forgets_the_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = Scrubber._judge
+
+    def judge_alone(self: Scrubber, *what: Any) -> None:
+        judge(self, *what)
+        self._suspects.clear()
+
+    monkeypatch.setattr(Scrubber, "_judge", judge_alone)
+    assert "were not next, but" in problems_of(damaged_background.campaign, 20)
+
+
+def test_a_background_that_sets_nothing_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunDirectory, "set_aside", lambda *_: None)
+    assert "set aside in the background are []" in problems_of(damaged_background.campaign, 10)
+
+
+def test_without_any_of_this_they_find_nothing() -> None:
+    assert not logging.getLogger("jaxckpt_train").isEnabledFor(logging.WARNING)
+    for campaign, trials in (
+        (corruption.campaign, 120),
+        (damaged_owners.campaign, 60),
+        (damaged_background.campaign, 20),
+    ):
+        assert problems_of(campaign, trials) == ""

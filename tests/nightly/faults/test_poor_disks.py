@@ -1,0 +1,218 @@
+"""What a file system does not offer has a substitute, or is named by `jaxckpt doctor`; no save is lost by it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.errors import StorageError
+from jaxckpt_train.inspection.disk_speed import try_operations
+from jaxckpt_train.store.backends import local
+from jaxckpt_train.store.backends.base import is_in_use
+from jaxckpt_train.store.backends.local import LocalBackend
+from tests.nightly.faults.fuse_disk import why_not
+from tests.nightly.faults.poor_disk import FLAWS, poor_disk
+from tests.support.commands import told
+from tests.support.runs import talking_to
+
+pytestmark = pytest.mark.timeout(120)
+REASON = why_not()
+SUBSTITUTED = ("no links", "no rename flags", "no cuts", "no direct I/O", "hides files in use")
+HOLDING = """
+import os, sys
+os.open(sys.argv[1], os.O_RDONLY)
+print("open")
+sys.stdin.readline()
+"""
+OWNING = """
+import os, sys
+import numpy as np
+import jaxckpt_train as jct
+manager = jct.StepManager(sys.argv[1])
+manager.save(1, {"state": {"a": np.full(3, 1)}})
+manager.wait()
+print("saved")
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _each_disk_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    if REASON is not None:
+        pytest.skip(f"no file system in user space: {REASON}")
+    monkeypatch.setattr(local, "_cannot_cut", set())
+
+
+@contextlib.contextmanager
+def poor(folder: Path, *flaws: str) -> Iterator[Path]:
+    with poor_disk(folder, *flaws) as disk:
+        yield disk.path
+
+
+def state_of(number: int) -> dict[str, np.ndarray]:
+    """Two arrays of sizes that fill no block."""
+    values = np.random.default_rng(number)
+    return {"small": values.integers(0, 9, 3), "large": values.integers(0, 256, 700_001, np.uint8)}
+
+
+def assert_same(found: dict[str, np.ndarray], number: int) -> None:
+    for name, value in state_of(number).items():
+        assert found[name].dtype == value.dtype
+        np.testing.assert_array_equal(found[name], value)
+
+
+def steps_in(run: Path) -> list[str]:
+    return sorted(name for name in os.listdir(run) if name.startswith("step-"))
+
+
+@pytest.mark.parametrize("flaws", [*((flaw,) for flaw in SUBSTITUTED), SUBSTITUTED, SUBSTITUTED[:3]])
+def test_saves_overwrites_and_runs_work(tmp_path: Path, flaws: Sequence[str]) -> None:
+    with poor(tmp_path, *flaws) as root:
+        for number in range(3):
+            jct.save(root / "one", state_of(number), overwrite=number > 0)
+            assert_same(jct.load(root / "one"), number)
+        with jct.StepManager(root / "run", preservation_policy=jct.LatestN(2)) as manager:
+            for step in range(1, 5):
+                manager.save(step, {"state": state_of(step)})
+                manager.wait()
+        with jct.StepManager(root / "run") as manager:
+            assert_same(manager.restore()["state"], 4)
+        assert len(steps_in(root / "run")) == 2
+        assert [name for name in os.listdir(root / "run") if name.startswith(".")] == []
+        assert os.listdir(root) == ["one", "run"]
+
+
+@pytest.mark.parametrize("flaws", [("no links",), ("no links", "no rename flags")])
+def test_one_process_owns_a_run_where_there_are_no_links(tmp_path: Path, flaws: Sequence[str]) -> None:
+    with poor(tmp_path, *flaws) as root:
+        with talking_to(OWNING, root / "run") as owner:
+            assert owner.read() == "saved"
+            with pytest.raises(jct.DirectoryLockedError, match=f"process {owner.process.pid} "):
+                jct.StepManager(root / "run").own()
+        with jct.StepManager(root / "run") as manager:  # the owner is dead
+            manager.own()
+            assert manager.steps == [1]
+
+
+@pytest.mark.parametrize("content", [b"", b'{"process":{"host":'])
+def test_a_lock_that_a_crash_left_half_written_is_taken_over(tmp_path: Path, content: bytes) -> None:
+    with poor(tmp_path, "no links", "no rename flags") as root:
+        (root / "run").mkdir()
+        (root / "run" / ".owner").write_bytes(content)
+        os.utime(root / "run" / ".owner", (0, time.time() - 100))
+        with jct.StepManager(root / "run") as manager:
+            manager.save(1, {"state": state_of(1)})
+            manager.wait()
+            assert_same(manager.restore()["state"], 1)
+
+
+def test_files_that_are_not_cut_are_padded_once(tmp_path: Path) -> None:
+    with poor(tmp_path, "no cuts") as root:
+        for number in range(2):
+            jct.save(root / f"{number}", state_of(number))
+            (segment,) = (root / f"{number}").rglob("*.safetensors")
+            assert segment.stat().st_size % 4096
+        assert os.stat(root).st_dev in local._cannot_cut
+        sink = LocalBackend().create(str(root / "next"), direct="auto")
+        assert sink.alignment == 1
+        sink.abandon()
+
+
+@pytest.mark.parametrize("reader", ["here", "in another process"])
+def test_a_directory_in_use_is_named_when_it_cannot_be_replaced(tmp_path: Path, reader: str) -> None:
+    with poor(tmp_path, "keeps directories in use", "no rename flags") as root, contextlib.ExitStack() as held:
+        jct.save(root / "one", state_of(0))
+        if reader == "here":
+            held.enter_context((root / "one" / "COMMIT").open("rb"))
+            process = os.getpid()
+        else:
+            other = held.enter_context(talking_to(HOLDING, root / "one" / "COMMIT"))
+            assert other.read() == "open"
+            process = other.process.pid
+        with pytest.raises(StorageError) as caught:
+            jct.save(root / "one", state_of(1), overwrite=True)
+        assert caught.value.errno == errno.EBUSY
+        assert f"{root}/one/COMMIT in process {process}" in str(caught.value)
+        assert_same(jct.load(root / "one"), 0)
+        held.close()
+        jct.save(root / "one", state_of(1), overwrite=True)
+        assert_same(jct.load(root / "one"), 1)
+
+
+def test_what_a_reader_has_open_is_removed_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with poor(tmp_path, "hides files in use") as root:
+        run, policy = root / "run", jct.LatestN(1)
+        with jct.StepManager(run, preservation_policy=policy) as manager:
+            manager.save(1, {"state": state_of(1)})
+            manager.wait()
+            with (run / "step-0000000001" / "COMMIT").open("rb") as reader:
+                for step in (2, 3, 4):
+                    manager.save(step, {"state": state_of(step)})
+                    manager.wait()
+                    manager._run._deleter.wait()
+                assert steps_in(run) == ["step-0000000004"]
+                (left,) = run.glob(".step-*")
+                assert [is_in_use(name) for name in os.listdir(left)] == [True]
+                assert reader.read().startswith(b'{"format":"jaxckpt"')
+            warned = [each for each in caplog.records if each.levelno == logging.WARNING]
+            assert len(warned) == 1
+            manager.save(5, {"state": state_of(5)})
+            manager.wait()
+        assert list(run.glob(".step-*")) == []
+
+
+def test_a_removed_file_in_use_is_no_stranger(tmp_path: Path) -> None:
+    with poor(tmp_path, "hides files in use") as root:
+        jct.save(root / "one", state_of(0))
+        names = [".nfs00000000012345670000abcd", ".fuse_hidden0000001200000001", ".smb00A1"]
+        for name in names:
+            (root / "one" / name).write_bytes(b"removed, and open elsewhere")
+        jct.save(root / "one", state_of(1), overwrite=True)
+        assert_same(jct.load(root / "one"), 1)
+        assert jct.verify(root / "one").ok
+        assert os.listdir(root) == ["one"]
+        (root / "one" / ".nfs is mine").write_bytes(b"")
+        with pytest.raises(jct.CheckpointExistsError, match=r"\.nfs is mine"):
+            jct.save(root / "one", state_of(2), overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("flaw", "failing"),
+    [
+        (None, []),
+        ("no links", ["hard links"]),
+        ("no rename flags", ["atomic exchange"]),
+        ("no cuts", []),
+        ("no direct I/O", []),
+        ("hides files in use", ["removal of a file in use"]),
+        ("no times", ["modification time"]),
+        ("copies", ["rename", "exchange"]),
+    ],
+)
+def test_doctor_names_what_does_not_work(tmp_path: Path, flaw: str | None, failing: list[str]) -> None:
+    with poor(tmp_path, *([] if flaw is None else [flaw])) as root:
+        found = try_operations(LocalBackend(), str(root))
+        assert [each.name for each in found if each.problem] == failing
+        assert [each.is_needed for each in found if each.problem] == [flaw in ("no times", "copies") for _ in failing]
+        assert os.listdir(root) == []
+
+
+@pytest.mark.parametrize(("flaw", "code"), [("no links", 0), ("no times", 1), ("copies", 1)])
+def test_doctor_ends_with_1_where_no_run_works(tmp_path: Path, flaw: str, code: int) -> None:
+    with poor(tmp_path, flaw) as root:
+        found = told("doctor", root, "--size-mib", 1, code=code)
+        assert bool(found["warnings"]) is bool(code)
+        assert found["operations"]["lock"] is None
+
+
+def test_the_flaws_are_all_tried() -> None:
+    assert {*SUBSTITUTED, "keeps directories in use", "no times", "copies"} == FLAWS.keys()

@@ -1,0 +1,136 @@
+"""A real job: processes of their own, joined by jax.distributed on loopback, that call functions of the tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from benchmarks.loopback import free_address
+from tests.support.paths import REPO_ROOT
+from tests.support.warm_python import WarmProcess
+
+START_S, CALL_S = 120.0, 120.0
+
+
+class Job:
+    """Processes that wait for calls. Each call is made in all of them at once.
+
+    Args:
+        processes: how many.
+        devices: CPU devices of each.
+        more: options of the worker, such as `heartbeat_timeout_seconds=10`.
+    """
+
+    def __init__(self, processes: int, devices: int = 1, **more: Any) -> None:
+        self.processes = processes
+        address = free_address()
+        self.workers = [_Worker(address, number, processes, devices, more) for number in range(processes)]
+        self._pool = ThreadPoolExecutor(processes)
+
+    def call(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = CALL_S) -> list[Any]:
+        """What a function of a test module returns in each process, in order. What it takes and returns is JSON.
+
+        Raises:
+            AssertionError: it raised in one; the job cannot be used any more.
+        """
+        answers = self.outcomes(function, *arguments, timeout_s=timeout_s)
+        failed = [f"process {number}: {each['error']}" for number, each in enumerate(answers) if "error" in each]
+        if failed:
+            self.end()
+            raise AssertionError("\n".join(failed))
+        return [each["value"] for each in answers]
+
+    def outcomes(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        timeout_s: float = CALL_S,
+        of: Sequence[int] | None = None,
+        heard: Sequence[int] | None = None,
+    ) -> list[dict[str, Any]]:
+        """As `call`, but for each process `{"value": ...}` or `{"error": text}`.
+
+        `of`: only these processes are called; `heard`: only these answers are waited for, the others never come.
+        """
+        chosen = range(self.processes) if of is None else of
+        request = json.dumps({"call": f"{function.__module__}:{function.__qualname__}", "arguments": arguments})
+        for number in chosen:
+            self.workers[number].send(request)
+        end = time.monotonic() + timeout_s
+        return list(self._pool.map(lambda number: self.workers[number].answer(end), heard or chosen))
+
+    def end(self) -> None:
+        """Kill all of it."""
+        for worker in self.workers:
+            worker.kill()
+        self._pool.shutdown()
+
+    def is_alive(self) -> bool:
+        """Whether it can be called."""
+        return all(worker.process.poll() is None for worker in self.workers)
+
+
+class _Worker:
+    def __init__(self, address: str, number: int, processes: int, devices: int, more: dict[str, Any]) -> None:
+        self._number = number
+        variables = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_NUM_CPU_DEVICES": str(devices)}
+        options = json.dumps({"coordinator_address": address, "num_processes": processes, "process_id": number, **more})
+        # Each from another source: sets of two processes of a job are in another order.
+        self.process = WarmProcess(["-m", "tests.support.jobs.worker", options], variables, source=number)
+        self._lines: list[str] = []
+        self._drainer = threading.Thread(target=self._drain, daemon=True)
+        self._drainer.start()
+
+    def _drain(self) -> None:
+        with self.process.stderr as lines:
+            self._lines.extend(lines)
+
+    def stderr(self) -> str:
+        return "".join(self._lines)
+
+    def send(self, request: str) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(request + "\n")
+            self.process.stdin.flush()
+
+    def answer(self, end: float) -> dict[str, Any]:
+        """Its answer; a process that does not answer in time is killed, with the traces of all its threads."""
+        late = threading.Timer(max(0.0, end - time.monotonic()), self._give_up)
+        late.start()
+        try:
+            line = self.process.stdout.readline()
+        finally:
+            late.cancel()
+        if not line:
+            self.process.wait(10)
+            return {"error": f"left with {self.process.returncode}\n{self.stderr()}"}
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _give_up(self) -> None:
+        self.process.send_signal(signal.SIGABRT)  # faulthandler shows where all threads are
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._drainer.join()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+@contextlib.contextmanager
+def running(processes: int, devices: int = 1, **more: Any) -> Iterator[Job]:
+    """A job for a while."""
+    job = Job(processes, devices, **more)
+    try:
+        yield job
+    finally:
+        job.end()

@@ -1,0 +1,193 @@
+"""Runs to test with: a small state, saved steps, damage to their files, and processes that own a directory."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxckpt_train.manager import StepManager
+from tests.conftest import REPO_ROOT
+from tests.support.warm_python import WarmProcess
+
+START = datetime.datetime(2026, 3, 1, tzinfo=datetime.UTC)
+
+
+class Clock:
+    """A wall clock that goes on by a minute each time it is asked."""
+
+    def __init__(self) -> None:
+        self.now = START
+
+    def __call__(self) -> datetime.datetime:
+        self.now += datetime.timedelta(minutes=1)
+        return self.now
+
+
+class Counter:
+    """A data iterator: 0, 1, 2, ..."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Counter:
+        return self
+
+    def __next__(self) -> int:
+        self.position += 1
+        return self.position - 1
+
+    def get_state(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """A state that tells by its bytes which step it is of; with a leaf of more than one page."""
+    return {"w": jnp.arange(3000, dtype=jnp.float32) + step, "step": jnp.int32(step)}
+
+
+def save_steps(manager: StepManager, *steps: int, **more: Any) -> None:
+    """Save and commit steps one after the other."""
+    for step in steps:
+        manager.save(step, {"state": state_of(step)}, **more)
+        manager.wait()
+
+
+def made_run(directory: Path, *steps: int, **options: Any) -> Path:
+    """A run directory with these steps, and no owner."""
+    with StepManager(directory, **options) as manager:
+        save_steps(manager, *steps)
+    return directory
+
+
+def step_of(restored: dict[str, Any]) -> int:
+    """Which step a restored state is of, all of it."""
+    state = restored["state"]
+    step = int(state["step"])
+    np.testing.assert_array_equal(np.asarray(state["w"]), np.arange(3000, dtype=np.float32) + step)
+    return step
+
+
+def step_path(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:010d}"
+
+
+def segment_of(step: Path) -> Path:
+    return step / "state" / "p00000-s000.safetensors"
+
+
+def flip_a_payload_byte(step: Path) -> None:
+    data = bytearray(segment_of(step).read_bytes())
+    data[-100] ^= 1
+    segment_of(step).write_bytes(data)
+
+
+def truncate_the_segment(step: Path) -> None:
+    os.truncate(segment_of(step), segment_of(step).stat().st_size - 5000)
+
+
+def remove_the_segment(step: Path) -> None:
+    segment_of(step).unlink()
+
+
+def remove_the_manifest(step: Path) -> None:
+    (step / "manifest.json").unlink()
+
+
+def truncate_the_manifest(step: Path) -> None:
+    os.truncate(step / "manifest.json", 100)
+
+
+def truncate_commit(step: Path) -> None:
+    os.truncate(step / "COMMIT", 20)
+
+
+def empty_commit(step: Path) -> None:
+    os.truncate(step / "COMMIT", 0)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a flipped payload byte": (flip_a_payload_byte, "p00000-s000.safetensors"),
+    "a truncated segment": (truncate_the_segment, "p00000-s000.safetensors"),
+    "a missing segment": (remove_the_segment, "p00000-s000.safetensors"),
+    "a missing manifest": (remove_the_manifest, "manifest.json"),
+    "a truncated manifest": (truncate_the_manifest, "manifest.json"),
+    "a truncated COMMIT": (truncate_commit, "COMMIT"),
+    "an empty COMMIT": (empty_commit, "COMMIT"),
+}
+damaged = pytest.mark.parametrize(("damage", "file"), list(DAMAGE.values()), ids=list(DAMAGE))
+
+
+def files_below(directory: Path) -> dict[str, bytes]:
+    """Every file with its bytes, but not the lock and the history."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name not in (".owner", "history.jsonl")
+    }
+
+
+class Talker:
+    """A Python process whose lines are read as they come, and that is told lines; `fresh`: as of `run_python`."""
+
+    def __init__(self, script: str, *arguments: str | os.PathLike[str], fresh: bool = False) -> None:
+        variables = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_NUM_CPU_DEVICES": "1"}
+        command = ["-u", "-c", script, *map(os.fspath, arguments)]
+        self.process: WarmProcess | subprocess.Popen[str]
+        if fresh:
+            self.process = subprocess.Popen(
+                [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
+            )
+        else:
+            self.process = WarmProcess(command, variables, stderr=2)
+
+    def read(self) -> str:
+        """The next line; fails at the end of the output."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the process ended with {self.process.wait()} instead of printing a line"
+        return line.strip()
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def finish(self) -> tuple[int, str]:
+        """Close its input, wait for its end; the exit code and what else it printed."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        with self.process.stdout as lines:
+            output = lines.read()
+        return self.process.wait(120), output
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def talking_to(script: str, *arguments: str | os.PathLike[str], fresh: bool = False) -> Iterator[Talker]:
+    """A process that is gone afterwards, whatever happens."""
+    talker = Talker(script, *arguments, fresh=fresh)
+    try:
+        yield talker
+    finally:
+        talker.kill()
+        for pipe in (talker.process.stdin, talker.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()

@@ -1,0 +1,128 @@
+"""Tests of benchmarks.memory: that memory which is taken, kept or leaked is seen, and where the limits are drawn."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import memory, memory_trees
+from benchmarks.cost_process import run_fresh
+from benchmarks.memory_child import measure_save, run_series
+from benchmarks.memory_probe import Peak, rollup_bytes, usage
+from benchmarks.memory_verdict import MIB, Series, within
+from benchmarks.step_time_subjects import Nothing, Wait
+from tests.conftest import RunPython
+
+NOISE = 4 * MIB
+
+
+class Greedy:
+    """A library that copies 48 MiB to save, and keeps as much of it as it is told."""
+
+    def __init__(self, kept_bytes: int) -> None:
+        self._kept_bytes, self._kept = kept_bytes, []
+
+    def start_save(self, path: Path, tree: Any) -> Wait:
+        copy = np.ones(48 * MIB, np.uint8)
+        time.sleep(0.02)
+        self._kept.append(np.ones(self._kept_bytes, np.uint8))
+        return lambda: copy.size
+
+    def load(self, path: Path, like: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_the_slope_of_a_made_up_series() -> None:
+    found = Series.of([500, 900] + [1000 + 7 * number for number in range(8)])
+    assert found.line.slope == pytest.approx(7)
+    assert (found.first_bytes, found.last_bytes) == (1000, 1049)
+
+
+def test_a_steady_growth_is_a_leak_whatever_the_noise() -> None:
+    noise = np.random.default_rng(0).integers(-64 * 1024, 64 * 1024, 50)
+    assert Series.of([100 * MIB + 100 * 1024 * number + int(noise[number]) for number in range(50)]).leaks
+
+
+def test_noise_and_a_single_step_are_no_leak() -> None:
+    noise = np.random.default_rng(0).integers(-64 * 1024, 64 * 1024, 50)
+    assert not Series.of([100 * MIB + int(one) for one in noise]).leaks
+    assert not Series.of([100 * MIB + (MIB if number > 25 else 0) for number in range(50)]).leaks
+
+
+def test_a_limit_is_a_budget_and_an_allowance() -> None:
+    assert within(96 * MIB, 64 * MIB)
+    assert not within(96 * MIB + 1, 64 * MIB)
+
+
+def test_memory_that_comes_and_goes_is_seen() -> None:
+    with Peak() as peak:
+        np.ones(64 * MIB, np.uint8)
+    assert peak.extra == pytest.approx(64 * MIB, abs=NOISE)
+    assert peak.samples > 0
+
+
+def test_what_the_kernel_counts_agrees_with_a_walk_over_all_pages() -> None:
+    assert abs(usage().total - rollup_bytes()) < NOISE
+
+
+def test_a_save_that_copies_is_seen(tmp_path: Path) -> None:
+    answer = measure_save(Greedy(0), {"leaf": jnp.zeros(8)}, tmp_path / "save")
+    assert answer["extra_bytes"] == pytest.approx(48 * MIB, abs=NOISE)
+    assert answer["extra_private_bytes"] == pytest.approx(48 * MIB, abs=NOISE)
+
+
+def test_a_step_that_cannot_have_the_memory_of_what_is_saved_is_seen(tmp_path: Path) -> None:
+    tree = {"leaf": jnp.zeros(8 * MIB, jnp.float32)}
+    step = jax.jit(lambda tree: {"leaf": tree["leaf"] + 1}, donate_argnums=0).lower(tree).compile()
+    held = np.asarray(tree["leaf"])
+    answer = measure_save(Nothing(0.0), tree, tmp_path / "save", step)
+    assert answer["extra_bytes"] == pytest.approx(32 * MIB, abs=NOISE)
+    assert held.size == 8 * MIB
+
+
+def test_a_library_that_keeps_something_of_every_save_is_seen_to_leak(tmp_path: Path, run_python: RunPython) -> None:
+    """In a process of its own: this one may have freed memory that would be used first."""
+    script = """
+import json, sys
+from pathlib import Path
+from benchmarks.memory_child import run_series
+from tests.unit.benchmarks.test_memory import MIB, Greedy
+print(json.dumps(run_series(Greedy(MIB), 20, MIB, Path(sys.argv[1]))["rss_bytes"]))
+"""
+    leaky = Series.of(json.loads(run_python(script, tmp_path, check=True, fresh=True).stdout))
+    assert leaky.leaks
+    assert leaky.line.slope == pytest.approx(MIB, rel=0.25)
+
+
+def test_a_library_that_keeps_nothing_is_not(tmp_path: Path) -> None:
+    assert not Series.of(run_series(Nothing(0.0), 20, MIB, tmp_path)["rss_bytes"]).leaks
+
+
+def test_trees_are_random_and_what_a_load_wants_fits_them() -> None:
+    workload = memory_trees.Workload("tiny", 3, (8, 8), (4, 2), (1, 8))
+    tree, like = memory_trees.make(workload), memory_trees.target(workload)
+    assert memory_trees.device_bytes(tree) == workload.nbytes == 3 * 8 * 8 * 4
+    moved = jax.tree.map(lambda leaf, want: jax.device_put(leaf, want.sharding), tree, like)
+    assert memory_trees.byte_sum(moved) == memory_trees.byte_sum(tree)
+    assert memory_trees.byte_sum(memory_trees.make(workload, seed=1)) != memory_trees.byte_sum(tree)
+
+
+def test_a_measurement_that_fails_says_why() -> None:
+    with pytest.raises(RuntimeError, match="no subject 'theirs'"):
+        run_fresh("benchmarks.step_time_subjects:make_subject", {"name": "theirs"})
+
+
+def test_the_command_writes_all_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    json_file = tmp_path / "out.json"
+    parts = ["--parts", "series", "--subjects", "ours", "--saves", "5"]
+    memory.main(["--quick", *parts, "--dir", str(tmp_path / "work"), "--json", str(json_file)])
+    assert "series: resident memory after each of 5 saves" in capsys.readouterr().out
+    results = json.loads(json_file.read_text(encoding="utf-8"))["results"]
+    assert len(results["series"][1]["runs"][0]["rss_bytes"]) == 5

@@ -1,0 +1,351 @@
+"""`jaxckpt cp`: a copy holds all that its source does, or there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.inspection import copying as checked_copy
+from jaxckpt_train.inspection import copying as sameness
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store import copy as box_to_come
+from jaxckpt_train.store import copy as copying
+from jaxckpt_train.store import copy as kept_chunks
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.committed import open_committed
+from jaxckpt_train.store.copy import LazyBox
+from tests.conftest import REPO_ROOT
+from tests.support.commands import printed, refused, run, told
+from tests.support.runs import (
+    Clock,
+    Counter,
+    files_below,
+    flip_a_payload_byte,
+    made_run,
+    save_steps,
+    state_of,
+    step_of,
+    step_path,
+    talking_to,
+    truncate_the_manifest,
+)
+from tests.unit.cli.test_prune import OWNER
+
+
+def manifest_of(path: Path) -> Any:
+    return open_committed(LocalBackend(), str(path)).manifest
+
+
+def saved_step(directory: Path) -> Path:
+    """A run with one step of everything that a manifest can say."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", "model"))
+    state = {
+        "sharded": jax.device_put(jnp.arange(64, dtype=jnp.float32).reshape(8, 8), sharding),
+        "half": np.arange(10).astype(ml_dtypes.bfloat16),
+        "empty": np.zeros((0, 3)),
+        "key": jax.random.key(3),
+        "n": 7,
+    }
+    data = Counter()
+    next(data)
+    with jct.StepManager(directory, clock=Clock(), settings=StoreSettings(digest="sha256")) as manager:
+        manager.save(5, {"state": state, "data": data}, metrics={"loss": 0.5}, custom_metadata={"why": ["a test"]})
+        manager.wait()
+    return step_path(directory, 5)
+
+
+def test_a_copy_holds_all_that_the_source_does(tmp_path: Path) -> None:
+    step = saved_step(tmp_path / "run")
+    found = told("cp", tmp_path / "run", tmp_path / "copy")
+    assert found == {
+        "source": str(step), "path": str(tmp_path / "copy"), "bytes": jct.metadata(step).bytes, "read_again": False,
+        "skipped": [],
+    }  # fmt: skip
+    ours, theirs = manifest_of(step), manifest_of(tmp_path / "copy")
+    assert theirs.info == ours.info
+    assert theirs.info["custom_metadata"] == {"why": ["a test"]}
+    assert theirs.parts == ours.parts  # with the chunks, digests and shardings of all arrays
+    assert theirs.digest == "sha256"
+    assert next(each.sharding["mesh"] for each in theirs.parts[0].arrays if each.name == "sharded") == {
+        "data": 4,
+        "model": 2,
+    }
+    assert files_below(tmp_path / "copy") == files_below(step)
+    assert printed("diff", step, tmp_path / "copy").endswith(" 0 differ\n")
+    data = Counter()
+    loaded = jct.load_checkpointables(tmp_path / "copy", {"state": None, "data": data})
+    np.testing.assert_array_equal(loaded["state"]["sharded"], np.arange(64, dtype=np.float32).reshape(8, 8))
+    assert data.position == 1
+
+
+@pytest.mark.parametrize("most_bytes", [96, 100, 1 << 10, 1 << 28])
+@pytest.mark.parametrize("block_bytes", [64, 4096])
+def test_chunks_too_large_for_memory_are_cut_and_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int, block_bytes: int
+) -> None:
+    """Between blocks where that goes; else the bytes are compared."""
+    monkeypatch.setattr(copying, "CHUNK_BYTES", most_bytes)
+    monkeypatch.setattr(sameness, "CHUNK_BYTES", most_bytes)
+    monkeypatch.setattr(kept_chunks, "BLOCK_BYTES", block_bytes)
+    tree = {
+        "rows": np.arange(70 * 4, dtype=np.float32).reshape(70, 4),
+        "odd": np.arange(33 * 7, dtype=np.float64).reshape(1, 33, 7),
+        "flat": np.arange(1001, dtype=np.int16),
+        "one": np.float32(3),
+    }
+    jct.save(tmp_path / "c", tree)
+    told("cp", tmp_path / "c", tmp_path / "copy", "--check")
+    loaded = jct.load(tmp_path / "copy")
+    for name, array in tree.items():
+        np.testing.assert_array_equal(loaded[name], array)
+    chunks = [chunk for array in manifest_of(tmp_path / "copy").parts[0].arrays for chunk in array.chunks]
+    assert max(chunk.length for chunk in chunks) <= most_bytes
+    assert jct.verify(tmp_path / "copy").ok
+
+
+def test_metrics_that_were_attached_since_go_along(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path / "run") as manager:
+        save_steps(manager, 1, metrics={"loss": 0.5})
+        manager.attach_metrics(1, {"bleu": float("inf")})
+        manager.pin(1)
+        save_steps(manager, 2)
+    told("cp", tmp_path / "run", f"{tmp_path}/new/", "--step", 1)
+    told("cp", tmp_path / "run", f"{tmp_path}/new/", "--step", 2)
+    manager = jct.StepManager(tmp_path / "new")
+    assert [(info.metrics, info.pinned) for info in manager.infos] == [
+        ({"loss": 0.5, "bleu": float("inf")}, False),
+        (None, False),
+    ]
+
+
+def test_a_run_goes_on_from_copied_steps_and_lets_them_go(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where the run that they come from had notes, which do not go along."""
+    with jct.StepManager(tmp_path / "run") as manager:
+        save_steps(manager, 1)
+        manager.pin(1)
+        save_steps(manager, 2)
+        manager.save(3, {"state": state_of(3)}, temporary=True)
+        manager.wait()
+    for step in (2, 3):
+        told("cp", tmp_path / "run", f"{tmp_path}/new/", "--step", step)
+    with jct.StepManager(tmp_path / "new", preservation_policy=jct.LatestN(2)) as manager:
+        assert step_of(manager.restore()) == 3
+        save_steps(manager, 4)
+    assert jct.StepManager(tmp_path / "new").steps == [3, 4]
+    assert caplog.text == ""
+
+
+def test_a_step_keeps_its_name_in_a_run_and_before_a_slash(tmp_path: Path) -> None:
+    directory, other = made_run(tmp_path / "run", 1, 2), made_run(tmp_path / "other", 7)
+    assert told("cp", directory, other)["path"] == str(step_path(other, 2))
+    assert told("cp", step_path(directory, 1), other)["path"] == str(step_path(other, 1))
+    assert told("cp", directory, f"{tmp_path}/new/deep/")["path"] == str(step_path(tmp_path / "new" / "deep", 2))
+    assert told("cp", directory, tmp_path / "plain")["path"] == str(tmp_path / "plain")
+    assert told("cp", tmp_path / "plain", f"{tmp_path}/new/")["path"] == f"{tmp_path}/new/plain"
+    assert told("cp", tmp_path / "plain", tmp_path / "new" / "deep", "--overwrite")["path"] == str(
+        step_path(tmp_path / "new" / "deep", 2)
+    )
+    assert jct.StepManager(other).steps == [1, 2, 7]
+    jct.save(tmp_path / "single", {"w": 1})
+    assert "does not say which step it is" in refused("cp", tmp_path / "single", other, code=2)
+    assert told("cp", tmp_path / "single", f"{other}/step-0000000003")["path"] == str(step_path(other, 3))
+
+
+@pytest.mark.parametrize("target", ["copy", "new/", "new/deep/copy"])
+def test_of_a_damaged_source_nothing_is_left(tmp_path: Path, target: str) -> None:
+    directory = made_run(tmp_path / "run", 1)
+    flip_a_payload_byte(step_path(directory, 1))
+    before = files_below(tmp_path)
+    message = refused("cp", step_path(directory, 1), f"{tmp_path}/{target}", code=1)
+    assert f"{step_path(directory, 1)}/state/p00000-s000.safetensors" in message
+    assert files_below(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_damaged_source_replaces_nothing(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1)
+    jct.save(tmp_path / "c", {"w": 1})
+    flip_a_payload_byte(step_path(directory, 1))
+    refused("cp", directory, tmp_path / "c", "--overwrite", code=1)
+    assert jct.load(tmp_path / "c") == {"w": 1}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "run"]
+
+
+def test_only_what_is_to_be_is_replaced(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1, 2)
+    told("cp", directory, tmp_path / "copy", "--step", 1)
+    assert "pass --overwrite to replace it" in refused("cp", directory, tmp_path / "copy", code=4)
+    assert told("show", tmp_path / "copy")["step"] == 1
+    told("cp", directory, tmp_path / "copy", "--overwrite")
+    assert told("show", tmp_path / "copy")["step"] == 2
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.txt").write_text("mine")
+    assert "is no checkpoint; to put the copy into it" in refused("cp", directory, tmp_path / "folder", code=4)
+    refused("cp", directory, tmp_path / "folder", "--overwrite", code=4)
+    (tmp_path / "copy" / "notes.txt").write_text("mine")
+    assert "found also notes.txt" in refused("cp", directory, tmp_path / "copy", "--overwrite", code=4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "folder", "run"]
+
+
+@pytest.mark.parametrize("command", ["cp", "mv"])
+def test_what_gets_the_name_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    jct.save(tmp_path / "a", {"w": 1})
+    monkeypatch.setattr(
+        checked_copy, "remove_stale_temporaries", lambda _, final: jct.save(final, {"w": 2}, overwrite=True)
+    )
+    message = refused(command, tmp_path / "a", tmp_path / "b", code=4)
+    assert message == f"{tmp_path / 'b'}: exists; pass --overwrite to replace it, or choose another path"
+    assert (jct.load(tmp_path / "a"), jct.load(tmp_path / "b")) == ({"w": 1}, {"w": 2})
+
+
+def test_in_the_working_directory_it_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_run(tmp_path / "run", 1)
+    (tmp_path / "here" / "deep").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here" / "deep")
+    assert told("cp", "../../run", ".")["path"] == str(step_path(Path.cwd(), 1))
+    assert told("cp", "../../run", "..")["path"] == str(step_path(tmp_path / "here", 1))
+    assert told("cp", "../../run", "name")["path"] == str(Path.cwd() / "name")
+
+
+def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1)
+    (tmp_path / "alias").symlink_to(tmp_path / "run")
+    step = step_path(directory, 1)
+    assert "found the same" in refused("cp", step, step, "--overwrite", code=2)
+    assert "found the same" in refused("cp", directory, directory, code=2)
+    assert "found the same" in refused("cp", step, step_path(tmp_path / "alias", 1), "--overwrite", code=2)
+    assert "outside of the source" in refused("cp", step, step / "copy", code=2)
+    assert "outside of the source" in refused("cp", tmp_path / "alias", step / "copy", code=2)
+    assert "outside of the source" in refused("cp", step, step_path(tmp_path / "alias", 1) / "a" / "copy", code=2)
+    assert "is a checkpoint, and nothing is put into one" in refused("cp", step, f"{step}/", code=2)
+    assert "later saves clean up" in refused("cp", step, tmp_path / ".copy.aside", code=2)
+    assert "other stores" in refused("cp", step, "s3://bucket/copy", code=2)
+    assert (len(files_below(step)), jct.verify(step).ok) == (3, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alias", "run"]
+
+
+def test_nothing_is_put_into_a_run_that_lives(tmp_path: Path) -> None:
+    directory, other = made_run(tmp_path / "run", 1), made_run(tmp_path / "other", 7)
+    with talking_to(OWNER, other) as owner:
+        assert owner.read() == "owned"
+        assert f"owned by process {owner.process.pid}" in refused("cp", directory, other, code=4)
+        told("cp", other, tmp_path / "copy")  # from it is fine
+    told("cp", directory, other)  # it is dead
+    assert jct.StepManager(other).steps == [1, 7]
+
+
+def test_a_copy_that_came_out_otherwise_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from memory that errs between a read and the write."""
+    jct.save(tmp_path / "c", {"w": np.arange(500_000, dtype=np.float32)})
+    read_into = LazyBox.read_into
+
+    def flipped(self: LazyBox, target: np.ndarray) -> None:
+        read_into(self, target)
+        target[17] ^= 1
+
+    monkeypatch.setattr(LazyBox, "read_into", flipped)
+    assert "leaf 'state/w' came out otherwise than in the source" in refused(
+        "cp", tmp_path / "c", tmp_path / "copy", code=1
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_with_check_a_disk_that_gives_other_bytes_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jct.save(tmp_path / "c", {"w": np.arange(5000, dtype=np.float32)})
+    write_arrays = copying.write_arrays
+
+    def damaging(backend: Any, directory: str, part: str, *more: Any, **options: Any) -> Any:
+        written = write_arrays(backend, directory, part, *more, **options)
+        file = Path(directory) / part / "p00000-s000.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-9] ^= 1
+        file.write_bytes(data)
+        return written
+
+    monkeypatch.setattr(copying, "write_arrays", damaging)
+    message = refused("cp", tmp_path / "c", tmp_path / "copy", "--check", code=1)
+    assert "right after it was written: do not trust this disk further" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    told("cp", tmp_path / "c", tmp_path / "copy")  # unseen without --check
+
+
+def test_a_source_that_goes_meanwhile_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = made_run(tmp_path / "run", 1, 2)
+    read_boxes = box_to_come.read_boxes
+
+    def gone(*arguments: Any) -> Any:
+        if step_path(directory, 1).exists():
+            step_path(directory, 1).rename(directory / ".gone")
+        return read_boxes(*arguments)
+
+    monkeypatch.setattr(box_to_come, "read_boxes", gone)
+    done = run("cp", directory, tmp_path / "copy", "--step", 1)
+    assert done.exit_code == 3
+    assert "was removed while it was being read" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    from jaxckpt_train.inspection.runs import open_at
+
+    directory = made_run(tmp_path / "run", 1)
+
+    def interrupt(nbytes: int) -> None:
+        raise KeyboardInterrupt
+
+    source = open_at(LocalBackend(), str(directory))
+    with pytest.raises(KeyboardInterrupt):
+        checked_copy.copy_checked(LocalBackend(), source, f"{tmp_path}/new/copy", progress=interrupt)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_what_is_no_checkpoint_of_ours_is_not_copied(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    save_file({"w": np.zeros(3)}, tmp_path / "w.safetensors")
+    assert "keeps no digests" in refused("cp", tmp_path / "w.safetensors", tmp_path / "copy", code=3)
+    refused("cp", tmp_path / "gone", tmp_path / "copy", code=3)
+    directory = made_run(tmp_path / "run", 1)
+    truncate_the_manifest(step_path(directory, 1))
+    refused("cp", step_path(directory, 1), tmp_path / "copy", code=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "w.safetensors"]
+
+
+def test_on_a_terminal_a_line_tells_how_far_it_is(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1)
+    ours, theirs = os.openpty()
+    with open(ours, "rb", buffering=0) as terminal:
+        command = [sys.executable, "-m", "jaxckpt_train.cli", "cp", str(directory), str(tmp_path / "copy")]
+        environment = {"PYTHONPATH": str(REPO_ROOT), "TERM": "xterm"}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=theirs, check=True, timeout=60)
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # that is how a terminal ends
+            while piece := terminal.read(4096):
+                shown += piece
+    assert b"copying" in shown
+    assert done.stdout.endswith(b" copied\n")
+
+
+@pytest.mark.parametrize("where", ["file/x", "file/", "link/", "link/x"])
+def test_a_way_that_is_no_directory_is_one_line(tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture) -> None:
+    jct.save(tmp_path / "c", {"w": np.zeros(3)})
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "link").symlink_to("nowhere")
+    caplog.clear()
+    message = refused("cp", tmp_path / "c", f"{tmp_path}/{where}", code=4)
+    assert "\n" not in message
+    assert str(tmp_path / where.partition("/")[0]) in message
+    assert caplog.records == []

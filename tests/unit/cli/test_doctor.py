@@ -1,0 +1,239 @@
+"""`jaxckpt doctor`: what it tells of a run and of its disk is so, and it leaves nothing."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.cli import doctor
+from jaxckpt_train.errors import StorageError
+from jaxckpt_train.store.backends.local import FileSystem, LocalBackend
+from tests.support.commands import printed, refused, run, told
+from tests.support.runs import (
+    Clock,
+    files_below,
+    made_run,
+    remove_the_segment,
+    save_steps,
+    step_path,
+    talking_to,
+    truncate_the_manifest,
+)
+
+SMALL = ("--size-mib", 1)
+KEYS = {"path", "is_there", "versions", "file_system", "operations", "disk", "owner", "run", "at_risk", "warnings"}
+TRAINING = """
+import sys, datetime
+import jax.numpy as jnp
+import jaxckpt_train as jct
+manager = jct.StepManager(sys.argv[1])
+for step in (1, 2):
+    manager.save(step, {"state": {"n": jnp.int32(step)}})
+    manager.wait()
+manager.history.add("progress", datetime.datetime.now(datetime.UTC), step=7)
+print("at 7")
+sys.stdin.readline()
+"""
+
+
+def test_of_a_plain_directory_it_tells_versions_room_and_speed(tmp_path: Path) -> None:
+    found = told("doctor", tmp_path, *SMALL)
+    assert set(found) == KEYS
+    assert found["versions"]["python"] == platform.python_version()
+    assert found["versions"]["jax"] == importlib.metadata.version("jax")
+    assert found["versions"]["jaxckpt-train"] == importlib.metadata.version("jaxckpt-train")
+    there = os.statvfs(tmp_path)
+    assert found["file_system"]["total_bytes"] == there.f_blocks * there.f_frsize
+    assert set(found["file_system"]) == {"kind", "mount", "total_bytes", "free_bytes", "free_files"}
+    assert found["disk"]["bytes"] == 1 << 20
+    assert set(found["disk"]) == {
+        "bytes", "direct_write", "direct_read", "write_bytes_per_s", "sync_s", "read_bytes_per_s", "small_file_s",
+    }  # fmt: skip
+    assert min(found["disk"][name] for name in ("write_bytes_per_s", "read_bytes_per_s", "small_file_s")) > 0
+    assert (found["owner"], found["run"], found["at_risk"], found["warnings"]) == (None, None, None, [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_not_there_yet_is_not_made(tmp_path: Path) -> None:
+    found = told("doctor", tmp_path / "new", *SMALL)
+    assert not found["is_there"]
+    assert told("doctor", tmp_path, *SMALL)["is_there"]
+    assert f"{tmp_path / 'new'}: is not there yet" in printed("doctor", tmp_path / "new", *SMALL)
+    assert "is not there" not in printed("doctor", tmp_path, *SMALL)
+    assert (found["path"], found["disk"]["bytes"]) == (str(tmp_path / "new"), 1 << 20)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    assert "found neither" in refused("doctor", tmp_path / "new" / "deep", code=3)
+    assert "found a file" in refused("doctor", tmp_path / "file", code=3)
+    assert "found a file" in refused("doctor", tmp_path / "file" / "below", code=3)
+
+
+def test_the_trial_may_be_left_out(tmp_path: Path) -> None:
+    assert told("doctor", tmp_path, "--size-mib", 0)["disk"] is None
+    assert run("doctor", tmp_path, "--size-mib", -1).exit_code == 2
+
+
+def test_of_a_run_it_tells_the_newest_step_and_changes_nothing(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1, 2, clock=Clock())
+    before = files_below(directory)
+    found = told("doctor", directory, *SMALL)
+    assert set(found["run"]) == {
+        "steps", "newest_step", "newest_age_s", "newest_bytes", "damaged", "uncommitted", "unreadable", "stale_files",
+    }  # fmt: skip
+    assert (found["run"]["steps"], found["run"]["newest_step"]) == (2, 2)
+    assert found["run"]["newest_bytes"] == jct.metadata(step_path(directory, 2)).bytes
+    (info,) = [info for info in jct.StepManager(directory).infos if info.step == 2]
+    age_s = (datetime.datetime.now(datetime.UTC) - info.time).total_seconds()
+    assert age_s - 60 < found["run"]["newest_age_s"] <= age_s
+    assert found["owner"] is None
+    assert files_below(directory) == before
+    text = printed("doctor", directory, *SMALL)
+    assert "owner: nobody" in text
+    assert "newest whole step: 2, " in text
+
+
+def test_a_live_owner_and_what_its_death_would_cost(tmp_path: Path) -> None:
+    with talking_to(TRAINING, tmp_path / "run") as training:
+        assert training.read() == "at 7"
+        found = told("doctor", tmp_path / "run", *SMALL)
+        assert set(found["owner"]) == {"name", "is_alive", "silent_s"}
+        assert found["owner"]["name"].startswith(f"process {training.process.pid} on ")
+        assert found["owner"]["is_alive"] is True
+        assert -1 < found["owner"]["silent_s"] < 60
+        risk = found["at_risk"]
+        assert set(risk) == {"is_live", "how", "completed", "since", "updates", "heard_s"}
+        assert (risk["is_live"], risk["completed"], risk["since"], risk["updates"]) == (True, 7, 2, 5)
+        assert found["warnings"] == []
+        assert "if the job died now: 5 updates since step 2 would be lost" in printed(
+            "doctor", tmp_path / "run", *SMALL
+        )
+    found = told("doctor", tmp_path / "run", *SMALL)
+    assert found["owner"]["is_alive"] is False
+    assert (found["at_risk"]["is_live"], found["at_risk"]["how"], found["at_risk"]["updates"]) == (False, "killed", 5)
+    text = printed("doctor", tmp_path / "run", *SMALL)
+    assert ", dead, last heard of" in text
+    assert "(killed), and 5 updates since step 2 were lost" in text
+
+
+def test_a_run_that_only_somebody_pinned_in_since_tells_of_its_last_training(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1, 2)
+    printed("pin", directory, 1)
+    risk = told("doctor", directory, *SMALL)["at_risk"]
+    assert (risk["how"], risk["completed"], risk["updates"]) == ("closed", 2, 0)
+    assert "(closed), and nothing was lost" in printed("doctor", directory, *SMALL)
+
+
+def test_a_damaged_newest_step_costs_more_and_is_warned_of(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1, 4, 6)
+    remove_the_segment(step_path(directory, 6))
+    truncate_the_manifest(step_path(directory, 4))
+    (step_path(directory, 9)).mkdir()
+    found = told("doctor", directory, *SMALL, code=1)
+    assert set(found["run"]["damaged"]) == {step_path(directory, 4).name, step_path(directory, 6).name}
+    assert "p00000-s000.safetensors" in found["run"]["damaged"][step_path(directory, 6).name]
+    assert list(found["run"]["uncommitted"]) == [step_path(directory, 9).name]
+    assert (found["run"]["steps"], found["run"]["newest_step"]) == (3, 1)
+    assert (found["at_risk"]["since"], found["at_risk"]["updates"]) == (1, 5)
+    assert [warning.partition(":")[0] for warning in found["warnings"]] == [
+        step_path(directory, step).name for step in (4, 6, 9)
+    ]
+    text = printed("doctor", directory, *SMALL, code=1)
+    assert text.count("warning: ") == 3
+
+
+def test_a_run_without_a_whole_step_is_warned_of(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1)
+    remove_the_segment(step_path(directory, 1))
+    found = told("doctor", directory, *SMALL, code=1)
+    assert found["run"]["newest_step"] is None
+    assert "none of the steps can be restored" in found["warnings"]
+
+
+KILLED_IN_A_SAVE = """
+import os, sys
+import jax.numpy as jnp
+import jaxckpt_train as jct
+from jaxckpt_train.store import transaction
+manager = jct.StepManager(sys.argv[1])
+manager.save(1, {"state": {"n": jnp.int32(1)}})
+manager.wait()
+transaction.Transaction.commit = lambda *_, **__: os._exit(1)
+manager.save(2, {"state": {"n": jnp.int32(2)}})
+manager.wait()
+"""
+
+
+def test_what_a_dead_process_left_is_told_and_stays(tmp_path: Path, run_python: Any) -> None:
+    directory = tmp_path / "run"
+    assert run_python(KILLED_IN_A_SAVE, directory).returncode == 1
+    (directory / ".step-0000000007.deleting").mkdir()
+    left = sorted(path.name for path in directory.iterdir() if path.name.startswith(".step"))
+    assert len(left) == 2
+    found = told("doctor", directory, *SMALL, code=1)
+    assert sorted(found["run"]["stale_files"]) == left
+    (warning,) = found["warnings"]
+    assert all(name in warning for name in left)
+    assert sorted(path.name for path in directory.iterdir() if path.name.startswith(".step")) == left
+    with jct.StepManager(directory) as manager:
+        save_steps(manager, 3)
+    assert told("doctor", directory, *SMALL)["run"]["stale_files"] == []
+
+
+def test_a_disk_that_refuses_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: LocalBackend, path: str, *, direct: object) -> None:
+        raise StorageError(28, "cannot create the file: No space left on device", path)
+
+    monkeypatch.setattr(LocalBackend, "create", full)
+    found = told("doctor", tmp_path, *SMALL, code=1)
+    assert found["disk"] is None
+    (warning,) = found["warnings"]
+    assert warning.startswith("the disk failed its trial: ")
+    assert "No space left" in warning
+
+
+@pytest.mark.parametrize(
+    ("files", "warning"),
+    [
+        (FileSystem("ext4", "/", 1 << 40, 20_000, 1 << 20), "are free"),
+        (FileSystem("ext4", "/", 1 << 40, 1 << 39, 3), "takes 3 more files only"),
+        (FileSystem("tmpfs", "/dev/shm", 1 << 40, 1 << 39, None), "is memory"),
+        (FileSystem("ext4", "/", 1 << 40, 1 << 39, 1 << 20), None),
+    ],
+)
+def test_a_file_system_that_is_short_of_room_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: FileSystem, warning: str | None
+) -> None:
+    monkeypatch.setattr(doctor, "file_system_of", lambda path: files)
+    directory = made_run(tmp_path / "run", 1)
+    found = told("doctor", directory, *SMALL, code=1 if warning else 0)
+    assert [warning in each for each in found["warnings"]] == ([True] if warning else [])
+
+
+def test_a_history_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1)
+    (directory / "history.jsonl").unlink()
+    (directory / "history.jsonl").mkdir()
+    found = told("doctor", directory, *SMALL, code=1)
+    assert found["at_risk"] is None
+    assert "the history cannot be read" in found["warnings"][0]
+
+
+def test_a_link_to_nothing_is_told_as_one(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    assert "found a link to nothing" in refused("doctor", tmp_path / "link", code=3)
+
+
+def test_how_a_training_ended_is_told_in_one_line(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1, 2)
+    history = directory / "history.jsonl"
+    history.write_text(history.read_text().replace('"closed"', '"clo\\u001b[31m\\nsed"'))
+    text = printed("doctor", directory, *SMALL)
+    assert r"(clo\x1b[31m\nsed)" in text
+    assert all(line.isprintable() for line in text.splitlines())

@@ -1,0 +1,81 @@
+"""`jaxckpt pin`: what is pinned stays under every policy, and the run's next process knows of it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import jaxckpt_train as jct
+from tests.support.commands import printed, refused, run, told
+from tests.support.runs import made_run, save_steps, step_path, talking_to, truncate_the_manifest
+from tests.unit.cli.test_prune import OWNER
+
+
+def pinned(directory: Path) -> list[int]:
+    return [info.step for info in jct.StepManager(directory).infos if info.pinned]
+
+
+def test_a_pin_is_written_and_taken_back(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1, 2, 3)
+    found = told("pin", directory, 2)
+    assert found == {"run": str(directory), "step": 2, "pinned": True, "was_pinned": False}
+    assert pinned(directory) == [2]
+    assert told("pin", directory, 2)["was_pinned"] is True
+    assert printed("pin", directory, 2) == "step 2 is pinned already\n"
+    assert printed("pin", directory, 2, "--off") == "step 2 is not pinned\n"
+    assert pinned(directory) == []
+    assert printed("pin", directory, 2, "--off") == "step 2 is not pinned already\n"
+    assert not (directory / ".owner").exists()
+
+
+def test_a_policy_lets_a_pinned_step_be(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1, 2)
+    printed("pin", directory, 1)
+    with jct.StepManager(directory, preservation_policy=jct.LatestN(1)) as manager:
+        save_steps(manager, 3, 4)
+    assert jct.StepManager(directory).steps == [1, 4]
+
+
+def test_a_live_owner_is_not_disturbed(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1)
+    with talking_to(OWNER, directory) as owner:
+        assert owner.read() == "owned"
+        assert f"owned by process {owner.process.pid}" in refused("pin", directory, 1, code=4)
+        assert pinned(directory) == []
+
+
+def test_a_step_that_there_is_not_ends_with_3(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1, 2)
+    assert "has no committed step 7; committed are 1, 2" in refused("pin", directory, 7, code=3)
+    refused("pin", tmp_path / "gone", 1, code=3)
+    assert not (tmp_path / "gone").exists()
+    truncate_the_manifest(step_path(directory, 2))
+    assert told("pin", directory, 2)["pinned"] is True  # it may be brought back from a copy
+
+
+@pytest.mark.parametrize("step", ["x", "1.5", ""])
+def test_what_is_no_step_is_refused_with_2(tmp_path: Path, step: str) -> None:
+    assert run("pin", tmp_path, step).exit_code == 2
+
+
+def test_a_step_below_0_is_refused_with_2(tmp_path: Path) -> None:
+    done = run("pin", tmp_path, "--", -1)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "step: expected 0 to" in done.stderr
+
+
+def test_a_command_is_no_process_of_the_training(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1, 2, 3)
+    before = jct.StepManager(directory).goodput()
+    told("pin", directory, 2)
+    told("prune", directory, "--keep-latest", 1, "--yes")
+    told("pin", directory, 2, "--off")
+    told("mv", directory / "step-0000000002", tmp_path / "away")
+    shutil.move(directory, tmp_path / "moved")
+    assert jct.StepManager(tmp_path / "moved").goodput() == before
+    events = [*jct.StepManager(tmp_path / "moved").history.events()]
+    assert [event.get("tends") for event in events if event["event"] == "start"] == [None, True, True, True, True]
+    found = told("report", tmp_path / "moved", "-o", tmp_path / "page.html")
+    assert len(found["processes"]) == 1

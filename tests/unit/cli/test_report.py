@@ -1,0 +1,199 @@
+"""`jaxckpt report`: the page, the data as JSON, what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import jaxckpt_train as jct
+from jaxckpt_train.cli.main import app
+from jaxckpt_train.report.page import MARK
+from tests.conftest import RunPython
+from tests.support.commands import all_commands
+from tests.support.report_runs import write_history
+from tests.support.runs import Counter, made_run, state_of, step_path, truncate_the_manifest
+
+
+def report(*arguments: object) -> tuple[int, str, str]:
+    """The exit code of the command, and what it prints to both outputs."""
+    return invoked("report", *arguments)
+
+
+def invoked(*arguments: object) -> tuple[int, str, str]:
+    """The same of any command."""
+    done = CliRunner().invoke(app, [*map(str, arguments)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_a_page_is_written_and_its_size_told(tmp_path: Path) -> None:
+    run, page = made_run(tmp_path / "run", 1, 2), tmp_path / "page.html"
+    code, out, error = report(run, "-o", page)
+    assert (code, error) == (0, "")
+    assert out == f"{page}: {page.stat().st_size / (1 << 20):.1f} MiB\n"
+    assert page.read_text().startswith(MARK)
+    assert "step-0000000002" in page.read_text()
+
+
+def test_without_a_name_the_page_is_in_the_directory_where_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = made_run(tmp_path / "run", 1)
+    monkeypatch.chdir(tmp_path)
+    assert report(run)[0] == 0
+    assert (tmp_path / "report.html").read_text().startswith(MARK)
+    assert report(run)[0] == 0  # again
+
+
+def test_the_json_is_the_data_and_no_page_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = made_run(tmp_path / "run", 1, 2)
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = report(run, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert [step["step"] for step in found["steps"]] == [1, 2]
+    assert [save["ok"] for save in found["saves"]] == [True, True]
+    assert [(pair["before"], pair["after"]) for pair in found["changes"]["pairs"]] == [(1, 2)]
+    assert found["disk"] is None
+    assert list(tmp_path.iterdir()) == [run]
+
+
+def test_sizes_are_those_of_the_files_as_ls_tells_them_also_of_steps_that_are_deleted(tmp_path: Path) -> None:
+    sizes = {}
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(2)) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"state": state_of(step), "data": Counter()})
+            manager.wait()
+            sizes[step] = sum(file.stat().st_size for file in step_path(tmp_path, step).glob("*/*"))
+    found, listed = json.loads(report(tmp_path, "--json")[1]), json.loads(invoked("ls", tmp_path, "--json")[1])
+    assert {step["step"]: (step["state"], step["bytes"]) for step in found["steps"]} == {
+        1: ("deleted", sizes[1]), 2: ("kept", sizes[2]), 3: ("kept", sizes[3])
+    }  # fmt: skip
+    assert {step["step"]: step["bytes"] for step in listed["steps"]} == {2: sizes[2], 3: sizes[3]}
+    assert [save["bytes"] for save in found["saves"]] == [*sizes.values()]
+    assert found["disk_use"][-1]["bytes"] == sizes[2] + sizes[3]
+
+
+def test_json_and_a_page_are_both_made_when_both_are_asked_for(tmp_path: Path) -> None:
+    run, page = made_run(tmp_path / "run", 1), tmp_path / "page.html"
+    code, out, _ = report(run, "--json", "-o", page)
+    assert (code, json.loads(out)["run"]) == (0, str(run))
+    assert page.read_text().startswith(MARK)
+
+
+def test_what_the_disk_takes_is_measured_when_asked_for(tmp_path: Path) -> None:
+    run, page = made_run(tmp_path / "run", 1), tmp_path / "page.html"
+    before = sorted(run.iterdir())
+    code, out, _ = report(run, "--measure-disk", "--json", "-o", page)
+    rate = json.loads(out)["disk"]
+    assert (code, rate["bytes"], rate["tries"]) == (0, 256 << 20, 3)
+    assert rate["bytes_per_s"] > 1e6
+    assert "when this report was made: the fastest of 3 synced writes of 256.0 MiB" in page.read_text()
+    assert sorted(run.iterdir()) == before
+
+
+def test_pairs_of_steps_are_as_many_as_asked_for(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", *range(1, 9))
+    for wanted, found in (("0", 0), ("2", 2), ("7", 7), ("99", 7)):
+        changes = json.loads(report(run, "--json", "--changes", wanted)[1])["changes"]
+        assert len(changes["pairs"]) == found
+        assert bool(changes["left_out"]) == (found < 7)
+    assert report(run, "--changes", "-1")[0] == 2
+
+
+def test_a_damaged_step_is_told_and_the_page_is_written_all_the_same(tmp_path: Path) -> None:
+    run, page = made_run(tmp_path / "run", 1, 2), tmp_path / "page.html"
+    truncate_the_manifest(step_path(run, 2))
+    code, _, error = report(run, "-o", page)
+    assert code == 1
+    assert error.startswith("jaxckpt: step-0000000002: ")
+    assert error.count("\n") == 1
+    assert page.read_text().startswith(MARK)
+    code, out, error = report(run, "--json")
+    assert (code, error) == (1, "")
+    assert json.loads(out)["steps"][1]["state"] == "damaged"
+
+
+def test_a_run_of_which_only_an_empty_history_is_left_has_a_page(tmp_path: Path) -> None:
+    run, page = write_history(tmp_path / "run"), tmp_path / "page.html"
+    assert report(run, "-o", page)[0] == 0
+    assert "The history tells of nothing yet." in page.read_text()
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_what_is_no_run_ends_with_3_in_one_line(tmp_path: Path, as_json: bool) -> None:
+    (tmp_path / "nothing").mkdir()
+    code, out, error = report(tmp_path / "nothing", "-o", tmp_path / "page.html", *(["--json"] if as_json else []))
+    assert code == 3
+    told = json.loads(out)["message"] if as_json else error.removeprefix("jaxckpt: ").rstrip("\n")
+    assert told == f"{tmp_path / 'nothing'}: expected a run, found neither a step nor a history.jsonl in it"
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_what_is_no_report_is_not_replaced(tmp_path: Path) -> None:
+    run, page = made_run(tmp_path / "run", 1), tmp_path / "weights.safetensors"
+    page.write_bytes(b"precious")
+    code, _, error = report(run, "-o", page)
+    assert (code, page.read_bytes()) == (4, b"precious")
+    assert error.startswith(f"jaxckpt: {page}: expected nothing there, or a report of before, found something else")
+    assert error.count("\n") == 1
+
+
+def test_a_place_that_is_not_there_ends_with_4(tmp_path: Path) -> None:
+    code, _, error = report(made_run(tmp_path / "run", 1), "-o", tmp_path / "none" / "page.html")
+    assert code == 4
+    assert "expected the directory of the page" in error
+
+
+def test_without_the_library_it_says_what_to_install_and_json_works(tmp_path: Path, run_python: RunPython) -> None:
+    run = made_run(tmp_path / "run", 1)
+    program = """
+import sys
+sys.modules["bokeh"] = None  # as where it is not installed
+from jaxckpt_train.cli.main import main
+main()
+"""
+    done = run_python(program, "report", run, "-o", tmp_path / "page.html", fresh=True)
+    assert done.returncode == 2
+    told = "jaxckpt: report: a page needs the package bokeh: pip install jaxckpt-train[report]"
+    assert done.stderr == f"{told}; --json needs nothing more\n"
+    done = run_python(program, "report", run, "--json", check=True, fresh=True)
+    assert json.loads(done.stdout)["run"] == str(run)
+
+
+def test_neither_jax_nor_for_json_the_library_is_imported(tmp_path: Path, run_python: RunPython) -> None:
+    run = made_run(tmp_path / "run", 1, 2)
+    program = """
+import sys
+from jaxckpt_train.cli.main import app
+try:
+    app(sys.argv[1:])
+except SystemExit as end:
+    assert end.code == 0, end.code
+print(sorted({"jax", "bokeh"} & {name.partition(".")[0] for name in sys.modules}), file=sys.stderr)
+"""
+    assert run_python(program, "report", run, "--json", check=True, fresh=True).stderr == "[]\n"
+    assert run_python(program, "report", run, "-o", tmp_path / "a.html", check=True, fresh=True).stderr == "['bokeh']\n"
+
+
+def test_the_documentation_tells_all_options_and_all_keys(tmp_path: Path, repo_root: Path) -> None:
+    page = (repo_root / "docs" / "how-to" / "report.md").read_text()
+    options = page.partition("## Options")[2].partition("## ")[0]
+    assert set(re.findall(r"^\| `.*?(--[a-z-]+)` \|", options, re.MULTILINE)) == {
+        option for each in all_commands()["report"].params for option in each.opts if "--" in option
+    }  # fmt: skip
+    keys = set(
+        re.findall(r"`([a-z_]+)`", "".join(re.findall(r"^\| (`[^|]+) \|", page.partition("## The data")[2], re.M)))
+    )
+    assert keys == set(json.loads(report(made_run(tmp_path, 1), "--json")[1]))
+
+
+def test_its_help_says_what_it_is_for() -> None:
+    code, out, _ = report("--help")
+    assert code == 0
+    for word in ("--output", "--changes", "--measure-disk", "--json", "Make one HTML page about a run"):
+        assert word in out

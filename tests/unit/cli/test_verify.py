@@ -1,0 +1,135 @@
+"""`jaxckpt verify` and `jaxckpt scrub`: every damage is found, named and changes nothing."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.cli.maintain import _Pace
+from tests.support.commands import printed, refused, told
+from tests.support.runs import DAMAGE, damaged, files_below, flip_a_payload_byte, made_run, save_steps, step_path
+
+
+def test_a_whole_checkpoint_is_fine(tmp_path: Path) -> None:
+    saved = jct.save(tmp_path / "c", {"w": np.arange(1000)})
+    assert told("verify", tmp_path / "c") == {
+        "path": str(tmp_path / "c"),
+        "ok": True,
+        "bytes": saved.bytes,
+        "problems": [],
+        "damaged": False,
+        "skipped": [],
+    }
+    assert printed("verify", tmp_path / "c").startswith(f"{tmp_path / 'c'}: ok, ")
+
+
+def test_of_a_run_the_newest_whole_step_is_verified_or_the_one_asked_for(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", 1, 2)
+    assert told("verify", run)["path"] == str(step_path(run, 2))
+    assert told("verify", run, "--step", 1)["path"] == str(step_path(run, 1))
+
+
+def test_a_flipped_byte_ends_with_1_and_the_file_is_named(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", 1, 2)
+    flip_a_payload_byte(step_path(run, 2))
+    before = files_below(run)
+    found = told("verify", run, code=1)
+    assert found["ok"] is False
+    (problem,) = found["problems"]
+    assert f"{step_path(run, 2)}/state/p00000-s000.safetensors" in problem
+    text = printed("verify", run, code=1)
+    assert problem in text
+    assert "DAMAGED" in text
+    assert files_below(run) == before
+
+
+def test_only_what_was_compared_is_called_so(tmp_path: Path) -> None:
+    saved = jct.save_checkpointables(
+        tmp_path / "c", {"a": {"w": np.zeros(3000)}, "b": {"w": np.ones(700)}, "data": jct.JsonValue([1])}
+    )
+    segment = tmp_path / "c" / "a" / "p00000-s000.safetensors"
+    rest = saved.bytes - segment.stat().st_size
+    assert told("verify", tmp_path / "c")["bytes"] == saved.bytes
+    content = bytearray(segment.read_bytes())
+    segment.write_bytes(content[:-1] + b"x")
+    assert told("verify", tmp_path / "c", code=1)["bytes"] == saved.bytes  # it is compared, and differs
+    assert printed("verify", tmp_path / "c", code=1).endswith("DAMAGED, 36.9 KiB compared\n")
+    segment.unlink()
+    assert told("verify", tmp_path / "c", code=1)["bytes"] == rest == jct.verify(tmp_path / "c").checked_bytes
+    assert printed("verify", tmp_path / "c", code=1).endswith("DAMAGED, 9.5 KiB of 36.9 KiB compared\n")
+
+
+@damaged
+def test_every_damage_ends_with_1_and_its_file_is_named(tmp_path: Path, damage, file: str) -> None:
+    run = made_run(tmp_path / "run", 1)
+    damage(step_path(run, 1))
+    if file in ("COMMIT", "manifest.json"):  # it cannot be opened
+        assert file in refused("verify", step_path(run, 1), code=1)
+    else:
+        assert file in "".join(told("verify", step_path(run, 1), code=1)["problems"])
+
+
+def test_what_is_no_checkpoint_of_ours_ends_with_3(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    save_file({"w": np.zeros(3)}, tmp_path / "w.safetensors")
+    assert "which keeps no digests" in refused("verify", tmp_path / "w.safetensors", code=3)
+    refused("verify", tmp_path / "gone", code=3)
+
+
+def test_scrub_finds_each_damaged_step_and_changes_nothing(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", *range(1, len(DAMAGE) + 3))
+    files = {}
+    for step, (damage, file) in enumerate(DAMAGE.values(), 2):
+        damage(step_path(run, step))
+        files[step_path(run, step).name] = file
+    before = files_below(run)
+    found = {each["name"]: each["problem"] for each in told("scrub", run, code=1)["steps"]}
+    assert list(found) == [step_path(run, step).name for step in range(len(DAMAGE) + 2, 0, -1)]  # the newest first
+    assert {name for name, problem in found.items() if problem is not None} == set(files)
+    assert all(files[name] in problem for name, problem in found.items() if problem is not None)
+    text = printed("scrub", run, code=1)
+    assert f"{len(DAMAGE) + 2} steps, {len(DAMAGE)} damaged" in text
+    assert all(name in text for name in files)
+    assert files_below(run) == before
+    assert not (run / ".owner").exists()
+
+
+def test_scrub_of_a_whole_run_reads_all_of_it(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", 1, 2)
+    found = told("scrub", run)
+    assert found == {
+        "run": str(run),
+        "steps": [{"name": step_path(run, step).name, "problem": None, "damaged": False} for step in (2, 1)],
+    }
+    assert printed("scrub", run).startswith("2 steps, 0 damaged, ")
+
+
+def test_scrub_reads_what_a_live_owner_has(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path / "run") as manager:
+        save_steps(manager, 1)
+        assert len(told("scrub", tmp_path / "run")["steps"]) == 1
+
+
+def test_scrub_keeps_to_its_rate() -> None:
+    pace, began = _Pace(1e6), time.monotonic()
+    for _ in range(4):
+        pace(25_000)
+    assert time.monotonic() - began >= 0.1
+    assert pace.nbytes == 100_000
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "nan"])
+def test_a_rate_that_is_none_is_refused(tmp_path: Path, rate: str) -> None:
+    assert "--mib-per-second: expected a number above 0" in refused(
+        "scrub", tmp_path, f"--mib-per-second={rate}", code=2
+    )
+
+
+def test_scrub_where_there_is_no_run_ends_with_3(tmp_path: Path) -> None:
+    refused("scrub", tmp_path, code=3)
+    refused("scrub", tmp_path / "gone", code=3)

@@ -1,0 +1,245 @@
+"""Near memory: what one process writes before it tells, others see once they hear; and what is left when it goes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxckpt_train.distributed import shared_memory as near_memory
+from jaxckpt_train.distributed.coordinator import SingleProcess
+from jaxckpt_train.distributed.shared_memory import Channel, ColocatedMemory, Mailbox, SharedMemory, neighbours
+from tests.support.interrupts import interrupt_at
+from tests.support.open_memory import left_open
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd on this system"),
+    pytest.mark.timeout(120),
+]
+
+SIZE, TURNS = 50_000, 200
+PROCESS = "import sys; from tests.unit.distributed.test_job_memory import be_process; be_process(int(sys.argv[1]))"
+
+
+def be_process(number: int) -> None:
+    memory = ColocatedMemory(SIZE)
+    print(memory.address.hex(), flush=True)
+    memory.join([bytes.fromhex(word) for word in sys.stdin.readline().split()], number)
+    print("joined", flush=True)
+    sys.stdin.readline()
+    memory.hide()
+    take_turns(memory)
+    memory.close()
+    print("right")
+
+
+def take_turns(memory: ColocatedMemory) -> None:
+    """All write at a time, and look at what all have written before they write again."""
+    for turn in range(TURNS):
+        while memory.all_have_taken() < turn:
+            memory.wait()
+        memory.data[memory.process][:] = (turn * 3 + memory.process) % 256
+        memory.tell(turn + 1, turn)
+        for process, data in enumerate(memory.data):
+            while memory.has_given(process) <= turn:
+                memory.wait()
+            assert memory.has_given(process) == turn + 1
+            assert np.all(data == (turn * 3 + process) % 256), (turn, process)
+        memory.tell(turn + 1, turn + 1)
+
+
+def joined(count: int) -> list[ColocatedMemory]:
+    made = [ColocatedMemory(SIZE) for _ in range(count)]
+    for number, each in enumerate(made):
+        each.join([memory.address for memory in made], number)
+    for each in made:
+        each.hide()
+    return made
+
+
+@pytest.fixture
+def three() -> Iterator[list[ColocatedMemory]]:
+    made = joined(3)
+    yield made
+    for each in made:
+        each.close()
+
+
+def test_processes_see_all_that_the_others_have_given(repo_root: Path) -> None:
+    own = ColocatedMemory(SIZE)
+    others = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(number)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(repo_root)},
+        )
+        for number in (1, 2)
+    ]
+    try:
+        addresses = [own.address.hex(), *(line_of(process).strip() for process in others)]
+        for process in others:
+            tell(process, " ".join(addresses))
+        own.join([bytes.fromhex(address) for address in addresses], 0)
+        assert [line_of(process) for process in others] == ["joined\n"] * 2
+        for process in others:
+            tell(process, "all have joined")
+        take_turns(own)
+        assert [process.communicate(timeout=60)[0] for process in others] == ["right\n"] * 2
+    finally:
+        for process in others:
+            process.kill()
+            process.communicate()
+        own.hide()
+        own.close()
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def tell(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+
+
+def test_what_was_told_is_of_who_told_it(three: list[ColocatedMemory]) -> None:
+    first, second, third = three
+    second.tell(5, 2)
+    assert [first.has_given(number) for number in range(3)] == [0, 0, 0]  # not heard yet
+    first.wait()
+    assert [first.has_given(number) for number in range(3)] == [0, 5, 0]
+    assert first.all_have_taken() == 0
+    third.tell(1 << 40, 3)
+    first.tell(7, 4)
+    first.wait()
+    assert [first.has_given(number) for number in range(3)] == [7, 5, 1 << 40]
+    assert first.all_have_taken() == 2
+    second.tell(6, 8)
+    second.tell(9, 9)
+    first.wait()
+    assert first.has_given(1) == 9
+    assert first.all_have_taken() == 3
+    second.wait()
+    assert [second.has_given(number) for number in range(3)] == [7, 9, 1 << 40]
+    assert second.all_have_taken() == 3
+
+
+def test_a_wait_ends_when_it_is_woken(three: list[ColocatedMemory], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near_memory, "SLICE_S", 45)
+    began = time.monotonic()
+    thread = threading.Thread(target=three[1].wake)
+    thread.start()
+    three[1].wait()
+    thread.join()
+    three[0].tell(3, 0)
+    for _ in range(5000):  # more than there is room for
+        three[1].wake()
+    monkeypatch.setattr(near_memory, "SLICE_S", 0)
+    for _ in range(5):
+        three[1].wait()
+    assert time.monotonic() - began < 30
+    assert [three[1].has_given(number) for number in range(3)] == [3, 0, 0]
+    monkeypatch.setattr(near_memory, "SLICE_S", 0.2)
+    began = time.monotonic()
+    three[1].wait()
+    assert time.monotonic() - began > 0.19
+
+
+def test_to_wake_one_that_is_closed_does_nothing(tmp_path: Path) -> None:
+    (memory,) = joined(1)
+    bell = memory._bell._descriptor
+    assert bell is not None
+    memory.close()
+    with open(tmp_path / "file", "wb") as file:
+        os.dup2(file.fileno(), bell)
+        memory.wake()
+        os.close(bell)
+    assert (tmp_path / "file").read_bytes() == b""
+
+
+def test_who_is_closed_is_told_nothing_and_the_others_go_on(three: list[ColocatedMemory]) -> None:
+    gone = three.pop()
+    gone.close()
+    three[0].tell(1, 1)
+    three[1].wait()
+    assert three[1].has_given(0) == 1
+
+
+def test_what_is_hidden_is_found_no_more_and_who_has_it_keeps_it() -> None:
+    hidden, joins, late = ColocatedMemory(SIZE), ColocatedMemory(SIZE), ColocatedMemory(SIZE)
+    joins.join([joins.address, hidden.address], 0)
+    hidden.hide()
+    with pytest.raises(OSError):  # noqa: PT011  # of several kinds
+        late.join([late.address, hidden.address], 0)
+    own = hidden._own.data
+    own[:] = 7
+    hidden.close()
+    del hidden, own
+    gc.collect()
+    assert np.array_equal(joins.data[1], np.full(SIZE, 7, np.uint8))
+    with pytest.raises(ValueError, match="read-only"):
+        joins.data[1][0] = 1
+    for each in (joins, late):
+        each.hide()
+        each.close()
+
+
+def test_nothing_is_left_of_those_that_are_closed() -> None:
+    before = left_open()
+    made = joined(3)
+    assert left_open()[0] >= before[0] + 3 * 5
+    assert left_open()[1] == before[1] + 3 * 3
+    for each in made:
+        each.close()
+    del made, each
+    assert left_open() == before
+
+
+def test_who_has_no_room_for_what_it_is_told_hears_the_last_of_it_later() -> None:
+    one, other = memories = joined(2)
+    for given in range(5000):
+        one.tell(given, 0)
+    assert one.owes()
+    while other.has_given(0) < 4999:
+        one.wake()
+        one.wait()
+        other.wait()
+    assert not one.owes()
+    for memory in memories:
+        memory.close()
+
+
+def test_nothing_of_it_stays_after_an_interrupt_at_any_moment() -> None:
+    makers = [
+        neighbours,
+        ColocatedMemory.__init__,
+        ColocatedMemory.close,
+        Channel.__init__,
+        Mailbox.__init__,
+        SharedMemory.__init__,
+    ]
+    before, number, was_interrupted = left_open(), 0, True
+    while was_interrupted:
+        number, was_interrupted = number + 1, False
+        try:
+            with interrupt_at(number, *makers):
+                memory = neighbours(SingleProcess(), 4096).memory
+                assert memory is not None
+                memory.close()
+        except KeyboardInterrupt:
+            was_interrupted = True
+        memory = None
+        assert left_open() == before
+    assert number > 20

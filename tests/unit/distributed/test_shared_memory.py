@@ -1,0 +1,72 @@
+"""Memory of one process in which others look: seen by its address only, whole, and not to be changed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from jaxckpt_train.distributed.shared_memory import SharedMemory, seen
+from jaxckpt_train.store.segment import ALIGNMENT
+from tests.support.addresses import changed
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd on this system")
+
+LOOK = """
+import sys
+from jaxckpt_train.distributed.shared_memory import seen
+data = seen(bytes.fromhex(sys.argv[1]))
+print(data.sum(), data.flags.writeable, data.ctypes.data % 4096)
+"""
+
+
+def test_another_process_sees_what_was_written(run_python: Any) -> None:
+    memory = SharedMemory(100_000)
+    assert memory.data.ctypes.data % ALIGNMENT == 0
+    memory.data[:] = 3
+    assert run_python(LOOK, memory.address.hex(), check=True).stdout == "300000 False 0\n"
+    memory.hide()
+
+
+def test_who_has_it_sees_what_is_written_later_also_when_it_is_hidden() -> None:
+    memory = SharedMemory(8192)
+    here = seen(memory.address)
+    memory.hide()
+    memory.data[5000] = 9
+    assert here[5000] == 9
+    with pytest.raises(ValueError, match="read-only"):
+        here[0] = 1
+
+
+def test_other_memory_is_not_taken_for_it(tmp_path: Path) -> None:
+    memory, other = SharedMemory(8192), SharedMemory(8192)
+    reading, writing = os.pipe()
+    try:
+        for place, value in (
+            (1, msgspec.msgpack.decode(other.address)[1]),  # other memory of this kind
+            (1, reading),  # to open which would wait for ever
+            (1, 10_000),
+            (2, 4096),
+            (0, 2**31 - 1),
+            (3, b"x" * 16),
+        ):
+            with pytest.raises(OSError):  # noqa: PT011  # of several kinds
+                seen(changed(memory.address, place, value))
+        assert np.array_equal(seen(memory.address), memory.data)
+    finally:
+        for descriptor in (reading, writing):
+            os.close(descriptor)
+        memory.hide()
+        other.hide()
+
+
+def test_it_cannot_be_cut_off_under_who_looks_at_it() -> None:
+    memory = SharedMemory(8192)
+    path = f"/proc/self/fd/{msgspec.msgpack.decode(memory.address)[1]}"
+    with pytest.raises(PermissionError):
+        os.truncate(path, 4096)
+    memory.hide()

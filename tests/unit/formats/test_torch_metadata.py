@@ -1,0 +1,209 @@
+"""The metadata of PyTorch's distributed checkpoints: read without PyTorch, and nothing that it names is run or made."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import jaxckpt_train as jct
+from jaxckpt_train.cli.main import app
+from jaxckpt_train.errors import CheckpointError
+from jaxckpt_train.formats.torch import decode_torch_metadata
+from jaxckpt_train.formats.torch_pickle import Record, Size
+from tests.support import paths
+
+GOLDEN = paths.GOLDEN / "torch"
+METADATA = (GOLDEN / ".metadata").read_bytes()
+
+
+@pytest.fixture
+def golden(tmp_path: Path) -> Path:
+    """A copy of the committed checkpoint."""
+    shutil.copytree(GOLDEN, tmp_path / "dcp")
+    return tmp_path / "dcp"
+
+
+class Malicious:
+    """What a pickle of is made by a call."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self._call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+def test_the_metadata_tells_tensors_their_places_and_the_tree() -> None:
+    found = decode_torch_metadata(METADATA, "x")
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in found.tensors.items()} == {
+        "model.layer.weight": ("bfloat16", (3, 4)),
+        "model.layer.bias": ("float32", (4,)),
+        "list.1": ("int64", ()),
+    }
+    assert found.paths["list.0.lr"] == ("list", 0, "lr")
+    assert found.paths["model.layer.weight"] == ("model", "layer.weight")
+    assert sorted(found.objects) == ["list.0.lr", "name"]
+    size = (GOLDEN / "__0_0.distcp").stat().st_size
+    places = [item for tensor in found.tensors.values() for _, item in tensor.pieces] + [*found.objects.values()]
+    assert sum(item.length for item in places) == size
+    assert {item.relative_path for item in places} == {"__0_0.distcp"}
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda marker: (os.system, f"touch {marker}"),
+        lambda marker: (os.mkdir, str(marker)),
+        lambda marker: (eval, f"__import__('os').mkdir({str(marker)!r})"),
+        lambda marker: (exec, f"import os; os.mkdir({str(marker)!r})"),
+        lambda marker: (subprocess.run, ["touch", str(marker)]),
+        lambda marker: (shutil.copytree, str(GOLDEN), str(marker)),
+    ],
+)
+def test_what_would_run_code_is_refused_and_not_run(call: Any, protocol: int, golden: Path) -> None:
+    marker = golden.parent / "was_run"
+    data = pickle.dumps({"state_dict_metadata": Malicious(*call(marker))}, protocol=protocol)
+    (golden / ".metadata").write_bytes(data)
+    with pytest.raises(jct.CorruptCheckpointError):
+        jct.load(golden)
+    assert CliRunner().invoke(app, ["show", str(golden)]).exit_code != 0
+    assert not marker.exists()
+    pickle.loads(data)
+    assert marker.exists(), "this pickle does nothing that could be refused"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        b"cos\nsystem\n",
+        b"cbuiltins\neval\n",
+        b"cbuiltins\n__import__\n",
+        b"ctorch\nload\n",
+        b"ctorch.hub\nload\n",
+        b"ctorch.serialization\nload\n",
+        b"ctorch\nfloat32.__class__\n",
+        b"ctorch.distributed.checkpoint.metadata\nSequence\n",
+        b"ctorch.distributed.checkpoint.metadata\nMetadata.__init__\n",
+        b"ccollections\nCounter\n",
+        b"cjaxckpt_train.formats.torch_pickle\nRecord\n",
+        b"\x8c\x02os\x8c\x06system\x93",
+    ],
+)
+def test_a_name_that_metadata_has_no_need_of_is_refused_before_it_is_called(name: bytes) -> None:
+    with pytest.raises(
+        jct.CorruptCheckpointError, match=r"^a/.metadata: names '.*', which metadata of PyTorch has no "
+    ):
+        decode_torch_metadata(b"\x80\x04" + name + b".", "a/.metadata")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"ctorch\nSize\n}\x8c\x01aK\x01sb.", "type type is given attributes"),  # of a class that all pickles share
+        (b"ctorch\nSize\nN}\x8c\x01aK\x01s\x86b.", "type type is given attributes"),
+        (b"ccollections\nOrderedDict\n}\x8c\x01aK\x01sb.", "type type is given attributes"),
+        (b"ctorch\nfloat32\n)R.", "type Dtype is called"),
+        (b"}K\x01K\x01s.", "a mapping has a key of type int"),
+        (b"\x8c\x01a)R.", "type str is called"),
+        (b"ctorch\nSize\n)R)R.", "type Size is called"),
+        (b"(ctorch\nSize\n\x8c\x01xo.", "KeyError"),  # an operation that builds objects in another way
+        (b"(\x8c\x01xios\nsystem\n.", "KeyError"),
+        (b"Px\n.", "KeyError"),
+        (b"\x82\x01.", "KeyError"),
+        (b"\x96" + b"\xff" * 8 + b".", "KeyError"),  # would reserve memory
+        (b"", "EOFError"),
+        (b"}.", "found a dict"),
+        (b"ctorch.distributed.checkpoint.metadata\nMetadata\n)R.", "with state_dict_metadata, found none"),
+    ],
+)  # fmt: skip
+def test_other_ways_to_make_or_change_something_are_refused(data: bytes, message: str) -> None:
+    with pytest.raises(jct.CorruptCheckpointError, match=message):
+        decode_torch_metadata(b"\x80\x04" + data, "x")
+    assert not hasattr(Size, "a")
+    assert set(vars(Record)) >= {"arguments", "state"}
+
+
+def test_keys_that_are_nested_without_end_are_no_recursion() -> None:
+    deep = b"\x80\x04}" + b")" + b"\x85" * 1_000_000 + b"K\x01s."
+    with pytest.raises(jct.CorruptCheckpointError, match="a key of type tuple"):
+        decode_torch_metadata(deep, "x")
+
+
+@given(st.integers(0, len(METADATA) - 1), st.integers(0, 255))
+def test_a_damaged_byte_is_told_or_harmless(place: int, byte: int) -> None:
+    data = METADATA[:place] + bytes([byte]) + METADATA[place + 1 :]
+    try:
+        decode_torch_metadata(data, "x")
+    except CheckpointError as error:
+        assert str(error).startswith("x: ")  # noqa: PT017  # most bytes can be changed in ways that are still metadata
+
+
+def test_every_cut_is_told() -> None:
+    for length in range(len(METADATA)):
+        with pytest.raises(jct.CorruptCheckpointError):
+            decode_torch_metadata(METADATA[:length], "x")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"__0_0.distcp", b"/etc/passwdx", "lies in '/etc/passwdx', expected a file of this directory"),
+        (b"__0_0.distcp", b"../../passwd", "lies in '../../passwd', expected a file"),
+        (b"\x8c\x08bfloat16", b"\x8c\x08qint8x32", "of dtype qint8x32, which is not known here"),
+        (b"_StorageInfo", b"_StorageInfx", "names 'torch.distributed.checkpoint.filesystem._StorageInfx'"),
+    ],
+)
+def test_what_contradicts_itself_is_told(old: bytes, new: bytes, message: str) -> None:
+    assert METADATA.count(old)
+    with pytest.raises(CheckpointError, match=message):
+        decode_torch_metadata(METADATA.replace(old, new), "x")
+
+
+def test_a_file_that_lacks_bytes_or_is_gone_is_told(golden: Path) -> None:
+    data = (golden / "__0_0.distcp").read_bytes()
+    (golden / "__0_0.distcp").write_bytes(data[:-1])
+    with pytest.raises(jct.CorruptCheckpointError, match=f"{len(data) - 1} bytes, but .metadata says {len(data)}"):
+        jct.load(golden)
+    (golden / "__0_0.distcp").rename(golden / "__1_0.distcp")
+    with pytest.raises(jct.CorruptCheckpointError, match=r"__0_0.distcp: is not there, but .metadata names it"):
+        jct.load(golden)
+
+
+def test_a_save_that_has_not_ended_is_no_checkpoint(golden: Path) -> None:
+    (golden / ".metadata").rename(golden / ".metadata.tmp")
+    with pytest.raises(jct.NotACheckpointError, match=r"without .metadata, which is written last"):
+        jct.load(golden)
+
+
+def test_without_pytorch_it_is_told_what_to_install(golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [each for each in sys.modules if each == "torch" or each.startswith("torch.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(jct.SettingsError, match=r"read through PyTorch, which cannot be imported .* pip install torch"):
+        jct.load(golden)
+    found = CliRunner().invoke(app, ["show", str(golden)])
+    assert found.exit_code != 0
+    assert "pip install torch" in found.output
+
+
+def test_pytorch_is_not_imported_for_anything_else(tmp_path: Path, run_python: Any) -> None:
+    program = f"""
+import sys
+import jaxckpt_train as jct
+from jaxckpt_train.formats.detect import find_in_directory
+jct.save({str(tmp_path / "a")!r}, {{"w": 1}})
+jct.load({str(tmp_path / "a")!r})
+print("torch" in sys.modules)
+"""
+    assert run_python(program, check=True, fresh=True).stdout.split() == ["False"]

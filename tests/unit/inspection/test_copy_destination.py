@@ -1,0 +1,56 @@
+"""Nothing is written into a checkpoint, with which it would be deleted, by whatever command and name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import jaxckpt_train as jct
+from tests.support.commands import printed, refused
+from tests.support.runs import files_below, made_run, step_path, truncate_the_manifest
+
+WRITES = {
+    "cp": ["cp", "{run}", "{out}", "--step", "3"],
+    "mv": ["mv", "{run}", "{out}", "--step", "2"],
+    "import": ["import", "{run}", "{out}"],
+    "export safetensors": ["export", "{run}", "{out}", "--to", "safetensors"],
+    "export orbax": ["export", "{run}", "{out}", "--to", "orbax"],
+    "report": ["report", "{run}", "-o", "{out}"],
+}
+every_write = pytest.mark.parametrize("arguments", WRITES.values(), ids=WRITES)
+
+
+def given(arguments: list[str], run: Path, out: Path) -> list[str]:
+    return [each.format(run=run, out=out) for each in arguments]
+
+
+@every_write
+def test_nothing_is_put_into_a_checkpoint(tmp_path: Path, arguments: list[str]) -> None:
+    run = made_run(tmp_path / "run", 1, 2, 3)
+    (tmp_path / "link").symlink_to(step_path(run, 1))
+    truncate_the_manifest(step_path(made_run(tmp_path / "damaged", 5), 5))
+    before = files_below(tmp_path)
+    within = step_path(run, 1)
+    for place, checkpoint in {
+        within / "out": within,
+        within / "state" / "out": within,
+        tmp_path / "link" / "out": within,
+        step_path(tmp_path / "damaged", 5) / "out": step_path(tmp_path / "damaged", 5),
+    }.items():
+        assert refused(*given(arguments, run, place), code=2) == (
+            f"{place}: expected a place outside of any checkpoint, found one within {checkpoint}, with which it would "
+            "be deleted; choose another"
+        )
+    assert files_below(tmp_path) == before
+
+
+@every_write
+def test_beside_the_steps_of_a_run_and_beside_a_file_of_that_name_it_is_fine(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    run = made_run(tmp_path / "run", 1, 2, 3)
+    (tmp_path / "COMMIT").write_text("0d5fa8c")  # as others name files, too
+    printed(*given(arguments, run, tmp_path / "out"))
+    assert (tmp_path / "out").exists()
+    assert jct.verify(step_path(run, 3)).ok

@@ -1,0 +1,130 @@
+"""The trial of a disk: it measures what was really done, and leaves nothing, however it ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxckpt_train.errors import CorruptCheckpointError, StorageError
+from jaxckpt_train.inspection import disk_speed as disk_trial
+from jaxckpt_train.inspection.disk_speed import BLOCK_BYTES, try_disk
+from jaxckpt_train.store.backends.local import LocalBackend, _LocalSink, _LocalSource
+from tests.support.runs import talking_to
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 5 * MIB, 2 * BLOCK_BYTES, 2 * BLOCK_BYTES + 12288])
+def test_all_bytes_are_written_and_read_and_nothing_is_left(tmp_path: Path, nbytes: int) -> None:
+    seen: list[int] = []
+    found = try_disk(LocalBackend(), str(tmp_path), nbytes, seen.append)
+    assert found.nbytes == max(nbytes // 4096, 1) * 4096
+    assert sum(seen) == 2 * found.nbytes
+    assert 0 <= found.sync_s <= found.write_s
+    assert min(found.read_s, found.small_s) > 0
+    assert found.write_bytes_per_s == found.nbytes / found.write_s
+    assert found.read_bytes_per_s == found.nbytes / found.read_s
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_has_no_name_while_it_is_written_and_read(tmp_path: Path) -> None:
+    names: list[list[str]] = []
+    try_disk(LocalBackend(), str(tmp_path), MIB, lambda done: names.append(os.listdir(tmp_path)))
+    assert names == [[], []]
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_an_interrupt_leaves_nothing(tmp_path: Path, after: int) -> None:
+    calls = []
+
+    def interrupt(done: int) -> None:
+        calls.append(done)
+        if len(calls) == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        try_disk(LocalBackend(), str(tmp_path), 2 * BLOCK_BYTES, interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+TRIAL = """
+import sys
+from jaxckpt_train.inspection.disk_speed import try_disk
+from jaxckpt_train.store.backends.local import LocalBackend
+
+def progress(done):
+    print(done)
+    sys.stdin.readline()
+
+try_disk(LocalBackend(), sys.argv[1], 4 << 20, progress)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_process_that_is_ended_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    with talking_to(TRIAL, tmp_path) as trial:
+        assert trial.read() == str(4 << 20)
+        trial.process.send_signal(number)
+        trial.tell("go on")  # a thread reads: an interrupt is told to the main one once that has ended
+        trial.process.wait(timeout=60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_direct_io_is_tried_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_at, read_into = _LocalSink.write_at, _LocalSource.read_into
+
+    def refuse_writes(self: Any, offset: int, data: np.ndarray) -> None:
+        if self.alignment > 1:
+            raise StorageError(errno.EOPNOTSUPP, "no direct I/O", "it")
+        write_at(self, offset, data)
+
+    def refuse_reads(self: Any, offset: int, data: np.ndarray, needed: int) -> None:
+        if self.alignment > 1:
+            raise StorageError(errno.EOPNOTSUPP, "no direct I/O", "it")
+        read_into(self, offset, data, needed)
+
+    monkeypatch.setattr(_LocalSink, "write_at", refuse_writes)
+    found = try_disk(LocalBackend(), str(tmp_path), MIB)
+    assert (found.direct_write, found.nbytes) == (False, MIB)
+    monkeypatch.setattr(_LocalSource, "read_into", refuse_reads)
+    assert try_disk(LocalBackend(), str(tmp_path), MIB).direct_read is False
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_refuses_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Any, size: int, *, sync: bool) -> None:
+        raise StorageError(errno.ENOSPC, "cannot finish writing: No space left on device", "it")
+
+    monkeypatch.setattr(_LocalSink, "finish", full)
+    with pytest.raises(StorageError, match="No space left"):
+        try_disk(LocalBackend(), str(tmp_path), MIB)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_gives_other_bytes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_into = _LocalSource.read_into
+
+    def flip(self: Any, offset: int, data: np.ndarray, needed: int) -> None:
+        read_into(self, offset, data, needed)
+        data[100] ^= 1
+
+    monkeypatch.setattr(_LocalSource, "read_into", flip)
+    with pytest.raises(CorruptCheckpointError, match="gives other bytes than were written"):
+        try_disk(LocalBackend(), str(tmp_path), MIB)
+
+
+def test_the_bytes_cannot_be_made_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that compresses would else look faster than it is."""
+    import zlib
+
+    written: list[bytes] = []
+    monkeypatch.setattr(disk_trial, "_write", lambda sink, block, *_: (written.append(block.tobytes()), (1.0, 0.5))[1])
+    monkeypatch.setattr(disk_trial, "_read", lambda *_: 1.0)
+    try_disk(LocalBackend(), str(tmp_path), MIB)
+    assert len(zlib.compress(written[0])) > 0.95 * MIB

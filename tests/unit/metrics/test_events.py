@@ -1,0 +1,359 @@
+"""Feeds: events reach every sink in order, whatever a sink does, and nobody is held up by one."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import pytest
+
+from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.metrics.events import MOST_WAITING, Feed, Feeds, Owned, Sink, checked_sinks
+from tests.support.forking import Tell, forked
+
+LONGEST_S = 60  # to wait for what comes at once
+
+
+class Recorder:
+    """Keeps what it is told, and on which thread."""
+
+    def __init__(self) -> None:
+        self.events: list[Mapping[str, Any]] = []
+        self.threads: list[threading.Thread] = []
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        self.threads.append(threading.current_thread())
+        self.events.append(event)
+
+    @property
+    def steps(self) -> list[int]:
+        return [event["step"] for event in self.events]
+
+
+class Held(Recorder):
+    """Does not return before it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        self.reached.set()
+        assert self.go.wait(LONGEST_S)
+        super().__call__(event)
+
+
+@pytest.fixture
+def held() -> Iterator[Held]:
+    """A sink that is let go at the end."""
+    sink = Held()
+    yield sink
+    sink.go.set()
+
+
+def line(step: int) -> bytes:
+    return msgspec.json.encode({"event": "save", "step": step})
+
+
+def put(feeds: Feeds, *steps: int) -> None:
+    for step in steps:
+        feeds.put(line(step))
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_every_sink_gets_every_event_in_order_on_another_thread(caplog: pytest.LogCaptureFixture) -> None:
+    sinks = Recorder(), Recorder()
+    feeds = Feeds(sinks)
+    put(feeds, *range(100))
+    feeds.finish()
+    for sink in sinks:
+        assert sink.steps == list(range(100))
+        assert threading.current_thread() not in sink.threads
+    assert not set(sinks[0].threads) & set(sinks[1].threads)
+    assert warnings(caplog) == []
+
+
+def test_what_a_sink_does_to_its_event_no_other_one_sees() -> None:
+    def spoil(event: Any) -> None:
+        event["skipped"].append("mine")
+        event.clear()
+
+    after, before = Recorder(), Recorder()
+    feeds = Feeds([before, spoil, after])
+    feeds.put(b'{"event":"restore","skipped":["a"]}')
+    feeds.finish()
+    assert before.events == after.events == [{"event": "restore", "skipped": ["a"]}]
+    assert type(after.events[0]) is dict
+
+
+def test_what_a_sink_raises_is_told_once_with_its_traceback_and_it_is_called_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen, other = [], Recorder()
+
+    def broken(event: Mapping[str, Any]) -> None:
+        seen.append(event["step"])
+        raise SystemExit("no") if event["step"] == 1 else ValueError("no number")
+
+    feeds = Feeds([broken, other])
+    put(feeds, 1, 2, 3)
+    feeds.finish()
+    assert seen == other.steps == [1, 2, 3]
+    (told,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert told.getMessage().startswith("sink 0 (broken) failed")
+    assert told.exc_info is not None
+    assert isinstance(told.exc_info[1], SystemExit)
+    assert told.exc_info[2] is not None
+    assert len(warnings(caplog)) == 1
+
+
+def test_a_sink_that_hangs_keeps_neither_the_others_nor_who_closes(
+    held: Held, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = Recorder()
+    feeds = Feeds([held, other])
+    put(feeds, 1, 2, 3)
+    assert held.reached.wait(LONGEST_S)
+    feeds.finish(0.05)
+    assert (held.steps, other.steps) == ([], [1, 2, 3])
+    assert warnings(caplog) == [
+        "sink 0 (Held): 3 events were not handed over within 0.05 s, and are lost if the process ends"
+    ]
+    held.go.set()
+    feeds.finish()
+    assert held.steps == [1, 2, 3]
+    assert len(warnings(caplog)) == 1
+
+
+def test_who_closes_stops_waiting_when_its_time_is_up(held: Held, caplog: pytest.LogCaptureFixture) -> None:
+    feeds = Feeds([held])
+    put(feeds, 1)
+    asked = []
+
+    def is_time_up() -> bool:
+        asked.append(True)
+        return len(asked) == 2
+
+    feeds.finish(until=is_time_up)
+    assert len(asked) == 2
+    assert [": 1 events were not handed over before the process was to leave" in each for each in warnings(caplog)] == [
+        True
+    ]
+
+
+def test_of_a_sink_that_is_too_slow_the_oldest_are_dropped_with_one_warning_that_says_how_many(
+    held: Held, caplog: pytest.LogCaptureFixture
+) -> None:
+    feeds = Feeds([held])
+    put(feeds, 0)
+    assert held.reached.wait(LONGEST_S)
+    put(feeds, *range(1, MOST_WAITING + 8))
+    assert warnings(caplog) == []
+    held.go.set()
+    feeds.finish()
+    assert held.steps == [0, *range(8, MOST_WAITING + 8)]
+    assert warnings(caplog) == ["sink 0 (Held) is slower than events come: the oldest 7 were dropped"]
+
+
+def test_those_that_were_dropped_count_where_it_never_catches_up(held: Held, caplog: pytest.LogCaptureFixture) -> None:
+    feeds = Feeds([held])
+    put(feeds, 0)
+    assert held.reached.wait(LONGEST_S)
+    put(feeds, *range(1, MOST_WAITING + 8))
+    feeds.finish(0.0)
+    assert f": {MOST_WAITING + 8} events were not handed over within 0 s" in warnings(caplog)[0]
+
+
+def test_a_thread_is_there_only_while_there_is_something_to_tell() -> None:
+    sink = Recorder()
+    feeds = Feeds([sink])
+    for step in range(3):
+        put(feeds, step)
+        feeds.finish()
+        sink.threads[-1].join(LONGEST_S)
+        assert not sink.threads[-1].is_alive()
+    assert sink.steps == [0, 1, 2]
+    gone = weakref.ref(feeds._feeds[0])
+    del feeds
+    gc.collect()
+    assert gone() is None
+
+
+def test_without_anything_to_tell_no_thread_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    Feeds([Recorder()]).finish()
+
+
+def refuse(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_where_the_system_has_no_thread_the_next_event_asks_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = Recorder()
+    feeds = Feeds([sink])
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        put(feeds, 1)
+        feeds.finish()
+    assert sink.steps == []
+    assert warnings(caplog)[0].startswith("sink 0 (Recorder): 1 events were not handed over as the system gives no")
+    put(feeds, 2)
+    feeds.finish()
+    assert sink.steps == [1, 2]
+
+
+def test_an_event_that_comes_while_the_thread_ends_is_handed_over_too() -> None:
+    steps, told = list[int](), threading.Event()
+
+    def sink(event: Mapping[str, Any]) -> None:
+        steps.append(event["step"])
+        if event["step"] == 3:
+            told.set()
+
+    class Ending(Feed):
+        def _next(self, here: threading.Thread) -> Callable[[], object] | None:
+            job = super()._next(here)
+            if job is None and steps == [1]:
+                self.put(line(2))
+                self.put(line(3))
+            return job
+
+    feed = Ending(sink, "sink")
+    feed.put(line(1))
+    assert told.wait(LONGEST_S)  # nobody asks for it again
+    assert steps == [1, 2, 3]
+
+
+def test_a_log_that_fails_ends_no_feed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, ended = list[int](), threading.Event()
+
+    def broken(event: Mapping[str, Any]) -> None:
+        seen.append(event["step"])
+        raise ValueError("no number")
+
+    def fail(record: logging.LogRecord) -> bool:
+        raise OSError("no log")
+
+    logger = logging.getLogger("jaxckpt_train")
+    monkeypatch.setattr(logger, "filters", [fail])
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: ended.set())
+    feeds = Feeds([broken])
+    put(feeds, 1)
+    assert ended.wait(LONGEST_S)
+    put(feeds, 2)
+    feeds.finish()
+    assert seen == [1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_child_leaves_its_parent_s_events_to_it_and_has_a_thread_for_its_own(held: Held) -> None:
+    child_s: list[int] = []
+
+    def sink(event: Mapping[str, Any]) -> None:
+        if os.getpid() == parent:
+            held(event)
+        else:
+            child_s.append(event["step"])
+
+    def work(tell: Tell) -> None:
+        feeds.finish()
+        tell("after nothing", child_s)
+        put(feeds, 7)
+        feeds.finish()
+        tell("after its own", child_s)
+
+    parent = os.getpid()
+    feeds = Feeds([sink])
+    put(feeds, 1, 2)
+    assert held.reached.wait(LONGEST_S)
+    assert forked(work, longest_s=20) == ([("after nothing", []), ("after its own", [7])], 0)
+    held.go.set()
+    feeds.finish()
+    assert held.steps == [1, 2]
+
+
+class Closable(Recorder):
+    """Says when it is closed."""
+
+    def close(self) -> None:
+        self({"step": -1})
+
+
+def test_only_a_sink_that_was_made_for_the_run_is_closed_with_it_and_last() -> None:
+    mine, given, plain = Closable(), Closable(), Recorder()
+    feeds = Feeds([Owned(mine), given, Owned(plain)])
+    put(feeds, 1, 2)
+    feeds.finish()
+    assert (mine.steps, given.steps, plain.steps) == ([1, 2, -1], [1, 2], [1, 2])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_nor_is_it_closed_by_a_forked_child() -> None:
+    mine = Closable()
+    feeds = Feeds([Owned(mine)])
+
+    def work(tell: Tell) -> None:
+        feeds.finish()
+        tell("steps", mine.steps)
+
+    assert forked(work, longest_s=20) == ([("steps", [])], 0)
+    feeds.finish()
+    assert mine.steps == [-1]
+
+
+def test_a_close_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Recorder):
+        def close(self) -> None:
+            raise OSError("no")
+
+    Feeds([Owned(Broken())]).finish()
+    assert [message.startswith("sink 0 (Broken) failed") for message in warnings(caplog)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (print, r"^here: expected a list of sinks"),
+        ("print", r"^here: expected a list of sinks"),
+        ({"a": print}, r"^here: expected a list of sinks"),
+        ([print, 3], r"^here\[1\]: expected an object that is called with every event, found 3"),
+        ([Recorder], r"^here\[0\]: expected an object"),
+    ],
+)
+def test_what_are_no_sinks_is_refused(wrong: Any, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        checked_sinks("here", wrong)
+
+
+def test_sinks_come_back_in_their_order() -> None:
+    sinks: list[Sink] = [print, Recorder()]
+    assert checked_sinks("here", sinks) == tuple(sinks)
+
+
+def test_events_of_several_threads_are_all_handed_over() -> None:
+    sink = Recorder()
+    feeds = Feeds([sink])
+
+    def work(first: int) -> Callable[[], None]:
+        return lambda: put(feeds, *range(first, first + 200))
+
+    threads = [threading.Thread(target=work(first)) for first in (0, 200, 400)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    feeds.finish()
+    assert sorted(sink.steps) == list(range(600))
+    for first in (0, 200, 400):
+        assert [step for step in sink.steps if first <= step < first + 200] == list(range(first, first + 200))

@@ -1,0 +1,98 @@
+"""What events measure: each figure once, in the right kind, and figures that nothing is known of as gauges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from jaxckpt_train.metrics.exporters import KNOWN, figures, moment_s, samples
+from tests.support.metric_events import DELETED, FAILED, PREEMPTED, RESTORED, SAVED, TAKEN_OVER, TIME, TIME_S
+
+
+def measured(event: Mapping[str, Any]) -> dict[str, float]:
+    found = {sample.measure.name + (f"/{sample.series}" if sample.series else ""): sample for sample in samples(event)}
+    return {name: sample.value for name, sample in found.items()}
+
+
+def test_a_save_that_is_committed_measures_how_long_it_took_and_is_the_last_one() -> None:
+    assert measured(SAVED) == {
+        "events/save": 1, "saves/committed": 1, "save.blocked": 0.5, "save.wait": 0.25, "save.snapshot": 0.125,
+        "save.duration": 2.0, "save.write": 1.0, "save.commit": 0.25, "saved": 4096, "last_saved_step": 100,
+        "last_save.size": 4096, "last_save.rate": 3277, "last_save.timestamp": TIME_S,
+    }  # fmt: skip
+
+
+def test_a_wait_for_the_devices_is_measured_apart() -> None:
+    found = measured({**SAVED, "device_wait_s": 3.5})
+    assert (found["save.device_wait"], found["save.blocked"]) == (3.5, 0.5)
+    assert measured({**FAILED, "device_wait_s": 0.0})["save.device_wait"] == 0.0
+
+
+def test_a_save_that_failed_held_the_loop_up_and_wrote_nothing() -> None:
+    assert measured(FAILED) == {
+        "events/save": 1, "saves/failed": 1, "save.blocked": 0.5, "save.wait": 0.25, "save.snapshot": 0.125
+    }  # fmt: skip
+
+
+def test_a_restore_tells_past_how_many_steps_it_went() -> None:
+    assert measured(RESTORED) == {
+        "events/restore": 1, "restores": 1, "restore.skipped_steps": 2, "restore.duration": 4.0, "restored": 8192,
+        "last_restored_step": 90, "last_restore.rate": 2048, "last_restore.timestamp": TIME_S,
+    }  # fmt: skip
+    assert (
+        measured({name: value for name, value in RESTORED.items() if name != "skipped"})["restore.skipped_steps"] == 0
+    )
+
+
+@pytest.mark.parametrize("event", [DELETED, PREEMPTED, TAKEN_OVER])
+def test_what_has_no_figures_is_counted(event: Mapping[str, Any]) -> None:
+    assert measured(event) == {f"events/{event['event']}": 1}
+
+
+def test_figures_that_nothing_is_known_of_are_gauges_with_the_unit_of_their_name() -> None:
+    event = {
+        "event": "end",
+        "time": TIME,
+        "goodput": 0.75,
+        "lost_s": 3,
+        "read_bytes": 5,
+        "a-b_bytes_per_s": 7,
+        "why": "x",
+    }
+    found = [sample for sample in samples(event) if sample.measure.name != "events"]
+    assert [(each.measure.name, each.measure.unit, each.value) for each in found] == [
+        ("end.goodput", "", 0.75), ("end.lost", "s", 3), ("end.read", "By", 5), ("end.a_b", "By/s", 7)
+    ]  # fmt: skip
+    assert {each.measure.kind for each in found} == {"gauge"}
+
+
+def test_a_figure_is_a_finite_number() -> None:
+    event = {
+        "event": "x",
+        "time": TIME,
+        "a": 1,
+        "b": True,
+        "c": math.inf,
+        "d": math.nan,
+        "e": None,
+        "f": "3",
+        "g": [1],
+        "pid": 7,
+        "job_id": 8,
+    }
+    assert figures(event) == {"a": 1.0, "b": 1.0}
+
+
+def test_no_two_measures_have_one_name() -> None:
+    names = [
+        measure.name
+        for measure in {*KNOWN, *(sample.measure for each in (SAVED, RESTORED) for sample in samples(each))}
+    ]
+    assert len(names) == len(set(names))
+
+
+def test_the_time_is_that_of_the_event_whatever_its_zone() -> None:
+    assert moment_s(SAVED) == moment_s({"time": "2026-03-01T14:00:30.250+02:00"}) == TIME_S

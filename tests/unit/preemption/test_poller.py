@@ -1,0 +1,265 @@
+"""Polled sources against servers that hang, break off, babble, and come back: told once, and never more than that."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import jaxckpt_train as jct
+from tests.support.metadata_servers import (
+    MISBEHAVIOURS,
+    Gce,
+    Handler,
+    Imds,
+    Respond,
+    Server,
+    hang,
+    notice_threads,
+    send,
+    started,
+    until,
+)
+from tests.support.runs import talking_to
+
+QUICK: dict[str, Any] = {"poll_s": 0.02, "timeout_s": 0.1}
+
+
+@dataclasses.dataclass
+class Kind:
+    """A source, a server for it, and what makes that tell of an end."""
+
+    source: Callable[..., Any]
+    speaks: Callable[[], Any]
+    ask: Callable[[Any], None]
+    requests_of_a_look: int
+
+
+GCE = Kind(jct.GceNotice, Gce, lambda gce: gce.values.update(preempted="TRUE"), 2)
+AWS = Kind(jct.AwsNotice, Imds, lambda imds: imds.interrupt("terminate", "2017-09-18T08:22:00Z"), 1)
+both = pytest.mark.parametrize("kind", [GCE, AWS], ids=["gce", "aws"])
+
+
+def but_for_tokens(right: Respond, wrong: Respond) -> Respond:
+    return lambda handler, server: (right if handler.command == "PUT" else wrong)(handler, server)
+
+
+@both
+@pytest.mark.parametrize("misbehave", MISBEHAVIOURS, ids=lambda one: one.__name__)
+def test_what_cannot_be_used_is_told_once_and_so_is_that_it_can_again(
+    kind: Kind, misbehave: Respond, caplog: pytest.LogCaptureFixture
+) -> None:
+    cloud = kind.speaks()
+    with Server(but_for_tokens(cloud, misbehave)) as server, started(kind.source(url=server.url, **QUICK)) as source:
+        server.wait_for(2 * kind.requests_of_a_look + 2)  # the token, two looks, and the beginning of a third
+        assert source.notice() is None
+        assert caplog.text.count("preemption notices are not seen") == len(caplog.records) == 1
+        assert server.url in caplog.text
+        assert "Traceback" not in caplog.text
+        assert len(caplog.text) < 1000
+        server.respond = cloud
+        until(lambda: len(caplog.records) == 2)
+        assert f"{server.url} answers again" in caplog.text
+        assert source.notice() is None
+        kind.ask(cloud)
+        until(source.notice)
+        assert len(caplog.records) == 2
+
+
+@both
+def test_a_server_that_comes_and_goes_does_not_fill_the_log(kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
+    cloud, count = kind.speaks(), [0]
+
+    def respond(handler: Handler, server: Server) -> None:
+        count[0] += 1
+        if count[0] % 4 < 2:
+            send(handler, 503, b"")
+        else:
+            cloud(handler, server)
+
+    with Server(respond) as server, started(kind.source(url=server.url, **QUICK)):
+        server.wait_for(30)
+        assert [record.getMessage().split(": ")[1][:20] for record in caplog.records] in (
+            ["preemption notices a"],
+            ["preemption notices a", f"{server.url} answers again"[:20]],
+        )
+
+
+@both
+def test_nobody_is_there(kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
+    with Server(hang) as server:
+        url = server.url
+    with started(kind.source(url=url, **QUICK)) as source:
+        until(lambda: caplog.records)
+        assert "Connection refused" in caplog.text
+        assert "leave this source out of `notices`" in caplog.text
+        assert source.notice() is None
+
+
+@both
+def test_neither_proxies_nor_redirections_lead_elsewhere(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cloud = kind.speaks()
+    kind.ask(cloud)
+    with Server(cloud) as elsewhere, Server(cloud) as server:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, elsewhere.url)
+        monkeypatch.delenv("no_proxy", raising=False)
+        with started(kind.source(url=server.url, **QUICK)) as source:
+            until(source.notice)
+
+        def redirect(handler: Handler, server: Server) -> None:
+            send(handler, 307, b"", Location=elsewhere.url + handler.path, Metadata_Flavor="Google")
+
+        server.respond = redirect
+        with started(kind.source(url=server.url, **QUICK)) as source:
+            server.wait_for(6)
+            assert source.notice() is None
+        assert "found status 307" in caplog.text
+        assert elsewhere.requests.empty()
+
+
+@both
+def test_a_notice_stays_and_ends_the_polling(kind: Kind) -> None:
+    cloud = kind.speaks()
+    with Server(cloud) as server, started(kind.source(url=server.url, **QUICK)) as source:
+        server.wait_for(2 * kind.requests_of_a_look + 2)
+        now = time.monotonic()
+        kind.ask(cloud)
+        until(source.notice)
+        assert source.notice().asked_at <= now, "it may have come right after the look before"
+        until(lambda: not notice_threads())
+        server.respond = kind.speaks()
+        assert source.notice() is source.notice() is not None
+
+
+@both
+def test_stopping_does_not_wait_for_a_server_that_hangs(kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
+    with Server(hang) as server:
+        source = kind.source(url=server.url, poll_s=0.02, timeout_s=3600.0)
+        source.stop()
+        source.start()
+        server.wait_for(1)
+        source.stop()
+        assert notice_threads() == []
+        source.stop()
+        assert source.notice() is None
+    assert caplog.records == []
+
+
+@both
+def test_a_source_can_be_started_again(kind: Kind) -> None:
+    cloud = kind.speaks()
+    with Server(cloud) as server:
+        source = kind.source(url=server.url, **QUICK)
+        for _ in range(2):
+            with started(source):
+                server.wait_for(2)
+            assert notice_threads() == []
+        source.start()
+        server.wait_for(2)
+        kind.ask(cloud)
+        with started(source):
+            assert len(notice_threads()) <= 1
+            until(source.notice)
+
+
+@both
+def test_one_that_is_dropped_leaves_no_thread(kind: Kind) -> None:
+    with Server(kind.speaks()) as server:
+        source = kind.source(url=server.url, poll_s=3600.0)
+        source.start()
+        server.wait_for(1)
+        assert len(notice_threads()) == 1
+        del source
+        gc.collect()
+        until(lambda: not notice_threads())
+
+
+FORK = """
+import os, sys, threading
+from jaxckpt_train.preemption.clouds import GceNotice
+from jaxckpt_train.preemption.sources import WatchedSources
+class Noting(GceNotice):
+    def left(self, step):
+        print("left", step, flush=True)
+source = Noting(url=sys.argv[1], poll_s=0.02, timeout_s=60.0)
+sources = WatchedSources([source])
+sources.start()
+print("ready", flush=True)
+sys.stdin.readline()
+child = os.fork()
+if child == 0:
+    assert sources.to_tell() == []
+    sources.stop()
+    assert threading.active_count() == 1 and source.notice() is None
+    os._exit(7)
+print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+while source.notice() is None:
+    threading.Event().wait(0.01)
+[(told, _)] = sources.to_tell()
+told.left(4)
+sources.stop()
+print("threads", threading.active_count(), "jax" in sys.modules)
+"""
+
+
+def test_a_fork_has_no_thread_tells_nothing_and_does_not_cut_its_parent_off() -> None:
+    go_on, gce = threading.Event(), Gce()
+    gce.values["preempted"] = "TRUE"
+
+    def respond(handler: Handler, server: Server) -> None:
+        go_on.wait()
+        gce(handler, server)
+
+    with Server(respond) as server, talking_to(FORK, server.url, fresh=True) as process:
+        assert process.read() == "ready"
+        assert server.wait_for(1) == ["GET /computeMetadata/v1/instance/preempted"]
+        process.tell("fork")
+        assert process.read() == "child 7"
+        go_on.set()
+        assert process.finish() == (0, "left 4\nthreads 1 False\n")
+        assert server.requests.empty(), "the request that was under way at the fork was answered"
+
+
+@both
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"url": "https://169.254.169.254"}, "Notice: url: expected the address of a metadata server"),
+        ({"url": "169.254.169.254"}, "Notice: url"),
+        ({"url": "http://"}, "Notice: url"),
+        ({"url": "http://a b"}, "Notice: url"),
+        ({"url": "http://a:b"}, "Notice: url"),
+        ({"url": "http://a/?b"}, "Notice: url"),
+        ({"url": "file:///etc"}, "Notice: url"),
+        ({"url": None}, "Notice: url"),
+        ({"poll_s": 0}, "Notice: poll_s: expected a finite number of seconds above 0"),
+        ({"poll_s": "1"}, "Notice: poll_s"),
+        ({"timeout_s": -1}, "Notice: timeout_s"),
+    ],
+)
+def test_wrong_arguments_are_refused(kind: Kind, options: Any, said: str) -> None:
+    with pytest.raises(jct.SettingsError, match=said):
+        kind.source(**options)
+
+
+@both
+def test_a_notice_after_looks_that_failed_may_have_come_at_the_first_of_them(kind: Kind) -> None:
+    cloud = kind.speaks()
+    with Server(cloud) as server, started(kind.source(url=server.url, **QUICK)) as source:
+        server.wait_for(2 * kind.requests_of_a_look + 2)
+        server.respond = but_for_tokens(cloud, MISBEHAVIOURS[0])
+        server.wait_for(2 * kind.requests_of_a_look + 2)  # the last that is answered, perhaps, and one that is not
+        failing = time.monotonic()
+        server.wait_for(3)
+        kind.ask(cloud)
+        server.respond = cloud
+        until(source.notice)
+        assert source.notice().asked_at < failing

@@ -1,0 +1,297 @@
+"""The last save of a job that leaves: signals that keep coming, a disk that is slow, a disk that refuses."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import jaxckpt_train as jct
+from tests.support.fake_backends import HoldingBackend, RefusingBackend, callback_on
+from tests.support.interrupts import once_waiting
+from tests.support.runs import Counter, state_of, step_of, talking_to
+from tests.support.signal_handlers import WATCHED, handlers_put_back
+
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+MANY_SIGNALS = """
+import sys, threading
+from tests.support.fake_backends import HoldingBackend, callback_on
+from tests.support.runs import Counter, state_of
+
+backend = HoldingBackend("rename", "step-0000000003")
+ckpt = callback_on(backend, sys.argv[1])
+
+def talk():
+    print("ready", flush=True)
+    backend.reached.wait()
+    print("saving", flush=True)
+    sys.stdin.readline()
+    backend.go.set()
+
+with ckpt:
+    state, data = ckpt.resume(state_of(0), Counter())
+    for step in ckpt.steps(10**9):
+        next(data)
+        state = state_of(step + 1)
+        if step == 2:
+            threading.Thread(target=talk, daemon=True).start()
+            while ckpt._watch._signals.received is None:
+                pass
+        ckpt(state)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_put_back() -> Iterator[None]:
+    with handlers_put_back(*WATCHED, may_end=True):
+        yield
+
+
+def send(name: str = "SIGTERM") -> None:
+    os.kill(os.getpid(), getattr(signal, name))
+
+
+def check_saved(directory: Path, step: int) -> None:
+    """Exactly this step is there, with the position in the data that belongs to it."""
+    manager = jct.StepManager(directory)
+    assert manager.steps == [step]
+    restored = manager.restore({"state": state_of(0), "data": Counter()})
+    assert (step_of(restored), restored["data"].position) == (step, step)
+
+
+def test_many_signals_while_saving_do_not_kill_the_save(tmp_path: Path) -> None:
+    with talking_to(MANY_SIGNALS, tmp_path) as job:
+        assert job.read() == "ready"
+        job.process.send_signal(signal.SIGTERM)
+        assert job.read() == "saving"
+        for number in range(60):
+            job.process.send_signal(getattr(signal, SIGNALS[number % 3]))
+        job.tell("go on")
+        code, _ = job.finish()
+    assert code == 75
+    check_saved(tmp_path, 3)
+
+
+def test_a_save_that_takes_longer_than_the_grace_period_is_given_up_and_costs_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = HoldingBackend("rename", "step-0000000002")
+    ckpt = callback_on(backend, tmp_path, grace_period_s=0.5)
+    with pytest.raises(SystemExit) as left, ckpt:
+        ckpt.resume(state_of(0))
+        ckpt(state_of(1))
+        assert ckpt.save_now().saved
+        ckpt.wait_until_finished()
+        send()
+        ckpt(state_of(2))
+    assert left.value.code == 75
+    assert "given up: saving step 2" in caplog.text
+    assert "step 1 is saved" in caplog.text
+    assert jct.StepManager(tmp_path).steps == [1]
+    given_up = ckpt.manager._save_slot.given_up
+    assert given_up is not None
+    backend.go.set()
+    given_up.wait(60)  # it does no harm: what is committed after all is whole
+    assert jct.StepManager(tmp_path).steps == [1, 2]
+    with jct.StepManager(tmp_path) as next_owner:
+        assert next_owner.save(3, {"state": state_of(3)}).saved
+
+
+def test_where_nobody_said_how_long_the_grace_period_is_the_save_is_waited_for(tmp_path: Path) -> None:
+    backend, data = HoldingBackend("rename", "step-0000000001"), Counter()
+    ckpt = callback_on(backend, tmp_path)
+    releasing = threading.Thread(target=lambda: backend.reached.wait() and backend.go.set())
+    releasing.start()
+    with pytest.raises(SystemExit), ckpt:
+        ckpt.resume(state_of(0), data)
+        next(data)
+        send()
+        ckpt(state_of(1))
+    releasing.join()
+    check_saved(tmp_path, 1)
+
+
+def test_a_save_under_way_is_finished_before_the_last_one(tmp_path: Path) -> None:
+    backend = HoldingBackend("rename", "step-0000000001")
+    ckpt = callback_on(backend, tmp_path, save_interval_steps=1)
+    releasing = threading.Thread(target=lambda: backend.reached.wait() and backend.go.set())
+    with pytest.raises(SystemExit), ckpt:
+        ckpt.resume(state_of(0))
+        ckpt(state_of(1))
+        send()
+        releasing.start()
+        ckpt(state_of(2))
+    releasing.join()
+    assert jct.StepManager(tmp_path).steps == [1, 2]
+
+
+@pytest.mark.parametrize("noticed_by", ["call", "poll", "the end of a step"])
+def test_after_a_save_that_failed_the_last_update_is_saved_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, noticed_by: str
+) -> None:
+    backend = RefusingBackend("create", "step-0000000002", errno.EIO, 1)
+    ckpt = callback_on(backend, tmp_path, save_interval_steps=2)
+    with pytest.raises(SystemExit), ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(50):
+            assert step <= 2
+            if step == 2 and noticed_by == "call":
+                send()
+            ckpt(state_of(step + 1))
+            if step == 1:
+                failed = ckpt.manager._save_slot.pending
+                assert failed is not None
+                assert failed.committed.exception() is not None
+                if noticed_by != "call":
+                    send()
+                if noticed_by == "poll":
+                    assert ckpt.poll()
+    assert "the save before failed" in caplog.text
+    assert "refused to create" in caplog.text
+    assert jct.StepManager(tmp_path).latest == (2 if noticed_by == "poll" else 3)
+
+
+def test_a_last_save_that_fails_is_told_by_its_own_error(tmp_path: Path) -> None:
+    backend = RefusingBackend("create", "step-0000000002", errno.ENOSPC, 100)
+    with (
+        pytest.raises(jct.StorageError, match="refused to create") as caught,
+        callback_on(backend, tmp_path) as ckpt,
+    ):
+        ckpt.resume({"w": jnp.zeros(3)})
+        for step in ckpt.steps(50):
+            if step == 1:
+                send()
+            ckpt({"w": jnp.zeros(3)})
+    assert caught.value.errno == errno.ENOSPC
+    assert jct.StepManager(tmp_path).steps == []
+
+
+class FullOnceLet(HoldingBackend):
+    """A disk that refuses a step for want of space, after a while."""
+
+    def rename(self, source: str, target: str) -> None:
+        self._pass("rename", target)
+        if self._part in target:
+            raise jct.StorageError(errno.ENOSPC, "no space", target)
+        super().rename(source, target)
+
+
+@pytest.mark.parametrize("asked_by", ["a signal", "the time limit"])
+def test_asked_while_it_closes_it_tells_all_the_same_that_the_last_save_failed(tmp_path: Path, asked_by: str) -> None:
+    backend = FullOnceLet("rename", "step-0000000003")
+    ckpt = callback_on(backend, tmp_path, grace_period_s=60.0, max_run_time_s=10**6)
+    now = [0.0]
+
+    def ask() -> None:
+        now[0] = 10.0**7
+        if asked_by == "a signal":
+            send()
+        while ckpt._watch.noticed_at is None:
+            noticed.wait(0.01)
+        backend.go.set()
+
+    noticed = threading.Event()
+    if asked_by == "the time limit":
+        ckpt._watch._monotonic = lambda: now[0]
+        ckpt._watch._notices[1].__self__._monotonic = lambda: now[0]  # type: ignore[attr-defined]
+    with pytest.raises(jct.StorageError, match="no space"), ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(3):
+            ckpt(state_of(step + 1))
+        once_waiting(ask)
+    assert jct.StepManager(tmp_path).steps == []
+
+
+@pytest.mark.parametrize("grace_period_s", [None, 60.0])
+def test_a_loop_that_broke_off_tells_that_its_last_save_failed_instead_of_leaving(
+    tmp_path: Path, grace_period_s: float | None
+) -> None:
+    backend = FullOnceLet("rename", "step-0000000001")
+    ckpt = callback_on(backend, tmp_path, save_interval_steps=1, grace_period_s=grace_period_s)
+    with pytest.raises(jct.StorageError, match="no space"), ckpt:
+        ckpt.resume(state_of(0))
+        for _ in ckpt.steps(10):
+            ckpt(state_of(1))
+            send()
+            once_waiting(backend.go.set)
+            break
+
+
+def test_what_was_given_up_is_no_success_whatever_the_exit_code(tmp_path: Path) -> None:
+    backend = HoldingBackend("rename", "step-0000000001")
+    ckpt = callback_on(backend, tmp_path, grace_period_s=0.5, exit_code=0)
+    with pytest.raises(SystemExit) as left, ckpt:
+        ckpt.resume(state_of(0))
+        send()
+        ckpt(state_of(1))
+    assert left.value.code == 1
+    backend.go.set()
+    assert ckpt.manager._save_slot.given_up is not None
+    ckpt.manager._save_slot.given_up.wait(60)
+
+
+AGAIN = """
+import atexit, os, signal, sys
+import numpy as np, jaxckpt_train as jct
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))  # as launchers do
+with jct.CheckpointCallback(sys.argv[1] + "/a") as outer:
+    state = outer.resume({"w": np.zeros(4)})
+"""
+NESTED = """
+    with jct.CheckpointCallback(sys.argv[1] + "/b") as inner:
+        other = inner.resume({"w": np.ones(4)})
+        for step in outer.steps(10):
+            if step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            outer(state)
+            inner(other, step=step + 1)
+"""
+OWN = """
+    for step in outer.steps(10):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        outer(state)
+    if outer.preempted:
+        sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("loop", [NESTED, OWN])
+def test_a_signal_that_comes_again_at_the_end_changes_no_exit_code(tmp_path: Path, loop: str, run_python: Any) -> None:
+    assert run_python(AGAIN + loop, tmp_path).returncode == 75
+    assert jct.StepManager(tmp_path / "a").steps == [3]
+
+
+FORKS = """
+import os, sys
+from tests.support.fake_backends import HoldingBackend, callback_on
+from tests.support.runs import state_of
+backend = HoldingBackend("rename", "step-0000000001")
+child = None
+with callback_on(backend, sys.argv[1], save_interval_steps=1) as ckpt:
+    ckpt.resume(state_of(0))
+    ckpt(state_of(1))
+    child = os.fork()
+    if child == 0:
+        {ending}
+    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    backend.go.set()
+if child == 0:
+    print("of the child", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("ending", "code"), [("sys.exit(0)", 0), ("sys.exit(7)", 7), ("1 / 0", 1)])
+def test_a_forked_child_leaves_the_save_to_its_parent(tmp_path: Path, ending: str, code: int, run_python: Any) -> None:
+    done = run_python(FORKS.format(ending=ending), tmp_path, check=True)
+    assert done.stdout == f"child {code}\n"
+    assert "CheckpointTimeoutError" not in done.stderr
+    assert ("Traceback" in done.stderr) == (ending == "1 / 0")
+    assert jct.StepManager(tmp_path).steps == [1]

@@ -1,0 +1,332 @@
+"""Asked to leave by a real signal, with a disk that is really slow: the last save is begun only if it can end."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxckpt_train as jct
+from tests.support.fake_backends import SlowBackend, callback_on
+from tests.support.interrupts import once_waiting
+from tests.support.runs import Counter, state_of, step_of, talking_to
+from tests.support.signal_handlers import WATCHED, handlers_put_back
+
+pytestmark = pytest.mark.timeout(120)
+
+STATE_BYTES = 12_004
+SAVED_AT = 6  # by then it is known how long an update takes
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_put_back() -> Iterator[None]:
+    with handlers_put_back(*WATCHED, may_end=True):
+        yield
+
+
+def send() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Loop:
+    """A loop that is sent a signal in the middle of an update, on a disk of which a save takes so many seconds."""
+
+    def __init__(self, directory: Path, save_s: float, *, held: int | None = None, **options: Any) -> None:
+        part = "" if held is None else f"step-{held:010d}"
+        self.directory, self.disk = directory, SlowBackend(STATE_BYTES / save_s, "rename" if part else "", part)
+        self.ckpt = callback_on(self.disk, directory, **{"save_interval_steps": SAVED_AT, **options})
+
+    def run(self, asked_at: int, *, waits_after: int = SAVED_AT) -> None:
+        """Train until it leaves; the save of step `waits_after` is waited for."""
+        with self.ckpt as ckpt:
+            _, data = ckpt.resume(state_of(0), Counter())
+            for step in ckpt.steps(1000):
+                assert next(data) == step
+                assert step < asked_at
+                if step == asked_at - 1:
+                    self.is_asked()
+                ckpt(state_of(step + 1))
+                if step + 1 == waits_after:
+                    ckpt.wait_until_finished()
+
+    def is_asked(self) -> None:
+        send()
+        once_waiting(self.disk.go.set)  # from then on its disk is fast
+
+    def history(self, kind: str) -> list[dict[str, Any]]:
+        return [each for each in jct.StepManager(self.directory).history.events() if each["event"] == kind]
+
+    def plan(self) -> str:
+        (event,) = self.history("preempted")
+        return str(event["plan"])
+
+    def check_saved(self, *steps: int) -> None:
+        """Exactly these steps are there, the last one with the position in the data that belongs to it."""
+        manager = jct.StepManager(self.directory)
+        assert manager.steps == [*steps]
+        restored = manager.restore({"state": state_of(0), "data": Counter()})
+        assert (step_of(restored), restored["data"].position) == (steps[-1], steps[-1])
+
+
+def test_a_save_that_fits_is_begun_and_is_what_is_left(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, 0.3, grace_period_s=30.0)
+    with pytest.raises(SystemExit) as left:
+        loop.run(9)
+    assert left.value.code == 75
+    loop.check_saved(6, 9)
+    assert loop.plan().startswith("saving step 9: ")
+    assert loop.plan().endswith(" are needed")
+    assert loop.history("preempted")[0]["step"] == 9
+    (end,) = loop.history("end")
+    assert (end["how"], end["step"]) == ("preempted", 9)
+
+
+def test_a_save_that_cannot_end_is_not_begun(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(tmp_path, 0.5, grace_period_s=1.0, exit_code=13)
+    with pytest.raises(SystemExit) as left:
+        loop.run(9)
+    assert left.value.code == 13
+    assert not any("step-0000000009" in name for name in loop.disk.written)
+    loop.check_saved(6)
+    assert loop.plan().startswith("step 6 stays the last one: no time to save step 9, ")
+    assert f"leaving: {loop.plan()}" in caplog.messages
+    assert "asked to leave by signal SIGTERM; step 6 is saved" in caplog.messages
+    (event,), (end,) = loop.history("preempted"), loop.history("end")
+    assert (event["step"], end["how"], end["step"]) == (6, "late", 9)
+    assert loop.ckpt.manager._save_slot.given_up is None
+    (row,) = loop.ckpt.summary(show=False).attempts
+    assert (row.how, row.last_step) == ("late", 9)
+
+
+def test_what_is_not_even_begun_is_no_success_whatever_the_exit_code(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, 0.5, grace_period_s=1.0, exit_code=0, on_preemption="raise")
+    with pytest.raises(jct.Preempted, match="step 6 is saved") as left:
+        loop.run(9)
+    assert (left.value.step, left.value.exit_code) == (6, 1)
+
+
+def test_what_an_earlier_process_has_measured_counts(tmp_path: Path) -> None:
+    first = Loop(tmp_path, 0.5)
+    with pytest.raises(SystemExit):
+        first.run(7)
+    first.check_saved(6, 7)
+    second = Loop(tmp_path, 0.001, grace_period_s=1.0)
+    with pytest.raises(SystemExit), second.ckpt as ckpt:
+        ckpt.resume(state_of(0), Counter())
+        ckpt(state_of(8), step=8)
+        send()
+        ckpt(state_of(9), step=9)
+    assert "no time to save step 9" in second.history("preempted")[1]["plan"]
+    assert jct.StepManager(tmp_path).steps == [6, 7]
+    with pytest.raises(SystemExit), Loop(tmp_path, 0.001).ckpt as ckpt:  # without a limit
+        ckpt.resume(state_of(0), Counter())
+        send()
+        ckpt(state_of(8), step=8)
+    assert jct.StepManager(tmp_path).steps == [6, 7, 8]
+
+
+def test_a_save_under_way_that_is_fresh_enough_is_finished_and_not_repeated(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, 0.5, held=12, grace_period_s=60.0)
+    with pytest.raises(SystemExit) as left:
+        loop.run(13)
+    assert left.value.code == 75
+    loop.check_saved(6, 12)
+    assert not any("step-0000000013" in name for name in loop.disk.written)
+    assert loop.plan().startswith("finishing the save of step 12, which is fresh enough: doing 1 update again takes ")
+    (event,), (end,) = loop.history("preempted"), loop.history("end")
+    assert (event["step"], end["how"], end["step"]) == (12, "preempted", 13)
+    assert [each["step"] for each in loop.history("save")] == [6, 12]
+
+
+class LaterLoop(Loop):
+    """Another save is begun, at once, and lasts longer than the one before; meanwhile some updates are complete."""
+
+    def is_asked(self) -> None:
+        while time.monotonic() - self.ckpt.manager._save_slot._begun_at < 1.0:
+            self.disk.go.wait(0.1)  # an update that takes its time
+        super().is_asked()
+
+
+def test_one_that_is_not_fresh_is_finished_and_then_the_last_update_is_saved(tmp_path: Path) -> None:
+    loop = LaterLoop(tmp_path, 0.2, held=12, grace_period_s=60.0)
+    loop.ckpt.manager._save_scheduler.clock.step_s = lambda: 0.5  # type: ignore[method-assign]  # seconds for each update
+    with pytest.raises(SystemExit) as left:
+        loop.run(14)
+    assert left.value.code == 75
+    loop.check_saved(6, 12, 14)
+    first, then = loop.plan().split("; ")
+    assert first.startswith("finishing the save of step 12, then saving step 14: ")
+    assert then.startswith("saving step 14: ")
+    assert loop.history("end")[0]["how"] == "preempted"
+
+
+def test_how_long_the_one_under_way_has_taken_counts_for_the_last_one(tmp_path: Path) -> None:
+    loop = LaterLoop(tmp_path, 0.2, held=12, grace_period_s=2.0)
+    loop.ckpt.manager._save_scheduler.clock.step_s = lambda: 0.5  # type: ignore[method-assign]
+    with pytest.raises(SystemExit) as left:
+        loop.run(14)
+    assert left.value.code == 75
+    loop.check_saved(6, 12)
+    first, then = loop.plan().split("; ")
+    assert first.startswith("finishing the save of step 12, then saving step 14: ")
+    assert then.startswith("step 12 stays the last one: no time to save step 14, ")
+    assert not any("step-0000000014" in name for name in loop.disk.written)
+    assert loop.history("end")[0]["how"] == "late"
+
+
+def test_where_nothing_is_known_yet_it_is_tried(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, 0.2, grace_period_s=30.0)
+    with pytest.raises(SystemExit):
+        loop.run(3)
+    loop.check_saved(3)
+    assert loop.plan() == "saving step 3: how long a save takes is not known yet"
+
+
+def test_where_nobody_said_how_long_it_lives_all_is_saved(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, 0.5, held=12)
+    with pytest.raises(SystemExit):
+        loop.run(13)
+    loop.check_saved(6, 12, 13)
+    plan = "finishing the save of step 12, then saving step 13: no time limit is known, or it is over already; "
+    assert loop.plan() == plan + "saving step 13: no time limit is known, or it is over already"
+
+
+@pytest.mark.parametrize("noticed_by", ["call", "poll", "the end of the loop"])
+def test_wherever_it_is_noticed_the_choice_is_told_once(
+    tmp_path: Path, noticed_by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "jaxckpt_train")
+    loop = Loop(tmp_path, 0.5, grace_period_s=1.0, on_preemption="raise")
+    with pytest.raises(jct.Preempted) as left, loop.ckpt as ckpt:
+        ckpt.resume(state_of(0), Counter())
+        for step in range(1, 10):
+            if step == 9 and noticed_by == "call":
+                send()
+            ckpt(state_of(step))
+            if step == 6:
+                ckpt.wait_until_finished()
+        send()
+        if noticed_by == "poll":
+            assert ckpt.poll()  # outside of `steps` it saves nothing
+            ckpt(state_of(10))
+    asked_at = 10 if noticed_by == "poll" else 9
+    assert left.value.step == 6
+    assert jct.StepManager(tmp_path).steps == [6]
+    assert f"no time to save step {asked_at}" in loop.plan()
+    assert [each["how"] for each in loop.history("end")] == ["late"]
+    assert loop.history("end")[0]["step"] == asked_at
+
+
+def test_a_save_under_way_that_fails_is_replaced_by_the_last_one(tmp_path: Path) -> None:
+    class Refusing(SlowBackend):
+        def rename(self, source: str, target: str) -> None:
+            self._pass("rename", target)
+            if self._part in target:
+                raise jct.StorageError(errno.EIO, "refused", target)
+            super().rename(source, target)
+
+    loop = Loop(tmp_path, 0.2)
+    loop.disk = Refusing(STATE_BYTES / 0.2, "rename", "step-0000000012")
+    loop.ckpt = callback_on(loop.disk, tmp_path, save_interval_steps=SAVED_AT, grace_period_s=60.0)
+    with pytest.raises(SystemExit):
+        loop.run(13)
+    loop.check_saved(6, 13)
+    assert [(each["step"], each["ok"]) for each in loop.history("save")] == [(6, True), (12, False), (13, True)]
+    fresh, then = loop.plan().split("; ")
+    assert "fresh enough" in fresh
+    assert then.startswith("saving step 13: ")
+
+
+def run_to(ckpt: jct.CheckpointCallback, seconds: float) -> None:
+    """Have so many seconds of the time limit passed."""
+    limit = ckpt._watch._limit
+    assert limit is not None
+    limit._monotonic = lambda: limit._began_at + seconds
+
+
+def test_a_time_limit_is_left_as_early_as_saves_were_seen_to_take(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, 0.5, max_run_time_s=100.0)
+    with pytest.raises(SystemExit), loop.ckpt as ckpt:
+        ckpt.resume(state_of(0), Counter())
+        for step in range(1, 20):
+            seconds = 69.0 if step <= 6 else 85.0 if step <= 9 else 95.0  # 30 s early, and then less
+            run_to(ckpt, seconds)
+            ckpt(state_of(step))
+            if step == 6:
+                ckpt.wait_until_finished()
+    assert jct.StepManager(tmp_path).latest == 10
+    assert loop.history("preempted")[0]["reason"] == "the time limit of 100 s"
+    again = Loop(tmp_path, 0.001, max_run_time_s=100.0)  # which knows of it from the begin
+    with pytest.raises(SystemExit), again.ckpt as ckpt:
+        ckpt.resume(state_of(0), Counter())
+        run_to(ckpt, 85.0)
+        ckpt(state_of(11), step=11)
+        run_to(ckpt, 95.0)
+        ckpt(state_of(12), step=12)
+
+
+def test_a_time_limit_is_left_30_seconds_early_while_nothing_is_known(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, 0.001, max_run_time_s=100.0)
+    with pytest.raises(SystemExit), loop.ckpt as ckpt:
+        ckpt.resume(state_of(0), Counter())
+        run_to(ckpt, 69.0)
+        ckpt(state_of(1))
+        run_to(ckpt, 70.5)
+        ckpt(state_of(2))
+    assert jct.StepManager(tmp_path).steps == [2]
+
+
+@pytest.mark.parametrize("limit_s", [31.0, 20.0, 1.0])
+def test_a_short_time_limit_is_half_of_it_to_train_in_while_nothing_is_known(tmp_path: Path, limit_s: float) -> None:
+    loop = Loop(tmp_path, 0.001, max_run_time_s=limit_s)
+    with pytest.raises(SystemExit) as left, loop.ckpt as ckpt:
+        run_to(ckpt, 0.0)
+        ckpt.resume(state_of(0), Counter())
+        run_to(ckpt, 0.49 * limit_s)
+        ckpt(state_of(1))
+        run_to(ckpt, 0.51 * limit_s)
+        ckpt(state_of(2))
+    assert left.value.code == 75
+    assert jct.StepManager(tmp_path).steps == [2]
+    assert loop.history("preempted")[0]["reason"] == f"the time limit of {limit_s:g} s"
+
+
+IN_TIME = """
+import sys
+import jaxckpt_train as jct
+from tests.support.fake_backends import SlowBackend, callback_on
+from tests.support.runs import state_of
+
+policy = jct.SpecificStepsPolicy([6])
+options = {"save_interval_steps": None, "save_policy": policy, "grace_period_s": 3.0, "exit_code": 3}
+with callback_on(SlowBackend(12_004 / 1.2), sys.argv[1], **options) as ckpt:
+    ckpt.resume(state_of(0))
+    for step in ckpt.steps(10**9):
+        ckpt(state_of(step + 1))
+        if step == 5:
+            ckpt.wait_until_finished()
+        if step == 6:
+            print("ready", flush=True)
+"""
+
+
+def test_a_process_ends_within_the_grace_period_instead_of_beginning_what_cannot_end(tmp_path: Path) -> None:
+    with talking_to(IN_TIME, tmp_path) as job:
+        assert job.read() == "ready"
+        asked_at = time.monotonic()
+        job.process.send_signal(signal.SIGTERM)
+        code, _ = job.finish()
+        took_s = time.monotonic() - asked_at
+    assert code == 3
+    assert took_s < 3.0
+    assert jct.StepManager(tmp_path).steps == [6]
+    events = jct.StepManager(tmp_path).history.events()
+    assert [event["event"] for event in events] == ["start", "resumed", "save", "preempted", "end"]
+    assert events[-2]["plan"].startswith("step 6 stays the last one: no time to save step ")

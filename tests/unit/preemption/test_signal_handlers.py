@@ -1,0 +1,319 @@
+"""Handlers of several notices, of the user and of C, closed in any order or never: no signal is swallowed."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxckpt_train.preemption.watch import SignalNotice
+from tests.conftest import REPO_ROOT
+from tests.support.signal_handlers import handlers_put_back
+
+TERM = signal.SIGTERM
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_put_back() -> Iterator[None]:
+    with handlers_put_back(signal.SIGTERM, signal.SIGUSR1, signal.SIGABRT):
+        yield
+
+
+@pytest.fixture
+def seen() -> Iterator[list[int]]:
+    """The signals that came to a handler of the user's own, which is installed first."""
+    came: list[int] = []
+    before = signal.signal(TERM, lambda number, frame: came.append(number))
+    yield came
+    signal.signal(TERM, before)
+
+
+def send(number: int = TERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+def installed(*names: str) -> SignalNotice:
+    notice = SignalNotice(names or ["SIGTERM"])
+    notice.install()
+    return notice
+
+
+@pytest.mark.parametrize(("names", "number"), [(("SIGTERM", "SIGTERM"), TERM), (("SIGABRT", "SIGIOT"), signal.SIGABRT)])
+def test_a_signal_that_is_named_twice_is_watched_once(names: tuple[str, ...], number: int) -> None:
+    before = signal.getsignal(number)
+    notice = installed(*names)
+    send(number)
+    assert notice.notice() == f"signal {names[0]}"
+    notice.restore()
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
+def test_notices_that_are_stopped_in_any_order_leave_what_was_there_before(seen: list[int], order: Any) -> None:
+    own = signal.getsignal(TERM)
+    notices = [installed() for _ in range(3)]
+    for stopped in order:
+        send()
+        notices[stopped].restore()
+        live = notices[order[-1]]
+        assert live.notice() == "signal SIGTERM"
+    assert seen == [TERM] * 3
+    assert signal.getsignal(TERM) is own
+
+
+def test_one_that_is_stopped_is_told_no_more(seen: list[int]) -> None:
+    below, above = installed(), installed()
+    below.restore()
+    send()
+    assert (below.notice(), above.notice()) == (None, "signal SIGTERM")
+    assert seen == [TERM]
+    above.restore()
+
+
+def test_a_handler_that_calls_one_that_is_stopped_reaches_what_is_below(seen: list[int]) -> None:
+    own, notice = signal.getsignal(TERM), installed()
+    below: Any = signal.getsignal(TERM)
+    signal.signal(TERM, lambda number, frame: below(number, frame))
+    notice.restore()
+    send()
+    assert seen == [TERM]
+    signal.signal(TERM, own)
+
+
+def test_what_was_ignored_is_ignored_again() -> None:
+    before = signal.signal(TERM, signal.SIG_IGN)
+    below, above = installed(), installed()
+    below.restore()
+    above.restore()
+    send()
+    assert signal.getsignal(TERM) == signal.SIG_IGN
+    signal.signal(TERM, before)
+
+
+def test_a_notice_that_is_dropped_ends_with_it(seen: list[int]) -> None:
+    own, dropped = signal.getsignal(TERM), installed()
+    above = installed()
+    del dropped
+    send()
+    above.restore()
+    assert signal.getsignal(TERM) is own
+    assert seen == [TERM]
+
+
+def test_one_that_is_stopped_by_another_thread_passes_signals_on(seen: list[int]) -> None:
+    own, notice = signal.getsignal(TERM), installed()
+    thread = threading.Thread(target=notice.restore)
+    thread.start()
+    thread.join()
+    send()
+    assert (seen, notice.notice()) == ([TERM], None)
+    signal.signal(TERM, own)
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_handler_that_is_written_in_c_is_there_again(tmp_path: Path, is_stopped: bool) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with open(tmp_path / "stacks", "w+") as stacks:
+        faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)  # of many it shows the newest
+        try:
+            notice = installed("SIGUSR1")
+            send(signal.SIGUSR1)
+            assert notice.notice() == "signal SIGUSR1"
+            if is_stopped:
+                notice.restore()
+            del notice
+            send(signal.SIGUSR1)
+            stacks.seek(0)
+            assert "test_signal_handlers.py" in stacks.read()
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+            faulthandler.unregister(signal.SIGUSR1)
+
+
+def test_one_that_python_does_not_know_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "getsignal", lambda number: None)  # as for what was set before Python began
+        notice = installed()
+    send()
+    assert notice.notice() == "signal SIGTERM"
+    notice.restore()
+    assert signal.getsignal(TERM) == signal.SIG_DFL
+
+
+HEAD = """
+import gc, os, signal, sys
+import numpy as np
+import jaxckpt_train as jct
+
+def started(name):
+    ckpt = jct.CheckpointCallback(f"{sys.argv[1]}/{name}", save_interval_steps=10)
+    ckpt.resume({"w": np.ones(3)})
+    return ckpt
+
+def send():
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("lives on", flush=True)
+"""
+IN_ORDER = "a, b = started('a'), started('b'); a.close(); b.close(); send()"
+DROPPED = "a = started('a'); del a; gc.collect(); send()"
+PUT_BACK = "a = started('a'); of_a = signal.signal(signal.SIGTERM, print); a.close(); signal.signal(15, of_a); send()"
+FORKED = """
+a, b, c = started('a'), started('b'), started('c')
+b.close(); del c; gc.collect()
+child = os.fork()
+if child == 0:
+    send()
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == -15, status
+a.close()
+send()
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize(
+    "script", [IN_ORDER, DROPPED, PUT_BACK, FORKED], ids=["in order", "dropped", "put back", "fork"]
+)
+def test_what_is_left_of_callbacks_lets_sigterm_end_the_process(tmp_path: Path, run_python: Any, script: str) -> None:
+    done = run_python(HEAD + script, tmp_path, timeout_s=60)
+    assert (done.returncode, done.stdout) == (-TERM, ""), done.stderr
+
+
+STILL_ONE = "a, b = started('a'), started('b'); a.close(); send(); assert b.poll(); b.close(); send()"
+
+
+def test_one_that_is_not_closed_still_hears_it(tmp_path: Path, run_python: Any) -> None:
+    done = run_python(HEAD + STILL_ONE, tmp_path, timeout_s=60)
+    assert (done.returncode, done.stdout) == (-TERM, "lives on\n"), done.stderr
+
+
+LEAVES = """
+with jct.CheckpointCallback(f"{sys.argv[1]}/run", save_interval_steps=10) as ckpt:
+    state = ckpt.resume({"w": np.ones(3)})
+    for step in ckpt.steps(10**9):
+        state = {"w": state["w"] + 1}
+        ckpt(state)
+        print(step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("times", [1, 5, 20])
+def test_a_signal_that_is_sent_again_does_not_change_the_exit_code(tmp_path: Path, times: int) -> None:
+    variables = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", HEAD + LEAVES, str(tmp_path)]
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        for _ in range(times):
+            process.send_signal(TERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.02)
+        process.stdout.read()
+        errors = process.stderr.read()
+    assert process.returncode == 75, errors
+
+
+LEAVES_SLOWLY = """
+import atexit
+import numpy as np
+import jaxckpt_train as jct
+
+def last():
+    print("ending", flush=True)
+    sys.stdin.readline()
+
+atexit.register(last)
+notice = {"notice_file": sys.argv[2]} if "file" in sys.argv else {"max_run_time_s": 20.3} if "time" in sys.argv else {}
+with jct.CheckpointCallback(sys.argv[1], **notice, grace_period_s=20) as ckpt:
+    state = ckpt.resume({"w": np.zeros(2)})
+    print("begins", flush=True)
+    for step in ckpt.steps(10**9):
+        ckpt(state)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("SIGUSR1", "SIGTERM"),
+        ("SIGTERM", "SIGUSR1"),
+        ("SIGUSR2", "SIGUSR1 SIGTERM SIGTERM"),
+        ("file", "SIGTERM"),
+        ("time", "SIGUSR1 SIGTERM"),
+    ],
+)
+def test_another_kind_of_signal_does_not_change_the_exit_code(tmp_path: Path, first: str, second: str) -> None:
+    command = [sys.executable, "-c", HEAD + LEAVES_SLOWLY, str(tmp_path / "run"), str(tmp_path / "notice"), first]
+    variables = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_PLATFORMS": "cpu"}
+    pipe: Any = subprocess.PIPE
+    with subprocess.Popen(command, env=variables, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begins\n"
+        if first == "file":
+            (tmp_path / "notice").touch()
+        elif first != "time":
+            process.send_signal(signal.Signals[first])
+        assert process.stdout.readline() == "ending\n"
+        for name in second.split():
+            process.send_signal(signal.Signals[name])
+        _, errors = process.communicate("\n", timeout=60)
+    assert process.returncode == 75, errors
+
+
+LIVES_ON = """
+from jaxckpt_train.preemption.watch import SignalNotice
+
+notice = SignalNotice(["SIGTERM"])
+notice.install()
+(handler,) = notice._handlers.values()
+send()
+notice.restore(leaving=True)
+send()
+handler._ignores_until = 0.0  # half a minute later
+send()
+"""
+
+
+def test_a_process_that_lives_on_gets_the_signal_after_a_while(tmp_path: Path, run_python: Any) -> None:
+    done = run_python(HEAD + LIVES_ON, tmp_path, timeout_s=60)
+    assert (done.returncode, done.stdout) == (-TERM, "lives on\nlives on\n"), done.stderr
+
+
+def test_an_interrupt_that_is_sent_again_is_ignored_too() -> None:
+    before, notice = signal.getsignal(signal.SIGINT), installed("SIGINT")
+    send(signal.SIGINT)
+    notice.restore(leaving=True)
+    send(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) != before
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_of_the_users_own_is_put_back_whatever_the_process_does(seen: list[int]) -> None:
+    own, notice = signal.getsignal(TERM), installed()
+    send()
+    notice.restore(leaving=True)
+    assert signal.getsignal(TERM) is own
+    send()
+    assert seen == [TERM] * 2
+
+
+def test_all_watched_signals_are_ignored_by_a_process_that_leaves() -> None:
+    before, notice = signal.getsignal(signal.SIGUSR1), installed("SIGTERM", "SIGUSR1")
+    own = notice._handlers[TERM]._before
+    send()
+    notice.restore(leaving=True)
+    for number in (TERM, signal.SIGUSR1):
+        send(number)
+    signal.signal(TERM, own)
+    signal.signal(signal.SIGUSR1, before)

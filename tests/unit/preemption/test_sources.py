@@ -1,0 +1,352 @@
+"""Sources of notices as the watch takes them: what counts, from when on, until when, and who is told at the end."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.distributed.jax_service import SingleProcess
+from jaxckpt_train.preemption import sources as telling
+from jaxckpt_train.preemption.shutdown import GracefulShutdown
+from jaxckpt_train.preemption.sources import WatchedSources
+from jaxckpt_train.preemption.watch import PreemptionWatch
+from tests.support.fake_backends import HoldingBackend, RefusingBackend, callback_on
+from tests.support.in_time import in_time
+from tests.support.metadata_servers import until
+from tests.support.runs import made_run, state_of
+from tests.support.signal_handlers import WATCHED, handlers_put_back
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_put_back() -> Iterator[None]:
+    with handlers_put_back(*WATCHED, may_end=True):
+        yield
+
+
+class Time:
+    """A monotonic clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Told:
+    """A source that a test tells what to say; it notes what is called."""
+
+    def __init__(self, found: Any = None) -> None:
+        self.found, self.calls = found, list[Any]()
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+    def notice(self) -> Any:
+        return self.found
+
+    def left(self, step: int | None) -> None:
+        self.calls.append(("left", step))
+
+
+class Silent:
+    """A source that wants to be told nothing: it has no `left`."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def notice(self) -> None: ...
+
+
+class Broken(Told):
+    """A source of a user's that fails where a run ends."""
+
+    def stop(self) -> None:
+        raise ValueError("stop")
+
+    def left(self, step: int | None) -> None:
+        raise ValueError("left")
+
+
+class Second(SingleProcess):
+    """The coordinator of process 1 of a job."""
+
+    process = 1
+
+
+def watch_of(*sources: Any, job: SingleProcess | None = None, **options: Any) -> tuple[PreemptionWatch, Time]:
+    clock = Time()
+    return PreemptionWatch(job or SingleProcess(), sources=sources, monotonic=clock, **options), clock
+
+
+@pytest.mark.parametrize("found", ["the cluster", jct.Notice("the cluster")])
+def test_what_a_source_says_asks_the_job_to_leave(found: Any, caplog: pytest.LogCaptureFixture) -> None:
+    source = Told()
+    watch, _ = watch_of(Silent(), source)
+    watch.start()
+    assert (watch.reached(), watch.is_asked(), watch.left_of(30)) == (False, False, 30)
+    source.found = found
+    assert (watch.is_asked(), watch.reached(), watch.reason) == (True, True, "the cluster")
+    assert watch.left_of(30) == 30
+    assert caplog.text.count("asked to leave: the cluster") == 1
+    watch.stop()
+    assert source.calls == ["start", "stop"], "nobody has said that the job has left"
+
+
+def test_the_grace_period_counts_from_when_the_request_may_have_come() -> None:
+    source = Told()
+    watch, clock = watch_of(source)
+    source.found = jct.Notice("a", asked_at=clock.now)
+    clock.now += 12
+    assert watch.reached()
+    assert watch.left_of(30) == 18
+    late, _ = watch_of(Told(jct.Notice("a", asked_at=960.0)))
+    assert late.reached()
+    assert late.left_of(30) is None
+
+
+def test_when_the_machine_is_gone_bounds_the_grace_period_whatever_was_noticed_first() -> None:
+    source = Told()
+    watch, clock = watch_of(source, signals=["SIGUSR1"])
+    watch.start()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert watch.reached()
+    assert watch.left_of(30) == 30
+    source.found = jct.Notice("a", leave_by=1020.0)  # while it saves
+    assert watch.left_of(30) == 20
+    assert watch.left_of(10) == 10
+    assert watch.left_of(math.inf) == 20
+    clock.now += 25
+    assert watch.left_of(30) == 0
+    watch.stop()
+
+
+@pytest.mark.parametrize(("leave_by", "left_s"), [(None, None), (1020.0, 18.0)])
+def test_without_a_grace_period_only_that_is_a_deadline(leave_by: float | None, left_s: float | None) -> None:
+    watch, _ = watch_of(Told(jct.Notice("a", leave_by=leave_by)))
+    shutdown = GracefulShutdown(watch, None, 75, lambda: False)
+    assert shutdown.left_s() is None
+    assert watch.reached()
+    assert shutdown.left_s() == left_s
+
+
+def test_a_machine_that_is_there_after_its_time_is_not_believed() -> None:
+    watch, _ = watch_of(Told(jct.Notice("a", leave_by=990.0)))
+    assert watch.reached()
+    assert watch.left_of(30) == 30
+    assert watch.left_of(math.inf) is None
+
+
+def test_one_that_noticed_too_late_for_the_grace_period_still_has_until_then() -> None:
+    watch, _ = watch_of(Told(jct.Notice("a", asked_at=900.0, leave_by=1040.0)))
+    assert watch.reached()
+    assert watch.left_of(30) == 40
+
+
+def test_those_that_want_to_know_are_told_once_that_the_job_has_left_before_they_are_stopped() -> None:
+    source = Told()
+    watch, _ = watch_of(source, Silent())
+    watch.start()
+    watch.leaves(7, None)
+    assert source.calls == ["start"]
+    watch.stop()
+    watch.stop()
+    assert source.calls == ["start", ("left", 7), "stop", "stop"]
+
+
+def test_only_process_0_tells() -> None:
+    source = Told()
+    watch, _ = watch_of(source, job=Second())
+    watch.start()
+    watch.leaves(7, None)
+    watch.stop()
+    assert source.calls == ["start", "stop"]
+
+
+class Hanging(Told):
+    """One that is never done, until it is let go on."""
+
+    def __init__(self, left_timeout_s: Any = None) -> None:
+        super().__init__()
+        self.left_timeout_s, self.go = left_timeout_s, threading.Event()
+
+    def left(self, step: int | None) -> None:
+        self.go.wait()
+        super().left(step)
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "left_s", "told_s"), [(0.3, None, "0.3"), (0.3, 1e6, "0.3"), (60.0, 0.5, "0.4"), (60.0, 0.0, "0.1")]
+)
+def test_one_that_is_not_done_in_time_is_told_of_and_keeps_no_other_from_being_told(
+    limit_s: float, left_s: float | None, told_s: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the time that it says itself, within that which there is; a little of it is kept for those after it."""
+    monkeypatch.setattr(telling, "LEAST_S", 0.1)
+    hanging, other = Hanging(limit_s), Told()
+    watch, _ = watch_of(hanging, other)
+    watch.start()
+    watch.leaves(7, left_s)
+    watch.stop()
+    assert other.calls == ["start", ("left", 7), "stop"]
+    assert hanging.calls == ["start", "stop"]
+    assert f"Hanging: told that the job has left, it is not done after {told_s} s and not waited for" in caplog.text
+    assert len(caplog.messages) == 1
+    hanging.go.set()
+    until(lambda: hanging.calls == ["start", "stop", ("left", 7)])
+
+
+def test_who_does_not_say_how_long_it_may_take_is_given_ten_seconds() -> None:
+    named, plain, silent = Hanging(30), Told(), Silent()
+    sources = WatchedSources([named, plain, silent])
+    sources.start()
+    assert sources.notification() == [(named, 30.0), (plain, 10.0)]
+    with pytest.raises(
+        jct.SettingsError, match=r"Hanging\.left_timeout_s: expected a finite number of seconds above 0"
+    ):
+        WatchedSources([Hanging(-1)])
+
+
+def test_a_source_that_fails_at_the_end_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    good = Told()
+    watch, _ = watch_of(Broken(), good)
+    watch.start()
+    watch.leaves(3, None)
+    watch.stop()
+    assert good.calls == ["start", ("left", 3), "stop"]
+    assert "Broken: telling it that the job has left failed" in caplog.text
+    assert "Broken: stopping it failed" in caplog.text
+    assert "ValueError: left" in caplog.text
+    assert len(caplog.messages) == 2
+
+
+def test_a_source_that_cannot_be_started_leaves_nothing_behind(tmp_path: Path) -> None:
+    class Unable(Told):
+        def start(self) -> None:
+            raise RuntimeError("no")
+
+    first = Told()
+    before = signal.getsignal(signal.SIGTERM)
+    ckpt = jct.CheckpointCallback(tmp_path, notices=[first, Unable()])
+    with pytest.raises(RuntimeError, match="no"):
+        ckpt.__enter__()
+    assert first.calls == ["start", "stop"]
+    assert signal.getsignal(signal.SIGTERM) == before
+    ckpt.close()
+    with jct.StepManager(tmp_path) as other:
+        other.own()
+
+
+def run_until_told(ckpt: jct.CheckpointCallback, source: Told, found: Any) -> None:
+    with ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(100):
+            assert step <= 3
+            if step == 3:
+                source.found = found
+            ckpt(state_of(step + 1))
+
+
+def test_the_run_has_let_go_of_its_directory_when_it_is_told(tmp_path: Path) -> None:
+    class Next(Told):
+        def left(self, step: int | None) -> None:
+            super().left(step)
+            with jct.StepManager(tmp_path) as manager:
+                manager.own()
+                self.calls.append(manager.steps)
+
+    source = Next()
+    with pytest.raises(SystemExit) as left:
+        run_until_told(jct.CheckpointCallback(tmp_path, notices=[source]), source, "the cluster")
+    assert left.value.code == 75
+    assert source.calls == ["start", ("left", 4), [4], "stop"]
+    (event,) = [each for each in jct.StepManager(tmp_path).history.events() if each["event"] == "preempted"]
+    assert (event["step"], event["reason"]) == (4, "the cluster")
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_who_was_not_asked_has_not_left(tmp_path: Path, steps: int) -> None:
+    source = Told()
+    with jct.CheckpointCallback(tmp_path, notices=[source]) as ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(steps):
+            ckpt(state_of(step + 1))
+    assert source.calls == ["start", "stop"]
+
+
+def test_a_last_save_that_fails_is_no_leaving(tmp_path: Path) -> None:
+    source = Told()
+    ckpt = callback_on(RefusingBackend("create", "step-0000000004", 28, 100), tmp_path, notices=[source])
+    with pytest.raises(jct.StorageError):
+        run_until_told(ckpt, source, "the cluster")
+    assert source.calls == ["start", "stop"]
+
+
+@pytest.mark.parametrize("grace_period_s", [None, 3600.0])
+def test_a_save_that_is_not_done_when_the_machine_goes_is_given_up(
+    tmp_path: Path, grace_period_s: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend, source = HoldingBackend("rename", "step-0000000004"), Told()
+    ckpt = callback_on(backend, tmp_path, grace_period_s=grace_period_s, notices=[source])
+    with pytest.raises(SystemExit) as left:
+        run_until_told(ckpt, source, jct.Notice("the cloud", leave_by=time.monotonic() + 1.0))
+    assert left.value.code == 75
+    assert "asked to leave by the cloud, and given up: saving step 4" in caplog.text
+    assert source.calls == ["start", ("left", None), "stop"]
+    backend.go.set()
+    given_up = ckpt.manager._save_slot.given_up
+    assert given_up is not None
+    given_up.wait(60)
+
+
+def test_a_load_is_ended_by_a_notice(tmp_path: Path) -> None:
+    made_run(tmp_path, 5)
+    source = Told("the cluster")
+    with (
+        pytest.raises(SystemExit) as left,
+        jct.CheckpointCallback(tmp_path, notices=[source], grace_period_s=60.0) as ckpt,
+    ):
+        ckpt.resume(state_of(0))
+    assert left.value.code == 75
+    assert source.calls[:2] == ["start", ("left", 5)]
+    assert source.calls.count(("left", 5)) == 1
+
+
+def test_signals_of_other_kinds_are_ignored_once_the_process_ends_for_a_notice(tmp_path: Path) -> None:
+    """A machine that goes, and Slurm that requeues, send SIGTERM to who is leaving already."""
+    source = Told()
+    with pytest.raises(SystemExit):
+        run_until_told(jct.CheckpointCallback(tmp_path, notices=[source]), source, "the cloud")
+    for number in WATCHED:
+        os.kill(os.getpid(), number)
+    assert source.calls[-1] == "stop"
+
+
+def test_what_is_switched_off_is_not_started(tmp_path: Path) -> None:
+    source = Told("the cluster")
+    with jct.CheckpointCallback(tmp_path, enabled=False, notices=[source]) as ckpt:
+        ckpt.resume(state_of(0))
+        assert list(ckpt.steps(2)) == [0, 1]
+    assert source.calls == ["stop"]
+
+
+def test_a_look_at_every_step_costs_a_microsecond_or_two(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "jaxckpt_train")
+    watch, _ = watch_of(jct.GceNotice(), jct.AwsNotice(), jct.SlurmNotice(), jct.KubernetesNotice())
+    with in_time(1.0):
+        for _ in range(100_000):
+            watch.reached()

@@ -1,0 +1,277 @@
+"""Notices of a preemption: signals, a file, the time; each only sets a flag."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from jaxckpt_train.distributed.jax_service import SingleProcess
+from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.preemption.watch import FileNotice, PreemptionWatch, SignalNotice, TimeNotice
+from tests.support.signal_handlers import WATCHED, handlers_put_back
+
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+
+
+class Time:
+    """A monotonic clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Agreeing(SingleProcess):
+    """The coordinator of a job in which another process was asked to leave."""
+
+    processes = 2
+
+    def exchange(self, doing: str, *arguments: Any, **options: Any) -> bytes:
+        return msgspec.msgpack.encode([True, 1])
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_put_back() -> Iterator[None]:
+    with handlers_put_back(*WATCHED):
+        yield
+
+
+def send(name: str) -> None:
+    os.kill(os.getpid(), getattr(signal, name))
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_signal_sets_a_flag_and_the_first_one_is_named(name: str) -> None:
+    notice = SignalNotice(SIGNALS)
+    notice.install()
+    assert notice.notice() is None
+    send(name)
+    assert notice.notice() == f"signal {name}"
+    for _ in range(20):
+        send("SIGTERM")
+    assert notice.notice() == f"signal {name}"
+    notice.restore()
+
+
+def test_the_users_own_handler_is_called_too_and_put_back() -> None:
+    seen: list[int] = []
+
+    def own(number: int, frame: Any) -> None:
+        seen.append(number)
+
+    before = signal.signal(signal.SIGTERM, own)
+    notice = SignalNotice(["SIGTERM"])
+    notice.install()
+    send("SIGTERM")
+    send("SIGTERM")
+    assert seen == [signal.SIGTERM, signal.SIGTERM]
+    assert notice.notice() == "signal SIGTERM"
+    notice.restore()
+    assert signal.getsignal(signal.SIGTERM) is own
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_the_handler_of_a_keyboard_interrupt_is_not_called() -> None:
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    notice = SignalNotice(["SIGUSR1"])
+    notice.install()
+    send("SIGUSR1")
+    assert notice.notice() == "signal SIGUSR1"
+    notice.restore()
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_handler_that_was_set_later_is_not_taken_away() -> None:
+    notice = SignalNotice(["SIGUSR2"])
+    before = signal.getsignal(signal.SIGUSR2)
+    notice.install()
+    later = signal.Handlers.SIG_IGN
+    signal.signal(signal.SIGUSR2, later)
+    notice.restore()
+    assert signal.getsignal(signal.SIGUSR2) == later
+    signal.signal(signal.SIGUSR2, before)
+
+
+def own_handler(number: int, frame: Any) -> None:
+    """As a script has one."""
+
+
+@pytest.mark.parametrize("replace", [own_handler, signal.SIG_IGN, signal.SIG_DFL, "faulthandler"])
+def test_replaced_handler_is_warned_about_once(replace: Any, caplog: pytest.LogCaptureFixture) -> None:
+    time = Time()
+    before, notice = signal.getsignal(signal.SIGUSR2), SignalNotice(["SIGUSR1", "SIGUSR2"], time)
+    notice.install()
+    notice.notice()
+    if replace == "faulthandler":  # written in C: Python does not know of it
+        faulthandler.register(signal.SIGUSR2)
+    else:
+        signal.signal(signal.SIGUSR2, replace)
+    for _ in range(5):
+        time.now += 0.5
+        assert notice.notice() is None
+    (record,) = caplog.records
+    assert record.args[0] == "SIGUSR2"  # type: ignore[index]
+    assert "notice_file" in record.getMessage()
+    if replace == "faulthandler":
+        faulthandler.unregister(signal.SIGUSR2)
+    notice.restore()
+    signal.signal(signal.SIGUSR2, before)
+
+
+def test_handlers_of_other_notices_and_earlier_ones_are_not_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    before, time = signal.signal(signal.SIGUSR1, own_handler), Time()
+    notices = [SignalNotice(["SIGUSR1"], time) for _ in range(2)]
+    for notice in notices:
+        notice.install()
+    signal.siginterrupt(signal.SIGUSR1, False)  # changes the flags of the handler only
+    for _ in range(5):
+        time.now += 1
+        assert [notice.notice() for notice in notices] == [None, None]
+    assert not caplog.records
+    for notice in reversed(notices):
+        notice.restore()
+    assert signal.signal(signal.SIGUSR1, before) is own_handler
+
+
+@pytest.mark.parametrize("name", ["SIGNOTHING", "TERM", 15, "", "SIG_DFL"])
+def test_names_that_are_no_signals_are_refused(name: Any) -> None:
+    with pytest.raises(SettingsError, match='signals: expected names such as "SIGTERM", found'):
+        SignalNotice([name])
+
+
+def test_from_another_thread_than_the_main_one_it_warns_and_does_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    notice = SignalNotice(SIGNALS)
+    thread = threading.Thread(target=lambda: (notice.install(), notice.restore()))
+    thread.start()
+    thread.join()
+    assert "signals are not watched: only the main thread can install handlers; use notice_file instead" in caplog.text
+    assert notice.notice() is None
+
+
+def test_the_appearance_of_a_file_is_noticed_and_looked_for_once_a_second(tmp_path: Path) -> None:
+    time, path = Time(), tmp_path / "leave"
+    notice = FileNotice(str(path), time)
+    assert notice.notice() is None
+    path.touch()
+    time.now += 0.9
+    assert notice.notice() is None
+    time.now += 0.2
+    assert notice.notice() == f"notice file {path}"
+    path.unlink()
+    time.now += 100
+    assert notice.notice() == f"notice file {path}"
+
+
+def test_the_time_limit_counts_from_the_start_of_the_run() -> None:
+    time = Time()
+    notice = TimeNotice(3600, time)
+    time.now += 3599
+    assert notice.notice() is None
+    time.now += 1
+    assert notice.notice() == "the time limit of 3600 s"
+
+
+def test_how_early_the_time_limit_is_told_may_be_measured_anew_until_then() -> None:
+    time, asked, early_s = Time(), list[float](), [30.0]
+
+    def leave_early_s() -> float:
+        asked.append(time.now)
+        return early_s[0]
+
+    notice = TimeNotice(100, time, leave_early_s)
+    assert notice.end == 1070.0
+    early_s[0] = 7.0
+    for _ in range(700):
+        time.now += 0.1
+        assert notice.notice() is None
+    assert len(asked) <= 72  # once a second
+    assert notice.end == 1093.0
+    early_s[0] = 20.0  # saves take longer now
+    time.now = 1080.5
+    assert notice.notice() == "the time limit of 100 s"
+    early_s[0] = 0.0
+    time.now += 2
+    assert notice.notice() == "the time limit of 100 s"  # who was asked to leave leaves
+
+
+def test_a_time_limit_that_is_shorter_than_what_leaving_takes_is_up_at_once() -> None:
+    notice = TimeNotice(100, Time(), lambda: 200.0)
+    assert notice.end == 1000.0
+    assert notice.notice() == "the time limit of 100 s"
+
+
+def test_the_watch_tells_the_reason_once_and_how_much_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "jaxckpt_train")
+    time = Time()
+    watch = PreemptionWatch(SingleProcess(), max_run_time_s=10, monotonic=time)
+    watch.start()
+    assert not watch.reached()
+    assert watch.left_of(30) == 30
+    time.now += 10
+    assert watch.reached()
+    time.now += 12
+    assert watch.reached()
+    assert (watch.reason, watch.left_of(30)) == ("the time limit of 10 s", 18)
+    time.now += 100
+    assert watch.left_of(30) == 0
+    assert caplog.text.count("asked to leave: the time limit of 10 s") == 1
+    watch.stop()
+
+
+def test_the_first_reason_stays_the_reason(tmp_path: Path) -> None:
+    time, path = Time(), tmp_path / "leave"
+    path.touch()
+    watch = PreemptionWatch(
+        SingleProcess(), signals=["SIGUSR1"], notice_file=str(path), max_run_time_s=1, monotonic=time
+    )
+    watch.start()
+    assert watch.reached()
+    time.now += 100
+    send("SIGUSR1")
+    assert watch.reached()
+    hint = "which was there when this job began: remove it before the job is started again"
+    assert watch.reason == f"notice file {path}, {hint}"
+    watch.stop()
+
+
+def test_what_another_process_noticed_counts_here_too() -> None:
+    watch = PreemptionWatch(Agreeing())
+    assert watch.reached()
+    assert watch.reason == "another process of this job, which was asked to"
+
+
+def test_before_the_start_no_handler_is_installed() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    watch = PreemptionWatch(SingleProcess(), signals=SIGNALS)
+    assert signal.getsignal(signal.SIGTERM) == before
+    watch.start()
+    assert signal.getsignal(signal.SIGTERM) != before
+    watch.stop()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+POOL = """
+import multiprocessing, time
+from jaxckpt_train.preemption.watch import SignalNotice
+notice = SignalNotice(["SIGTERM"])
+notice.install()
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    pool.map(abs, range(4))
+    pool.map_async(time.sleep, [600] * 4)
+assert notice.received is None
+"""
+
+
+def test_forked_children_die_of_signals_as_they_would_elsewhere(run_python: Any) -> None:
+    run_python(POOL, check=True, timeout_s=60)

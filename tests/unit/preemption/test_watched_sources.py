@@ -1,0 +1,88 @@
+"""The sources of a run together: one that fails, which may be the user's own, costs neither the others nor the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from tests.support.runs import state_of
+
+
+class Source:
+    """Tells of a notice, or fails."""
+
+    def __init__(self, found: Any = None) -> None:
+        self.found, self.asked = found, 0
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def notice(self) -> Any:
+        self.asked += 1
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
+
+
+def step_left_at(directory: Path, first: Source, second: Source) -> int | None:
+    """The step at which a training leaves whose second source tells of a notice in update 6."""
+    ckpt = jct.CheckpointCallback(directory, notices=[first, second], on_preemption="raise", progress=False)
+    with pytest.raises(jct.Preempted) as left, ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(100):
+            second.found = "it is over" if step == 5 else None
+            ckpt(state_of(step + 1))
+    return left.value.step
+
+
+def test_one_that_fails_ends_no_training_and_hides_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    failing, other = Source(ValueError("no such cloud")), Source()
+    assert step_left_at(tmp_path, failing, other) == 6
+    assert failing.asked > 6
+    assert caplog.text.count("Source: asking it for a notice failed") == 1
+    assert "no such cloud" in caplog.text
+
+
+class Wrong(Source):
+    """Makes a notice that is none."""
+
+    def notice(self) -> Any:
+        self.asked += 1
+        return self.found()
+
+
+@pytest.mark.parametrize(
+    ("makes", "said"),
+    [
+        (lambda: jct.Notice("the cluster", leave_by="y"), "Notice.leave_by: expected seconds of time.monotonic()"),  # type: ignore[arg-type]
+        (lambda: jct.Notice("the cluster", asked_at=float("nan")), "Notice.asked_at: expected seconds of"),
+        (lambda: jct.Notice(5), "Notice.reason: expected text, found 5"),  # type: ignore[arg-type]
+        (lambda: 0, "Wrong.notice(): expected a Notice, its reason as text, or None, found 0"),
+    ],
+)
+def test_one_whose_notice_is_wrong_is_told_of_once_and_asked_again(
+    tmp_path: Path, makes: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong, other = Wrong(makes), Source()
+    assert step_left_at(tmp_path, wrong, other) == 6
+    assert wrong.asked > 6
+    assert caplog.text.count("Wrong: asking it for a notice failed; it is asked again") == 1
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize("kind", [bool, np.bool_])
+def test_a_source_that_gives_a_truth_value_means_it(tmp_path: Path, kind: Any) -> None:
+    steps = iter([kind(False)] * 5)
+    source = Wrong(lambda: next(steps, kind(True)))
+    ckpt = jct.CheckpointCallback(tmp_path, notices=[source], on_preemption="raise", progress=False)
+    with pytest.raises(jct.Preempted) as left, ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(100):
+            ckpt(state_of(step + 1))
+    assert left.value.step < 10
+    assert "Wrong" in str(left.value)

@@ -1,0 +1,88 @@
+"""Windows that are read ahead: what they hold, and what becomes of reads that nobody waits for any more."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from jaxckpt_train.errors import StorageError
+from jaxckpt_train.pytree.read_assignment import ShardReader, read_shares
+from jaxckpt_train.pytree.redistribution import FeedAhead
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store import timeouts as answers
+from tests.support.checkpoints import commit
+from tests.support.strict_backend import BLOCK, StrictBackend, small_sizes
+
+pytestmark = pytest.mark.timeout(120)
+SAVED = np.random.default_rng(0).integers(0, 256, 20 * BLOCK + 100, np.uint8)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small() -> Iterator[None]:
+    yield from small_sizes()
+
+
+class Ahead:
+    """Reads the only array of a checkpoint ahead, on two threads."""
+
+    def __init__(self, backend: StrictBackend) -> None:
+        settings = StoreSettings(read_budget_bytes=1 << 20)
+        committed = commit(backend, "/a/b", {"x": SAVED}, StoreSettings())
+        records = committed.manifest.parts[0].arrays
+        (self.stream,) = read_shares(records, 1, BLOCK, lambda _: [0])
+        self.read = queue.SimpleQueue[None]()
+        feed = ShardReader(backend, committed, records, self.stream, settings, None)
+        self.windows = FeedAhead(feed, 2, lambda: self.read.put(None))
+
+
+@pytest.mark.parametrize("has_threads", [True, False])
+@pytest.mark.parametrize("size", [192, BLOCK, BLOCK + 64, 7 * BLOCK + 64])
+def test_windows_become_complete_in_their_order(size: int, has_threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_threads:
+        monkeypatch.setattr(answers, "_is_put", lambda question: False)
+    ahead, target = Ahead(StrictBackend()), np.zeros(len(SAVED) + size, np.uint8)
+    starts = range(0, ahead.stream.end, size)
+    with contextlib.closing(ahead.windows) as windows:
+        for start in starts:
+            windows.order(target[start : start + size], start, start + size)
+        complete = 0
+        while (complete := complete + windows.look()) < len(starts):
+            end = min(complete * size, len(SAVED))
+            assert np.array_equal(target[:end], SAVED[:end])
+            ahead.read.get(timeout=60)
+    assert np.array_equal(target[: len(SAVED)], SAVED)
+
+
+def test_a_read_without_an_answer_is_counted_also_where_another_one_has_failed() -> None:
+    backend, goes_on, answers_again = StrictBackend(), threading.Event(), threading.Event()
+    ahead, turns = Ahead(backend), iter(range(2))
+
+    def before_read() -> None:
+        if next(turns) == 0:
+            began.set()
+            assert goes_on.wait(60)
+            raise StorageError(5, "broken", "/a/b")
+        began.set()
+        assert answers_again.wait(60)
+
+    backend.before_read = before_read
+    before = answers._threads.get(None).left()
+    try:
+        with contextlib.closing(ahead.windows) as windows:
+            for number in range(2):
+                began = threading.Event()
+                windows.order(np.empty(BLOCK, np.uint8), number * BLOCK, (number + 1) * BLOCK)
+                windows.look()
+                assert began.wait(60)
+            goes_on.set()
+            ahead.read.get(timeout=60)
+            with pytest.raises(StorageError, match="broken"):
+                windows.look()
+        assert answers._threads.get(None).left() == before + 1
+    finally:
+        answers_again.set()

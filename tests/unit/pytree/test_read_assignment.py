@@ -1,0 +1,218 @@
+"""Shares of a job's load: every block to one process, about as much to each, in long runs; all parts come together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxckpt_train.pytree.read_assignment import (
+    Assembly,
+    RepeatedReads,
+    ShardReader,
+    Stream,
+    pack,
+    read_shares,
+    row_bytes,
+)
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store import read_plan
+from jaxckpt_train.store.boxes import Box, box_shape, full_box
+from jaxckpt_train.store.committed import Committed
+from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord
+from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT, Wanted, plan_reads
+from tests.support.checkpoints import commit
+from tests.support.strategies import boxes_in, shapes, tilings
+from tests.support.strict_backend import BLOCK, PAGE, StrictBackend, small_sizes
+
+SETTINGS = StoreSettings(read_budget_bytes=1 << 20, io_threads=1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small() -> Iterator[None]:
+    yield from small_sizes()
+
+
+@st.composite
+def saves(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], dict[str, list[Box]]]:
+    found, boxes = {}, {}
+    for number in range(draw(st.integers(1, 5))):
+        shape, dtype = draw(shapes(3, 40)), DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
+        raw = np.random.default_rng(number).integers(0, 2, (*shape, dtype.itemsize), np.uint8)
+        found[f"x{number}"] = raw.view(dtype).reshape(shape)
+        boxes[f"x{number}"] = draw(tilings(shape))
+    return found, boxes
+
+
+def shared(backend: Any, arrays: dict[str, np.ndarray], boxes: dict[str, list[Box]], processes: int) -> Any:
+    committed = commit(backend, "/a/b", arrays, StoreSettings(), boxes=boxes)
+    records = committed.manifest.parts[0].arrays
+    return committed, records, read_shares(records, processes, BLOCK, lambda _: range(processes))
+
+
+@given(saves(), st.integers(1, 5))
+def test_each_block_is_of_one_share_and_shares_are_alike(
+    save: tuple[dict[str, np.ndarray], dict[str, list[Box]]], processes: int
+) -> None:
+    _, records, streams = shared(StrictBackend(), *save, processes)
+    spans = sorted(
+        (piece.chunk.segment, piece.chunk.offset + piece.start, piece.chunk.offset + piece.stop)
+        for stream in streams
+        for piece in stream.pieces
+    )
+    whole = sum(chunk.length for record in records for chunk in record.chunks)
+    assert sum(stop - start for _, start, stop in spans) == whole == sum(stream.bytes for stream in streams)
+    for (segment, _, stop), (other, start, _) in itertools.pairwise(spans):
+        assert segment < other or stop <= start
+    for stream in streams:
+        assert abs(stream.bytes - whole / processes) <= 2 * BLOCK
+        for piece in stream.pieces:
+            assert piece.start % BLOCK == 0
+            assert piece.stop % BLOCK == 0 or piece.stop == piece.chunk.length
+            assert piece.at % VIEW_ALIGNMENT == 0
+
+
+def record(number: int, offset: int, length: int) -> ArrayRecord:
+    chunk = ChunkRecord(((0, length),), 0, offset, length, "")
+    return ArrayRecord(f"x{number}", (length,), "uint8", (chunk,))
+
+
+def test_shares_are_long_runs() -> None:
+    block = 4 << 20
+    large = [record(number, number * 40 * block, 40 * block) for number in range(3)]
+    for stream in read_shares(large, 4, block, lambda _: range(4)):
+        assert [piece.stop - piece.start for piece in stream.pieces] == [10 * block] * 3
+    small = [record(number, number * 2048, 2048) for number in range(1000)]
+    for stream in read_shares(small, 4, block, lambda _: range(4)):
+        numbers = [piece.wanted for piece in stream.pieces]
+        assert numbers == list(range(numbers[0], numbers[0] + 250))
+
+
+def test_who_needs_a_part_reads_it_where_the_order_says_so() -> None:
+    block = 4 << 20
+    streams = read_shares([record(0, 0, 40 * block)], 4, block, lambda _: [2, 0, 3, 1])
+    assert [stream.pieces[0].start // (10 * block) for stream in streams] == [1, 3, 0, 2]
+
+
+@given(saves(), st.integers(1, 4), st.integers(1, 5), st.data())
+@settings(deadline=None)
+def test_what_is_gathered_window_by_window_is_what_was_saved(
+    save: tuple[dict[str, np.ndarray], dict[str, list[Box]]], processes: int, pages: int, data: st.DataObject
+) -> None:
+    backend = StrictBackend()
+    committed, records, streams = shared(backend, *save, processes)
+    boxes = [sorted({data.draw(boxes_in(array.shape)), full_box(array.shape)}) for array in records]
+    assembly, window = Assembly(records, boxes), pages * VIEW_ALIGNMENT * 3
+    feeds = feeds_of(backend, committed, records, streams)
+    for start in range(0, max(stream.end for stream in streams), window):
+        for feed, stream in zip(feeds, streams, strict=True):
+            filled = np.zeros(window, np.uint8)
+            feed.fill(filled, start, start + window)
+            for cut in stream.within(start, start + window):
+                assembly.add_cut(cut, filled)
+    check(assembly, records, boxes, save[0])
+
+
+@given(saves(), st.integers(2, 4), st.integers(1, 5), st.data())
+@settings(deadline=None)
+def test_what_is_exchanged_row_by_row_is_what_was_saved(
+    save: tuple[dict[str, np.ndarray], dict[str, list[Box]]], processes: int, pages: int, data: st.DataObject
+) -> None:
+    backend = StrictBackend()
+    committed, records, streams = shared(backend, *save, processes)
+    boxes = [sorted({data.draw(boxes_in(array.shape)) for _ in range(2)}) for array in records]
+    assembly, window = Assembly(records, boxes), pages * PAGE
+    feeds = feeds_of(backend, committed, records, streams)
+    for start in range(0, max(stream.end for stream in streams), window):
+        for feed, stream in zip(feeds, streams, strict=True):
+            filled = np.zeros(window, np.uint8)
+            feed.fill(filled, start, start + window)
+            cuts = list(stream.within(start, start + window))
+            dtypes = [DTYPES[array.dtype] for array in records]
+            row = np.zeros(
+                sum(row_bytes(cut, dtypes[cut.wanted].itemsize, boxes[cut.wanted]) for cut in cuts), np.uint8
+            )
+            at = 0
+            for cut in cuts:
+                at = pack(cut, filled, dtypes[cut.wanted], boxes[cut.wanted], row, at)
+            assert at == len(row)
+            at = 0
+            for cut in cuts:
+                at = assembly.add_row(cut, row, at)
+    check(assembly, records, boxes, save[0])
+
+
+def feeds_of(
+    backend: Any, committed: Committed, records: Sequence[ArrayRecord], streams: Sequence[Stream]
+) -> list[ShardReader]:
+    return [ShardReader(backend, committed, records, stream, SETTINGS, None) for stream in streams]
+
+
+def check(
+    assembly: Assembly, records: Sequence[ArrayRecord], boxes: list[list[Box]], saved: dict[str, np.ndarray]
+) -> None:
+    found = {(read.wanted, read.box): read.data for read in assembly.completed}
+    assert len(found) == len(assembly.completed) == sum(map(len, boxes))
+    for (wanted, number), part in found.items():
+        box = boxes[wanted][number]
+        assert part.shape == box_shape(box)
+        assert part.ctypes.data % VIEW_ALIGNMENT == 0
+        expected = saved[records[wanted].name][(*(slice(*side) for side in box), ...)]
+        assert part.tobytes() == expected.tobytes()
+
+
+@pytest.fixture
+def _bands_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_plan, "PARTS_BYTES", BLOCK)
+
+
+@pytest.mark.usefixtures("_bands_of_a_block")
+@given(saves(), st.integers(1, 4), st.data())
+def test_the_bytes_of_direct_reads_are_foreseen(
+    save: tuple[dict[str, np.ndarray], dict[str, list[Box]]], processes: int, data: st.DataObject
+) -> None:
+    committed = commit(StrictBackend(), "/a/b", save[0], StoreSettings(), boxes=save[1])
+    for array in committed.manifest.parts[0].arrays:
+        needs = tuple((data.draw(boxes_in(array.shape)),) for _ in range(processes))
+        read = 0
+        for boxes in needs:
+            for run in plan_reads(committed.manifest, [Wanted(array, boxes)], 1 << 30, 0):
+                read += sum(each.stop - each.start for each in run.reads)
+        assert RepeatedReads(BLOCK).job_bytes(array, needs) == read
+
+
+@pytest.mark.usefixtures("_bands_of_a_block")
+@given(st.data(), st.tuples(*[st.integers(1, 24)] * 3), st.integers(1, 3))
+def test_blocks_between_the_pieces_of_a_box_are_not_foreseen(
+    data: st.DataObject, shape: tuple[int, ...], count: int
+) -> None:
+    shape = (shape[0], shape[1], shape[2] * 64)
+    array = commit(StrictBackend(), "/a/b", {"x": np.zeros(shape, np.float32)}, StoreSettings())
+    (record,) = array.manifest.parts[0].arrays
+    boxes = data.draw(st.lists(boxes_in(shape), min_size=count, max_size=count, unique=True))
+    read = sum(
+        each.stop - each.start
+        for run in plan_reads(array.manifest, [Wanted(record, boxes)], 1 << 30, 0)
+        for each in run.reads
+    )
+    foreseen = RepeatedReads(BLOCK).job_bytes(record, (tuple(boxes),))
+    assert foreseen >= read
+    if count == 1:
+        assert foreseen == read
+
+
+def test_boxes_that_share_blocks_are_not_counted_for_each() -> None:
+    array = ArrayRecord("x", (64, 64), "float32", (ChunkRecord(((0, 64), (0, 64)), 0, 0, 64 * 64 * 4, ""),))
+    columns = tuple(((0, 64), (start, start + 8)) for start in range(0, 64, 8))
+    whole = math.prod(array.shape) * 4
+    assert RepeatedReads(BLOCK).job_bytes(array, (columns, columns)) == 2 * whole
+    assert RepeatedReads(BLOCK).job_bytes(array, (columns[:4], columns[4:])) == 2 * whole
+    rows = tuple(((start, start + 16), (0, 64)) for start in range(0, 64, 16))
+    assert RepeatedReads(BLOCK).job_bytes(array, tuple((row,) for row in rows)) == whole

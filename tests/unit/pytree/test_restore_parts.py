@@ -1,0 +1,179 @@
+"""Loading parts of a tree: patterns, placeholders, renamed and missing leaves, and no more bytes than needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.pytree import restore
+from tests.support.same_trees import assert_same, raw
+
+FAST = jct.StoreSettings(durability="none")
+S = jax.ShapeDtypeStruct
+
+
+def state(scale: float) -> dict[str, Any]:
+    return {
+        "params": {"dense": {"kernel": scale * jnp.arange(12.0).reshape(3, 4), "bias": scale * jnp.ones(4)}},
+        "opt": [{"mu": scale * jnp.ones(4)}, {"mu": scale * jnp.ones(3), "count": 5}],
+        "step": 7,
+    }
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    jct.save(tmp_path / "c", state(2.0), settings=FAST)
+    return tmp_path / "c"
+
+
+@pytest.mark.parametrize(
+    "only", ["params/**", ["params/dense/kernel", "**/bias"], lambda name: name.startswith("params")]
+)
+def test_only_what_is_chosen_is_loaded_and_the_rest_comes_back_as_it_is(path: Path, only: Any) -> None:
+    target = state(1.0)
+    found = jct.load(path, target, only=only)
+    assert_same(found["params"], state(2.0)["params"])
+    assert found["opt"][0]["mu"] is target["opt"][0]["mu"]
+    assert (found["opt"][1]["count"], found["step"]) == (5, 7)
+    assert_same(jct.load(path, only=only), {"params": jax.tree.map(np.asarray, state(2.0)["params"])})
+
+
+def test_a_pattern_and_a_placeholder_of_a_whole_branch_go_together(path: Path) -> None:
+    target = {"params": state(1.0)["params"], "opt": jct.PLACEHOLDER, "step": 0}
+    found = jct.load(path, target, only=["params/dense/kernel", "opt/*/mu"])
+    assert found["opt"] is jct.PLACEHOLDER
+    assert_same(found["params"]["dense"]["kernel"], state(2.0)["params"]["dense"]["kernel"])
+    assert jct.load(path, jct.PLACEHOLDER) is jct.PLACEHOLDER
+
+
+def test_leaves_that_are_not_chosen_are_not_compared(path: Path) -> None:
+    target = {"params": state(1.0)["params"], "opt": "something else", "new": 3}
+    assert_same(jct.load(path, target, only="params/**"), {**target, "params": state(2.0)["params"]})
+
+
+def test_a_chosen_leaf_that_is_not_in_the_target_is_a_difference(path: Path) -> None:
+    with pytest.raises(jct.MismatchError, match=r"leaf 'params/dense/bias': saved float32\[4\], not in the target"):
+        jct.load(path, {"params": {"dense": {"kernel": S((3, 4), jnp.float32)}}}, only="params/**")
+
+
+@pytest.mark.parametrize("like", [None, state(1.0)], ids=["no target", "target"])
+def test_a_pattern_that_chooses_nothing_is_an_error(path: Path, like: Any) -> None:
+    with pytest.raises(jct.MismatchError, match=r"only='parms/\*\*' selects none of 6 leaves"):
+        jct.load(path, like, only="parms/**")
+
+
+def test_placeholders_skip_a_leaf_or_a_whole_subtree(path: Path) -> None:
+    target = {"params": {"dense": {"kernel": jct.PLACEHOLDER, "bias": S((4,), jnp.float32)}}, "opt": ..., "step": 0}
+    found = jct.load(path, target)
+    assert raw(found["params"]["dense"]["bias"]) == raw(2 * np.ones(4, np.float32))
+    assert found["params"]["dense"]["kernel"] is jct.PLACEHOLDER
+    assert found["opt"] is ...
+    assert found["step"] == 7
+
+
+def test_a_placeholder_does_not_hide_leaves_beside_it(path: Path) -> None:
+    with pytest.raises(
+        jct.MismatchError, match="differ in 1 leaf; nothing was read:\n  leaf 'opt/1/count': saved Python int"
+    ):
+        jct.load(path, {"params": ..., "opt": [..., {"mu": ...}], "step": ...})
+
+
+def test_renamed_leaves_are_found_under_their_new_names(path: Path) -> None:
+    target = {"model": {"dense": state(1.0)["params"]["dense"]}, "opt": ..., "count": 0}
+    found = jct.load(path, target, rename={"params/**": "model/**", "step": "count"})
+    assert_same(found["model"], state(2.0)["params"])
+    assert found["count"] == 7
+    assert set(jct.load(path, rename={"params/dense/**": "**"}, only=["kernel", "bias"])) == {"kernel", "bias"}
+
+
+def test_missing_leaves_keep_their_value_where_asked(path: Path) -> None:
+    target = {**state(1.0), "ema": {"a": jnp.full(3, 9.0), "b": "kept"}}
+    with pytest.raises(jct.MismatchError, match="leaf 'ema/a': not in the checkpoint, wanted float32") as caught:
+        jct.load(path, target)
+    assert len(caught.value.differences) == 2
+    found = jct.load(path, target, missing="keep")
+    assert found["ema"]["a"] is target["ema"]["a"]
+    assert found["ema"]["b"] == "kept"
+    assert_same({name: found[name] for name in state(2.0)}, state(2.0))
+
+
+def test_an_abstract_leaf_has_no_value_to_keep(path: Path) -> None:
+    with pytest.raises(jct.MismatchError, match=r"leaf 'new': not in the checkpoint, wanted float32\[3\]"):
+        jct.load(path, {**state(1.0), "new": S((3,), jnp.float32)}, missing="keep")
+
+
+def test_missing_says_nothing_of_what_is_saved_and_not_wanted(path: Path) -> None:
+    with pytest.raises(jct.MismatchError, match="leaf 'step': saved Python int, not in the target"):
+        jct.load(path, {name: leaf for name, leaf in state(1.0).items() if name != "step"}, missing="keep")
+
+
+READ = """
+import sys, jax, jax.numpy as jnp
+import jaxckpt_train as jct
+
+def read_bytes():
+    return int(open("/proc/self/io").read().split("rchar: ")[1].split()[0])
+
+path, only = sys.argv[1:]
+jct.load(path, only="step")
+before = read_bytes()
+found = jct.load(path, only=only)
+print(read_bytes() - before, sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(found)))
+"""
+
+
+@pytest.mark.parametrize("only", ["params/**", "opt/1/**", "params/7/w", "**"])
+def test_a_partial_load_reads_what_it_needs_and_little_more(only: str, tmp_path: Path, run_python: Any) -> None:
+    array = np.random.default_rng(0).standard_normal((512, 500), np.float32)
+    tree = {
+        "params": [{"w": array + n, "b": array[n] + n} for n in range(8)],
+        "opt": [[{"w": array - n, "b": array[n] - n} for n in range(8)] for _ in range(2)],
+        "step": 3,
+    }
+    jct.save(tmp_path / "c", tree, settings=FAST)
+    read, asked = map(int, run_python(READ, tmp_path / "c", only, check=True).stdout.split())
+    assert asked <= read <= 1.05 * asked
+
+
+@pytest.mark.timeout(30)
+def test_a_cast_that_fails_on_an_accelerator_is_raised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The CPU stands for the accelerator. The same with an out-of-memory error of device_put."""
+    monkeypatch.setattr(restore, "_only_passes", lambda job, placement, default: True)
+    tree = {f"x{n}": np.full(1 << 20, 1 << 20, np.int32) for n in range(20)}
+    jct.save(tmp_path / "c", tree)
+    like = {name: jax.ShapeDtypeStruct(leaf.shape, np.int8) for name, leaf in tree.items()}
+    chosen = jct.StoreSettings(read_budget_bytes=1 << 20, io_threads=1)
+    with pytest.raises(jct.MismatchError, match="does not hold all values"):
+        jct.load(tmp_path / "c", like, cast=True, settings=chosen)
+
+
+@pytest.mark.parametrize("only", ["params", "/params/**", "params/*", "param/**", ["params/**", "params/"]])
+def test_a_pattern_that_chooses_nothing_is_answered_with_one_that_does(path: Path, only: Any) -> None:
+    with pytest.raises(jct.MismatchError, match=r'none of 6 leaves, did you mean "params/\*\*"\?: \'(opt|params)/'):
+        jct.load(path, only=only)
+
+
+@pytest.mark.parametrize("like", [None, state(1.0)], ids=["no target", "target"])
+def test_each_of_several_patterns_chooses_something(path: Path, like: Any) -> None:
+    with pytest.raises(jct.MismatchError, match=r"only='typo/\*\*' selects none of 6 leaves"):
+        jct.load(path, like, only=["params/**", "typo/**"])
+    with pytest.raises(jct.MismatchError, match=r"only=\[\] selects none of 6 leaves"):
+        jct.load(path, like, only=[])
+
+
+def test_a_leaf_that_a_rename_would_put_below_another_is_told_before_anything_is_read(path: Path) -> None:
+    with pytest.raises(jct.MismatchError, match=r"leaf 'params/dense/kernel/x' would lie below leaf '.*/kernel'"):
+        jct.load(path, rename={"params/dense/bias": "params/dense/kernel/x"})
+
+
+def test_a_pattern_like_nothing_is_answered_with_names(path: Path) -> None:
+    with pytest.raises(jct.MismatchError, match=r"selects none of 6 leaves: 'opt/\*\*', 'params/\*\*'"):
+        jct.load(path, only="zzz")
+    with pytest.raises(jct.MismatchError, match=r"selects none of 6 leaves: 'opt"):
+        jct.load(path, only=lambda name: False)

@@ -1,0 +1,250 @@
+"""The text of a page: what it says, that it is one file of a limited size, and that no text ends what it stands in."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.report.changes import LeafSize, TreeSizes
+from jaxckpt_train.report.gather import Gathered
+from jaxckpt_train.report.page import MARK, NAMES, page_of
+from jaxckpt_train.report.series import MOST_BYTES
+from tests.support.history_events import at
+from tests.support.report_runs import gathered_of, write_history
+from tests.support.runs import flip_a_payload_byte, made_run, step_path, truncate_the_manifest
+from tests.unit.report.test_markup import HOSTILE, NO_UNICODE, Seen
+
+
+def data_of(page: str) -> Any:
+    """What the scripts of a page are given."""
+    found = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def words_of(page: str) -> str:
+    """What a reader sees, without scripts and styles."""
+    return Seen(re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.DOTALL)).text
+
+
+def long_run(saves: int, text: str = "forced") -> list[dict[str, Any]]:
+    """The history of a run of one process that saved and deleted very often."""
+    events = [at(0, "start", host=text, pid=1), at(1, "resumed", step=0)]
+    for number in range(1, saves + 1):
+        second, name = 60.0 * number, f"step-{number:010d}"
+        fields = {"step": number, "name": name, "ok": number % 10 > 0, "reason": text, "error": text, "bytes": 1 << 30}
+        times = {"blocked_s": 0.5, "save_s": 20.0, "bytes_per_s": 1 << 27}
+        metrics = {f"{text}-{metric}": number / 7 for metric in range(30)}
+        events.append(at(second, "save", **fields, **times, metrics=metrics))
+        events.append(at(second + 1, "delete", name=name))
+    return events
+
+
+def leaves(count: int, text: str = "kernel") -> TreeSizes:
+    return TreeSizes(3, "step-0000000003", tuple(
+        LeafSize(f"state/layer_{number // 100}/{text}/{number}", "float32[64,64]", 16384 + number)
+        for number in range(count)
+    ))  # fmt: skip
+
+
+def test_each_section_is_there_once_with_its_heading_and_a_link_to_it(preempted_page: Path) -> None:
+    page = preempted_page.read_text()
+    assert page.startswith(MARK)
+    ids = [attributes["id"] for _, attributes in Seen(page).elements if "id" in attributes]
+    assert [name for name, count in Counter(ids).items() if count > 1] == []
+    links = [attributes["href"] for tag, attributes in Seen(page).elements if tag == "a"]
+    assert links == ["#report", *(f"#{name}" for name, _ in NAMES)]
+    assert {link.removeprefix("#") for link in links if link} <= set(ids)
+    assert [title for _, title in NAMES] == re.findall(r"<h2[^>]*>([^<]*)</h2>", page)
+
+
+def test_each_chart_has_a_name_and_its_data_in_a_table(preempted_page: Path) -> None:
+    page = preempted_page.read_text()
+    figures = re.findall(r"<figure>.*?</figure>", page, re.DOTALL)
+    places = set(data_of(page)["places"])
+    assert {re.findall(r'id="chart-([^"]+)"', figure)[0] for figure in figures} == places
+    assert places >= {
+        "timeline",
+        "save-times",
+        "throughput",
+        "time-spent",
+        "retention",
+        "disk-use",
+        "metric-0",
+        "changes",
+    }
+    for figure in figures:
+        assert re.search(r'role="img" aria-label="[^"]{10,}"', figure)
+        assert re.search(r"<table>.*<tbody><tr><td", figure, re.DOTALL)
+
+
+def test_what_happened_is_told_in_words(preempted_run: Path, preempted_page: Path) -> None:
+    gathered = gathered_of(preempted_run)
+    words = words_of(preempted_page.read_text())
+    for told in ("signal SIGTERM", "preempted", "killed", "finished", "24-", "step-0000000060", "0.2"):
+        assert told in words
+    assert f"{gathered.totals.share:.1%}" in words
+    assert f"{len(gathered.steps)} steps: 5 kept, {len(gathered.steps) - 5} deleted." in words
+
+
+def test_every_script_is_one_that_the_policy_of_the_page_knows(preempted_page: Path) -> None:
+    page = preempted_page.read_text()
+    (policy,) = (a["content"] for _, a in Seen(page).elements if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert len(re.findall("'sha256-", policy)) == len(re.findall(r"<script>", page)) == 3
+    assert "unsafe-eval" not in policy
+
+
+def events_with(text: str) -> list[dict[str, Any]]:
+    """A history that has a text wherever one may be."""
+    return [
+        at(0, "start", host=text, pid=3), at(1, text, name=text),
+        at(2, "save", ok=False, step=1, reason=text, error=text), at(3, "preempted", reason=text, plan=text),
+        at(4, "save", ok=True, step=2, name="step-0000000002", reason=text, metrics={text: 1.0}, bytes_per_s=5),
+        at(5, "restore", step=1, name=text, bytes_per_s=3, skipped=[text]), at(6, "end", how=text),
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain_page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A page with a text that is none but a word."""
+    return page_of(gathered_of(write_history(tmp_path_factory.mktemp("plain"), *events_with("plain"))))
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_texts_of_files_end_nothing(tmp_path: Path, text: str, plain_page: str) -> None:
+    gathered = gathered_of(write_history(tmp_path / "run", *events_with(text)))
+    tree = TreeSizes(1, text, (LeafSize(f"state/{text}", text, 4),))
+    page = page_of(dataclasses.replace(gathered, tree=tree, warnings=(text,)))
+    kinds = Counter(tag for tag, _ in Seen(page).elements)
+    assert kinds["script"] == Counter(tag for tag, _ in Seen(plain_page).elements)["script"]
+    assert {"img", "table"} & set(kinds) == {"table"}
+    assert all(not name.startswith("on") for _, attributes in Seen(page).elements for name in attributes)
+    assert page.count("</script>") == page.count("<script")
+    assert data_of(page)["tree"]["leaves"][0][2] == 4
+
+
+def test_a_name_that_is_no_unicode_is_shown_as_what_it_is(tmp_path: Path) -> None:
+    gathered = gathered_of(made_run(tmp_path, 1))
+    tree = TreeSizes(1, NO_UNICODE, (LeafSize(f"state/{NO_UNICODE}", "float32[1]", 4),))
+    page = page_of(dataclasses.replace(gathered, tree=tree, warnings=(NO_UNICODE,)))
+    assert "\\udc80" in words_of(page)
+    assert page.encode()
+
+
+def test_a_very_long_run_makes_a_page_of_a_limited_size_that_says_what_is_left_out(tmp_path: Path) -> None:
+    gathered = gathered_of(write_history(tmp_path, *long_run(6000)))
+    page = page_of(dataclasses.replace(gathered, tree=leaves(30_000)))
+    assert len(page.encode()) < MOST_BYTES
+    words = words_of(page)
+    assert "of 6,000 saves are drawn: of neighbours the longest." in words
+    assert "The last 150 of 6,000; --json has all of them." in words
+    assert "more metrics left out; --json has them." in words
+    shown = len(data_of(page)["tree"]["leaves"])
+    assert 5000 <= shown <= 20_000
+    assert f"The {30_000 - shown:,} smallest leaves" in words
+
+
+def test_long_texts_everywhere_do_not_make_it_larger(tmp_path: Path) -> None:
+    gathered = gathered_of(write_history(tmp_path, *long_run(2000, text="w" * 5000)))
+    page = page_of(dataclasses.replace(gathered, tree=leaves(3000, text="v" * 3000)))
+    assert len(page.encode()) < MOST_BYTES
+
+
+def test_the_page_is_smaller_where_less_is_allowed(preempted_run: Path) -> None:
+    gathered = dataclasses.replace(gathered_of(preempted_run), tree=leaves(10_000))
+    whole = page_of(gathered)
+    less = page_of(gathered, len(whole.encode()) - 100_000)
+    assert len(data_of(whole)["tree"]["leaves"]) == 10_000
+    assert len(data_of(less)["tree"]["leaves"]) == 5_000
+    assert len(less.encode()) <= len(whole.encode()) - 100_000
+
+
+def test_the_tree_has_the_changes_of_its_step_only(tmp_path: Path) -> None:
+    made_run(tmp_path, 1, 2, 3)
+    tree = data_of(page_of(gathered_of(tmp_path)))["tree"]
+    assert tree["pair"] == [2, 3]
+    assert {name: change for name, _, _, change in tree["leaves"]} == {
+        "state/step": 0.5,
+        "state/w": pytest.approx(5.77e-4),
+    }
+    without = data_of(page_of(gathered_of(tmp_path, changes=0)))["tree"]
+    assert without["pair"] is None
+    assert [leaf[3] for leaf in without["leaves"]] == [None, None]
+
+
+def words(directory: Path) -> str:
+    return words_of(page_of(gathered_of(directory)))
+
+
+def test_an_empty_history(tmp_path: Path) -> None:
+    said = words(write_history(tmp_path))
+    for sentence in (
+        "The history tells of nothing yet.", "No save or restore has told how fast it was.",
+        "The history tells of no process.", "No step was saved yet.", "No step that is known has metrics.",
+        "There is no step that can be restored.", "There are no two steps to compare.",
+    ):  # fmt: skip
+        assert sentence in said
+
+
+def test_a_run_of_one_step_without_metrics(tmp_path: Path) -> None:
+    said = words(made_run(tmp_path, 3))
+    assert "1 step: 1 kept." in said
+    assert "No step that is known has metrics." in said
+    assert "There are no two steps to compare." in said
+
+
+def test_damaged_steps_are_told_first(tmp_path: Path) -> None:
+    made_run(tmp_path, 1, 2, 3)
+    truncate_the_manifest(step_path(tmp_path, 3))
+    flip_a_payload_byte(step_path(tmp_path, 2))
+    said = words(tmp_path)
+    assert said.index("What is wrong") < said.index("Step 3, step-0000000003: ") < said.index("Times are in UTC")
+    assert "3 steps: 2 kept, 1 damaged." in said
+    assert "What could not be compared" in said
+    assert "step-0000000002" in said.partition("What could not be compared")[2]
+
+
+def test_of_very_many_damaged_steps_the_first_are_told(tmp_path: Path) -> None:
+    for number in range(40):
+        (tmp_path / f"step-{number:010d}").mkdir()
+    said = words(tmp_path)
+    assert "40 steps: 40 not committed." in said
+    assert "Step 24, step-0000000024: " in said
+    assert "Step 25, step-0000000025: " not in said
+    assert "and 15 more" in said
+
+
+def test_a_failed_save_is_told_first(tmp_path: Path) -> None:
+    said = words(write_history(tmp_path, at(0, "start"), at(5, "save", ok=False, step=7, error="no space left")))
+    assert "Step 7 was not saved at 2026-03-01 00:00:05: no space left" in said
+    assert "1 failed" in said
+
+
+def test_a_step_that_was_set_aside_is_marked(tmp_path: Path) -> None:
+    made_run(tmp_path, 1, 2)
+    flip_a_payload_byte(step_path(tmp_path, 2))
+    with jct.StepManager(tmp_path) as manager:
+        manager.own()
+        manager.restore()
+    gathered = gathered_of(tmp_path)
+    assert [step.state for step in gathered.steps] == ["kept", "damaged"]
+    assert gathered.steps[1].set_aside is not None
+    assert "set aside as damaged" in words_of(page_of(gathered))
+
+
+def test_times_do_not_depend_on_where_the_page_is_made(tmp_path: Path) -> None:
+    gathered: Gathered = gathered_of(made_run(tmp_path, 1))
+    zone = datetime.timezone(datetime.timedelta(hours=9))
+    moved = gathered_of(tmp_path, made=gathered.made.astimezone(zone))
+    assert moved.made == gathered.made
+    assert "made at 2026-03-02 00:00:00 UTC" in words_of(page_of(moved))

@@ -1,0 +1,62 @@
+"""A page takes the place of a report of before, and of nothing else."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from jaxckpt_train.errors import CheckpointExistsError, StorageError
+from jaxckpt_train.report.page import MARK, write_page
+from jaxckpt_train.store.backends.local import LocalBackend
+from tests.support.report_runs import BACKEND
+
+
+class NoExchange(LocalBackend):
+    """Refuses to swap two names."""
+
+    def exchange(self, first: str, second: str, *, sync: bool) -> None:
+        raise StorageError(errno.EIO, "refused", first)
+
+
+def test_a_page_is_written_and_one_of_before_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    for page in (f"{MARK}one", f"{MARK}another ü"):
+        write_page(BACKEND, str(path), page)
+        assert path.read_text() == page
+        assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("content", [b"", b"weights", b"<!doctype html>\n<p>"])
+def test_something_else_is_not_replaced(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "report.html"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointExistsError, match="expected nothing there, or a report of before"):
+        write_page(BACKEND, str(path), f"{MARK}one")
+    assert path.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_directory_or_a_link_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "target").write_text(f"{MARK}precious")
+    (tmp_path / "b").symlink_to(tmp_path / "target")
+    for name in "ab":
+        with pytest.raises(CheckpointExistsError):
+            write_page(BACKEND, str(tmp_path / name), f"{MARK}one")
+    assert (tmp_path / "target").read_text() == f"{MARK}precious"
+
+
+def test_a_directory_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="expected the directory of the page"):
+        write_page(BACKEND, str(tmp_path / "none" / "report.html"), MARK)
+
+
+def test_where_the_disk_refuses_the_page_of_before_stays(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_page(BACKEND, str(path), f"{MARK}one")
+    with pytest.raises(StorageError):
+        write_page(NoExchange(), str(path), f"{MARK}another")
+    assert path.read_text() == f"{MARK}one"
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,122 @@
+"""A lock that is damaged: its owner is told by its heartbeat alone, and a dead one stops no start for long."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from jaxckpt_train.errors import DirectoryLockedError
+from jaxckpt_train.run import lock as lock_module
+from jaxckpt_train.run.lock import LOCK_NAME
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.process_identity import this_process
+from tests.unit.run.test_lock import Beats, Between, new_lock, quick_looks
+
+__all__ = ["quick_looks"]
+
+
+def lock_of(pid: int) -> bytes:
+    """Of this machine, as far as it tells."""
+    return msgspec.json.encode({"process": msgspec.structs.asdict(this_process()) | {"pid": pid}, "token": "t"})
+
+
+DAMAGED = [
+    *(lock_of(pid) for pid in (0, -1, 1 << 31, 10**15)),
+    lock_of(0).replace(b'"pid":0', b'"pid":99999999999999999999'),
+    b"",
+    b"{}",
+    b"\xff",
+    b'{"process":1,"token":"x"}',
+    b"x" * (lock_module.MAX_LOCK_BYTES + 1),
+]
+
+
+@pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_lock_is_taken_over_only_after_its_silence(
+    tmp_path: Path, quick_looks: None, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / LOCK_NAME).write_bytes(content)
+    with pytest.raises(DirectoryLockedError, match=r"does not tell \(it is damaged\), which is alive"):
+        new_lock(tmp_path, Beats(8, 8, 9)).acquire()
+    assert (tmp_path / LOCK_NAME).read_bytes() == content
+    lock = new_lock(tmp_path)
+    assert lock.acquire() is not None
+    assert "took over from a process that it does not tell (it is damaged), which is dead" in caplog.text
+    lock.check()
+    lock.release()
+    assert not (tmp_path / LOCK_NAME).exists()
+
+
+def test_who_lives_beats_on_when_its_lock_is_damaged_and_saves_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock_module, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(lock_module, "LOOK_S", 0.01)
+    owner = new_lock(tmp_path)
+    owner.acquire()
+    with (tmp_path / LOCK_NAME).open("r+b") as file:
+        file.write(b"\0\0")
+    with pytest.raises(DirectoryLockedError, match="it is damaged"):
+        new_lock(tmp_path).acquire()
+    with pytest.raises(DirectoryLockedError, match="its lock is held by a process that it does not tell"):
+        owner.check()
+    owner.release()
+    assert (tmp_path / LOCK_NAME).exists()
+
+
+def damaged_again(directory: Path) -> None:
+    """By the same bytes."""
+    (directory / LOCK_NAME).write_bytes(b"")
+
+
+def test_a_lock_that_is_damaged_in_the_same_way_again_is_taken_over_too(tmp_path: Path, quick_looks: None) -> None:
+    for _ in range(3):
+        damaged_again(tmp_path)
+        lock = new_lock(tmp_path)
+        assert lock.acquire() is not None
+        lock.check()
+        lock.release()
+    assert len(os.listdir(tmp_path)) <= 1, "what is left of the dead is taken along"
+
+
+class BetweenNames(LocalBackend):
+    """Calls something right after its second listing, in which the name for a dead lock is chosen."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        self._then, self._listings = then, 0
+
+    def list(self, path: str) -> Any:
+        found = super().list(path)
+        self._listings += 1
+        if self._listings == 2:
+            self._then()
+        return found
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+@pytest.mark.parametrize("between", [BetweenNames, lambda quick: Between(quick, lambda: None)], ids=["names", "rename"])
+def test_whoever_is_late_does_not_unseat_who_took_over_from_a_damaged_lock(
+    tmp_path: Path, quick_looks: None, times: int, between: Callable[[Callable[[], object]], LocalBackend]
+) -> None:
+    for _ in range(times):
+        damaged_again(tmp_path)
+        lock = new_lock(tmp_path)
+        lock.acquire()
+        lock.release()
+    damaged_again(tmp_path)
+    quick, renamed = new_lock(tmp_path), list[str]()
+
+    def take() -> None:
+        quick.acquire()
+        renamed.append((tmp_path / LOCK_NAME).read_text())
+
+    with pytest.raises(DirectoryLockedError, match="this very process"):
+        new_lock(tmp_path, between(take)).acquire()
+    assert renamed == [(tmp_path / LOCK_NAME).read_text()]
+    quick.check()
+    quick.release()

@@ -1,0 +1,332 @@
+"""A damaged step is set aside by the owner: it stays, is never listed or picked again, and its number is free."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.store.backends.local import LocalBackend
+from tests.support.fake_backends import RefusingBackend
+from tests.support.runs import (
+    damaged,
+    files_below,
+    flip_a_payload_byte,
+    made_run,
+    save_steps,
+    segment_of,
+    state_of,
+    step_of,
+    step_path,
+)
+
+
+def step_names(run: Path) -> list[str]:
+    return sorted(name for name in os.listdir(run) if "step-" in name)
+
+
+def owned_restore(run: Path, **options: Any) -> int:
+    """The step that an owner restores."""
+    with jct.StepManager(run, **options) as manager:
+        manager.own()
+        return step_of(manager.restore())
+
+
+@damaged
+def test_past_a_damaged_step_the_owner_sets_it_aside_with_all_its_bytes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], file: str
+) -> None:
+    run = made_run(tmp_path, 1, 2, 3)
+    damage(step_path(run, 3))
+    before = files_below(step_path(run, 3))
+    with jct.StepManager(run) as manager:
+        manager.own()
+        assert step_of(manager.restore()) == 2
+        assert (manager.steps, manager.latest) == ([1, 2], 2)
+        (event,) = [event for event in manager.history.events() if event["event"] == "set_aside"]
+        assert (event["step"], event["name"]) == (3, "step-0000000003")
+        assert file in event["problem"]
+    assert files_below(step_path(run, 3)) == before
+    assert jct.StepManager(run).steps == [1, 2]
+    assert "step 3 is set aside as damaged: step-0000000003 stays" in caplog.text
+
+
+def test_it_is_not_read_again_by_the_next_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = made_run(tmp_path, 1, 2)
+    flip_a_payload_byte(step_path(run, 2))
+    assert owned_restore(run) == 1
+    caplog.clear()
+    backend = RefusingBackend("open", "step-0000000002/state", errno.EACCES, times=1000)
+    assert owned_restore(run, backend=backend) == 1
+    assert caplog.text == ""
+
+
+def test_its_number_is_saved_under_the_next_generation(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1)
+    for _ in range(3):
+        with jct.StepManager(run) as manager:
+            save_steps(manager, 2)
+        newest = max(name for name in step_names(run) if "0002" in name)
+        flip_a_payload_byte(run / newest)
+        assert owned_restore(run) == 1
+    assert step_names(run) == ["step-0000000001", "step-0000000002", "step-0000000002.g1", "step-0000000002.g2"]
+    assert jct.StepManager(run).steps == [1]
+
+
+def test_retention_never_deletes_it(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2)
+    flip_a_payload_byte(step_path(run, 2))
+    with jct.StepManager(run, preservation_policy=jct.LatestN(1)) as manager:
+        manager.own()
+        manager.restore()
+        save_steps(manager, 2, 3, 4)
+    assert step_names(run) == ["step-0000000002", "step-0000000004"]
+    with jct.StepManager(run, preservation_policy=jct.LatestN(1)) as manager:
+        save_steps(manager, 5)
+        assert manager.steps == [5]
+    assert step_names(run) == ["step-0000000002", "step-0000000005"]
+
+
+def test_who_becomes_the_owner_later_sets_it_aside_then(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2, 3)
+    flip_a_payload_byte(step_path(run, 3))
+    with jct.StepManager(run) as manager:
+        assert step_of(manager.restore()) == 2
+        assert not (run / "notes.jsonl").exists()
+        save_steps(manager, 3)
+        assert step_of(manager.restore()) == 3
+    assert step_names(run)[-2:] == ["step-0000000003", "step-0000000003.g1"]
+    assert jct.StepManager(run).steps == [1, 2, 3]
+
+
+def test_what_was_judged_is_not_mistaken_for_a_newer_save_of_the_same_name(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2)
+    flip_a_payload_byte(step_path(run, 2))
+    with jct.StepManager(run) as late:
+        assert step_of(late.restore()) == 1
+        shutil.rmtree(step_path(run, 2))
+        made_run(run, 2)
+        late.own()
+        assert (late.steps, late.damaged) == ([1, 2], [])
+        assert step_of(late.restore(step=2)) == 2
+
+
+def test_a_reader_changes_nothing(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2)
+    flip_a_payload_byte(step_path(run, 2))
+    before = files_below(run)
+    for _ in range(2):
+        with jct.StepManager(run) as manager:
+            assert step_of(manager.restore()) == 1
+    assert files_below(run) == before
+
+
+def test_what_the_disk_would_not_read_today_may_be_read_tomorrow(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2)
+    backend = RefusingBackend("open", "step-0000000002/state", errno.EIO, times=2)
+    assert owned_restore(run, backend=backend) == 1
+    assert step_of(jct.StepManager(run).restore()) == 2
+
+
+def test_what_the_disk_would_not_read_once_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = made_run(tmp_path, 1, 2)
+    backend = RefusingBackend("open", "step-0000000002/state", errno.EIO, times=1)
+    assert owned_restore(run, backend=backend) == 2
+    assert "step 2 was whole when it was read again; is the disk? [Errno 5]" in caplog.text
+
+
+class BadMemory(LocalBackend):
+    """The first read of a segment comes out wrong in one bit; the file is sound."""
+
+    def __init__(self) -> None:
+        self.flips = 1
+
+    def open(self, directory: str, name: str, *, direct: Any) -> Any:
+        source: Any = super().open(directory, name, direct=direct)
+        read = source.read_into
+
+        def read_into(offset: int, data: np.ndarray, needed: int) -> None:
+            read(offset, data, needed)
+            if self.flips and name.endswith(".safetensors") and offset > 0:
+                self.flips -= 1
+                data[0] ^= 1
+
+        source.read_into = read_into
+        return source
+
+
+def test_a_bit_that_flips_on_the_way_costs_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run, backend = made_run(tmp_path, 1, 2), BadMemory()
+    assert owned_restore(run, backend=backend) == 2
+    assert backend.flips == 0
+    assert "step 2 was whole when it was read again" in caplog.text
+    assert jct.StepManager(run).steps == [1, 2]
+
+
+def test_when_nothing_is_whole_nothing_is_set_aside(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2)
+    for step in (1, 2):
+        flip_a_payload_byte(step_path(run, step))
+    with jct.StepManager(run) as manager:
+        manager.own()
+        with pytest.raises(jct.CorruptCheckpointError, match="none of 2 committed steps can be restored"):
+            manager.restore()
+        assert manager.steps == [1, 2]
+    assert not (run / "notes.jsonl").exists()
+
+
+def test_a_run_that_has_only_damaged_steps_does_not_begin_anew_in_silence(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2)
+    flip_a_payload_byte(step_path(run, 2))
+    assert owned_restore(run) == 1
+    shutil.rmtree(step_path(run, 1))
+    with (
+        jct.CheckpointCallback(run) as ckpt,
+        pytest.raises(jct.CorruptCheckpointError, match="none of 1 committed steps"),
+    ):
+        ckpt.resume(state_of(0))
+
+
+def test_a_disk_that_refuses_the_note_lets_the_run_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = made_run(tmp_path, 1, 2)
+    flip_a_payload_byte(step_path(run, 2))
+    backend = RefusingBackend("append", "notes.jsonl", errno.EROFS, times=1000)
+    with jct.StepManager(run, backend=backend) as manager:
+        manager.own()
+        assert step_of(manager.restore()) == 1
+        assert "step 2 could not be set aside" in caplog.text
+        save_steps(manager, 3)
+        assert manager.latest == 3
+
+
+def test_one_that_was_mended_comes_back_when_it_is_asked_for_by_its_number(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2)
+    sound = segment_of(step_path(run, 2)).read_bytes()
+    flip_a_payload_byte(step_path(run, 2))
+    assert owned_restore(run) == 1
+    with jct.StepManager(run) as manager:
+        manager.own()
+        with pytest.raises(jct.CorruptCheckpointError, match="step 2 cannot be restored"):
+            manager.restore(step=2)
+    segment_of(step_path(run, 2)).write_bytes(sound)
+    reader = jct.StepManager(run)
+    assert (reader.steps, reader.damaged) == ([1], [2])
+    with jct.StepManager(run) as manager:
+        manager.own()
+        assert step_of(manager.restore(step=2)) == 2
+        assert (manager.steps, manager.damaged) == ([1, 2], [])
+    assert jct.StepManager(run).latest == 2
+
+
+def test_a_restore_of_a_part_of_it_takes_nothing_back(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, {"state": state_of(step), "data": jct.JsonValue(step)})
+            manager.wait()
+    flip_a_payload_byte(step_path(tmp_path, 2))
+    assert owned_restore(tmp_path) == 1
+    with jct.StepManager(tmp_path) as manager:
+        manager.own()
+        assert manager.restore({"data": None}, step=2)["data"].value == 2
+        assert manager.damaged == [2]
+    assert jct.StepManager(tmp_path).steps == [1]
+
+
+def test_when_only_damaged_ones_are_left_and_one_was_copied_anew_the_run_goes_on(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", 1, 2)
+    shutil.copytree(step_path(run, 2), tmp_path / "copy")
+    flip_a_payload_byte(step_path(run, 2))
+    assert owned_restore(run) == 1
+    shutil.rmtree(step_path(run, 1))
+    with pytest.raises(jct.CorruptCheckpointError, match="none of 1 committed steps"):
+        jct.StepManager(run).restore()
+    shutil.rmtree(step_path(run, 2))
+    shutil.copytree(tmp_path / "copy", step_path(run, 2))
+    with jct.CheckpointCallback(run) as ckpt:
+        ckpt.resume(state_of(0))
+        assert ckpt.completed_steps == 2
+    assert jct.StepManager(run).steps == [2]
+
+
+def test_one_whose_manifest_rots_afterwards_still_stays(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2)
+    flip_a_payload_byte(step_path(run, 2))
+    assert owned_restore(run) == 1
+    (step_path(run, 2) / "manifest.json").write_bytes(b"rotten")
+    with jct.StepManager(run, preservation_policy=jct.LatestN(1)) as manager:
+        save_steps(manager, 2, 3)
+        assert (manager.steps, manager.damaged) == ([3], [2])
+    assert step_names(run) == ["step-0000000002", "step-0000000003"]
+
+
+def test_a_verdict_of_before_does_not_hide_what_was_restored_since(tmp_path: Path) -> None:
+    """A reader looked while the step was still being copied here."""
+    run = made_run(tmp_path, 1, 2)
+    sound = segment_of(step_path(run, 2)).read_bytes()
+    segment_of(step_path(run, 2)).unlink()
+    with jct.StepManager(run) as manager:
+        assert step_of(manager.restore()) == 1
+        segment_of(step_path(run, 2)).write_bytes(sound)
+        assert step_of(manager.restore()) == 2
+        save_steps(manager, 3)
+        assert manager.steps == [1, 2, 3]
+
+
+def test_a_loop_that_did_not_resume_is_refused_too(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2)
+    flip_a_payload_byte(step_path(run, 2))
+    assert owned_restore(run) == 1
+    shutil.rmtree(step_path(run, 1))
+    with jct.CheckpointCallback(run) as ckpt, pytest.raises(jct.CorruptCheckpointError, match="damaged"):
+        ckpt({"w": jnp.zeros(3)}, step=1)
+
+
+def test_what_a_roll_back_has_left_behind_is_still_known(tmp_path: Path) -> None:
+    """The newest step, which says so, is the damaged one."""
+    run = made_run(tmp_path, 1, 2, 3)
+    with jct.StepManager(run) as manager:
+        manager.restore(step=1)
+        save_steps(manager, 10)
+    flip_a_payload_byte(step_path(run, 10))
+    assert owned_restore(run) == 1
+    assert step_of(jct.StepManager(run).restore()) == 1
+
+
+def test_a_training_goes_on_from_the_step_before_and_saves_the_same_one_again(tmp_path: Path) -> None:
+    def train(updates: int) -> tuple[int, float]:
+        with jct.CheckpointCallback(tmp_path, save_interval_steps=1) as ckpt:
+            state = ckpt.resume({"w": jnp.zeros(3000)})
+            begun = ckpt.completed_steps
+            for _ in ckpt.steps(updates):
+                state = {"w": state["w"] * 0.5 + 1.0}
+                ckpt(state)
+        return begun, float(state["w"][0])
+
+    _, whole = train(5)
+    shutil.rmtree(tmp_path)
+    train(3)
+    flip_a_payload_byte(step_path(tmp_path, 3))
+    assert train(5) == (2, whole)
+    assert not jct.verify(step_path(tmp_path, 3)).ok
+    assert jct.verify(tmp_path / "step-0000000003.g1").ok
+
+
+def test_metrics_of_a_step_that_was_set_aside_are_not_those_of_the_next(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2)
+    with jct.StepManager(run) as manager:
+        manager.attach_metrics(2, {"loss": 0.5})
+    flip_a_payload_byte(step_path(run, 2))
+    with jct.StepManager(run) as manager:
+        manager.own()
+        manager.restore()
+        save_steps(manager, 2)
+        assert manager.best("loss") is None
+    assert jct.StepManager(run).best("loss") is None

@@ -1,0 +1,260 @@
+"""A run directory: what its owner cleans up, what it leaves alone, and how it names what it saves."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.run.directory import RunDirectory
+from jaxckpt_train.run.history import utc_now
+from jaxckpt_train.store.backends.local import LocalBackend
+from tests.support.forking import Tell, forked
+from tests.support.runs import made_run, save_steps, state_of, step_of, step_path, talking_to
+
+KILLED_WHILE_SAVING = """
+import sys
+import jaxckpt_train as jct
+from tests.support.fake_backends import HoldingBackend
+from tests.support.runs import save_steps, state_of
+backend = HoldingBackend("rename", "step-0000000002")
+manager = jct.StepManager(sys.argv[1], backend=backend)
+save_steps(manager, 1)
+manager.save(2, {"state": state_of(2)})
+backend.reached.wait()
+print("all but committed", flush=True)
+sys.stdin.readline()
+"""
+SAVING_BESIDE = """
+import sys
+import jaxckpt_train as jct
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.transaction import Transaction
+Transaction(LocalBackend(), sys.argv[1] + "/export", StoreSettings()).add_folder("state")
+print("begun", flush=True)
+sys.stdin.readline()
+"""
+
+
+def names(directory: Path, part: str) -> list[str]:
+    return sorted(name for name in os.listdir(directory) if part in name)
+
+
+def opened(directory: Path) -> RunDirectory:
+    return RunDirectory(LocalBackend(), str(directory), None, utc_now)
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path) -> Path:
+    """A run with step 1, and an attempt at step 2 that was killed right before its commit."""
+    with talking_to(KILLED_WHILE_SAVING, tmp_path) as saver:
+        assert saver.read() == "all but committed"
+    assert len(names(tmp_path, ".tmp-")) == 1
+    return tmp_path
+
+
+def test_an_interrupted_attempt_is_no_step_and_its_next_owner_removes_it(interrupted: Path) -> None:
+    reader = jct.StepManager(interrupted)
+    assert (reader.steps, len(names(interrupted, ".tmp-"))) == ([1], 1)
+    reader.restore()
+    assert len(names(interrupted, ".tmp-")) == 1
+    with jct.StepManager(interrupted) as owner:
+        owner.own()
+        assert names(interrupted, ".tmp-") == []
+        assert [event["event"] for event in owner.history.events()][-2:] == ["take_over", "start"]
+        save_steps(owner, 2)
+    assert reader.steps == [1, 2]
+
+
+def test_attempts_of_others_in_the_same_directory_are_left_alone(tmp_path: Path) -> None:
+    """Someone exports a checkpoint, by `jaxckpt_train.save`, into the directory of a run."""
+    (tmp_path / ".notes.tmp-1-0").mkdir()
+    with talking_to(SAVING_BESIDE, tmp_path) as other:
+        assert other.read() == "begun"
+        before = names(tmp_path, ".tmp-")
+        assert len(before) == 2
+        with jct.StepManager(tmp_path) as owner:
+            save_steps(owner, 1)
+        assert names(tmp_path, ".tmp-") == before
+
+
+def test_what_does_not_belong_to_the_run_is_left_alone(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1)
+    (run / "config.yaml").write_text("mine")
+    (run / "step-1").mkdir()
+    (run / "step-0000000009").mkdir()
+    (run / "step-0000000009" / "half").write_text("a copy that broke off")
+    with jct.StepManager(run, preservation_policy=jct.LatestN(1)) as owner:
+        save_steps(owner, 2, 3)
+        assert owner.steps == [3]
+    assert (run / "config.yaml").read_text() == "mine"
+    assert (run / "step-0000000009" / "half").exists()
+    assert (run / "step-1").exists()
+
+
+def test_a_step_is_saved_beside_a_broken_copy_of_the_same_name(tmp_path: Path) -> None:
+    step_path(tmp_path, 5).mkdir()
+    with jct.StepManager(tmp_path) as owner:
+        save_steps(owner, 5)
+        assert owner.steps == [5]
+    assert names(tmp_path, "step-") == ["step-0000000005", "step-0000000005.g1"]
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_a_strangers_name_with_the_last_number_hides_no_save(tmp_path: Path, kind: str) -> None:
+    stranger = tmp_path / "step-0000000005.g999999"
+    if kind == "file":
+        stranger.write_bytes(b"")
+    else:
+        stranger.mkdir()
+    with jct.StepManager(tmp_path) as owner:
+        save_steps(owner, 5)
+    with jct.StepManager(tmp_path) as owner:
+        assert owner.steps == [5]
+        save_steps(owner, 5, overwrite=True)
+    assert jct.StepManager(tmp_path).steps == [5]
+    assert names(tmp_path, "step-") == ["step-0000000005.g1", "step-0000000005.g999999"]
+
+
+def test_names_of_new_saves(tmp_path: Path) -> None:
+    run = opened(made_run(tmp_path, 1, 2))
+    run.own()
+    try:
+        assert run.free_name(3) == "step-0000000003"
+        assert run.free_name(2) == "step-0000000002.g1"
+        run.refuse(3)
+        with pytest.raises(jct.CheckpointExistsError, match="step 2 is committed already"):
+            run.refuse(2)
+        assert run.lineage(3)["sequence"] == 2
+    finally:
+        run.close()
+
+
+def test_an_owner_asks_the_disk_once_and_a_reader_each_time(tmp_path: Path) -> None:
+    owner, reader = opened(tmp_path), opened(tmp_path)
+    owner.own()
+    assert (owner.entries(), reader.entries()) == ([], [])
+    made_run(tmp_path / "other", 1)
+    step_path(tmp_path / "other", 1).rename(step_path(tmp_path, 1))
+    assert owner.entries() == []
+    assert [entry.step for entry in reader.entries()] == [1]
+    owner.close()
+    assert [entry.step for entry in owner.entries()] == [1]
+
+
+def test_steps_that_policies_see_are_not_built_twice(tmp_path: Path) -> None:
+    run = opened(made_run(tmp_path, 1, 2))
+    run.own()
+    assert run.infos() is run.infos()
+    run.note(run.entries()[0], {"pin": True})
+    assert [info.pinned for info in run.infos()] == [True, False]
+    run.close()
+
+
+def test_a_run_directory_is_made_with_its_parents_by_the_first_save_only(tmp_path: Path) -> None:
+    run = tmp_path / "a" / "b"
+    manager = jct.StepManager(run)
+    assert manager.steps == []
+    assert not (tmp_path / "a").exists()
+    manager.save(1, {"state": state_of(1)})
+    manager.close()
+    assert manager.steps == [1]
+
+
+def test_a_file_in_the_place_of_the_run_is_told(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(jct.StorageError, match=r"a file is where a directory should be: choose another path"):
+        jct.StepManager(tmp_path / "run").own()
+
+
+def test_a_lock_that_somebody_removed_does_not_fail_the_close(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path) as owner:
+        save_steps(owner, 1)
+        (tmp_path / ".owner").unlink()
+    assert jct.StepManager(tmp_path).steps == [1]
+
+
+def test_an_owner_that_lost_its_lock_saves_nothing_more(tmp_path: Path) -> None:
+    manager = jct.StepManager(tmp_path)
+    manager.is_within = True  # an idle one would give way to the other, which is in place of another process here
+    save_steps(manager, 1)
+    (tmp_path / ".owner").unlink()
+    with jct.StepManager(tmp_path) as other:
+        other.restore({"state": state_of(0)})
+        save_steps(other, 2)
+        for at in (2, 3):
+            assert manager.save(at, {"state": state_of(99)}).saved
+            with pytest.raises(jct.DirectoryLockedError, match="this job owned it"):
+                manager.wait()
+    assert manager.save(2, {"state": state_of(99)}).saved
+    with pytest.raises(jct.DirectoryLockedError, match="this job owned it"):
+        manager.close()
+    reader = jct.StepManager(tmp_path)
+    assert reader.steps == [1, 2]
+    assert step_of(reader.restore({"state": state_of(0)})) == 2
+
+
+def test_a_reader_sees_what_was_committed_since(tmp_path: Path) -> None:
+    reader = jct.StepManager(tmp_path)
+    assert not reader.is_committed(1)
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as owner:
+        save_steps(owner, 1)
+        assert reader.is_committed(1)
+        save_steps(owner, 2)
+    assert (reader.is_committed(1), reader.is_committed(2)) == (False, True)
+
+
+def forked_while_held(guard: Any, work: Callable[[Tell], None]) -> Any:
+    """What a child tells that is forked while another thread of its parent is within this guard."""
+    held, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with guard:
+            held.set()
+            go.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(60)
+    found = forked(work, longest_s=10)
+    go.set()
+    thread.join()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_child_reads_whatever_a_thread_of_its_parent_was_at(tmp_path: Path) -> None:
+    """As that of a save, which takes note of its commit."""
+    manager = jct.StepManager(made_run(tmp_path, 1, 2))
+    manager.own()
+
+    def look(tell: Tell) -> None:
+        tell("steps", [manager.steps, manager.latest])
+
+    found = forked_while_held(manager._run._guard, look)
+    manager.close()
+    assert found == ([("steps", [[1, 2], 2])], 0)
+
+
+@pytest.mark.parametrize("part", ["manager", "lock"])
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_child_is_told_whatever_a_thread_of_its_parent_was_at(tmp_path: Path, part: str) -> None:
+    """As one that begins a save, or takes the directory."""
+    manager = jct.StepManager(made_run(tmp_path, 1))
+    manager.own()
+
+    def use(tell: Tell) -> None:
+        with pytest.raises(jct.DirectoryLockedError, match="of which this is a forked child"):
+            manager.save(2, {"state": state_of(2)})
+        manager.close()
+        tell("closed", [])
+
+    found = forked_while_held(manager._guard if part == "manager" else manager._run._lock._guard, use)
+    manager.close()
+    assert found == ([("closed", [])], 0)

@@ -1,0 +1,481 @@
+"""A save that fails in the background: loud, once, and without harm to the steps that are there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.errors import StorageError
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.threads import paused_collection
+from tests.conftest import RunPython
+from tests.support.fake_backends import HoldingBackend, RefusingBackend
+from tests.support.runs import flip_a_payload_byte, made_run, save_steps, state_of, step_of, step_path
+
+LOST = """
+import errno, sys
+import jaxckpt_train as jct
+from tests.support.fake_backends import RefusingBackend
+from tests.support.runs import save_steps, state_of
+manager = jct.StepManager(sys.argv[1], backend=RefusingBackend("create", "step-0000000002", errno.EIO, 1))
+save_steps(manager, 1)
+manager.save(2, {"state": state_of(2)})
+if sys.argv[2] == "raise":
+    raise ValueError("the loop's own error")
+"""
+
+
+def failing(directory: Path, step: int, code: int = errno.EIO) -> jct.StepManager:
+    return jct.StepManager(directory, backend=RefusingBackend("create", f"step-{step:010d}", code, 1))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"this user may not mount a tmpfs: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder: Path, leave_bytes: int) -> Path:
+    """A file that takes all of the space but this much."""
+    there = os.statvfs(folder)
+    path = folder / "filler"
+    path.write_bytes(bytes(there.f_bavail * there.f_frsize - leave_bytes))
+    return path
+
+
+def big_state(step: int) -> dict[str, object]:
+    return {"w": jnp.full(150_000, step, jnp.float32), "step": jnp.int32(step)}
+
+
+@pytest.mark.parametrize("when", ["wait", "save", "close"])
+def test_a_full_disk_is_told_at_the_next_call_and_costs_no_step(small_disk: Path, when: str) -> None:
+    run = small_disk / "run"
+    manager = jct.StepManager(run)
+    manager.save(1, {"state": big_state(1)})
+    manager.wait()
+    filler = fill(small_disk, 100_000)
+    pending = manager.save(2, {"state": big_state(2)}).pending
+    assert pending is not None
+    pending.committed.exception()
+    calls = {"wait": manager.wait, "save": lambda: manager.save(3, {"state": big_state(3)}), "close": manager.close}
+    with pytest.raises(OSError, match=r"No space left on device; free some space.*step-0000000002") as caught:
+        calls[when]()
+    assert caught.value.errno == errno.ENOSPC
+    assert isinstance(caught.value, jct.StorageError)
+    assert caught.value.__notes__[0] == f"while saving step 2 to {run} in the background"
+    assert (manager.latest, manager.steps) == (1, [1])
+    assert float(manager.restore()["state"]["w"][0]) == 1
+    assert not [name for name in os.listdir(run) if ".tmp-" in name]
+    filler.unlink()
+    if when != "close":
+        manager.save(3, {"state": big_state(3)})
+        manager.close()
+        assert float(jct.StepManager(run).restore()["state"]["w"][-1]) == 3
+
+
+def test_a_failure_is_told_once(tmp_path: Path) -> None:
+    manager = failing(tmp_path, 2)
+    save_steps(manager, 1)
+    manager.save(2, {"state": state_of(2)})
+    with pytest.raises(jct.StorageError, match="refused to create"):
+        manager.wait()
+    manager.wait()
+    manager.check()
+    save_steps(manager, 2)
+    manager.close()
+    assert manager.steps == [1, 2]
+
+
+def test_a_save_that_fails_while_the_next_is_decided_on_is_told_by_that(tmp_path: Path) -> None:
+    backend = HoldingBackend("create", "step-0000000001")
+
+    class FailsMeanwhile:
+        """Lets the save before fail before it decides."""
+
+        def should_save(self, step: object, previous: object, *, context: object) -> bool:
+            if backend.reached.is_set():
+                backend.go.set()
+                assert manager._save_slot.pending is not None
+                manager._save_slot.pending._ended.wait(60)
+            return True
+
+    manager = jct.StepManager(tmp_path, backend=backend, save_decision_policy=FailsMeanwhile())
+    monkeyed = backend.create
+
+    def refuse(path: str, *, direct: object) -> object:
+        monkeyed(path, direct=direct)
+        raise jct.StorageError(errno.EIO, "refused to create", path)
+
+    backend.create = refuse  # type: ignore[method-assign, assignment]
+    manager.save(1, {"state": state_of(1)})
+    assert backend.reached.wait(60)
+    with pytest.raises(jct.StorageError, match="refused to create"):
+        manager.save(2, {"state": state_of(2)})
+    manager.close()
+    assert manager.steps == []
+
+
+def test_a_failure_is_in_the_history(tmp_path: Path) -> None:
+    manager = failing(tmp_path, 1)
+    manager.save(1, {"state": state_of(1)})
+    with pytest.raises(jct.StorageError):
+        manager.wait()
+    _, event = manager.history.events()
+    assert (event["event"], event["step"], event["ok"]) == ("save", 1, False)
+    assert "refused to create" in event["error"]
+    manager.close()
+
+
+def test_a_failure_does_not_let_retention_run(tmp_path: Path) -> None:
+    made_run(tmp_path, 1)
+    backend = RefusingBackend("rename", ".step-0000000002.tmp", errno.EIO, 1)
+    manager = jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend)
+    manager.save(2, {"state": state_of(2)})
+    with pytest.raises(jct.StorageError, match="refused to rename"):
+        manager.close()
+    assert step_of(jct.StepManager(tmp_path).restore()) == 1
+
+
+def test_the_loops_own_error_is_what_the_user_sees(tmp_path: Path) -> None:
+    manager = failing(tmp_path, 1)
+    with pytest.raises(ValueError, match="the loop's own error") as caught, manager:
+        manager.save(1, {"state": state_of(1)})
+        raise ValueError("the loop's own error")
+    assert "besides, closing" in caught.value.__notes__[0]
+    assert "refused to create" in caught.value.__notes__[0]
+    with jct.StepManager(tmp_path) as other:
+        other.own()  # the directory is free again
+
+
+def test_an_error_of_the_loop_still_drains_the_save(tmp_path: Path) -> None:
+    backend = HoldingBackend("none", "")
+    with pytest.raises(ValueError, match="own"), jct.StepManager(tmp_path, backend=backend) as manager:
+        manager.save(1, {"state": state_of(1)})
+        raise ValueError("own")
+    assert jct.StepManager(tmp_path).latest == 1
+
+
+def test_a_script_that_ends_without_asking_leaves_with_an_error(tmp_path: Path, run_python: RunPython) -> None:
+    done = run_python(LOST, tmp_path, "end")
+    assert done.returncode == 1
+    assert f"saving step 2 to {tmp_path} failed, and nobody asked for it" in done.stderr
+    assert "refused to create" in done.stderr
+    assert step_of(jct.StepManager(tmp_path).restore()) == 1
+
+
+def test_a_script_that_raises_shows_its_own_error_too(tmp_path: Path, run_python: RunPython) -> None:
+    done = run_python(LOST, tmp_path, "raise")
+    assert done.returncode == 1
+    assert "ValueError: the loop's own error" in done.stderr
+    assert "refused to create" in done.stderr
+
+
+def test_an_interrupt_while_the_state_streams_does_not_lose_the_save(tmp_path: Path) -> None:
+    """The manager still knows it, waits for it when it is closed, and frees its directory only then."""
+    state = {"w": jnp.arange(1 << 20, dtype=jnp.float32)}
+    backend = HoldingBackend("create", "p00000-s000")
+    settings = jct.StoreSettings(snapshot="stream", staging_bytes=1 << 20)
+    manager = jct.StepManager(tmp_path / "run", settings=settings, backend=backend)  # type: ignore[arg-type]
+
+    def interrupt() -> None:
+        assert backend.reached.wait(60)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    helper = threading.Thread(target=interrupt)
+    helper.start()
+    with pytest.raises(KeyboardInterrupt):
+        manager.save(5, {"state": state}, force=True)
+    helper.join()
+    assert manager.is_saving_in_progress()
+    backend.go.set()
+    manager.close()
+    assert jct.StepManager(tmp_path / "run").latest == 5
+
+
+def test_who_is_interrupted_while_closing_stays_the_owner_until_the_save_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another job would else take the directory, and remove the attempt that is still being written."""
+    backend = HoldingBackend("create", "p00000-s000")
+    manager = jct.StepManager(tmp_path / "run", backend=backend)
+    pending = manager.save(5, {"state": state_of(5)}).pending
+    assert pending is not None
+    wait, waiting = manager.wait, threading.Event()
+    monkeypatch.setattr(manager, "wait", lambda: (waiting.set(), wait()))
+
+    def interrupt() -> None:
+        assert backend.reached.wait(60)
+        assert waiting.wait(60)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    helper = threading.Thread(target=interrupt)
+    helper.start()
+    with paused_collection(), pytest.raises(KeyboardInterrupt):
+        manager.close()
+    helper.join()
+    with pytest.raises(jct.DirectoryLockedError, match="this very process"):
+        jct.StepManager(tmp_path / "run").own()
+    backend.go.set()
+    pending.wait()
+    with jct.StepManager(tmp_path / "run") as other:
+        other.own()
+        assert other.steps == [5]
+
+
+@pytest.mark.parametrize("snapshot", ["auto", "host", "stream", "device"])
+def test_saves_work_without_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Any) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    settings = jct.StoreSettings(snapshot=snapshot)
+    assert jct.save_async(tmp_path / "c", {"w": jnp.arange(3)}, settings=settings).done()
+    assert jct.load(tmp_path / "c")["w"].tolist() == [0, 1, 2]
+    with jct.StepManager(tmp_path / "run", preservation_policy=jct.LatestN(1), settings=settings) as manager:
+        for step in (1, 2):
+            manager.save(step, {"state": {"w": jnp.arange(step)}})
+    assert jct.StepManager(tmp_path / "run").steps == [2]
+    assert sorted(each.name for each in (tmp_path / "run").iterdir()) == ["history.jsonl", "step-0000000002"]
+
+
+class Label(str):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    ("reason", "written"), [("notice \udcff", r"notice \udcff"), (Label("mine"), "mine"), (Path("a/b"), "a/b")]
+)
+def test_no_reason_fails_a_save(tmp_path: Path, reason: Any, written: str) -> None:
+    with jct.StepManager(tmp_path) as manager:
+        manager.save(1, {"state": state_of(1)}, reason=reason)
+        manager.wait()
+        assert manager.history.events()[-1]["reason"] == written
+    assert jct.StepManager(tmp_path).steps == [1]
+
+
+def test_metrics_whose_names_are_no_unicode_are_refused_by_the_call(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path) as manager:
+        with pytest.raises(jct.SettingsError, match="expected names of valid Unicode"):
+            manager.save(1, {"state": state_of(1)}, metrics={"loss \udcff": 1.0})
+        manager.save(1, {"state": state_of(1)}, metrics={"loss": 1.0})
+        manager.wait()
+        with pytest.raises(jct.SettingsError, match="expected names of valid Unicode"):
+            manager.attach_metrics(1, {"loss \udcff": 1.0})
+        assert manager.metadata(1).metrics == {"loss": 1.0}
+
+
+class TakesNothingBack(LocalBackend):
+    """While it is `ill`: the run directory is not synced, and no step gets another name."""
+
+    def __init__(self, run: Path) -> None:
+        self._run, self.ill = str(run), False
+
+    def sync(self, path: str) -> None:
+        if self.ill and path == self._run:
+            raise StorageError(errno.EIO, "refused", path)
+        super().sync(path)
+
+    def rename(self, source: str, target: str) -> None:
+        if self.ill and source.rpartition("/")[2].startswith("step-"):
+            raise StorageError(errno.EIO, "refused", source)
+        super().rename(source, target)
+
+
+@pytest.mark.parametrize("back_to", [None, 10])
+def test_nobody_goes_on_from_a_save_that_failed_and_could_not_be_taken_back(
+    tmp_path: Path, back_to: int | None
+) -> None:
+    backend = TakesNothingBack(tmp_path)
+    with jct.StepManager(tmp_path, backend=backend) as steps:
+        save_steps(steps, 10, 20)
+        backend.ill = True
+        with pytest.raises(StorageError) as failed:
+            save_steps(steps, 30)
+        assert any("could not be taken back" in note for note in failed.value.__notes__)
+        backend.ill = False
+        steps.restore(step=back_to)
+        save_steps(steps, 15 if back_to else 25)
+    with jct.StepManager(tmp_path) as later:
+        assert later.latest == step_of(later.restore()) == (15 if back_to else 25)
+        save_steps(later, 30)  # what is there of it is nobody's
+    with jct.StepManager(tmp_path) as last:
+        assert last.latest == step_of(last.restore()) == 30
+
+
+def test_a_number_whose_save_could_not_be_taken_back_is_saved_again(tmp_path: Path) -> None:
+    backend = TakesNothingBack(tmp_path)
+    with jct.StepManager(tmp_path, backend=backend) as steps:
+        save_steps(steps, 10)
+        backend.ill = True
+        with pytest.raises(StorageError):
+            steps.save(20, {"state": state_of(0)})
+            steps.wait()
+        backend.ill = False
+        save_steps(steps, 20)
+    with jct.StepManager(tmp_path) as later:
+        assert step_of(later.restore()) == 20
+
+
+def test_a_save_that_is_made_again_under_its_name_is_one_of_the_run(tmp_path: Path) -> None:
+    backend = TakesNothingBack(tmp_path)
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(2), backend=backend) as steps:
+        save_steps(steps, 10)
+        backend.ill = True
+        with pytest.raises(StorageError):
+            save_steps(steps, 20)
+        backend.ill = False
+        shutil.rmtree(step_path(tmp_path, 20))  # by hand
+        save_steps(steps, 20, 30)
+        assert (steps.is_committed(20), steps.steps) == (True, [20, 30])
+        flip_a_payload_byte(step_path(tmp_path, 30))
+        assert step_of(steps.restore()) == 20
+
+
+class Misreports(LocalBackend):
+    """Tells of the rename of one step that it failed, and does it all the same, as disks beyond a network may."""
+
+    def __init__(self, *, is_ill_after: bool) -> None:
+        self.is_ill_after, self.is_ill = is_ill_after, False
+
+    def rename(self, source: str, target: str) -> None:
+        super().rename(source, target)
+        if target.endswith("/step-0000000030"):
+            self.is_ill = self.is_ill_after
+            raise StorageError(errno.EIO, "told as failed", source)
+
+    def open(self, directory: str, name: str, *, direct: Any) -> Any:
+        if self.is_ill:
+            raise StorageError(errno.EIO, "cannot be read", f"{directory}/{name}")
+        return super().open(directory, name, direct=direct)
+
+
+@pytest.mark.parametrize("is_ill_after", [False, True])
+def test_a_save_whose_name_is_there_though_the_disk_denies_it_is_not_gone_on_from(
+    tmp_path: Path, is_ill_after: bool
+) -> None:
+    backend = Misreports(is_ill_after=is_ill_after)
+    with jct.StepManager(tmp_path, backend=backend) as steps:
+        save_steps(steps, 10, 20)
+        with pytest.raises(StorageError, match="told as failed"):
+            save_steps(steps, 30)
+        backend.is_ill = False
+        assert step_of(steps.restore(step=10)) == 10
+        save_steps(steps, 15)
+    with jct.StepManager(tmp_path) as later:
+        assert not later.is_committed(30)
+    flip_a_payload_byte(step_path(tmp_path, 15))
+    with jct.StepManager(tmp_path) as later:
+        assert step_of(later.restore()) == 10
+
+
+def test_what_somebody_else_has_put_in_the_place_of_a_save_is_not_taken_for_it(tmp_path: Path) -> None:
+    made_run(tmp_path / "run", 10)
+    made_run(tmp_path / "other", 20)
+    backend = HoldingBackend("rename", "/run/step-0000000020")
+    with jct.StepManager(tmp_path / "run", backend=backend) as steps:
+        steps.save(20, {"state": state_of(0)})
+        assert backend.reached.wait(60)
+        shutil.copytree(step_path(tmp_path / "other", 20), step_path(tmp_path / "run", 20))
+        backend.go.set()
+        with pytest.raises(jct.CheckpointExistsError):
+            steps.wait()
+        save_steps(steps, 30)
+    flip_a_payload_byte(step_path(tmp_path / "run", 30))
+    assert step_of(jct.StepManager(tmp_path / "run").restore()) == 20
+
+
+@pytest.fixture
+def no_space_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have the first such call on a file of an attempt say that there is no space, as NFS does."""
+
+    def arm(name: str) -> None:
+        real, armed = getattr(os, name), [True]
+
+        def refuses(descriptor: int, *arguments: Any) -> Any:
+            path = f"/proc/self/fd/{descriptor}"
+            if armed[0] and os.path.isfile(path) and ".tmp-" in os.readlink(path):
+                armed[0] = False
+                if name == "close":
+                    real(descriptor)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(descriptor, *arguments)
+
+        monkeypatch.setattr(os, name, refuses)
+
+    return arm
+
+
+LATE = jct.StoreSettings(direct_io=False)
+
+
+@pytest.mark.parametrize("call", ["fdatasync", "fsync", "close"])
+def test_a_disk_that_is_full_only_when_a_file_is_finished_leaves_no_attempt(
+    tmp_path: Path, no_space_at: Callable[[str], None], call: str
+) -> None:
+    with jct.StepManager(tmp_path, settings=LATE) as manager:
+        save_steps(manager, 1)
+        no_space_at(call)
+        with pytest.raises(StorageError) as full:
+            save_steps(manager, 2)
+        assert full.value.errno == errno.ENOSPC
+        assert [name for name in os.listdir(tmp_path) if ".tmp-" in name] == []
+        save_steps(manager, 2)
+        assert manager.steps == [1, 2]
+
+
+class Clinging(LocalBackend):
+    """Does not remove attempts, for some tries."""
+
+    def __init__(self, tries: int) -> None:
+        self.tries = tries
+
+    def remove(self, path: str) -> None:
+        if self.tries and ".tmp-" in path.rpartition("/")[2]:
+            self.tries -= 1
+            raise StorageError(errno.EBUSY, "cannot remove", path)
+        super().remove(path)
+
+
+@pytest.mark.parametrize("call", ["fdatasync", "close"])
+@pytest.mark.parametrize("tries", [1, 2, 1000])
+def test_an_attempt_that_could_not_be_removed_goes_with_the_next_save_or_start(
+    tmp_path: Path, no_space_at: Callable[[str], None], call: str, tries: int
+) -> None:
+    disk = Clinging(tries)
+
+    def attempts() -> int:
+        return sum(".tmp-" in name for name in os.listdir(tmp_path))
+
+    with jct.StepManager(tmp_path, settings=LATE, backend=disk) as manager:
+        save_steps(manager, 1)
+        no_space_at(call)
+        with pytest.raises(StorageError) as full:
+            save_steps(manager, 2)
+        assert full.value.errno == errno.ENOSPC
+        assert attempts() == 1
+        save_steps(manager, 3)
+        assert attempts() == (0 if tries == 1 else 1)
+        save_steps(manager, 4)
+        assert attempts() == (1 if tries == 1000 else 0)
+    with jct.StepManager(tmp_path) as manager:
+        save_steps(manager, 5)
+        assert attempts() == 0

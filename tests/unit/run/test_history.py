@@ -1,0 +1,270 @@
+"""The history: lines that survive crashes, metrics that JSON has no number for, and a disk that refuses."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import threading
+from pathlib import Path
+
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import pytest
+
+from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.run.history import HISTORY_NAME, RECENT_BYTES, History, metrics_to_json, plain_metrics
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.manifest import metrics_from_json
+from tests.support.fake_backends import RefusingBackend
+from tests.support.runs import START
+
+
+def test_events_come_back_in_order_without_empty_fields(tmp_path: Path) -> None:
+    history = History(LocalBackend(), str(tmp_path))
+    history.add("save", START, step=1, error=None)
+    history.add("delete", START, name="step-0000000001")
+    time = "2026-03-01T00:00:00.000+00:00"
+    assert history.events() == [
+        {"event": "save", "time": time, "step": 1},
+        {"event": "delete", "time": time, "name": "step-0000000001"},
+    ]
+
+
+def test_no_history_is_an_empty_one(tmp_path: Path) -> None:
+    assert History(LocalBackend(), str(tmp_path / "nothing")).events() == []
+
+
+def test_a_line_cut_by_a_crash_is_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / HISTORY_NAME).write_bytes(b'{"event":"save"}\n{"event":"sa\n[1]\n\xff\n{"event":"restore"}\n{"ev')
+    events = History(LocalBackend(), str(tmp_path)).events()
+    assert [event["event"] for event in events] == ["save", "restore"]
+    assert [record.args[1] for record in caplog.records if isinstance(record.args, tuple)] == [2, 3, 4, 6]
+    assert "history.jsonl: line 2 is left out" in caplog.text
+
+
+def test_half_a_line_takes_no_event_with_it(tmp_path: Path) -> None:
+    first = History(LocalBackend(), str(tmp_path))
+    first.add("save", START, step=1)
+    with (tmp_path / HISTORY_NAME).open("ab") as file:
+        file.write(b'{"event":"sa')
+    second = History(LocalBackend(), str(tmp_path))
+    for step in (2, 3):
+        second.add("save", START, step=step)
+    assert [event["step"] for event in second.events()] == [1, 2, 3]
+    assert b"\n\n" not in (tmp_path / HISTORY_NAME).read_bytes()
+
+
+def test_a_disk_that_refuses_the_history_warns_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    history = History(RefusingBackend("append", HISTORY_NAME, errno.ENOSPC, 1), str(tmp_path))
+    history.add("save", START, step=1)
+    assert "the history was not written" in caplog.text
+    history.add("save", START, step=2)
+    assert [event["step"] for event in history.events()] == [2]
+
+
+@pytest.mark.parametrize("value", [0.1, -0.0, 1e308, 5e-324, math.inf, -math.inf])
+def test_metrics_come_back_bit_for_bit(tmp_path: Path, value: float) -> None:
+    history = History(LocalBackend(), str(tmp_path))
+    history.add("save", START, metrics=metrics_to_json({"loss": value}))
+    found = metrics_from_json(history.events()[0]["metrics"])["loss"]
+    assert (found, math.copysign(1, found)) == (value, math.copysign(1, value))
+
+
+def test_nan_comes_back_as_nan(tmp_path: Path) -> None:
+    history = History(LocalBackend(), str(tmp_path))
+    history.add("save", START, metrics=metrics_to_json({"loss": math.nan}))
+    assert math.isnan(metrics_from_json(history.events()[0]["metrics"])["loss"])
+
+
+def test_what_is_no_number_is_left_out_of_stored_metrics() -> None:
+    assert metrics_from_json({"a": 1, "b": "many", "c": None, "d": [1]}) == {"a": 1.0}
+    assert metrics_from_json({"huge": 10**400, "a": 1, "inf": "inf"}) == {"a": 1.0, "inf": math.inf}
+
+
+@pytest.mark.parametrize("stored", [None, [1], "loss", 3, True])
+def test_stored_metrics_that_are_no_mapping_are_none(stored: object) -> None:
+    assert metrics_from_json(stored) == {}
+
+
+def test_numbers_of_devices_and_numpy_become_floats() -> None:
+    found = plain_metrics({"a": jnp.float32(0.5), "b": np.int64(3), "c": jnp.ones((1,)), "d": 2, "e": True})
+    assert found == {"a": 0.5, "b": 3.0, "c": 1.0, "d": 2.0, "e": 1.0}
+    assert {type(value) for value in found.values()} == {float}
+
+
+@pytest.mark.parametrize("value", ["low", "3.0", b"3.0", np.str_("3.0"), [1.0, 2.0], np.ones(2), None, {}])
+def test_a_metric_that_is_no_single_number_is_refused(value: object) -> None:
+    with pytest.raises(SettingsError, match="metric 'loss': expected a single number, found"):
+        plain_metrics({"loss": value})
+
+
+def test_a_metric_whose_name_is_no_text_is_refused() -> None:
+    with pytest.raises(SettingsError, match="metrics: expected names as text, found 3"):
+        plain_metrics({3: 1.0})  # type: ignore[dict-item]  # what is refused
+
+
+def test_a_metric_whose_name_is_no_unicode_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"metrics: expected names of valid Unicode, found 'a\\udcff'; rename it"):
+        plain_metrics({"a\udcff": 1.0})
+
+
+def test_text_that_is_no_unicode_is_written_as_json_can_hold_it(tmp_path: Path) -> None:
+    history = History(LocalBackend(), str(tmp_path))
+    history.add("save", START, error="no \udcff é", leaves=["a", "\udc80"], more={"\ud800": 1.5})
+    event = history.events()[0]
+    assert (event["error"], event["leaves"], event["more"]) == (r"no \udcff é", ["a", r"\udc80"], {r"\ud800": 1.5})
+
+
+def test_lines_that_are_no_records_do_not_hide_those_after_them(tmp_path: Path) -> None:
+    (tmp_path / HISTORY_NAME).write_bytes(b'\n\n"text"\n{"event":"save"}\n')
+    assert History(LocalBackend(), str(tmp_path)).events() == [{"event": "save"}]
+
+
+def test_of_a_history_that_is_too_large_both_ends_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    history = History(LocalBackend(), str(tmp_path))
+    history.add("save", START, step=1)
+    os.truncate(tmp_path / HISTORY_NAME, 1 << 40)
+    with (tmp_path / HISTORY_NAME).open("ab") as file:
+        file.write(b"\n")
+    history.add("save", START, step=2)
+    assert [event["step"] for event in history.events()] == [1, 2]
+    assert "history.jsonl: too large to be read whole: what lies in the middle, to byte 1099377410" in caplog.text
+
+
+class Small(msgspec.Struct):
+    event: str
+    step: int
+
+
+@pytest.mark.parametrize("block_bytes", [1, 7, 64, 4096])
+def test_events_are_read_block_by_block_wherever_blocks_end(
+    block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("jaxckpt_train.run.history.BLOCK_BYTES", block_bytes)
+    history = History(LocalBackend(), str(tmp_path))
+    for step in range(20):
+        history.add("save", START, step=step, reason="é" * step)
+    with (tmp_path / HISTORY_NAME).open("ab") as file:
+        file.write(b'\n{"event":"save"}\n[3]\n{"event":"save","step":"x"}\n{"event":"save","step":20}')
+    assert [event.get("step") for event in history.events()] == [*range(20), None, "x", 20]
+    assert caplog.text.count("is left out") == 1
+    assert [each.step for each in history.each(Small)] == [*range(21)]
+    assert caplog.text.count("is left out") == 2
+
+
+def test_a_line_that_never_ends_is_not_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxckpt_train.run.history.BLOCK_BYTES", 64)
+    monkeypatch.setattr("jaxckpt_train.run.history.MOST_LINE_BYTES", 512)
+    history = History(LocalBackend(), str(tmp_path))
+    history.add("save", START, step=1)
+    with (tmp_path / HISTORY_NAME).open("ab") as file:
+        file.write(b"[" * 5000 + b"\n")
+    history.add("save", START, step=2)
+    assert [event["step"] for event in history.events()] == [1, 2]
+
+
+def test_the_recent_events_are_all_of_a_small_history_and_none_of_no_history(tmp_path: Path) -> None:
+    history = History(LocalBackend(), str(tmp_path))
+    assert history.recent() == []
+    for step in range(3):
+        history.add("save", START, step=step)
+    assert history.recent() == history.events()
+
+
+def test_of_a_very_large_history_the_end_is_recent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / HISTORY_NAME).write_bytes(b'{"event":"save","step":1}\n')
+    os.truncate(tmp_path / HISTORY_NAME, 1 << 40)
+    filling = b'{"event":"delete","name":"' + b"x" * 100 + b'"}\n'
+    with (tmp_path / HISTORY_NAME).open("ab") as file:
+        file.write(b"\n" + filling * (RECENT_BYTES // len(filling)) + b'{"event":"save","step":2}\n')
+    history = History(LocalBackend(), str(tmp_path))
+    recent = history.recent()
+    assert recent[-1] == {"event": "save", "step": 2}
+    assert {event["event"] for event in recent[:-1]} == {"delete"}  # none of the halved ones
+    assert (len(recent) - 1) * len(filling) <= RECENT_BYTES < (len(recent) + 1) * len(filling)
+    assert caplog.text == ""  # whoever asks for all of it is told
+
+
+def test_a_history_that_grows_beyond_what_is_recent_loses_only_that(tmp_path: Path) -> None:
+    line = b'{"event":"save","step":1}\n'
+    (tmp_path / HISTORY_NAME).write_bytes(line * (RECENT_BYTES // len(line) + 10))
+    assert len(History(LocalBackend(), str(tmp_path)).recent()) == RECENT_BYTES // len(line)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff\xfe\x00" * 1000,
+        b"[" * (1 << 20),
+        b'{"event":' * (1 << 16),
+        b"\n" * 1000,
+        b'{"event":"save","step":1e999}\n',
+        b'"text"\n17\nnull\n',
+    ],
+)
+def test_a_damaged_history_has_no_recent_events_but_those_that_are_whole(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / HISTORY_NAME).write_bytes(data)
+    history = History(LocalBackend(), str(tmp_path))
+    assert history.recent() == []
+    history.add("save", START, step=7)
+    assert [event["step"] for event in history.recent()] == [7]
+
+
+def test_a_history_that_cannot_be_read_has_no_recent_events_which_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    History(LocalBackend(), str(tmp_path)).add("save", START, step=7)
+    history = History(RefusingBackend("open", HISTORY_NAME, errno.EIO, 1), str(tmp_path))
+    assert history.recent() == []
+    assert "what the history says of earlier processes is not known" in caplog.text
+    assert [event["step"] for event in history.recent()] == [7]
+
+
+def test_two_threads_that_note_at_once_lose_no_event(tmp_path: Path) -> None:
+    history = History(LocalBackend(), str(tmp_path))
+    threads = [
+        threading.Thread(target=lambda: [history.add("progress", START, step=step) for step in range(200)])
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(event["step"] for event in history.events()) == sorted([*range(200)] * 3)
+
+
+def test_seconds_are_noted_to_the_microsecond_and_nothing_else_is_rounded(tmp_path: Path) -> None:
+    history = History(LocalBackend(), str(tmp_path))
+    history.add("save", START, write_s=0.1234567891, share=0.1234567891, bytes_per_s=12, blocked_s=math.inf)
+    (event,) = history.events()
+    assert (event["write_s"], event["share"], event["bytes_per_s"]) == (0.123457, 0.1234567891, 12)
+    assert event["blocked_s"] is None  # which JSON has for it
+
+
+def test_of_a_history_that_is_damaged_all_over_a_few_lines_are_told_of_and_then_how_many_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    history = History(LocalBackend(), str(tmp_path))
+    history.add("a", START)
+    with (tmp_path / HISTORY_NAME).open("ab") as file:
+        file.write(b"\xff\n" * 1000)
+    history.add("b", START)
+    assert [event["event"] for event in history.events()] == ["a", "b"]
+    told = [message.partition("history.jsonl: ")[2] for message in caplog.messages]
+    assert [text.partition(" is left out")[0] for text in told] == [
+        *[f"line {number}" for number in range(2, 7)],
+        "and 995 more lines are left out",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(np.ma.masked, "masked"), (10**400, "1000*[.]{3}$"), (10**5000, "one int")],
+    ids=["masked", "400 digits", "5000 digits"],
+)
+def test_a_metric_that_is_no_number_is_told_in_short(value: object, said: str) -> None:
+    with pytest.raises(SettingsError, match=f"metric 'loss': expected a single number, found {said}") as caught:
+        plain_metrics({"loss": value})
+    assert len(str(caught.value)) < 300

@@ -1,0 +1,355 @@
+"""Once a step was set aside, its neighbours are verified in the background, and no others; then the thread ends."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.errors import StorageError
+from jaxckpt_train.run import scrubber
+from jaxckpt_train.store import verify
+from jaxckpt_train.store.backends.local import LocalBackend
+from tests.support.runs import flip_a_payload_byte, save_steps, state_of, step_path
+
+pytestmark = pytest.mark.timeout(120)
+
+THREAD = "jaxckpt-scrub"
+
+
+class ReadBackend(LocalBackend):
+    """Writes down which steps are read, and by whom; `instead` is called before each file is opened."""
+
+    def __init__(self, instead: Callable[[str, str], None] = lambda directory, name: None) -> None:
+        self._instead = instead
+        self._opened: list[tuple[str, int, str]] = []
+
+    def open(self, directory: str, name: str, *, direct: Any) -> Any:
+        found = re.search(r"step-(\d+)", directory)
+        if found is not None:
+            self._opened.append((threading.current_thread().name, int(found[1]), name))
+            self._instead(directory, name)
+        return super().open(directory, name, direct=direct)
+
+    def opened(self, name: str, *, behind: bool) -> list[int]:
+        """Of which steps this file was read, by the thread or by others, in order."""
+        return [step for thread, step, file in self._opened if file == name and (thread == THREAD) == behind]
+
+    @property
+    def verified(self) -> set[int]:
+        return {step for thread, step, _ in self._opened if thread == THREAD}
+
+
+def parts_of(step: int) -> dict[str, Any]:
+    return {"state": state_of(step), "extra": {"v": np.arange(3000.0) + step}}
+
+
+def made(run: Path, *steps: int) -> Path:
+    """A run whose steps hold two checkpointables."""
+    with jct.StepManager(run) as manager:
+        for step in steps:
+            manager.save(step, parts_of(step))
+            manager.wait()
+    return run
+
+
+def damage_extra(step: Path) -> None:
+    """Where a restore of the state alone does not look."""
+    path = step / "extra" / "p00000-s000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+
+
+def when_done(manager: jct.StepManager) -> None:
+    """Wait until nothing is verified any more."""
+    thread = manager._run._scrubber._thread
+    if thread is not None:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == THREAD]
+
+
+STATE: dict[str, Any] = {"state": None}
+
+
+def restored(run: Path, backend: LocalBackend, targets: dict[str, Any] | None = STATE, **settings: Any) -> list[int]:
+    """What an owner has set aside after a restore, once its neighbours were verified."""
+    with jct.StepManager(run, backend=backend, settings=jct.StoreSettings(**settings)) as manager:
+        manager.own()
+        manager.restore(targets)
+        when_done(manager)
+        found = manager.damaged
+    assert threads() == []
+    return found
+
+
+def test_a_damaged_neighbour_is_set_aside_though_nobody_asked_for_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, backend = made(tmp_path, 1, 2, 3, 4, 5), ReadBackend()
+    flip_a_payload_byte(step_path(run, 5))
+    damage_extra(step_path(run, 4))
+    assert restored(run, backend) == [4, 5]
+    assert backend.opened("extra/p00000-s000.safetensors", behind=False) == []
+    assert backend.verified == {3, 4}, "the neighbour, and that one's; no other step"
+    assert "step 4 is set aside as damaged: step-0000000004 stays" in caplog.text
+    reader = jct.StepManager(run)
+    assert (reader.steps, reader.damaged) == ([1, 2, 3], [4, 5])
+    assert [event["step"] for event in reader.history.events() if event["event"] == "set_aside"] == [5, 4]
+
+
+def test_a_healthy_neighbour_is_read_once_and_stays(tmp_path: Path) -> None:
+    run, backend = made(tmp_path, 1, 2, 3), ReadBackend()
+    flip_a_payload_byte(step_path(run, 3))
+    assert restored(run, backend) == [3]
+    assert backend.verified == {2}
+    for part in ("state", "extra"):
+        assert backend.opened(f"{part}/p00000-s000.safetensors", behind=True) == [2]
+
+
+def test_what_the_restore_has_compared_is_not_read_again(tmp_path: Path) -> None:
+    run = made(tmp_path, 1, 2, 3, 4)
+    for step in (3, 4):
+        flip_a_payload_byte(step_path(run, step))
+    for targets in (None, parts_of(0), {"state": None, "extra": parts_of(0)["extra"]}):
+        backend = ReadBackend()
+        restored(run, backend, targets)
+        assert backend.verified == set()
+
+
+@pytest.mark.parametrize("how", ["not verified", "in part", "a leaf left out"])
+def test_what_the_restore_has_not_compared_is_read(tmp_path: Path, how: str) -> None:
+    run, backend = made(tmp_path, 1, 2, 3, 4), ReadBackend()
+    (step_path(run, 4) / "state" / "p00000-s000.safetensors").unlink()
+    if how == "not verified":
+        damage_extra(step_path(run, 3))
+        assert restored(run, backend, None, verify_on_load=False) == [3, 4]
+        assert backend.verified == {2, 3}
+        return
+    left_out = {"state": state_of(0), "extra": {"v": jct.PLACEHOLDER}}
+    assert restored(run, backend, left_out if how == "a leaf left out" else STATE) == [4]
+    assert backend.verified == {3}
+
+
+def test_what_could_not_be_read_is_a_neighbour_too(tmp_path: Path) -> None:
+    def refuse(directory: str, name: str) -> None:
+        if directory.endswith("4") and name.startswith("state") and threading.current_thread().name != THREAD:
+            raise StorageError(errno.EIO, "refused", name)
+
+    run, backend = made(tmp_path, 1, 2, 3, 4), ReadBackend(refuse)
+    flip_a_payload_byte(step_path(run, 3))
+    assert restored(run, backend, None) == [3]
+    assert backend.verified == {4}
+
+
+def test_neighbours_are_those_by_the_order_of_the_saves(tmp_path: Path) -> None:
+    """Also what a roll-back has left behind."""
+    run, backend = made(tmp_path, 1, 2, 3), ReadBackend()
+    with jct.StepManager(run) as manager:
+        manager.restore(step=1)
+        manager.save(10, parts_of(10))
+    for step in (3, 10):
+        flip_a_payload_byte(step_path(run, step))
+    assert restored(run, backend, None) == [3, 10]
+    assert backend.verified == {2, 3}
+
+
+def test_damage_is_followed_until_a_step_is_whole(tmp_path: Path) -> None:
+    run, backend = made(tmp_path, 1, 2, 3, 4, 5), ReadBackend()
+    flip_a_payload_byte(step_path(run, 5))
+    for step in (2, 3, 4):
+        damage_extra(step_path(run, step))
+    assert restored(run, backend) == [2, 3, 4, 5]
+    assert backend.verified == {1, 2, 3, 4}
+
+
+def test_where_none_is_whole_all_that_were_restored_from_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run, backend = made(tmp_path, 1, 2, 3), ReadBackend()
+    flip_a_payload_byte(step_path(run, 3))
+    for step in (1, 2):
+        damage_extra(step_path(run, step))
+    assert restored(run, backend) == [3]
+    assert jct.StepManager(run).steps == [1, 2]
+    assert "step 2 is damaged" in caplog.text
+    assert "step 1 is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("steps", [(1,), (1, 2)])
+def test_where_nothing_is_damaged_there_is_no_thread(tmp_path: Path, steps: tuple[int, ...]) -> None:
+    run, backend = made(tmp_path, *steps), ReadBackend()
+    with jct.StepManager(run, backend=backend) as manager:
+        manager.own()
+        manager.restore()
+        assert manager._run._scrubber._thread is None
+        assert backend.verified == set()
+
+
+def test_a_run_with_one_step_has_no_neighbours(tmp_path: Path) -> None:
+    run, backend = made(tmp_path, 1), ReadBackend()
+    flip_a_payload_byte(step_path(run, 1))
+    with jct.StepManager(run, backend=backend) as manager:
+        manager.own()
+        with pytest.raises(jct.CorruptCheckpointError):
+            manager.restore()
+        assert manager._run._scrubber._thread is None
+        manager._run.set_aside(manager._run.entries()[0], "torn")
+        when_done(manager)
+        assert (manager.steps, manager.damaged) == ([], [1])
+    assert backend.verified == set()
+
+
+def test_a_reader_looks_at_nothing_until_it_is_the_owner(tmp_path: Path) -> None:
+    run, backend = made(tmp_path, 1, 2, 3, 4), ReadBackend()
+    flip_a_payload_byte(step_path(run, 4))
+    damage_extra(step_path(run, 3))
+    with jct.StepManager(run, backend=backend) as manager:
+        manager.restore(STATE)
+        assert manager._run._scrubber._thread is None
+        assert manager.damaged == []
+        save_steps(manager, 5)
+        when_done(manager)
+        assert (manager.steps, manager.damaged) == ([1, 2, 5], [3, 4])
+    assert backend.verified <= {2, 3, 5}
+    assert threads() == []
+
+
+def test_it_begins_again_at_the_next_one(tmp_path: Path) -> None:
+    run, backend = made(tmp_path, *range(1, 8)), ReadBackend()
+    with jct.StepManager(run, backend=backend) as manager:
+        manager.own()
+        for step, looked_at in ((7, {6}), (4, {3, 5, 6})):
+            manager._run.set_aside(next(each for each in manager._run.entries() if each.step == step), "torn")
+            when_done(manager)
+            assert backend.verified == looked_at
+        assert manager.damaged == [4, 7]
+
+
+def test_where_all_are_read_neighbours_come_first(tmp_path: Path) -> None:
+    run, order, several = made(tmp_path, *range(1, 8)), list[int](), threading.Event()
+
+    def note(directory: str, name: str) -> None:
+        if threading.current_thread().name == THREAD and name.startswith("extra"):
+            order.append(int(directory[-10:]))
+            if len(order) >= 3:
+                several.set()
+
+    flip_a_payload_byte(step_path(run, 7))
+    settings = jct.StoreSettings(scrub_bytes_per_s=1 << 40)
+    with jct.StepManager(run, backend=ReadBackend(note), settings=settings) as manager:
+        manager.restore(STATE)
+        manager._run._damage_reports.damaged(next(each for each in manager._run.entries() if each.step == 3), "torn")
+        manager.own()
+        assert several.wait(60)
+    assert order[:3] == [6, 4, 2]
+
+
+class Held:
+    """Keeps the thread at the step whose directory ends so, until it may go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+        self._ending = ending
+        self.reading, self.go = threading.Event(), threading.Event()
+        monkeypatch.setattr(scrubber, "first_damage", self)
+
+    def __call__(self, backend: Any, directory: str, pace: Any) -> str | None:
+        def held(nbytes: int) -> None:
+            if directory.endswith(self._ending):
+                self.reading.set()
+                assert self.go.wait(60)
+            pace(nbytes)
+
+        return verify.first_damage(backend, directory, held)
+
+
+def test_a_neighbour_that_retention_deletes_meanwhile_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, held = made(tmp_path, 1, 2, 3), Held(monkeypatch, "2")
+    flip_a_payload_byte(step_path(run, 3))
+    with jct.StepManager(run, preservation_policy=jct.LatestN(1)) as manager:
+        manager.own()
+        manager.restore(STATE)
+        assert held.reading.wait(60)
+        save_steps(manager, 4)
+        manager._run._deleter.wait(60)
+        assert not step_path(run, 2).exists(), "neither saves nor retention wait for it"
+        held.go.set()
+        when_done(manager)
+        assert (manager.steps, manager.damaged) == ([4], [3])
+    assert "step 2 is damaged" not in caplog.text
+    assert "not verified" not in caplog.text
+
+
+def test_a_foreign_error_is_told_and_costs_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(backend: Any, directory: str, pace: Any) -> str | None:
+        raise MemoryError("no memory now")
+
+    run = made(tmp_path, 1, 2, 3)
+    flip_a_payload_byte(step_path(run, 3))
+    with monkeypatch.context() as patch:
+        patch.setattr(scrubber, "first_damage", failing)
+        assert restored(run, LocalBackend()) == [3]
+    assert "step 2 was not verified: no memory now" in caplog.text
+
+
+def test_who_is_the_owner_no_more_sets_nothing_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, held = made(tmp_path, 1, 2, 3), Held(monkeypatch, "2")
+    flip_a_payload_byte(step_path(run, 3))
+    damage_extra(step_path(run, 2))
+    with jct.StepManager(run) as manager:
+        manager.own()
+        manager.restore(STATE)
+        assert held.reading.wait(60)
+        (run / ".owner").unlink()
+        with jct.StepManager(run) as other:
+            other.own()
+            held.go.set()
+            when_done(manager)
+            assert jct.StepManager(run).damaged == [3]
+
+
+@pytest.mark.parametrize("ends", ["closed", "dropped"])
+def test_it_ends_with_its_manager_however_slow_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    monkeypatch.setattr(scrubber, "NEIGHBOURS_BYTES_PER_S", 1)
+    run = made(tmp_path, 1, 2, 3)
+    flip_a_payload_byte(step_path(run, 3))
+    manager = jct.StepManager(run)
+    manager.own()
+    started = time.monotonic()
+    monkeypatch.setattr(logging.getLogger("jaxckpt_train"), "disabled", True)  # pytest keeps what is told, with frames
+    manager.restore(STATE)
+    (thread,) = threads()
+    if ends == "closed":
+        manager.close()
+        assert not thread.is_alive()
+    del manager
+    while thread.is_alive() and time.monotonic() < started + 60:
+        gc.collect()
+        thread.join(0.1)
+    assert not thread.is_alive()
+    assert time.monotonic() - started < 30
+    with jct.StepManager(run) as other:
+        other.own()
+
+
+def test_it_keeps_to_a_modest_rate(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path) as manager:
+        assert manager._run._scrubber._rate == 64 << 20

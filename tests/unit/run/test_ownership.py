@@ -1,0 +1,382 @@
+"""Taking a directory and letting go of it: an interrupt on any line of that locks nobody out and hangs nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import gc
+import itertools
+import os
+import queue
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.errors import StorageError
+from jaxckpt_train.pending import call_after
+from jaxckpt_train.run import directory as letting_go
+from jaxckpt_train.run import lock as lock_module
+from jaxckpt_train.run.catalog import hidden_name
+from jaxckpt_train.run.directory import RunDirectory
+from jaxckpt_train.run.lock import OwnerLock
+from jaxckpt_train.run.retention import Deleter
+from jaxckpt_train.store.backends.base import HALF_MADE
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.threads import Latch, paused_collection
+from tests.conftest import RunPython
+from tests.support.interrupts import interrupt_at
+from tests.support.runs import made_run, save_steps
+
+pytestmark = pytest.mark.timeout(120)
+
+OWNING = (
+    RunDirectory.own,
+    RunDirectory._own,
+    OwnerLock.acquire,
+    OwnerLock._acquire,
+    OwnerLock._keep_beating,
+    OwnerLock._look_for_left,
+    OwnerLock.clean,
+    Deleter.delete,
+    Deleter._ensure_worker,
+    threading.Thread.__init__,
+    threading.Thread.start,
+    LocalBackend.write_new,
+)
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two steps, one of which was being deleted when its owner was killed."""
+    run = made_run(tmp_path_factory.mktemp("left") / "run", 1, 2)
+    (run / "step-0000000001").rename(run / hidden_name("step-0000000001"))
+    return run
+
+
+def names(run: Path) -> list[str]:
+    return [name for name in sorted(os.listdir(run)) if not name.startswith(HALF_MADE)]
+
+
+def interrupted_owners(left: Path, tmp_path: Path) -> Iterator[tuple[Path, jct.StepManager]]:
+    """Copies of the run, each with a manager that was interrupted on another line of taking it; the last was not."""
+    for number in itertools.count(1):
+        run = tmp_path / f"run-{number}"
+        shutil.copytree(left, run)
+        manager = jct.StepManager(run)
+        with paused_collection(), interrupt_at(number, *OWNING) as seen, contextlib.suppress(KeyboardInterrupt):
+            manager.own()
+        yield run, manager
+        if seen[0] < number:
+            break
+
+
+def test_an_interrupt_while_the_directory_is_taken_locks_nobody_out(left: Path, tmp_path: Path) -> None:
+    owners = 0
+    for run, manager in interrupted_owners(left, tmp_path):
+        owners += 1
+        save_steps(manager, 3)
+        manager.close()
+        assert names(run) == ["history.jsonl", "step-0000000002", "step-0000000003"]
+        assert jct.StepManager(run).steps == [2, 3]
+    interrupted = owners - 1
+    assert interrupted > 30
+
+
+def test_who_is_interrupted_while_taking_it_lets_go_of_it(left: Path, tmp_path: Path) -> None:
+    for run, manager in interrupted_owners(left, tmp_path):
+        manager.close()
+        assert ".owner" not in names(run)
+
+
+def beating() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "jaxckpt-heartbeat"}
+
+
+class Keeping(LocalBackend):
+    """Removes nothing."""
+
+    def remove(self, path: str) -> None:
+        raise StorageError(errno.EPERM, "cannot remove", path)
+
+
+def test_a_run_that_was_moved_under_its_job_is_told(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with jct.StepManager(run) as manager:
+        save_steps(manager, 1)
+        run.rename(tmp_path / "moved")
+        with pytest.raises(jct.DirectoryLockedError, match=r"is not there any more; was it removed or moved"):
+            save_steps(manager, 2)
+        (tmp_path / "moved").rename(run)
+        save_steps(manager, 3)
+    assert jct.StepManager(run).steps == [1, 3]
+
+
+def test_a_lock_of_the_dead_that_cannot_be_removed_stops_no_heartbeat(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxckpt_train.run.lock.SILENCE_S", 0.0)
+    (tmp_path / ".owner.dead-x").write_bytes(b"{}")
+    before, held = beating(), OwnerLock(Keeping(), str(tmp_path))
+    held.acquire()
+    assert held._beat_once()
+    assert len(beating() - before) == 1
+    assert "was not removed" in caplog.text
+    with pytest.raises(StorageError):
+        held.release()
+
+
+def test_a_deletion_that_fails_in_a_way_nobody_thought_of_hangs_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next job is done all the same, and whoever waits is let go."""
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    monkeypatch.setattr(threading, "excepthook", told.put)
+    deleter, fail = Deleter(LocalBackend(), str(tmp_path), lambda: None), iter([True])
+    (tmp_path / "step-0000000002").mkdir()
+    hide = deleter._hide
+
+    def failing(name: str) -> str | None:
+        if next(fail, False):
+            raise MemoryError(name)
+        return hide(name)
+
+    monkeypatch.setattr(deleter, "_hide", failing)
+    deleter._jobs.put(functools.partial(deleter._delete, ["step-0000000001"], ()))
+    deleter.delete(["step-0000000002"])
+    assert deleter.wait(60)
+    deleter.close()
+    assert told.get(timeout=60).exc_type is MemoryError  # told as that thread ends, perhaps after the next has done all
+    assert told.empty()
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_heartbeat_begins_before_the_lock_counts_as_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = OwnerLock(LocalBackend(), str(tmp_path))
+    seen: list[bool] = []
+    monkeypatch.setattr(held, "_keep_beating", lambda: seen.append(held._held))
+    held.acquire()
+    assert seen == [False]
+    held.release()
+    assert not (tmp_path / lock_module.LOCK_NAME).exists()
+
+
+class SlowRemoval(LocalBackend):
+    """Removing a step waits until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def remove(self, path: str) -> None:
+        if path.endswith(".deleting"):
+            self.begun.set()
+            assert self.go.wait(60)
+        super().remove(path)
+
+
+def retention_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "jaxckpt-retention"}
+
+
+def test_who_is_interrupted_while_closing_lets_go_when_the_deletions_are_done(tmp_path: Path) -> None:
+    backend, before = SlowRemoval(), retention_threads()
+    manager = jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend)
+    save_steps(manager, 1, 2)
+    assert backend.begun.wait(60)
+    with interrupt_at(1, Deleter._is_reached), pytest.raises(KeyboardInterrupt):
+        manager.close()
+    manager.close()
+    assert lock_of(tmp_path) == "held"  # what is being removed is still this manager's
+    (thread,) = retention_threads() - before
+    backend.go.set()
+    thread.join(60)
+    assert lock_of(tmp_path) == "free"
+    with jct.StepManager(tmp_path) as other:
+        other.own()
+        assert other.steps == [2]
+
+
+CLOSING = (
+    jct.StepManager.close,
+    call_after,
+    RunDirectory.close,
+    letting_go.let_go,
+    letting_go.release,
+    Deleter.close,
+    Deleter.end,
+    Deleter._has_work,
+    Deleter._ensure_worker,
+    Deleter._is_reached,
+    OwnerLock.end,
+    OwnerLock.release,
+    OwnerLock._release,
+    OwnerLock._remove_own,
+    OwnerLock._look_for_left,
+    OwnerLock.clean,
+    LocalBackend.remove,
+)
+
+
+def test_an_interrupt_on_any_line_of_closing_locks_nobody_out(tmp_path: Path) -> None:
+    for number in itertools.count(1):
+        run = tmp_path / f"run-{number}"
+        manager = jct.StepManager(run, preservation_policy=jct.LatestN(1))
+        save_steps(manager, 1, 2)
+        with paused_collection(), interrupt_at(number, *CLOSING) as seen, contextlib.suppress(KeyboardInterrupt):
+            manager.close()
+        del manager
+        gc.collect()
+        with jct.StepManager(run) as other:
+            other.own()
+            assert other.steps == [2]
+        assert names(run) == ["history.jsonl", "step-0000000002"]
+        if seen[0] < number:
+            break
+    assert number > 20
+
+
+def lock_of(run: Path) -> str:
+    return "held" if (run / ".owner").exists() else "free"
+
+
+def test_the_next_manager_waits_until_the_deletions_of_one_that_was_dropped_are_done(tmp_path: Path) -> None:
+    backend = SlowRemoval()
+    manager = jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend)
+    save_steps(manager, 1, 2)
+    assert backend.begun.wait(60)
+    del manager
+    gc.collect()
+    looked = threading.Event()
+
+    class Stop(Latch):
+        def wait(self, timeout_s: float | None = None) -> bool:
+            looked.set()
+            return super().wait(timeout_s)
+
+    with jct.StepManager(tmp_path) as other:
+        other._run._lock._stop = Stop()
+        owning = threading.Thread(target=other.own)
+        owning.start()
+        assert looked.wait(60)
+        assert lock_of(tmp_path) == "held"
+        backend.go.set()
+        owning.join(60)
+        assert other.steps == [2]
+
+
+def test_a_manager_that_is_dropped_leaves_no_thread(tmp_path: Path) -> None:
+    before = retention_threads()
+    manager = jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1))
+    save_steps(manager, 1, 2, 3)
+    (thread,) = retention_threads() - before
+    del manager
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not (tmp_path / ".owner").exists()
+
+
+class Refusing(LocalBackend):
+    """Refuses to list once the lock is there."""
+
+    refuses = True
+
+    def list(self, path: str) -> Any:
+        if self.refuses and lock_of(Path(path)) == "held":
+            raise StorageError(errno.EIO, "refused", path)
+        return super().list(path)
+
+
+def test_who_failed_to_go_on_after_taking_the_lock_looks_at_it_when_it_tries_again(tmp_path: Path) -> None:
+    backend = Refusing()
+    manager = jct.StepManager(tmp_path, backend=backend)
+    with pytest.raises(StorageError):
+        manager.own()
+    assert lock_of(tmp_path) == "held"
+    backend.refuses = False
+    record = (tmp_path / ".owner").read_bytes()
+    token = manager._run._lock._record.token.encode()
+    (tmp_path / ".owner").write_bytes(record.replace(token, b"another"))  # it was asleep, and is taken for dead
+    under_way = tmp_path / ".step-0000000007.tmp-deadbeef-deadbeef-1-1-0"
+    under_way.mkdir()
+    with pytest.raises(jct.DirectoryLockedError, match="this job owned it, and its lock is held by"):
+        manager.own()
+    assert under_way.exists(), "the other one's save"
+    (tmp_path / ".owner").write_bytes(record)
+    manager.own()
+    manager.close()
+    assert not under_way.exists()
+
+
+FORKED = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+import numpy as np
+import jaxckpt_train as jct
+
+manager = jct.StepManager(sys.argv[1], preservation_policy=jct.LatestN(2))
+for step in (1, 2, 3):
+    manager.save(step, {"state": {"w": np.full(10, step)}})
+    manager.wait()
+read, write = os.pipe()
+child = os.fork()
+if child == 0:
+    told = []
+    for call in (lambda: manager.save(100, {"state": {"w": np.zeros(3)}}), lambda: manager.pin(3)):
+        try:
+            call()
+        except jct.DirectoryLockedError as error:
+            told.append(str(error))
+    manager.close()
+    os.write(write, "\\n".join(told).encode())
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(os.read(read, 10000).decode().count("of which this is a forked child"))
+manager.save(4, {"state": {"w": np.full(10, 4)}})
+manager.close()
+print(jct.StepManager(sys.argv[1]).steps)
+"""
+
+
+def test_a_forked_child_neither_saves_nor_hangs_with_its_parents_manager(tmp_path: Path, run_python: RunPython) -> None:
+    assert run_python(FORKED, tmp_path / "run", check=True, timeout_s=60).stdout.split("\n")[:3] == ["7", "2", "[3, 4]"]
+
+
+def test_an_owner_that_ends_takes_along_what_the_dead_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = OwnerLock(LocalBackend(), str(tmp_path))
+    for name in (".owner.dead-x", f"{HALF_MADE[0]}x", f"{HALF_MADE[1]}x", ".new-of-somebody-else"):
+        (tmp_path / name).write_bytes(b"{}")
+    held.acquire()
+    (tmp_path / f"{HALF_MADE[0]}young").write_bytes(b"")
+    monkeypatch.setattr("jaxckpt_train.run.lock.SILENCE_S", 0.0)
+    held.release()
+    assert sorted(os.listdir(tmp_path)) == [f"{HALF_MADE[0]}young", ".new-of-somebody-else"]
+
+
+DAEMON = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+import numpy as np
+import jaxckpt_train as jct
+
+manager = jct.StepManager(sys.argv[1])
+child = os.fork()
+if child == 0:
+    for step in (1, 2):
+        manager.save(step, {"state": {"w": np.full(10, step)}})
+        manager.wait()
+    held = os.path.exists(sys.argv[1] + "/.owner")
+    manager.close()
+    os._exit(10 * held + os.path.exists(sys.argv[1] + "/.owner"))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), jct.StepManager(sys.argv[1]).steps)
+"""
+
+
+def test_a_manager_that_was_made_before_the_fork_saves_in_the_child(tmp_path: Path, run_python: RunPython) -> None:
+    """As in a daemon: the parent never saved."""
+    assert run_python(DAEMON, tmp_path / "run", check=True, timeout_s=60).stdout == "10 [1, 2]\n"

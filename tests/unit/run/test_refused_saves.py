@@ -1,0 +1,297 @@
+"""Saves that nobody can have meant are refused before anything is written, and nothing is lost by them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from tests.support.fake_backends import RefusingBackend
+from tests.support.file_content import content
+from tests.support.runs import made_run, save_steps, state_of, step_of, step_path
+
+STATE = {"w": np.arange(1000.0)}
+
+
+def test_a_step_is_no_run(tmp_path: Path) -> None:
+    """Its run would delete it, and with it all that was saved inside."""
+    made_run(tmp_path / "run", 5)
+    step = step_path(tmp_path / "run", 5)
+    before = content(tmp_path)
+    with jct.StepManager(step) as steps, pytest.raises(jct.SettingsError, match="is one checkpoint, and no directory"):
+        steps.save(1, {"state": state_of(1)})
+    ckpt = jct.CheckpointCallback(step, save_interval_steps=1)
+    with pytest.raises(jct.SettingsError, match=r"is one checkpoint, .* `init_from`"):
+        ckpt.resume(state_of(0))
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("other", ["config.yaml", "eval/", "finetune/step-0000000001/"])
+def test_what_is_none_of_a_checkpoints_own_is_not_replaced_with_it(tmp_path: Path, other: str) -> None:
+    jct.save(tmp_path / "c", STATE)
+    path = tmp_path / "c" / other
+    path.mkdir(parents=True) if other.endswith("/") else path.write_text("x")
+    before = content(tmp_path)
+    name = other.partition("/")[0]
+    with pytest.raises(jct.CheckpointExistsError, match=rf"expected nothing but a checkpoint.*found also {name}; move"):
+        jct.save(tmp_path / "c", {"w": 1}, overwrite=True)
+    assert content(tmp_path) == before
+    shutil.rmtree(tmp_path / "c" / name) if other.endswith("/") else path.unlink()
+    jct.save(tmp_path / "c", {"w": 1}, overwrite=True)
+    assert jct.load(tmp_path / "c") == {"w": 1}
+
+
+def test_a_damaged_checkpoint_is_replaced_all_the_same(tmp_path: Path) -> None:
+    jct.save_checkpointables(tmp_path / "c", {"state": STATE, "more": jct.JsonValue(3)})
+    (tmp_path / "c" / "manifest.json").write_bytes(b"?")
+    jct.save(tmp_path / "c", {"w": 1}, overwrite=True)
+    assert jct.load(tmp_path / "c") == {"w": 1}
+
+
+def test_steps_that_another_process_has_saved_since_the_restore_are_not_left_behind_unseen(tmp_path: Path) -> None:
+    made_run(tmp_path, 10)
+    with jct.StepManager(tmp_path) as first:
+        first.restore()
+        with jct.StepManager(tmp_path) as second:
+            second.restore()
+            save_steps(second, 11, 12, 20)
+        with pytest.raises(jct.CheckpointExistsError, match=r"restored step 10, .* 11, 12, 20; restore"):
+            first.save(11, {"state": state_of(11)})
+        assert first.steps == [10, 11, 12, 20]
+        first.restore(step=10)  # now it is meant
+        save_steps(first, 11)
+        assert first.latest == 11
+
+
+def test_who_restores_again_goes_on_from_what_others_have_saved_since(tmp_path: Path) -> None:
+    """As the error says; also after a note, for which the run is owned."""
+    for is_noted in (False, True):
+        run = made_run(tmp_path / f"run{is_noted}", 5)
+        with jct.StepManager(run) as steps:
+            assert step_of(steps.restore()) == 5
+            with jct.StepManager(run) as job:
+                job.restore()
+                save_steps(job, 6, 7)
+            assert (steps.latest, steps.is_committed(7)) == (7, True)
+            if is_noted:
+                steps.attach_metrics(5, {"accuracy": 0.5})
+            else:
+                with pytest.raises(jct.CheckpointExistsError, match=r"another one has saved 6, 7; restore again"):
+                    steps.save(6, {"state": state_of(6)})
+            assert (steps.latest, steps.is_committed(7)) == (7, True)
+            assert step_of(steps.restore()) == 7
+            save_steps(steps, 8)
+        assert jct.StepManager(run).steps == [5, 6, 7, 8]
+
+
+def test_a_run_whose_steps_were_given_other_numbers_goes_on_from_what_was_saved_last(tmp_path: Path) -> None:
+    made_run(tmp_path, 5, 10)
+    step_path(tmp_path, 5).rename(step_path(tmp_path, 20))
+    with jct.StepManager(tmp_path) as steps:
+        assert step_of(steps.restore()) == 10
+        with pytest.raises(jct.SettingsError, match="expected a step above 10"):
+            steps.save(9, {"state": state_of(9)})
+        save_steps(steps, 11, 12, 20)
+        assert step_of(steps.restore(step=20)) == 20
+    with jct.StepManager(tmp_path) as steps:
+        assert step_of(steps.restore()) == 20
+
+
+def test_metrics_and_pins_are_taken_from_who_restored_and_saves_nothing(tmp_path: Path) -> None:
+    """An evaluation, that ends after the job that saved meanwhile."""
+    made_run(tmp_path, 3)
+    with jct.StepManager(tmp_path) as evaluation:
+        assert step_of(evaluation.restore(step=3)) == 3
+        with jct.StepManager(tmp_path) as job:
+            job.restore()
+            save_steps(job, 4, 5)
+        evaluation.attach_metrics(3, {"accuracy": 0.5})
+        evaluation.pin(3)
+        for options in ({}, {"overwrite": True}):
+            with pytest.raises(jct.CheckpointExistsError, match=r"restored step 3, another one has saved 4, 5;"):
+                evaluation.save(4, {"state": state_of(4)}, **options)
+    with jct.StepManager(tmp_path) as job:
+        assert (job.steps, job.best("accuracy", "max")) == ([3, 4, 5], 3)
+        assert [entry.pinned for entry in job._run.entries()] == [True, False, False]
+
+
+def test_a_step_that_could_not_be_read_at_the_restore_is_nobody_elses(tmp_path: Path) -> None:
+    made_run(tmp_path, 1, 2, 3)
+    backend = RefusingBackend("open", "step-0000000003", errno.EIO, 1000)
+    with jct.StepManager(tmp_path, backend=backend) as steps:
+        assert step_of(steps.restore()) == 2
+        backend.times = 0
+        save_steps(steps, 3)
+    assert step_of(jct.StepManager(tmp_path).restore()) == 3
+
+
+def test_a_step_below_what_the_run_goes_on_from_is_refused_unless_it_is_to_be_left_behind(tmp_path: Path) -> None:
+    """It would stand beside them: the next process goes on from it, and meets them again as committed."""
+    made_run(tmp_path, 8, 9, 10)
+    with jct.StepManager(tmp_path) as steps:
+        steps.restore()
+        for _ in range(2):
+            with pytest.raises(jct.SettingsError, match=r"expected a step above 10, .* found 5"):
+                steps.save(5, {"state": state_of(5)})
+            assert steps.steps == [8, 9, 10]
+        save_steps(steps, 5, overwrite=True)
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(2)) as steps:
+        assert step_of(steps.restore()) == 5
+        save_steps(steps, *range(6, 13))
+        assert steps._run._deleter.wait(60)
+        assert steps.steps == [11, 12]
+
+
+def test_a_closed_manager_knows_what_it_has_saved_since_its_restore(tmp_path: Path) -> None:
+    made_run(tmp_path, 1, 2, 3)
+    with jct.StepManager(tmp_path) as steps:
+        steps.restore(step=2)
+        save_steps(steps, 3, 4)
+    assert [steps.is_committed(step) for step in range(1, 6)] == [True, True, True, True, False]
+    assert steps.latest == 4
+
+
+def test_a_file_of_the_name_of_a_commit_record_makes_no_checkpoint_of_a_run(tmp_path: Path) -> None:
+    """Such as the number of a version, that a script has left there."""
+    made_run(tmp_path, 1)
+    (tmp_path / "COMMIT").write_text("5929cbd\n")
+    with jct.StepManager(tmp_path) as steps:
+        assert step_of(steps.restore()) == 1
+        save_steps(steps, 2)
+    assert (tmp_path / "COMMIT").read_text() == "5929cbd\n"
+
+
+def test_a_process_that_restored_nothing_does_not_begin_below_what_is_there(tmp_path: Path) -> None:
+    made_run(tmp_path, 1000, 2000)
+    before = content(tmp_path)
+    del before["history.jsonl"]  # of which the end tells of this process
+    with jct.StepManager(tmp_path) as steps:
+        with pytest.raises(jct.SettingsError, match=r"expected a step above 2000, .* found 10: restore\(\) first"):
+            steps.save(10, {"state": state_of(10)})
+        assert {name: data for name, data in content(tmp_path).items() if name in before} == before
+        save_steps(steps, 3000)
+        assert steps.steps == [1000, 2000, 3000]
+    with jct.StepManager(tmp_path) as steps:
+        steps.save(10, {"state": state_of(10)}, overwrite=True)
+
+
+def test_what_is_removed_while_it_is_verified_or_loaded_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As retention does: at once, under another name, at any moment of the reader's."""
+    made_run(tmp_path / "run", 1)
+    step, hidden = step_path(tmp_path / "run", 1), tmp_path / "run" / ".step-0000000001.deleting"
+    opens = os.open
+    for read in (jct.verify, jct.load):
+        for moment in range(1, 60):
+            left = iter(range(moment))
+            turn = threading.Lock()
+
+            def open_and_remove(path: Any, *more: Any, left: Any = left, turn: Any = turn, **options: Any) -> int:
+                with turn:
+                    if str(step) in os.fspath(path) and next(left, None) is None and step.exists():
+                        step.rename(hidden)
+                return opens(path, *more, **options)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "open", open_and_remove)
+                try:
+                    found = read(step)
+                except jct.NotACheckpointError:
+                    pass
+                else:
+                    assert read is jct.load or found.ok, found
+            if not hidden.exists():
+                break
+            hidden.rename(step)
+        else:
+            raise AssertionError("there are more opens than were tried")
+
+
+@pytest.mark.parametrize("look", [False, True])
+def test_what_another_saves_during_a_restore_is_not_left_behind_by_a_look_at_it(tmp_path: Path, look: bool) -> None:
+    owner, reader = jct.StepManager(tmp_path), jct.StepManager(tmp_path)
+    save_steps(owner, 10)
+    to_save = [20]
+
+    def meanwhile(done: int) -> None:
+        if not done:
+            return
+        while to_save:
+            save_steps(owner, to_save.pop())
+        if look:
+            assert reader.latest == 20
+
+    assert step_of(reader.restore(step=10, progress=meanwhile)) == 10
+    owner.close()
+    with pytest.raises(jct.CheckpointExistsError, match="restored step 10, another one has saved 20; restore again"):
+        reader.save(11, {"state": state_of(11)})
+    reader.close()
+    assert jct.StepManager(tmp_path).latest == 20
+
+
+@pytest.mark.parametrize("begin", ["restore", "callback"])
+def test_who_began_from_scratch_does_not_go_over_what_another_has_saved_since(tmp_path: Path, begin: str) -> None:
+    first = jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1))
+    if begin == "callback":
+        first.check_fresh()
+    else:
+        with pytest.raises(jct.StepNotFoundError):
+            getattr(first, begin)()
+    made_run(tmp_path, 10, 20)
+    for overwrite in (False, True):
+        with pytest.raises(jct.CheckpointExistsError, match="found no step, another one has saved 10, 20; "):
+            first.save(30, {"state": state_of(30)}, overwrite=overwrite)
+    assert step_of(first.restore()) == 20
+    save_steps(first, 30)
+    first.close()
+    assert jct.StepManager(tmp_path).latest == 30
+
+
+def test_who_has_not_looked_goes_on_from_what_is_there(tmp_path: Path) -> None:
+    made_run(tmp_path, 10, 20)
+    with jct.StepManager(tmp_path) as steps:
+        save_steps(steps, 30)
+    assert jct.StepManager(tmp_path).steps == [10, 20, 30]
+
+
+def test_who_began_from_scratch_goes_on_from_its_own_saves(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path) as steps:
+        with pytest.raises(jct.StepNotFoundError):
+            steps.restore()
+        save_steps(steps, 10, 20)
+    assert jct.StepManager(tmp_path).steps == [10, 20]
+
+
+@pytest.mark.parametrize("look", ["metadata", "path"])
+def test_who_has_only_looked_for_a_step_goes_on_from_what_is_there(tmp_path: Path, look: str) -> None:
+    with jct.StepManager(tmp_path) as steps:
+        with pytest.raises(jct.StepNotFoundError):
+            getattr(steps, look)()
+        made_run(tmp_path, 10)
+        save_steps(steps, 20)
+    assert jct.StepManager(tmp_path).steps == [10, 20]
+
+
+def test_what_a_thread_of_the_same_process_saves_during_a_restore_is_its_own(tmp_path: Path) -> None:
+    to_save = [20]
+
+    def meanwhile(done: int) -> None:
+        while done and to_save:
+            thread = threading.Thread(target=save_steps, args=(steps, to_save.pop()))
+            thread.start()
+            thread.join()
+
+    with jct.StepManager(tmp_path) as steps:
+        save_steps(steps, 10)
+        assert step_of(steps.restore(progress=meanwhile)) == 10
+        assert not to_save
+        save_steps(steps, 30)
+    assert jct.StepManager(tmp_path).latest == 30

@@ -1,0 +1,398 @@
+"""Retention: deletions run on a thread of their own, are never seen half-way, and never touch what must stay."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.errors import StorageError
+from jaxckpt_train.run.catalog import begun_deletions, half_deleted, hidden_name
+from jaxckpt_train.run.retention import Deleter
+from jaxckpt_train.store.backends.local import LocalBackend
+from tests.support.fake_backends import HoldingBackend, RecordingBackend, RefusingBackend, Told
+from tests.support.runs import Clock, made_run, save_steps, state_of, step_of, step_path
+
+DELETING = ".deleting"
+
+
+def step_directories(directory: Path) -> list[str]:
+    return sorted(name for name in os.listdir(directory) if name.startswith("step-"))
+
+
+def deleted_events(manager: jct.StepManager) -> list[str]:
+    return [event["name"] for event in manager.history.events() if event["event"] == "delete"]
+
+
+def test_old_steps_go_from_the_disk_and_into_the_history(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2, 3, 4, preservation_policy=jct.LatestN(2))
+    manager = jct.StepManager(run)
+    assert manager.steps == [3, 4]
+    assert sorted(os.listdir(run)) == ["history.jsonl", "step-0000000003", "step-0000000004"]
+    assert deleted_events(manager) == ["step-0000000001", "step-0000000002"]
+
+
+def test_without_a_policy_everything_stays(tmp_path: Path) -> None:
+    assert jct.StepManager(made_run(tmp_path, *range(6))).steps == list(range(6))
+
+
+def test_a_deletion_that_takes_long_holds_up_neither_loop_nor_saves(tmp_path: Path) -> None:
+    backend = HoldingBackend("remove", DELETING)
+    manager = jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend)
+    save_steps(manager, 1, 2)
+    assert backend.reached.wait(60)
+    save_steps(manager, 3, 4, 5)  # each of them is committed while the first deletion still waits
+    assert manager.latest == 5
+    assert manager.steps == [5]
+    assert [event["step"] for event in manager.history.events() if event["event"] == "save"] == [1, 2, 3, 4, 5]
+    backend.go.set()
+    manager.close()
+    assert set(backend.threads) == {"jaxckpt-retention"}
+    assert step_directories(tmp_path) == ["step-0000000005"]
+
+
+def test_close_waits_until_deletions_are_done(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as manager:
+        save_steps(manager, *range(5))
+    assert sorted(os.listdir(tmp_path)) == ["history.jsonl", "step-0000000004"]
+
+
+@pytest.mark.parametrize("durability", ["none", "file", "full"])
+def test_the_step_that_stays_is_on_the_disk_before_an_older_one_goes(tmp_path: Path, durability: Any) -> None:
+    """However little a save syncs: names that are gone may be on the disk long before data that are new."""
+    backend = RecordingBackend()
+    settings = jct.StoreSettings(durability=durability)
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend, settings=settings) as manager:
+        save_steps(manager, 1)
+        files = {name for operation, name in backend.done if operation == "sync"} - {"", *tmp_path.parts}
+        assert (files == set()) == (durability == "none"), "none syncs names of directories only, once"
+        save_steps(manager, 2)
+    gone = backend.done.index(("rename", hidden_name("step-0000000001")))
+    synced = {name for operation, name in backend.done[:gone] if operation == "sync"}
+    wanted = {"step-0000000002", "state", tmp_path.name}
+    if durability == "none":
+        wanted |= {"COMMIT", "manifest.json", "p00000-s000.safetensors"}
+    if durability == "full":  # the attempt was, under the name that it had then
+        wanted -= {"step-0000000002"}
+        assert any(name.startswith(".step-0000000002.tmp-") for name in synced)
+    assert wanted <= synced
+    assert step_directories(tmp_path) == ["step-0000000002"]
+
+
+def test_nothing_goes_while_what_stays_cannot_be_synced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Unsynced(LocalBackend):
+        refuses = False
+
+        def sync(self, path: str) -> None:
+            if self.refuses:
+                raise StorageError(errno.EIO, "refused to sync", path)
+            super().sync(path)
+
+    backend, settings = Unsynced(), jct.StoreSettings(durability="none")
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend, settings=settings) as manager:
+        manager.own()
+        backend.refuses = True
+        save_steps(manager, 1, 2)
+        assert manager._run._deleter.wait(60)
+        assert step_directories(tmp_path) == ["step-0000000001", "step-0000000002"]
+        assert "step-0000000002 could not be synced, so what it replaces stays" in caplog.text
+        backend.refuses = False
+        save_steps(manager, 3)
+    assert step_directories(tmp_path) == ["step-0000000003"]
+
+
+def test_what_waits_for_a_sync_waits_for_it_also_when_it_is_tried_again(tmp_path: Path) -> None:
+    class Unsynced(LocalBackend):
+        refuses = True
+
+        def sync(self, path: str) -> None:
+            if self.refuses and "step-0000000001.g1" in path:
+                raise StorageError(errno.EIO, "refused", path)
+            super().sync(path)
+
+    names = [f"step-000000000{name}" for name in ("1", "1.g1", "2", "3")]
+    for name in names:
+        (tmp_path / name).mkdir()
+    backend, told = Unsynced(), Told()
+    deleter = Deleter(backend, str(tmp_path), lambda: told)
+    (tmp_path / "step-0000000004").mkdir()
+    for pending_deletions, instead in (([names[0]], [names[1], names[3]]), (["step-0000000004"], [names[3]])):
+        deleter.delete(pending_deletions, instead=instead)
+        assert deleter.wait(60)
+        assert set(names) <= set(os.listdir(tmp_path)), "the first one's successor is not on the disk"
+    assert sorted(os.listdir(tmp_path)) == names, "the other one's is"
+    backend.refuses = False
+    deleter.delete([names[2]], instead=[names[3]])
+    assert deleter.wait(60)
+    assert sorted(os.listdir(tmp_path)) == [names[0], names[1], names[3]], "a sync that succeeds now proves nothing"
+    deleter.delete([names[1]], instead=[names[3]])
+    assert deleter.wait(60)
+    deleter.close()
+    assert sorted(os.listdir(tmp_path)) == [names[3]]
+
+
+def test_a_system_without_threads_deletes_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name in ("jaxckpt-retention", "jaxckpt-heartbeat"):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            save_steps(manager, 1, 2, 3)
+            assert step_directories(tmp_path) == ["step-0000000003"]
+        save_steps(manager, 4)
+        assert any(thread.name == "jaxckpt-retention" for thread in threading.enumerate())
+    assert step_directories(tmp_path) == ["step-0000000004"]
+
+
+def test_without_directory_syncs_old_steps_go_nevertheless(tmp_path: Path) -> None:
+    class NoDirectorySync(LocalBackend):
+        def sync(self, path: str) -> None:
+            if os.path.isdir(path):
+                raise StorageError(errno.EINVAL, "not for directories", path)
+            super().sync(path)
+
+    settings = jct.StoreSettings(durability="none")
+    policy = jct.LatestN(1)
+    run = tmp_path / "new" / "run"
+    with jct.StepManager(run, preservation_policy=policy, backend=NoDirectorySync(), settings=settings) as manager:
+        save_steps(manager, 1, 2)
+    assert step_directories(run) == ["step-0000000002"]
+
+
+def test_a_half_deleted_step_is_never_listed_and_its_owner_to_come_cleans_it(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2)
+    step_path(run, 1).rename(run / hidden_name("step-0000000001"))
+    assert jct.StepManager(run).steps == [2]
+    assert (run / ".step-0000000001.deleting").exists()  # a reader cleans nothing
+    assert half_deleted(LocalBackend(), str(run)) == [".step-0000000001.deleting"]
+    with jct.StepManager(run) as owner:
+        owner.own()
+    assert step_directories(run) == ["step-0000000002"]
+    assert half_deleted(LocalBackend(), str(run)) == []
+
+
+def test_a_deletion_whose_owner_died_before_it_was_told_is_told_once_by_the_next(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2, 3)
+    for step in (1, 2):
+        step_path(run, step).rename(run / hidden_name(f"step-{step:010}"))
+    backend = RefusingBackend("remove", ".deleting", errno.EACCES, 1000)
+    for _ in range(2):  # what the disk does not let go is there still, and was told
+        with jct.StepManager(run, backend=backend) as owner:
+            owner.own()
+    with jct.StepManager(run) as owner:
+        save_steps(owner, 4)
+    told = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+    assert [each["name"] for each in told if each["event"] == "delete"] == ["step-0000000001", "step-0000000002"]
+
+
+def test_a_name_that_is_used_again_may_be_deleted_again(tmp_path: Path) -> None:
+    (tmp_path / ".step-0000000001.deleting").mkdir()
+    save, delete = ({"event": event, "name": "step-0000000001"} for event in ("save", "delete"))
+    others = [{"event": "note", "name": "step-0000000001"}, {"event": "save", "name": []}, {}]
+    for events, told in (([save, delete, *others], []), ([save, delete, save], ["step-0000000001"])):
+        heard = list[str]()
+        found = begun_deletions(LocalBackend(), str(tmp_path), (), events, heard.append)
+        assert (found, heard) == ([".step-0000000001.deleting"], told)
+
+
+def test_what_is_left_of_an_older_one_of_its_name_hides_no_step(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2)
+    (run / ".step-0000000001.deleting").mkdir()
+    with jct.StepManager(run, preservation_policy=jct.LatestN(2)) as owner:
+        owner.own()
+        assert owner.steps == [1, 2]
+        assert deleted_events(owner) == []
+        save_steps(owner, 3)
+    assert step_directories(run) == ["step-0000000002", "step-0000000003"]
+
+
+def test_a_step_stops_being_listed_before_its_first_byte_goes(tmp_path: Path) -> None:
+    backend = RecordingBackend()
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend) as manager:
+        save_steps(manager, 1, 2)
+    hidden = hidden_name("step-0000000001")
+    touched = [(operation, name) for operation, name in backend.done if name in (hidden, "step-0000000001")]
+    assert touched[-2:] == [("rename", hidden), ("remove", hidden)]
+
+
+def test_old_steps_go_only_after_the_new_one_is_durable(tmp_path: Path) -> None:
+    backend = RecordingBackend()
+    run = tmp_path / "run"
+    with jct.StepManager(run, preservation_policy=jct.LatestN(1), backend=backend) as manager:
+        save_steps(manager, 1)
+        backend.done.clear()
+        save_steps(manager, 2)
+    order = backend.done
+    published = order.index(("rename", "step-0000000002"))
+    durable = order.index(("sync", "run"), published)
+    gone = order.index(("rename", hidden_name("step-0000000001")))
+    assert published < durable < gone
+    assert not [entry for entry in order[:durable] if entry[0] == "remove" and "step" in entry[1]]
+
+
+@pytest.mark.parametrize("operation", ["rename", "remove"])
+def test_a_deletion_that_fails_warns_and_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, operation: str
+) -> None:
+    part = "step-0000000001" if operation == "rename" else "step-0000000001.deleting"
+    backend = RefusingBackend(operation, part, errno.EBUSY, 0)
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend) as manager:
+        save_steps(manager, 1)
+        backend.times = 1
+        save_steps(manager, 2)
+        manager._run._deleter.wait()  # the deletion runs on its own thread: wait for the refusal
+        assert "deleting step-0000000001 failed and will be tried again" in caplog.text
+        assert manager.steps == [2]
+        save_steps(manager, 3)
+    assert step_directories(tmp_path) == ["step-0000000003"]
+    assert half_deleted(LocalBackend(), str(tmp_path)) == []
+
+
+def test_a_deletion_that_never_succeeds_does_not_stop_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = RefusingBackend("remove", "step-0000000001.deleting", errno.EACCES, 1000)
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend) as manager:
+        save_steps(manager, 1, 2, 3, 4)
+        assert manager.steps == [4]
+    assert step_directories(tmp_path) == ["step-0000000004"]
+    assert half_deleted(LocalBackend(), str(tmp_path)) == [".step-0000000001.deleting"]
+    with jct.StepManager(tmp_path) as next_owner:
+        next_owner.own()
+    assert half_deleted(LocalBackend(), str(tmp_path)) == []
+
+
+def test_pinned_steps_stay_until_they_are_let_go(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as manager:
+        save_steps(manager, 1)
+        manager.pin(1)
+        save_steps(manager, 2, 3)
+        assert manager.steps == [1, 3]
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as manager:
+        save_steps(manager, 4)
+        assert manager.steps == [1, 4]
+        manager.pin(1, pinned=False)
+        save_steps(manager, 5)
+        assert manager.steps == [5]
+
+
+@pytest.mark.parametrize("durability", ["full", "none"])
+def test_what_is_not_kept_any_more_can_go_before_the_next_commit(tmp_path: Path, durability: Any) -> None:
+    settings = jct.StoreSettings(durability=durability)
+    made_run(tmp_path, 1, 2, 3, settings=settings)
+    manager = jct.StepManager(tmp_path, preservation_policy=jct.CustomSteps([1]), settings=settings)
+    assert manager.steps == [1, 2, 3]
+    with manager:
+        manager.retain()
+        assert manager.steps == [1, 3], "and the newest, which always stays"
+    assert step_directories(tmp_path) == ["step-0000000001", "step-0000000003"]
+    with pytest.raises(jct.SettingsError, match="closed"):
+        manager.retain()
+
+
+def test_a_step_that_is_being_read_stays_until_it_is_read(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as manager:
+        save_steps(manager, 1)
+        with manager._run.reading(manager._run.entries()):
+            save_steps(manager, 2, 3)
+            assert manager.steps == [1, 3]
+            assert step_of(jct.load_checkpointables(step_path(tmp_path, 1))) == 1
+        save_steps(manager, 4)
+        assert manager.steps == [4]
+
+
+def test_a_reader_finishes_a_step_that_is_deleted_under_it(tmp_path: Path) -> None:
+    """A segment that is open can be read to its end after it was unlinked."""
+    run = made_run(tmp_path, 1)
+    source = LocalBackend().open(str(step_path(run, 1)), "state/p00000-s000.safetensors", direct=False)
+    with jct.StepManager(run, preservation_policy=jct.LatestN(1)) as owner:
+        save_steps(owner, 2)
+    data = np.empty(source.size, np.uint8)
+    source.read_into(0, data, source.size)
+    source.close()
+    assert not step_path(run, 1).exists()
+
+
+def test_temporary_steps_go_after_the_next_commit(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path, preservation_policy=jct.EveryNSteps(10)) as manager:
+        save_steps(manager, 10)
+        save_steps(manager, 11, temporary=True)
+        assert manager.steps == [10, 11]
+        save_steps(manager, 12, temporary=True)
+        assert manager.steps == [10, 12]
+        save_steps(manager, 20)
+        assert manager.steps == [10, 20]
+
+
+def test_temporary_steps_go_without_a_policy_too(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path) as manager:
+        save_steps(manager, 1)
+        save_steps(manager, 2, temporary=True)
+        save_steps(manager, 3)
+        assert manager.steps == [1, 3]
+
+
+class KeepNothing:
+    """A policy that keeps no step at all."""
+
+    def should_preserve(self, checkpoints: object, *, context: object) -> list[bool]:
+        return [False] * len(checkpoints)  # type: ignore[arg-type]  # a sequence
+
+
+def test_a_policy_that_keeps_nothing_cannot_take_the_newest(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path, preservation_policy=KeepNothing()) as manager:
+        for step in (5, 6, 7):
+            save_steps(manager, step)
+            assert manager.steps == [step]
+            assert step_of(manager.restore()) == step
+
+
+def test_the_step_that_was_just_committed_stays_when_the_clock_was_set_back(tmp_path: Path) -> None:
+    clock = Clock()
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(2), clock=clock) as manager:
+        save_steps(manager, 10, 30)
+        manager.restore(step=10)
+        clock.now -= datetime.timedelta(days=1)
+        save_steps(manager, 11)
+        assert manager.latest == 11
+        assert 11 in manager.steps
+        assert step_of(manager.restore()) == 11
+
+
+def test_an_overwritten_generation_goes_after_the_new_one_is_committed(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path) as manager:
+        save_steps(manager, 1)
+        manager.save(1, {"state": state_of(100)}, overwrite=True)
+        manager.wait()
+        assert step_of(manager.restore()) == 100
+    assert step_directories(tmp_path) == ["step-0000000001.g1"]
+
+
+class WrongPolicy:
+    """A policy with a mistake in it."""
+
+    def should_preserve(self, checkpoints: object, *, context: object) -> list[bool]:
+        raise KeyError("a mistake")
+
+
+def test_a_policy_that_fails_is_told_and_costs_no_step(tmp_path: Path) -> None:
+    manager = jct.StepManager(tmp_path, preservation_policy=WrongPolicy())
+    manager.save(1, {"state": state_of(1)})
+    with pytest.raises(KeyError, match="a mistake"):
+        manager.wait()
+    assert manager.steps == [1]
+    manager.close()
+    assert step_of(jct.StepManager(tmp_path).restore()) == 1

@@ -1,0 +1,261 @@
+"""What a process notes of itself: its begin, its progress now and then, its end; a disk that refuses, or is silent."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.errors import CheckpointTimeoutError
+from jaxckpt_train.run import history as run_log
+from jaxckpt_train.run import lock
+from jaxckpt_train.run.history import HISTORY_NAME, LEAST_S, MOST_S, History, RunLog
+from jaxckpt_train.store.backends.local import LocalBackend
+from tests.support.fake_backends import HoldingBackend, RefusingBackend, callback_on
+from tests.support.runs import Clock, Counter, state_of
+from tests.support.signal_handlers import handlers_put_back
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Log(RunLog):
+    """Of a process whose time is told to it."""
+
+    def __init__(self, directory: Path, backend: LocalBackend | None = None) -> None:
+        self.now, self.history = 0.0, History(backend or LocalBackend(), str(directory))
+        super().__init__(self.history, Clock(), lambda: self.now)
+
+    def told(self) -> list[dict[str, Any]]:
+        """The events without their times."""
+        return [{name: event[name] for name in event if name != "time"} for event in self.history.events()]
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Log:
+    monkeypatch.setattr(run_log, "_resumes", itertools.count())
+    monkeypatch.setattr(run_log, "run_facts", lambda: {"host": "here", "pid": 7})
+    return Log(tmp_path)
+
+
+def test_a_process_notes_its_begin_and_its_end(log: Log) -> None:
+    log.started()
+    log.resumed(100, 2.5)
+    log.completed = 117
+    log.ends_as = "finished"
+    log.ended()
+    start, resumed, end = log.told()
+    assert start == {"event": "start", "host": "here", "pid": 7}
+    assert 0 < resumed.pop("process_age_s") < 1e6
+    assert resumed == {"event": "resumed", "step": 100, "resume_s": 2.5}
+    assert end == {"event": "end", "how": "finished", "step": 117}
+    log.ended()
+    log.beat()
+    assert len(log.told()) == 3
+
+
+def test_only_the_first_loop_of_a_process_has_waited_for_its_start(log: Log) -> None:
+    for _ in range(2):
+        log.started(5)
+        log.resumed(5, 0.5)
+        log.ended()
+    first, second = [event for event in log.told() if event["event"] == "resumed"]
+    assert ("process_age_s" in first, "process_age_s" in second) == (True, False)
+    assert log.told()[0]["step"] == 5
+    assert log.told()[-1] == {"event": "end", "how": "closed", "step": 5}
+
+
+def test_whoever_never_took_the_directory_notes_nothing(log: Log) -> None:
+    log.resumed(5, 0.5)
+    log.completed = 7
+    log.now = 1e6
+    log.beat()
+    log.ended()
+    assert log.told() == []
+
+
+def steps_noted(log: Log, until_s: float, every_s: float = 1.0) -> list[float]:
+    """Beats until then, of a loop that does an update each second: when it noted how far it had come."""
+    found, before = [], len(log.told())
+    while log.now < until_s:
+        log.now += every_s
+        log.completed = round(log.now)
+        log.beat()
+        if len(log.told()) > before:
+            before += 1
+            found.append(log.now)
+    return found
+
+
+def test_progress_is_noted_now_and_then_and_more_rarely_in_a_long_run(log: Log) -> None:
+    log.started()
+    log.resumed(0, 0.1)
+    noted = steps_noted(log, 3600.0, every_s=10.0)
+    gaps = [later - step for step, later in itertools.pairwise(noted)]
+    assert noted[0] == pytest.approx(10.0)
+    assert min(gaps) >= LEAST_S
+    assert gaps[-1] == MOST_S
+    assert gaps == sorted(gaps)
+    assert log.told()[-1] == {"event": "progress", "step": round(noted[-1])}
+
+
+def test_a_loop_that_stands_still_notes_nothing(log: Log) -> None:
+    log.started()
+    log.resumed(40, 0.1)
+    for _ in range(10):
+        log.now += 1000.0
+        log.beat()
+    assert [event["event"] for event in log.told()] == ["start", "resumed"]
+    log.completed = 41
+    log.beat()
+    assert log.told()[-1] == {"event": "progress", "step": 41}
+
+
+def test_the_heartbeat_of_the_lock_notes_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(run_log, "LEAST_S", 0.0)
+    monkeypatch.setattr(run_log, "MOST_S", 0.0)
+    pause = threading.Event()
+    with jct.CheckpointCallback(str(tmp_path), save_interval_steps=1000) as ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(1):
+            ckpt.manager.decide(step + 1)
+            while "progress" not in (tmp_path / HISTORY_NAME).read_text():
+                pause.wait(0.01)
+            ckpt(state_of(step + 1))
+    events = {event["event"]: event for event in ckpt.manager.history.events()}
+    assert events["progress"]["step"] == 1
+
+
+def test_a_disk_that_refuses_every_note_warns_and_costs_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "jaxckpt_train")
+    backend = RefusingBackend("append", HISTORY_NAME, errno.ENOSPC, 10**6)
+    for updates in (3, 5):
+        with callback_on(backend, tmp_path, save_interval_steps=2) as ckpt:
+            ckpt.resume(state_of(0), Counter())
+            for step in ckpt.steps(updates):
+                ckpt(state_of(step + 1))
+        assert ckpt.summary(show=False).attempts == ()
+    assert jct.StepManager(tmp_path).steps == [2, 3, 4, 5]
+    assert sum("the history was not written" in message for message in caplog.messages) >= 10
+    assert not (tmp_path / HISTORY_NAME).exists()
+
+
+def test_notes_that_were_refused_for_a_while_are_missing_and_no_other(tmp_path: Path) -> None:
+    backend = RefusingBackend("append", HISTORY_NAME, errno.ENOSPC, 1)  # the start of the second process
+    for times, updates in ((0, 10), (1, 20)):
+        backend.times = times
+        with callback_on(backend, tmp_path) as ckpt:
+            ckpt.resume(state_of(0))
+            for step in ckpt.steps(updates):
+                ckpt(state_of(step + 1))
+    found = ckpt.summary(show=False)
+    assert (found.useful_steps, found.redone_steps) == (20, 0)
+
+
+class SilentHistory(HoldingBackend):
+    """A disk that answers all but the notes in the history, until `go` is set."""
+
+    def __init__(self, after: int = 0) -> None:
+        super().__init__("append", HISTORY_NAME)
+        self.after = after  # so many are answered
+
+    def append(self, path: str, data: bytes) -> None:
+        if self._part in path and self.after > 0:
+            self.after -= 1
+            LocalBackend.append(self, path, data)
+        else:
+            super().append(path, data)
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_disk_that_takes_no_note_holds_up_a_loop_for_no_more_than_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    monkeypatch.setattr(run_log, "NOTE_S", 0.05)
+    backend = SilentHistory(after)
+    ckpt = callback_on(backend, tmp_path)
+    ckpt.resume(state_of(0))
+    assert [ckpt(state_of(step + 1)).saved for step in ckpt.steps(3)] == [False, False, True]
+    assert "MainThread" not in backend.threads
+    backend.go.set()
+    ckpt.close()
+    assert jct.StepManager(tmp_path).steps == [3]
+
+
+def test_a_wait_for_a_note_ends_as_its_progress_tells_it_to(tmp_path: Path) -> None:
+    backend = SilentHistory(1)
+    log = Log(tmp_path, backend)
+    log.started()
+
+    def progress(done: int) -> None:
+        raise CheckpointTimeoutError("asked to leave")
+
+    with pytest.raises(CheckpointTimeoutError, match="asked to leave"):
+        log.resumed(0, 0.1, progress)
+    backend.go.set()
+
+
+def test_an_owner_that_was_superseded_says_nothing_of_its_end(tmp_path: Path) -> None:
+    first = jct.StepManager(tmp_path)
+    first.own()
+    (tmp_path / ".owner").unlink()  # as whoever takes it for dead does
+    with jct.StepManager(tmp_path) as second:
+        second.save(5, {"state": state_of(5)})
+        second.wait()
+        first._run.log.completed = 99
+        first.close()
+        assert [event["event"] for event in second.history.events()] == ["start", "start", "save"]
+        (lost, running) = second.goodput().attempts
+        assert (lost.how, running.how, running.last_step) == ("killed", "running", 5)
+
+
+FORKS = """
+import os, sys
+import jaxckpt_train as jct
+from tests.support.runs import state_of
+
+with jct.CheckpointCallback(sys.argv[1], save_interval_steps=2) as ckpt:
+    ckpt.resume(state_of(0))
+    for step in ckpt.steps(4):
+        ckpt(state_of(step + 1))
+        if step == 2:
+            child = os.fork()
+            if child == 0:
+                ckpt.summary()
+                sys.exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+if os.getpid() == ckpt.manager._run._lock._record.process.pid:
+    print(os.getpid())
+"""
+
+
+def test_a_forked_child_says_nothing_of_an_end(tmp_path: Path, run_python: Any) -> None:
+    done = run_python(FORKS, tmp_path, check=True)
+    events = jct.StepManager(tmp_path).history.events()
+    assert [event["event"] for event in events] == ["start", "resumed", "save", "save", "end"]
+    assert done.stdout.splitlines()[-1] == str(events[0]["pid"])
+    assert (events[-1]["how"], events[-1]["step"]) == ("finished", 4)
+    assert events[0]["pid"] != os.getpid()
+
+
+def test_a_request_to_leave_ends_the_wait_for_a_note(tmp_path: Path) -> None:
+    backend = SilentHistory(1)
+    ckpt = callback_on(backend, tmp_path, grace_period_s=2.0, on_preemption="raise")
+    started_at = time.monotonic()
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    with handlers_put_back(signal.SIGTERM, may_end=True), pytest.raises(jct.Preempted, match="no step is saved"), ckpt:
+        ckpt.resume(state_of(0))
+    took_s = time.monotonic() - started_at
+    backend.go.set()
+    assert took_s < 10.0  # and not a minute

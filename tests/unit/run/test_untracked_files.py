@@ -1,0 +1,349 @@
+"""One damaged or odd thing in a run directory costs itself only: no newer step, no pin, no file elsewhere, no hang."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.errors import StorageError
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.policies.preservation import AnyPreservationPolicy, BestN, LatestN
+from jaxckpt_train.run.lock import LOCK_NAME
+from jaxckpt_train.store.backends.local import LocalBackend
+from tests.support.fake_backends import RefusingBackend
+from tests.support.runs import made_run, save_steps, state_of, step_of, step_path
+
+CODES = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EACCES)
+
+
+def replace_in_manifest(step: Path, old: bytes, new: bytes) -> None:
+    data = (step / "manifest.json").read_bytes()
+    assert data.count(old) == 1
+    assert len(old) == len(new)
+    (step / "manifest.json").write_bytes(data.replace(old, new))
+
+
+def test_a_flipped_metric_neither_is_the_best_nor_costs_the_best(tmp_path: Path) -> None:
+    policy = AnyPreservationPolicy([LatestN(1), BestN("acc", 1, mode="max")])
+    with StepManager(tmp_path) as manager:
+        for step, acc in ((100, 0.11), (200, 0.83), (300, 0.60)):
+            save_steps(manager, step, metrics={"acc": acc})
+    replace_in_manifest(step_path(tmp_path, 100), b'"acc":0.11', b'"acc":0.91')
+    assert StepManager(tmp_path).best("acc", "max") == 200
+    with StepManager(tmp_path, preservation_policy=policy) as manager:
+        assert step_of(manager.restore()) == 300
+        save_steps(manager, 400, metrics={"acc": 0.3})
+    assert step_path(tmp_path, 200).exists(), "the best"
+    assert step_path(tmp_path, 100).exists(), "nobody knows what it was"
+    assert not step_path(tmp_path, 300).exists()
+
+
+def test_a_flipped_sequence_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = made_run(tmp_path, 100, 200, 300)
+    replace_in_manifest(step_path(run, 100), b'"sequence":0', b'"sequence":8')
+    with StepManager(run) as manager:
+        assert step_of(manager.restore()) == 300
+        save_steps(manager, 400)
+        assert manager.damaged == [100]
+    assert "step 100 cannot be restored and is skipped" in caplog.text
+    assert (StepManager(run).steps, StepManager(run).latest) == ([200, 300, 400], 400)
+
+
+def test_the_line_is_kept_when_the_step_that_began_it_is_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = made_run(tmp_path, 10, 20, 30)
+    with StepManager(run) as manager:
+        manager.restore(step=10)
+        save_steps(manager, 15)
+    replace_in_manifest(step_path(run, 15), b'"dtype":"float32"', b'"dtype":"gloat32"')
+    with StepManager(run, preservation_policy=LatestN(3)) as manager:
+        assert manager.latest == 15
+        assert step_of(manager.restore()) == 10
+        assert "step 15 cannot be restored and is skipped" in caplog.text
+        save_steps(manager, 16, 17)
+    assert step_path(run, 10).exists()
+    assert StepManager(run).latest == 17
+
+
+def overwrite(step: Path) -> None:
+    (step / "manifest.json").write_bytes(b"nothing that was saved")
+
+
+def forget_one(step: Path) -> None:
+    replace_in_manifest(step, b'"step-0000000030"', b'"step-0000000031"')
+
+
+def make_it_older(step: Path) -> None:
+    replace_in_manifest(step, b'"sequence":3', b'"sequence":1')
+
+
+@pytest.mark.parametrize("damage", [overwrite, forget_one, make_it_older])
+@pytest.mark.parametrize("last", [15, 16])
+def test_a_branch_that_was_left_behind_stays_so_without_the_manifest_that_says_it(
+    tmp_path: Path, last: int, damage: Any
+) -> None:
+    run = made_run(tmp_path, 10, 20, 30)
+    with StepManager(run, preservation_policy=LatestN(2)) as manager:
+        manager.restore(step=10)
+        save_steps(manager, *range(15, last + 1))
+    if last == 15 or damage is overwrite:
+        damage(step_path(run, last))
+    with StepManager(run, preservation_policy=LatestN(2)) as manager:
+        assert step_of(manager.restore()) == (15 if last == 16 and damage is overwrite else 10 if last == 15 else 16)
+        save_steps(manager, 17)
+    reader = StepManager(run)
+    assert (reader.latest, step_of(reader.restore())) == (17, 17)
+
+
+def test_a_roll_back_past_steps_that_could_not_be_read_stays_one_when_they_can(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 10, 20, 30)
+
+    class TwoUnreadable(LocalBackend):
+        def open(self, directory: str, name: str, *, direct: Any) -> Any:
+            if directory in (str(step_path(run, 20)), str(step_path(run, 30))):
+                raise StorageError(errno.EIO, "refused", directory)
+            return super().open(directory, name, direct=direct)
+
+    with StepManager(run, backend=TwoUnreadable()) as manager:
+        assert step_of(manager.restore()) == 10
+        save_steps(manager, 15)
+    reader = StepManager(run)
+    assert (reader.latest, step_of(reader.restore())) == (15, 15)
+
+
+def test_a_warning_that_the_disk_refuses_costs_no_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = made_run(tmp_path, 1)
+    manager = StepManager(run)
+    listing, judge = manager._backend.list, manager._run.judge
+
+    def refusing(path: str) -> Any:
+        raise StorageError(errno.EIO, "refused", path)
+
+    def judged(*given: Any) -> None:
+        monkeypatch.setattr(manager._backend, "list", refusing)
+        judge(*given)
+        monkeypatch.setattr(manager._backend, "list", listing)
+
+    monkeypatch.setattr(manager._run, "judge", judged)
+    assert step_of(manager.restore()) == 1
+
+
+def test_a_step_that_nobody_can_read_is_not_counted_by_the_policy(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2, 3)
+    replace_in_manifest(step_path(run, 2), b'"sequence":1', b'"sequence":7')
+    with StepManager(run, preservation_policy=LatestN(2)) as manager:
+        save_steps(manager, 4)
+    assert StepManager(run).steps == [2, 3, 4], "3 and 4 are the two that can be restored"
+
+
+class Unreadable(LocalBackend):
+    """Refuses all that is asked of one directory."""
+
+    def __init__(self, directory: Path, code: int) -> None:
+        self._directory, self._code = str(directory), code
+
+    def _refuse(self, path: str) -> None:
+        if path == self._directory:
+            raise StorageError(self._code, os.strerror(self._code), path)
+
+    def list(self, path: str) -> Any:
+        self._refuse(path)
+        return super().list(path)
+
+    def open(self, directory: str, name: str, *, direct: Any) -> Any:
+        self._refuse(directory)
+        return super().open(directory, name, direct=direct)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_an_old_step_that_the_disk_does_not_give_costs_no_other(tmp_path: Path, code: int) -> None:
+    run = made_run(tmp_path, 1, 2, 3)
+    backend = Unreadable(step_path(run, 1), code)
+    assert StepManager(run, backend=backend).steps == [1, 2, 3]
+    with StepManager(run, backend=backend, preservation_policy=LatestN(1)) as manager:
+        assert step_of(manager.restore()) == 3
+        save_steps(manager, 4)
+    assert StepManager(run).steps == [1, 4]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN, errno.EBADMSG])
+def test_a_newest_step_that_the_disk_does_not_give_is_skipped(tmp_path: Path, code: int) -> None:
+    run = made_run(tmp_path, 1, 2)
+    with StepManager(run, backend=Unreadable(step_path(run, 2), code)) as manager:
+        assert step_of(manager.restore()) == 1
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_an_attempt_that_cannot_be_removed_does_not_keep_a_job_from_starting(
+    tmp_path: Path, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = made_run(tmp_path, 1)
+    attempt = run / ".step-0000000002.tmp-00000000-00000000-1-1-0"
+    attempt.mkdir()
+    with StepManager(run, backend=RefusingBackend("remove", ".tmp-", code, 1)) as manager:
+        manager.own()
+        save_steps(manager, 2)
+    assert "an interrupted attempt was not removed" in caplog.text
+    with StepManager(run) as manager:
+        manager.own()
+    assert not attempt.exists()
+
+
+@pytest.mark.parametrize("token", ["x/../../outside/pwned", "", "a\0b", "x" * 300, ".."])
+def test_a_strangers_lock_renames_nothing_out_of_the_run(tmp_path: Path, token: str) -> None:
+    run = made_run(tmp_path / "run", 1)
+    (tmp_path / "outside").mkdir()
+    (run / ".owner.dead-x").mkdir()
+    owner = {"process": {"host": "elsewhere", "pid": 1, "start": "1"}, "token": token}
+    (run / LOCK_NAME).write_text(json.dumps(owner))
+    os.utime(run / LOCK_NAME, (0, 0))
+    for _ in range(2):
+        with StepManager(run) as manager:
+            manager.own()
+    assert list((tmp_path / "outside").iterdir()) == []
+    assert (run / ".owner.dead-x").is_dir()
+    assert not (run / LOCK_NAME).exists()
+
+
+def test_a_history_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", 1)
+    (tmp_path / "precious").write_text("precious\n")
+    (run / "history.jsonl").unlink()
+    (run / "history.jsonl").symlink_to(tmp_path / "precious")
+    with StepManager(run) as manager:
+        manager.restore()
+        save_steps(manager, 2)
+    assert (tmp_path / "precious").read_text() == "precious\n"
+    assert StepManager(run).steps == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["history.jsonl", "notes.jsonl"])
+def test_nobody_waits_for_a_pipe_in_place_of_a_file(tmp_path: Path, name: str) -> None:
+    run = made_run(tmp_path, 1)
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+
+    def work() -> None:
+        with StepManager(run) as manager:
+            manager.restore()
+            manager.save(2, {"state": state_of(2)})
+        done.set()
+
+    done = threading.Event()
+    threading.Thread(target=work, daemon=True).start()
+    assert done.wait(60)
+    assert StepManager(run).steps == [1, 2]
+
+
+def test_a_wait_for_a_save_ends_when_it_gets_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxckpt_train.pending.LAST_PATIENCE_S", 0.2)
+    go = threading.Event()
+
+    class Stuck(LocalBackend):
+        def create(self, path: str, *, direct: Any) -> Any:
+            go.wait(60)
+            return super().create(path, direct=direct)
+
+    monkeypatch.setattr("jaxckpt_train.checkpoint._BACKEND", Stuck())
+    pending = jct.save_async(tmp_path / "c", state_of(1))
+    try:
+        with pytest.raises(jct.CheckpointTimeoutError, match=r"does its disk still answer\?; it goes on"):
+            pending.wait()
+    finally:
+        go.set()
+    pending.wait(60)
+
+
+def test_a_step_that_has_lost_its_commit_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = made_run(tmp_path, 1, 2)
+    (step_path(run, 2) / "COMMIT").unlink()
+    with StepManager(run) as manager:
+        for _ in range(2):
+            assert step_of(manager.restore()) == 1
+    assert caplog.text.count("step-0000000002: has no COMMIT, so it is no step: copied in part, or damaged?") == 1
+
+
+def test_a_step_that_was_given_another_number_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = made_run(tmp_path, 1, 3)
+    StepManager(run).restore()
+    assert "was saved as" not in caplog.text
+    step_path(run, 3).rename(step_path(run, 7))
+    assert step_of(StepManager(run).restore()) == 3
+    assert "step 7 was saved as step 3" in caplog.text
+
+
+def test_what_is_set_aside_is_not_deleted_and_what_is_being_deleted_not_set_aside(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1, 2, 3)
+    with StepManager(run, preservation_policy=LatestN(2)) as manager:
+        manager.own()
+        first = manager._run.entries()[0]
+        manager._run._pending_deletions.add([first.name], wait=False)
+        manager._run.set_aside(first, "torn")
+        assert [event for event in manager.history.events() if event["event"] == "set_aside"] == []
+        manager._run._pending_deletions.discard([first.name])
+        note = manager._run.note
+
+        def meanwhile(*given: Any) -> None:
+            manager._run.retain()  # as a commit on another thread
+            note(*given)
+
+        manager._run.note = meanwhile  # type: ignore[method-assign]
+        manager._run.set_aside(first, "torn")
+        assert manager.damaged == [1]
+    assert step_path(run, 1).exists()
+
+
+def test_a_disk_that_takes_nothing_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxckpt_train.store.timeouts.GIVE_UP_S", 0.2)
+    run, go = made_run(tmp_path, 1), threading.Event()
+
+    class Frozen(LocalBackend):
+        def create(self, path: str, *, direct: Any) -> Any:
+            go.wait(60)
+            return super().create(path, direct=direct)
+
+    try:
+        with pytest.raises(jct.CheckpointTimeoutError, match="its disk has not answered"):
+            StepManager(run, backend=Frozen()).own()
+    finally:
+        go.set()
+
+
+def test_a_link_in_place_of_a_step_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = made_run(tmp_path / "run", 1, 2)
+    step_path(run, 2).rename(tmp_path / "elsewhere")
+    step_path(run, 2).symlink_to(tmp_path / "elsewhere")
+    with StepManager(run) as manager:
+        for _ in range(2):
+            assert step_of(manager.restore()) == 1
+    assert caplog.text.count("step-0000000002: is no directory, perhaps a link, so it is no step") == 1
+
+
+def test_who_falls_back_to_what_was_left_behind_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = made_run(tmp_path / "run", 1, 4)
+    with StepManager(run) as manager:
+        manager.own()
+        manager.restore(step=1)
+        save_steps(manager, 2, 3)
+        assert manager.best("loss") is None
+    assert "left behind" not in caplog.text
+    for step in (1, 2, 3):
+        (step_path(run, step) / "manifest.json").write_bytes(b"x")
+    assert step_of(StepManager(run).restore()) == 4
+    assert "step 4 was left behind by a roll-back; no step since is whole" in caplog.text
+
+
+def test_a_step_of_nothing_is_refused(tmp_path: Path) -> None:
+    with StepManager(tmp_path / "run") as manager, pytest.raises(jct.SettingsError, match="found nothing"):
+        manager.save(1, {})
+    with pytest.raises(jct.SettingsError, match="checkpointables: expected what to save by name"):
+        jct.save_checkpointables(tmp_path / "c", {})
+    assert not (tmp_path / "c").exists()

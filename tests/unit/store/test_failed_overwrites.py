@@ -1,0 +1,387 @@
+"""What a save that died, or a disk that failed, leaves beside a checkpoint: nothing of another's is removed with it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.store.backends import local, local_names
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.removal import remove_dead_attempts
+from tests.support.file_content import content
+from tests.support.forking import Tell, forked
+from tests.support.killed_saves import (
+    OF_KILLED_SAVES,
+    assert_holds,
+    dead_attempt,
+    die,
+    killed,
+    killed_after_the_exchange,
+    names,
+    of_another_boot,
+    save_under,
+)
+from tests.support.overwritten import RUN, OwnFiles, begin_run, damage
+
+pytestmark = OF_KILLED_SAVES
+OLD, NEW, NEXT = ({"w": np.arange(length)} for length in (4, 5, 6))
+MEMORY_BYTES = 600 << 20
+GROWN_BYTES = 1 << 30
+
+
+def without_manifest(checkpoint: Path) -> None:
+    """A checkpoint that has lost its manifest, and a file that is no part of it, as far as anybody can tell."""
+    jct.save(checkpoint, OLD)
+    (checkpoint / "configs").mkdir()
+    (checkpoint / "configs" / "a.yaml").write_text("mine")
+    (checkpoint / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_a_kill_before_the_look_at_a_checkpoint_without_manifest_costs_nothing_that_was_in_it(
+    tmp_path: Path, is_empty: bool
+) -> None:
+    without_manifest(tmp_path / "c")
+    if is_empty:
+        (tmp_path / "c" / "manifest.json").touch()
+    before = content(tmp_path / "c")
+    killed_after_the_exchange(tmp_path / "c", NEW)
+    for _ in range(2):
+        jct.save(tmp_path / "c", NEXT, overwrite=True)
+        assert_holds(tmp_path / "c", NEXT)
+        assert content(tmp_path / "c.replaced-1") == before
+        assert names(tmp_path) == ["c", "c.replaced-1"]
+
+
+@pytest.mark.parametrize("is_run", [False, True])
+def test_a_kill_before_the_look_costs_no_steps_that_took_the_name_meanwhile(tmp_path: Path, is_run: bool) -> None:
+    checkpoint = tmp_path / "c"
+
+    def take_the_name() -> None:
+        checkpoint.rename(tmp_path / "elsewhere")
+        begin_run(checkpoint)
+        for path in [] if is_run else [*checkpoint.glob(".*"), *checkpoint.glob("*.jsonl")]:
+            path.unlink()
+
+    jct.save(checkpoint, OLD)
+    killed_after_the_exchange(checkpoint, NEW, take_the_name)
+    for _ in range(2):
+        jct.save(checkpoint, NEXT, overwrite=True)
+        assert_holds(checkpoint, NEXT)
+        assert_holds(tmp_path / "c.replaced-1" / "step-0000000001", RUN)
+        assert names(tmp_path) == ["c", "c.replaced-1", "elsewhere"]
+
+
+def test_where_it_is_kept_is_on_the_disk_before_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+    sync, rename = LocalBackend.sync, LocalBackend.rename
+
+    def noted_sync(self: LocalBackend, path: str) -> None:
+        sync(self, path)
+        happened.append(f"synced {path}")
+
+    def noted_rename(self: LocalBackend, source: str, target: str) -> None:
+        rename(self, source, target)
+        happened.append(f"renamed to {target}")
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            happened.append(f"told {record.getMessage()}")
+
+    without_manifest(tmp_path / "c")
+    monkeypatch.setattr(LocalBackend, "sync", noted_sync)
+    monkeypatch.setattr(LocalBackend, "rename", noted_rename)
+    logger, told = logging.getLogger("jaxckpt_train"), Told(logging.WARNING)
+    logger.addHandler(told)
+    try:
+        jct.save(tmp_path / "c", NEW, overwrite=True)
+    finally:
+        logger.removeHandler(told)
+    kept = tmp_path / "c.replaced-1"
+    renamed = happened.index(f"renamed to {kept}")
+    assert happened[renamed + 1] == f"synced {tmp_path}"
+    assert happened[renamed + 2].endswith(
+        f"all of it is in {kept} now: move what you need to where it belongs, and remove the rest"
+    )
+
+
+def test_a_power_cut_that_takes_back_the_name_under_which_it_is_kept_costs_nothing(tmp_path: Path) -> None:
+    without_manifest(tmp_path / "c")
+    before = content(tmp_path / "c")
+    jct.save(tmp_path / "c", NEW, overwrite=True)
+    of_another_boot((tmp_path / "c.replaced-1").rename(dead_attempt(tmp_path / "c")))
+    jct.save(tmp_path / "c", NEXT, overwrite=True)
+    assert content(tmp_path / "c.replaced-1") == before
+    assert names(tmp_path) == ["c", "c.replaced-1"]
+
+
+@pytest.mark.parametrize("refused", ["manifest.json", "run"])
+def test_what_lies_aside_and_cannot_be_looked_at_makes_the_save_fail(
+    tmp_path: Path, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_open, real_list = LocalBackend.open, LocalBackend.list
+    checkpoint, aside = tmp_path / "c", tmp_path / ".c.aside"
+
+    def refuse(path: str) -> None:
+        if path == str(aside / refused):
+            raise jct.StorageError(errno.EIO, "refused", path)
+
+    def refusing_open(self: LocalBackend, directory: str, name: str, *, direct: Any) -> Any:
+        refuse(f"{directory}/{name}")
+        return real_open(self, directory, name, direct=direct)
+
+    def refusing_list(self: LocalBackend, path: str) -> Any:
+        refuse(path)
+        return real_list(self, path)
+
+    monkeypatch.setattr(local, "exchange_names", lambda *_: False)  # as on a system that cannot swap two names
+    jct.save(checkpoint, NEW)
+    save_under(aside, {"state": OLD})
+    begin_run(aside / "run")
+    before = content(tmp_path)
+    with monkeypatch.context() as failing:
+        failing.setattr(LocalBackend, "open", refusing_open)
+        failing.setattr(LocalBackend, "list", refusing_list)
+        with pytest.raises(jct.StorageError, match=r"\.c\.aside is in the way.*move it away"):
+            jct.save(checkpoint, NEXT, overwrite=True)
+    assert content(tmp_path) == before
+    jct.save(checkpoint, NEXT, overwrite=True)  # the disk tells again
+    assert_holds(checkpoint, NEXT)
+    assert_holds(tmp_path / "c.replaced-1" / "run" / "step-0000000001", RUN)
+    assert names(tmp_path) == ["c", "c.replaced-1"]
+
+
+@pytest.mark.parametrize("where", [lambda checkpoint: checkpoint, dead_attempt], ids=["replaced", "left"])
+def test_a_manifest_that_has_grown_needs_no_memory(tmp_path: Path, where: Callable[[Path], Path]) -> None:
+    checkpoint = tmp_path / "c"
+    jct.save(checkpoint, OLD)
+    if (grown := where(checkpoint)) != checkpoint:
+        save_under(grown, {"state": OLD})
+    os.truncate(grown / "manifest.json", GROWN_BYTES)  # with a hole: it takes no room on the disk
+
+    def save(tell: Tell) -> None:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES,) * 2)
+        with pytest.raises(MemoryError):
+            bytearray(GROWN_BYTES)
+        jct.save(checkpoint, NEW, overwrite=True)
+
+    assert forked(save) == ([], 0)
+    assert_holds(checkpoint, NEW)
+    assert names(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("empty", [["manifest.json"], ["COMMIT"], ["COMMIT", "manifest.json"]], ids="-".join)
+def test_an_attempt_whose_names_alone_had_reached_the_disk_is_removed(
+    tmp_path: Path, empty: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = {"state": NEW, "own": OwnFiles()}
+    sync = LocalBackend.sync
+
+    def sync_or_die(self: LocalBackend, path: str) -> None:
+        if list(tmp_path.glob(".c.tmp-*/COMMIT")):  # all of it is written, and not yet synced
+            die()
+        sync(self, path)
+
+    def work(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(LocalBackend, "sync", sync_or_die)
+        jct.save_checkpointables(tmp_path / "c", parts, overwrite=True)
+
+    jct.save(tmp_path / "c", OLD)
+    killed(work)
+    assert_holds(tmp_path / "c", OLD)
+    (left,) = tmp_path.glob(".c.tmp-*")
+    assert names(left) == ["COMMIT", "manifest.json", "own", "state"]
+    for name in empty:
+        os.truncate(left / name, 0)
+    of_another_boot(left)
+    jct.save_checkpointables(tmp_path / "c", parts, overwrite=True)
+    assert names(tmp_path) == ["c"]
+    assert caplog.messages == []
+
+
+def test_an_object_with_folders_of_its_own_in_a_damaged_checkpoint_stops_no_save_and_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = {"state": NEW, "own": OwnFiles()}
+    jct.save_checkpointables(tmp_path / "c", parts)
+    damage(tmp_path / "c")
+    before = content(tmp_path / "c")
+    for _ in range(2):
+        jct.save_checkpointables(tmp_path / "c", parts, overwrite=True)
+        assert content(tmp_path / "c.replaced-1") == before
+        assert names(tmp_path) == ["c", "c.replaced-1"]
+    (told,) = caplog.messages
+    assert "held more than a checkpoint: own;" in told
+    begin_run(tmp_path / "c" / "own" / "inner" / "run")
+    damage(tmp_path / "c")
+    with pytest.raises(jct.CheckpointExistsError, match=r"found also own; move that away"):
+        jct.save(tmp_path / "c", NEXT, overwrite=True)
+    assert_holds(tmp_path / "c" / "own" / "inner" / "run" / "step-0000000001", RUN)
+
+
+@pytest.mark.parametrize("read", [jct.load, jct.metadata, jct.verify])
+def test_each_folder_of_what_is_no_checkpoint_is_looked_at_once_or_twice(
+    tmp_path: Path, read: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: Counter[str] = Counter()
+    real_open, real_list = LocalBackend.open, LocalBackend.list
+
+    def counted_open(self: LocalBackend, directory: str, name: str, *, direct: Any) -> Any:
+        looks[directory] += 1
+        return real_open(self, directory, name, direct=direct)
+
+    def counted_list(self: LocalBackend, path: str) -> Any:
+        looks[path] += 1
+        return real_list(self, path)
+
+    folders = [tmp_path / f"experiment-{number}" for number in range(20)]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "notes.txt").write_text("mine")
+    monkeypatch.setattr(LocalBackend, "open", counted_open)
+    monkeypatch.setattr(LocalBackend, "list", counted_list)
+    with pytest.raises(jct.NotACheckpointError, match=r"found experiment-0, .*, \.\.\."):
+        read(tmp_path)
+    assert all(1 <= looks[str(folder)] <= 2 for folder in folders), looks
+
+
+def test_two_that_clean_up_after_the_same_dead_one_tell_of_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = tmp_path / "c"
+    left = dead_attempt(checkpoint)
+    real = LocalBackend.list
+
+    def list_after_the_other(self: LocalBackend, path: str) -> Any:
+        if path == str(left) and left.exists():
+            monkeypatch.setattr(LocalBackend, "list", real)
+            assert forked(lambda tell: remove_dead_attempts(LocalBackend(), str(checkpoint))) == ([], 0)
+            assert not left.exists()
+        return real(self, path)
+
+    jct.save(checkpoint, OLD)
+    (left / "state").mkdir(parents=True)
+    monkeypatch.setattr(LocalBackend, "list", list_after_the_other)
+    jct.save(checkpoint, NEW, overwrite=True)
+    assert LocalBackend.list is real, "the other was not there"
+    assert caplog.messages == []
+    assert names(tmp_path) == ["c"]
+    assert_holds(checkpoint, NEW)
+
+
+def die_at(name: str, where: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Has this process die right after the first call of `os` of that name that ends with a path like this."""
+
+    def arrange(patch: pytest.MonkeyPatch) -> None:
+        real = getattr(os, name)
+
+        def call(path: str, *args: Any, **options: Any) -> Any:
+            result = real(path, *args, **options)
+            if path.endswith(where):
+                die()
+            return result
+
+        patch.setattr(os, name, call)
+
+    return arrange
+
+
+def refuse_to_sync_directories(patch: pytest.MonkeyPatch) -> None:
+    sync = LocalBackend.sync
+
+    def refuse(self: LocalBackend, path: str) -> None:
+        if ".tmp-" in path and os.path.isdir(path):
+            raise jct.StorageError(errno.EIO, "cannot sync", path)
+        sync(self, path)
+
+    patch.setattr(LocalBackend, "sync", refuse)
+
+
+@pytest.mark.parametrize("durability", ["full", "none"])
+@pytest.mark.parametrize("name", ["c", "two\nlines"])
+@pytest.mark.parametrize(
+    "faults",
+    [[die_at("open", "/COMMIT")], [refuse_to_sync_directories, die_at("unlink", "manifest.json")]],
+    ids=["before the first byte of COMMIT", "in the abort"],
+)
+def test_an_attempt_of_an_object_with_own_files_is_removed_whenever_it_was_killed(
+    tmp_path: Path, faults: list[Any], name: str, durability: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts, settings = {"state": OLD, "own": OwnFiles()}, jct.StoreSettings(durability=durability)
+    if refuse_to_sync_directories in faults:
+        settings = jct.StoreSettings()  # else none is synced
+
+    def work(patch: pytest.MonkeyPatch) -> None:
+        entries_of = local_names.entries_of  # in any order: here the manifest comes first
+        patch.setattr(
+            local_names,
+            "entries_of",
+            lambda path: sorted(entries_of(path), key=lambda each: each.name != "manifest.json"),
+        )
+        for arrange in faults:
+            arrange(patch)
+        jct.save_checkpointables(tmp_path / name, parts, overwrite=True, settings=settings)
+
+    jct.save_checkpointables(tmp_path / name, parts, settings=settings)
+    killed(work)
+    assert len(names(tmp_path)) == 2
+    jct.save_checkpointables(tmp_path / name, parts, overwrite=True, settings=settings)
+    assert names(tmp_path) == [name]
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("gone", [["COMMIT"], ["COMMIT", "manifest.json"]], ids="-".join)
+def test_half_of_what_another_process_is_removing_is_not_kept(
+    tmp_path: Path, gone: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint, looks = tmp_path / "c", list[str]()
+    left, real = dead_attempt(checkpoint), LocalBackend.list
+
+    def list_while_it_goes(self: LocalBackend, path: str) -> Any:
+        looks.append(path)
+        if looks.count(str(left)) == 2:  # the first was: is it an attempt?
+            for name in gone:
+                (left / name).unlink(missing_ok=True)
+        return real(self, path)
+
+    jct.save(checkpoint, OLD)
+    save_under(left, {"state": OLD, "own": OwnFiles()})
+    monkeypatch.setattr(LocalBackend, "list", list_while_it_goes)
+    jct.save(checkpoint, NEW, overwrite=True)
+    assert looks.count(str(left)) >= 2
+    assert "c.replaced-1" not in names(tmp_path)
+    jct.save(checkpoint, NEXT, overwrite=True)  # should the other one have died
+    assert names(tmp_path) == ["c"]
+    assert caplog.messages == []
+
+
+def test_two_that_keep_the_same_tell_of_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = tmp_path / "c"
+    left, real = dead_attempt(checkpoint), LocalBackend.rename
+
+    def rename_after_the_other(self: LocalBackend, source: str, target: str) -> None:
+        if source == str(left) and left.exists():
+            real(self, source, target)
+        real(self, source, target)
+
+    jct.save(checkpoint, OLD)
+    save_under(left, {"state": OLD})
+    (left / "notes.txt").write_text("mine")
+    monkeypatch.setattr(LocalBackend, "rename", rename_after_the_other)
+    jct.save(checkpoint, NEW, overwrite=True)
+    assert (tmp_path / "c.replaced-1" / "notes.txt").read_text() == "mine"
+    assert names(tmp_path) == ["c", "c.replaced-1"]
+    assert not any("could not be removed" in message for message in caplog.messages)

@@ -1,0 +1,128 @@
+"""The open segments of a load: never closed under a reader, and never those of another checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store import reader as sources
+from jaxckpt_train.store.backends.memory import MemoryBackend
+from jaxckpt_train.store.buffers import aligned_buffer
+from jaxckpt_train.store.committed import open_committed, use_committed
+from jaxckpt_train.store.reader import Sources
+from jaxckpt_train.store.timeouts import call_with_timeout
+from tests.support.checkpoints import commit, load_committed
+from tests.support.interrupts import interrupt_at
+from tests.support.strict_backend import StrictBackend
+
+pytestmark = pytest.mark.timeout(60)
+
+UNVERIFIED = StoreSettings(verify_on_load=False, io_threads=1)
+OLD = {name: np.full(5000, 1, np.uint8) for name in "ab"}
+NEW = {name: np.full(5000, 2, np.uint8) for name in "ab"}
+
+
+def test_what_is_being_read_is_closed_when_that_ends_and_nothing_is_opened_again() -> None:
+    backend = StrictBackend()
+    committed = commit(backend, "/runs/a", OLD, UNVERIFIED)
+    opened = Sources(backend, committed, UNVERIFIED, [0, 0])
+    opened.open()
+    assert backend.open_files == 1
+    reading, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        reading.set()
+        assert go.wait(30)
+
+    backend.before_read = hold
+    memory = aligned_buffer(4096)
+    thread = threading.Thread(target=opened.read_into, args=(0, 0, memory, 4096))
+    thread.start()
+    assert reading.wait(30)
+    assert opened.end() == []
+    assert backend.open_files == 1, "a thread reads it"
+    go.set()
+    thread.join()
+    assert backend.open_files == 0
+    with pytest.raises(StorageError, match="the load is over"):
+        opened.read_into(0, 0, memory, 4096)
+    assert backend.open_files == 0
+
+
+class Replacing(MemoryBackend):
+    """Does something right before a segment is opened, once."""
+
+    then: Callable[[], Any] | None = None
+    after = 0
+
+    def open(self, directory: str, name: str, *, direct: Any) -> Any:
+        if name.endswith(".safetensors") and self.then is not None:
+            if self.after == 0:
+                then, self.then = self.then, None
+                then()
+            self.after -= 1
+        return super().open(directory, name, direct=direct)
+
+
+@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize("at_once", [1, 256])
+def test_segments_of_two_checkpoints_are_never_mixed(after: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where nothing is verified: names and sizes are the same in both."""
+    monkeypatch.setattr("jaxckpt_train.settings._MINIMUM", {"io_threads": 1})
+    monkeypatch.setattr(sources, "OPEN_AT_ONCE", at_once)
+    chosen = StoreSettings(verify_on_load=False, io_threads=1, segment_bytes=5000)
+    backend = Replacing()
+    commit(backend, "/runs/a", OLD, chosen)
+    old = open_committed(backend, "/runs/a")
+    assert len(old.manifest.segments) == 2
+    backend.after, backend.then = after, lambda: commit(backend, "/runs/a", NEW, chosen, replace=True)
+    with pytest.raises(CorruptCheckpointError, match="was replaced while it was being read"):
+        load_committed(backend, old, chosen)
+    backend.after, backend.then = after, lambda: commit(backend, "/runs/a", OLD, chosen, replace=True)
+    found = use_committed(backend, "/runs/a", lambda committed: load_committed(backend, committed, chosen))
+    assert {name: array.tobytes() for name, (array,) in found.items()} == {n: a.tobytes() for n, a in OLD.items()}
+
+
+@pytest.mark.parametrize("verified", [True, False])
+def test_a_checkpoint_that_is_gone_by_then_is_read_if_the_bytes_can_tell(verified: bool) -> None:
+    backend = Replacing()
+    committed = commit(backend, "/runs/a", OLD, UNVERIFIED)
+    backend.then = lambda: backend.remove("/runs/a/COMMIT")
+    if not verified:
+        with pytest.raises(NotACheckpointError, match="/runs/a: was removed while it was being read"):
+            load_committed(backend, committed, UNVERIFIED)
+        return
+    found = load_committed(backend, committed, StoreSettings())
+    assert {name: array.tobytes() for name, (array,) in found.items()} == {n: a.tobytes() for n, a in OLD.items()}
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_called_damaged() -> None:
+    backend = Replacing()
+    commit(backend, "/runs/a", OLD, UNVERIFIED)
+    backend.then = lambda: backend.remove("/runs/a")
+    with pytest.raises(NotACheckpointError, match="/runs/a: was removed while it was being read") as caught:
+        use_committed(backend, "/runs/a", lambda found: load_committed(backend, found, StoreSettings()))
+    assert isinstance(caught.value.__cause__, CorruptCheckpointError)
+
+
+def test_an_interrupt_while_segments_are_opened_leaves_no_file_open() -> None:
+    backend = StrictBackend()
+    committed = commit(backend, "/runs/a", OLD, UNVERIFIED)
+    for number in itertools.count(1):
+        with interrupt_at(number, call_with_timeout) as seen, contextlib.suppress(KeyboardInterrupt):
+            load_committed(backend, committed, UNVERIFIED)
+        ends_s = time.monotonic() + 30
+        while backend.open_files:  # what was asked goes on, and is closed at its end
+            assert time.monotonic() < ends_s
+        if seen[0] < number:
+            break
+    assert number > 5

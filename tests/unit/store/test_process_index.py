@@ -1,0 +1,153 @@
+"""Indexes of processes: put together they say what one process that had written it all would have said."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
+from jaxckpt_train.store import process_index
+from jaxckpt_train.store.boxes import Box, box_elements
+from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, PartRecord, SegmentRecord
+from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, decode_index, encode_index, merge_indexes
+from tests.support.strategies import shapes, tilings
+
+LARGE = 1 << 40
+
+
+def part_of(*shapes_of: tuple[int, ...], name: str = "state") -> PartRecord:
+    arrays = tuple(ArrayRecord(f"a{number}", shape, "float32", ()) for number, shape in enumerate(shapes_of))
+    return PartRecord(name, "pytree", arrays, (), msgspec.Raw(b"null"))
+
+
+def chunk(box: Box, segment: int, offset: int = 4096) -> ChunkRecord:
+    length = 4 * box_elements(box)
+    return ChunkRecord(box, segment, offset, length, hashlib.sha256(repr(box).encode()).hexdigest() * (1 + length % 3))
+
+
+@st.composite
+def written(draw: st.DrawFn) -> tuple[list[PartRecord], list[ProcessIndex]]:
+    """What some processes have written of some checkpointables, of arrays of all kinds."""
+    processes = draw(st.integers(1, 5))
+    parts, indexes = [], [list[PartIndex]() for _ in range(processes)]
+    for number in range(draw(st.integers(1, 3))):
+        whole = draw(st.lists(shapes(3, 5) | st.just((0, 3)), max_size=5))
+        parts.append(part_of(*whole, name=f"part{number}"))
+        of_process = [dict[int, list[ChunkRecord]]() for _ in range(processes)]
+        segments = [draw(st.integers(0, 3)) for _ in range(processes)]
+        for array, shape in enumerate(whole):
+            for box in () if 0 in shape else draw(tilings(shape, 8)):
+                process = draw(st.integers(0, processes - 1))
+                segments[process] = max(segments[process], 1)
+                segment = draw(st.integers(0, segments[process] - 1))
+                offset = draw(st.sampled_from([8, 4096, LARGE]))
+                of_process[process].setdefault(array, []).append(chunk(box, segment, offset))
+        for process, own in enumerate(of_process):
+            files = tuple(SegmentRecord(f"x/p{process}-{n}", 9, 8, "d") for n in range(segments[process]))
+            indexes[process].append(PartIndex(files, tuple(own), tuple(map(tuple, own.values()))))
+    return parts, [ProcessIndex("alike", tuple(each)) for each in indexes]
+
+
+def plainly_merged(parts: list[PartRecord], indexes: list[ProcessIndex]) -> object:
+    """As `merge_indexes`, chunk by chunk."""
+    segments: list[SegmentRecord] = []
+    arrays: list[list[list[ChunkRecord]]] = []
+    for number, part in enumerate(parts):
+        arrays.append([[] for _ in part.arrays])
+        for index in indexes:
+            own, first = index.parts[number], len(segments)
+            segments.extend(own.segments)
+            for array, chunks in zip(own.arrays, own.chunks, strict=True):
+                arrays[-1][array] += [msgspec.structs.replace(each, segment=first + each.segment) for each in chunks]
+    return segments, arrays
+
+
+@given(written())
+def test_merged_indexes_are_what_all_have_written(case: tuple[list[PartRecord], list[ProcessIndex]]) -> None:
+    parts, indexes = case
+    told = [decode_index(encode_index(index)) for index in indexes]
+    assert [index.alike for index in told] == ["alike"] * len(indexes)
+    segments, merged = merge_indexes(parts, told)
+    found = [[list(array.chunks) for array in part.arrays] for part in merged]
+    assert (segments, found) == plainly_merged(parts, indexes)
+    assert msgspec.json.encode(found) == msgspec.json.encode(plainly_merged(parts, indexes)[1])  # type: ignore[index]
+    assert [msgspec.structs.replace(part, arrays=()) for part in merged] == [
+        msgspec.structs.replace(part, arrays=()) for part in parts
+    ]
+
+
+@given(written().filter(lambda case: any(part.chunks for index in case[1] for part in index.parts)), st.data())
+def test_what_one_has_lost_written_twice_or_elsewhere_is_found(
+    case: tuple[list[PartRecord], list[ProcessIndex]], data: st.DataObject
+) -> None:
+    parts, indexes = case
+    places = [
+        (process, number, array, at)
+        for process, index in enumerate(indexes)
+        for number, part in enumerate(index.parts)
+        for array, chunks in enumerate(part.chunks)
+        for at in range(len(chunks))
+    ]
+    process, number, array, at = data.draw(st.sampled_from(places))
+    part = indexes[process].parts[number]
+    chunks = list(part.chunks[array])
+    how = data.draw(st.sampled_from(["lost", "twice", "elsewhere"]))
+    if how == "lost":
+        del chunks[at]
+    elif how == "twice":
+        chunks.append(chunks[at])
+    else:
+        box = chunks[at].box
+        if not box:
+            return
+        chunks[at] = msgspec.structs.replace(chunks[at], box=((box[0][0] + 1, box[0][1] + 1), *box[1:]))
+    changed = msgspec.structs.replace(part, chunks=(*part.chunks[:array], tuple(chunks), *part.chunks[array + 1 :]))
+    all_parts = list(indexes[process].parts)
+    all_parts[number] = changed
+    indexes[process] = msgspec.structs.replace(indexes[process], parts=tuple(all_parts))
+    with pytest.raises(CheckpointError, match=f"{parts[number].name}: array"):
+        merge_indexes(parts, [decode_index(encode_index(index)) for index in indexes])
+
+
+def test_arrays_that_are_cut_alike_are_each_looked_at() -> None:
+    part = part_of((64, 2), (64, 2), (64, 2), (2, 64))
+    rows = [((n, n + 1), (0, 2)) for n in range(64)]
+    good = [[chunk(box, 0, 4096 + 8 * number) for number, box in enumerate(rows)] for _ in range(3)]
+    columns = [chunk((side[1], side[0]), 0) for side in rows]
+    files = (SegmentRecord("state/x", 9, 8, "d"),)
+
+    def merged(*chunks: list[ChunkRecord]) -> list[ArrayRecord]:
+        index = ProcessIndex("", (PartIndex(files, (0, 1, 2, 3), tuple(map(tuple, chunks))),))
+        return list(merge_indexes([part], [decode_index(encode_index(index))])[1][0].arrays)
+
+    assert [list(array.chunks) for array in merged(*good, columns)] == [*good, columns]
+    with pytest.raises(CorruptCheckpointError, match="array 'a1': boxes cover 126 of 128"):
+        merged(good[0], good[1][:-1], good[2], columns)
+    with pytest.raises(CorruptCheckpointError, match="array 'a3'"):
+        merged(*good, good[0])
+
+
+@pytest.mark.parametrize(("array", "box"), [(1, ((0, 4),)), (0, ((0, 2), (0, 2))), (0, ()), (7, ())])
+def test_chunks_of_arrays_that_are_not_there_are_refused(array: int, box: Box) -> None:
+    index = ProcessIndex("", (PartIndex((), (array,), ((chunk(box, 0),),)),))
+    with pytest.raises(CheckpointError, match="state"):
+        merge_indexes([part_of((4,))], [decode_index(encode_index(index))])
+
+
+def test_more_chunks_than_a_manifest_holds_are_refused_before_they_are_put_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    part, files = part_of((64, 2)), (SegmentRecord("state/x", 9, 8, "d"),)
+    rows = tuple(chunk(((n, n + 1), (0, 2)), 0) for n in range(64))
+    index = decode_index(encode_index(ProcessIndex("", (PartIndex(files, (0,), (rows,)),))))
+    size = len(msgspec.json.encode(merge_indexes([part], [index])[1][0].arrays[0].chunks))
+    monkeypatch.setattr(process_index, "MAX_MANIFEST_BYTES", size)
+    merge_indexes([part], [index])
+    monkeypatch.setattr(process_index, "MAX_MANIFEST_BYTES", size // 2)
+    monkeypatch.setattr(process_index, "MergedChunks", None)
+    with pytest.raises(UnsupportedLeafError, match="64 chunks of 1 processes: a manifest of more than"):
+        merge_indexes([part], [index])

@@ -1,0 +1,136 @@
+"""What lies under the side name of a checkpoint, `.NAME.aside`: what an exchange left there goes, and nothing else."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.store.backends import local
+from jaxckpt_train.store.backends.local import LocalBackend, side_name
+from jaxckpt_train.store.removal import remove_dead_attempts
+from tests.support.file_content import content
+from tests.support.forking import Tell, forked
+from tests.support.killed_saves import OF_KILLED_SAVES, assert_holds, dead_attempt, die, names, save_under
+from tests.support.overwritten import OwnFiles
+
+pytestmark = OF_KILLED_SAVES
+OLD, NEW, NEXT = ({"w": np.arange(length)} for length in (4, 5, 6))
+PARTS = {"state": OLD, "own": OwnFiles()}
+
+
+def file(aside: Path) -> None:
+    aside.write_text("mine")
+
+
+def folder(aside: Path) -> None:
+    (aside / "photos").mkdir(parents=True)
+    (aside / "photos" / "first.jpg").write_text("mine")
+
+
+def file_in_it(aside: Path) -> None:
+    aside.mkdir()
+    (aside / "first.jpg").write_text("mine")
+
+
+def manifest_of_another_program(aside: Path) -> None:
+    aside.mkdir()
+    (aside / "manifest.json").write_text('{"name": "web app"}')
+
+
+def link(aside: Path) -> None:
+    folder(aside.with_name("mine"))
+    aside.symlink_to("mine")
+
+
+@pytest.fixture(params=[True, False], ids=["swaps", "renames"])
+def swaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the system can swap two names."""
+    if not request.param:
+        monkeypatch.setattr(local, "exchange_names", lambda *_: False)
+    return bool(request.param)
+
+
+def others(directory: Path) -> dict[str, bytes | str]:
+    """What is beside the checkpoint `c`: all files, and where links point."""
+    links = {path.name: str(path.readlink()) for path in directory.iterdir() if path.is_symlink()}
+    return links | {name: data for name, data in content(directory).items() if not name.startswith("c/")}
+
+
+@pytest.mark.parametrize("make", [file, folder, file_in_it, manifest_of_another_program, link])
+def test_what_is_no_checkpoint_stays_as_it_is(tmp_path: Path, make: Callable[[Path], None], swaps: bool) -> None:
+    jct.save(tmp_path / "c", OLD)
+    make(tmp_path / ".c.aside")
+    before = others(tmp_path)
+    if swaps:
+        jct.save(tmp_path / "c", NEW, overwrite=True)
+        assert_holds(tmp_path / "c", NEW)
+    else:
+        with pytest.raises(jct.StorageError, match=r"\.c\.aside is in the way, which is no part of this: move it away"):
+            jct.save(tmp_path / "c", NEW, overwrite=True)
+        assert_holds(tmp_path / "c", OLD)
+    assert others(tmp_path) == before
+
+
+def killed_at(call: int, checkpoint: Path) -> bool:
+    """Clean up beside it in a process that dies right before a removal, rename or sync; whether there was one."""
+    calls = list[tuple[str, ...]]()
+
+    def work(tell: Tell) -> None:
+        for name in ("remove", "rename", "sync"):
+            pytest.MonkeyPatch().setattr(LocalBackend, name, counted(getattr(LocalBackend, name)))
+        remove_dead_attempts(LocalBackend(), str(checkpoint))
+
+    def counted(real: Callable[..., None]) -> Callable[..., None]:
+        def do(self: LocalBackend, *paths: str) -> None:
+            calls.append(paths)
+            if len(calls) > call:
+                die()
+            real(self, *paths)
+
+        return do
+
+    told, status = forked(work)
+    assert told == []
+    return status == -signal.SIGKILL
+
+
+def test_what_an_exchange_left_goes_and_a_kill_in_between_does_not_keep_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for call in range(20):
+        checkpoint = tmp_path / str(call) / "c"
+        jct.save(checkpoint, NEW)
+        save_under(Path(side_name(str(checkpoint))), PARTS)
+        was_killed = killed_at(call, checkpoint)
+        jct.save(checkpoint, NEXT, overwrite=True)
+        assert_holds(checkpoint, NEXT)
+        assert names(checkpoint.parent) == ["c"]
+        if not was_killed:
+            break
+    assert 4 < call < 19
+    assert caplog.messages == []
+
+
+def test_a_link_that_an_exchange_left_goes_and_what_it_points_to_stays(tmp_path: Path) -> None:
+    jct.save(tmp_path / "other", OLD)
+    jct.save(tmp_path / "c", NEW)
+    (tmp_path / ".c.aside").symlink_to("other")
+    jct.save(tmp_path / "c", NEXT, overwrite=True)
+    assert_holds(tmp_path / "other", OLD)
+    assert names(tmp_path) == ["c", "other"]
+
+
+@pytest.mark.parametrize("name", [".c.aside", ".two\nlines.aside", "of an attempt"])
+def test_a_name_that_later_saves_clean_up_is_refused(tmp_path: Path, name: str) -> None:
+    path = dead_attempt(tmp_path / "c") if name == "of an attempt" else tmp_path / name
+    with pytest.raises(jct.SettingsError, match=rf"path: {re.escape(str(path))}: .*choose another one"):
+        jct.save(path, OLD)
+    assert names(tmp_path) == []
+    for fine in ("c.aside", ".c.asides", ".c.tmp-1"):
+        jct.save(tmp_path / fine, OLD)

@@ -1,0 +1,190 @@
+"""The callback inside other people's loops: clu's hooks, Levanter's hooks, Orbax's manager."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import jaxckpt_train as jct
+from tests.support.runs import made_run, state_of, step_of
+
+
+def callback(directory: Path) -> jct.CheckpointCallback:
+    return jct.CheckpointCallback(str(directory), save_interval_steps=2)
+
+
+def test_a_hook_is_called_with_the_number_of_completed_updates(tmp_path: Path) -> None:
+    with callback(tmp_path) as ckpt:
+        ckpt.resume(state_of(0))
+        current = [0]
+        hook = ckpt.as_hook(lambda: state_of(current[0]))
+        told = []
+        for step in range(1, 6):
+            current[0] = step
+            told.append(hook(step, t=1.5))
+    assert told == [False, True, False, True, False]
+    assert jct.StepManager(tmp_path).steps == [2, 4, 5]
+
+
+def test_a_hook_takes_no_state_from_a_step_of_a_disabled_callback(tmp_path: Path) -> None:
+    with jct.CheckpointCallback(str(tmp_path), enabled=False) as ckpt:
+        assert not ckpt.as_hook(lambda: state_of(1))(1)
+
+
+def test_a_hook_of_a_loop_that_counts_from_zero_saves_the_same_labels(tmp_path: Path) -> None:
+    with callback(tmp_path) as ckpt:
+        ckpt.resume(state_of(0))
+        current = [0]
+        hook = ckpt.as_hook(lambda: state_of(current[0]), first_step=0)
+        told = []
+        for step in range(5):
+            current[0] = step + 1
+            told.append(hook(step))
+    assert told == [False, True, False, True, False]
+    manager = jct.StepManager(tmp_path)
+    assert [(step, step_of(manager.restore(step=step))) for step in manager.steps] == [(2, 2), (4, 4), (5, 5)]
+
+
+def test_a_hook_that_would_save_each_update_under_the_label_of_the_one_before_is_refused(tmp_path: Path) -> None:
+    with callback(tmp_path) as ckpt:
+        ckpt.resume(state_of(0))
+        with pytest.raises(jct.SettingsError, match=r"hook\(0\): expected 1 after the first update.*first_step=0"):
+            ckpt.as_hook(lambda: state_of(1))(0)
+        with pytest.raises(jct.SettingsError, match="first_step: expected a whole number from 0 to 1, found 2"):
+            ckpt.as_hook(lambda: state_of(1), first_step=2)
+
+
+def test_a_hook_records_the_metrics_of_its_update(tmp_path: Path) -> None:
+    with callback(tmp_path) as ckpt:
+        ckpt.resume(state_of(0))
+        losses = {1: 3.0, 2: 0.5}
+        at = [0]
+        hook = ckpt.as_hook(lambda: state_of(at[0]), get_metrics=lambda: {"loss": losses[at[0]]})
+        for step in losses:
+            at[0] = step
+            hook(step)
+        ckpt.wait_until_finished()
+        assert ckpt.manager.metadata(2).metrics == {"loss": 0.5}
+
+
+def test_levanters_hook_counts_from_zero(tmp_path: Path) -> None:
+    with callback(tmp_path) as ckpt:
+        ckpt.resume(state_of(0))
+        for step in range(3):
+            ckpt.on_step(SimpleNamespace(step=step, state=state_of(step + 1)))
+        ckpt.on_step(SimpleNamespace(step=2, state=state_of(3)), force=True)
+        assert ckpt.manager.settle() is None
+        assert ckpt.manager.steps == [2, 3]
+        assert step_of(ckpt.manager.restore()) == 3
+
+
+def test_levanters_hook_saves_what_the_state_says_is_to_be_saved(tmp_path: Path) -> None:
+    trainable = SimpleNamespace(saveable_state=state_of(1), optimizer=print)
+    with callback(tmp_path) as ckpt:
+        ckpt.resume(state_of(0))
+        ckpt.on_step(SimpleNamespace(step=0, state=trainable), force=True)
+        ckpt.wait_until_finished()
+        assert step_of(ckpt.manager.restore()) == 1
+
+
+def test_levanters_hook_may_be_called_again_at_the_end_without_a_word_that_it_is_forced(tmp_path: Path) -> None:
+    with callback(tmp_path) as ckpt:
+        ckpt.resume(state_of(0))
+        for step in (0, 1, 2, 2):
+            ckpt.on_step(SimpleNamespace(step=step, state=state_of(step + 1)))
+    assert jct.StepManager(tmp_path).steps == [2, 3]
+
+
+def test_the_names_of_other_managers(tmp_path: Path) -> None:
+    with callback(tmp_path) as ckpt:
+        assert ckpt.latest_step() is None
+        assert [ckpt.should_save(step) for step in (1, 2)] == [False, True]
+        assert [ckpt.save(step, state_of(step)) for step in (1, 2, 3)] == [False, True, False]
+        ckpt.wait_until_finished()
+        assert ckpt.latest_step() == 2
+        assert ckpt.save(3, state_of(3), metrics={"loss": 1.0}, force=True)
+        assert not ckpt.save(3, state_of(3), force=True)
+        ckpt.wait_until_finished()
+        assert ckpt.latest_step() == 3
+        assert step_of(ckpt.manager.restore(step=2)) == 2
+        assert ckpt.manager.metadata(3).metrics == {"loss": 1.0}
+
+
+def test_a_step_that_was_just_restored_is_not_saved_again(tmp_path: Path) -> None:
+    with callback(made_run(tmp_path, 2)) as ckpt:
+        ckpt.resume(state_of(0))
+        assert not ckpt.save(2, state_of(2))
+        assert ckpt.save(4, state_of(4))
+
+
+def test_a_loop_that_calls_save_is_preempted_too(tmp_path: Path) -> None:
+    notice = tmp_path / "leave"
+    ckpt = jct.CheckpointCallback(
+        str(tmp_path / "run"), save_interval_steps=100, notice_file=str(notice), on_preemption="raise"
+    )
+    with pytest.raises(jct.Preempted, match="step 1 is saved"), ckpt:
+        ckpt.resume(state_of(0))
+        notice.touch()
+        ckpt.save(1, state_of(1))
+        raise AssertionError("the loop went on")
+    assert jct.StepManager(tmp_path / "run").steps == [1]
+
+
+def told_three(directory: Path) -> jct.CheckpointCallback:
+    ckpt = jct.CheckpointCallback(str(directory), save_interval_steps=1)
+    ckpt.resume(state_of(0))
+    for step in (1, 2, 3):
+        ckpt(state_of(step), step=step)
+    return ckpt
+
+
+@pytest.mark.parametrize(("step", "error"), [(2, jct.CheckpointExistsError), (0, jct.SettingsError)])
+def test_a_step_back_is_refused_with_what_a_loop_can_do(tmp_path: Path, step: int, error: type[Exception]) -> None:
+    with told_three(tmp_path) as ckpt:
+        with pytest.raises(error, match=f"expected a step above 3, .* found {step}: number updates") as caught:
+            ckpt(state_of(step), step=step)
+        assert "overwrite" not in str(caught.value)
+        assert "a new directory" in str(caught.value)
+        assert "jaxckpt_train.StepManager" in str(caught.value)
+        ckpt(state_of(4), step=4)
+    assert jct.StepManager(tmp_path).steps == [1, 2, 3, 4]
+
+
+def test_a_hook_that_goes_back_is_told_so_at_once_and_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with jct.CheckpointCallback(str(tmp_path), save_interval_steps=100) as ckpt:
+        ckpt.resume(state_of(0))
+        hook = ckpt.as_hook(lambda: state_of(1))
+        for step in (1, 2, 2, 3):
+            hook(step)
+        assert caplog.messages == []
+        hook(1)
+        assert caplog.messages[0].startswith("ckpt(...) is told of update 1 after update 3: number updates over the")
+        hook(0 + 1)
+        hook(4)
+        assert len(caplog.messages) == 1
+
+
+def test_what_is_no_step_no_function_and_no_info_is_told_so(tmp_path: Path) -> None:
+    with callback(tmp_path) as ckpt:
+        ckpt.resume(state_of(0))
+        with pytest.raises(jct.SettingsError, match="step: expected a whole number of completed updates, found 'x'"):
+            ckpt.should_save("x")  # type: ignore[arg-type]
+        with pytest.raises(jct.SettingsError, match=r"hook\(step\): expected the number of the update, .* found 'x'"):
+            ckpt.as_hook(lambda: state_of(1))("x")  # type: ignore[arg-type]
+        with pytest.raises(
+            jct.SettingsError, match=r"as_hook: get_state: expected a function without .* found one dict"
+        ):
+            ckpt.as_hook(state_of(1))
+        with pytest.raises(jct.SettingsError, match=r"as_hook: get_metrics: expected a function .* found one int"):
+            ckpt.as_hook(lambda: state_of(1), get_metrics=5)
+        for info, said in (
+            (5, "info: expected an object with `state` and `step`, found one int without `state`"),
+            (SimpleNamespace(step=1), "info: .* found one SimpleNamespace without `state`"),
+            (SimpleNamespace(state=state_of(1)), "info: .* found one SimpleNamespace without `step`"),
+            (SimpleNamespace(step="x", state=state_of(1)), "info.step: expected a whole number .* found 'x'"),
+        ):
+            with pytest.raises(jct.SettingsError, match=f"on_step: {said}"):
+                ckpt.on_step(info)
+    assert jct.StepManager(tmp_path).steps == []

@@ -1,0 +1,84 @@
+"""A loop that does not tell of all its updates is told so at once: what is not told of is never saved."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+import jaxckpt_train as jct
+from tests.support.runs import state_of, step_of
+
+UNTOLD = "ended and ckpt(...) was not called"
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if UNTOLD in record.getMessage()]
+
+
+def test_an_update_that_was_left_out_is_told_once_and_while_the_loop_runs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As people do who decide themselves what to save: at 1, 11, 21, ..., of which none is due."""
+    with jct.CheckpointCallback(tmp_path / "run", save_interval_steps=10) as ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(25):
+            assert len(warnings(caplog)) == (step >= 2)
+            if step % 10 == 0:
+                ckpt(state_of(step + 1))
+    assert len(warnings(caplog)) == 1
+    assert warnings(caplog)[0].startswith("update 2 ended")
+
+
+def test_a_loop_that_never_tells_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with jct.CheckpointCallback(tmp_path / "run", save_interval_steps=2) as ckpt:
+        ckpt.resume(state_of(0))
+        assert list(ckpt.steps(1)) == [0]
+    assert len(warnings(caplog)) == 1
+
+
+def test_a_loop_that_tells_of_all_updates_or_is_disabled_hears_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with jct.CheckpointCallback(tmp_path / "run", save_interval_steps=2) as ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(5):
+            ckpt(state_of(step + 1))
+    with jct.CheckpointCallback(tmp_path / "other", enabled=False) as ckpt:
+        assert list(ckpt.steps(3)) == [0, 1, 2]
+    assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_loop_of_ones_own_counts_its_updates_whether_enabled_or_not(tmp_path: Path, enabled: bool) -> None:
+    counts = []
+    with jct.CheckpointCallback(tmp_path, enabled=enabled) as ckpt:
+        ckpt.resume(state_of(0))
+        while ckpt.completed_steps < 3 and len(counts) < 10:
+            ckpt(state_of(1))
+            counts.append(ckpt.completed_steps)
+        ckpt(state_of(1), step=7)
+        assert (counts, ckpt.completed_steps) == ([1, 2, 3], 7)
+        with pytest.raises(jct.SettingsError, match=r"step=9\): expected 8"):
+            for _ in ckpt.steps(9):
+                ckpt(state_of(1), step=9)
+
+
+def test_an_update_that_was_left_by_a_break_is_told_of_once(tmp_path: Path) -> None:
+    with jct.CheckpointCallback(tmp_path, save_interval_steps=1) as ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(10):
+            assert ckpt.completed_steps == step
+            if step == 3:
+                break
+            ckpt(state_of(step + 1))
+            assert ckpt.completed_steps == step + 1
+        for completed in (4, 5):
+            assert ckpt.completed_steps == completed - 1
+            ckpt(state_of(completed))
+            assert ckpt.completed_steps == completed
+    manager = jct.StepManager(tmp_path)
+    assert manager.latest == 5
+    assert step_of(manager.restore({"state": state_of(0)})) == 5

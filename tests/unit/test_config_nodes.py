@@ -1,0 +1,167 @@
+"""Sinks in a configuration: nodes with `_target_`, built when the callback is, and closed with it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import omegaconf
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import jaxckpt_train as jct
+from jaxckpt_train.config import CheckpointConfig, callback_arguments
+from tests.integration.metrics.test_writers import scalars_in
+from tests.support.runs import state_of
+
+APP = """
+import hydra
+import jax.numpy as jnp
+import jaxckpt_train as jct
+
+@hydra.main(version_base=None, config_path="conf", config_name="train")
+def main(cfg):
+    with jct.CheckpointCallback.from_config(cfg.checkpoint) as ckpt:
+        state = ckpt.resume({"w": jnp.zeros(3)})
+        for step in ckpt.steps(3):
+            ckpt(state)
+
+main()
+"""
+
+
+class OwnSink:
+    """A sink that a user wrote."""
+
+    def __init__(self, label: str) -> None:
+        self.label, self.events = label, list[Mapping[str, Any]]()
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        self.events.append(event)
+
+
+def train(config: Any) -> None:
+    with jct.CheckpointCallback.from_config(config) as ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(2):
+            ckpt(state_of(step + 1))
+
+
+def test_a_hydra_app_has_sinks_from_its_yaml(run_python: Any, tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "train.py").write_text(APP)
+    (tmp_path / "conf" / "train.yaml").write_text(
+        """
+defaults:
+  - checkpoint: default
+  - _self_
+checkpoint:
+  directory: run
+  save_interval_steps: 1
+  sinks:
+    - _target_: jaxckpt_train.PrometheusSink
+      path: a.prom
+      labels: {run: a}
+    - {_target_: jaxckpt_train.WriterSink, writer: {_target_: tensorboardX.SummaryWriter, logdir: logs}}
+    - {_target_: jaxckpt_train.OpenTelemetrySink}
+"""
+    )
+    run_python(tmp_path / "train.py", cwd=tmp_path, check=True)
+    families = {family.name: family for family in text_string_to_metric_families((tmp_path / "a.prom").read_text())}
+    (last,) = families["jaxckpt_last_saved_step"].samples
+    assert (last.labels, last.value) == ({"run": "a"}, 3)
+    assert scalars_in(tmp_path / "logs")["checkpoint/save/count", 3] == 3
+
+
+def test_a_page_of_a_configuration_is_closed_with_its_run(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    node = {"_target_": "jaxckpt_train.PrometheusSink", "port": port, "address": "127.0.0.1"}
+    for name in ("a", "b"):  # as the jobs of a multirun, one after the other in one process
+        train({"directory": str(tmp_path / name), "save_interval_steps": 1, "sinks": [node]})
+        with socket.create_server(("127.0.0.1", port)):
+            pass
+
+
+def test_nodes_of_others_and_objects_are_taken_in_their_order(tmp_path: Path) -> None:
+    given = OwnSink("given")
+    node = {"_target_": f"{OwnSink.__module__}.{OwnSink.__qualname__}", "label": "built"}
+    built, same = callback_arguments({"sinks": [node, given]})["sinks"]
+    assert (built.sink.label, same) == ("built", given)
+    train({"directory": str(tmp_path), "save_interval_steps": 1, "sinks": [given]})
+    assert [event["step"] for event in given.events if event["event"] == "save"] == [1, 2]
+
+
+def test_omegaconf_takes_them_into_the_typed_configuration() -> None:
+    config = omegaconf.OmegaConf.structured(CheckpointConfig)
+    node = {"_target_": "jaxckpt_train.PrometheusSink", "port": 0}
+    merged = omegaconf.OmegaConf.merge(config, {"sinks": [node]})
+    (sink,) = callback_arguments(merged)["sinks"]
+    assert isinstance(sink.sink, jct.PrometheusSink)
+    assert callback_arguments(config)["sinks"] == ()
+
+
+@pytest.mark.parametrize(
+    ("sinks", "said"),
+    [
+        ("often", "checkpoint.sinks: expected a list of sinks"),
+        ({"_target_": "jaxckpt_train.PrometheusSink", "port": 0}, "checkpoint.sinks: expected a list of sinks"),
+        ([3], "checkpoint.sinks[0]: expected a node with _target_, or an object, that is called with every event"),
+        ([{"port": 0}], "checkpoint.sinks[0]: expected a node with _target_"),
+        (
+            [print, {"_target_": "jaxckpt_train.PrometheusSinc"}],
+            'no sink "PrometheusSinc", did you mean "PrometheusSink"',
+        ),
+        ([{"_target_": "jaxckpt_train.PrometheusSink", "prot": 1}], 'unknown key "prot", did you mean "port"'),
+        ([{"_target_": "jaxckpt_train.PrometheusSink"}], "expected a path, a port or a registry"),
+        ([{"_target_": "jaxckpt_train.LatestN", "n": 1}], "expected a sink, found 'jaxckpt_train.LatestN'"),
+        ([{"_target_": "jaxckpt_train.CheckpointCallback", "directory": "a"}], "expected a sink, found"),
+        ([{"_target_": "jaxckpt_train.WriterSink"}], "missing a required argument: 'writer'"),
+        ([{"_target_": "no.such.Sink"}], "cannot build no.such.Sink"),
+        ([{"_target_": "pathlib.PurePath"}], "expected a node with _target_, or an object, that is called"),
+    ],
+)
+def test_a_sink_that_cannot_be_built_is_refused_by_its_place(sinks: Any, said: str) -> None:
+    with pytest.raises(jct.SettingsError) as caught:
+        callback_arguments({"sinks": sinks})
+    assert said in str(caught.value)
+
+
+def test_a_policy_is_no_place_for_a_sink() -> None:
+    with pytest.raises(jct.SettingsError, match=r"expected a policy, found 'jaxckpt_train.PrometheusSink'"):
+        callback_arguments({"save_policy": {"_target_": "jaxckpt_train.PrometheusSink", "port": 0}})
+
+
+@pytest.mark.parametrize(
+    ("node", "said"),
+    [
+        (
+            {"_target_": "jaxckpt_train.FixedIntervalPolicy", "interval": -1},
+            r"save_policy: FixedIntervalPolicy.interval",
+        ),
+        (
+            {
+                "_target_": "jaxckpt_train.AnySavePolicy",
+                "policies": [
+                    {"_target_": "jaxckpt_train.InitialSavePolicy"},
+                    {"_target_": "jaxckpt_train.FixedIntervalPolicy", "interval": -1},
+                ],
+            },
+            r"save_policy.policies\[1\]: FixedIntervalPolicy.interval: expected a whole number of at least 1, found -1",
+        ),
+        (
+            {"_target_": "jaxckpt_train.AnySavePolicy", "policies": {"a": 1}},
+            r"save_policy: AnySavePolicy.policies: expected a sequence of policies .* found {'a': 1}",
+        ),
+        ({"_target_": "jaxckpt_train.Nope"}, 'save_policy: jaxckpt_train has no policy "Nope"$'),
+        (
+            {"_target_": "jaxckpt_train.FixedIntervalPolcy"},
+            'no policy "FixedIntervalPolcy", did you mean "FixedIntervalPolicy"',
+        ),
+    ],
+)
+def test_a_policy_that_cannot_be_built_is_told_with_its_place(node: Any, said: str) -> None:
+    with pytest.raises(jct.SettingsError, match=said):
+        callback_arguments({"save_policy": node})

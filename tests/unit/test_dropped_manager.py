@@ -1,0 +1,100 @@
+"""A manager that is dropped without close(): whoever happens to collect it waits for no disk, and the lock goes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.run.lock import LOCK_NAME
+from tests.support.fake_backends import HoldingBackend
+from tests.support.runs import made_run, save_steps, segment_of, step_path
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """The threads that were started since."""
+    threads, start = list[threading.Thread](), threading.Thread.start
+
+    def noting(thread: threading.Thread) -> None:
+        threads.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", noting)
+    return threads
+
+
+def dropped(manager: list[jct.StepManager]) -> None:
+    """The last reference goes on this thread."""
+    manager.clear()
+    gc.collect()
+
+
+def test_a_disk_that_does_not_answer_does_not_keep_who_collects_a_dropped_manager(tmp_path: Path) -> None:
+    backend = HoldingBackend("remove", f"/{LOCK_NAME}")
+    managers = [jct.StepManager(tmp_path, backend=backend)]
+    save_steps(managers[0], 1)
+    before = set(threading.enumerate())
+    dropped(managers)
+    assert backend.reached.wait(60)
+    assert (tmp_path / LOCK_NAME).exists()
+    (releasing,) = [each for each in set(threading.enumerate()) - before if each.name == "jaxckpt-retention"]
+    backend.go.set()
+    releasing.join(60)
+    assert not (tmp_path / LOCK_NAME).exists()
+    assert backend.threads == ["jaxckpt-retention"]
+
+
+def test_nor_does_a_scrubber_that_reads(tmp_path: Path) -> None:
+    reading, go = threading.Event(), threading.Event()
+
+    class Slow(HoldingBackend):
+        def open(self, directory: str, name: str, *, direct: object) -> object:
+            if threading.current_thread().name == "jaxckpt-scrub" and name.endswith(segment_of(Path()).name):
+                reading.set()
+                assert go.wait(60)
+            return super().open(directory, name, direct=direct)
+
+    run, backend = made_run(tmp_path, 1), Slow("remove", f"/{LOCK_NAME}")
+    backend.go.set()
+    settings = jct.StoreSettings(scrub_bytes_per_s=1 << 30)
+    managers = [jct.StepManager(run, backend=backend, settings=settings)]
+    managers[0].own()
+    assert reading.wait(60)
+    dropped(managers)
+    assert (run / LOCK_NAME).exists(), "it is told that it may go, and that is not waited for"
+    go.set()
+    with jct.StepManager(run) as manager:
+        manager.own()
+    assert backend.threads == ["jaxckpt-retention"]
+    assert step_path(run, 1).exists()
+
+
+def test_the_lock_of_a_dropped_manager_is_gone_at_once_where_the_disk_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that ends right after that leaves none: another machine would wait for its silence."""
+    monkeypatch.setattr("jaxckpt_train.run.retention._MOMENT_S", 60.0)
+    managers = [jct.StepManager(tmp_path)]
+    save_steps(managers[0], 1)
+    dropped(managers)
+    assert not (tmp_path / LOCK_NAME).exists()
+
+
+def test_a_manager_that_holds_nothing_needs_no_thread_to_go(tmp_path: Path, started: list[threading.Thread]) -> None:
+    run = made_run(tmp_path, 1)
+    closed = [jct.StepManager(run)]
+    closed[0].own()
+    closed[0].close()
+    readers = [jct.StepManager(run)]
+    assert readers[0].steps == [1]
+    assert "jaxckpt-heartbeat" in [thread.name for thread in started]
+    started.clear()
+    dropped(closed)
+    dropped(readers)
+    assert started == []

@@ -1,0 +1,197 @@
+"""Metadata: what a checkpoint holds, told on any machine without touching a device or reading the data."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jaxckpt_train as jct
+from tests.support.checkpoints import rewrite
+from tests.support.same_trees import assert_same, raw
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+def spread(array: jax.Array, *spec: Any) -> jax.Array:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def state() -> dict[str, Any]:
+    return {
+        "w": spread(jnp.arange(256.0).reshape(16, 16), "data", "model"),
+        "rows": spread(jnp.arange(64, dtype=jnp.bfloat16).reshape(8, 8), ("data", "model")),
+        "keys": jax.random.split(jax.random.key(0, impl="rbg"), 3),
+        "host": np.arange(3),
+        "point": Point(1.5, [None, {}, "text"]),
+    }
+
+
+def test_every_leaf_is_described(tmp_path: Path) -> None:
+    jct.save(tmp_path / "c", state())
+    part = jct.metadata(tmp_path / "c").checkpointables["state"]
+    leaves = part.leaves
+    assert {name: leaf.description for name, leaf in leaves.items()} == {
+        "w": "float32[16,16]",
+        "rows": "bfloat16[8,8]",
+        "keys": "key<rbg>[3]",
+        "host": "int64[3]",
+        "point/x": "Python float",
+        "point/y/0": "None",
+        "point/y/1": "an empty container",
+        "point/y/2": "Python str",
+    }
+    assert (leaves["w"].shape, leaves["w"].dtype, leaves["w"].bytes) == ((16, 16), np.float32, 1024)
+    assert leaves["w"].sharding == {"mesh": {"data": 4, "model": 2}, "spec": ["data", "model"]}
+    assert leaves["rows"].sharding == {"mesh": {"data": 4, "model": 2}, "spec": [["data", "model"]]}
+    assert leaves["host"].sharding is None
+    assert (leaves["keys"].shape, leaves["keys"].bytes) == ((3,), 48)
+    assert (leaves["point/x"].value, leaves["point/y/2"].value, leaves["point/x"].shape) == (1.5, "text", None)
+    assert part.bytes == 1024 + 128 + 48 + 24
+
+
+def test_the_tree_is_a_target_for_a_load(tmp_path: Path) -> None:
+    saved = {name: leaf for name, leaf in state().items() if name != "host"}
+    jct.save(tmp_path / "c", saved)
+    tree = jct.metadata(tmp_path / "c").checkpointables["state"].tree
+    assert tree["point"] == {"x": 1.5, "y": [None, {}, "text"]}
+    assert tree["w"] == jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    found = jct.load(tmp_path / "c", tree)
+    assert {name: raw(found[name]) for name in ("w", "rows", "keys")} == {
+        name: raw(saved[name]) for name in ("w", "rows", "keys")
+    }
+    assert found["point"] == tree["point"]
+
+
+def test_the_checkpoint_tells_of_itself(tmp_path: Path) -> None:
+    before = datetime.datetime.now(datetime.UTC)
+    notes = {"git": "abc", "losses": [0.5, 1], "nested": {"a": None}}
+    returned = jct.save(tmp_path / "c", state(), custom_metadata=notes)
+    found = jct.metadata(tmp_path / "c")
+    assert found == returned
+    assert (found.path, found.format_version, found.digest) == (str(tmp_path / "c"), 1, "xxh3-128")
+    assert (found.step, found.metrics, found.custom_metadata) == (None, {}, notes)
+    assert found.versions["jax"] == jax.__version__
+    assert abs(datetime.datetime.fromisoformat(found.created) - before) < datetime.timedelta(minutes=5)
+    assert found.bytes == sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+    assert "_committed" not in repr(found)
+
+
+def test_custom_metadata_that_is_no_json_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    for notes in ({"when": object()}, {"pair": (1, 2)}, {1: 2}, float("nan")):
+        with pytest.raises(
+            jct.UnsupportedLeafError, match=r"custom_metadata: (not JSON|would not come back from JSON)"
+        ):
+            jct.save_async(tmp_path / "c", {"a": 1}, custom_metadata=notes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_custom_metadata_that_is_too_large_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    expected = r"custom_metadata: makes .* [\d,]+ bytes of JSON, expected at most 1,048,576; save it .* JsonValue"
+    with pytest.raises(jct.SettingsError, match=expected):
+        jct.save_async(tmp_path / "c", {"a": 1}, custom_metadata={"text": "x" * (1 << 20)})
+    assert list(tmp_path.iterdir()) == []
+    with jct.StepManager(tmp_path / "run") as manager:
+        with pytest.raises(jct.SettingsError, match=expected):
+            manager.save(1, {"state": {"a": 1}}, custom_metadata=[[]] * 400_000, force=True)
+        with pytest.raises(jct.SettingsError, match=r"metrics: makes .* [\d,]+ bytes of JSON"):
+            manager.save(1, {"state": {"a": 1}}, metrics={str(n): 0.5 for n in range(200_000)}, force=True)
+        assert manager.steps == []
+
+
+def test_what_is_taken_is_loaded_up_to_the_last_byte(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path) as manager:
+        for size in range(1 << 20, 0, -1):  # how much else there is beside it nobody need know
+            try:
+                manager.save(1, {"state": {"a": 1}}, custom_metadata="x" * size, force=True)
+            except jct.SettingsError:
+                continue
+            break
+        manager.wait()
+        assert manager.steps == [1]
+        assert jct.metadata(manager.path(1)).custom_metadata == "x" * size
+    assert (1 << 20) - 1000 < size < (1 << 20) - 100
+
+
+def test_custom_metadata_that_changes_right_after_save_is_saved_as_it_was(tmp_path: Path) -> None:
+    notes = {"losses": [1.0]}
+    pending = jct.save_async(tmp_path / "c", {"a": 1}, custom_metadata=notes)
+    notes["losses"].append(2.0)
+    assert pending.wait().custom_metadata == {"losses": [1.0]}
+    assert jct.metadata(tmp_path / "c").custom_metadata == {"losses": [1.0]}
+
+
+def test_no_data_is_read(tmp_path: Path) -> None:
+    jct.save(tmp_path / "c", state())
+    for segment in tmp_path.rglob("*.safetensors"):
+        segment.unlink()
+    assert jct.metadata(tmp_path / "c").checkpointables["state"].leaves["w"].bytes == 1024
+
+
+NO_DEVICE = """
+import sys
+import jaxckpt_train as jct
+import jax._src.xla_bridge as bridge
+described = jct.metadata(sys.argv[1])
+part = described.checkpointables["state"]
+print(part.leaves["w"].description, part.tree["keys"].shape, jct.verify(sys.argv[1]).ok)
+assert not bridge._backends, bridge._backends
+"""
+
+
+def test_no_device_is_touched(tmp_path: Path, run_python: Any) -> None:
+    jct.save(tmp_path / "c", state())
+    # a platform that is not there: touching any device would fail
+    done = run_python(NO_DEVICE, tmp_path / "c", env={"JAX_PLATFORMS": "tpu"}, check=True)
+    assert done.stdout == "float32[16,16] (3,) True\n"
+
+
+ONE_DEVICE = """
+import sys, jax, numpy as np
+import jaxckpt_train as jct
+assert jax.device_count() == 1
+found = jct.load(sys.argv[1])
+np.testing.assert_array_equal(found["w"], np.arange(256.0, dtype=np.float32).reshape(16, 16))
+np.testing.assert_array_equal(found["rows"].astype(np.float32), np.arange(64).reshape(8, 8))
+assert type(found["w"]) is np.ndarray
+like = {"w": jax.ShapeDtypeStruct((16, 16), "float32"), "rows": ..., "keys": ..., "host": ..., "point": ...}
+placed = jct.load(sys.argv[1], like)["w"]
+np.testing.assert_array_equal(placed, found["w"])
+jct.save(sys.argv[2], {"w": placed})
+"""
+
+
+def test_what_eight_devices_saved_loads_where_there_is_one_and_back(tmp_path: Path, run_python: Any) -> None:
+    tree = state()
+    jct.save(tmp_path / "eight", tree)
+    run_python(ONE_DEVICE, tmp_path / "eight", tmp_path / "one", check=True)
+    back = jct.load(tmp_path / "one", {"w": tree["w"]})
+    assert_same(back, {"w": tree["w"]})
+
+
+def test_a_key_of_an_implementation_that_is_not_known_here_is_described(tmp_path: Path) -> None:
+    jct.save(tmp_path / "c", {"key": jax.random.split(jax.random.key(0), 3), "w": jnp.arange(2.0)})
+    rewrite(tmp_path / "c", lambda manifest: manifest["parts"][0]["detail"]["leaves"]["key"].update(impl="mine"))
+    part = jct.metadata(tmp_path / "c").checkpointables["state"]
+    assert (part.leaves["key"].description, part.leaves["key"].shape) == ("key<mine>[3]", (3,))
+    assert part.tree["key"] == jax.ShapeDtypeStruct((3, 2), jnp.uint32)
+    assert jct.load(tmp_path / "c", part.tree, only="w")["w"].tolist() == [0.0, 1.0]
+    with pytest.raises(jct.MismatchError, match=r"leaf 'key': saved key<mine>\[3\]"):
+        jct.load(tmp_path / "c", part.tree)
+
+
+@pytest.mark.parametrize("metrics", [[1], "text", 5, {"a": None, "b": [1], "c": 10**400, "d": "x"}])
+def test_metrics_that_are_none_are_left_out(tmp_path: Path, metrics: object) -> None:
+    jct.save(tmp_path / "c", {"w": np.arange(2.0)})
+    rewrite(tmp_path / "c", lambda manifest: manifest["info"].update(metrics=metrics))
+    assert jct.metadata(tmp_path / "c").metrics == {}

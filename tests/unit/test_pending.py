@@ -1,0 +1,396 @@
+"""A save under way: its futures, its errors, and the end of the script."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train import pending as unfinished
+from jaxckpt_train.pending import PendingSave, start_save
+
+T = TypeVar("T")
+
+
+def under_way() -> set[unfinished.Save]:
+    return unfinished.under_way
+
+
+def started(work: Callable[[], T]) -> PendingSave[T]:
+    return start_save("x", work)
+
+
+def test_it_hands_out_the_result_of_its_work() -> None:
+    release = threading.Event()
+
+    def work() -> str:
+        release.wait()
+        return threading.current_thread().name
+
+    save = started(work)
+    assert not save.done()
+    assert save.staged.done()
+    assert save in under_way()
+    with pytest.raises(jct.CheckpointTimeoutError, match=r"saving x: not committed after 0.01 s; it goes on"):
+        save.wait(timeout_s=0.01)
+    with pytest.raises(jct.CheckpointTimeoutError, match=r"saving x: not committed after 0.01 s; it goes on"):
+        save.outcome(timeout_s=0.01)
+    assert save in under_way()
+    release.set()
+    assert save.wait() == "jaxckpt-save"
+    assert save.outcome() is None
+    assert save.done()
+
+
+def failing(error: BaseException) -> PendingSave[None]:
+    def work() -> None:
+        raise error
+
+    return started(work)
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("broken"), TimeoutError("of its own"), KeyboardInterrupt(), OSError(28, "full")]
+)
+def test_wait_raises_the_original_error_and_says_what_was_being_saved(error: BaseException) -> None:
+    save = failing(error)
+    for _ in range(2):
+        with pytest.raises(type(error)) as caught:
+            save.wait(timeout_s=60)
+        assert caught.value is error
+    assert error.__notes__ == ["while saving x in the background"]
+    assert save not in under_way()
+
+
+@pytest.mark.parametrize(
+    "ending", [SystemExit(0), SystemExit(), SystemExit(256), GeneratorExit(), StopIteration(3), StopAsyncIteration()]
+)
+def test_what_would_end_its_caller_as_if_all_were_well_is_raised_as_an_error(ending: BaseException) -> None:
+    save = failing(ending)
+    with pytest.raises(jct.CheckpointError, match=r"saving x: what it called in the background raised") as caught:
+        save.wait(timeout_s=60)
+    assert caught.value.__cause__ is ending
+    assert save.committed.exception() is caught.value
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    code: int
+
+
+def test_an_error_that_takes_no_note_is_raised_all_the_same() -> None:
+    error = FrozenError(3)
+    assert failing(error).outcome(timeout_s=60) is error
+
+
+class UnshownError(StopIteration):
+    """As one that holds an array that was donated since."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("Array has been deleted")
+
+
+class UnnotedError(Exception):
+    def add_note(self, note: str, /) -> None:
+        raise RuntimeError(note)
+
+
+def test_an_error_that_cannot_be_shown_is_told_all_the_same() -> None:
+    error = UnshownError()
+    told = failing(error).outcome(timeout_s=60)
+    assert str(told) == "saving x: what it called in the background raised UnshownError"
+    assert told is not None
+    assert told.__cause__ is error
+    unnoted = UnnotedError()
+    assert failing(unnoted).outcome(timeout_s=60) is unnoted
+
+
+def test_an_error_that_nobody_asked_for_stays_noted_until_somebody_does() -> None:
+    error = ValueError("broken")
+    save = failing(error)
+    assert save._ended.wait(60)
+    assert save in under_way()
+    assert save.outcome() is error
+    assert save not in under_way()
+
+
+@pytest.mark.parametrize("ask", ["exception", "result"])
+def test_who_asks_the_future_has_seen_the_error(ask: str) -> None:
+    error = ValueError("broken")
+    save = failing(error)
+    if ask == "exception":
+        assert save.committed.exception(60) is error
+    else:
+        with pytest.raises(ValueError, match="broken") as caught:
+            save.committed.result(60)
+        assert caught.value is error
+    assert save not in under_way()
+
+
+def test_a_future_that_is_not_done_in_time_has_shown_nothing() -> None:
+    go = threading.Event()
+
+    def work() -> None:
+        go.wait(60)
+        raise ValueError("broken")
+
+    save = started(work)
+    with pytest.raises(TimeoutError):
+        save.committed.result(0.01)
+    go.set()
+    assert save._ended.wait(60)
+    assert save in under_way()
+    assert save.outcome() is not None
+
+
+def test_a_failed_save_that_is_kept_holds_nothing_of_the_state() -> None:
+    class State:
+        pass
+
+    def inner(state: State) -> None:
+        parts = [state]
+        try:
+            raise ValueError("first")
+        except ValueError as error:
+            raise OSError(28, f"{len(parts)} part") from error
+
+    state = State()
+    reference = weakref.ref(state)
+    save = started(functools.partial(inner, state))
+    del state
+    assert isinstance(save.outcome(60), OSError)
+    assert reference() is None
+
+
+def test_a_save_that_committed_needs_nobody_to_ask() -> None:
+    save = started(lambda: 3)
+    assert save.committed.result(60) == 3
+    for thread in threading.enumerate():
+        if thread.name == "jaxckpt-save" and thread.is_alive():
+            thread.join()  # it forgets the save right after it told the result
+    assert save not in under_way()
+
+
+SCRIPT = """
+import atexit, os, signal, sys, threading, traceback
+atexit.register(print, "registered before the import")
+import numpy as np
+import jaxckpt_train as jct
+from tests.unit.checkpointables.test_stateful import Failing, Tokenizer
+atexit.register(print, "registered after the import")
+path = sys.argv[1]
+large = {"w": np.arange(1 << 20), "m": [np.ones(1000) for _ in range(100)]}
+"""
+
+
+def run(run_python: Any, path: Path, script: str) -> Any:
+    return run_python(SCRIPT + script, path)
+
+
+def test_a_script_that_ends_without_waiting_still_saves(tmp_path: Path, run_python: Any) -> None:
+    done = run(run_python, tmp_path / "c", "for n in range(3): jct.save_async(f'{path}{n}', large)")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert done.stdout == "registered after the import\nregistered before the import\n"
+    assert all(jct.verify(f"{tmp_path / 'c'}{number}").ok for number in range(3))
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"), [("raise ValueError('of the loop')", 1), ("sys.exit(75)", 75), ("sys.exit('message')", 1)]
+)
+def test_however_the_script_ends_the_save_is_finished_first(
+    ending: str, code: int, tmp_path: Path, run_python: Any
+) -> None:
+    done = run(run_python, tmp_path / "c", f"jct.save_async(path, large)\n{ending}")
+    assert done.returncode == code
+    assert "jaxckpt" not in done.stderr
+    assert done.stderr.count("Traceback") == ending.startswith("raise")
+    assert jct.verify(tmp_path / "c").ok
+
+
+FAILURE = "jct.save_checkpointables_async(path, {'t': Failing('background')})\n"
+
+
+def test_a_failure_that_nobody_asked_for_is_told_at_the_end_and_is_no_success(tmp_path: Path, run_python: Any) -> None:
+    done = run(run_python, tmp_path / "c", FAILURE + "print('the loop went well')")
+    assert done.returncode == 1
+    assert f"jaxckpt_train: saving {tmp_path / 'c'} failed, and nobody asked for it:" in done.stderr
+    assert "ConnectionError: the vocabulary server is gone" in done.stderr
+    assert done.stdout.splitlines() == [
+        "the loop went well",
+        "registered after the import",
+        "registered before the import",
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_hides_neither_a_save_beside_it_nor_the_error_of_the_loop(tmp_path: Path, run_python: Any) -> None:
+    script = (
+        "jct.save_async(path + '1', large)\n" + FAILURE + "jct.save_async(path + '2', large)\nraise ValueError('mine')"
+    )
+    done = run(run_python, tmp_path / "c", script)
+    assert done.returncode == 1
+    assert "ValueError: mine" in done.stderr
+    assert "ConnectionError: the vocabulary server is gone" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c1", "c2"]
+    assert all(jct.verify(path).ok for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "seen", ["try: save.wait()\nexcept ConnectionError: print('seen')", "print(save.outcome() and 'seen')"]
+)
+def test_a_failure_that_was_seen_is_not_told_again(seen: str, tmp_path: Path, run_python: Any) -> None:
+    done = run(run_python, tmp_path / "c", f"save = {FAILURE}{seen}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("seen\n")
+
+
+INTERRUPTED = """
+from jaxckpt_train import unfinished
+release, caught = threading.Event(), threading.Event()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # started in the background of a shell, it would be ignored
+
+class Slow(Tokenizer):
+    async def _write(self, directory, text):
+        while not caught.wait(0.2):  # again, since one that comes while the garbage is collected is lost
+            os.kill(os.getpid(), signal.SIGINT)
+        release.wait()
+        await super()._write(directory, text)
+
+try:
+    jct.save_checkpointables_async(path, {"t": Slow({"a": 1}), "large": large}).wait()
+except KeyboardInterrupt:
+    caught.set()
+    print("interrupted", len(unfinished.under_way), "under way")
+atexit.register(release.set)  # runs before the save is waited for
+"""
+
+
+def test_interrupting_a_wait_does_not_give_up_the_save(tmp_path: Path, run_python: Any) -> None:
+    done = run(run_python, tmp_path / "c", INTERRUPTED)
+    assert done.stdout.startswith("interrupted 1 under way\n"), done.stderr
+    assert done.returncode == 0
+    assert jct.verify(tmp_path / "c").ok
+
+
+FORKED = """
+import warnings
+warnings.simplefilter("ignore")
+release = threading.Event()
+
+class Slow(Tokenizer):
+    async def _write(self, directory, text):
+        release.wait()
+        await super()._write(directory, text)
+
+save = jct.save_checkpointables_async(path, {"t": Slow({"a": 1})})
+child = os.fork()
+if child == 0:
+    try:
+        save.wait()
+    except jct.CheckpointTimeoutError as error:
+        assert "wait for it there" in str(error)
+    else:
+        os._exit(1)
+    jct.save(path + "child", {"w": np.ones(3)})
+    sys.exit(5)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+release.set()
+"""
+
+
+def test_a_forked_child_neither_waits_for_its_parent_s_saves_nor_loses_its_own(tmp_path: Path, run_python: Any) -> None:
+    done = run(run_python, tmp_path / "c", FORKED)
+    assert done.returncode == 0, done.stderr
+    assert jct.verify(tmp_path / "c").ok
+    assert jct.verify(tmp_path / "cchild").ok
+
+
+def test_sigterm_without_a_handler_leaves_only_what_was_committed(tmp_path: Path, run_python: Any) -> None:
+    script = "jct.save(path, large)\njct.save_async(path + '2', large)\nos.kill(os.getpid(), signal.SIGTERM)"
+    done = run(run_python, tmp_path / "c", script)
+    assert done.returncode == -signal.SIGTERM
+    assert jct.verify(tmp_path / "c").ok
+    if os.path.exists(tmp_path / "c2"):
+        assert jct.verify(tmp_path / "c2").ok
+    jct.save(tmp_path / "c2", {"w": 1}, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "c2"]  # what the dead attempt left is gone
+
+
+class Held:
+    """Writes its files once it is let go on."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    async def save(self, directory: Any) -> Any:
+        async def write() -> None:
+            (await directory.await_creation() / "file").write_text("x")
+            assert self.go.wait(60)
+
+        return write()
+
+    async def load(self, directory: Any) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("reads", ["load", "load_checkpointables", "metadata", "verify"])
+@pytest.mark.parametrize("before", [False, True])
+def test_reads_wait_for_the_save_of_the_same_path(tmp_path: Path, reads: str, before: bool) -> None:
+    held, path = Held(), tmp_path / "c"
+    if before:
+        jct.save(path, {"w": np.zeros(2)})
+    both = {"state": {"w": np.ones(3)}, "held": held}
+    pending = jct.save_checkpointables_async(path, both, overwrite=before)
+    other = jct.save_async(tmp_path / "other", {"w": np.zeros(1)})
+    timer = threading.Timer(0.3, held.go.set)
+    timer.start()
+    if reads == "load":
+        assert jct.load(path)["w"].tolist() == [1, 1, 1]
+    elif reads == "load_checkpointables":
+        assert jct.load_checkpointables(path, {"state": {"w": np.zeros(3)}})["state"]["w"].tolist() == [1, 1, 1]
+    elif reads == "metadata":
+        assert jct.metadata(path).checkpointables["state"].bytes == 24
+    else:
+        assert jct.verify(path).ok
+    assert pending.done()
+    timer.join()
+    other.wait()
+
+
+def test_failure_of_a_save_is_not_raised_by_a_load_of_what_was_there(tmp_path: Path) -> None:
+    jct.save(tmp_path / "c", {"w": np.zeros(2)})
+
+    class Fails(Held):
+        async def save(self, directory: Any) -> Any:
+            async def write() -> None:
+                raise OSError("a disk")
+
+            return write()
+
+    pending = jct.save_checkpointables_async(tmp_path / "c", {"state": Fails()}, overwrite=True)
+    assert jct.load(tmp_path / "c")["w"].tolist() == [0, 0]
+    with pytest.raises(OSError, match="a disk"):
+        pending.wait()
+
+
+@pytest.mark.parametrize("read", [jct.load, jct.metadata, jct.verify])
+def test_callback_may_wait_for_another_thread_that_reads(tmp_path: Path, read: Callable[[Path], Any]) -> None:
+    held, found = Held(), list[Any]()
+    with ThreadPoolExecutor(1) as others:
+        pending = jct.save_checkpointables_async(tmp_path / "c", {"state": {"w": np.zeros(2)}, "held": held})
+        pending.committed.add_done_callback(lambda _: found.append(others.submit(read, tmp_path / "c").result(60)))
+        held.go.set()
+        pending.wait()
+    assert len(found) == 1

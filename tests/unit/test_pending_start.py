@@ -1,0 +1,141 @@
+"""The start of a save: however it is refused or interrupted, it is known and ends, or it never was."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train import pending as pending_module
+from jaxckpt_train import pending as unfinished
+from jaxckpt_train.pending import PendingSave, start_save
+from jaxckpt_train.run import saving as step_save
+from jaxckpt_train.run.saving import StepSave
+from tests.support.interrupts import interrupt_at
+
+
+def under_way() -> set[unfinished.Save]:
+    return unfinished.under_way
+
+
+class Told:
+    """What is told of a save that is about to begin."""
+
+    def __init__(self) -> None:
+        self.saves: list[PendingSave[Any] | None] = []
+        self.undone: list[BaseException] = []
+        self.worked = 0
+
+    def work(self) -> int:
+        self.worked += 1
+        return 3
+
+    def start(self) -> PendingSave[int]:
+        return start_save("x", self.work, begun=self.saves.append, undo=self.undone.append)
+
+
+@pytest.fixture
+def _no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+@pytest.mark.usefixtures("_no_threads")
+def test_save_without_a_thread_runs_on_its_caller(caplog: pytest.LogCaptureFixture) -> None:
+    before, told, ran_on = set(under_way()), Told(), list[threading.Thread]()
+    save = start_save("x", lambda: ran_on.append(threading.current_thread()), begun=told.saves.append)
+    assert (save.done(), ran_on, told.saves) == (True, [threading.current_thread()], [save])
+    assert under_way() == before
+    assert "ulimit -u" in caplog.text
+
+
+@pytest.mark.usefixtures("_no_threads")
+def test_error_of_a_save_without_a_thread_is_raised_by_wait() -> None:
+    before = set(under_way())
+    save = start_save("x", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save.wait()
+    assert under_way() == before
+
+
+@pytest.mark.usefixtures("_no_threads")
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(3), SystemExit(0), SystemExit()])
+def test_interrupt_of_a_save_without_a_thread_reaches_the_caller(stop: BaseException) -> None:
+    def interrupted() -> None:
+        raise stop
+
+    before = set(under_way())
+    with pytest.raises(type(stop)) as caught:
+        start_save("x", interrupted)
+    assert caught.value is stop
+    assert under_way() == before
+
+
+def join_saves() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "jaxckpt-save" and thread.is_alive():  # else its start was interrupted
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+STARTING = (start_save, PendingSave.__init__, PendingSave._start, threading.Thread.__init__, threading.Thread.start)
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that was not told to go does not wait long for it."""
+    monkeypatch.setattr(pending_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(step_save, "CALL_S", 0.01)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_an_interrupt_anywhere_in_the_start_leaves_a_save_that_ends_or_none() -> None:
+    before, ends = set(under_way()), set()
+    for number in itertools.count(1):
+        told, is_interrupted = Told(), True
+        with interrupt_at(number, *STARTING) as seen, contextlib.suppress(KeyboardInterrupt):
+            told.start()
+            is_interrupted = False
+        join_saves()
+        assert under_way() == before
+        save = told.saves[-1] if told.saves else None
+        assert told.worked == (save is not None)
+        assert [type(error) for error in told.undone] in ([], [KeyboardInterrupt] * (save is None))
+        if save is not None:
+            assert save.outcome(0) is None
+        ends.add((is_interrupted, save is not None, bool(told.undone)))
+        if seen[0] < number:
+            break
+    # Nothing had been told of it; it was taken back; it goes on, and is known; it was not interrupted any more.
+    assert ends == {(True, False, False), (True, False, True), (True, True, False), (False, True, False)}
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_an_interrupt_anywhere_in_the_start_loses_no_manager(tmp_path: Path) -> None:
+    manager = jct.StepManager(tmp_path / "run")
+    saved = 0
+    for number in itertools.count(1):
+        with interrupt_at(number, *STARTING, StepSave.start) as seen, contextlib.suppress(KeyboardInterrupt):
+            manager.save(number, {"state": {"w": np.arange(number)}})
+        manager.wait(60)
+        join_saves()
+        saved += number in manager.steps
+        if seen[0] < number:
+            break
+    assert 1 < saved < number
+    manager.close()
+    steps = jct.StepManager(tmp_path / "run").steps
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    left = names - {"history.jsonl", *(f"step-{step:010d}" for step in steps)}
+    assert len(left) <= 8, "those of interrupts before the start proper"
+    assert all(".tmp-" in name for name in left)
+    for step in steps:
+        assert jct.verify(tmp_path / "run" / f"step-{step:010d}").ok

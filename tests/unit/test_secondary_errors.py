@@ -1,0 +1,122 @@
+"""What fails when a `with` closes a run: who says that all is well does not hide it, and an interrupt comes through."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from tests.support.fake_backends import HoldingBackend, callback_on
+from tests.support.interrupts import once_waiting
+from tests.support.runs import state_of
+
+SETTINGS = jct.StoreSettings(nonfinite="reject")
+FAILING = {"w": np.full(4, np.nan)}
+
+
+def by_a_manager(directory: Path, error: BaseException) -> None:
+    with jct.StepManager(directory, settings=SETTINGS) as manager:
+        manager.save(1, {"state": FAILING})
+        raise error
+
+
+def by_a_callback(directory: Path, error: BaseException) -> None:
+    with jct.CheckpointCallback(directory, save_interval_steps=1, store=SETTINGS) as ckpt:
+        ckpt.resume(FAILING)
+        for _ in ckpt.steps(1):
+            ckpt(FAILING)
+        raise error
+
+
+BOTH = pytest.mark.parametrize("run", [by_a_manager, by_a_callback])
+
+
+@BOTH
+@pytest.mark.parametrize("well", [SystemExit(), SystemExit(0), SystemExit(False), SystemExit(256)], ids=repr)
+def test_who_leaves_as_if_all_were_well_is_told(tmp_path: Path, run: Callable[..., None], well: SystemExit) -> None:
+    with pytest.raises(jct.NonFiniteError) as told:
+        run(tmp_path, well)
+    assert told.value.__context__ is well
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "error", [SystemExit(7), SystemExit("text"), KeyboardInterrupt(), ValueError("of the loop")], ids=repr
+)
+def test_another_failure_stays_and_says_what_failed_besides(
+    tmp_path: Path, run: Callable[..., None], error: BaseException
+) -> None:
+    with pytest.raises(type(error)) as told:
+        run(tmp_path, error)
+    assert told.value is error
+    assert "hold" in error.__notes__[0]
+
+
+EXITS = """
+import sys
+import numpy as np
+import jaxckpt_train as jct
+with jct.StepManager(sys.argv[1], settings=jct.StoreSettings(nonfinite="reject")) as manager:
+    manager.save(1, {"state": np.full(4, np.nan)})
+    sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(("given", "code"), [("0", 1), ("7", 7)])
+def test_a_process_whose_last_save_failed_does_not_end_with_0(
+    tmp_path: Path, given: str, code: int, run_python: Any
+) -> None:
+    done = run_python(EXITS, tmp_path, given)
+    assert done.returncode == code
+    assert "NonFiniteError" in done.stderr
+
+
+def test_who_closes_a_generator_is_told(tmp_path: Path) -> None:
+    def training() -> Iterator[int]:
+        with jct.StepManager(tmp_path, settings=SETTINGS) as manager:
+            manager.save(1, {"state": FAILING})
+            yield 1
+
+    steps = training()
+    next(steps)
+    with pytest.raises(jct.NonFiniteError):
+        steps.close()  # type: ignore[attr-defined]
+
+
+def test_who_cancels_a_task_is_told(tmp_path: Path) -> None:
+    async def training() -> None:
+        with jct.StepManager(tmp_path, settings=SETTINGS) as manager:
+            manager.save(1, {"state": FAILING})
+            await asyncio.Event().wait()
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(training())
+        await asyncio.sleep(0)  # it has begun to wait
+        task.cancel()
+        await task
+
+    with pytest.raises(jct.NonFiniteError):
+        asyncio.run(cancelled())
+
+
+@pytest.mark.parametrize("error", [ValueError("of the loop"), SystemExit(0), SystemExit(7)], ids=repr)
+def test_an_interrupt_while_another_error_is_on_its_way_comes_through(tmp_path: Path, error: BaseException) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    backend = HoldingBackend("rename", "step-0000000001")
+    try:
+        with pytest.raises(KeyboardInterrupt) as told, callback_on(backend, tmp_path, save_interval_steps=1) as ckpt:
+            ckpt.resume(state_of(0))
+            ckpt(state_of(1))
+            once_waiting(lambda: os.kill(os.getpid(), signal.SIGINT))
+            raise error
+    finally:
+        backend.go.set()
+        signal.signal(signal.SIGINT, before)
+    assert told.value.__context__ is error

@@ -1,0 +1,251 @@
+"""`ckpt.summary()`: what became of a run's time, while it trains, afterwards, for readers, and over many processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.run.goodput import Goodput
+from tests.support.fake_backends import HoldingBackend, RefusingBackend, callback_on
+from tests.support.runs import Counter, made_run, state_of, talking_to
+from tests.support.signal_handlers import WATCHED, handlers_put_back
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_put_back() -> Iterator[None]:
+    with handlers_put_back(*WATCHED, may_end=True):
+        yield
+
+
+def callback(directory: Path, **options: Any) -> jct.CheckpointCallback:
+    return jct.CheckpointCallback(str(directory), **{"save_interval_steps": 10, **options})
+
+
+def train(ckpt: jct.CheckpointCallback, updates: int, asked_at: int | None = None) -> None:
+    with ckpt:
+        _, data = ckpt.resume(state_of(0), Counter())
+        for step in ckpt.steps(updates):
+            next(data)
+            if step + 1 == asked_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            ckpt(state_of(step + 1))
+
+
+def told(found: Goodput) -> list[tuple[Any, ...]]:
+    """What is told of each process."""
+    names = ("how", "first_step", "last_step", "useful_steps", "redone_steps", "saves")
+    return [tuple(getattr(each, name) for name in names) for each in found.attempts]
+
+
+def test_it_is_told_while_the_run_goes_on_and_afterwards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train(callback(tmp_path), 100, asked_at=15)
+    with callback(tmp_path) as ckpt:
+        ckpt.resume(state_of(0), Counter())
+        before = ckpt.summary(show=False)
+        assert told(before) == [("preempted", 0, 15, 15, 0, 2), ("running", 15, 15, 0, 0, 0)]
+        for step in ckpt.steps(30):
+            ckpt(state_of(step + 1))
+            if step == 22:
+                ckpt.wait_until_finished()
+                during = ckpt.summary(show=False)
+                assert told(during)[1] == ("running", 15, 23, 8, 0, 1)
+    after = ckpt.summary(show=False)
+    assert told(after) == [("preempted", 0, 15, 15, 0, 2), ("finished", 15, 30, 15, 0, 2)]
+    assert (after.useful_steps, after.redone_steps, after.saves) == (30, 0, 4)
+    saves = [event for event in ckpt.manager.history.events() if event["event"] == "save"]
+    assert after.blocked_s == pytest.approx(sum(event["blocked_s"] for event in saves))
+    assert after.to_resume_s == pytest.approx(sum(each.to_resume_s for each in after.attempts))
+    assert 0 < after.useful_s < after.wall_s
+    assert before.wall_s <= during.wall_s <= after.wall_s
+    assert 0 < after.share < 1
+    assert capsys.readouterr().out == ""
+    assert ckpt.summary() == after
+    printed = capsys.readouterr().out
+    assert printed.startswith("2 processes, useful time ")
+    assert ("preempted" in printed, "finished" in printed, "total" in printed) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("ending", "how"),
+    [
+        (None, "finished"),
+        (KeyError("mine"), "KeyError"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (SystemExit(3), "SystemExit"),
+        (SystemExit(0), "closed"),
+    ],
+)
+def test_it_tells_how_each_process_ended(tmp_path: Path, ending: BaseException | None, how: str) -> None:
+    def loop() -> None:
+        with callback(tmp_path) as ckpt:
+            ckpt.resume(state_of(0))
+            for step in ckpt.steps(12):
+                ckpt(state_of(step + 1))
+                if step == 10 and ending is not None:
+                    raise ending
+
+    if ending is None:
+        loop()
+    else:
+        with pytest.raises(type(ending)):
+            loop()
+    (row,) = jct.StepManager(tmp_path).goodput().attempts
+    assert (row.how, row.last_step) == (how, 12 if ending is None else 11)
+
+
+def test_a_loop_that_breaks_off_is_closed_and_one_without_a_with_statement_is_finished(tmp_path: Path) -> None:
+    with callback(tmp_path / "broken") as broken:
+        broken.resume(state_of(0))
+        for step in broken.steps(12):
+            broken(state_of(step + 1))
+            if step == 4:
+                break
+    assert [each.how for each in broken.summary(show=False).attempts] == ["closed"]
+    plain = callback(tmp_path / "plain")
+    plain.resume(state_of(0))
+    for step in plain.steps(12):
+        plain(state_of(step + 1))
+    plain.close()
+    assert [each.how for each in plain.summary(show=False).attempts] == ["finished"]
+
+
+@pytest.mark.parametrize("failing", [10, 12])
+def test_a_process_whose_last_save_failed_has_not_finished(tmp_path: Path, failing: int) -> None:
+    backend = RefusingBackend("create", f"step-{failing:010d}", 28, 10)
+    ckpt = callback_on(backend, tmp_path, save_interval_steps=10)
+    with pytest.raises(jct.StorageError):
+        train(ckpt, 12)
+    (row,) = ckpt.summary(show=False).attempts
+    assert row.how == "StorageError"
+
+
+def test_a_process_whose_last_state_could_not_be_saved_at_all_has_not_finished(tmp_path: Path) -> None:
+    ckpt = callback(tmp_path)
+    with pytest.raises(jct.UnsupportedLeafError), ckpt:
+        ckpt.resume(state_of(0))
+        ckpt({"w": object()})
+    (row,) = ckpt.summary(show=False).attempts
+    assert (row.how, row.saves) == ("UnsupportedLeafError", 0)
+
+
+def test_a_reader_of_a_run_at_work_sees_that_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with callback(tmp_path) as ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(25):
+            ckpt(state_of(step + 1))
+            if step == 22:
+                ckpt.wait_until_finished()
+                assert told(jct.StepManager(tmp_path).goodput()) == [("running", 0, 20, 20, 0, 2)]
+                reading = callback(tmp_path)
+                assert told(reading.summary()) == [("running", 0, 20, 20, 0, 2)]
+    assert told(jct.StepManager(tmp_path).goodput()) == [("finished", 0, 25, 25, 0, 3)]
+    assert capsys.readouterr().out.startswith("1 process, useful time ")
+    assert not (tmp_path / ".owner").exists()
+
+
+OWNER = """
+import os, signal, sys
+import jaxckpt_train as jct
+from jaxckpt_train.steps import lock, run_log
+from tests.support.runs import Counter, state_of
+
+lock.HEARTBEAT_S, run_log.LEAST_S, run_log.MOST_S = 0.02, 0.0, 0.0
+with jct.CheckpointCallback(sys.argv[1], save_interval_steps=10) as ckpt:
+    ckpt.resume(state_of(0), Counter())
+    for step in ckpt.steps(100):
+        ckpt(state_of(step + 1))
+        if step == 16:
+            ckpt.wait_until_finished()
+            while not any(each["event"] == "progress" and each["step"] == 17 for each in ckpt.manager.history.events()):
+                pass
+            print("ready", flush=True)
+            sys.stdin.readline()
+"""
+
+
+def test_a_process_that_was_killed_is_told_and_what_has_to_be_done_again(tmp_path: Path) -> None:
+    with talking_to(OWNER, tmp_path) as owner:
+        assert owner.read() == "ready"
+        assert told(jct.StepManager(tmp_path).goodput()) == [("running", 0, 17, 17, 0, 1)]
+        owner.kill()
+    reader = jct.StepManager(tmp_path)
+    assert told(reader.goodput()) == [("killed", 0, 17, 17, 0, 1)]  # nobody has gone on yet
+    train(callback(tmp_path), 30)
+    found = reader.goodput()
+    assert told(found) == [("killed", 0, 17, 10, 7, 1), ("finished", 10, 30, 20, 0, 2)]
+    assert (found.useful_steps, found.redone_steps) == (30, 7)
+
+
+def test_several_callbacks_of_one_process_one_after_the_other(tmp_path: Path) -> None:
+    for number in range(1, 6):
+        train(callback(tmp_path), 10 * number)
+    found = jct.StepManager(tmp_path).goodput()
+    assert told(found) == [("finished", 10 * n, 10 * n + 10, 10, 0, 1) for n in range(5)]
+    assert found.useful_steps == 50
+
+
+def test_a_callback_that_resumes_again_goes_back(tmp_path: Path) -> None:
+    with callback(tmp_path) as ckpt:
+        ckpt.resume(state_of(0))
+        for step in range(1, 16):
+            ckpt(state_of(step))
+        ckpt.wait_until_finished()
+        ckpt.resume(state_of(0))
+        ckpt(state_of(11), step=11)
+    assert told(ckpt.summary(show=False)) == [("closed", 0, 11, 11, 5, 2)]
+
+
+def test_a_manager_of_ones_own_is_told_of_too(tmp_path: Path) -> None:
+    made_run(tmp_path, 10, 20, 30)
+    with jct.StepManager(tmp_path) as manager:
+        manager.restore(step=20)  # as a reader: it has no lock yet
+        manager.save(25, {"state": state_of(25)})
+        manager.restore(step=10)
+        manager.save(12, {"state": state_of(12)})
+        manager.wait()
+        assert told(manager.goodput()) == [("closed", 0, 30, 10, 20, 3), ("running", 20, 12, 2, 5, 2)]
+    with jct.StepManager(tmp_path) as evaluation:
+        evaluation.attach_metrics(12, {"loss": 1.0})
+    expected = [("closed", 0, 30, 10, 20, 3), ("closed", 20, 12, 2, 5, 2)]
+    assert told(evaluation.goodput()) == expected
+
+
+def test_a_disabled_callback_has_nothing_to_tell_and_touches_no_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ckpt = callback(tmp_path / "run", enabled=False)
+    train(ckpt, 30)
+    assert ckpt.summary() == Goodput()
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_of_no_run_there_is_nothing_to_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert callback(tmp_path / "run").summary() == Goodput()
+    assert capsys.readouterr().out.startswith("0 processes, useful time 0.0%")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_history_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    made_run(tmp_path, 10)
+    with pytest.raises(jct.StorageError):
+        callback_on(RefusingBackend("open", "history.jsonl", 5, 1), tmp_path).summary()
+
+
+def test_a_history_whose_disk_does_not_answer_keeps_nobody_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_run(tmp_path, 10)
+    monkeypatch.setattr("jaxckpt_train.store.timeouts.GIVE_UP_S", 0.02)
+    monkeypatch.setattr("jaxckpt_train.store.timeouts.LOOK_S", 0.02)
+    backend = HoldingBackend("open", "history.jsonl")
+    with pytest.raises(jct.CheckpointTimeoutError, match="has not answered"):
+        callback_on(backend, tmp_path).summary()
+    backend.go.set()

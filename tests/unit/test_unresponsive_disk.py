@@ -1,0 +1,96 @@
+"""A disk that still tells what is there and takes nothing: who saves a single checkpoint there is not held for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.store.backends.local import LocalBackend
+from tests.support.same_trees import assert_same
+
+pytestmark = pytest.mark.timeout(120)
+STATE = {"w": np.arange(1000.0)}
+
+
+class Stuck(LocalBackend):
+    """Makes no attempt (or none of its parents), and removes nothing, until `go` is set."""
+
+    def __init__(self, parents: bool = False) -> None:
+        self.go, self.removed = threading.Event(), threading.Event()
+        self._parents = parents
+        self.reached: Callable[[], object] = lambda: None
+
+    def make_directory(self, path: str, *, parents: bool, sync: bool) -> None:
+        if parents == self._parents and not self.go.is_set():
+            self.reached()
+            assert self.go.wait(60)
+        super().make_directory(path, parents=parents, sync=sync)
+
+    def remove(self, path: str) -> None:
+        super().remove(path)
+        self.removed.set()
+
+
+@pytest.fixture(params=["the attempt", "its parents"])
+def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
+    stuck = Stuck(request.param == "its parents")
+    monkeypatch.setattr("jaxckpt_train.checkpoint._BACKEND", stuck)
+    yield stuck
+    stuck.go.set()
+
+
+@pytest.mark.parametrize("save", [jct.save, jct.save_async], ids=["save", "save_async"])
+def test_who_saves_there_is_told(disk: Stuck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any) -> None:
+    monkeypatch.setattr("jaxckpt_train.store.timeouts.GIVE_UP_S", 0.1)
+    monkeypatch.setattr("jaxckpt_train.store.timeouts.LOOK_S", 0.05)
+    with pytest.raises(jct.CheckpointTimeoutError, match=r"runs/c: its disk has not answered for 0 s"):
+        save(tmp_path / "runs" / "c", STATE)
+    disk.go.set()
+    assert disk.removed.wait(30)
+    assert os.listdir(tmp_path / "runs") == []
+    monkeypatch.undo()
+    jct.save(tmp_path / "runs" / "c", STATE)
+    assert_same(jct.load(tmp_path / "runs" / "c"), STATE)
+
+
+def test_who_interrupts_it_gets_through_and_nothing_is_left(disk: Stuck, tmp_path: Path) -> None:
+    main = threading.main_thread().ident or 0
+    disk.reached = lambda: signal.pthread_kill(main, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        jct.save(tmp_path / "runs" / "c", STATE)
+    disk.go.set()
+    assert disk.removed.wait(30)
+    assert os.listdir(tmp_path / "runs") == []
+
+
+def test_what_is_wrong_with_the_path_is_told_by_the_call(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(jct.StorageError, match="a file is where a directory should be"):
+        jct.save_async(tmp_path / "file" / "c", STATE)
+
+
+AT_EXIT = """
+import sys
+import numpy as np
+import jaxckpt_train as jct
+from jaxckpt_train import checkpoint
+from jaxckpt_train.store import answers
+from tests.unit.test_unresponsive_disk import Stuck
+checkpoint._BACKEND, answers.GIVE_UP_S = Stuck(), 1.0
+try:
+    jct.save_async(sys.argv[1] + "/c", {"w": np.ones(3)})
+except jct.CheckpointTimeoutError:
+    print("told")
+"""
+
+
+def test_nor_is_the_end_of_the_process(run_python: Any, tmp_path: Path) -> None:
+    assert run_python(AT_EXIT, tmp_path, check=True, timeout_s=45).stdout == "told\n"

@@ -1,0 +1,253 @@
+"""One mistake in a loop: what differs first is told, and the mistake is the likeliest cause. All in this process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.testing import ResumeNotExactError
+from jaxckpt_train.testing.differences import common_factor
+from tests.support.in_one_process import MakeRun, prove_here
+from tests.support.training_loops import Batches, train, train_with_key
+
+
+@pytest.fixture(autouse=True)
+def generators_as_before() -> Iterator[None]:
+    state = np.random.get_state()
+    yield
+    np.random.set_state(state)
+
+
+def failure(make_run: MakeRun, directory: Path, *kill_at: int) -> ResumeNotExactError:
+    with pytest.raises(ResumeNotExactError) as caught:
+        prove_here(make_run, directory / "proof", *kill_at)
+    return caught.value
+
+
+COUNTER, KEY, GENERATOR = "a counter outside of the state", "a PRNG key outside of the state", "a random generator"
+REPEATABLE = "the run is not repeatable"
+DRAWN = "the host's random generator: np.random is drawn from"
+
+# What is told first of a run that is interrupted in update 5 and resumes at 3, and the likeliest cause.
+TOLD = {
+    "unseeded shuffle": ("update 1: its batch differs", f"{REPEATABLE}: the data is shuffled without a seed"),
+    "host generator": ("update 4: loss differs", f"{DRAWN}, and its state is not saved"),
+    "unseeded host generator": ("update 1: loss differs", f"{DRAWN} without a seed"),
+    "python's generator": ("update 4: loss differs", "the host's random generator: random is drawn from"),
+    "own generator": ("update 4: loss differs", KEY),
+    "device": ("update 1: loss differs", f"{REPEATABLE}: something random without a seed"),
+    "rounding": ("update 1: loss differs", f"{REPEATABLE}: operations of the device"),
+    "start": ("at the start: state/w float64[3] differs", f"{REPEATABLE}: what it begins with"),
+    "transform": ("update 4: its batch differs: in batch/x, 1 of 2 arrays", DRAWN),
+    "set_state": ("update 4: its batch differs", "the data began anew at the resume"),
+    "data made anew": ("update 4: its batch differs", "the data began anew at the resume"),
+    "order": ("update 4: its batch differs", "the order of the data is not part of its position"),
+    "prefetch": ("update 4: batches that it takes: 1 (uninterrupted) vs 2", "the position in the data that is saved"),
+    "thread": ("update 4: loss differs", "batches are taken by another thread"),
+    "forgetful object": (
+        "the state as restored from 3 is not the state after update 3: ema/count differs: 3 (uninterrupted) vs 0",
+        "the state as restored is not the state as saved",
+    ),
+    "object not restored": ("update 4: ema/count differs: 4 (uninterrupted) vs 1", "saved, and never restored: ema"),
+    "data not given": ("update 4: loss differs", "the data is not given to ckpt.resume"),
+    "state not taken": ("update 4: loss differs", "the loop goes on with the state that it gave to ckpt.resume"),
+    "state before": ("update 4: loss differs", "ckpt(...) is given the state from before the update"),
+    "optimizer left out": ("update 4: state/w float64[3] differs", "the optimizer's state is left out"),
+    "schedule": ("update 4: state/w float64[3] differs", COUNTER),
+    "schedule that is told": ("update 4: learning_rate differs: 0.025 (uninterrupted) vs 0.1 (resumed at 3)", COUNTER),
+    "late counter": ("update 5: state/w float64[3] differs", COUNTER),
+}
+LOSS_IS_FIRST = {mistake for mistake, (first, _) in TOLD.items() if "loss differs" in first}
+
+
+@pytest.mark.parametrize("mistake", TOLD)
+def test_a_mistake_is_found(mistake: str, tmp_path: Path) -> None:
+    first, cause = TOLD[mistake]
+    error = failure(functools.partial(train, mistake=mistake), tmp_path, 5)
+    assert str(error).startswith(first)
+    assert error.causes[0].startswith(cause)
+
+
+@pytest.mark.parametrize("mistake", TOLD)
+def test_a_mistake_is_found_in_a_loop_that_tells_no_metrics(mistake: str, tmp_path: Path) -> None:
+    first, cause = TOLD[mistake]
+    error = failure(functools.partial(train, mistake=mistake, told=False), tmp_path, 5)
+    if mistake in LOSS_IS_FIRST or mistake == "schedule that is told":
+        first = first.partition(":")[0] + ": state/"
+    assert str(error).startswith(first)
+    assert error.causes[0].startswith(cause)
+
+
+def test_a_loop_without_a_mistake_is_proven(tmp_path: Path) -> None:
+    proof = prove_here(train, tmp_path / "proof", 5)
+    assert (proof.updates, proof.interrupted_in, proof.resumed_at) == (9, (5,), (3,))
+    assert (proof.compared_updates, proof.compared_batches) == (6, 6)
+    assert not (tmp_path / "proof").exists()
+
+
+def test_a_key_that_is_not_saved_is_found_and_one_that_is_saved_is_fine(tmp_path: Path) -> None:
+    prove_here(train_with_key, tmp_path / "kept", 5)
+    error = failure(functools.partial(train_with_key, kept=False), tmp_path, 5)
+    assert str(error).startswith("update 4: loss differs")
+    assert error.causes[0].startswith(KEY)
+    assert "seen: nothing that is saved is a PRNG key" in str(error)
+
+
+CLOCK = "a metric that is taken from the clock"
+
+
+def test_a_metric_from_the_clock_is_named_and_can_be_left_out(tmp_path: Path) -> None:
+    """The loop is right; in nothing but that metric it differs from itself."""
+    clocked = functools.partial(train, mistake="clock")
+    error = failure(clocked, tmp_path, 5)
+    assert str(error).startswith("update 1: updates_per_s differs")
+    assert error.causes[0].startswith(CLOCK)
+    said = " ".join(str(error).split())
+    assert "in nothing but metrics: updates_per_s do: leave it out: ignore_metrics=['updates_per_s'];" in said
+    proof = prove_here(clocked, tmp_path / "left out", 5, ignores=lambda name: name == "updates_per_s")
+    assert (proof.compared_updates, proof.ignored_metrics) == (6, ("updates_per_s",))
+
+
+def test_a_mistake_behind_a_metric_from_the_clock_is_found_once_that_is_left_out(tmp_path: Path) -> None:
+    both = functools.partial(train, mistake="clock and schedule")
+    error = failure(both, tmp_path, 5)
+    assert error.causes[0].startswith(CLOCK)
+    with pytest.raises(ResumeNotExactError, match=r"update 4: state/w") as caught:
+        prove_here(both, tmp_path / "left out", 5, ignores=lambda name: name == "updates_per_s")
+    assert caught.value.causes[0].startswith(COUNTER)
+
+
+def with_two_keys(directory: Path) -> None:
+    """Saves one key, and draws from a generator too."""
+    import jax
+
+    rng = np.random.default_rng(0)
+    with jct.CheckpointCallback(directory, save_interval_steps=1) as ckpt:
+        state = ckpt.resume({"w": 0.0, "key": jax.random.key(0)})
+        for _ in ckpt.steps(4):
+            state = {"w": float(rng.normal()), "key": state["key"]}
+            ckpt(state, metrics={"loss": state["w"]})
+
+
+def test_where_a_key_is_saved_another_generator_is_likelier(tmp_path: Path) -> None:
+    error = failure(with_two_keys, tmp_path, 3)
+    assert error.causes[0].startswith("the data is not given")  # there is none: that cannot be known
+    assert [cause[: len(GENERATOR)] for cause in error.causes].index(GENERATOR) == 1
+
+
+def counts_anew(directory: Path, told: bool = True) -> None:
+    """Names its updates itself, and begins at 1 after a resume too."""
+    state, data = {"w": np.zeros(1)}, Batches()
+    with jct.CheckpointCallback(directory, save_interval_steps=2) as ckpt:
+        state, data = ckpt.resume(state, data)
+        for step in range(6) if told else range(ckpt.completed_steps, ckpt.completed_steps + 6):
+            state = {"w": state["w"] + next(data)["x"].sum()}
+            ckpt(state, step=step + 1)
+
+
+def test_updates_that_are_counted_anew_are_found(tmp_path: Path) -> None:
+    error = failure(counts_anew, tmp_path, 3)
+    assert str(error).startswith("after the resume at 2: expected update 3, found 1")
+    assert error.causes[0].startswith("the loop counts its updates anew")
+
+
+def test_a_training_of_another_length_is_found(tmp_path: Path) -> None:
+    error = failure(functools.partial(counts_anew, told=False), tmp_path, 3)
+    assert str(error).startswith("the run ended after update 6 (uninterrupted) vs 8 (resumed at 2)")
+    assert error.causes[0].startswith("the length of the training")
+
+
+def test_a_training_that_ends_too_early_is_found(tmp_path: Path) -> None:
+    error = failure(lambda directory: train(directory, updates=9 - 2 * (directory / "run").exists()), tmp_path, 5)
+    assert str(error).startswith("the run ended after update 9 (uninterrupted) vs 7 (resumed at 3)")
+
+
+class Rare:
+    """Is another only the first time."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, directory: Path) -> None:
+        self.calls += 1
+        train(directory, "device" if self.calls == 1 else "")
+
+
+def test_what_differs_before_the_interruption_is_not_put_down_to_the_resume(tmp_path: Path) -> None:
+    error = failure(Rare(), tmp_path, 5)
+    assert str(error).startswith("update 1: loss differs")
+    assert error.causes[0].startswith(REPEATABLE)
+    assert "it was the same that time, but the interrupted run differs before its interruption" in str(error)
+
+
+def test_the_run_is_repeated_only_if_there_is_a_difference(tmp_path: Path) -> None:
+    calls: list[Path] = []
+
+    def counted(mistake: str, directory: Path) -> None:
+        calls.append(directory)
+        train(directory, mistake)
+
+    prove_here(functools.partial(counted, ""), tmp_path / "proof", 5)
+    assert [directory.parent.name for directory in calls] == ["interrupted", "interrupted", "uninterrupted"]
+    error = failure(functools.partial(counted, "schedule"), tmp_path, 5)
+    assert [directory.parent.name for directory in calls[3:]] == [
+        *["interrupted"] * 2,
+        "uninterrupted",
+        "uninterrupted-again",
+    ]
+    assert "the uninterrupted run was done once more, as there is a difference: it is repeatable" in str(error)
+
+
+def counts(directory: Path) -> None:
+    """Counts in its state what a variable outside of it counts too."""
+    with jct.CheckpointCallback(directory, save_interval_steps=1) as ckpt:
+        state = ckpt.resume({"w": np.zeros(2), "epochs": 0})
+        for number, _ in enumerate(ckpt.steps(4)):
+            state = {**state, "epochs": number // 2}
+            ckpt(state)
+
+
+def test_whole_numbers_alone_point_to_a_counter(tmp_path: Path) -> None:
+    error = failure(counts, tmp_path, 2)
+    assert str(error).startswith("update 3: state/epochs differs: 1 (uninterrupted) vs 0")
+    assert error.causes[0].startswith(COUNTER)
+
+
+def steps_in_another_form(directory: Path) -> None:
+    """Its step begins as a Python int, as Linen's TrainState has it, and is an array after an update."""
+    with jct.CheckpointCallback(directory, save_interval_steps=1) as ckpt:
+        state = ckpt.resume({"step": 0, "rate": 0.5})
+        for _ in ckpt.steps(4):
+            state = {"step": np.asarray(state["step"] + 1, np.int32), "rate": np.asarray(state["rate"], np.float32)}
+            ckpt(state)
+
+
+def test_a_number_that_comes_back_in_the_form_of_its_target_is_the_same(tmp_path: Path) -> None:
+    assert prove_here(steps_in_another_form, tmp_path / "proof", 2).resumed_at == (1,)
+
+
+def moved(factor: float, turn: float = 0.0) -> list[list[np.ndarray]]:
+    rng = np.random.default_rng(0)
+    old, step, other = rng.normal(size=(3, 1000))
+    return [[old, old + 0.01 * step, old + 0.01 * (factor * step + turn * other)]]
+
+
+@pytest.mark.parametrize(("moves", "factor"), [(moved(3.0), 3.0), (moved(0.25), 0.25), (moved(0.0), 0.0)])
+def test_another_learning_rate_is_told_by_the_direction(moves: Any, factor: float) -> None:
+    assert common_factor(moves) == pytest.approx(factor, abs=1e-6)
+
+
+@pytest.mark.parametrize("moves", [moved(1.0), moved(3.0, turn=1.0), moved(1.0, turn=0.3), [], [[np.zeros(2)] * 3]])
+def test_what_moved_elsewhere_is_no_other_learning_rate(moves: Any) -> None:
+    assert common_factor(moves) is None
+
+
+def test_a_learning_rate_is_told_of_float32_too() -> None:
+    old, one, other = (array.astype(np.float32).astype(np.float64) for array in moved(2.0)[0])
+    assert common_factor([[old, one, other]]) == pytest.approx(2.0, abs=1e-3)

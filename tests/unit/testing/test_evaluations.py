@@ -1,0 +1,152 @@
+"""Evaluations between two updates: what they change and no step holds is found, whatever update the user has named."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxckpt_train as jct
+from jaxckpt_train.testing import ResumeNotExactError, assert_resume_exact
+from jaxckpt_train.testing.processes import How
+from tests.support.in_one_process import prove_here
+from tests.support.training_loops import Batches
+
+EVERY, UPDATES = 4, 8
+Place = Literal["after", "before", "top"]
+CHANGES = "the state changes between ckpt(...) and the next update (an evaluation?)"
+
+
+class Meter:
+    """Counts the updates since the last evaluation, as metrics of an epoch do."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def get_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.count = int(state["count"])
+
+
+def is_due(updates: int) -> bool:
+    return updates > 0 and updates % EVERY == 0
+
+
+def counts(directory: Path, place: Place = "after", polls: bool = False, updates: int = UPDATES) -> None:
+    """The evaluation resets an object that is saved."""
+    meter, state, data = Meter(), {"w": np.zeros(3)}, Batches()
+    with jct.CheckpointCallback(directory, save_interval_steps=1) as ckpt:
+        state, data, meter = ckpt.resume(state, data, meter=meter)
+        for step in ckpt.steps(updates):
+            if place == "top" and is_due(step):
+                meter.count = 0
+            state = {"w": state["w"] + next(data)["x"].sum(axis=0)}
+            meter.count += 1
+            if place == "before" and is_due(step + 1):
+                meter.count = 0
+            ckpt(state)
+            if place == "after" and is_due(step + 1):
+                meter.count = 0
+            if polls and is_due(step + 1):
+                ckpt.poll()
+
+
+def replaces(directory: Path, polls: bool = True, place: Place = "after") -> None:
+    """The evaluation gives a new state, as one does that draws from a key in it."""
+    state, data = {"w": np.zeros(3), "draws": 0}, Batches()
+    with jct.CheckpointCallback(directory, save_interval_steps=1) as ckpt:
+        state, data = ckpt.resume(state, data)
+        for step in ckpt.steps(UPDATES):
+            if place == "top" and is_due(step):
+                state = {**state, "draws": state["draws"] + 1}
+            state = {**state, "w": state["w"] + next(data)["x"].sum(axis=0)}
+            ckpt(state)
+            if polls and is_due(step + 1):
+                ckpt.poll()
+            if place == "after" and is_due(step + 1):
+                state = {**state, "draws": state["draws"] + 1}
+
+
+def normalizes(directory: Path, evaluates_as: str = "train") -> None:
+    """The evaluation runs a model with batch statistics, by mistake in the mode of training."""
+    model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    with jct.CheckpointCallback(directory, save_interval_steps=1) as ckpt:
+        model, data = ckpt.resume(model, Batches())
+        for step in ckpt.steps(UPDATES):
+            model.train()
+            model(next(data)["x"])
+            ckpt()
+            if is_due(step + 1):
+                model.eval() if evaluates_as == "eval" else model.train()
+                model(np.ones((4, 3)))
+
+
+def failure(make_run: Any, directory: Path, *kill_at: int) -> ResumeNotExactError:
+    with pytest.raises(ResumeNotExactError) as caught:
+        prove_here(make_run, directory / "proof", *kill_at)
+    return caught.value
+
+
+FAULTY = {
+    "an object": (counts, "update 5: meter/count differs: 1 (uninterrupted) vs 5;"),
+    "an object, with poll": (functools.partial(counts, polls=True), "update 5: meter/count differs: 1"),
+    "a new state, with poll": (replaces, "update 5: state/draws differs: 1 (uninterrupted) vs 0;"),
+    "batch statistics": (normalizes, "update 5: state/mean float32[3] differs"),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTY)
+@pytest.mark.parametrize("kill_at", [2, 7])
+def test_a_change_by_an_evaluation_is_found_whatever_update_is_interrupted(
+    kind: str, kill_at: int, tmp_path: Path
+) -> None:
+    make_run, first = FAULTY[kind]
+    error = failure(make_run, tmp_path, kill_at)
+    assert str(error).startswith(first)
+    assert error.causes[0] == CHANGES
+
+
+@pytest.mark.parametrize(
+    ("make_run", "tried"),
+    [
+        (functools.partial(counts, place="before"), False),
+        (functools.partial(counts, place="before", polls=True), True),
+        (functools.partial(counts, place="top"), True),
+        (functools.partial(replaces, place="top"), True),
+        (functools.partial(normalizes, evaluates_as="eval"), False),
+        (functools.partial(counts, updates=EVERY), False),  # after the last update nothing goes on from it
+    ],
+)
+def test_an_evaluation_that_resumes_exactly_is_proven(make_run: Any, tried: bool, tmp_path: Path) -> None:
+    proof = prove_here(make_run, tmp_path / "proof", 2)
+    assert (proof.interrupted_in, proof.resumed_at) == (((2, 4), (1, 4)) if tried else ((2,), (1,)))
+    assert not (tmp_path / "proof").exists()
+
+
+def test_a_resume_right_before_an_evaluation_is_not_tried_twice(tmp_path: Path) -> None:
+    proof = prove_here(functools.partial(counts, place="top"), tmp_path / "proof", 5)
+    assert (proof.interrupted_in, proof.resumed_at) == ((5,), (4,))
+
+
+def test_a_change_that_nothing_shows_is_named_where_other_resumes_are_exact(tmp_path: Path) -> None:
+    silent = functools.partial(replaces, polls=False)
+    prove_here(silent, tmp_path / "unseen", 2)
+    error = failure(silent, tmp_path, 2, 5)
+    assert str(error).startswith("update 5: state/draws differs")
+    assert error.causes[0] == CHANGES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "preempt"])
+def test_a_process_that_is_really_ended_resumes_right_before_the_evaluation(how: How, tmp_path: Path) -> None:
+    proof = assert_resume_exact(functools.partial(counts, place="top"), kill_at=2, how=how)
+    assert (proof.interrupted_in, proof.resumed_at) == ((2, 4), (1 if how == "kill" else 2, 4))
+    with pytest.raises(ResumeNotExactError, match=r"update 5: meter/count differs") as caught:
+        assert_resume_exact(counts, kill_at=2, how=how, directory=tmp_path / "proof")
+    assert caught.value.causes[0] == CHANGES

@@ -1,0 +1,92 @@
+"""Runs that cannot be compared: each is told for what it is, with what the process printed last."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.testing import ResumeNotProvenError, assert_resume_exact
+from tests.support.faulty_runs import train
+from tests.support.in_one_process import prove_here
+
+
+@pytest.mark.parametrize(
+    ("fault", "kill_at", "text"),
+    [
+        ("no save", 3, "no step was saved before the interruption in update 3, so the run began anew and nothing is "),
+        ("", 7, r"process 1 ended after update 6 and never got to update 7 \(kill_at\)"),
+        ("error caught", 3, r"went on after the error that ckpt\(...\) raised in update 3, to update 6"),
+        ("switched off", 3, "ended and told no update to a CheckpointCallback"),
+        ("another place", 3, "saves to .*/elsewhere: expected a place in the directory that it was given, .*/run;"),
+        ("a new place each time", 3, "saves to another directory each time, .*/run-0 and .*/run-1, so it cannot "),
+        ("no resume", 3, "told of updates and never called ckpt.resume, so it begins anew each time"),
+        ("two loops", 3, "called ckpt.resume 2 times: a proof follows one loop"),
+    ],
+)
+def test_a_run_that_cannot_be_compared_is_told(fault: str, kill_at: int, text: str, tmp_path: Path) -> None:
+    with pytest.raises(ResumeNotProvenError, match=text):
+        prove_here(functools.partial(train, fault=fault), tmp_path / "proof", kill_at)
+
+
+def test_a_resume_with_nothing_left_to_do_proves_nothing(tmp_path: Path) -> None:
+    def shorter_once_resumed(directory: Path) -> None:
+        train(directory, updates=2 if list(directory.iterdir()) else 6)
+
+    with pytest.raises(ResumeNotProvenError, match="process 2 resumed at 2 and had no update to do, so nothing is"):
+        prove_here(shorter_once_resumed, tmp_path / "proof", 3)
+
+
+def failure(fault: str, tmp_path: Path, **more: Any) -> str:
+    with pytest.raises(ResumeNotProvenError) as caught:
+        assert_resume_exact(functools.partial(train, fault=fault), directory=tmp_path, **{"kill_at": 3, **more})
+    return str(caught.value)
+
+
+def test_a_run_that_crashes_by_itself_is_told_with_its_error(tmp_path: Path) -> None:
+    text = failure("crash", tmp_path)
+    assert text.startswith("the interrupted run, process 1 ended by itself with exit code 1 after update 1\n")
+    assert text.splitlines()[-1].strip() == "| ValueError: the loss went to the dogs"
+
+
+def test_a_run_that_crashes_once_it_has_resumed_is_told(tmp_path: Path) -> None:
+    text = failure("crash after the resume", tmp_path)
+    assert text.startswith("the interrupted run, process 2 (resumed at 2) ended by itself with exit code 1 before its ")
+    assert "ValueError: no such file: it was in /tmp" in text
+
+
+@pytest.mark.slow
+def test_a_run_that_hangs_is_ended_with_what_it_started_and_shown(tmp_path: Path) -> None:
+    text = failure("hang", tmp_path, timeout_s=15)
+    assert text.startswith("the interrupted run, process 1 did not end in 15 s (timeout_s); update 1 was the last one")
+    assert "faulty_runs.py" in text
+    assert "in hang" in text
+    worker = int((tmp_path / "interrupted" / "run" / "worker.txt").read_text())
+    assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_run_that_does_not_watch_for_sigterm_is_told(tmp_path: Path) -> None:
+    text = failure("no signals", tmp_path, how="preempt")
+    assert "process 1 was ended by SIGTERM in update 3 instead of saving and leaving" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"kill_at": 0}, "kill_at: expected a whole number of at least 1, found 0"),
+        ({"kill_at": []}, r"kill_at: expected an update, or several in rising order, found \[\]"),
+        ({"kill_at": [5, 3]}, r"in rising order, found \[5, 3\]"),
+        ({"kill_at": [3, 3]}, r"in rising order, found \[3, 3\]"),
+        ({"kill_at": "3"}, "kill_at: expected a whole number of at least 1, found '3'"),
+        ({"kill_at": 3, "how": "term"}, "how: expected one of 'kill', 'preempt', 'raise', found 'term'"),
+        ({"kill_at": 3, "timeout_s": 0}, "timeout_s: expected a finite number of seconds above 0, found 0"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_runs(more: Any, text: str, tmp_path: Path) -> None:
+    with pytest.raises(jct.SettingsError, match=f"^resume proof: .*{text}"):
+        assert_resume_exact(train, directory=tmp_path, **more)
+    assert list(tmp_path.iterdir()) == []
