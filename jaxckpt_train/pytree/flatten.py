@@ -1,15 +1,13 @@
-"""Flattens any pytree to named leaves, and names its containers.
+"""Flattens any pytree to leaves that are named by their paths.
 
-The static data of pytree nodes that are registered without keys: whether it names the children in another order.
+A leaf path joins the keys by `/`; it is readable, unambiguous, and can be parsed back into typed keys. Integers (list
+positions, integer keys) are written as digits, and a text key that looks like an integer is marked with `~s`. Within
+text, `~` is written `~0`, `/` `~1` and `@` `~2`, as in JSON pointers.
 
-JAX gives the children of such a node by position alone. Their names are at best in the static data of the node, as the
-keys of a dict are. That data is recorded as JSON where it has a form that is the same in each process: text, numbers,
-enum members, and tuples, lists and dicts of these. Everything else (functions, arrays, objects) is not compared.
-
-Leaf paths as text: unambiguous, readable, and turned back into typed keys.
-
-Keys are joined by `/`. Integers (list positions, integer keys) are written as digits; a text key that looks like an
-integer gets the mark `~s`. Within text, `~` is written `~0`, `/` `~1` and `@` `~2`, as in JSON pointers.
+JAX identifies the children of a node that is registered without keys only by position. Their names are at best in the
+static data of the node, as the keys of a dict are. That data is recorded as JSON where it has a form that is the same
+in every process: text, numbers, enum members, and tuples, lists and dicts of these. Everything else (functions, arrays,
+objects) is not compared.
 """
 
 from __future__ import annotations
@@ -38,62 +36,252 @@ _WORDS_BACK = {text: word for word, text in _WORDS.items()} | {"~n": None, "~b0"
 _ESCAPES = (("~", "~0"), ("/", "~1"), ("@", "~2"), (",", "~3"))
 _ESCAPED = re.compile("~[012s]")
 HOW_ESCAPED = "in a key ~ is written ~0, / is ~1 and @ is ~2; ~s marks text that looks like an integer"
-_ANYTHING: dict[str, Any] = {}  # in the place of what has no stable form
+_ANYTHING: dict[str, Any] = {}  # replaces values that have no stable form
 _MAX_DEPTH = 8
 _SHOWN = 200  # characters
 _BYTES, _BYTES_OF_CHILD = 4096, 256
 PLACEHOLDER = ...
-"""Stands in a target for a leaf, or a whole subtree, that a load skips."""
+"""Marks a leaf or a whole subtree of a target that a load skips."""
 _transparent: dict[type, bool] = {}
 _known: OrderedDict[Any, _Known] = OrderedDict()
 _KNOWN_TREES, _KNOWN_LEAVES = 4, 64
 _MARKS_OF_OTHER_KEYS = ("~b", "~f", "~n", "~t")
 
 
-def refuse_too_deep(subject: str, tree: object) -> None:
-    """Raise UnsupportedLeafError if dicts, lists and tuples hold each other in more levels than Python can follow.
+class Empty:
+    """The leaf of a container without children, which is no leaf for JAX but is one for a checkpoint."""
 
-    To be called before JAX walks the tree: an error in the midst of that leaves the thread at Python's limit for good.
+
+EMPTY = Empty()
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """A flattened pytree.
+
+    Attributes:
+        names: leaf paths.
+        leaves: the leaves, including None and EMPTY.
+        containers: for every container that is not a plain dict, its path and its kind: "list", "tuple",
+            "namedtuple module.Type" or "object module.Type".
+        structure: JAX's tree definition, for comparisons; None for a tree whose structure cannot be compared.
+        static: path and static data (JSON) of each node that is registered without keys.
+    """
+
+    names: Sequence[str]
+    leaves: Sequence[Any]
+    containers: dict[str, str]
+    structure: Any = None
+    static: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def register_transparent(kind: type) -> None:
+    """Declare a pytree node type with a single child that is stored under the node's own path (a box around a value).
+
+    The boxes of Flax NNX and Linen need no declaration.
+    """
+    _transparent[kind] = True
+
+
+class _Known(NamedTuple):
+    """What all trees of one structure share; `others` are the leaves that JAX does not count as leaves."""
+
+    names: Sequence[str]
+    containers: dict[str, str]
+    static: dict[str, str]
+    others: dict[int, Any]
+
+
+def flatten(tree: Any) -> Flat:
+    """Flatten a pytree to named leaves.
+
+    The names of the last few large structures are cached, because a training loop saves the same structure repeatedly.
+
+    Raises:
+        UnsupportedLeafError: a key cannot be written as text, or two leaves have the same path.
+    """
+    try:
+        leaves, structure = jax.tree_util.tree_flatten(tree)
+        known = _known.get(structure) if len(leaves) >= _KNOWN_LEAVES else None
+    except (TypeError, ValueError):  # no tree for JAX (the walk below says why), or static data that has no hash
+        return _flatten_uncached(tree)
+    if known is not None:
+        return Flat(known.names, _merged(leaves, known.others), known.containers, structure, known.static)
+    flat = dataclasses.replace(_flatten_uncached(tree), structure=structure)
+    others = {number: leaf for number, leaf in enumerate(flat.leaves) if leaf is None or leaf is EMPTY}
+    if len(leaves) + len(others) != len(flat.leaves):
+        return flat  # JAX flattens a part of the tree in another way, through a registration of its own
+    merged = _merged(leaves, others)
+    if len(leaves) >= _KNOWN_LEAVES and all(map(operator.is_, merged, flat.leaves)) and _has_plain_keys(flat):
+        _known[structure] = _Known(flat.names, flat.containers, flat.static, others)
+        while len(_known) > _KNOWN_TREES:
+            _known.popitem(last=False)
+    return flat
+
+
+def _has_plain_keys(flat: Flat) -> bool:
+    """Return whether all keys are text or positions: keys 1, 1.0 and True give equal structures but other names."""
+    for name in flat.names:
+        path = ROOT
+        for key in split(name):
+            is_number = key.lstrip("-").isdigit()
+            if key[:2] in _MARKS_OF_OTHER_KEYS or (is_number and flat.containers.get(path) not in ("list", "tuple")):
+                return False
+            path = join(path, key)
+    return True
+
+
+def _merged(leaves: Sequence[Any], others: dict[int, Any]) -> Sequence[Any]:
+    if not others:
+        return leaves
+    rest = iter(leaves)
+    return [others[n] if n in others else next(rest) for n in range(len(leaves) + len(others))]
+
+
+def _flatten_uncached(tree: Any) -> Flat:
+    names: list[str] = []
+    leaves: list[Any] = []
+    flat = Flat(names, leaves, {})
+    _walk(tree, ROOT, names, leaves, flat)
+    for name in names:
+        if name.count("/") >= MAX_DEPTH:
+            raise UnsupportedLeafError(f"leaf {name[:200]!r}...: nested deeper than {MAX_DEPTH} levels")
+    if len(set(names)) != len(names):
+        twice = next(name for number, name in enumerate(names) if name in names[:number])
+        raise UnsupportedLeafError(f"leaf {twice!r}: two leaves of the tree have this path; rename one")
+    return flat
+
+
+def unflatten(tree: Any, leaves: Sequence[Any]) -> Any:
+    """Build a tree like `tree` with other leaves, given in the order of `flatten(tree)`."""
+    structure = jax.tree_util.tree_structure(tree, is_leaf=_is_none)
+    return jax.tree_util.tree_unflatten(structure, [leaf for leaf in leaves if leaf is not EMPTY])
+
+
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+def _walk(node: Any, path: str, names: list[str], leaves: list[Any], flat: Flat) -> None:
+    found = _children(node, path)
+    if found is None:
+        names.append(path)
+        leaves.append(node)
+        return
+    children, static = found
+    kind = type(node)
+    if len(children) == 1 and _is_transparent(kind):
+        _walk(children[0][1], path, names, leaves, flat)
+        return
+    if kind is not dict:
+        flat.containers[path] = _container(node)
+    if static is not None:
+        flat.static[path] = static
+    if not children:
+        names.append(path)
+        leaves.append(EMPTY)
+    for key, child in children:
+        _walk(child, join(path, key_text(key, path)), names, leaves, flat)
+
+
+def _children(node: Any, path: str) -> tuple[Sequence[tuple[Any, Any]], str | None] | None:
+    """Return keys and children in JAX's order, and the static data of a node without keys; None for a leaf."""
+    if node is None:
+        return None
+    kind = type(node)
+    if kind is list or kind is tuple:
+        return list(enumerate(node)), None
+    if isinstance(node, tuple) and hasattr(kind, "_fields"):
+        return list(zip(kind._fields, node, strict=True)), None  # JAX up to 0.10 names them by position
+    try:
+        found = jax.tree_util.default_registry.flatten_one_level_with_keys(node)
+    except ValueError as error:
+        raise UnsupportedLeafError(f"{path!r}: JAX cannot flatten this {kind.__name__}: {error}") from error
+    if found is None:
+        return None
+    pairs = [(_plain_key(key), child) for key, child in found[0]]
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) < len(keys):
+        return [(number, child) for number, (_, child) in enumerate(pairs)], None
+    has_no_keys = pairs and all(type(key) is jax.tree_util.FlattenedIndexKey for key, _ in found[0])
+    return pairs, describe(found[1], len(pairs)) if has_no_keys else None
+
+
+def _plain_key(entry: Any) -> Any:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return getattr(entry, attribute)
+    return entry
+
+
+def _is_transparent(kind: type) -> bool:
+    known = _transparent.get(kind)
+    if known is None:
+        known = _transparent[kind] = any(_transparent.get(parent, _is_flax_box(parent)) for parent in kind.__mro__)
+    return known
+
+
+def _is_flax_box(kind: type) -> bool:
+    """Return whether `kind` is a base class of Flax's boxes, by its name: Flax is not imported here."""
+    return kind.__name__ in ("Variable", "AxisMetadata") and kind.__module__.startswith("flax.")
+
+
+def _container(node: Any) -> str:
+    kind = type(node)
+    if kind in (list, tuple):
+        return kind.__name__
+    sort = "namedtuple" if isinstance(node, tuple) and hasattr(node, "_fields") else "object"
+    return f"{sort} {kind.__module__}.{kind.__qualname__}"
+
+
+def refuse_too_deep(subject: str, tree: object) -> None:
+    """Raise UnsupportedLeafError if dicts, lists and tuples are nested more deeply than Python can follow.
+
+    Call it before JAX walks the tree: a RecursionError in the middle of that walk leaves the thread at Python's limit.
     """
     level: dict[int, Any] = {0: tree} if isinstance(tree, _CONTAINERS) else {}
-    for _ in range(2 * MAX_DEPTH):  # what is less deep is refused with the path of its leaf
+    for _ in range(2 * MAX_DEPTH):  # `flatten` refuses what is less deep, with the path of the leaf
         if not level:
             return
         children = (node.values() if isinstance(node, dict) else node for node in level.values())
         level = {id(child): child for some in children for child in some if isinstance(child, _CONTAINERS)}
     raise UnsupportedLeafError(
-        f"{subject}: expected containers in at most {MAX_DEPTH} levels, found more than {2 * MAX_DEPTH}; flatten it, "
-        "or look for a container that holds itself"
+        f"{subject}: expected containers nested at most {MAX_DEPTH} levels deep, found more than {2 * MAX_DEPTH}; "
+        "flatten the tree, or look for a container that holds itself"
     )
 
 
 @contextlib.contextmanager
 def refused_if_too_deep(subject: str) -> Iterator[None]:
-    """Within: a tree that is deeper than Python or JAX can follow raises UnsupportedLeafError; `subject` names it."""
+    """Convert the error that Python or JAX raises for a tree that is too deep to UnsupportedLeafError.
+
+    Args:
+        subject: names the tree in the message.
+    """
     try:
         yield
     except (RecursionError, SystemError) as error:
-        # JAX's C++ code raises SystemError where it did not expect the RecursionError of what it called.
+        # JAX's C++ code raises SystemError where it does not expect a RecursionError from a function that it calls.
         if not isinstance(error, RecursionError) and not isinstance(error.__cause__, RecursionError):
             raise
         raise UnsupportedLeafError(
-            f"{subject}: expected containers in at most {MAX_DEPTH} levels, found more than Python can follow "
-            f"({type(error).__name__}); flatten it, or look for a container that holds itself"
-        ) from None  # its traceback has a thousand frames, and holds the tree
+            f"{subject}: expected containers nested at most {MAX_DEPTH} levels deep, found more than Python can "
+            f"follow ({type(error).__name__}); flatten the tree, or look for a container that holds itself"
+        ) from None  # the traceback has a thousand frames and would keep the tree alive
 
 
 def key_text(key: Key, parent: str) -> str:
-    """One key of a path as text.
+    """Write one key of a path as text.
 
     Raises:
-        UnsupportedLeafError: a key that is no text, number, None or tuple of these; `parent` names where.
+        UnsupportedLeafError: the key is not text, a number, None or a tuple of these; the message names `parent`.
     """
     if isinstance(key, str):
         text = str.__str__(key)
         if text.isidentifier() and text != "__metadata__":
             return text
         if not text.isascii() and _has_surrogate(text):
-            raise UnsupportedLeafError(f"a key below {parent!r}: text that is not valid Unicode, {text!r}; rename it")
+            raise UnsupportedLeafError(f"a key below {parent!r}: {text!r} is not valid Unicode; rename it")
         return _escape(text)
     if isinstance(key, bool):
         return f"~b{int(key)}"
@@ -105,9 +293,10 @@ def key_text(key: Key, parent: str) -> str:
         return "~t" + ",".join(_tuple_part(part, parent) for part in key)
     try:
         return str(operator.index(key))
-    except ValueError as error:  # some thousands of digits, which Python neither writes nor reads
+    except ValueError as error:  # Python neither writes nor reads integers of some thousands of digits
         raise UnsupportedLeafError(
-            f"a key below {parent!r}: an integer of {operator.index(key).bit_length()} bits; convert the key to text"
+            f"a key below {parent!r}: an integer of {operator.index(key).bit_length()} bits is too large; "
+            "convert the key to text"
         ) from error
     except TypeError:
         raise UnsupportedLeafError(
@@ -118,7 +307,9 @@ def key_text(key: Key, parent: str) -> str:
 
 def _tuple_part(part: Key, parent: str) -> str:
     if isinstance(part, tuple):
-        raise UnsupportedLeafError(f"a key below {parent!r}: a tuple within a tuple, {part!r}; convert the key to text")
+        raise UnsupportedLeafError(
+            f"a key below {parent!r}: a tuple within a tuple is not supported, found {part!r}; convert the key to text"
+        )
     return key_text(part, parent).replace(",", "~3")
 
 
@@ -136,10 +327,10 @@ def _escape(text: str) -> str:
 
 
 def parse_key(text: str) -> Key:
-    """The key that `key_text` wrote.
+    """Parse text that `key_text` wrote.
 
     Raises:
-        ValueError, OverflowError: it writes no such text.
+        ValueError, OverflowError: `key_text` never writes such text.
     """
     if "~" not in text:
         return int(text) if _INTEGER.fullmatch(text) else text
@@ -164,24 +355,24 @@ def _parse_part(text: str) -> Key:
 
 
 def escapes_in(paths: str) -> str:
-    """How keys are escaped, to be put into a message behind these paths; empty if none of them is."""
+    """Return a remark on how keys are escaped, to append to these paths in a message; empty if none is escaped."""
     return f" ({HOW_ESCAPED})" if _ESCAPED.search(paths) else ""
 
 
 def join(parent: str, key: str) -> str:
-    """The path of a child from its parent's path and its own key text."""
+    """Return the path of a child from the path of its parent and its own key text."""
     return key if parent == ROOT else f"{parent}/{key}"
 
 
 def split(path: str) -> list[str]:
-    """The key texts of a path; none for the root."""
+    """Split a path into its key texts; the root has none."""
     return [] if path == ROOT else path.split("/")
 
 
 def one_below_another(leaves: Collection[str]) -> tuple[str, str] | None:
-    """A leaf path and another one that it lies below, which no tree can have; None: there is no such pair.
+    """Find a leaf path and another leaf path above it, a pair that no tree can have; None: there is no such pair.
 
-    Each container is looked at once, however many leaves there are.
+    The function visits each container once, however many leaves there are.
     """
     containers: set[str] = set()
     for name in leaves:
@@ -196,46 +387,47 @@ def one_below_another(leaves: Collection[str]) -> tuple[str, str] | None:
 
 
 def describe(static: Any, children: int) -> str | None:
-    """The static data as JSON; None: nothing in it has a stable form, or it is large for a node of so few children."""
+    """Describe static data as JSON; None: nothing in it has a stable form, or it is too large for so few children."""
     found = _plain(static, 0)
     if found is None or found == _ANYTHING:
         return None
     try:
         text = json.dumps(found, ensure_ascii=True, separators=(",", ":"))
-    except (ValueError, RecursionError):  # integers of some thousands of digits
+    except (ValueError, RecursionError):  # for example integers of some thousands of digits
         return None
     return text if len(text) <= _BYTES + _BYTES_OF_CHILD * children else None
 
 
 def shortened(text: str) -> str:
-    """A description for a message."""
+    """Shorten a description for a message."""
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def static_difference(saved: str, found: str, children: int) -> Literal["moved", "other"] | None:
-    """How the static data of a checkpoint and of a target differ.
+    """Say how the static data of a checkpoint and of a target differ.
 
-    "moved": a name of a child is at another position, so that values would change places. None: not at all, as far as
-    they are comparable.
+    Returns:
+        "moved": the name of a child is at another position, so that values would be exchanged. "other": any other
+        difference. None: no difference, as far as the two are comparable.
     """
     try:
         return _difference(json.loads(saved), json.loads(found), children)
-    except (ValueError, RecursionError):  # of a later version
+    except (ValueError, RecursionError):  # a later version may have written it
         return None
 
 
 def other_static(
     saved: Mapping[str, str], found: Mapping[str, str], names: Sequence[str], loaded: Mapping[str, str]
 ) -> Iterator[tuple[str, Literal["moved", "other"]]]:
-    """The nodes whose static data differs between a checkpoint and a target, and how.
+    """Find the nodes whose static data differs between a checkpoint and a target, and say how.
 
-    Nodes below which leaves are renamed are left out: the caller has said which value goes where.
+    Nodes below which leaves are renamed are left out, because the caller has assigned their values explicitly.
 
     Args:
         saved: static data of the checkpoint, by path.
         found: static data of the target, by path.
         names: paths of all leaves of the target.
-        loaded: paths of those that are loaded, in the target and in the checkpoint.
+        loaded: paths of the leaves that are loaded: the path in the target to the path in the checkpoint.
     """
     for path in found.keys() & saved.keys():
         if saved[path] == found[path]:
@@ -282,194 +474,8 @@ def _worst(found: list[Literal["moved", "other"] | None]) -> Literal["moved", "o
 
 
 def _have_moved(old: list[Any], new: list[Any], children: int) -> bool:
-    """Whether both lists name each child, and a name that both have is at another position."""
+    """Return whether both lists name each child and a name that is in both has changed its position."""
     places = [{json.dumps(name): at for at, name in enumerate(names) if name != _ANYTHING} for names in (old, new)]
     if not len(old) == len(new) == len(places[0]) == len(places[1]) == children:
         return False
     return any(places[1].get(name, at) != at for name, at in places[0].items())
-
-
-class Empty:
-    """Stands for a container without children; such a container is no leaf for JAX but is one for a checkpoint."""
-
-
-EMPTY = Empty()
-
-
-@dataclasses.dataclass(frozen=True)
-class Flat:
-    """A flattened pytree.
-
-    Attributes:
-        names: leaf paths.
-        leaves: the leaves, None and EMPTY included.
-        containers: for every container that is no plain dict, its path and what it is: "list", "tuple",
-            "namedtuple module.Type" or "object module.Type".
-        structure: what JAX says of it, for comparing; None for a tree whose structure cannot be compared.
-        static: of nodes that are registered without keys, the path and their static data as JSON.
-    """
-
-    names: Sequence[str]
-    leaves: Sequence[Any]
-    containers: dict[str, str]
-    structure: Any = None
-    static: dict[str, str] = dataclasses.field(default_factory=dict)
-
-
-def register_transparent(kind: type) -> None:
-    """Declare a pytree node with a single child that is stored under the node's own path (a box around a value).
-
-    The boxes of Flax NNX and Linen are known without it.
-    """
-    _transparent[kind] = True
-
-
-class _Known(NamedTuple):
-    """What is the same for all trees of one structure; `others` are the leaves that JAX does not count as such."""
-
-    names: Sequence[str]
-    containers: dict[str, str]
-    static: dict[str, str]
-    others: dict[int, Any]
-
-
-def flatten(tree: Any) -> Flat:
-    """Flatten a pytree to named leaves.
-
-    The names of the last few large structures are kept: a loop saves the same one again and again.
-
-    Raises:
-        UnsupportedLeafError: a key cannot be written as text, or two leaves get the same path.
-    """
-    try:
-        leaves, structure = jax.tree_util.tree_flatten(tree)
-        known = _known.get(structure) if len(leaves) >= _KNOWN_LEAVES else None
-    except (TypeError, ValueError):  # no tree for JAX, which is told below; or static data that cannot be compared
-        return _flatten_anew(tree)
-    if known is not None:
-        return Flat(known.names, _merged(leaves, known.others), known.containers, structure, known.static)
-    flat = dataclasses.replace(_flatten_anew(tree), structure=structure)
-    others = {number: leaf for number, leaf in enumerate(flat.leaves) if leaf is None or leaf is EMPTY}
-    if len(leaves) + len(others) != len(flat.leaves):
-        return flat  # JAX flattens a part of it otherwise, by a registration of its own
-    merged = _merged(leaves, others)
-    if len(leaves) >= _KNOWN_LEAVES and all(map(operator.is_, merged, flat.leaves)) and _has_plain_keys(flat):
-        _known[structure] = _Known(flat.names, flat.containers, flat.static, others)
-        while len(_known) > _KNOWN_TREES:
-            _known.popitem(last=False)
-    return flat
-
-
-def _has_plain_keys(flat: Flat) -> bool:
-    """Whether all keys are text or positions: structures with 1, 1.0 or True as a key are equal, their names not."""
-    for name in flat.names:
-        path = ROOT
-        for key in split(name):
-            is_number = key.lstrip("-").isdigit()
-            if key[:2] in _MARKS_OF_OTHER_KEYS or (is_number and flat.containers.get(path) not in ("list", "tuple")):
-                return False
-            path = join(path, key)
-    return True
-
-
-def _merged(leaves: Sequence[Any], others: dict[int, Any]) -> Sequence[Any]:
-    if not others:
-        return leaves
-    rest = iter(leaves)
-    return [others[n] if n in others else next(rest) for n in range(len(leaves) + len(others))]
-
-
-def _flatten_anew(tree: Any) -> Flat:
-    names: list[str] = []
-    leaves: list[Any] = []
-    flat = Flat(names, leaves, {})
-    _walk(tree, ROOT, names, leaves, flat)
-    for name in names:
-        if name.count("/") >= MAX_DEPTH:
-            raise UnsupportedLeafError(f"leaf {name[:200]!r}...: deeper than {MAX_DEPTH} levels")
-    if len(set(names)) != len(names):
-        twice = next(name for number, name in enumerate(names) if name in names[:number])
-        raise UnsupportedLeafError(f"leaf {twice!r}: two leaves of the tree have this path; rename one")
-    return flat
-
-
-def unflatten(tree: Any, leaves: Sequence[Any]) -> Any:
-    """A tree like `tree` with other leaves, given in the order of `flatten(tree)`."""
-    structure = jax.tree_util.tree_structure(tree, is_leaf=_is_none)
-    return jax.tree_util.tree_unflatten(structure, [leaf for leaf in leaves if leaf is not EMPTY])
-
-
-def _is_none(value: object) -> bool:
-    return value is None
-
-
-def _walk(node: Any, path: str, names: list[str], leaves: list[Any], flat: Flat) -> None:
-    found = _children(node, path)
-    if found is None:
-        names.append(path)
-        leaves.append(node)
-        return
-    children, static = found
-    kind = type(node)
-    if len(children) == 1 and _is_transparent(kind):
-        _walk(children[0][1], path, names, leaves, flat)
-        return
-    if kind is not dict:
-        flat.containers[path] = _container(node)
-    if static is not None:
-        flat.static[path] = static
-    if not children:
-        names.append(path)
-        leaves.append(EMPTY)
-    for key, child in children:
-        _walk(child, join(path, key_text(key, path)), names, leaves, flat)
-
-
-def _children(node: Any, path: str) -> tuple[Sequence[tuple[Any, Any]], str | None] | None:
-    """Keys and children in JAX's order, and the static data of a node without keys; None for a leaf."""
-    if node is None:
-        return None
-    kind = type(node)
-    if kind is list or kind is tuple:
-        return list(enumerate(node)), None
-    if isinstance(node, tuple) and hasattr(kind, "_fields"):
-        return list(zip(kind._fields, node, strict=True)), None  # JAX names them by position up to 0.10
-    try:
-        found = jax.tree_util.default_registry.flatten_one_level_with_keys(node)
-    except ValueError as error:
-        raise UnsupportedLeafError(f"{path!r}: JAX cannot flatten this {kind.__name__}: {error}") from error
-    if found is None:
-        return None
-    pairs = [(_plain_key(key), child) for key, child in found[0]]
-    keys = [key for key, _ in pairs]
-    if len(set(keys)) < len(keys):
-        return [(number, child) for number, (_, child) in enumerate(pairs)], None
-    has_no_keys = pairs and all(type(key) is jax.tree_util.FlattenedIndexKey for key, _ in found[0])
-    return pairs, describe(found[1], len(pairs)) if has_no_keys else None
-
-
-def _plain_key(entry: Any) -> Any:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(entry, attribute):
-            return getattr(entry, attribute)
-    return entry
-
-
-def _is_transparent(kind: type) -> bool:
-    known = _transparent.get(kind)
-    if known is None:
-        known = _transparent[kind] = any(_transparent.get(parent, _is_flax_box(parent)) for parent in kind.__mro__)
-    return known
-
-
-def _is_flax_box(kind: type) -> bool:
-    """Whether it is one of Flax's bases of boxes, by name: Flax is not imported here."""
-    return kind.__name__ in ("Variable", "AxisMetadata") and kind.__module__.startswith("flax.")
-
-
-def _container(node: Any) -> str:
-    kind = type(node)
-    if kind in (list, tuple):
-        return kind.__name__
-    sort = "namedtuple" if isinstance(node, tuple) and hasattr(node, "_fields") else "object"
-    return f"{sort} {kind.__module__}.{kind.__qualname__}"
