@@ -1,6 +1,6 @@
 """A manager in Orbax's form: a program that uses Orbax's `CheckpointManager` moves over by changing its import.
 
-    from jaxckpt_train.loops import orbax_manager as ocp     # was: import orbax.checkpoint as ocp
+    from jaxckpt_train.integrations import orbax_manager as ocp     # was: import orbax.checkpoint as ocp
 
 Orbax need not be installed; its own `args` and options are taken as well, also where Orbax makes them.
 

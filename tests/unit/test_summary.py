@@ -153,10 +153,10 @@ def test_a_reader_of_a_run_at_work_sees_that_it_is(tmp_path: Path, capsys: pytes
 OWNER = """
 import os, signal, sys
 import jaxckpt_train as jct
-from jaxckpt_train.steps import lock, run_log
+from jaxckpt_train.run import history, lock
 from tests.support.runs import Counter, state_of
 
-lock.HEARTBEAT_S, run_log.LEAST_S, run_log.MOST_S = 0.02, 0.0, 0.0
+lock.HEARTBEAT_S, history.LEAST_S, history.MOST_S = 0.02, 0.0, 0.0
 with jct.CheckpointCallback(sys.argv[1], save_interval_steps=10) as ckpt:
     ckpt.resume(state_of(0), Counter())
     for step in ckpt.steps(100):

@@ -554,7 +554,7 @@ def test_arrays_that_jax_cannot_hold_come_back_on_the_host(tmp_path: Path) -> No
 def test_it_needs_no_orbax(run_python: Any) -> None:
     program = """
 import sys
-from jaxckpt_train.loops import orbax_manager as ocp
+from jaxckpt_train.integrations import orbax_manager as ocp
 print("orbax" in sys.modules, ocp.args.StandardSave.__name__)
 """
     assert run_python(program, check=True, fresh=True).stdout.split() == ["False", "StandardSave"]

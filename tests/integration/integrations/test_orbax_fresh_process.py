@@ -30,7 +30,7 @@ def test_restore_in_a_fresh_process_does_not_change_what_is_saved_next(tmp_path:
 import sys
 from flax import nnx
 import jaxckpt_train as jct
-from jaxckpt_train.loops import orbax_manager as ocp
+from jaxckpt_train.integrations import orbax_manager as ocp
 tree = {"model": nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))}
 with ocp.CheckpointManager(sys.argv[1]) as manager:
     if len(sys.argv) > 2:

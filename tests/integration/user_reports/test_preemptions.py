@@ -95,10 +95,10 @@ def test_a_hundred_requests_to_leave_keep_one_step_and_are_all_accounted_for(tmp
 KILLED = """
 import os, signal, sys
 import jaxckpt_train as jct
-from jaxckpt_train.steps import lock, run_log
+from jaxckpt_train.run import history, lock
 from tests.support.runs import state_of
 
-lock.HEARTBEAT_S, run_log.LEAST_S, run_log.MOST_S = 0.02, 0.0, 0.0  # notes how far it has come at once
+lock.HEARTBEAT_S, history.LEAST_S, history.MOST_S = 0.02, 0.0, 0.0  # notes how far it has come at once
 with jct.CheckpointCallback(sys.argv[1], save_interval_steps=5, keep_latest=1) as ckpt:
     ckpt.resume(state_of(0))
     first = ckpt.completed_steps

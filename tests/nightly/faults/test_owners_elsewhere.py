@@ -27,7 +27,7 @@ pytestmark = [
 HOLD = """
 import sys, time
 from jaxckpt_train.errors import DirectoryLockedError
-from jaxckpt_train.steps import lock as module
+from jaxckpt_train.run import lock as module
 from jaxckpt_train.store.backends.local import LocalBackend
 
 module.HEARTBEAT_S, module.SILENCE_S, module.LOOK_S = 0.5, float(sys.argv[2]), 0.05

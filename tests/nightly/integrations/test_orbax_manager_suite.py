@@ -18,7 +18,7 @@ TESTS = """
 from absl.testing import parameterized
 from orbax.checkpoint import args, checkpoint_manager
 from orbax.checkpoint._src.testing import multiprocess_test
-from jaxckpt_train.loops import orbax_manager
+from jaxckpt_train.integrations import orbax_manager
 
 
 class CheckpointManagerTest(parameterized.TestCase, multiprocess_test.MultiProcessTest):

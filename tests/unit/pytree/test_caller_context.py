@@ -90,7 +90,7 @@ for name in sys.argv[1:]:
     vars(jax.sharding).pop(name, None)
 
 import jaxckpt_train
-from jaxckpt_train.tree import caller_context
+from jaxckpt_train.pytree import _jax as caller_context
 
 mesh = jax.make_mesh((1,), ("x",))
 with caller_context.set_mesh(mesh), caller_context.enable_x64(True):
