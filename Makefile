@@ -68,7 +68,7 @@ lint: $(STAMP)  ## style, imports, formatting, and words to avoid
 	@$(MAKE) --no-print-directory language
 
 # Files and folders without banned words; the list grows as more of them are cleaned.
-LANGUAGE_PATHS := README.md CHANGELOG.md CITATION.cff SECURITY.md .github .pre-commit-config.yaml configs tools pyproject.toml \
+LANGUAGE_PATHS := README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md SECURITY.md .github .pre-commit-config.yaml configs tools pyproject.toml \
 	docs/index.md docs/site_hooks.py docs/tutorial docs/reference/api docs/reference/versions.md \
 	tests/unit/test_check_language.py tests/integration/docs/test_api_reference.py tests/integration/docs/test_repository_files.py \
 	tests/integration/examples tests/integration/testing tests/nightly/integrations

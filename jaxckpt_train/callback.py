@@ -163,9 +163,9 @@ def _failure(error: BaseException | None) -> str | None:
 
 
 class CheckpointCallback(LoopForms):
-    """Checkpointing of one training loop; the README shows it in one.
+    """Checkpointing for one training loop.
 
-    Args: those of `CheckpointConfig`, which documents each.
+    The arguments are the fields of `CheckpointConfig`, which documents them.
 
     Raises:
         SettingsError: an argument is wrong.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -56,3 +59,11 @@ def test_hooks_download_nothing(repo_root: Path) -> None:
     config = yaml.safe_load((repo_root / ".pre-commit-config.yaml").read_text())
     assert [repository["repo"] for repository in config["repos"]] == ["local"]
     assert {hook["language"] for repository in config["repos"] for hook in repository["hooks"]} == {"system"}
+
+
+def test_bug_report_asks_for_a_command_that_works(repo_root: Path, tmp_path: Path) -> None:
+    text = (repo_root / ".github/ISSUE_TEMPLATE/bug_report.yml").read_text()
+    (arguments,) = re.findall(r"label: \"Output of `jaxckpt (.+) RUN`\"", text)
+    command = [sys.executable, "-m", "jaxckpt_train.cli", *arguments.split(), str(tmp_path), "--size-mib", "0"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert {"python", "jax", "jaxckpt-train"} <= json.loads(found.stdout)["versions"].keys()
