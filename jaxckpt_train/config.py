@@ -1,14 +1,9 @@
-"""The callback's configuration as YAML has it: typed and checked.
+"""The configuration of `CheckpointCallback`, in the types that YAML has.
 
-Neither Hydra nor OmegaConf is imported: what they made is recognised when they are already there.
+`CheckpointConfig` states and checks every option. `callback_arguments` converts a mapping or a Hydra node to the
+keyword arguments of the callback and builds the policies, notice sources and sinks that it describes.
 
-Builds the sources of preemption notices that a configuration names, or describes by `_target_`.
-
-Builds the objects that a configuration names by `_target_`: ours by ourselves, any other through Hydra.
-
-Where a fresh run takes its state from: which checkpoint, of whatever origin, which leaves of it, and how changed.
-
-What the running Hydra job says of directories. Hydra is recognised where it runs already, and never imported.
+This module imports neither Hydra nor OmegaConf. If the program has imported them, it recognises their objects.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxckpt_train._validation import (
     Check,
@@ -44,268 +39,24 @@ from jaxckpt_train._validation import (
 )
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.metrics.events import Owned, Sink
-from jaxckpt_train.preemption.sources import NoticeSource
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings
+
+if TYPE_CHECKING:  # the module imports numpy, and a configuration is checked without it
+    from jaxckpt_train.preemption.sources import NoticeSource
 
 _ROOT = "checkpoint"
 _LONGEST_JOB_NAME = 100
-_OPTIONS = ("only", "rename", "cast", "missing", "transforms")
+_INIT_FROM_OPTIONS = ("only", "rename", "cast", "missing", "transforms")
 NAMES = {"gce": "GceNotice", "aws": "AwsNotice", "slurm": "SlurmNotice", "kubernetes": "KubernetesNotice"}
-_METHODS = ("start", "stop", "notice")
-_WANTED = f"one of {', '.join(map(repr, NAMES))}, a node with _target_, or an object that has start, stop and notice"
-
-
-def resolve_directory(directory: str | os.PathLike[str]) -> Path:
-    """The absolute path of a run directory.
-
-    Args:
-        directory: `~` is the user's home; a relative path starts where the command was given: under Hydra in its
-            original working directory, whatever `hydra.job.chdir` says, else in the working directory.
-
-    Raises:
-        SettingsError: it is no path, or a URL.
-    """
-    return Path(absolute_path(f"{_ROOT}.directory", directory, _hydra_value("runtime", "cwd") or ""))
-
-
-def run_directory(directory: str | os.PathLike[str]) -> Path:
-    """As `resolve_directory`; in a Hydra multirun it ends with `job_name()`: no job must continue another one."""
-    return resolve_directory(directory) / job_name()
-
-
-def hydra_directory_problem(directory: str | os.PathLike[str]) -> str | None:
-    """What is wrong with keeping checkpoints there in the running Hydra job; None: nothing, or no Hydra job runs.
-
-    Args:
-        directory: as given to `resolve_directory`.
-    """
-    output = _hydra_value("runtime", "output_dir")
-    path = resolve_directory(directory)
-    kind = "sweep" if is_multirun() else "run"
-    if output is None or not path.is_relative_to(output) or not _has_time_in_it(kind):
-        return None
-    return (
-        f"{_ROOT}.directory: {path} lies in the output folder of this Hydra run, which is a new one in every run: the "
-        f"same command will not find these checkpoints and will start anew; set {_ROOT}.directory to a path outside of "
-        f"{output}, or hydra.{kind}.dir to one without a time in it"
-    )
-
-
-def is_multirun() -> bool:
-    """Whether this process runs a job of a Hydra multirun (`--multirun`)."""
-    return getattr(_hydra_value("mode"), "name", None) == "MULTIRUN"
-
-
-def job_name() -> str:
-    """In a Hydra multirun, a directory name made from the job's overrides; empty elsewhere."""
-    if not is_multirun():
-        return ""
-    overrides = _hydra_value("overrides", "task") or ()
-    whole = ",".join(sorted(one for one in overrides if one.partition("=")[0].lstrip("+~") != f"{_ROOT}.directory"))
-    plain = re.sub(r"[^A-Za-z0-9._=,+-]", "_", whole)
-    if plain == whole and len(plain) <= _LONGEST_JOB_NAME:
-        return plain
-    return f"{plain[:_LONGEST_JOB_NAME]}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
-
-
-def _has_time_in_it(kind: str) -> bool:
-    """Whether the template of the output folder, hydra.run.dir or hydra.sweep.dir, makes a new one in every run."""
-    omegaconf: Any = sys.modules["omegaconf"]
-    return "${now" in str(omegaconf.OmegaConf.to_container(_hydra_value(kind), resolve=False))
-
-
-def _hydra_value(*path: str) -> Any:
-    """A value of the running Hydra job's own configuration; None: it is not set, or no Hydra job runs."""
-    module: Any = sys.modules.get("hydra.core.hydra_config")
-    if module is None or not module.HydraConfig.initialized():
-        return None
-    node = module.HydraConfig.get()
-    for name in path:
-        node = None if node is None else node.get(name)
-    return node
-
-
-def initial_state(subject: str, value: Any) -> Any:
-    """A path, or a mapping with `path` and what `jaxckpt_train.load` takes: only, rename, cast, missing, transforms.
-
-    Raises:
-        SettingsError: it is neither, or an option is wrong.
-    """
-    if not isinstance(value, Mapping):
-        return path_text(subject, value)
-    # Which need JAX: a configuration is looked at without.
-    from jaxckpt_train.pytree.restore import LoadOptions
-    from jaxckpt_train.transforms.apply import operations_of
-
-    given = known_keys(subject, value, ("path", *_OPTIONS))
-    if "path" not in given:
-        raise SettingsError(f"{subject}: expected path, of a checkpoint, found {', '.join(given) or 'nothing'}")
-    found = {"path": path_text(f"{subject}.path", given.pop("path")), **given}
-    found["transforms"] = operations_of(f"{subject}.transforms", given.get("transforms"))
-    try:
-        LoadOptions(**{name: option for name, option in given.items() if name != "transforms"})
-    except SettingsError as error:
-        raise SettingsError(f"{subject}: {error}") from error
-    return found
-
-
-def path_and_options(value: Any) -> tuple[Any, dict[str, Any]]:
-    """Both as `jaxckpt_train.load` takes them."""
-    checked = initial_state("init_from", value)
-    if not isinstance(checked, dict):
-        return checked, {}
-    return checked["path"], {name: option for name, option in checked.items() if name != "path"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """What a node is to make.
-
-    Attributes:
-        kind: of it, in one word.
-        has: what an object of the kind has, for messages.
-        fits: whether an object is one.
-        is_ours: whether a public name of this package, also within a node, makes such objects.
-    """
-
-    kind: str
-    has: str
-    fits: Callable[[Any], bool]
-    is_ours: Callable[[Any], bool]
-
-
-def build_policy(subject: str, value: Any, method: str) -> Any:
-    """None, or an object with the method, built first if `value` is a node with `_target_`."""
-
-    def is_ours(found: Any) -> bool:
-        return hasattr(found, "should_save") or hasattr(found, "should_preserve")
-
-    wanted = Wanted("policy", f"has {method}(...)", lambda made: callable(getattr(made, method, None)), is_ours)
-    return None if value is None else _built_node(subject, value, wanted)
-
-
-def build_sinks(subject: str, values: list[Any]) -> tuple[Sink, ...]:
-    """The sinks of a list; one that is a node with `_target_` is built first, and closed with the run."""
-
-    def is_ours(found: Any) -> bool:
-        module, name = str(getattr(found, "__module__", "")), str(getattr(found, "__name__", ""))
-        return module.startswith(f"{__package__}.sinks.") or (module == __package__ and name.endswith("Sink"))
-
-    wanted = Wanted("sink", "is called with every event", callable, is_ours)
-    sinks = []
-    for position, value in enumerate(values):
-        sink = _built_node(f"{subject}[{position}]", value, wanted)
-        sinks.append(Owned(sink) if isinstance(value, Mapping) else sink)
-    return tuple(sinks)
-
-
-def _built_node(subject: str, value: Any, wanted: Wanted) -> Any:
-    made = instantiated(subject, value, wanted) if isinstance(value, Mapping) else value
-    if isinstance(made, type) or not wanted.fits(made):
-        refuse(subject, f"a node with _target_, or an object, that {wanted.has}", value)
-    return made
-
-
-def instantiated(subject: str, node: Any, wanted: Wanted) -> Any:
-    """A node with everything in it that has a `_target_` built.
-
-    Raises:
-        SettingsError: something cannot be built.
-    """
-    if isinstance(node, (list, tuple)):
-        return [instantiated(f"{subject}[{position}]", child, wanted) for position, child in enumerate(node)]
-    if not isinstance(node, Mapping):
-        return node
-    arguments = {key: instantiated(f"{subject}.{key}", child, wanted) for key, child in node.items()}
-    target = arguments.pop("_target_", None)
-    if target is None:
-        return arguments
-    package, _, name = text(f"{subject}._target_", target).partition(".")
-    if package == __package__:
-        return _own(subject, name, arguments, wanted)
-    return _foreign(subject, target, arguments)
-
-
-def _own(subject: str, name: str, arguments: Mapping[str, Any], wanted: Wanted) -> Any:
-    package = importlib.import_module(__package__)  # when called, not when imported: this is a lower layer
-    if name not in package.__all__:
-        like = [each for each in package.__all__ if nearest(name, [each]) and wanted.is_ours(getattr(package, each))]
-        raise SettingsError(f'{subject}: {__package__} has no {wanted.kind} "{name}"{nearest(name, like)}')
-    make = getattr(package, name)
-    if not wanted.is_ours(make):
-        refuse(subject, f"a {wanted.kind}", f"{__package__}.{name}")
-    signature = inspect.signature(make)
-    known_keys(f"{subject} ({name})", arguments, list(signature.parameters))
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        raise SettingsError(f"{subject}: {name}{signature}: {error}") from error
-    try:
-        return make(**arguments)
-    except SettingsError as error:
-        raise SettingsError(f"{subject}: {error}") from error
-
-
-def _foreign(subject: str, target: str, arguments: Mapping[str, Any]) -> Any:
-    try:
-        import hydra.errors
-        import hydra.utils
-    except ImportError as error:
-        raise SettingsError(
-            f"{subject}: {target} is not one of {__package__}'s, and building it takes Hydra: "
-            "install jaxckpt-train[hydra], or pass the object to CheckpointCallback"
-        ) from error
-    try:
-        return hydra.utils.instantiate({"_target_": target, **arguments})
-    except hydra.errors.InstantiationException as error:
-        raise SettingsError(f"{subject}: cannot build {target}: {error}") from error
-
-
-def notice_list(subject: str, value: Any) -> list[Any]:
-    """A list of what `build_notices` takes, as a check of `jaxckpt_train._validation`."""
-    if isinstance(value, (str, Mapping)) or not isinstance(value, Collection):
-        refuse(subject, "a list of sources of notices, such as [slurm]", value)
-    for position, one in enumerate(value):
-        if isinstance(one, str) and one not in NAMES:
-            raise SettingsError(f"{subject}[{position}]: expected {_WANTED}, found {one!r}{nearest(one, NAMES)}")
-        if isinstance(one, Mapping) and "_target_" not in one:
-            refuse(f"{subject}[{position}]", _WANTED, dict(one))
-        if not isinstance(one, (str, Mapping)) and not _is_source(one):
-            refuse(f"{subject}[{position}]", _WANTED, one)
-    return list(value)
-
-
-def build_notices(subject: str, value: Any) -> tuple[NoticeSource, ...]:
-    """The sources, built where they are only named or described.
-
-    Raises:
-        SettingsError: one cannot be built, or is none.
-    """
-    return tuple(
-        _built_notice(f"{subject}[{position}]", one) for position, one in enumerate(notice_list(subject, value))
-    )
-
-
-def _built_notice(subject: str, one: Any) -> NoticeSource:
-    source = {"_target_": f"{__package__}.{NAMES[one]}"} if isinstance(one, str) else one
-    if isinstance(source, Mapping):
-        wanted = Wanted(
-            "source of notices", "has start, stop and notice", _is_source, lambda found: hasattr(found, "notice")
-        )
-        source = instantiated(subject, source, wanted)
-    if not _is_source(source):
-        refuse(subject, _WANTED, one)
-    built: NoticeSource = source
-    return built
-
-
-def _is_source(value: Any) -> bool:
-    return not isinstance(value, type) and all(callable(getattr(value, method, None)) for method in _METHODS)
+_NOTICE_METHODS = ("start", "stop", "notice")
+_NOTICE_EXPECTED = (
+    f"one of {', '.join(map(repr, NAMES))}, a node with _target_, or an object with start, stop and notice"
+)
 
 
 @dataclasses.dataclass(kw_only=True)
 class StoreConfig:
-    """`StoreSettings` in types that YAML and OmegaConf have; the fields are documented there.
+    """`StoreSettings` in the types that YAML and OmegaConf have. See `StoreSettings` for the fields.
 
     Raises:
         SettingsError: a value is out of range or of the wrong type.
@@ -330,7 +81,7 @@ class StoreConfig:
         self.settings()
 
     def settings(self) -> StoreSettings:
-        """The settings that the store takes."""
+        """Convert the fields to `StoreSettings`."""
         values: dict[str, Any] = dataclasses.asdict(self)
         try:
             return StoreSettings(**values)
@@ -340,63 +91,72 @@ class StoreConfig:
 
 @dataclasses.dataclass(kw_only=True)
 class CheckpointConfig:
-    """Everything that `CheckpointCallback` takes, in types that YAML and OmegaConf have. Checks itself when built.
+    """Every option of `CheckpointCallback`, in the types that YAML and OmegaConf have.
+
+    An instance checks its values when it is created.
 
     Attributes:
-        directory: of the run. Relative: to where the command was given, also when Hydra changes the directory.
-        save_interval_steps: save each step that is a multiple of this; where the loop calls for some steps only, the
-            first one after a multiple. None: not by steps. With no reason to save at all, every 600 seconds.
-        save_interval_secs: save when this many seconds have passed since the last save; None: not by time.
-        temporary_interval_secs: save a temporary step when this many seconds have passed since the last save: one that
-            goes once a later step is committed, also by a later job. Then a step that is saved as the job is asked to
-            leave is temporary, too. None: none is.
-        save_policy: further reasons to save: a node with `_target_: jaxckpt_train.<Policy>`, or an object.
-        keep_latest: how many of the newest steps are kept; None: no rule of this kind. With no rule at all everything
-            is kept.
-        keep_every_steps: steps that are a multiple of this are kept for ever, if they are saved: with saves by time
-            take `EveryNSteps(n, exact_interval=False)` as `keep_policy` instead. None: no rule of this kind.
-        keep_best: how many steps with the best `best_metric` are kept; None: no rule of this kind. A step without the
-            metric stays until a later one has it (`manager.attach_metrics`).
-        best_metric: the name of the metric that says which step is better, for `keep_best` and `best_link`, and refused
-            without them; None: none does.
-        best_mode: "min": lower is better; "max": higher is better; None: "min", and refused for a metric such as
-            "accuracy", whose name says that higher is better.
-        best_link: have a link `best` in the run's directory that stands for the step with the best `best_metric`, for
-            whoever exports it.
-        keep_policy: further reasons to keep a step: a node with `_target_: jaxckpt_train.<Policy>`, or an object.
+        directory: the directory of the run. A relative path starts in the directory where the command was given, even
+            if Hydra changes the working directory.
+        save_interval_steps: save each step that is a multiple of this number. If the loop calls the callback only for
+            some steps, save the first step after each multiple. None: do not save by steps. Without any save option,
+            the callback saves every 600 seconds.
+        save_interval_secs: save when this many seconds have passed since the last save. None: do not save by time.
+        temporary_interval_secs: save a temporary step when this many seconds have passed since the last save. A
+            temporary step is deleted once a later step is committed, also by a later job. With this option, a step
+            saved because of a preemption is temporary too. None: no temporary steps.
+        save_policy: an additional save policy: a node with `_target_: jaxckpt_train.<Policy>`, or an object.
+        keep_latest: keep this many of the newest steps. None: no such rule. Without any keep option, every step is
+            kept.
+        keep_every_steps: keep each saved step that is a multiple of this number for ever. If you save by time, use
+            `EveryNSteps(n, exact_interval=False)` as `keep_policy` instead. None: no such rule.
+        keep_best: keep this many steps with the best `best_metric`. A step without the metric is kept until a later
+            step has it (see `manager.attach_metrics`). None: no such rule.
+        best_metric: the name of the metric that decides which step is better. It requires `keep_best` or `best_link`.
+            None: no metric.
+        best_mode: "min" if lower is better, "max" if higher is better. None means "min", but is refused for a metric
+            such as "accuracy", whose name says that higher is better.
+        best_link: maintain a link `best` in the run's directory that points to the step with the best `best_metric`,
+            for example for an export.
+        keep_policy: an additional preservation policy: a node with `_target_: jaxckpt_train.<Policy>`, or an object.
         save_on_exit: save the last step when the loop ends.
-        save_on_error: save the last completed update when the loop ends by an exception or Ctrl-C, which is raised all
-            the same; not in a job of several processes. The position in the data is taken in every update then. What is
-            changed by then is not saved: arrays that were donated, and NNX objects once the next update is under way.
-        save_initial: save step 0, the state before training, unless something was restored.
-        if_busy: a save is due while the last one is still being written: "wait" for it, or "skip" this one.
-        stall_timeout_s: seconds without any progress (a disk that does not answer) after which the last one is not
-            waited for any more.
-        if_stalled: what is done then: "skip" this one with a warning, or "raise" CheckpointTimeoutError.
-        signals: names of the signals that ask the loop to save and leave.
-        notice_file: a file whose appearance asks the loop to save and leave; None: none does.
-        notices: further sources of requests to save and leave: names ("gce", "aws", "slurm", "kubernetes"), nodes with
-            `_target_: jaxckpt_train.<Source>`, or objects as `NoticeSource` describes them. Empty: none.
-        max_run_time_s: leave so that the last save ends within this many seconds of when the callback was made; take
-            off what your program spends before that. None: no limit.
-        grace_period_s: seconds between a request to leave and the end of the process. A save that cannot be committed
-            by shortly before is given up, and the process ends by itself. None: not known; a save is waited for.
-            `max_run_time_s` is left so much earlier, and has to be longer; None: as early as saves were seen to need,
-            30 s as long as none was seen, and never by more than half of it.
-        exit_code: of a process that left on request; where it is 0 and no time was left for a save: 1.
-        data_on_mismatch: the position of `data` does not fit its iterator, as in a job of another number of processes:
-            "error"; "restart": the data begins anew; "skip": so it does, and an element for each completed update is
-            taken from it and dropped.
-        on_preemption: "exit": SystemExit(exit_code); "raise": Preempted; "auto": raise in a Hydra multirun, else exit.
-        fingerprint: says what `data` is; its position is refused under another fingerprint, and so is that of any other
-            Grain iterator. None: not compared.
-        init_from: what a fresh run takes its state from; used only while the run has no checkpoint of its own: the path
-            of a checkpoint, also of Orbax, PyTorch, safetensors or Flax; or `path` with what `load` takes: `only` (the
-            rest stays as given), `rename`, `cast`, `missing`, `transforms`. None: the state as given.
-        progress: a line on the terminal while saving: True, False, or "auto": only when there is a terminal.
-        enabled: False: nothing is saved and nothing is restored.
+        save_on_error: save the last completed update when the loop ends with an exception or Ctrl-C. The exception is
+            raised as usual. Has no effect in a multi-process job. The callback then records the position in the data at
+            each update. Values that the next update has already changed are not saved: donated arrays, and NNX objects
+            once the next update is running.
+        save_initial: save step 0, the state before training, unless a step was restored.
+        if_busy: what to do if a save is due while the previous one is still being written: "wait" for it, or "skip" the
+            new one.
+        stall_timeout_s: stop waiting for the previous save after this many seconds without any progress, for example
+            if the disk does not answer.
+        if_stalled: what to do then: "skip" the new save with a warning, or "raise" CheckpointTimeoutError.
+        signals: the names of the signals that ask the loop to save and stop.
+        notice_file: a file that asks the loop to save and stop when it appears. None: no such file.
+        notices: additional sources of preemption notices: names ("gce", "aws", "slurm", "kubernetes"), nodes with
+            `_target_: jaxckpt_train.<Source>`, or objects that implement `NoticeSource`.
+        max_run_time_s: stop in time for the last save to end within this many seconds after the callback was created.
+            Subtract the time that the program needs before that. None: no limit.
+        grace_period_s: the seconds between a request to stop and the end of the process. A save that cannot commit
+            shortly before the end is abandoned, and the process exits by itself. None: the period is unknown, and the
+            callback waits for the save. With `max_run_time_s`, which must be longer, the loop stops this many seconds
+            before that limit. If None, it stops as early as past saves have needed, or 30 seconds early before the
+            first save, but never earlier than half of the limit.
+        exit_code: the exit code of a process that stopped on request. If this is 0 and there was no time to save, the
+            exit code is 1.
+        data_on_mismatch: what to do if the saved position of `data` does not fit its iterator, for example because the
+            job has another number of processes. "error": raise the error. "restart": start the data from the beginning.
+            "skip": start the data from the beginning, then take and drop one element for each completed update.
+        on_preemption: "exit" raises SystemExit(exit_code), "raise" raises Preempted, and "auto" raises Preempted in a
+            Hydra multirun and SystemExit elsewhere.
+        fingerprint: a text that identifies the data. A saved position of `data`, or of any other Grain iterator, is
+            refused if its fingerprint differs. None: do not compare.
+        init_from: where a run without a checkpoint takes its state from: the path of a checkpoint, also one of Orbax,
+            PyTorch, safetensors or Flax, or a mapping with `path` and the options of `load`: `only` (other leaves keep
+            their values), `rename`, `cast`, `missing`, `transforms`. None: use the state that was passed.
+        progress: show a progress line on the terminal: True, False, or "auto" for only if there is a terminal.
+        enabled: False disables the callback: nothing is saved or restored.
         store: how bytes are written, checked and read.
-        sinks: what is called with each event of the history, as `PrometheusSink`: nodes with `_target_`, or objects.
+        sinks: receivers of each event of the history, such as `PrometheusSink`: nodes with `_target_`, or objects.
 
     Raises:
         SettingsError: a value is out of range or of the wrong type.
@@ -438,35 +198,341 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             setattr(self, field.name, _CHECKS[field.name](f"{_ROOT}.{field.name}", getattr(self, field.name)))
-        asked = next((name for name in ("keep_best", "best_link") if getattr(self, name)), None)
-        if asked is not None and self.best_metric is None:
+        needs_metric = next((name for name in ("keep_best", "best_link") if getattr(self, name)), None)
+        if needs_metric is not None and self.best_metric is None:
             raise SettingsError(
-                f"{_ROOT}.{asked}: expected {_ROOT}.best_metric with it, the name of the metric that says which step "
+                f"{_ROOT}.{needs_metric}: expected {_ROOT}.best_metric, the name of the metric that decides which step "
                 "is better; found none"
             )
-        if asked is None and self.best_metric is not None:
+        if needs_metric is None and self.best_metric is not None:
             raise SettingsError(
-                f"{_ROOT}.best_metric: expected {_ROOT}.keep_best or {_ROOT}.best_link with it, which it is for; found "
-                "neither"
+                f"{_ROOT}.best_metric: has no effect without {_ROOT}.keep_best or {_ROOT}.best_link; set one of them, "
+                "or remove best_metric"
             )
         if self.best_metric is not None:
             stated_mode(f"{_ROOT}.best_mode", self.best_mode, self.best_metric)
         limit_s, grace_s = self.max_run_time_s, self.grace_period_s
         if limit_s is not None and grace_s is not None and limit_s <= grace_s:
-            kept = f"for which time is left at the end ({grace_s:g} seconds; it may be less)"
-            refuse(f"{_ROOT}.max_run_time_s", f"more than {_ROOT}.grace_period_s, {kept}", limit_s)
+            refuse(
+                f"{_ROOT}.max_run_time_s", f"more than {_ROOT}.grace_period_s, which is {grace_s:g} seconds", limit_s
+            )
 
 
-def _store(subject: str, value: Any) -> StoreConfig:
+def callback_arguments(config: object = None) -> dict[str, Any]:
+    """Convert a configuration to the keyword arguments of `CheckpointCallback`.
+
+    Args:
+        config: a CheckpointConfig, a mapping, an OmegaConf node, or None for the defaults.
+
+    Returns:
+        One checked entry for each argument. `store` is a StoreSettings; policies, notices and sinks are objects.
+
+    Raises:
+        SettingsError: a key is unknown, or a value is missing, out of range or of the wrong type.
+    """
+    built = _build_config(config)
+    arguments = {field.name: getattr(built, field.name) for field in dataclasses.fields(built)}
+    arguments["signals"] = tuple(built.signals)
+    arguments["notices"] = build_notices(f"{_ROOT}.notices", built.notices)
+    arguments["store"] = built.store.settings()
+    arguments["save_policy"] = build_policy(f"{_ROOT}.save_policy", built.save_policy, "should_save")
+    arguments["sinks"] = build_sinks(f"{_ROOT}.sinks", built.sinks)
+    arguments["keep_policy"] = build_policy(f"{_ROOT}.keep_policy", built.keep_policy, "should_preserve")
+    return arguments
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise SettingsError if arguments of `CheckpointCallback` are not valid in a configuration."""
+    store = arguments["store"]
+    if not isinstance(store, (StoreSettings, type(None))):
+        refuse(f"{_ROOT}.store", "a StoreSettings", store)
+    CheckpointConfig(**{**arguments, "store": store or StoreConfig()})
+
+
+def _build_config(config: object) -> CheckpointConfig:
+    if config is None:
+        return CheckpointConfig()
+    if isinstance(config, CheckpointConfig):
+        return dataclasses.replace(config)  # this checks the fields again, since they may have changed
+    names = [field.name for field in dataclasses.fields(CheckpointConfig)]
+    return CheckpointConfig(**known_keys(_ROOT, _without_omegaconf(config), names))
+
+
+def _without_omegaconf(config: object) -> object:
+    """Convert an OmegaConf node to plain dicts and lists with all interpolations resolved; return others unchanged."""
+    omegaconf: Any = sys.modules.get("omegaconf")
+    if omegaconf is None or not isinstance(config, omegaconf.Container):
+        return config
+    try:
+        return omegaconf.OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except omegaconf.errors.OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or _ROOT
+        reason = str(error).partition("\n")[0]
+        raise SettingsError(f"{key}: cannot be resolved: {reason}; set its value, as by {key}=...") from error
+
+
+def check_init_from(subject: str, value: Any) -> Any:
+    """Check `init_from`: a path, or a mapping with `path` and options of `jaxckpt_train.load`.
+
+    Raises:
+        SettingsError: the value is neither, or an option is wrong.
+    """
+    if not isinstance(value, Mapping):
+        return path_text(subject, value)
+    # These modules import JAX, which a configuration without a mapping does not need.
+    from jaxckpt_train.pytree.restore import LoadOptions
+    from jaxckpt_train.transforms.apply import operations_of
+
+    given = known_keys(subject, value, ("path", *_INIT_FROM_OPTIONS))
+    if "path" not in given:
+        raise SettingsError(
+            f"{subject}: expected the key path, the path of a checkpoint, found {', '.join(given) or 'nothing'}"
+        )
+    checked = {"path": path_text(f"{subject}.path", given.pop("path")), **given}
+    checked["transforms"] = operations_of(f"{subject}.transforms", given.get("transforms"))
+    try:
+        LoadOptions(**{name: option for name, option in given.items() if name != "transforms"})
+    except SettingsError as error:
+        raise SettingsError(f"{subject}: {error}") from error
+    return checked
+
+
+def path_and_options(value: Any) -> tuple[Any, dict[str, Any]]:
+    """Split `init_from` into the path and the keyword arguments of `jaxckpt_train.load`."""
+    checked = check_init_from("init_from", value)
+    if not isinstance(checked, dict):
+        return checked, {}
+    return checked["path"], {name: option for name, option in checked.items() if name != "path"}
+
+
+@dataclasses.dataclass(frozen=True)
+class _NodeKind:
+    """The kind of object that a node with `_target_` must describe.
+
+    Attributes:
+        name: the kind in one or a few words, for messages.
+        has: what an object of this kind has or does, for messages.
+        accepts: returns whether an object is of this kind.
+        is_public: returns whether a public name of this package makes such an object, also inside another node.
+    """
+
+    name: str
+    has: str
+    accepts: Callable[[Any], bool]
+    is_public: Callable[[Any], bool]
+
+
+def build_policy(subject: str, value: Any, method: str) -> Any:
+    """Return the policy that has the method, built first if `value` is a node with `_target_`; None stays None."""
+
+    def is_public(found: Any) -> bool:
+        return hasattr(found, "should_save") or hasattr(found, "should_preserve")
+
+    kind = _NodeKind("policy", f"has {method}(...)", lambda made: callable(getattr(made, method, None)), is_public)
+    return None if value is None else _build(subject, value, kind)
+
+
+def build_sinks(subject: str, values: list[Any]) -> tuple[Sink, ...]:
+    """Return the sinks of a list. A sink that is built from a node with `_target_` is closed with the run."""
+
+    def is_public(found: Any) -> bool:
+        module, name = str(getattr(found, "__module__", "")), str(getattr(found, "__name__", ""))
+        return module == __package__ and name.endswith("Sink")
+
+    kind = _NodeKind("sink", "is called with every event", callable, is_public)
+    sinks = []
+    for position, value in enumerate(values):
+        sink = _build(f"{subject}[{position}]", value, kind)
+        sinks.append(Owned(sink) if isinstance(value, Mapping) else sink)
+    return tuple(sinks)
+
+
+def _build(subject: str, value: Any, kind: _NodeKind) -> Any:
+    made = _instantiate(subject, value, kind) if isinstance(value, Mapping) else value
+    if isinstance(made, type) or not kind.accepts(made):
+        refuse(subject, f"a node with _target_, or an object, that {kind.has}", value)
+    return made
+
+
+def _instantiate(subject: str, node: Any, kind: _NodeKind) -> Any:
+    """Build a node, and first everything inside it that has a `_target_`."""
+    if isinstance(node, (list, tuple)):
+        return [_instantiate(f"{subject}[{position}]", child, kind) for position, child in enumerate(node)]
+    if not isinstance(node, Mapping):
+        return node
+    arguments = {key: _instantiate(f"{subject}.{key}", child, kind) for key, child in node.items()}
+    target = arguments.pop("_target_", None)
+    if target is None:
+        return arguments
+    package, _, name = text(f"{subject}._target_", target).partition(".")
+    if package == __package__:
+        return _instantiate_own(subject, name, arguments, kind)
+    return _instantiate_with_hydra(subject, target, arguments)
+
+
+def _instantiate_own(subject: str, name: str, arguments: Mapping[str, Any], kind: _NodeKind) -> Any:
+    package = importlib.import_module(__package__)  # imported late: the package imports this module
+    if name not in package.__all__:
+        like = [
+            other for other in package.__all__ if nearest(name, [other]) and kind.is_public(getattr(package, other))
+        ]
+        raise SettingsError(f'{subject}: {__package__} has no {kind.name} "{name}"{nearest(name, like)}')
+    make = getattr(package, name)
+    if not kind.is_public(make):
+        refuse(subject, f"a {kind.name}", f"{__package__}.{name}")
+    signature = inspect.signature(make)
+    known_keys(f"{subject} ({name})", arguments, list(signature.parameters))
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise SettingsError(f"{subject}: {name}{signature}: {error}") from error
+    try:
+        return make(**arguments)
+    except SettingsError as error:
+        raise SettingsError(f"{subject}: {error}") from error
+
+
+def _instantiate_with_hydra(subject: str, target: str, arguments: Mapping[str, Any]) -> Any:
+    try:
+        import hydra.errors
+        import hydra.utils
+    except ImportError as error:
+        raise SettingsError(
+            f"{subject}: {target} is not a class of {__package__}, and Hydra, which would build it, is not installed: "
+            "install jaxckpt-train[hydra], or pass the object to CheckpointCallback"
+        ) from error
+    try:
+        return hydra.utils.instantiate({"_target_": target, **arguments})
+    except hydra.errors.InstantiationException as error:
+        raise SettingsError(f"{subject}: cannot build {target}: {error}") from error
+
+
+def check_notices(subject: str, value: Any) -> list[Any]:
+    """Check a list of what `build_notices` accepts."""
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Collection):
+        refuse(subject, "a list of notice sources, such as [slurm]", value)
+    for position, item in enumerate(value):
+        if isinstance(item, str) and item not in NAMES:
+            expected = f"expected {_NOTICE_EXPECTED}, found {item!r}{nearest(item, NAMES)}"
+            raise SettingsError(f"{subject}[{position}]: {expected}")
+        if isinstance(item, Mapping) and "_target_" not in item:
+            refuse(f"{subject}[{position}]", _NOTICE_EXPECTED, dict(item))
+        if not isinstance(item, (str, Mapping)) and not _is_notice_source(item):
+            refuse(f"{subject}[{position}]", _NOTICE_EXPECTED, item)
+    return list(value)
+
+
+def build_notices(subject: str, value: Any) -> tuple[NoticeSource, ...]:
+    """Return the notice sources of a list of names, nodes with `_target_`, and objects.
+
+    Raises:
+        SettingsError: an item is not a notice source, or it cannot be built.
+    """
+    return tuple(
+        _build_notice(f"{subject}[{position}]", item) for position, item in enumerate(check_notices(subject, value))
+    )
+
+
+def _build_notice(subject: str, item: Any) -> NoticeSource:
+    source = {"_target_": f"{__package__}.{NAMES[item]}"} if isinstance(item, str) else item
+    if isinstance(source, Mapping):
+        kind = _NodeKind(
+            "notice source",
+            "has start, stop and notice",
+            _is_notice_source,
+            lambda found: hasattr(found, "notice"),
+        )
+        source = _instantiate(subject, source, kind)
+    if not _is_notice_source(source):
+        refuse(subject, _NOTICE_EXPECTED, item)
+    built: NoticeSource = source
+    return built
+
+
+def _is_notice_source(value: Any) -> bool:
+    return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in _NOTICE_METHODS)
+
+
+def _check_store(subject: str, value: Any) -> StoreConfig:
     if isinstance(value, (StoreConfig, StoreSettings)):
         return StoreConfig(**dataclasses.asdict(value))
     return StoreConfig(**known_keys(subject, value, [field.name for field in dataclasses.fields(StoreConfig)]))
 
 
-def _sinks(subject: str, value: Any) -> list[Any]:
+def _check_sinks(subject: str, value: Any) -> list[Any]:
     if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
         refuse(subject, "a list of sinks: nodes with _target_, or objects that are called with every event", value)
     return list(value)
+
+
+def resolve_directory(directory: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a run directory.
+
+    Args:
+        directory: a path. `~` is the user's home. A relative path starts in the directory where the user gave the
+            command. Under Hydra that is its original working directory, regardless of `hydra.job.chdir`.
+
+    Raises:
+        SettingsError: `directory` is not a path, or it is a URL.
+    """
+    return Path(absolute_path(f"{_ROOT}.directory", directory, _hydra_value("runtime", "cwd") or ""))
+
+
+def run_directory(directory: str | os.PathLike[str]) -> Path:
+    """Return the resolved directory, extended by `job_name()`, so that no job of a multirun continues another one."""
+    return resolve_directory(directory) / job_name()
+
+
+def hydra_directory_problem(directory: str | os.PathLike[str]) -> str | None:
+    """Return what is wrong with this run directory in the running Hydra job, or None.
+
+    Args:
+        directory: as for `resolve_directory`.
+    """
+    output = _hydra_value("runtime", "output_dir")
+    path = resolve_directory(directory)
+    kind = "sweep" if is_multirun() else "run"
+    if output is None or not path.is_relative_to(output) or not _has_time_in_it(kind):
+        return None
+    return (
+        f"{_ROOT}.directory: {path} is in the output folder of this Hydra run. Hydra creates a new output folder for "
+        f"each run, so the same command will not find these checkpoints and will start from scratch. Set "
+        f"{_ROOT}.directory to a path outside {output}, or set hydra.{kind}.dir to a path without a time in it"
+    )
+
+
+def is_multirun() -> bool:
+    """Return whether this process runs a job of a Hydra multirun (`--multirun`)."""
+    return getattr(_hydra_value("mode"), "name", None) == "MULTIRUN"
+
+
+def job_name() -> str:
+    """Return a directory name made from the job's overrides in a Hydra multirun, and an empty string elsewhere."""
+    if not is_multirun():
+        return ""
+    overrides = _hydra_value("overrides", "task") or ()
+    whole = ",".join(sorted(item for item in overrides if item.partition("=")[0].lstrip("+~") != f"{_ROOT}.directory"))
+    plain = re.sub(r"[^A-Za-z0-9._=,+-]", "_", whole)
+    if plain == whole and len(plain) <= _LONGEST_JOB_NAME:
+        return plain
+    return f"{plain[:_LONGEST_JOB_NAME]}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+
+
+def _has_time_in_it(kind: str) -> bool:
+    """Return whether the template of the output folder contains the time, so that each run gets a new folder."""
+    omegaconf: Any = sys.modules["omegaconf"]
+    return "${now" in str(omegaconf.OmegaConf.to_container(_hydra_value(kind), resolve=False))
+
+
+def _hydra_value(*path: str) -> Any:
+    """Return a value of the running Hydra job's own configuration, or None if it is not set or no Hydra job runs."""
+    module: Any = sys.modules.get("hydra.core.hydra_config")
+    if module is None or not module.HydraConfig.initialized():
+        return None
+    node = module.HydraConfig.get()
+    for name in path:
+        node = None if node is None else node.get(name)
+    return node
 
 
 _CHECKS: dict[str, Check] = {
@@ -490,69 +556,16 @@ _CHECKS: dict[str, Check] = {
     "if_stalled": one_of("skip", "raise"),
     "signals": signals,
     "notice_file": optional(path_text),
-    "notices": notice_list,
+    "notices": check_notices,
     "max_run_time_s": optional(seconds),
     "grace_period_s": optional(seconds),
     "exit_code": whole(0, 255),
     "data_on_mismatch": one_of("error", "restart", "skip"),
     "on_preemption": one_of("auto", "exit", "raise"),
     "fingerprint": optional(unicode_text),
-    "init_from": optional(initial_state),
+    "init_from": optional(check_init_from),
     "progress": one_of("auto", True, False),
     "enabled": flag,
-    "store": _store,
-    "sinks": _sinks,
+    "store": _check_store,
+    "sinks": _check_sinks,
 }
-
-
-def callback_arguments(config: object = None) -> dict[str, Any]:
-    """The keyword arguments of `CheckpointCallback` that a configuration stands for.
-
-    Args:
-        config: a CheckpointConfig, a mapping, an OmegaConf node, or None for the defaults.
-
-    Returns:
-        One entry for each argument, checked; `store` is a StoreSettings, policies and notices are objects.
-
-    Raises:
-        SettingsError: a key is unknown, or a value is missing, out of range or of the wrong type.
-    """
-    built = _built(config)
-    arguments = {field.name: getattr(built, field.name) for field in dataclasses.fields(built)}
-    arguments["signals"] = tuple(built.signals)
-    arguments["notices"] = build_notices(f"{_ROOT}.notices", built.notices)
-    arguments["store"] = built.store.settings()
-    arguments["save_policy"] = build_policy(f"{_ROOT}.save_policy", built.save_policy, "should_save")
-    arguments["sinks"] = build_sinks(f"{_ROOT}.sinks", built.sinks)
-    arguments["keep_policy"] = build_policy(f"{_ROOT}.keep_policy", built.keep_policy, "should_preserve")
-    return arguments
-
-
-def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise SettingsError if arguments of `CheckpointCallback` are not what a configuration may say too."""
-    store = arguments["store"]
-    if not isinstance(store, (StoreSettings, type(None))):
-        refuse(f"{_ROOT}.store", "a StoreSettings", store)
-    CheckpointConfig(**{**arguments, "store": store or StoreConfig()})
-
-
-def _built(config: object) -> CheckpointConfig:
-    if config is None:
-        return CheckpointConfig()
-    if isinstance(config, CheckpointConfig):
-        return dataclasses.replace(config)  # checks again: a field may have been set since
-    names = [field.name for field in dataclasses.fields(CheckpointConfig)]
-    return CheckpointConfig(**known_keys(_ROOT, _without_omegaconf(config), names))
-
-
-def _without_omegaconf(config: object) -> object:
-    """An OmegaConf node as plain dicts and lists with every interpolation resolved; anything else as it is."""
-    omegaconf: Any = sys.modules.get("omegaconf")
-    if omegaconf is None or not isinstance(config, omegaconf.Container):
-        return config
-    try:
-        return omegaconf.OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except omegaconf.errors.OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None) or _ROOT
-        reason = str(error).partition("\n")[0]
-        raise SettingsError(f"{key}: cannot be resolved: {reason}; give it a value, as by {key}=...") from error

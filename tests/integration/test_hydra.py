@@ -21,7 +21,7 @@ PRESETS = sorted(file.stem for file in (REPO_ROOT / "configs" / "checkpoint").gl
 APP = """
 import os
 import hydra
-from jaxckpt_train import config, hydra_job
+from jaxckpt_train import config
 
 @hydra.main(version_base=None, config_path="conf", config_name="train")
 def main(cfg):
@@ -32,9 +32,9 @@ def main(cfg):
         "notices": [type(source).__name__ for source in arguments["notices"]],
         "policies": [repr(arguments["save_policy"]), repr(arguments["keep_policy"])],
         "durability": arguments["store"].durability,
-        "resolved": str(hydra_job.run_directory(directory)),
-        "problem": hydra_job.hydra_directory_problem(directory),
-        "multirun": hydra_job.is_multirun(),
+        "resolved": str(config.run_directory(directory)),
+        "problem": config.hydra_directory_problem(directory),
+        "multirun": config.is_multirun(),
         "cwd": os.getcwd(),
     })
 
@@ -82,7 +82,10 @@ def plugin(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Path:
     """The plugin of this checkout where an install puts it; an editable install may hold an older copy."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "hydra_plugins").mkdir()
-    shutil.copy(repo_root / "jaxckpt_train" / "hydra_plugin.py", folder / "hydra_plugins" / "jaxckpt_train_plugin.py")
+    shutil.copy(
+        repo_root / "jaxckpt_train" / "integrations" / "hydra_search_path.py",
+        folder / "hydra_plugins" / "jaxckpt_train_plugin.py",
+    )
     return folder
 
 
@@ -149,8 +152,8 @@ def test_the_app_s_own_preset_goes_first(app: App) -> None:
         ("checkpoint.if_busy=hurry", "checkpoint.if_busy: expected one of 'wait', 'skip', found 'hurry'"),
         ("checkpoint.store.digest=md5", "checkpoint.store.digest: expected one of 'xxh3-128'"),
         ("checkpoint.directory=???", "checkpoint.directory: cannot be resolved"),
-        ("checkpoint.keep_best=3", "checkpoint.keep_best: expected checkpoint.best_metric with it"),
-        ("checkpoint.best_metric=loss", "checkpoint.best_metric: expected checkpoint.keep_best or"),
+        ("checkpoint.keep_best=3", "checkpoint.keep_best: expected checkpoint.best_metric"),
+        ("checkpoint.best_metric=loss", "checkpoint.best_metric: has no effect without checkpoint.keep_best"),
         ("checkpoint.notices=[gcp]", "checkpoint.notices[0]: expected one of 'gce', 'aws', 'slurm', 'kubernetes'"),
     ],
 )

@@ -24,7 +24,10 @@ def plugin(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Path:
     """The plugin where an install puts it; an editable install may hold an older copy, or there may be none."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "hydra_plugins").mkdir()
-    shutil.copy(repo_root / "jaxckpt_train" / "hydra_plugin.py", folder / "hydra_plugins" / "jaxckpt_train_plugin.py")
+    shutil.copy(
+        repo_root / "jaxckpt_train" / "integrations" / "hydra_search_path.py",
+        folder / "hydra_plugins" / "jaxckpt_train_plugin.py",
+    )
     return folder
 
 

@@ -51,12 +51,12 @@ def test_objects_are_taken_as_they_are_and_nodes_of_others_are_built_by_hydra() 
 @pytest.mark.parametrize(
     ("notices", "said"),
     [
-        ("gce", r"checkpoint.notices: expected a list of sources of notices, such as \[slurm\], found 'gce'"),
+        ("gce", r"checkpoint.notices: expected a list of notice sources, such as \[slurm\], found 'gce'"),
         ({"_target_": "jaxckpt_train.GceNotice"}, "checkpoint.notices: expected a list"),
         (3, "checkpoint.notices: expected a list"),
         (["slrum"], r"checkpoint.notices\[0\]: .*found 'slrum', did you mean \"slurm\""),
         (["gce", {"poll_s": 1}], r"checkpoint.notices\[1\]: expected one of 'gce'.* found \{'poll_s': 1\}"),
-        ([Own], r"checkpoint.notices\[0\]: expected .* that has start, stop and notice, found <class"),
+        ([Own], r"checkpoint.notices\[0\]: expected .* with start, stop and notice, found <class"),
         ([None], r"checkpoint.notices\[0\]"),
         ([object()], r"checkpoint.notices\[0\]"),
     ],
@@ -73,10 +73,10 @@ def test_what_is_no_source_is_refused_by_its_place_when_a_configuration_is_check
 @pytest.mark.parametrize(
     ("node", "said"),
     [
-        ({"_target_": "jaxckpt_train.GceNotic"}, 'has no source of notices "GceNotic", did you mean "GceNotice"'),
+        ({"_target_": "jaxckpt_train.GceNotic"}, 'has no notice source "GceNotic", did you mean "GceNotice"'),
         ({"_target_": "jaxckpt_train.GceNotice", "pol_s": 1}, 'did you mean "poll_s"'),
         ({"_target_": "jaxckpt_train.GceNotice", "poll_s": 0}, "GceNotice: poll_s: expected a finite number"),
-        ({"_target_": "jaxckpt_train.LatestN", "n": 1}, "expected a source of notices, found 'jaxckpt_train.LatestN'"),
+        ({"_target_": "jaxckpt_train.LatestN", "n": 1}, "expected a notice source, found 'jaxckpt_train.LatestN'"),
         ({"_target_": "builtins.dict"}, "expected one of 'gce'"),
         ({"_target_": "no.such.Source"}, "cannot build no.such.Source"),
         ({"_target_": 3}, "_target_: expected text"),

@@ -139,7 +139,9 @@ def started(tmp_path: Path, command: list[str], **variables: str) -> Iterator[su
     (tmp_path / "conf" / "train.yaml").write_text("defaults:\n  - checkpoint: default\n  - _self_\n")
     plugins = tmp_path / "plugins" / "hydra_plugins"
     plugins.mkdir(parents=True, exist_ok=True)
-    (plugins / "jaxckpt_train_plugin.py").write_text((REPO_ROOT / "jaxckpt_train" / "hydra_plugin.py").read_text())
+    (plugins / "jaxckpt_train_plugin.py").write_text(
+        (REPO_ROOT / "jaxckpt_train" / "integrations" / "hydra_search_path.py").read_text()
+    )
     path = f"{tmp_path / 'plugins'}:{REPO_ROOT}"
     environment = {**os.environ, "PYTHONPATH": path, "JAX_NUM_CPU_DEVICES": "1", **variables}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
