@@ -60,7 +60,7 @@ def test_the_python_of_the_page_runs(used: dict[str, Any], tmp_path: Path) -> No
 
 def test_what_is_told_there_is_what_its_function_says(used: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
-    used["tell"]({"event": "save", "ok": False, "step": 3, "error": "full"})
+    used["print_failed_saves"]({"event": "save", "ok": False, "step": 3, "error": "full"})
     assert capsys.readouterr().out == "step 3 was not saved: full\n"
 
 
