@@ -44,7 +44,7 @@ from jaxckpt_train.errors import (
 )
 from jaxckpt_train.formats.detect import find_file, find_in_directory
 from jaxckpt_train.formats.flax import FlaxFile
-from jaxckpt_train.formats.foreign import PYTREE, Foreign
+from jaxckpt_train.formats.foreign import PYTREE, ForeignCheckpoint
 from jaxckpt_train.formats.orbax_metadata import in_form_of
 from jaxckpt_train.formats.safetensors import KIND as SAFETENSORS
 from jaxckpt_train.formats.torch import KIND as PYTORCH
@@ -151,7 +151,7 @@ class Opened:
         return f"has no checkpointable {DEFAULT_NAME!r} but several trees, {several}; choose one with --part"
 
 
-def open_found(backend: Backend, found: Foreign | FlaxFile, settings: StoreSettings) -> Opened:
+def open_found(backend: Backend, found: ForeignCheckpoint | FlaxFile, settings: StoreSettings) -> Opened:
     """Open what another tool has written.
 
     Args:
@@ -165,7 +165,7 @@ def open_found(backend: Backend, found: Foreign | FlaxFile, settings: StoreSetti
         UnsupportedLeafError: it has leaves that are not read here.
         StorageError: it cannot be read, or does not fit into memory.
     """
-    if isinstance(found, Foreign):
+    if isinstance(found, ForeignCheckpoint):
         unverified = dataclasses.replace(settings, verify_on_load=False)
         return Opened(found.kind, found.files, found.committed, unverified, decoding=found.decoding)
     from jaxckpt_train.formats.detect import find_in_directory

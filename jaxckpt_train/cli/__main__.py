@@ -51,9 +51,9 @@ def main() -> None:
 def _hurry() -> None:
     """Wait for no disk that does not answer, if one was asked through another library."""
     if "jaxckpt_train.formats.foreign" in sys.modules:
-        from jaxckpt_train.formats.foreign import hurry
+        from jaxckpt_train.formats.foreign import shorten_exit_wait
 
-        hurry()
+        shorten_exit_wait()
 
 
 def _is_a_process_of_its_own() -> bool:

@@ -1,21 +1,21 @@
-"""Tells what another tool has written at a path, and which one is meant where there are several."""
+"""Recognizes what another tool has written at a path, and chooses one of several checkpoints in a directory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from jaxckpt_train.errors import NotACheckpointError, StepNotFoundError, StorageError
-from jaxckpt_train.formats.flax import FlaxFile, chosen_name, flax_names
-from jaxckpt_train.formats.foreign import Foreign
+from jaxckpt_train.formats.flax import FlaxFile, choose_checkpoint, flax_names
+from jaxckpt_train.formats.foreign import ForeignCheckpoint
 from jaxckpt_train.formats.orbax_metadata import has_orbax_names, holds_items, looks_like_orbax, orbax_steps
 from jaxckpt_train.formats.orbax_read import open_orbax
 from jaxckpt_train.formats.safetensors import (
     SUFFIX,
     is_index,
-    names_of,
     open_safetensors,
     open_safetensors_folder,
     open_safetensors_index,
+    safetensors_names,
 )
 from jaxckpt_train.formats.torch import looks_like_torch, open_torch
 from jaxckpt_train.store.backends.base import Backend, Entry
@@ -25,65 +25,67 @@ MOST_NAMED = 5
 _OUR_STEP = "step-"
 
 
-def find_file(backend: Backend, path: str) -> Foreign | FlaxFile:
-    """What a file is: of safetensors, or an index of such files, by its name; else perhaps of Flax.
+def find_file(backend: Backend, path: str) -> ForeignCheckpoint | FlaxFile:
+    """Open a file as safetensors or as an index of safetensors files if its name says so, otherwise as a file of Flax.
 
     Raises:
-        CorruptCheckpointError: it should be one of safetensors, and is not, or is damaged.
-        StorageError: it cannot be read.
+        CorruptCheckpointError: the name says safetensors, but the content is something else or damaged.
+        StorageError: the file cannot be read.
     """
     if is_index(path.rpartition("/")[2]):
         return open_safetensors_index(backend, path)
     return open_safetensors(backend, path) if path.endswith(SUFFIX) else FlaxFile(path)
 
 
-def find_in_directory(backend: Backend, path: str, step: float | None = None) -> Foreign | FlaxFile | None:
-    """What a directory is, or the one that is meant of several in it; None: nothing that is known here.
+def find_in_directory(backend: Backend, path: str, step: float | None = None) -> ForeignCheckpoint | FlaxFile | None:
+    """Open the checkpoint of another tool in a directory, or return None if none is recognized.
 
     Args:
-        backend: where.
-        path: of the directory.
-        step: which one of several; None: of those of Flax the newest one.
+        backend: the storage.
+        path: the directory.
+        step: the step to choose when the directory holds several. None: the newest one of Flax.
 
     Raises:
-        NotACheckpointError: it is a run of Orbax, a step of which has to be chosen, has Flax's of several names, or its
-            save has not ended.
-        StepNotFoundError: it has several, and no such step.
-        CorruptCheckpointError: what is in it is damaged.
-        StorageError: it cannot be read.
+        NotACheckpointError: the directory is an Orbax run and the step must be chosen, it holds Flax checkpoints with
+            several prefixes, or its save has not finished.
+        StepNotFoundError: the directory holds several steps, but not this one.
+        CorruptCheckpointError: the content is damaged.
+        StorageError: the content cannot be read.
     """
     try:
         entries = backend.list(path)
     except StorageError:
         return None
     if step is None:
-        foreign = _one(backend, path, entries)
+        foreign = _find_single(backend, path, entries)
         if foreign is not None:
             return foreign
-    several = _of_flax(backend, path, entries, step) or _of_orbax_run(backend, path, entries, step)
+    several = _find_flax_step(backend, path, entries, step) or _find_orbax_step(backend, path, entries, step)
     if several is None and step is None and holds_items(backend, path, entries):
         return open_orbax(backend, path, entries)
     return several
 
 
-def _one(backend: Backend, path: str, entries: Sequence[Entry]) -> Foreign | None:
-    """What a directory is by itself."""
+def _find_single(backend: Backend, path: str, entries: Sequence[Entry]) -> ForeignCheckpoint | None:
+    """Open a directory that is one checkpoint, not a run of several."""
     if has_orbax_names(entries):
         return open_orbax(backend, path, entries)
     if looks_like_torch(entries):
         return open_torch(backend, path, entries)
-    indexes, names = names_of(entries)
+    indexes, names = safetensors_names(entries)
     if indexes or names:
         return open_safetensors_folder(backend, path, indexes, names)
     return open_orbax(backend, path, entries) if looks_like_orbax(backend, path, entries) else None
 
 
-def _of_flax(backend: Backend, path: str, entries: Sequence[Entry], step: float | None) -> Foreign | FlaxFile | None:
+def _find_flax_step(
+    backend: Backend, path: str, entries: Sequence[Entry], step: float | None
+) -> ForeignCheckpoint | FlaxFile | None:
     found = flax_names(backend, path, entries)
     folders = [each.name for each in entries if each.kind == "directory"]
     if found is None or any(each.startswith(_OUR_STEP) and is_committed(backend, f"{path}/{each}") for each in folders):
-        return None  # a run of ours that was begun in the same directory has newer ones
-    name = chosen_name(path, found, step)
+        return None  # a run of this library continues in the directory, and its steps are newer
+    name = choose_checkpoint(path, found, step)
     if name not in folders:
         is_newest = step is None
         before = f"{path}/{found.names[-2]}" if is_newest and found.names[1:] else None
@@ -91,26 +93,29 @@ def _of_flax(backend: Backend, path: str, entries: Sequence[Entry], step: float 
     inner = backend.list(f"{path}/{name}")
     if not looks_like_orbax(backend, f"{path}/{name}", inner):
         raise NotACheckpointError(
-            f"{path}/{name}: is the checkpoint of Flax that is meant in {path}, and holds nothing of Orbax; expected a "
-            "file, or what Flax has Orbax write"
+            f"{path}/{name}: is the chosen Flax checkpoint of {path}; expected a file or an Orbax directory, found a "
+            "directory without Orbax metadata"
         )
     return open_orbax(backend, f"{path}/{name}", inner)
 
 
-def _of_orbax_run(backend: Backend, path: str, entries: Sequence[Entry], step: float | None) -> Foreign | None:
-    """The step of a run of Orbax; without one its steps are named."""
+def _find_orbax_step(
+    backend: Backend, path: str, entries: Sequence[Entry], step: float | None
+) -> ForeignCheckpoint | None:
+    """Open a step of an Orbax run. Without a step, raise an error that lists the steps."""
     steps = orbax_steps(backend, path, entries)
     if not steps:
         return None
     shown, newest = ", ".join(map(str, list(steps)[-MOST_NAMED:])), f"{path}/{list(steps.values())[-1]}"
     if step is None and len(steps) == 1:
         raise NotACheckpointError(
-            f"{path}: a run of Orbax with 1 step; expected that, {newest}; on the command line --step {shown}"
+            f"{path}: expected one checkpoint, found an Orbax run with 1 step; pass {newest}, or --step {shown} on the "
+            "command line"
         )
     if step is None:
         raise NotACheckpointError(
-            f"{path}: a run of Orbax with {len(steps)} steps, the last ones {shown}; expected one of them, "
-            f"such as {newest}; on the command line --step says which"
+            f"{path}: expected one checkpoint, found an Orbax run with {len(steps)} steps, the last ones are {shown}; "
+            f"pass the path of a step, such as {newest}, or --step on the command line"
         )
     if step not in steps:
         raise StepNotFoundError(f"{path}: has no step {step}; the last ones are {shown}")

@@ -1,4 +1,7 @@
-"""The directories of `flax.training.checkpoints`: which names are checkpoints, their order, and which one is meant."""
+"""Recognizes the checkpoints that `flax.training.checkpoints` leaves in a directory, orders them, and chooses one.
+
+`flax_msgpack` reads the files; those that Flax writes through Orbax are read like other Orbax checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,15 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jaxckpt_train.errors import NotACheckpointError, StepNotFoundError, StorageError
-from jaxckpt_train.formats.foreign import begins_as_text, first_bytes
+from jaxckpt_train.formats.foreign import begins_as_msgpack_str, first_bytes
 from jaxckpt_train.formats.orbax_metadata import OCDBT, TEMPORARY, TREE_METADATA
 from jaxckpt_train.store.backends.base import Backend, Entry
 
 DEFAULT_PREFIX = "checkpoint_"
-ARRAYS_OF_A_JOB = "_gda"  # the end of the name of a directory with arrays of several processes
+ARRAYS_OF_A_JOB = "_gda"  # suffix of a directory with the arrays of several processes
 _NUMBER = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)")
 _NUMBERED = re.compile(rf"(.*?){_NUMBER.pattern}", re.DOTALL)
-_MAPS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})  # how a map of msgpack begins, which is what Flax writes
+_MAPS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})  # first bytes of a msgpack map, which is what Flax writes
 _MOST_PREFIXES, _MOST_LOOKED_INTO, _MOST_NAMED = 64, 4, 5
 
 
@@ -26,10 +29,10 @@ class FlaxFile:
     """A file that Flax may have written.
 
     Attributes:
-        path: of it.
-        directory: in which it was found as a checkpoint of Flax; None: it was named by itself.
-        is_newest: whether it is the newest one there.
-        before: the path of the one before that, if there is one.
+        path: its path.
+        directory: the directory in which it was recognized. None: the user named the file itself.
+        is_newest: whether it is the newest checkpoint there.
+        before: the path of the checkpoint before it, if there is one.
     """
 
     path: str
@@ -39,14 +42,14 @@ class FlaxFile:
 
 
 class FlaxNames(NamedTuple):
-    """The checkpoints in a directory: what their names begin with, and all names, the newest last."""
+    """The checkpoints in a directory: their common prefix, and their names, the newest last."""
 
     prefix: str
     names: list[str]
 
 
-def in_flax_order(names: Iterable[str]) -> list[str]:
-    """Names as Flax sorts them: numbers by their values, signs and all, and what is between them as text."""
+def sort_like_flax(names: Iterable[str]) -> list[str]:
+    """Sort names as Flax does: numbers by value, including signs and exponents, and the text between them as text."""
     return sorted(sorted(names), key=_order_of)
 
 
@@ -55,19 +58,20 @@ def _order_of(name: str) -> list[str | float]:
 
 
 def flax_names(backend: Backend, directory: str, entries: Sequence[Entry]) -> FlaxNames | None:
-    """What Flax has left in a directory; None: nothing of that kind.
+    """Return the checkpoints that Flax has left in a directory, or None.
 
-    As for Flax, all that begins with the prefix is a checkpoint, but for what is temporary and the arrays of jobs.
+    Like Flax, this takes every entry with the prefix for a checkpoint, except temporary ones and the arrays of
+    multi-process jobs.
 
     Args:
-        backend: where.
-        directory: of them.
-        entries: what is in it.
+        backend: the storage.
+        directory: the directory.
+        entries: its entries.
 
     Raises:
-        NotACheckpointError: there are several prefixes, and none of them is the one that Flax takes by itself.
+        NotACheckpointError: the directory holds several prefixes, and none of them is Flax's default.
     """
-    kinds = {each.name: each.kind for each in entries if _may_be_one(each.name)}
+    kinds = {each.name: each.kind for each in entries if _may_be_checkpoint(each.name)}
     files = [name for name, kind in kinds.items() if kind != "directory" and _NUMBERED.fullmatch(name)]
     newest = next(reversed(_of_prefix(kinds, DEFAULT_PREFIX)), None)
     if any(name.startswith(DEFAULT_PREFIX) for name in files) or (
@@ -79,15 +83,16 @@ def flax_names(backend: Backend, directory: str, entries: Sequence[Entry]) -> Fl
 
 
 def certain_checkpoints(backend: Backend, directory: str, entries: Sequence[Entry]) -> list[str]:
-    """The names of what nobody but Flax has left, the newest last: `flax_names`, where one of the last begins so.
+    """Return the names of checkpoints that only Flax can have written, the newest last.
 
-    Files of others may have such names, too: who asks this would refuse them.
+    This is `flax_names`, with a look at the first bytes of the last few. Other tools' files may match Flax's names, and
+    the caller refuses to save into a directory that holds checkpoints of Flax.
     """
     try:
         found = flax_names(backend, directory, entries)
-    except NotACheckpointError:  # of several prefixes
-        files = (each.name for each in entries if each.kind != "directory" and _may_be_one(each.name))
-        found = FlaxNames("", in_flax_order(name for name in files if _NUMBERED.fullmatch(name)))
+    except NotACheckpointError:  # several prefixes
+        files = (each.name for each in entries if each.kind != "directory" and _may_be_checkpoint(each.name))
+        found = FlaxNames("", sort_like_flax(name for name in files if _NUMBERED.fullmatch(name)))
     if found is None:
         return []
     folders, last = {each.name for each in entries if each.kind == "directory"}, found.names[-_MOST_LOOKED_INTO:]
@@ -95,11 +100,11 @@ def certain_checkpoints(backend: Backend, directory: str, entries: Sequence[Entr
     return found.names if is_certain else []
 
 
-def chosen_name(directory: str, found: FlaxNames, step: float | None) -> str:
-    """The name of a step; None: of the newest one.
+def choose_checkpoint(directory: str, found: FlaxNames, step: float | None) -> str:
+    """Return the name of the checkpoint of a step, or of the newest one without a step.
 
     Raises:
-        StepNotFoundError: there is no such step.
+        StepNotFoundError: the step does not exist.
     """
     if step is None:
         return found.names[-1]
@@ -112,18 +117,18 @@ def chosen_name(directory: str, found: FlaxNames, step: float | None) -> str:
     return exact if exact in same else same[-1]
 
 
-def _may_be_one(name: str) -> bool:
+def _may_be_checkpoint(name: str) -> bool:
     return not name.endswith(ARRAYS_OF_A_JOB) and TEMPORARY not in name
 
 
 def _of_prefix(names: Iterable[str], prefix: str) -> list[str]:
-    return in_flax_order(name for name in names if name.startswith(prefix) and name != f"{prefix}tmp")
+    return sort_like_flax(name for name in names if name.startswith(prefix) and name != f"{prefix}tmp")
 
 
 def _other_prefix(backend: Backend, directory: str, files: Sequence[str]) -> str | None:
-    """The one that all files with a number at their end begin with, as far as they begin as Flax's do."""
+    """Return the shortest prefix of the numbered files that start like a msgpack map."""
     by_prefix: dict[str, list[str]] = {}
-    for name in in_flax_order(files):
+    for name in sort_like_flax(files):
         match = _NUMBERED.fullmatch(name)
         assert match is not None
         by_prefix.setdefault(match[1], []).append(name)
@@ -136,8 +141,8 @@ def _other_prefix(backend: Backend, directory: str, files: Sequence[str]) -> str
     if shortest is not None and not all(prefix.startswith(shortest) for prefix in newest):
         shown = ", ".join(f"{directory}/{name}" for name in list(newest.values())[-_MOST_NAMED:])
         raise NotACheckpointError(
-            f"{directory}: checkpoints of Flax with {len(newest)} prefixes, none of them {DEFAULT_PREFIX!r}, which "
-            f"Flax takes by itself; expected one of them, the newest of each are {shown}"
+            f"{directory}: holds Flax checkpoints with {len(newest)} prefixes, expected one prefix or the default "
+            f"{DEFAULT_PREFIX!r}; pass the path of one checkpoint, the newest of each prefix are {shown}"
         )
     return shortest
 
@@ -148,13 +153,13 @@ def _begins_as_map(backend: Backend, directory: str, name: str) -> bool:
 
 
 def _begins_as_state(head: bytes) -> bool:
-    """Whether these are the first bytes of a map with text as its first key: those of a pickle are none."""
+    """Return whether these are the first bytes of a map whose first key is text, which a pickle never has."""
     key = head[{0xDE: 3, 0xDF: 5}.get(head[0], 1) :] if head and head[0] in _MAPS else b""
-    return begins_as_text(key)
+    return begins_as_msgpack_str(key)
 
 
 def _head(backend: Backend, directory: str, name: str) -> bytes:
-    """The first bytes of a file; none if it cannot be read."""
+    """Return the first bytes of a file, or nothing if it cannot be read."""
     try:
         return first_bytes(backend, directory, name)[0]
     except StorageError:
@@ -162,7 +167,7 @@ def _head(backend: Backend, directory: str, name: str) -> bytes:
 
 
 def _is_orbax_item(backend: Backend, directory: str) -> bool:
-    """Whether Flax has written it by Orbax, as it does by default: one item, in no step with a name of its own."""
+    """Return whether this is the single Orbax item that Flax writes by default, without a step directory around it."""
     try:
         return not {TREE_METADATA, OCDBT}.isdisjoint(entry.name for entry in backend.list(directory))
     except StorageError:

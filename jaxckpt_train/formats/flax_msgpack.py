@@ -1,4 +1,4 @@
-"""Reads the msgpack files that Flax wrote before it had Orbax (`flax.training.checkpoints`, `to_bytes`)."""
+"""Reads msgpack files of Flax, as `flax.training.checkpoints` and `flax.serialization.to_bytes` write them."""
 
 from __future__ import annotations
 
@@ -28,22 +28,24 @@ _MOST_NAMED = 5
 
 
 def open_flax_file(backend: Backend, found: FlaxFile, settings: StoreSettings) -> tuple[MemoryBackend, Committed]:
-    """Open a Flax msgpack file as if it were a checkpoint with one pytree, `state`: in memory, at the same path.
+    """Load a Flax msgpack file, and return it as an in-memory checkpoint of the pytree `state` at the same path.
 
     Args:
-        backend: where.
+        backend: the storage of the file.
         found: the file.
-        settings: how it is going to be read.
+        settings: the settings for reading.
 
     Raises:
-        NotACheckpointError: the file is not of this form, or Flax is not installed to read it.
-        CorruptCheckpointError: it is, and holds what no tree of arrays is; or lies among those of Flax, and is not.
-        UnsupportedLeafError: some of its arrays are those of several processes, which lie elsewhere.
-        StorageError: it cannot be read, or does not fit into memory.
+        NotACheckpointError: the file is not a Flax msgpack file, or Flax is not installed.
+        CorruptCheckpointError: the file does not hold a tree of arrays, or it is not msgpack although it is a
+            checkpoint in a directory of Flax.
+        UnsupportedLeafError: some of its arrays belong to several processes and are stored elsewhere.
+        StorageError: the file cannot be read, or does not fit into memory.
     """
     tree, path = _restore(backend, found), found.path
     _refuse_arrays_elsewhere(tree, path)
-    memory, plain = MemoryBackend(), dataclasses.replace(settings, nonfinite="allow")  # nothing of the user's is saved
+    # Non-finite values are the user's own, already saved: the policy for new saves does not apply.
+    memory, plain = MemoryBackend(), dataclasses.replace(settings, nonfinite="allow")
     memory.make_directory(path.rpartition("/")[0] or "/", parents=True, sync=False)
     transaction = Transaction(memory, path, plain)
     parts = stage_all({_NAME: tree}, SaveTimes(), plain)
@@ -64,71 +66,78 @@ def _restore(backend: Backend, found: FlaxFile) -> Any:
             f"{found.path}: expected a checkpoint directory, found a file; if Flax wrote it, install Flax to read it"
         ) from error
     if not len(data):
-        raise _no_flax_file(found, "it is empty, as a full disk or a crash leaves it")
+        raise _not_flax_error(found, "it is empty, perhaps after a full disk or a crash")
     try:
         tree = serialization.msgpack_restore(data)
     except MemoryError as error:
-        there = f"this machine has {memory_bytes()}"
         raise StorageError(
-            errno.ENOMEM, f"its {len(data)} bytes do not fit into memory twice: {there}", found.path
+            errno.ENOMEM,
+            f"decoding needs twice its {len(data)} bytes, but this machine has {memory_bytes()} bytes of memory",
+            found.path,
         ) from error
-    except Exception as error:  # a foreign parser: it believes the file's dtypes, shapes and lengths
+    except Exception as error:  # the parser trusts the dtypes, shapes and lengths in the file, so it may raise anything
         other = other_content(bytes(data[:SNIFFED_BYTES]))
-        raise _no_flax_file(found, other or f"{type(error).__name__}: {error}") from error
+        raise _not_flax_error(found, other or f"{type(error).__name__}: {error}") from error
     if not isinstance(tree, dict):
-        raise CorruptCheckpointError(f"{found.path}: a Flax msgpack file of a {type(tree).__name__}, expected a map")
-    return _with_positions(tree, found.path)
+        raise CorruptCheckpointError(
+            f"{found.path}: expected a Flax msgpack file of a map, found one of a {type(tree).__name__}"
+        )
+    return _with_lists(tree, found.path)
 
 
-def _no_flax_file(found: FlaxFile, why: str) -> NotACheckpointError | CorruptCheckpointError:
-    """The error of a file that is none; among those of Flax it was one."""
+def _not_flax_error(found: FlaxFile, why: str) -> NotACheckpointError | CorruptCheckpointError:
+    """Return the error for a file that is not msgpack.
+
+    It is damage if the file is a checkpoint in a directory of Flax.
+    """
     if found.directory is not None:
-        return CorruptCheckpointError(f"{found.path}: expected a Flax msgpack file, found one that is none ({why})")
+        return CorruptCheckpointError(f"{found.path}: expected a Flax msgpack file, found another content ({why})")
     expected = f"{found.path}: expected a checkpoint directory or a Flax msgpack file"
     if found.path.endswith(".json"):
         folder = found.path.rpartition("/")[0] or "/"
-        return NotACheckpointError(
-            f"{expected}, found a JSON file; of a checkpoint or a model give the folder, {folder}"
-        )
-    return NotACheckpointError(f"{expected}, found a file that is neither ({why})")
+        return NotACheckpointError(f"{expected}, found a JSON file; pass the directory of the checkpoint, {folder}")
+    return NotACheckpointError(f"{expected}, found another file ({why})")
 
 
 def _refuse_arrays_elsewhere(tree: Any, path: str) -> None:
-    """Raise UnsupportedLeafError if Flax has put arrays of several processes into a directory beside the file."""
-    names = list(_elsewhere(tree))
+    """Raise UnsupportedLeafError if Flax has saved arrays of several processes in a directory next to the file."""
+    names = list(_names_of_arrays_elsewhere(tree))
     if names:
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         raise UnsupportedLeafError(
-            f"{path}: {', '.join(map(repr, names[:_MOST_NAMED]))}{more}: arrays of several processes, which Flax has "
-            f"saved in {path}{ARRAYS_OF_A_JOB} and which are not read here; restore them with Flax, in a job of as "
-            "many processes, and save the state here"
+            f"{path}: cannot read {', '.join(map(repr, names[:_MOST_NAMED]))}{more}: Flax has saved these arrays of "
+            f"several processes in {path}{ARRAYS_OF_A_JOB}; restore them with Flax in a job with the same number of "
+            "processes, and save the state with jaxckpt_train"
         )
 
 
-def _elsewhere(node: Any) -> Iterator[str]:
-    """What stands for such an array, with its path."""
+def _names_of_arrays_elsewhere(node: Any) -> Iterator[str]:
+    """Yield the path in each placeholder that Flax writes for an array of several processes."""
     if isinstance(node, dict | list):
         for child in node.values() if isinstance(node, dict) else node:
-            yield from _elsewhere(child)
+            yield from _names_of_arrays_elsewhere(child)
     elif isinstance(node, str) and node.startswith(_PLACEHOLDER):
         yield node.removeprefix(_PLACEHOLDER)
 
 
-def _with_positions(node: Any, path: str, depth: int = 0) -> Any:
-    """Flax writes a list or tuple as a map of "0", "1", ...: its keys become the positions that they stand for."""
+def _with_lists(node: Any, path: str, depth: int = 0) -> Any:
+    """Turn each map with the keys "0", "1", ... back into a list. Flax writes lists and tuples as such maps."""
     if not isinstance(node, (dict, list)):
         return node
     if depth > MAX_DEPTH:
-        raise CorruptCheckpointError(f"{path}: a Flax msgpack file of more than {MAX_DEPTH} levels, expected fewer")
-    if isinstance(node, list):
-        return [_with_positions(child, path, depth + 1) for child in node]
-    try:
-        sorted(node)
-    except TypeError as error:  # JAX finds out too, but each time leaves one call less of those that a thread may nest
         raise CorruptCheckpointError(
-            f"{path}: a Flax msgpack file with a map whose keys differ in kind: {error}"
+            f"{path}: expected at most {MAX_DEPTH} levels in the Flax msgpack file, found more"
+        )
+    if isinstance(node, list):
+        return [_with_lists(child, path, depth + 1) for child in node]
+    try:
+        # JAX would raise the same error later, but every such error permanently lowers the thread's recursion limit.
+        sorted(node)
+    except TypeError as error:
+        raise CorruptCheckpointError(
+            f"{path}: expected map keys of one type in the Flax msgpack file, found several: {error}"
         ) from error
-    children = {key: _with_positions(child, path, depth + 1) for key, child in node.items()}
+    children = {key: _with_lists(child, path, depth + 1) for key, child in node.items()}
     if children and set(children) == {str(number) for number in range(len(children))}:
         return [children[str(number)] for number in range(len(children))]
     return children

@@ -1,15 +1,12 @@
-"""A checkpoint of another tool, opened as if it were ours: a manifest of what it holds, and files behind it.
+"""The common ground of the readers of other tools' formats.
 
-The bytes of an array that something else holds, box by box, as if they lay in a segment.
+Every reader describes a checkpoint with the library's own manifest and opens its bytes through `ForeignFiles`. The rest
+of the library then reads it like a checkpoint of its own: `make_foreign_checkpoint` builds the manifest, and
+`DecodedArraySource` serves arrays that another library decodes.
 
-Pieces of arrays that can only be read whole, kept in memory while parts of them are asked for.
-
-Calls of other tools' code that are under way, on whatever thread: the end of the process waits for them.
-
-Where Python ends it ends its daemon threads too, as soon as they come back into it. One that has a frame of C++ below
-it takes the whole process with it then: "terminate called without an active exception".
-
-The first bytes of files that may be msgpack, as Flax and first versions of Orbax write it.
+Calls of other tools' native code run inside `foreign_call`. Python stops daemon threads at exit as soon as they return
+to the interpreter, and a stopped thread with C++ frames on its stack aborts the whole process ("terminate called
+without an active exception"). The exit of the process therefore waits for these calls.
 """
 
 from __future__ import annotations
@@ -56,275 +53,26 @@ from jaxckpt_train.store.segment import ALIGNMENT, MAX_DIMENSIONS, array_bytes
 from jaxckpt_train.store.threads import PerProcess
 from jaxckpt_train.store.timeouts import asks_since
 
+EXIT_WAIT_S = 30.0  # the exit waits no longer than this for foreign calls, because storage may never answer
+INTERRUPTED_EXIT_WAIT_S = 2.0  # the same, after the user has interrupted the process
+CACHED_PIECES_BYTES = 256 << 20
 _HEAD_BYTES = 6
-PATIENCE_S = 30.0  # a disk that does not answer must not keep the process
-MOMENT_S = 2.0  # nor somebody who has interrupted it
-HELD_BYTES = 256 << 20
-Read = Callable[[Box, np.ndarray], None]
-"""Fills a row-major array with what lies in a box."""
+PYTREE, JSON = "pytree", "json"  # kinds of the library's own handlers
+ReadBox = Callable[[Box, np.ndarray], None]
+"""Fills a row-major array with the content of a box."""
 Direct = bool | Literal["auto"]
 Open = Callable[[Direct], Source]
-PYTREE, JSON = "pytree", "json"  # the kinds of our own handlers
-
-
-def first_bytes(backend: Backend, directory: str, name: str) -> tuple[bytes, int]:
-    """The first bytes of a file, and how many there are in all.
-
-    Raises:
-        StorageError: it cannot be read.
-    """
-    source = backend.open(directory, name, direct=False)
-    try:
-        data = np.empty(min(source.size, _HEAD_BYTES), np.uint8)
-        if len(data):
-            source.read_into(0, data, len(data))
-        return data.tobytes(), source.size
-    finally:
-        source.close()
-
-
-def begins_as_text(head: bytes) -> bool:
-    """Whether these are the first bytes of a text in msgpack."""
-    return bool(head) and (0xA0 <= head[0] < 0xC0 or 0xD9 <= head[0] <= 0xDB)
-
-
-class _Calls:
-    """Those of this process."""
-
-    def __init__(self, _: None) -> None:
-        self._changed, self._count, self._process = threading.Condition(), 0, os.getpid()
-        self._over_since, self.patience_s = math.inf, PATIENCE_S
-        atexit.register(self._wait)
-
-    def __enter__(self) -> None:
-        with self._changed:
-            since = asks_since()
-            if since is not None and since < self._over_since < math.inf:  # reads ahead, and was between two calls
-                raise StorageError(errno.ECANCELED, "the process is ending")
-            self._count += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._changed:
-            self._count -= 1
-            self._changed.notify_all()
-
-    def _wait(self) -> None:
-        if os.getpid() == self._process:  # a forked child has none of these threads
-            with self._changed:
-                self._over_since = time.monotonic()
-                self._changed.wait_for(lambda: self._count == 0, self.patience_s)
-
-
-_calls = PerProcess(_Calls)
-
-
-def foreign_call() -> _Calls:
-    """A context: what is called within has come back before the process ends.
-
-    In a process that is ending it raises StorageError where what is asked was begun before that: nobody waits for it.
-    """
-    return _calls.get(None)
-
-
-def hurry() -> None:
-    """Have the end of the process wait for a moment only: somebody has interrupted it."""
-    _calls.get(None).patience_s = MOMENT_S
-
-
-class Newest:
-    """Keeps the pieces that were asked for last: one, and as many more as have at most `HELD_BYTES` together."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[int, np.ndarray] = OrderedDict()
-        self._bytes = 0
-        self._lock = threading.Lock()
-
-    def keep(self, content: np.ndarray) -> None:
-        """Keep one, in place of the oldest ones."""
-        with self._lock:
-            if id(content) not in self._kept:
-                self._kept[id(content)] = content
-                self._bytes += content.nbytes
-            self._kept.move_to_end(id(content))
-            while self._bytes > HELD_BYTES and len(self._kept) > 1:
-                self._bytes -= self._kept.popitem(last=False)[1].nbytes
-
-
-class HeldPiece:
-    """A piece: read when the first part of it is asked for, and once for all who ask before it is forgotten.
-
-    Args:
-        name: for messages.
-        size: in bytes.
-        read: gives all of it, flat uint8.
-        newest: keeps it a little longer than it is in use.
-    """
-
-    def __init__(self, name: str, size: int, read: Callable[[], np.ndarray], newest: Newest) -> None:
-        self._name, self._size, self._read, self._newest = name, size, read, newest
-        self._content: weakref.ref[np.ndarray] | None = None
-        self._lock = threading.Lock()
-
-    def open(self, direct: Any) -> PieceBytes:
-        """A source of its bytes."""
-        return PieceBytes(self._name, self._size, self.whole)
-
-    def whole(self) -> np.ndarray:
-        """All of it."""
-        with self._lock:
-            content = None if self._content is None else self._content()
-            if content is None:
-                content = self._read()
-                self._content = weakref.ref(content)
-        self._newest.keep(content)
-        return content
-
-
-class HeldPieces:
-    """Pieces of one array, by their places in it.
-
-    Args:
-        newest: keeps them a little longer than they are in use.
-    """
-
-    def __init__(self, newest: Newest) -> None:
-        self._newest, self._pieces = newest, dict[int, HeldPiece]()
-
-    def get(self, place: int, name: str, size: int, read: Callable[[], np.ndarray]) -> np.ndarray:
-        """All of a piece, flat uint8: read, unless it is held; see `HeldPiece`."""
-        return self._pieces.setdefault(place, HeldPiece(name, size, read, self._newest)).whole()
-
-
-class PieceBytes:
-    """A source of the bytes of a piece, which it holds from the first read to the one of the last byte."""
-
-    alignment = 1
-
-    def __init__(self, name: str, size: int, whole: Callable[[], np.ndarray]) -> None:
-        self._name, self.size, self._whole = name, size, whole
-        self._content: np.ndarray | None = None
-
-    def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
-        """As `Source.read_into`."""
-        if offset + needed > self.size:
-            raise CorruptCheckpointError(f"{self._name}: ends at byte {self.size}, expected {offset + needed}")
-        content = self._content
-        if content is None:
-            content = self._whole()
-        part = content[offset : offset + len(data)]
-        data[: len(part)] = part
-        self._content = None if offset + len(data) >= self.size else content
-
-    def close(self) -> None:
-        """Hold it no more."""
-        self._content = None
-
-
-def grid_boxes(shape: Sequence[int], chunk_shape: Sequence[int]) -> list[Box]:
-    """The boxes of a regular grid over an array, in row-major order; those at the ends may be smaller.
-
-    An array without elements has none.
-    """
-    if not math.prod(shape):
-        return []  # though one of its axes may have very many places
-    cuts = [
-        [(start, min(start + width, size)) for start in range(0, size, width)]
-        for size, width in zip(shape, chunk_shape, strict=True)
-    ]
-    return [tuple(box) for box in itertools.product(*cuts)]
-
-
-def chunks_in_a_row(boxes: Sequence[Box], itemsize: int, segment: int) -> tuple[ChunkRecord, ...]:
-    """The records of chunks that `ArrayBytes` gives: each begins a page, so that no read touches two without need."""
-    records, at = [], 0
-    for box in boxes:
-        length = box_elements(box) * itemsize
-        records.append(ChunkRecord(box, segment, at, length, ""))
-        at += -(-length // ALIGNMENT) * ALIGNMENT
-    return tuple(records)
-
-
-def record_of(name: str, shape: Sequence[int], dtype: str, chunks: tuple[ChunkRecord, ...]) -> ArrayRecord:
-    """The record of an array, without chunks where it has no elements."""
-    return ArrayRecord(name, tuple(shape), dtype, chunks if math.prod(shape) else ())
-
-
-def size_of(chunks: Sequence[ChunkRecord]) -> int:
-    """How many bytes a segment of such chunks has."""
-    return chunks[-1].offset + chunks[-1].length if chunks else 0
-
-
-class ArrayBytes:
-    """A source of the chunks of one array, each read when it is asked for.
-
-    Args:
-        name: of the array, for messages.
-        dtype: of its elements.
-        chunks: as `chunks_in_a_row` places them.
-        read: reads a box of it; called from several threads.
-        held: where it costs as much to read a part of a chunk as all of it: keeps those that were read for a part,
-            while others may be asked for; the same at each opening.
-    """
-
-    alignment = 1
-
-    def __init__(
-        self, name: str, dtype: np.dtype, chunks: Sequence[ChunkRecord], read: Read, held: HeldPieces | None = None
-    ) -> None:
-        self._name, self._dtype, self._chunks, self._read = name, dtype, chunks, read
-        self._starts = [chunk.offset for chunk in chunks]
-        self.size = size_of(chunks)
-        self._held = held
-
-    def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
-        """As `Source.read_into`: what lies between chunks stays as it is."""
-        if offset + needed > self.size:
-            raise CorruptCheckpointError(f"{self._name}: ends at byte {self.size}, expected {offset + needed}")
-        for chunk, low, high in self._touched(offset, offset + needed):
-            self._read_part(chunk, low - chunk.offset, data[low - offset : high - offset])
-
-    def close(self) -> None:
-        """It holds no file."""
-
-    def _touched(self, start: int, stop: int) -> Iterator[tuple[ChunkRecord, int, int]]:
-        """The chunks with bytes between these two, and which bytes."""
-        for index in range(max(0, bisect.bisect_right(self._starts, start) - 1), len(self._chunks)):
-            chunk = self._chunks[index]
-            low, high = max(start, chunk.offset), min(stop, chunk.offset + chunk.length)
-            if chunk.offset >= stop:
-                return
-            if low < high:
-                yield chunk, low, high
-
-    def _read_part(self, chunk: ChunkRecord, skipped: int, target: np.ndarray) -> None:
-        """Read whole elements, whose bytes begin `skipped` after the first of the chunk."""
-        if self._held is not None and len(target) < chunk.length:
-            whole = self._held.get(chunk.offset, self._name, chunk.length, functools.partial(self._read_whole, chunk))
-            target[:] = whole[skipped : skipped + len(target)]
-            return
-        itemsize = self._dtype.itemsize
-        elements, at = target.view(self._dtype), 0
-        first = skipped // itemsize
-        for box in row_major_range(chunk.box, first, first + len(elements)):
-            count = box_elements(box)
-            self._read(box, elements[at : at + count].reshape(box_shape(box)))
-            at += count
-
-    def _read_whole(self, chunk: ChunkRecord) -> np.ndarray:
-        content = np.empty(chunk.length, np.uint8)
-        self._read(chunk.box, content.view(self._dtype).reshape(box_shape(chunk.box)))
-        return content
 
 
 @dataclasses.dataclass(frozen=True)
-class Foreign:
-    """A checkpoint of another tool.
+class ForeignCheckpoint:
+    """A checkpoint that another tool has written.
 
     Attributes:
-        kind: the tool, as messages tell it, such as "Orbax".
-        files: what is read from.
-        committed: what it holds, as if a transaction of ours had committed it; without digests.
-        decoding: how many times its size reading an array takes beside that: stored, and decoded by other libraries.
+        kind: the name of the tool in messages, such as "Orbax".
+        files: opens the segments and files of the checkpoint.
+        committed: its content as a committed checkpoint of this library, without digests.
+        decoding: memory that another library needs to decode an array, as a multiple of the size of the array.
     """
 
     kind: str
@@ -335,12 +83,12 @@ class Foreign:
 
 @dataclasses.dataclass(frozen=True)
 class ForeignSegment:
-    """What chunks of arrays are read from.
+    """A source of chunks of arrays.
 
     Attributes:
-        name: of this one alone, within the checkpoint.
-        size: in bytes.
-        open: gives a source of that size.
+        name: a name that is unique within the checkpoint.
+        size: the size in bytes.
+        open: opens a source of that size.
     """
 
     name: str
@@ -350,7 +98,7 @@ class ForeignSegment:
 
 @dataclasses.dataclass(frozen=True)
 class ForeignTree:
-    """A checkpointable that is a tree: its leaves, and the arrays of those that are stored, in any order."""
+    """A checkpointable that is a tree: its leaves, and the records of its stored arrays in any order."""
 
     record: TreeRecord
     arrays: Sequence[ArrayRecord]
@@ -358,7 +106,7 @@ class ForeignTree:
 
 @dataclasses.dataclass(frozen=True)
 class ForeignValue:
-    """A checkpointable that is a value, as JSON, and the kind of handler that restores it."""
+    """A checkpointable that is a JSON value, and the kind of the handler that restores it."""
 
     kind: str
     data: bytes
@@ -366,11 +114,11 @@ class ForeignValue:
 
 @dataclasses.dataclass(frozen=True)
 class ForeignDamage:
-    """A checkpointable that should be there and cannot be read; who reads it is told, and the others are whole.
+    """A checkpointable that cannot be read although it should exist. Reading it raises an error; the others are intact.
 
     Attributes:
-        kind: of the handler that restored it.
-        message: of the error.
+        kind: the kind of the handler that restores it.
+        message: the message of the error.
     """
 
     kind: str
@@ -381,18 +129,18 @@ ForeignPart = ForeignTree | ForeignValue | ForeignDamage
 
 
 class ForeignFiles:
-    """An opener of what a foreign checkpoint was found to hold.
+    """An opener of the segments and files of a foreign checkpoint.
 
     Args:
-        open_by_name: what opens each.
-        others: opens what has another name; None: there is nothing else.
+        open_by_name: opens each file.
+        others: opens files with other names. None: there are no other files.
     """
 
     def __init__(self, open_by_name: Mapping[str, Open], others: Opener | None = None) -> None:
         self._open_by_name, self._others = open_by_name, others
 
     def open(self, directory: str, name: str, *, direct: Direct) -> Source:
-        """Open one of them."""
+        """Open a file by its name."""
         found = self._open_by_name.get(name)
         if found is None and self._others is not None:
             return self._others.open(directory, name, direct=direct)
@@ -401,8 +149,8 @@ class ForeignFiles:
         return found(direct)
 
 
-class HeldBytes:
-    """A source of bytes that are in memory."""
+class MemorySource:
+    """A source of bytes in memory."""
 
     alignment = 1
 
@@ -410,17 +158,17 @@ class HeldBytes:
         self._name, self._data, self.size = name, data, len(data)
 
     def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
-        """As `Source.read_into`."""
+        """Read bytes, see `Source.read_into`."""
         found = self._data[offset : offset + len(data)]
         if len(found) < needed:
             raise CorruptCheckpointError(f"{self._name}: ends at byte {offset + len(found)}, expected more")
         data[: len(found)] = np.frombuffer(found, np.uint8)
 
     def close(self) -> None:
-        """It holds nothing but memory."""
+        """Do nothing: a memory source holds no file."""
 
 
-def foreign_checkpoint(
+def make_foreign_checkpoint(
     kind: str,
     directory: str,
     parts: Mapping[str, ForeignPart],
@@ -429,20 +177,21 @@ def foreign_checkpoint(
     block_bytes: int = WHOLE_CHUNKS,
     info: Mapping[str, Any] | None = None,
     decoding: int = 0,
-) -> Foreign:
-    """Open what was found as a checkpoint of ours.
+) -> ForeignCheckpoint:
+    """Describe the content of another tool's checkpoint as a checkpoint of this library.
 
     Args:
-        kind: the tool.
-        directory: which messages name.
-        parts: the checkpointables by name: trees, values, and what is damaged.
-        segments: what the chunks of the arrays refer to, by their place in it.
-        block_bytes: a chunk is read in pieces of this many bytes.
-        info: as in a manifest: `step`, `created`, `metrics`, `custom_metadata`, as far as the tool tells them.
-        decoding: as of `Foreign`.
+        kind: the name of the tool.
+        directory: the path for messages.
+        parts: the checkpointables by name: trees, values, and damaged ones.
+        segments: the segments that chunks of arrays refer to by index.
+        block_bytes: the number of bytes in which a chunk is read.
+        info: the `info` of the manifest: `step`, `created`, `metrics` and `custom_metadata`, where the tool stores
+            them.
+        decoding: see `ForeignCheckpoint`.
 
     Raises:
-        CorruptCheckpointError: an array has a shape that none can have, or a leaf lies below another one.
+        CorruptCheckpointError: an array has an impossible shape, or a leaf is below another leaf.
     """
     opens = {segment.name: segment.open for segment in segments}
     records = []
@@ -464,28 +213,29 @@ def foreign_checkpoint(
         parts=tuple(records),
         info=dict(info or {}),
     )
-    commit = msgspec.json.encode(CommitRecord(FORMAT, FORMAT_VERSION, 0, ""))  # who asks whether it is still there
+    # A check whether the checkpoint still exists reads this file.
+    commit = msgspec.json.encode(CommitRecord(FORMAT, FORMAT_VERSION, 0, ""))
     opens[COMMIT_NAME] = _opens(f"{directory}/{COMMIT_NAME}", commit)
-    return Foreign(kind, ForeignFiles(opens), Committed(directory, manifest, ""), decoding)
+    return ForeignCheckpoint(kind, ForeignFiles(opens), Committed(directory, manifest, ""), decoding)
 
 
 def _check_tree(tree: ForeignTree, directory: str) -> None:
-    """Refuse what could be copied into a checkpoint of ours, but never be opened there."""
+    """Refuse a tree that could be copied into a checkpoint of this library but not be opened there."""
     for array in tree.arrays:
         check_shape(array.shape, DTYPES[array.dtype].itemsize, f"{directory}: leaf {shown(array.name)}")
     pair = one_below_another(tree.record.leaves)
     if pair is not None:
-        raise CorruptCheckpointError(f"{directory}: leaf {shown(pair[0])} lies below leaf {shown(pair[1])}")
+        raise CorruptCheckpointError(f"{directory}: leaf {shown(pair[0])} is below leaf {shown(pair[1])}")
 
 
 def check_shape(shape: Sequence[int], itemsize: int, subject: str) -> None:
-    """Raise CorruptCheckpointError if no array can have this shape; the message begins with `subject`."""
+    """Raise CorruptCheckpointError if the shape is impossible. The message begins with `subject`."""
     if array_bytes(shape, itemsize) is None:
         raise CorruptCheckpointError(f"{subject}: impossible shape {shown(list(shape[: MAX_DIMENSIONS + 1]))}")
 
 
 def _opens(name: str, data: bytes) -> Open:
-    return lambda direct: cast("Source", HeldBytes(name, data))
+    return lambda direct: cast("Source", MemorySource(name, data))
 
 
 def _opens_part(name: str, part: ForeignValue | ForeignDamage) -> Open:
@@ -497,3 +247,259 @@ def _opens_part(name: str, part: ForeignValue | ForeignDamage) -> Open:
         raise CorruptCheckpointError(message)
 
     return fail
+
+
+def grid_boxes(shape: Sequence[int], chunk_shape: Sequence[int]) -> list[Box]:
+    """Return the boxes of a regular grid over an array, in row-major order. Boxes at the upper ends may be smaller.
+
+    An array without elements has no boxes.
+    """
+    if not math.prod(shape):
+        return []  # avoids the product below: another axis may be huge
+    cuts = [
+        [(start, min(start + width, size)) for start in range(0, size, width)]
+        for size, width in zip(shape, chunk_shape, strict=True)
+    ]
+    return [tuple(box) for box in itertools.product(*cuts)]
+
+
+def page_aligned_chunks(boxes: Sequence[Box], itemsize: int, segment: int) -> tuple[ChunkRecord, ...]:
+    """Return the records of the chunks of an `DecodedArraySource`. Every chunk starts on a page of its own."""
+    records, at = [], 0
+    for box in boxes:
+        length = box_elements(box) * itemsize
+        records.append(ChunkRecord(box, segment, at, length, ""))
+        at += -(-length // ALIGNMENT) * ALIGNMENT
+    return tuple(records)
+
+
+def array_record(name: str, shape: Sequence[int], dtype: str, chunks: tuple[ChunkRecord, ...]) -> ArrayRecord:
+    """Return the record of an array. An array without elements has no chunks."""
+    return ArrayRecord(name, tuple(shape), dtype, chunks if math.prod(shape) else ())
+
+
+def segment_size(chunks: Sequence[ChunkRecord]) -> int:
+    """Return the size in bytes of a segment with these chunks."""
+    return chunks[-1].offset + chunks[-1].length if chunks else 0
+
+
+class DecodedArraySource:
+    """A source of the chunks of one array, which reads each chunk on request.
+
+    Args:
+        name: the name of the array for messages.
+        dtype: the dtype of its elements.
+        chunks: its chunks, as `page_aligned_chunks` places them.
+        read: reads a box of the array. Several threads call it.
+        cached: keeps whole chunks when reading a part of a chunk costs as much as reading all of it. All openings of
+            the array share it.
+    """
+
+    alignment = 1
+
+    def __init__(
+        self,
+        name: str,
+        dtype: np.dtype,
+        chunks: Sequence[ChunkRecord],
+        read: ReadBox,
+        cached: CachedPieces | None = None,
+    ) -> None:
+        self._name, self._dtype, self._chunks, self._read = name, dtype, chunks, read
+        self._starts = [chunk.offset for chunk in chunks]
+        self.size = segment_size(chunks)
+        self._cached = cached
+
+    def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
+        """Read bytes, see `Source.read_into`. The padding between chunks is left as it is."""
+        if offset + needed > self.size:
+            raise CorruptCheckpointError(f"{self._name}: ends at byte {self.size}, expected {offset + needed}")
+        for chunk, low, high in self._touched(offset, offset + needed):
+            self._read_part(chunk, low - chunk.offset, data[low - offset : high - offset])
+
+    def close(self) -> None:
+        """Do nothing: an array source holds no file."""
+
+    def _touched(self, start: int, stop: int) -> Iterator[tuple[ChunkRecord, int, int]]:
+        """Yield each chunk that has bytes in this range, with the first and the last of them."""
+        for index in range(max(0, bisect.bisect_right(self._starts, start) - 1), len(self._chunks)):
+            chunk = self._chunks[index]
+            low, high = max(start, chunk.offset), min(stop, chunk.offset + chunk.length)
+            if chunk.offset >= stop:
+                return
+            if low < high:
+                yield chunk, low, high
+
+    def _read_part(self, chunk: ChunkRecord, skipped: int, target: np.ndarray) -> None:
+        """Read whole elements of a chunk, starting `skipped` bytes after its first byte."""
+        if self._cached is not None and len(target) < chunk.length:
+            whole = self._cached.get(chunk.offset, self._name, chunk.length, functools.partial(self._read_whole, chunk))
+            target[:] = whole[skipped : skipped + len(target)]
+            return
+        itemsize = self._dtype.itemsize
+        elements, at = target.view(self._dtype), 0
+        first = skipped // itemsize
+        for box in row_major_range(chunk.box, first, first + len(elements)):
+            count = box_elements(box)
+            self._read(box, elements[at : at + count].reshape(box_shape(box)))
+            at += count
+
+    def _read_whole(self, chunk: ChunkRecord) -> np.ndarray:
+        content = np.empty(chunk.length, np.uint8)
+        self._read(chunk.box, content.view(self._dtype).reshape(box_shape(chunk.box)))
+        return content
+
+
+class RecentPieces:
+    """Keeps the pieces that were used most recently: always one, and more within `CACHED_PIECES_BYTES` in total."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def keep(self, content: np.ndarray) -> None:
+        """Keep a piece, and drop the oldest pieces that exceed the limit."""
+        with self._lock:
+            if id(content) not in self._kept:
+                self._kept[id(content)] = content
+                self._bytes += content.nbytes
+            self._kept.move_to_end(id(content))
+            while self._bytes > CACHED_PIECES_BYTES and len(self._kept) > 1:
+                self._bytes -= self._kept.popitem(last=False)[1].nbytes
+
+
+class CachedPiece:
+    """A piece of an array that can only be read as a whole. It is read on first use, and shared while it is alive.
+
+    Args:
+        name: the name for messages.
+        size: the size in bytes.
+        read: returns the whole content as flat uint8.
+        recent: keeps the content for a while after its last use.
+    """
+
+    def __init__(self, name: str, size: int, read: Callable[[], np.ndarray], recent: RecentPieces) -> None:
+        self._name, self._size, self._read, self._recent = name, size, read, recent
+        self._content: weakref.ref[np.ndarray] | None = None
+        self._lock = threading.Lock()
+
+    def open(self, direct: Any) -> PieceSource:
+        """Return a source of the bytes of the piece."""
+        return PieceSource(self._name, self._size, self.whole)
+
+    def whole(self) -> np.ndarray:
+        """Return the whole content."""
+        with self._lock:
+            content = None if self._content is None else self._content()
+            if content is None:
+                content = self._read()
+                self._content = weakref.ref(content)
+        self._recent.keep(content)
+        return content
+
+
+class CachedPieces:
+    """The pieces of one array, by their positions.
+
+    Args:
+        recent: keeps their content for a while after its last use.
+    """
+
+    def __init__(self, recent: RecentPieces) -> None:
+        self._recent, self._pieces = recent, dict[int, CachedPiece]()
+
+    def get(self, position: int, name: str, size: int, read: Callable[[], np.ndarray]) -> np.ndarray:
+        """Return the whole content of a piece as flat uint8, and read it unless it is cached."""
+        return self._pieces.setdefault(position, CachedPiece(name, size, read, self._recent)).whole()
+
+
+class PieceSource:
+    """A source of the bytes of a piece. It holds the content from the first read until the last byte is read."""
+
+    alignment = 1
+
+    def __init__(self, name: str, size: int, whole: Callable[[], np.ndarray]) -> None:
+        self._name, self.size, self._whole = name, size, whole
+        self._content: np.ndarray | None = None
+
+    def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
+        """Read bytes, see `Source.read_into`."""
+        if offset + needed > self.size:
+            raise CorruptCheckpointError(f"{self._name}: ends at byte {self.size}, expected {offset + needed}")
+        content = self._content
+        if content is None:
+            content = self._whole()
+        part = content[offset : offset + len(data)]
+        data[: len(part)] = part
+        self._content = None if offset + len(data) >= self.size else content
+
+    def close(self) -> None:
+        """Release the content."""
+        self._content = None
+
+
+class _Calls:
+    """Counts the foreign calls of this process, and makes its exit wait for them."""
+
+    def __init__(self, _: None) -> None:
+        self._changed, self._count, self._process = threading.Condition(), 0, os.getpid()
+        self._exiting_since, self.exit_wait_s = math.inf, EXIT_WAIT_S
+        atexit.register(self._wait)
+
+    def __enter__(self) -> None:
+        with self._changed:
+            since = asks_since()
+            # The request is older than the exit, so its caller is gone. No new foreign call may start for it.
+            if since is not None and since < self._exiting_since < math.inf:
+                raise StorageError(errno.ECANCELED, "the process is ending")
+            self._count += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._count -= 1
+            self._changed.notify_all()
+
+    def _wait(self) -> None:
+        if os.getpid() == self._process:  # a forked child does not have the parent's threads
+            with self._changed:
+                self._exiting_since = time.monotonic()
+                self._changed.wait_for(lambda: self._count == 0, self.exit_wait_s)
+
+
+_calls = PerProcess(_Calls)
+
+
+def foreign_call() -> _Calls:
+    """Return a context manager for a call of foreign code: the exit of the process waits until the call has returned.
+
+    Entering it raises StorageError when the process is ending and the request is older than that, since no caller waits
+    for the result.
+    """
+    return _calls.get(None)
+
+
+def shorten_exit_wait() -> None:
+    """Shorten the wait at exit for foreign calls, because the user has interrupted the process."""
+    _calls.get(None).exit_wait_s = INTERRUPTED_EXIT_WAIT_S
+
+
+def first_bytes(backend: Backend, directory: str, name: str) -> tuple[bytes, int]:
+    """Return the first bytes of a file, and the size of the file.
+
+    Raises:
+        StorageError: the file cannot be read.
+    """
+    source = backend.open(directory, name, direct=False)
+    try:
+        data = np.empty(min(source.size, _HEAD_BYTES), np.uint8)
+        if len(data):
+            source.read_into(0, data, len(data))
+        return data.tobytes(), source.size
+    finally:
+        source.close()
+
+
+def begins_as_msgpack_str(head: bytes) -> bool:
+    """Return whether these are the first bytes of a msgpack string."""
+    return bool(head) and (0xA0 <= head[0] < 0xC0 or 0xD9 <= head[0] <= 0xDB)

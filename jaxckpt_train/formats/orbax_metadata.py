@@ -29,7 +29,7 @@ import numpy as np
 
 from jaxckpt_train.checkpointables.base import ORBAX_GRAIN, STATE_FILE
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError, UnsupportedLeafError
-from jaxckpt_train.formats.foreign import JSON, PYTREE, ForeignValue, begins_as_text, first_bytes
+from jaxckpt_train.formats.foreign import JSON, PYTREE, ForeignValue, begins_as_msgpack_str, first_bytes
 from jaxckpt_train.pytree.flatten import EMPTY, MAX_DEPTH, ROOT, Flat, join, key_text
 from jaxckpt_train.pytree.leaves import EmptyLeaf, LeafRecord, NoneLeaf, TreeRecord
 from jaxckpt_train.store.backends.base import Backend, Entry
@@ -386,10 +386,10 @@ def _is_msgpack_tree(head: bytes, size: int) -> bool:
     if first in (0x80, 0x90):  # one without children, and nothing after it
         return size == 1
     if first in (0xDE, 0xDF):
-        return begins_as_text(head[3 if first == 0xDE else 5 :])
+        return begins_as_msgpack_str(head[3 if first == 0xDE else 5 :])
     if first in (0xDC, 0xDD):
         return _is_node(head[3 if first == 0xDC else 5 :])
-    return (0x80 < first < 0x90 and begins_as_text(head[1:])) or (0x90 < first < 0xA0 and _is_node(head[1:]))
+    return (0x80 < first < 0x90 and begins_as_msgpack_str(head[1:])) or (0x90 < first < 0xA0 and _is_node(head[1:]))
 
 
 def _is_node(head: bytes) -> bool:

@@ -27,14 +27,14 @@ from jaxckpt_train.errors import (
 )
 from jaxckpt_train.formats.foreign import (
     JSON,
-    Foreign,
+    ForeignCheckpoint,
     ForeignDamage,
     ForeignPart,
     ForeignSegment,
     ForeignTree,
     ForeignValue,
     foreign_call,
-    foreign_checkpoint,
+    make_foreign_checkpoint,
 )
 from jaxckpt_train.formats.orbax_metadata import (
     AGGREGATE,
@@ -468,7 +468,7 @@ class _Found(NamedTuple):
     info: dict[str, Any]
 
 
-def open_orbax(backend: Backend, directory: str, entries: Sequence[Entry]) -> Foreign:
+def open_orbax(backend: Backend, directory: str, entries: Sequence[Entry]) -> ForeignCheckpoint:
     """Open a step, or an item of one.
 
     Args:
@@ -500,7 +500,7 @@ def open_orbax(backend: Backend, directory: str, entries: Sequence[Entry]) -> Fo
     damaged = [part for part in found.parts.values() if isinstance(part, ForeignDamage)]
     if len(damaged) == len(found.parts):
         raise CorruptCheckpointError(damaged[0].message)
-    return foreign_checkpoint("Orbax", directory, found.parts, found.segments, info=found.info, decoding=DECODING)
+    return make_foreign_checkpoint("Orbax", directory, found.parts, found.segments, info=found.info, decoding=DECODING)
 
 
 def _add_item(backend: Backend, directory: str, name: str, found: _Found) -> None:

@@ -1,4 +1,4 @@
-"""Recognizes the step folders of Levanter and TorchTitan: `step-100`, by a few names and bytes inside."""
+"""Recognizes step folders of Levanter and TorchTitan, which use the same names as this library: `step-100`."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ LEVANTER, TORCHTITAN = "Levanter", "TorchTitan"
 TORCH_METADATA, TORCH_SUFFIX = ".metadata", ".distcp"
 _STEP = re.compile(r"step-(\d{1,16})")
 _LEVANTER_FILE, _MOST_BYTES = "metadata.json", 1 << 20
-_MOST_LOOKED_INTO = 4  # a folder whose save was cut off says nothing
+_MOST_LOOKED_INTO = 4  # an interrupted save may leave a folder without the files that identify the tool
 
 
 class StepFolders(NamedTuple):
-    """The step folders of one tool in a directory: which tool, and their names, the highest step last."""
+    """The step folders of one tool in a directory: the tool, and the names, the highest step last."""
 
     tool: str
     names: list[str]
 
 
 def step_folders(backend: Backend, directory: str, entries: Sequence[Entry]) -> StepFolders | None:
-    """The step folders that Levanter or TorchTitan has left in a directory; None: there are none.
+    """Return the step folders that Levanter or TorchTitan has left in a directory, or None.
 
     Args:
-        backend: where.
-        directory: of the run.
-        entries: what is in it.
+        backend: the storage.
+        directory: the directory of the run.
+        entries: its entries.
     """
     found = {int(match[1]): each.name for each in entries if (match := _STEP.fullmatch(each.name)) and _is_folder(each)}
     names = [found[step] for step in sorted(found)]
@@ -58,7 +58,7 @@ def _tool_of(backend: Backend, folder: str) -> str | None:
 
 
 def _is_levanter(backend: Backend, folder: str) -> bool:
-    """Whether `metadata.json` is the one that Levanter writes: of which step it is, and when it was saved."""
+    """Return whether `metadata.json` has the keys that Levanter writes: the step and the time of the save."""
     try:
         data = read_or_none(backend, folder, _LEVANTER_FILE, _MOST_BYTES)
         found: Any = None if data is None else msgspec.json.decode(data)

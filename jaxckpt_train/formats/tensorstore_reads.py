@@ -21,16 +21,16 @@ import numpy as np
 
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, SettingsError, StorageError
 from jaxckpt_train.formats.foreign import (
-    ArrayBytes,
+    CachedPieces,
+    DecodedArraySource,
     ForeignSegment,
-    HeldPieces,
-    Newest,
+    RecentPieces,
+    array_record,
     check_shape,
-    chunks_in_a_row,
     foreign_call,
     grid_boxes,
-    record_of,
-    size_of,
+    page_aligned_chunks,
+    segment_size,
 )
 from jaxckpt_train.formats.orbax_metadata import Bounds, check_metadata, chunk_bytes, chunk_shape
 from jaxckpt_train.store.backends.base import MISSING, Backend, refusal
@@ -199,7 +199,7 @@ def open_arrays(
     direct = _direct(context) if takes_direct else None
     large = [] if direct is None else [leaf for leaf in stores if chunk_bytes(stores[leaf]) >= LEAST_CHUNK_BYTES]
     beside = _stores(directory, names, {leaf: specs[leaf] for leaf in large}, direct)
-    newest, found = Newest(), dict[str, OrbaxArray]()
+    newest, found = RecentPieces(), dict[str, OrbaxArray]()
     for number, leaf in enumerate(stores):
         ways = [each[leaf] for each in (beside, stores) if leaf in each]
         files = None if specs[leaf]["kvstore"]["driver"] == "ocdbt" else backend
@@ -261,7 +261,7 @@ def _spec(
 
 
 def _opened(
-    directory: str, leaf: str, stores: Sequence[ts.TensorStore], bounds: Bounds, segment: int, newest: Newest
+    directory: str, leaf: str, stores: Sequence[ts.TensorStore], bounds: Bounds, segment: int, newest: RecentPieces
 ) -> OrbaxArray:
     store = stores[-1]
     dtype, shape = np.dtype(store.dtype.numpy_dtype), tuple(store.shape)
@@ -269,7 +269,7 @@ def _opened(
         raise CorruptCheckpointError(
             f"{directory}: leaf {leaf!r}: an array of {store.dtype.name}, which is not known here"
         )
-    subject, held = f"{directory}: leaf {leaf!r}", HeldPieces(newest)
+    subject, held = f"{directory}: leaf {leaf!r}", CachedPieces(newest)
     check_shape(shape, dtype.itemsize, subject)
     cell = _cell(shape, chunk_shape(store), dtype.itemsize)
     count = math.prod(-(-size // width) for size, width in zip(shape, cell, strict=True))
@@ -277,15 +277,17 @@ def _opened(
         raise CorruptCheckpointError(
             f"{subject}: shape {list(shape)}, {count:,} pieces, expected at most {MOST_PIECES:,}"
         )
-    chunks = chunks_in_a_row(grid_boxes(shape, cell), dtype.itemsize, segment)
-    record = record_of(leaf, shape, dtype_name(dtype), chunks)
+    chunks = page_aligned_chunks(grid_boxes(shape, cell), dtype.itemsize, segment)
+    record = array_record(leaf, shape, dtype_name(dtype), chunks)
 
     def read(box: Box, target: np.ndarray) -> None:
         bounds.check()
         read_box(subject, stores, box, target)
 
     source = functools.partial(_source, subject, dtype, record, read, held=held)
-    return OrbaxArray(record, ForeignSegment(f"arrays/{segment:06d}", size_of(record.chunks), source), store, bounds)
+    return OrbaxArray(
+        record, ForeignSegment(f"arrays/{segment:06d}", segment_size(record.chunks), source), store, bounds
+    )
 
 
 def hold_array(subject: str, name: str, content: np.ndarray, segment: int) -> OrbaxArray:
@@ -297,14 +299,14 @@ def hold_array(subject: str, name: str, content: np.ndarray, segment: int) -> Or
         content: of it, in row-major order.
         segment: the number of its segment.
     """
-    chunks = chunks_in_a_row([full_box(content.shape)], content.dtype.itemsize, segment)
-    record = record_of(name, content.shape, dtype_name(content.dtype), chunks)
+    chunks = page_aligned_chunks([full_box(content.shape)], content.dtype.itemsize, segment)
+    record = array_record(name, content.shape, dtype_name(content.dtype), chunks)
 
     def read(box: Box, target: np.ndarray) -> None:
         target[...] = content[tuple(slice(start, stop) for start, stop in box)]
 
     source = functools.partial(_source, subject, content.dtype, record, read)
-    return OrbaxArray(record, ForeignSegment(f"arrays/{segment:06d}", size_of(record.chunks), source), None)
+    return OrbaxArray(record, ForeignSegment(f"arrays/{segment:06d}", segment_size(record.chunks), source), None)
 
 
 def _cell(shape: Sequence[int], chunk: Sequence[int], itemsize: int) -> tuple[int, ...]:
@@ -319,9 +321,9 @@ def _cell(shape: Sequence[int], chunk: Sequence[int], itemsize: int) -> tuple[in
 
 
 def _source(
-    subject: str, dtype: np.dtype, record: ArrayRecord, read: Any, direct: Any, held: HeldPieces | None = None
+    subject: str, dtype: np.dtype, record: ArrayRecord, read: Any, direct: Any, held: CachedPieces | None = None
 ) -> Any:
-    return ArrayBytes(subject, dtype, record.chunks, read, held)
+    return DecodedArraySource(subject, dtype, record.chunks, read, held)
 
 
 def read_box(subject: str, stores: Sequence[ts.TensorStore], box: Box, target: np.ndarray) -> None:

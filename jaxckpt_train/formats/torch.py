@@ -26,15 +26,15 @@ from jaxckpt_train.errors import (
     StorageError,
 )
 from jaxckpt_train.formats.foreign import (
-    Foreign,
+    CachedPiece,
+    ForeignCheckpoint,
     ForeignSegment,
     ForeignTree,
-    HeldBytes,
-    HeldPiece,
-    Newest,
+    MemorySource,
+    RecentPieces,
+    array_record,
     foreign_call,
-    foreign_checkpoint,
-    record_of,
+    make_foreign_checkpoint,
 )
 from jaxckpt_train.formats.step_folders import TORCH_METADATA as METADATA
 from jaxckpt_train.formats.step_folders import TORCH_SUFFIX as SUFFIX
@@ -376,7 +376,7 @@ def looks_like_torch(entries: Sequence[Entry]) -> bool:
     return any(entry.name.endswith(SUFFIX) for entry in entries)
 
 
-def open_torch(backend: Backend, directory: str, entries: Sequence[Entry]) -> Foreign:
+def open_torch(backend: Backend, directory: str, entries: Sequence[Entry]) -> ForeignCheckpoint:
     """Open one.
 
     Args:
@@ -403,7 +403,7 @@ def open_torch(backend: Backend, directory: str, entries: Sequence[Entry]) -> Fo
     paths = {name: _path(name, metadata.paths) for name in (*metadata.tensors, *metadata.objects)}
     if len(set(paths.values())) != len(paths):
         raise CorruptCheckpointError(f"{directory}/{METADATA}: two tensors or objects have the same keys")
-    found, newest = _Found({}, [], []), Newest()
+    found, newest = _Found({}, [], []), RecentPieces()
     for name, tensor in metadata.tensors.items():
         found.leaves[paths[name]] = ArrayLeaf("numpy")
         found.arrays.append(_array(paths[name], tensor, items, newest, found.segments, directory))
@@ -411,7 +411,7 @@ def open_torch(backend: Backend, directory: str, entries: Sequence[Entry]) -> Fo
     for path, array in objects.arrays.items():
         found.arrays.append(_held(path, array, found.segments))
     record = TreeRecord(_lists(metadata, paths, objects) | objects.containers, found.leaves | objects.leaves)
-    return foreign_checkpoint(
+    return make_foreign_checkpoint(
         KIND, directory, {NAME: ForeignTree(record, found.arrays)}, found.segments, block_bytes=BLOCK_BYTES
     )
 
@@ -456,24 +456,24 @@ def _path(name: str, paths: Mapping[str, tuple[str | int, ...]]) -> str:
 
 
 def _array(
-    path: str, tensor: Tensor, items: TorchItems, newest: Newest, segments: list[ForeignSegment], directory: str
+    path: str, tensor: Tensor, items: TorchItems, newest: RecentPieces, segments: list[ForeignSegment], directory: str
 ) -> ArrayRecord:
     chunks = []
     for box, item in tensor.pieces:
         size = box_elements(box) * DTYPES[tensor.dtype].itemsize
         read = functools.partial(items.tensor, item, box, tensor.dtype)
-        piece = HeldPiece(f"{directory}: leaf {path!r}", size, read, newest)
+        piece = CachedPiece(f"{directory}: leaf {path!r}", size, read, newest)
         chunks.append(ChunkRecord(box, len(segments), 0, size, ""))
         segments.append(ForeignSegment(f"{item.relative_path}/{len(segments):06d}", size, piece.open))
-    return record_of(path, tensor.shape, tensor.dtype, tuple(chunks))
+    return array_record(path, tensor.shape, tensor.dtype, tuple(chunks))
 
 
 def _held(path: str, array: np.ndarray, segments: list[ForeignSegment]) -> ArrayRecord:
     """The record of an array that lies in memory."""
     data, name = array.tobytes(), f"objects/{len(segments):06d}"
     chunk = ChunkRecord(full_box(array.shape), len(segments), 0, len(data), "")
-    segments.append(ForeignSegment(name, len(data), lambda direct: HeldBytes(name, data)))
-    return record_of(path, array.shape, dtype_name(array.dtype), (chunk,))
+    segments.append(ForeignSegment(name, len(data), lambda direct: MemorySource(name, data)))
+    return array_record(path, array.shape, dtype_name(array.dtype), (chunk,))
 
 
 def _objects(directory: str, metadata: TorchMetadata, paths: Mapping[str, str], items: TorchItems) -> ObjectLeaves:

@@ -29,7 +29,7 @@ from jaxckpt_train.errors import (
     StorageError,
 )
 from jaxckpt_train.formats.flax import FlaxFile
-from jaxckpt_train.formats.foreign import Foreign
+from jaxckpt_train.formats.foreign import ForeignCheckpoint
 from jaxckpt_train.run.catalog import of_others, scan_with_notes
 from jaxckpt_train.run.entry import Entry, left_behind, newest_generations, parse_step_name
 from jaxckpt_train.run.history import HISTORY_NAME
@@ -301,7 +301,7 @@ def text_of_other(backend: Backend, path: str) -> str:
     return f"a checkpoint of {kind}" if kind else ""
 
 
-def _foreign(backend: Backend, path: str, step: float | None) -> Foreign | FlaxFile:
+def _foreign(backend: Backend, path: str, step: float | None) -> ForeignCheckpoint | FlaxFile:
     """What another tool has written at a path: a file, or one of several in a directory."""
     if step is None:
         from jaxckpt_train.formats.detect import find_file
@@ -313,7 +313,7 @@ def _foreign(backend: Backend, path: str, step: float | None) -> Foreign | FlaxF
     return found
 
 
-def _found(backend: Backend, path: str, step: float | None = None) -> Foreign | FlaxFile | None:
+def _found(backend: Backend, path: str, step: float | None = None) -> ForeignCheckpoint | FlaxFile | None:
     """What another tool has left in a directory; its readers are imported when something may be theirs."""
     from jaxckpt_train.formats.detect import find_in_directory
 

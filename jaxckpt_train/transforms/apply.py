@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxckpt_train._validation import absolute_path, known_keys, nearest, shown, text
 from jaxckpt_train.errors import MismatchError, SettingsError
-from jaxckpt_train.formats.foreign import ArrayBytes, ForeignFiles, Open, size_of
+from jaxckpt_train.formats.foreign import DecodedArraySource, ForeignFiles, Open, segment_size
 from jaxckpt_train.pytree.flatten import ROOT, split
 from jaxckpt_train.pytree.leaves import (
     ArrayLeaf,
@@ -190,7 +190,7 @@ def _array(name: str, view: View, segments: list[SegmentRecord], opens: dict[str
         made.append(chunk)
     if made:
         file = f"made/{own:06d}"
-        segments.append(SegmentRecord(file, size_of(made), 0, ""))
+        segments.append(SegmentRecord(file, segment_size(made), 0, ""))
         opens[file] = functools.partial(_source, f"{directory}: leaf {name!r}", view, made)
     return ArrayRecord(name, view.shape, dtype_name(view.dtype), tuple(chunks))
 
@@ -200,7 +200,7 @@ def _place(chunk: ChunkRecord) -> tuple[int, int, int, str]:
 
 
 def _source(subject: str, view: View, chunks: Sequence[ChunkRecord], direct: object) -> Source:
-    return cast("Source", ArrayBytes(subject, view.dtype, chunks, view.read))
+    return cast("Source", DecodedArraySource(subject, view.dtype, chunks, view.read))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -95,7 +95,7 @@ def test_of_others_a_step_is_a_whole_number(tmp_path: Path) -> None:
 
 def test_of_orbax_s_a_step_has_to_be_named(tmp_path: Path) -> None:
     run = orbax_run(tmp_path / "orbax", 9, 10)
-    assert "a run of Orbax with 2 steps, the last ones 9, 10; expected one of them" in refused("show", run, code=3)
+    assert "found an Orbax run with 2 steps, the last ones are 9, 10;" in refused("show", run, code=3)
     found = told("show", run, "--step", 9)
     assert (found["path"], found["kind"], found["step"]) == (f"{run}/9", "Orbax", 9)
     printed("import", run, tmp_path / "ours", "--step", 10)
@@ -115,7 +115,7 @@ def test_what_cannot_be_chosen_is_told(tmp_path: Path) -> None:
         assert refused("show", path, "--step", 9, code=3) == f"{path}: expected a run to take step 9 of, found none"
     newest = tmp_path / "flax" / "checkpoint_11"
     newest.write_bytes(newest.read_bytes()[:-7])
-    assert f"{newest}: expected a Flax msgpack file, found one" in refused("show", tmp_path / "flax", code=1)
+    assert f"{newest}: expected a Flax msgpack file, found" in refused("show", tmp_path / "flax", code=1)
     assert f"give {tmp_path}/flax/checkpoint_10" in refused("import", tmp_path / "flax", tmp_path / "out", code=1)
     assert not (tmp_path / "out").exists()
     assert told("show", tmp_path / "flax", "--step", 10)["step"] == 10

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import jaxckpt_train as jct
 from jaxckpt_train import checkpoint
-from jaxckpt_train.formats.flax import in_flax_order
+from jaxckpt_train.formats.flax import sort_like_flax
 from jaxckpt_train.integrations.orbax_manager import CheckpointManager
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.flax_saves import save, state_of
@@ -83,7 +83,7 @@ names = st.text(st.sampled_from("a_.-+e0179"), min_size=1, max_size=9).filter(la
 
 @given(st.lists(names, unique=True))
 def test_names_are_in_the_order_of_flax(found: list[str]) -> None:
-    assert in_flax_order(found) == checkpoints.natural_sort(sorted(found))
+    assert sort_like_flax(found) == checkpoints.natural_sort(sorted(found))
 
 
 def test_what_is_temporary_and_what_jobs_lay_beside_is_no_checkpoint(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_steps_of_orbax_s_manager_are_named_and_none_is_taken(tmp_path: Path) ->
         for step in (1, 2):
             manager.save(step, args=ocp.args.StandardSave(state_of(step)))
     with pytest.raises(
-        jct.NotACheckpointError, match=r"a run of Orbax with 2 steps, the last ones 1, 2; .*/checkpoint_2"
+        jct.NotACheckpointError, match=r"2 steps, the last ones are 1, 2; .*/checkpoint_2"
     ):
         jct.load(tmp_path)
 
@@ -141,9 +141,9 @@ def test_steps_of_orbax_s_manager_are_named_and_none_is_taken(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda data: b"", r"found one that is none \(it is empty"),
-        (lambda data: data[: len(data) // 2], r"found one that is none \(.*Error: "),
-        (lambda data: b"\xff" + data[1:], r"found one that is none"),
+        (lambda data: b"", r"found .* \(it is empty"),
+        (lambda data: data[: len(data) // 2], r"found .* \(.*Error: "),
+        (lambda data: b"\xff" + data[1:], r"expected a Flax msgpack file, found"),
     ],
 )
 def test_a_damaged_newest_one_is_told_and_no_older_one_is_taken(tmp_path: Path, damage: Any, message: str) -> None:
@@ -161,7 +161,7 @@ def test_a_damaged_newest_one_is_told_and_no_older_one_is_taken(tmp_path: Path, 
 def test_a_newest_one_that_is_a_link_or_a_directory_is_told(tmp_path: Path) -> None:
     save(tmp_path, 5)
     (tmp_path / "checkpoint_6").mkdir()
-    with pytest.raises(jct.NotACheckpointError, match=r"checkpoint_6: .* holds nothing of Orbax; expected a file"):
+    with pytest.raises(jct.NotACheckpointError, match=r"checkpoint_6: .* expected a file .*, found a directory"):
         jct.load(tmp_path)
     (tmp_path / "checkpoint_6").rmdir()
     (tmp_path / "checkpoint_6").symlink_to("checkpoint_5")
@@ -219,7 +219,7 @@ def test_arrays_that_lie_elsewhere_are_told(tmp_path: Path) -> None:
     tree = {"params": {"w": "//GDAPlaceholder:params/w", "b": np.ones(3)}, "step": 3}
     (tmp_path / "checkpoint_3").write_bytes(serialization.msgpack_serialize(tree))
     message = (
-        "'params/w': arrays of several processes, which Flax has saved in .*checkpoint_3_gda and which are not read"
+        "cannot read 'params/w': .*checkpoint_3_gda;"
     )
     for path in (tmp_path, tmp_path / "checkpoint_3"):
         with pytest.raises(jct.UnsupportedLeafError, match=message):

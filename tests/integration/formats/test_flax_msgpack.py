@@ -73,7 +73,7 @@ def test_a_difference_is_reported_as_for_any_checkpoint(tmp_path: Path) -> None:
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("not a checkpoint at all")
-    with pytest.raises(jct.NotACheckpointError, match="found a file that is neither"):
+    with pytest.raises(jct.NotACheckpointError, match=f"{path}: expected .*, found another file"):
         jct.load(path)
 
 
@@ -143,7 +143,7 @@ def test_many_files_whose_keys_cannot_be_sorted_leave_the_thread_as_it_was(tmp_p
     file.write_bytes(msgpack.packb(tree))
     before = levels()
     for _ in range(20):
-        with pytest.raises(jct.CorruptCheckpointError, match="keys differ in kind"):
+        with pytest.raises(jct.CorruptCheckpointError, match=f"{file}: expected map keys of one type"):
             jct.load(file)
     assert levels() == before
 
@@ -155,7 +155,7 @@ def test_of_a_json_file_of_a_checkpoint_or_model_the_folder_is_asked_for(tmp_pat
         (tmp_path / "hf" / name).write_text('{"a": 1}')
     for path in (*tmp_path.glob("ours/*.json"), *tmp_path.glob("hf/*.json")):
         with pytest.raises(
-            jct.NotACheckpointError, match=f"found a JSON file; of a .* give the folder, {path.parent}$"
+            jct.NotACheckpointError, match=f"found a JSON file; .*, {path.parent}$"
         ):
             jct.load(path)
     assert list(tmp_path.glob("ours/*.json"))

@@ -85,8 +85,8 @@ def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path) -> None:
     ("state", "message"),
     [
         ({"a": {"b": np.ones(2)}, "a.b": np.zeros(2)}, "leaves 'a/b' and 'a.b' would both be called 'a.b'"),
-        ({"a": jnp.ones(3, jnp.int4)}, "leaf 'a' is of int4, which safetensors has no name for; cast it"),
-        ({"a": 2**70}, "leaf 'a': an integer of 71 bits, expected at most 64"),
+        ({"a": jnp.ones(3, jnp.int4)}, "leaf 'a' has the dtype int4, .* cast it"),
+        ({"a": 2**70}, "leaf 'a': expected at most 64 bits, found 71"),
         ({"a": "text"}, "'state' has no arrays to export"),
     ],
 )
@@ -110,7 +110,7 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
 )
 def test_a_name_that_the_format_keeps_for_its_metadata_is_refused(tmp_path: Path, state: Any, separator: str) -> None:
     jct.save(tmp_path / "a", {"w": np.ones(2)} | state)
-    with pytest.raises(jct.MismatchError, match="would be called '__metadata__', which in a safetensors file is its"):
+    with pytest.raises(jct.MismatchError, match="would be called '__metadata__'"):
         export(tmp_path / "a", tmp_path / "out", separator=separator)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a"]
 

@@ -131,7 +131,7 @@ def test_numbered_files_load_whole_or_name_the_missing_one(tmp_path: Path, names
     if has_index:
         write_index(tmp_path / SERIES[names], paths, HALVES)
     assert sorted(jct.load(tmp_path)) == ["a", "b", "c"]
-    with pytest.raises(jct.NotACheckpointError, match="one of several files"):
+    with pytest.raises(jct.NotACheckpointError, match="pass the folder of the files"):
         jct.load(paths[0])
     for path in paths:
         path.rename(tmp_path / "away")
@@ -210,7 +210,7 @@ def test_index_and_single_file_of_one_name_are_ambiguous(tmp_path: Path) -> None
 def test_index_must_name_all_tensors_of_its_files(tmp_path: Path) -> None:
     paths = series(tmp_path, "model-0000{}-of-00002.safetensors")
     index = write_index(tmp_path / "model.safetensors.index.json", paths, [{"a": 1}, HALVES[1]])
-    with pytest.raises(jct.CorruptCheckpointError, match="tensor 'b' is not in the index"):
+    with pytest.raises(jct.CorruptCheckpointError, match="00001-of-00002.safetensors: .* tensor 'b'"):
         jct.load(tmp_path)
     assert sorted(jct.load(index)) == ["a", "c"]
     write_index(index, paths[:1], HALVES[:1])
@@ -362,14 +362,14 @@ def test_tensors_go_straight_into_a_tree_and_its_shardings(tmp_path: Path) -> No
     ("content", "error", "message"),
     [
         (b"", jct.CorruptCheckpointError, "expected a safetensors file, found 0 bytes"),
-        (b"\xff" * 8, jct.CorruptCheckpointError, "found a head of 18,446,744,073,709,551,615 bytes in a file of 8"),
-        (header(b"not json"), jct.CorruptCheckpointError, "expected a safetensors file, but its head"),
+        (b"\xff" * 8, jct.CorruptCheckpointError, "found a header of 18,446,744,073,709,551,615 bytes in a file of 8"),
+        (header(b"not json"), jct.CorruptCheckpointError, "a.safetensors: expected a safetensors file, found"),
         (header(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', bytes(4)), jct.CorruptCheckpointError,
-         "4 bytes do not fit"),
+         "tensor 'a': found 4 bytes"),
         (header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', bytes(9)), jct.CorruptCheckpointError,
-         "but its head says"),
+         "expected the 66 bytes of its header, found 71"),
         (header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}', bytes(8)), jct.CorruptCheckpointError,
-         "begins at byte 4 of the data, expected 0"),
+         "tensor 'a' starts at byte 4 of the data, expected 0"),
         (header(b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}', bytes(4)), jct.CorruptCheckpointError,
          "impossible shape"),
         (header(b'{"a":{"dtype":"F32","shape":[0,1180591620717411303424],"data_offsets":[0,0]}}'),
@@ -378,13 +378,13 @@ def test_tensors_go_straight_into_a_tree_and_its_shardings(tmp_path: Path) -> No
          jct.CorruptCheckpointError, "tensor 'a': impossible shape"),
         (header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
                 b'"a":{"dtype":"I32","shape":[1],"data_offsets":[0,4]}}', bytes(4)),
-         jct.CorruptCheckpointError, "'a' stands twice in its head"),
+         jct.CorruptCheckpointError, "'a' twice"),
         (header(b'{"a":{"dtype":"F32","dtype":"I32","shape":[1],"data_offsets":[0,4]}}', bytes(4)),
-         jct.CorruptCheckpointError, "'dtype' stands twice in its head"),
+         jct.CorruptCheckpointError, "'dtype' twice"),
         (header(b'{"__metadata__":{"k":"1"},"__metadata__":{"k":"1"}}'), jct.CorruptCheckpointError,
-         "'__metadata__' stands twice in its head"),
+         "'__metadata__' twice"),
         (header(b'{"a":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}', bytes(1)), jct.FormatVersionError,
-         "tensor 'a' of dtype 'F4', which is not known here"),
+         "tensor 'a' has the unsupported dtype 'F4'"),
     ],
 )  # fmt: skip
 def test_what_is_no_such_file_or_damaged_is_told(
@@ -400,10 +400,10 @@ def test_what_is_no_such_file_or_damaged_is_told(
     [
         (
             {"weight_map": {"odd": "../other.safetensors"}},
-            "names '../other.safetensors', expected files of this folder",
+            "expected .* found '../other.safetensors'",
         ),
-        ({"weight_map": {"gone": "model-00001-of-00002.safetensors"}}, "lacks tensor 'gone', which the index says"),
-        ({"weights": {}}, "expected an index of tensors, but"),
+        ({"weight_map": {"gone": "model-00001-of-00002.safetensors"}}, "00001-of-00002.safetensors: lacks tensor 'gone'"),
+        ({"weights": {}}, "expected an index of tensors, found"),
     ],
 )
 def test_an_index_that_is_wrong_is_told(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -414,7 +414,7 @@ def test_an_index_that_is_wrong_is_told(tmp_path: Path, change: dict[str, Any], 
 
 def test_a_file_that_an_index_names_may_be_missing(tmp_path: Path) -> None:
     (model(tmp_path) / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(jct.CorruptCheckpointError, match=r"00002-of-00002\.safetensors: is not there, but the index"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"00002-of-00002\.safetensors: the index names this file"):
         jct.load(tmp_path)
     assert run("import", tmp_path, tmp_path / "out").exit_code == 1
     assert not (tmp_path / "out").exists()
@@ -426,11 +426,11 @@ def test_files_that_count_themselves_are_all_there_without_an_index_too(tmp_path
     first, second = sorted(tmp_path.iterdir())
     for one in (first, second):
         with pytest.raises(
-            jct.NotACheckpointError, match="one of several files of a model; pass the folder that holds"
+            jct.NotACheckpointError, match=f"pass the folder of the files, {tmp_path}$"
         ):
             jct.load(one)
     second.unlink()
-    with pytest.raises(jct.CorruptCheckpointError, match=r"00002-of-00002\.safetensors: is not there, by the names"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"00002-of-00002\.safetensors: .* does not exist"):
         jct.load(tmp_path)
     first.rename(tmp_path / "model-00001-of-00001.safetensors")
     assert list(jct.load(tmp_path)) == list(TENSORS)[:3]

@@ -343,15 +343,15 @@ def test_each_piece_is_read_once_however_it_is_cut(tmp_path: Path, monkeypatch: 
 
 
 def test_pieces_in_use_and_the_newest_are_kept_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_pieces, "HELD_BYTES", 100)
-    newest, reads = held_pieces.Newest(), list[int]()
+    monkeypatch.setattr(held_pieces, "CACHED_PIECES_BYTES", 100)
+    newest, reads = held_pieces.RecentPieces(), list[int]()
 
-    def piece(number: int) -> held_pieces.HeldPiece:
+    def piece(number: int) -> held_pieces.CachedPiece:
         def read() -> np.ndarray:
             reads.append(number)
             return np.full(60, number, np.uint8)
 
-        return held_pieces.HeldPiece(f"p{number}", 60, read, newest)
+        return held_pieces.CachedPiece(f"p{number}", 60, read, newest)
 
     pieces = [piece(number) for number in range(3)]
     data = np.zeros(30, np.uint8)
