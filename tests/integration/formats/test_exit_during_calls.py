@@ -21,7 +21,7 @@ import numpy as np
 from jaxckpt_train.inspection.diff import pieces_of
 from jaxckpt_train.inspection.runs import open_at
 from jaxckpt_train.store.timeouts import Question, put
-from jaxckpt_train.store.copy import BoxToCome
+from jaxckpt_train.store.copy import LazyBox
 from jaxckpt_train.store.backends.local import LocalBackend
 
 opened = open_at(LocalBackend(), sys.argv[1])
@@ -35,7 +35,7 @@ def read(box):
         box.read_into(data)
 
 for piece in list(pieces_of("x", [array]))[:2]:
-    box = BoxToCome(opened.files, opened.committed, array, piece.box, opened.settings)
+    box = LazyBox(opened.files, opened.committed, array, piece.box, opened.settings)
     put(Question(lambda moved, box=box: read(box)))
 assert begun.wait(60)
 sys.exit(7)

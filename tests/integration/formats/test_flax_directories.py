@@ -132,9 +132,7 @@ def test_steps_of_orbax_s_manager_are_named_and_none_is_taken(tmp_path: Path) ->
     with ocp.CheckpointManager(tmp_path, options=options) as manager:
         for step in (1, 2):
             manager.save(step, args=ocp.args.StandardSave(state_of(step)))
-    with pytest.raises(
-        jct.NotACheckpointError, match=r"2 steps, the last ones are 1, 2; .*/checkpoint_2"
-    ):
+    with pytest.raises(jct.NotACheckpointError, match=r"2 steps, the last ones are 1, 2; .*/checkpoint_2"):
         jct.load(tmp_path)
 
 
@@ -171,7 +169,7 @@ def test_a_newest_one_that_is_a_link_or_a_directory_is_told(tmp_path: Path) -> N
 
 def test_an_empty_file_by_itself_is_told(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"")
-    with pytest.raises(jct.NotACheckpointError, match=r"found a file that is neither \(it is empty"):
+    with pytest.raises(jct.NotACheckpointError, match=r"found .* \(it is empty"):
         jct.load(tmp_path / "a")
 
 
@@ -218,9 +216,7 @@ def test_arrays_that_lie_elsewhere_are_told(tmp_path: Path) -> None:
     """The file as a job writes it; tests/distributed has one of a real job."""
     tree = {"params": {"w": "//GDAPlaceholder:params/w", "b": np.ones(3)}, "step": 3}
     (tmp_path / "checkpoint_3").write_bytes(serialization.msgpack_serialize(tree))
-    message = (
-        "cannot read 'params/w': .*checkpoint_3_gda;"
-    )
+    message = "cannot read 'params/w': .*checkpoint_3_gda;"
     for path in (tmp_path, tmp_path / "checkpoint_3"):
         with pytest.raises(jct.UnsupportedLeafError, match=message):
             jct.load(path)

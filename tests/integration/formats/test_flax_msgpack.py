@@ -154,8 +154,6 @@ def test_of_a_json_file_of_a_checkpoint_or_model_the_folder_is_asked_for(tmp_pat
     for name in ("config.json", "model_index.json"):
         (tmp_path / "hf" / name).write_text('{"a": 1}')
     for path in (*tmp_path.glob("ours/*.json"), *tmp_path.glob("hf/*.json")):
-        with pytest.raises(
-            jct.NotACheckpointError, match=f"found a JSON file; .*, {path.parent}$"
-        ):
+        with pytest.raises(jct.NotACheckpointError, match=f"found a JSON file; .*, {path.parent}$"):
             jct.load(path)
     assert list(tmp_path.glob("ours/*.json"))

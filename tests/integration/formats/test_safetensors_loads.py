@@ -210,7 +210,7 @@ def test_index_and_single_file_of_one_name_are_ambiguous(tmp_path: Path) -> None
 def test_index_must_name_all_tensors_of_its_files(tmp_path: Path) -> None:
     paths = series(tmp_path, "model-0000{}-of-00002.safetensors")
     index = write_index(tmp_path / "model.safetensors.index.json", paths, [{"a": 1}, HALVES[1]])
-    with pytest.raises(jct.CorruptCheckpointError, match="00001-of-00002.safetensors: .* tensor 'b'"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"00001-of-00002.safetensors: .* tensor 'b'"):
         jct.load(tmp_path)
     assert sorted(jct.load(index)) == ["a", "c"]
     write_index(index, paths[:1], HALVES[:1])
@@ -402,7 +402,10 @@ def test_what_is_no_such_file_or_damaged_is_told(
             {"weight_map": {"odd": "../other.safetensors"}},
             "expected .* found '../other.safetensors'",
         ),
-        ({"weight_map": {"gone": "model-00001-of-00002.safetensors"}}, "00001-of-00002.safetensors: lacks tensor 'gone'"),
+        (
+            {"weight_map": {"gone": "model-00001-of-00002.safetensors"}},
+            "00001-of-00002.safetensors: lacks tensor 'gone'",
+        ),
         ({"weights": {}}, "expected an index of tensors, found"),
     ],
 )
@@ -425,9 +428,7 @@ def test_files_that_count_themselves_are_all_there_without_an_index_too(tmp_path
     assert_all(jct.load(tmp_path))
     first, second = sorted(tmp_path.iterdir())
     for one in (first, second):
-        with pytest.raises(
-            jct.NotACheckpointError, match=f"pass the folder of the files, {tmp_path}$"
-        ):
+        with pytest.raises(jct.NotACheckpointError, match=f"pass the folder of the files, {tmp_path}$"):
             jct.load(one)
     second.unlink()
     with pytest.raises(jct.CorruptCheckpointError, match=r"00002-of-00002\.safetensors: .* does not exist"):
