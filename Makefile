@@ -21,7 +21,7 @@ WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-oldest test-quick test-distributed lint types format bench bench-jobs bench-quick bench-torch bench-accelerator torch-imports kill-campaign crash-states block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes scale docs docs-plots clean python-is-new-enough
+.PHONY: help venv demo test test-unit test-nightly test-oldest test-distributed lint types format bench bench-jobs bench-quick bench-torch bench-accelerator torch-imports kill-campaign crash-states block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes scale docs docs-plots clean python-is-new-enough
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
@@ -42,8 +42,14 @@ venv: $(STAMP)  ## the environment with everything that the other targets need
 demo: $(STAMP)  ## a training that is preempted again and again, compared with one that is not
 	$(BIN)/python examples/demo.py
 
-test: $(STAMP)  ## all tests
+test: $(STAMP)  ## the unit and the integration tests
 	$(PYTEST) $(TESTS)
+
+test-unit: $(STAMP)  ## the unit tests, which start no process
+	$(PYTEST) tests/unit
+
+test-nightly: $(STAMP)  ## faults, crashes, kills, browsers, and more cases of the integration tests; TESTS for some of them
+	$(PYTEST) -m nightly $(or $(TESTS),tests)
 
 # What depends on the versions of JAX, NumPy, Flax and typer.
 OLDEST_TESTS ?= tests/unit/checkpointables tests/integration/checkpointables tests/unit/cli/test_show.py tests/unit/cli/test_verify.py tests/unit/test_checkpoint.py tests/unit/test_callback.py $(patsubst %,tests/unit/pytree/test_%.py,flatten restore placement target mismatch rebuild caller_context snapshot snapshot_modes restore_parts leaf_records)
@@ -55,11 +61,8 @@ $(OLDEST_STAMP): pyproject.toml constraints-oldest.txt | python-is-new-enough
 	.venv-oldest/bin/python -m pip --disable-pip-version-check --quiet install -c constraints-oldest.txt -e '.[flax,grain,hydra,blake3,orbax,test]'
 	touch $@
 
-test-quick: $(STAMP)  ## the tests without the slow ones
-	$(PYTEST) -m 'not slow'
-
 test-distributed: $(STAMP)  ## jobs of many real processes in full, and 80 stops of one of them (half an hour)
-	$(PYTEST) --full tests/integration/distributed tests/nightly/distributed
+	$(PYTEST) -m 'nightly or not nightly' tests/integration/distributed tests/nightly/distributed
 	$(BIN)/python -m tests.nightly.distributed.stops --trials 20
 
 lint: $(STAMP)  ## style, imports, formatting, and words to avoid

@@ -22,6 +22,7 @@ from tests.support import warm_python
 from tests.support.paths import REPO_ROOT
 
 DEVICES = 8
+NIGHTLY = REPO_ROOT / "tests" / "nightly"
 pytest_plugins = ["tests.support.example_fixtures", "tests.support.jobs.fixtures", "tests.support.report_fixtures"]
 
 # A shell starts its background jobs (`make test &` in a script) with interrupts ignored, and they hand that on to every
@@ -40,8 +41,7 @@ settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--full`: for tests that can try more; `--optimized`: for those of what XLA makes."""
-    parser.addoption("--full", action="store_true", help="as many trials of each kind as a campaign has, not a few")
+    """Add `--optimized`, for a run that compiles programs as users do."""
     parser.addoption("--optimized", action="store_true", help="programs are compiled as users' are: a third more")
 
 
@@ -52,10 +52,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only a full run tries."""
-    if not config.getoption("full"):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    """Mark what is below tests/nightly. Leave out single cases of other tiers that have this mark, unless asked for."""
+    for item in items:
+        if NIGHTLY in item.path.parents:
+            item.add_marker("nightly")
+    if "nightly" not in config.option.markexpr:
+        left_out = {item for item in items if item.get_closest_marker("nightly") and NIGHTLY not in item.path.parents}
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 class RunPython(Protocol):

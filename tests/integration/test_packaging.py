@@ -107,7 +107,6 @@ def _pip(*arguments: str | Path) -> None:
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
 
-@pytest.mark.slow
 def test_the_wheel_holds_the_package_its_presets_and_its_plugin(wheel: Path, repo_root: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = [*(repo_root / "jaxckpt_train").rglob("*.py"), *(repo_root / "jaxckpt_train").rglob("*.pyi")]
@@ -120,14 +119,12 @@ def test_the_wheel_holds_the_package_its_presets_and_its_plugin(wheel: Path, rep
     assert any(name.endswith("/licenses/LICENSE") for name in names)
 
 
-@pytest.mark.slow
 def test_pytest_finds_the_fixture_of_the_installed_wheel(installed: Path, run_python, tmp_path: Path) -> None:
     program = "import pytest, sys; sys.exit(pytest.main(['--fixtures', '-q', '-p', 'no:cacheprovider', '.']))"
     done = run_python(program, cwd=tmp_path, path=[installed], fresh=True)
     assert "resume_proof -- " in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.slow
 def test_an_app_elsewhere_uses_the_installed_presets(installed: Path, run_python, tmp_path: Path) -> None:
     app = tmp_path / "app.py"
     app.write_text(

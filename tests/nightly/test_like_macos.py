@@ -62,7 +62,6 @@ def test_a_training_is_saved_and_resumed(tmp_path: Path, run_python: RunPython) 
     assert done.stdout == "True 0\n"  # the imitation syncs once by `os.fsync` itself
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(sys.platform != "linux", reason="imitates macOS on Linux")
 def test_a_part_of_the_tests_passes(repo_root: Path) -> None:

@@ -202,7 +202,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(660)  # a pipeline starts processes that import all of it: 10 in all, 100 s on a busy machine
 @pytest.mark.parametrize("pipeline", ["DataLoader", "mp_prefetch", *["mp_prefetch, window shuffle"] * IS_NEW])
 def test_pipelines_with_worker_processes_resume_in_a_program_that_never_parsed_absl_flags(

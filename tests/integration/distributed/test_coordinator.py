@@ -110,14 +110,14 @@ def work_for(name: str, who: int, work_s: float, moves_s: float) -> list[Any]:
     return ["", time.monotonic() - started]
 
 
-@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_who_gets_further_is_waited_for_beyond_the_limit(job_of: JobOf, who: int) -> None:
     answers = job_of(2, 1).call(work_for, f"long-{who}", who, 3 * LIMIT_S, 60.0)
     assert [message for message, _ in answers] == ["", ""]
     assert min(took_s for _, took_s in answers) >= 3 * LIMIT_S - 0.5
 
 
-@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_who_gets_no_further_is_not(job_of: JobOf, who: int) -> None:
     answers = job_of(2, 1).call(work_for, f"stuck-{who}", who, 4 * LIMIT_S, 1.0)
     message, took_s = answers[1 - who]

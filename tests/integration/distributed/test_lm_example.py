@@ -17,8 +17,6 @@ from benchmarks.loopback import free_address
 from tests.support import compiled_once
 from tests.support.paths import REPO_ROOT
 
-pytestmark = pytest.mark.slow
-
 SMALL = ("layers=1", "width=32", "heads=4", "window=32", "batch_size=8", "checkpoint.save_interval_steps=1000")
 PATIENCE_S = 150
 
@@ -104,7 +102,7 @@ def preempted(processes: int, devices: int, victim: int, done: int, cwd: Path) -
 
 
 @pytest.mark.parametrize(
-    ("processes", "victims", "others"), [(2, [1], 1), pytest.param(4, [2, 0], 2, marks=pytest.mark.full)]
+    ("processes", "victims", "others"), [(2, [1], 1), pytest.param(4, [2, 0], 2, marks=pytest.mark.nightly)]
 )
 def test_it_is_preempted_and_goes_on_with_as_many_and_with_others(
     tmp_path: Path, processes: int, victims: list[int], others: int

@@ -14,8 +14,6 @@ from tests.support.jobs.job import running
 from tests.support.jobs.training import train
 from tests.support.metadata_servers import Gce, Handler, Server
 
-pytestmark = pytest.mark.slow
-
 
 def train_in_the_cloud(directory: str, url: str) -> dict[str, Any]:
     """Only the machine of process 1 is preempted; each asks its own."""
@@ -25,7 +23,7 @@ def train_in_the_cloud(directory: str, url: str) -> dict[str, Any]:
     return train(directory, 1_000_000, {"save_interval_steps": 5, "notices": notices})
 
 
-@pytest.mark.parametrize("service", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("service", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_what_the_source_of_one_process_notices_all_act_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: bool
 ) -> None:

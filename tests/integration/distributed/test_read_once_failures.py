@@ -68,12 +68,12 @@ def is_waiting() -> bool:
     [
         ([], "reading", signal.SIGSTOP),
         ([None, "x"], "moving", signal.SIGKILL),
-        pytest.param([None, "x"], "moving", signal.SIGSTOP, marks=pytest.mark.full),
-        pytest.param([], "moving", signal.SIGKILL, marks=pytest.mark.full),
-        pytest.param([None, "x"], "looking", signal.SIGKILL, marks=pytest.mark.full),
-        pytest.param([], "looking", signal.SIGSTOP, marks=pytest.mark.full),
-        pytest.param([], "moving", signal.SIGSTOP, marks=pytest.mark.full),
-        pytest.param([], "reading", signal.SIGKILL, marks=pytest.mark.full),
+        pytest.param([None, "x"], "moving", signal.SIGSTOP, marks=pytest.mark.nightly),
+        pytest.param([], "moving", signal.SIGKILL, marks=pytest.mark.nightly),
+        pytest.param([None, "x"], "looking", signal.SIGKILL, marks=pytest.mark.nightly),
+        pytest.param([], "looking", signal.SIGSTOP, marks=pytest.mark.nightly),
+        pytest.param([], "moving", signal.SIGSTOP, marks=pytest.mark.nightly),
+        pytest.param([], "reading", signal.SIGKILL, marks=pytest.mark.nightly),
     ],
 )
 def test_a_process_that_is_gone_is_named_in_time(tmp_path: Path, spec: list[Any], when: str, number: int) -> None:

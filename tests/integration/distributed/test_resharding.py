@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import jaxckpt_train as jct
 from tests.support.jobs.arrays import Spec, holds, placed, sharding_of
-from tests.support.jobs.fixtures import JobOf, Trials
+from tests.support.jobs.fixtures import JobOf
 
 DEVICES = {1: (8, 3, 1), 2: (4, 3, 1), 4: (2, 1)}  # of each process, by how many there are
 DTYPES = (
@@ -150,8 +150,9 @@ def load_arrays(path: str, side: dict[str, Any], made: list[dict[str, Any]], by:
 
 @pytest.mark.parametrize("loaders", [1, 2, 4])
 @pytest.mark.parametrize("savers", [1, 2, 4])
-def test_any_sharding_to_any_other(job_of: JobOf, trials: Trials, tmp_path: Path, savers: int, loaders: int) -> None:
-    @settings(max_examples=trials(short=2, full=60))
+@pytest.mark.parametrize("examples", [2, pytest.param(60, marks=pytest.mark.nightly)])
+def test_any_sharding_to_any_other(job_of: JobOf, tmp_path: Path, savers: int, loaders: int, examples: int) -> None:
+    @settings(max_examples=examples)
     @given(reshardings(savers, loaders))
     def one(given: Resharding) -> None:
         made = [dataclasses.asdict(array) for array in given.arrays]

@@ -71,11 +71,11 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path, job_of: 
     ("request_by", "process"),
     [
         ({"signal": signal.SIGTERM}, 2),
-        pytest.param({"signal": signal.SIGUSR1}, 0, marks=pytest.mark.full),
-        pytest.param({"file": "leave"}, 2, marks=pytest.mark.full),
-        pytest.param({"signal": signal.SIGTERM}, 0, marks=pytest.mark.full),
-        pytest.param({"signal": signal.SIGUSR1}, 2, marks=pytest.mark.full),
-        pytest.param({"file": "leave"}, 0, marks=pytest.mark.full),
+        pytest.param({"signal": signal.SIGUSR1}, 0, marks=pytest.mark.nightly),
+        pytest.param({"file": "leave"}, 2, marks=pytest.mark.nightly),
+        pytest.param({"signal": signal.SIGTERM}, 0, marks=pytest.mark.nightly),
+        pytest.param({"signal": signal.SIGUSR1}, 2, marks=pytest.mark.nightly),
+        pytest.param({"file": "leave"}, 0, marks=pytest.mark.nightly),
     ],
 )
 def test_a_request_to_one_process_has_all_leave_at_one_step(

@@ -70,7 +70,6 @@ def run_here(script: Path, cwd: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
     return np.asarray(names["state"]["w"]).tobytes()
 
 
-@pytest.mark.slow
 def test_it_goes_on_after_a_kill_and_after_a_request_to_leave(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

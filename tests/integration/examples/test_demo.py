@@ -52,7 +52,6 @@ def compared(first: demo.Training, second: demo.Training) -> list[demo.Compariso
     return demo.compare(demo.what_is_left(first), demo.what_is_left(second))
 
 
-@pytest.mark.slow
 def test_the_demo_ends_well(run_example: Any, tmp_path: Path) -> None:
     arguments = ("--steps", "600", "--preemptions", "1", "--directory", str(tmp_path / "demo"))
     output = run_example("demo.py", *arguments, cwd=tmp_path)

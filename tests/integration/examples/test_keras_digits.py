@@ -13,8 +13,6 @@ import jaxckpt_train as jct
 from tests.support.compiled_once import environment
 from tests.support.runs import talking_to
 
-pytestmark = pytest.mark.slow
-
 # Trains; after a batch of the second epoch it says so and waits for a word, so that the signal surely comes there.
 ASKED = """
 import sys

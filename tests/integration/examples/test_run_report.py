@@ -13,7 +13,6 @@ from examples import run_report
 from jaxckpt_train.cli.main import app
 
 
-@pytest.mark.slow
 def test_the_page_is_about_what_happened(run_example: Any, tmp_path: Path) -> None:
     page, directory = tmp_path / "report.html", tmp_path / "training"
     options = ("--steps", "300", "--directory", str(directory), "--output", str(page))

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 STEPS = 1000
 PIPE_BYTES = 4096
 # The losses go through a pipe that holds some 200 lines: the training cannot come to its end before they are read.

@@ -9,8 +9,7 @@ import pytest
 from jaxckpt_train.testing import ResumeProof, assert_resume_exact
 
 
-@pytest.mark.full
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_resumes_exactly(repo_root: Path, plugin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(plugin)
     script = str(repo_root / "examples" / "train_digits.py")

@@ -12,8 +12,6 @@ import pytest
 
 import jaxckpt_train as jct
 
-pytestmark = pytest.mark.slow
-
 SMALL = ("layers=1", "width=32", "heads=4", "window=32", "batch_size=8", "checkpoint.directory=run")
 
 

@@ -80,7 +80,6 @@ MISTAKES: dict[str, tuple[Any, str, str]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_found(mistake: str, tmp_path: Path) -> None:
     make_run, first, cause = MISTAKES[mistake]
@@ -92,7 +91,6 @@ def test_a_mistake_is_found(mistake: str, tmp_path: Path) -> None:
     assert "process 1: began anew, was killed (SIGKILL) in update 5" in str(caught.value)
 
 
-@pytest.mark.slow
 def test_a_script_and_a_function_in_it_are_proven_and_bring_no_jax_into_its_process(
     run_python: Any, tmp_path: Path
 ) -> None:

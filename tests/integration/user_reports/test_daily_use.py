@@ -96,7 +96,6 @@ print(psutil.Process().memory_info().rss / 2**20, peak_mib())
 )
 
 
-@pytest.mark.slow
 def test_fifty_saves_use_the_staging_budget_and_no_more(tmp_path: Path, run_python: RunPython) -> None:
     before, early, late, peak = map(float, run_python(MEMORY, tmp_path, check=True, fresh=True).stdout.split())
     assert late - early < 24, f"RSS grew from {early:.0f} to {late:.0f} MiB"

@@ -9,7 +9,6 @@ import pytest
 
 from tests.nightly.distributed.stops import GRACE_S, LIMIT_S, Trial, check, try_once
 
-pytestmark = pytest.mark.slow
 PATIENCE_S = 20.0  # beside other tests; the campaign itself, on a machine of its own, allows GRACE_S
 
 

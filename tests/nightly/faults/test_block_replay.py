@@ -39,13 +39,12 @@ def test_what_was_acknowledged_is_there_whatever_the_device_kept(tmp_path: Path,
     assert found.with_saves > 2
 
 
-SOME = [("ext4", "run", "file"), ("xfs", "single", "none")]
 ALL = [(kind, *each) for kind in KINDS for each in (("run", "file"), ("run", "none"), ("single", "none"))]
 
 
 @pytest.mark.parametrize(
     ("kind", "program", "durability"),
-    [*SOME, *(pytest.param(*each, marks=pytest.mark.full) for each in ALL if each not in SOME)],
+    ALL,
     indirect=["kind"],
 )
 def test_saves_that_do_not_sync_are_found_out(tmp_path: Path, kind: str, program: str, durability: Any) -> None:
@@ -74,7 +73,7 @@ def test_all_that_is_written_is_recorded(tmp_path: Path, kind: str) -> None:
     assert changes[-1].data is None, "a sync ends with a flush of the device"
 
 
-@pytest.mark.parametrize("kind", ["ext4", pytest.param("xfs", marks=pytest.mark.full)], indirect=True)
+@pytest.mark.parametrize("kind", ["ext4", "xfs"], indirect=True)
 def test_recordings_go_on_from_what_power_cuts_left(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_replay, "GOES_ON", 1.0)
     monkeypatch.setattr(block_replay, "STATES_OF_ONE", 8)

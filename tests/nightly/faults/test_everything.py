@@ -80,7 +80,6 @@ def test_an_unknown_campaign_is_refused() -> None:
         chosen_keys("soak,lost")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_some_campaigns_from_end_to_end_after_one_that_cannot_run(tmp_path: Path) -> None:
     """Without a compiler one is skipped, and the others run."""

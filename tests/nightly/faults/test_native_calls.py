@@ -37,7 +37,6 @@ def test_each_kind_of_fault_has_a_control() -> None:
     assert {control.fault for control in CONTROLS} == set(FAULTS)
 
 
-@pytest.mark.slow
 def test_writers_with_a_flaw_are_found_out(tmp_path: Path) -> None:
     done = preloaded(tmp_path, "--controls", *MEMORY)
     assert done.returncode == 0, done.stdout

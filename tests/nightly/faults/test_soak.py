@@ -34,7 +34,6 @@ LEAKS = {
 }
 
 
-@pytest.mark.slow
 def test_a_training_that_leaks_is_found_out_by_each_of_its_leaks(tmp_path: Path) -> None:
     assert STEP in TRAINING
     leaks = "".join(f"                step % 3 or {leak}\n" for leak in LEAKS.values())

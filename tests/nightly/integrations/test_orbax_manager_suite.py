@@ -70,8 +70,6 @@ def test_reason_is_found_in_the_text_of_a_test(text: str, reason: str) -> None:
     assert reason_of(text) == reason
 
 
-@pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.timeout(2000)
 def test_tests_of_orbax_pass_as_many_as_before(run_python: Any) -> None:
     path = find_file(None)

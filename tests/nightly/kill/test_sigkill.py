@@ -9,7 +9,6 @@ import pytest
 from tests.nightly.kill.campaign import Life, campaign, check
 
 
-@pytest.mark.slow
 def test_after_sigkill_at_random_moments_a_fresh_process_goes_on_exactly(tmp_path: Path) -> None:
     lives = campaign(kills=2, seed=7, directory=tmp_path / "run")
     assert [life.resumed for life in lives] == sorted({life.resumed for life in lives})

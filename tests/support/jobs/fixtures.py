@@ -1,9 +1,8 @@
-"""Jobs that several tests use, one after the other, since to start one takes seconds; how often tests try things."""
+"""Jobs that several tests use, one after the other, since to start one takes seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import pytest
 
@@ -11,19 +10,6 @@ from tests.support.jobs.job import Job
 
 JobOf = Callable[[int, int], Job]
 MOST_JOBS = 4  # that wait at a time
-
-
-class Trials(Protocol):
-    """How often a test tries something."""
-
-    def __call__(self, short: int, full: int) -> int:
-        """`short`; with `--full`, `full`."""
-
-
-@pytest.fixture(scope="session")
-def trials(request: pytest.FixtureRequest) -> Trials:
-    """See Trials."""
-    return lambda short, full: full if request.config.getoption("full") else short
 
 
 _jobs: dict[tuple[int, int], Job] = {}  # the one that was asked for last is last

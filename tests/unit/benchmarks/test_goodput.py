@@ -258,13 +258,12 @@ def arguments(folder: Path, subject: str, number: int, most_updates: int | None 
     )
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_process_that_ends_in_another_way_is_no_figure(tmp_path: Path) -> None:
     with pytest.raises(AttemptFailedError, match="ours_nothing left with 1"):
         run_attempt(arguments(tmp_path, "ours_nothing", 0), None, 60.0)
 
 
-@pytest.mark.slow
 def test_the_command_measures_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     json_file, page = tmp_path / "out.json", tmp_path / "page"
     options = ["--quick", "--subjects", "ours_fixed", "--seconds", "4", "--mean-s", "18", "--every-s", "0.2"]
@@ -278,7 +277,7 @@ def test_the_command_measures_and_writes_everything(tmp_path: Path, capsys: pyte
     assert (page / "goodput.md").exists()
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("subject", [name for name, is_default in SUBJECTS.items() if is_default])
 def test_each_subject_goes_on_from_what_it_saved(tmp_path: Path, subject: str) -> None:
     losses = Losses()

@@ -176,7 +176,6 @@ def test_a_disk_that_cannot_be_slowed_is_told(tmp_path: Path) -> None:
     assert "left out: the slow disk: needs the right" in (tmp_path / "overhead-budget.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
 def test_blocks_with_and_without_saves_of_a_real_training(tmp_path: Path) -> None:
     given = {"size": dict(QUICK), "directory": str(tmp_path), "block_s": 0.7, "pairs": 1}
     answer = run_fresh("benchmarks.overhead_training:pairs_in_child", given)

@@ -177,7 +177,6 @@ def test_ours_is_measured_and_leaves_nothing_behind(measured: Measure, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_the_command_writes_all_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     json_file = tmp_path / "out.json"
     size = ["--layers", "1", "--width", "64", "--rounds", "1", "--saves", "1"]

@@ -31,7 +31,7 @@ def test_ratios_are_of_the_same_round() -> None:
     assert commands.rows == [("ls, 7 steps", "250\n125 .. 500")]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_command_measures_and_writes_everything(tmp_path: Path) -> None:
     file = tmp_path / "tools.json"

@@ -116,7 +116,6 @@ def train(directory: Path) -> None:
             ckpt(state)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "preempt"])
 def test_training_is_proven_to_resume_exactly(how: Any) -> None:
     jct.testing.assert_resume_exact(train, kill_at=5, how=how)

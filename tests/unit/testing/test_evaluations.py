@@ -142,7 +142,6 @@ def test_a_change_that_nothing_shows_is_named_where_other_resumes_are_exact(tmp_
     assert error.causes[0] == CHANGES
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "preempt"])
 def test_a_process_that_is_really_ended_resumes_right_before_the_evaluation(how: How, tmp_path: Path) -> None:
     proof = assert_resume_exact(functools.partial(counts, place="top"), kill_at=2, how=how)

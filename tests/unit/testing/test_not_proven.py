@@ -59,7 +59,6 @@ def test_a_run_that_crashes_once_it_has_resumed_is_told(tmp_path: Path) -> None:
     assert "ValueError: no such file: it was in /tmp" in text
 
 
-@pytest.mark.slow
 def test_a_run_that_hangs_is_ended_with_what_it_started_and_shown(tmp_path: Path) -> None:
     text = failure("hang", tmp_path, timeout_s=15)
     assert text.startswith("the interrupted run, process 1 did not end in 15 s (timeout_s); update 1 was the last one")
