@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.machine import ROOT
 from jaxckpt_train.distributed.coordinator import ManyProcesses
 from jaxckpt_train.distributed.jax_service import JaxKeyValues
-from jaxckpt_train.distributed.rendezvous import GivenValues
+from jaxckpt_train.distributed.rendezvous import Contributions
 
 SIZES = (16, 512, 32 << 10, 512 << 10, 4 << 20)
 LISTED = (("1,000 of 40 B", 1000, 40), ("10,000 of 40 B", 10_000, 40), ("100,000 of 40 B", 100_000, 40))
@@ -115,7 +115,7 @@ def gathered(processes: int, size: int) -> dict[str, float]:
         while values.get("gathered/given", 5.0) is None:
             pass
         given, wall = time.process_time(), time.perf_counter()
-        found = GivenValues(values, "gathered", processes)
+        found = Contributions(values, "gathered", processes)
         total = sum(map(len, found.of(found.look())))
         taken = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - started, "mib": total / (1 << 20)}
         taken["cpu_while_given_s"] = given - started
@@ -131,7 +131,7 @@ def give_all(address: str, processes: int, size: int) -> None:
     values = JaxKeyValues(client)
     for process in range(1, processes):
         digests = os.urandom(4 * size // 9)
-        GivenValues(values, "gathered", processes).give(process, digests + bytes(size - len(digests)))
+        Contributions(values, "gathered", processes).give(process, digests + bytes(size - len(digests)))
     values.set("gathered/given", b"")
     while values.get("gathered/end", 5.0) is None:
         pass

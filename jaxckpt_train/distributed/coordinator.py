@@ -1,7 +1,4 @@
-"""The Coordinator: what the processes of one job do together, each of them at the same places, in the same order.
-
-Ticks: at which calls of a loop the processes of a job talk to each other, about once a second.
-"""
+"""The coordinator: collective operations of the processes of a job, which all call in the same order."""
 
 from __future__ import annotations
 
@@ -14,20 +11,312 @@ import msgspec
 
 from jaxckpt_train.distributed.rendezvous import KeyValues, Rendezvous
 
-LEAST_S, PER_PROCESS_S = 1.0, 1e-3  # process 0 answers each of the others at each tick
-MOST_CALLS, PER_CALLS = 32, 10  # so many, or one for ten processes: a loop may become much slower from call to call
+LEAST_S, PER_PROCESS_S = 1.0, 1e-3  # process 0 answers each of the others at each poll
+MOST_CALLS, PER_CALLS = 32, 10  # limit of calls per poll, and calls per ten processes: a loop may slow down suddenly
 Moved = Callable[[], object]
 BARRIER_TIMEOUT_S = 300.0
 _LEFT = "left"
-MOST_ENDED = 64  # meetings whose keys stay until all are known to have left them
+MOST_ENDED = 64  # rendezvous whose keys are kept until all processes are known to have left them
+
+
+def no_result(values: Sequence[bytes]) -> bytes:
+    """Merge nothing: the exchange has no result."""
+    return b""
+
+
+def do_nothing() -> None:
+    """Do nothing: a callback for callers that need none."""
+
+
+class Coordinator(Protocol):
+    """Collective operations of the processes of one job. All processes call every method, in the same order.
+
+    Attributes:
+        process: number of this process, from 0.
+        processes: number of processes in the job.
+    """
+
+    process: int
+    processes: int
+
+    def within(self, name: str, timeout_s: float | None = None) -> Coordinator:
+        """Create a coordinator with a separate order of calls, for another thread; all processes do so in one order.
+
+        Args:
+            name: its purpose.
+            timeout_s: seconds without a sign of life after which a process counts as lost; None: as this one.
+        """
+
+    def end(self) -> None:
+        """Declare that this process no longer uses the coordinator."""
+
+    def leave(self) -> None:
+        """End, and make processes that wait for this one here, or in a coordinator below this one, raise an error.
+
+        Raises:
+            CheckpointError: the other processes cannot be notified.
+        """
+
+    def is_over(self) -> bool:
+        """Return whether the current operation has failed in another process; known some seconds later."""
+
+    def exchange(
+        self,
+        doing: str,
+        give: Callable[[], bytes],
+        merge: Callable[[Sequence[bytes]], bytes] = no_result,
+        moved: Moved | None = None,
+        on_progress: Callable[[], object] = do_nothing,
+    ) -> bytes:
+        """Collect a value from every process, let process 0 merge them, and return the result in all processes.
+
+        Args:
+            doing: what the processes do here, for messages, such as "writing step 5".
+            give: does the work of this process and returns its value.
+            merge: called in process 0 with all values, in the order of the processes.
+            moved: returns another value whenever `give` or `merge` has made progress; None: they are quick. A process
+                that is stopped, has died, or makes no progress for the time limit counts as lost.
+            on_progress: called whenever another process that is waited for has made progress.
+
+        Raises:
+            What `give` or `merge` raised, in the process that called it.
+            The same error in the others, with the process named; OtherProcessError if its class is not of this package.
+            CheckpointTimeoutError: a process did not arrive or made no progress in time; names it.
+        """
+
+    def broadcast(self, doing: str, say: Callable[[], bytes], moved: Moved | None = None) -> bytes:
+        """Return the value of `say` in process 0 in all processes. Process 0 rarely waits for the others.
+
+        Raises:
+            As `exchange`.
+        """
+
+    def barrier(self, doing: str) -> None:
+        """Wait until all processes have arrived.
+
+        Raises:
+            As `exchange`.
+        """
+
+
+class SingleProcess:
+    """The coordinator of a job of one process, whose collective operations are trivial."""
+
+    process = 0
+    processes = 1
+
+    def within(self, name: str, timeout_s: float | None = None) -> Coordinator:
+        """Return this coordinator."""
+        return self
+
+    def end(self) -> None:
+        """Do nothing: nothing is held."""
+
+    def leave(self) -> None:
+        """Do nothing: no other process waits."""
+
+    def is_over(self) -> bool:
+        """Return False: no other process can fail."""
+        return False
+
+    def exchange(
+        self,
+        doing: str,
+        give: Callable[[], bytes],
+        merge: Callable[[Sequence[bytes]], bytes] = no_result,
+        moved: Moved | None = None,
+        on_progress: Callable[[], object] = do_nothing,
+    ) -> bytes:
+        """Return the merged value of this process."""
+        return merge([give()])
+
+    def broadcast(self, doing: str, say: Callable[[], bytes], moved: Moved | None = None) -> bytes:
+        """Return what this process says."""
+        return say()
+
+    def barrier(self, doing: str) -> None:
+        """Return at once."""
+
+
+class ManyProcesses:
+    """The coordinator of a multi-process job.
+
+    Args:
+        values: the key-value store through which the processes communicate.
+        process: number of this process.
+        processes: number of processes in the job.
+        timeout_s: seconds without a sign of life after which a process counts as lost.
+        orders: shared by all coordinators of the job; None: this is the first one.
+        name: prefix of all its keys.
+        outer: names of the coordinators above this one, except for the first, which no process leaves.
+    """
+
+    def __init__(
+        self,
+        values: KeyValues,
+        process: int,
+        processes: int,
+        timeout_s: float = BARRIER_TIMEOUT_S,
+        nested: _NestedCoordinators | None = None,
+        name: str = "jaxckpt",
+        outer: Sequence[str] = (),
+    ) -> None:
+        self.process, self.processes = process, processes
+        self._values, self._timeout_s, self._name = values, timeout_s, name
+        self._ancestors = () if nested is None else (*outer, name)
+        self._nested = _NestedCoordinators(deletes_keys=process == 0) if nested is None else nested
+        self._rendezvous_count = 0  # number of rendezvous
+        self._broadcasts = 0  # number of broadcasts since the last exchange
+        self._ended: list[str] = []  # in process 0: folders of rendezvous whose keys still exist
+        self._rendezvous: Rendezvous | None = None
+
+    def within(self, name: str, timeout_s: float | None = None) -> Coordinator:
+        """Create a coordinator with a separate order of calls."""
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        own = self._nested.begin(f"{self._name}/{name}")
+        return ManyProcesses(self._values, self.process, self.processes, limit_s, self._nested, own, self._ancestors)
+
+    def end(self) -> None:
+        """Allow process 0 to delete the keys once no process uses the coordinator."""
+        self._nested.end(self._name)
+
+    def leave(self) -> None:
+        """End, and set the key that announces it to the others."""
+        self._values.set(f"{self._name}/{_LEFT}/{self.process}", b"1")
+        self.end()
+
+    def is_over(self) -> bool:
+        """Return whether the current rendezvous has failed elsewhere."""
+        return self._rendezvous is not None and self._rendezvous.is_over
+
+    def exchange(
+        self,
+        doing: str,
+        give: Callable[[], bytes],
+        merge: Callable[[Sequence[bytes]], bytes] = no_result,
+        moved: Moved | None = None,
+        on_progress: Callable[[], object] = do_nothing,
+    ) -> bytes:
+        """Meet the other processes in a rendezvous."""
+        self._broadcasts = 0
+        rendezvous = self._open_rendezvous(doing, moved, on_progress)
+        if self.process:
+            return rendezvous.join(lambda: self._nested.encoded() + give())
+
+        def act() -> bytes:
+            mine = give()
+            uses, others = self._nested.decoded(rendezvous.collect())
+            for folder in [*self._ended, *self._nested.ended_in_all(uses)]:  # a process that is here has left these
+                self._values.delete(folder)
+            self._ended = []
+            return merge([mine, *others])
+
+        return self._lead(rendezvous, act)
+
+    def broadcast(self, doing: str, say: Callable[[], bytes], moved: Moved | None = None) -> bytes:
+        """Publish a value of process 0 without waiting, or as an exchange once many keys have piled up."""
+        self._broadcasts += 1
+        if self._broadcasts >= MOST_ENDED:  # an exchange lets process 0 delete the keys
+            return self.exchange(doing, lambda: b"", lambda values: say(), moved)
+        rendezvous = self._open_rendezvous(doing, moved)
+        return rendezvous.receive() if self.process else self._lead(rendezvous, say)
+
+    def barrier(self, doing: str) -> None:
+        """Exchange nothing."""
+        self.exchange(doing, lambda: b"")
+
+    def _open_rendezvous(
+        self, doing: str, moved: Moved | None, on_progress: Callable[[], object] = do_nothing
+    ) -> Rendezvous:
+        self._rendezvous_count += 1
+        folder = f"{self._name}/{self._rendezvous_count}"
+        left = [f"{name}/{_LEFT}" for name in self._ancestors]
+        self._rendezvous = Rendezvous(
+            self._values, folder, self.process, self.processes, doing, self._timeout_s, moved, on_progress, left
+        )
+        return self._rendezvous
+
+    def _lead(self, rendezvous: Rendezvous, act: Callable[[], bytes]) -> bytes:
+        try:
+            return rendezvous.lead(act)
+        finally:
+            self._ended.append(rendezvous.folder)
+
+
+class _Uses(msgspec.Struct, array_like=True):
+    """The coordinators that a process uses.
+
+    Attributes:
+        begun: how many it has created so far.
+        open: numbers of those that it still uses.
+    """
+
+    begun: int
+    open: tuple[int, ...]
+
+
+class _NestedCoordinators:
+    """Numbers the nested coordinators of a job in the order in which all processes create them."""
+
+    def __init__(self, *, deletes_keys: bool) -> None:
+        self._deletes_keys = deletes_keys  # in process 0, which deletes their keys
+        self._begun = 0
+        self._of_name: dict[str, int] = {}  # number of coordinators by name
+        self._open: dict[str, int] = {}  # their numbers
+        self._undeleted: dict[int, str] = {}  # in process 0: those whose keys may exist
+        self._lock = threading.Lock()
+
+    def begin(self, name: str) -> str:
+        """Create a unique name for one more coordinator."""
+        with self._lock:
+            count = self._of_name[name] = self._of_name.get(name, 0) + 1
+            own, self._begun = f"{name}-{count}", self._begun + 1
+            self._open[own] = self._begun
+            if self._deletes_keys:
+                self._undeleted[self._begun] = own
+        return own
+
+    def end(self, own: str) -> None:
+        """Record that this process no longer uses a coordinator."""
+        with self._lock:
+            self._open.pop(own, None)
+
+    def encoded(self) -> bytes:
+        """Encode the coordinators in use, as a prefix of a contributed value."""
+        data = msgspec.msgpack.encode(self._uses())
+        return len(data).to_bytes(4, "big") + data
+
+    def _uses(self) -> _Uses:
+        with self._lock:
+            return _Uses(self._begun, tuple(self._open.values()))
+
+    def decoded(self, contributed: list[bytes]) -> tuple[list[_Uses], list[bytes]]:
+        """Split what the other processes contributed into their coordinators in use and their values (in place)."""
+        uses = []
+        for number, each in enumerate(contributed):
+            end = 4 + int.from_bytes(each[:4], "big")
+            uses.append(msgspec.msgpack.decode(each[4:end], type=_Uses))
+            contributed[number] = each[end:]
+        return uses, contributed
+
+    def ended_in_all(self, uses: Sequence[_Uses]) -> list[str]:
+        """Return the names of coordinators that no process uses any longer, each name once."""
+        everywhere = [*uses, self._uses()]
+        begun = min(each.begun for each in everywhere)
+        used = {number for each in everywhere for number in each.open}
+        with self._lock:
+            ended = [number for number in self._undeleted if number <= begun and number not in used]
+            return [self._undeleted.pop(number) for number in ended]
 
 
 class PollSchedule:
-    """Counts calls; every so manieth is a tick. Process 0 says at each tick how many calls later the next one is.
+    """Decides at which calls of a loop the processes of a job communicate: about once a second.
+
+    The schedule counts calls. At each poll, process 0 decides after how many calls the next poll is due.
 
     Args:
-        processes: how many there are.
-        monotonic: the time in seconds.
+        processes: number of processes in the job.
+        monotonic: returns the time in seconds.
     """
 
     def __init__(self, processes: int, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -38,305 +327,17 @@ class PollSchedule:
         self._at = monotonic()
 
     def is_due(self) -> bool:
-        """Count a call; whether it is a tick, after which `set_next` is called."""
+        """Count a call; return whether a poll is due, after which the caller calls `set_next`."""
         self._left -= 1
         return self._left <= 0
 
     def next(self) -> int:
-        """In process 0: in how many calls the next one should be. At most twice as many as since the last one."""
+        """In process 0: return the number of calls until the next poll, at most twice as many as until this one."""
         now = self._monotonic()
         per_call_s = max((now - self._at) / self._every, 1e-9)
         self._at = now
         return max(1, min(int(self._period_s / per_call_s), 2 * self._every, self._most))
 
     def set_next(self, calls: int) -> None:
-        """Take note of what process 0 has said."""
+        """Set the number of calls until the next poll, as process 0 has decided."""
         self._every = self._left = calls
-
-
-def always(values: Sequence[bytes]) -> bytes:
-    """For what nobody has anything to say of."""
-    return b""
-
-
-def nothing() -> None:
-    """For what nobody wants to be told."""
-
-
-class Coordinator(Protocol):
-    """What the processes of one job agree through. Every method is called by all of them, in the same order.
-
-    Attributes:
-        process: number of this process, from 0.
-        processes: how many there are.
-    """
-
-    process: int
-    processes: int
-
-    def within(self, name: str, timeout_s: float | None = None) -> Coordinator:
-        """A coordinator with an order of its own, for another thread. All processes ask for the same ones in turn.
-
-        Args:
-            name: what it is for.
-            timeout_s: seconds without a sign of life after which a process is not waited for; None: as this one.
-        """
-
-    def end(self) -> None:
-        """This process does not use it any more."""
-
-    def leave(self) -> None:
-        """As `end`; and whoever waits for this process in it, or within it, is told that it does not come.
-
-        Raises:
-            CheckpointError: they cannot be told.
-        """
-
-    def is_over(self) -> bool:
-        """Whether what goes on now has failed in another process; known some seconds later."""
-
-    def exchange(
-        self,
-        doing: str,
-        give: Callable[[], bytes],
-        merge: Callable[[Sequence[bytes]], bytes] = always,
-        moved: Moved | None = None,
-        heard: Callable[[], object] = nothing,
-    ) -> bytes:
-        """Have all processes give a value, and process 0 make one result of them, which all return.
-
-        Args:
-            doing: what all do here, for messages, such as "writing step 5".
-            give: what this process does, and has to say of it.
-            merge: called by process 0 with all values, in the order of the processes.
-            moved: gives another value whenever `give` or `merge` has got further; None: they are quick. A process is
-                not waited for any longer that is stopped, gone, or has not got any further for the time limit.
-            heard: called whenever another process that is waited for has got further.
-
-        Raises:
-            What `give` or `merge` raised, in the process that called it.
-            The same error, told by whom, in the others; OtherProcessError if it is none of this package.
-            CheckpointTimeoutError: a process did not come, or got no further, in time; names it.
-        """
-
-    def broadcast(self, doing: str, say: Callable[[], bytes], moved: Moved | None = None) -> bytes:
-        """What process 0 says; it does not wait for the others, but for once in a while.
-
-        Raises:
-            As `exchange`.
-        """
-
-    def barrier(self, doing: str) -> None:
-        """Wait until all processes are here.
-
-        Raises:
-            As `exchange`.
-        """
-
-
-class SingleProcess:
-    """The coordinator of a job of one process: it always agrees with itself."""
-
-    process = 0
-    processes = 1
-
-    def within(self, name: str, timeout_s: float | None = None) -> Coordinator:
-        """Itself."""
-        return self
-
-    def end(self) -> None:
-        """Nothing to let go of."""
-
-    def leave(self) -> None:
-        """Nobody to be told."""
-
-    def is_over(self) -> bool:
-        """There is no other."""
-        return False
-
-    def exchange(
-        self,
-        doing: str,
-        give: Callable[[], bytes],
-        merge: Callable[[Sequence[bytes]], bytes] = always,
-        moved: Moved | None = None,
-        heard: Callable[[], object] = nothing,
-    ) -> bytes:
-        """What is made of its own value."""
-        return merge([give()])
-
-    def broadcast(self, doing: str, say: Callable[[], bytes], moved: Moved | None = None) -> bytes:
-        """What it says itself."""
-        return say()
-
-    def barrier(self, doing: str) -> None:
-        """Nobody to wait for."""
-
-
-class ManyProcesses:
-    """The coordinator of a job of several processes.
-
-    Args:
-        values: through which they talk.
-        process: number of this one.
-        processes: how many there are.
-        timeout_s: seconds without a sign of life after which a process is not waited for any more.
-        orders: of the coordinator that this one is within; None: it is the first.
-        name: what all its keys begin with.
-        outer: the names of those that this one is within, but for the first, which nobody leaves.
-    """
-
-    def __init__(
-        self,
-        values: KeyValues,
-        process: int,
-        processes: int,
-        timeout_s: float = BARRIER_TIMEOUT_S,
-        orders: _Orders | None = None,
-        name: str = "jaxckpt",
-        outer: Sequence[str] = (),
-    ) -> None:
-        self.process, self.processes = process, processes
-        self._values, self._timeout_s, self._name = values, timeout_s, name
-        self._within = () if orders is None else (*outer, name)
-        self._orders = _Orders(keeps=process == 0) if orders is None else orders
-        self._met = 0  # how many times
-        self._told = 0  # how many times since the last exchange
-        self._ended: list[str] = []  # at process 0: folders of meetings whose keys are still there
-        self._rendezvous: Rendezvous | None = None
-
-    def within(self, name: str, timeout_s: float | None = None) -> Coordinator:
-        """One with an order of its own."""
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        own = self._orders.begin(f"{self._name}/{name}")
-        return ManyProcesses(self._values, self.process, self.processes, limit_s, self._orders, own, self._within)
-
-    def end(self) -> None:
-        """Its keys may go once no process uses it any more."""
-        self._orders.end(self._name)
-
-    def leave(self) -> None:
-        """As the protocol says."""
-        self._values.set(f"{self._name}/{_LEFT}/{self.process}", b"1")
-        self.end()
-
-    def is_over(self) -> bool:
-        """As the protocol says."""
-        return self._rendezvous is not None and self._rendezvous.is_over
-
-    def exchange(
-        self,
-        doing: str,
-        give: Callable[[], bytes],
-        merge: Callable[[Sequence[bytes]], bytes] = always,
-        moved: Moved | None = None,
-        heard: Callable[[], object] = nothing,
-    ) -> bytes:
-        """As the protocol says."""
-        self._told = 0
-        rendezvous = self._meet(doing, moved, heard)
-        if self.process:
-            return rendezvous.join(lambda: self._orders.encoded() + give())
-
-        def act() -> bytes:
-            mine = give()
-            uses, others = self._orders.decoded(rendezvous.collect())
-            for folder in [*self._ended, *self._orders.ended_in_all(uses)]:  # who is here has left these
-                self._values.delete(folder)
-            self._ended = []
-            return merge([mine, *others])
-
-        return self._held(rendezvous, act)
-
-    def broadcast(self, doing: str, say: Callable[[], bytes], moved: Moved | None = None) -> bytes:
-        """As the protocol says."""
-        self._told += 1
-        if self._told >= MOST_ENDED:  # else the keys of a job that only tells pile up
-            return self.exchange(doing, lambda: b"", lambda values: say(), moved)
-        rendezvous = self._meet(doing, moved)
-        return rendezvous.hear() if self.process else self._held(rendezvous, say)
-
-    def barrier(self, doing: str) -> None:
-        """As the protocol says."""
-        self.exchange(doing, lambda: b"")
-
-    def _meet(self, doing: str, moved: Moved | None, heard: Callable[[], object] = nothing) -> Rendezvous:
-        self._met += 1
-        folder = f"{self._name}/{self._met}"
-        left = [f"{name}/{_LEFT}" for name in self._within]
-        self._rendezvous = Rendezvous(
-            self._values, folder, self.process, self.processes, doing, self._timeout_s, moved, heard, left
-        )
-        return self._rendezvous
-
-    def _held(self, rendezvous: Rendezvous, act: Callable[[], bytes]) -> bytes:
-        try:
-            return rendezvous.lead(act)
-        finally:
-            self._ended.append(rendezvous.folder)
-
-
-class _Uses(msgspec.Struct, array_like=True):
-    """Which coordinators a process uses.
-
-    Attributes:
-        begun: how many it has asked for so far.
-        open: those of them that it still uses, by their number.
-    """
-
-    begun: int
-    open: tuple[int, ...]
-
-
-class _Orders:
-    """The coordinators within one, in the order in which all processes ask for them."""
-
-    def __init__(self, *, keeps: bool) -> None:
-        self._keeps = keeps  # whether this is process 0, which removes their keys
-        self._begun = 0
-        self._of_name: dict[str, int] = {}  # how many of each name
-        self._open: dict[str, int] = {}  # their numbers
-        self._there: dict[int, str] = {}  # at process 0: those whose keys may be there
-        self._lock = threading.Lock()
-
-    def begin(self, name: str) -> str:
-        """A name of its own for one more."""
-        with self._lock:
-            count = self._of_name[name] = self._of_name.get(name, 0) + 1
-            own, self._begun = f"{name}-{count}", self._begun + 1
-            self._open[own] = self._begun
-            if self._keeps:
-                self._there[self._begun] = own
-        return own
-
-    def end(self, own: str) -> None:
-        """It is not used here any more."""
-        with self._lock:
-            self._open.pop(own, None)
-
-    def encoded(self) -> bytes:
-        """What process 0 is told of them, before any value."""
-        data = msgspec.msgpack.encode(self._uses())
-        return len(data).to_bytes(4, "big") + data
-
-    def _uses(self) -> _Uses:
-        with self._lock:
-            return _Uses(self._begun, tuple(self._open.values()))
-
-    def decoded(self, told: list[bytes]) -> tuple[list[_Uses], list[bytes]]:
-        """What the others have told, and their values, which take the places of what they have told."""
-        uses = []
-        for number, each in enumerate(told):
-            end = 4 + int.from_bytes(each[:4], "big")
-            uses.append(msgspec.msgpack.decode(each[4:end], type=_Uses))
-            told[number] = each[end:]
-        return uses, told
-
-    def ended_in_all(self, uses: Sequence[_Uses]) -> list[str]:
-        """The names of those that no process uses any more, each once."""
-        everywhere = [*uses, self._uses()]
-        begun = min(each.begun for each in everywhere)
-        used = {number for each in everywhere for number in each.open}
-        with self._lock:
-            ended = [number for number in self._there if number <= begun and number not in used]
-            return [self._there.pop(number) for number in ended]

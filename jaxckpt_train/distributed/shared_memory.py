@@ -1,10 +1,6 @@
-"""Neighbours: whether all processes of a job run on one machine, and memory there in which they see each other.
+"""Shared memory of the processes of a job that run on one machine, and messages about how far each process is.
 
-Near memory: what each process of a machine gives in memory that the others see, and how far each is with it.
-
-Mailboxes: short messages from process to process of one machine, through pipes that are found under /proc.
-
-Shared memory: what one process has read, where other processes of its machine may look at it.
+Memory is a Linux memfd, messages go through pipes; other processes find both under /proc.
 """
 
 from __future__ import annotations
@@ -31,8 +27,8 @@ from jaxckpt_train.store.segment import ALIGNMENT
 NAME = "jaxckpt"
 TOKEN_BYTES = 16
 MESSAGE_BYTES = 32
-"""Of each message. It comes whole: the system puts up to PIPE_BUF bytes, never less than 512, into a pipe at once."""
-_STATE = struct.Struct("<IQQ")  # number of a process, how much it has given, and taken
+"""Size of a message. It arrives whole: a pipe takes up to PIPE_BUF bytes (at least 512) in one piece."""
+_STATE = struct.Struct("<IQQ")  # number of a process, how many windows it has given and taken
 SLICE_S = 0.5
 _FAR = b""
 _BLIND = b"!"
@@ -46,20 +42,20 @@ class _MemoryAddress(msgspec.Struct, array_like=True):
 
 
 class SharedMemory:
-    """Anonymous memory (Linux's memfd). It is nowhere in a file system, and goes when the last process lets go of it.
+    """Anonymous memory (a Linux memfd). It has no name in a file system, and ends with the last process that maps it.
 
-    Who may open another process's descriptors under /proc, as processes of one user may, can look at it, but neither
-    change its size nor, as it is given out here, what is in it.
+    A process that may open this process's descriptors under /proc (as processes of the same user may) can read the
+    memory, but can change neither its size nor, through the mapping that `open_memory` makes, its content.
 
     Args:
         size: bytes.
 
     Attributes:
         data: flat uint8, writable, at a page boundary.
-        address: by which others find it, as long as it is not hidden.
+        address: by which others find it, until it is hidden.
 
     Raises:
-        OSError: this system has no such memory, or gives none.
+        OSError: the system has no such memory, or provides none.
     """
 
     _descriptor = -1
@@ -73,20 +69,20 @@ class SharedMemory:
         self.address = msgspec.msgpack.encode(_MemoryAddress(os.getpid(), self._descriptor, size, token))
 
     def hide(self) -> None:
-        """Nobody finds it any more; who has, keeps it."""
+        """Make it impossible to find; processes that have mapped it keep it."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
-    __del__ = hide  # an error or an interrupt may lose it on its way to who made it
+    __del__ = hide  # an error or an interrupt may drop the object before its maker has it
 
-    def let_go(self) -> None:
-        """This process has it no more, unless somebody uses `data` still; who has found it keeps it."""
+    def release(self) -> None:
+        """Drop this process's mapping, unless `data` is still in use elsewhere; other processes keep theirs."""
         self.data = np.empty(0, np.uint8)
 
 
 def _sealed_memory(size: int) -> int:
-    """A descriptor of memory whose size stays."""
+    """Create memory whose size is fixed, and return its descriptor."""
     if sys.platform == "linux" and hasattr(os, "memfd_create"):
         descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -96,26 +92,26 @@ def _sealed_memory(size: int) -> int:
             os.close(descriptor)
             raise
         return descriptor
-    raise OSError(errno.ENOSYS, "no memory that others can look at on this system")
+    raise OSError(errno.ENOSYS, "this system has no memory that other processes can map (memfd)")
 
 
-def seen(address: bytes) -> np.ndarray:
-    """The memory of another process: flat uint8, not writable.
+def open_memory(address: bytes) -> np.ndarray:
+    """Map the memory of another process: flat uint8, not writable.
 
     Raises:
-        OSError: it cannot be seen from here, as from another container.
+        OSError: it cannot be reached from here, for example from another container.
     """
     there = msgspec.msgpack.decode(address, type=_MemoryAddress)
     path = descriptor_path(there.pid, there.descriptor, f"/memfd:{NAME}")
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if os.fstat(descriptor).st_size != ALIGNMENT + there.size:
-            raise OSError(errno.ENOENT, "other memory than was told", path)
+            raise OSError(errno.ENOENT, "found other memory than was announced", path)
         area = mmap.mmap(descriptor, ALIGNMENT + there.size, prot=mmap.PROT_READ)
     finally:
         os.close(descriptor)
     if area[:TOKEN_BYTES] != there.token:
-        raise OSError(errno.ENOENT, "other memory than was told", path)
+        raise OSError(errno.ENOENT, "found other memory than was announced", path)
     return np.frombuffer(area, np.uint8, there.size, ALIGNMENT)
 
 
@@ -126,27 +122,27 @@ class _PipeAddress(msgspec.Struct, array_like=True):
 
 
 class Mailbox:
-    """Where one process hears from others. What they did before they sent is to be seen once the message has come.
+    """Receives messages from other processes. What a process did before it sent a message is visible on receipt.
 
     Attributes:
         address: by which others find it.
 
     Raises:
-        OSError: this system has no such pipes, or gives none.
+        OSError: the system has no such pipes, or provides none.
     """
 
     _pipe: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         if not hasattr(os, "pipe2"):
-            raise OSError(errno.ENOSYS, "no pipes that others find on this system")
+            raise OSError(errno.ENOSYS, "this system has no pipes that other processes can open (pipe2)")
         self._pipe = self._reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._ready = select.poll()
         self._ready.register(self._reading, select.POLLIN)
         self.address = msgspec.msgpack.encode(_PipeAddress(os.getpid(), writing, os.fstat(writing).st_ino))
 
-    def hear(self, timeout_s: float) -> list[bytes]:
-        """The messages that have come, in their order; waits for the first one, for so many seconds at most."""
+    def receive(self, timeout_s: float) -> list[bytes]:
+        """Return the messages that have arrived, in order; wait at most `timeout_s` seconds for the first one."""
         if not self._ready.poll(timeout_s * 1000):
             return []
         with contextlib.suppress(BlockingIOError):
@@ -155,155 +151,155 @@ class Mailbox:
         return []
 
     def close(self) -> None:
-        """Nobody is heard any more."""
+        """Stop receiving."""
         pipe, self._pipe = self._pipe, ()
         for each in pipe:
             os.close(each)
 
-    __del__ = close  # an interrupt may lose it on its way to who made it
+    __del__ = close  # an interrupt may drop the object before its maker has it
 
 
 class Channel:
-    """To the mailbox of another process.
+    """Sends messages to the mailbox of another process.
 
     Args:
         address: of the mailbox.
 
     Raises:
-        OSError: it cannot be found from here, as from another container.
+        OSError: it cannot be reached from here, for example from another container.
     """
 
     _descriptor: int | None = None
 
     def __init__(self, address: bytes) -> None:
-        self._lock = threading.Lock()  # a descriptor that was closed may be another file's the next moment
+        self._lock = threading.Lock()  # the number of a closed descriptor may belong to another file a moment later
         there = msgspec.msgpack.decode(address, type=_PipeAddress)
         path = descriptor_path(there.pid, there.descriptor, f"pipe:[{there.inode}]")
-        # Also for reading, though nothing is read: a pipe that nobody can read ends who does not ignore SIGPIPE.
+        # Opened for reading too, although nothing is read: writing to a pipe without readers raises SIGPIPE.
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
 
     def send(self, message: bytes) -> None:
-        """Send what is no longer than a message, from any thread; to nobody if the mailbox, or this, is closed.
+        """Send at most one message, from any thread; it is dropped if the mailbox or this channel is closed.
 
         Raises:
-            BlockingIOError: there is no room: many messages lie there already.
+            BlockingIOError: the pipe is full of unread messages.
         """
         with self._lock:
             if self._descriptor is not None:
                 os.write(self._descriptor, message.ljust(MESSAGE_BYTES, b"\0"))
 
     def close(self) -> None:
-        """Send no more."""
+        """Stop sending."""
         with self._lock:
             descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
 
     def __del__(self) -> None:
-        if self._descriptor is not None:  # else an interrupt may have come before there was a lock
+        if self._descriptor is not None:  # otherwise an interrupt may have come before the lock was made
             self.close()
 
 
 class ColocatedMemory:
-    """Memory of all processes of a job, and how far each is with what it does there.
+    """Memory of all processes of a job, which they can read, and how far each of them is with giving and taking.
 
     Args:
         size: bytes of each.
 
     Attributes:
-        address: by which others find what is of this process, as long as it is not hidden.
-        process: number of this one, once it has joined.
-        data: of each process in order: flat uint8; this one may write into its own. Empty before it has joined.
+        address: by which others find the memory of this process, until it is hidden.
+        process: number of this process, once it has joined.
+        data: of each process in order: flat uint8; this process may write into its own. Empty before it has joined.
 
     Raises:
-        OSError: this system has no such memory, or gives none.
+        OSError: the system has no such memory, or provides none.
     """
 
     def __init__(self, size: int) -> None:
         self._own, self._open = SharedMemory(size), contextlib.ExitStack()
-        self._open.callback(self._own.let_go)
+        self._open.callback(self._own.release)
         self._mailbox = Mailbox()
         self._open.callback(self._mailbox.close)
-        self._bell = Channel(self._mailbox.address)
-        self._open.callback(self._bell.close)
+        self._wake_channel = Channel(self._mailbox.address)
+        self._open.callback(self._wake_channel.close)
         self.address = msgspec.msgpack.encode([self._own.address, self._mailbox.address])
         self.process, self.data = 0, list[np.ndarray]()
-        self._letters, self._owed = dict[int, Channel](), set[int]()
+        self._channels, self._behind = dict[int, Channel](), set[int]()
         self._given, self._taken = list[int](), list[int]()
 
     def join(self, addresses: Sequence[bytes], process: int) -> None:
-        """Look at the memory of all.
+        """Map the memory of all processes.
 
         Args:
             addresses: of each process in order.
             process: number of this one.
 
         Raises:
-            OSError: some is not to be seen from here.
+            OSError: one cannot be reached from here.
         """
         self.process, self._given, self._taken = process, [0] * len(addresses), [0] * len(addresses)
         for number, address in enumerate(addresses):
             memory, mailbox = msgspec.msgpack.decode(address, type=list[bytes])
-            self.data.append(self._own.data if number == process else seen(memory))
+            self.data.append(self._own.data if number == process else open_memory(memory))
             if number != process:
-                self._letters[number] = Channel(mailbox)
-                self._open.callback(self._letters[number].close)
+                self._channels[number] = Channel(mailbox)
+                self._open.callback(self._channels[number].close)
 
     def hide(self) -> None:
-        """Nobody finds it any more; who has, keeps it."""
+        """Make it impossible to find; processes that have joined keep it."""
         self._own.hide()
 
     def close(self) -> None:
-        """Let go of the memory, and hear and tell nothing more; a second time does nothing."""
+        """Release the memory and the pipes; a second call does nothing."""
         self.data.clear()
         self._open.close()
 
-    def tell(self, given: int, taken: int) -> None:
-        """Say how much this process has given, and how much it has taken of each; both only grow."""
+    def announce(self, given: int, taken: int) -> None:
+        """Announce how much this process has given, and how much it has taken of each; both only grow."""
         self._given[self.process], self._taken[self.process] = given, taken
-        self._owed.update(self._letters)
-        self._tell_owed()
+        self._behind.update(self._channels)
+        self._notify_behind()
 
-    def owes(self) -> bool:
-        """Whether somebody could not be told yet of what it has not taken; `wait` tells it as soon as it has room."""
-        return any(self._taken[process] < self._given[self.process] for process in self._owed)
+    def has_unnotified(self) -> bool:
+        """Return whether a process that could not be notified lacks what it has not taken; `wait` tries again."""
+        return any(self._taken[process] < self._given[self.process] for process in self._behind)
 
-    def _tell_owed(self) -> None:
+    def _notify_behind(self) -> None:
         state = _STATE.pack(self.process, self._given[self.process], self._taken[self.process])
-        for process in list(self._owed):
+        for process in list(self._behind):
             with contextlib.suppress(BlockingIOError):
-                self._letters[process].send(state)
-                self._owed.discard(process)
+                self._channels[process].send(state)
+                self._behind.discard(process)
 
     def has_given(self, process: int) -> int:
-        """How much it has given, as far as it was heard of."""
+        """Return how much a process has given, according to its latest message."""
         return self._given[process]
 
     def all_have_taken(self) -> int:
-        """How much all have taken at least."""
+        """Return how much every process has taken at least."""
         return min(self._taken)
 
     def wake(self) -> None:
-        """End a wait of this process, or the next one; from any thread."""
-        with contextlib.suppress(BlockingIOError):  # enough to wake it lies there
-            self._bell.send(b"")
+        """End the current or the next wait of this process; from any thread."""
+        with contextlib.suppress(BlockingIOError):  # the pipe holds enough messages to wake it
+            self._wake_channel.send(b"")
 
     def wait(self) -> None:
-        """Until something was told or this process is woken; for half a second at most."""
-        self._tell_owed()
-        for message in self._mailbox.hear(SLICE_S):
+        """Wait for a message or `wake`; for half a second at most."""
+        self._notify_behind()
+        for message in self._mailbox.receive(SLICE_S):
             if message.strip(b"\0"):
                 process, given, taken = _STATE.unpack_from(message)
                 self._given[process], self._taken[process] = given, taken
 
 
 class ColocatedProcesses(NamedTuple):
-    """What the processes of a job are to each other.
+    """How the processes of a job are placed.
 
     Attributes:
-        are_near: whether all run on one machine.
-        memory: in which they see each other. None: not all see that of all others, as from containers that are shut off
-            from each other.
+        are_colocated: whether all of them run on one machine.
+        memory: which all of them can read. None: a process cannot read that of another, for example because they run in
+            separate containers.
     """
 
     are_colocated: bool
@@ -315,8 +311,8 @@ class _Here(msgspec.Struct, array_like=True):
     address: bytes
 
 
-def neighbours(order: Coordinator, size: int) -> ColocatedProcesses:
-    """What they are; all of them ask, each for memory of `size` bytes of its own. Whoever gets some closes it.
+def find_colocated_processes(order: Coordinator, size: int) -> ColocatedProcesses:
+    """Find out how the processes are placed. All of them call this, each for `size` bytes; the caller closes them.
 
     Raises:
         As `Coordinator.exchange`.
@@ -330,11 +326,11 @@ def neighbours(order: Coordinator, size: int) -> ColocatedProcesses:
             if own is not None:
                 hidden.callback(own.hide)
             here = _Here(machine_id(), b"" if own is None else own.address)
-            doing = "asking on which machines the processes of this job are"
-            told = order.exchange(doing, lambda: msgspec.msgpack.encode(here), _on_one_machine)
-            if told == _FAR:
+            doing = "comparing the machines of the processes of this job"
+            results = order.exchange(doing, lambda: msgspec.msgpack.encode(here), _on_one_machine)
+            if results == _FAR:
                 return ColocatedProcesses(False, None)
-            addresses = msgspec.msgpack.decode(told, type=list[bytes])
+            addresses = msgspec.msgpack.decode(results, type=list[bytes])
             if own is None or not all(addresses):
                 return ColocatedProcesses(True, None)
 
@@ -345,14 +341,14 @@ def neighbours(order: Coordinator, size: int) -> ColocatedProcesses:
                     return _BLIND
                 return b""
 
-            if order.exchange("looking at the memory of the processes of this job", look, b"".join):
+            if order.exchange("mapping the memory of the processes of this job", look, b"".join):
                 return ColocatedProcesses(True, None)
         unless_joined.pop_all()
         return ColocatedProcesses(True, own)
 
 
-def _on_one_machine(told: Sequence[bytes]) -> bytes:
-    found = [msgspec.msgpack.decode(each, type=_Here) for each in told]
+def _on_one_machine(results: Sequence[bytes]) -> bytes:
+    found = [msgspec.msgpack.decode(each, type=_Here) for each in results]
     if not found[0].machine or len({each.machine for each in found}) > 1:
         return _FAR
     return msgspec.msgpack.encode([each.address for each in found])

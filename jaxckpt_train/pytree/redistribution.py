@@ -386,7 +386,7 @@ class SharedMemoryWindows:
             CorruptCheckpointError, StorageError, CheckpointTimeoutError: of the own stream, as `iter_boxes`.
         """
         with contextlib.closing(FeedAhead(feed, threads, self._memory.wake)) as ahead:
-            while self._taken < self._windows or self._memory.owes():
+            while self._taken < self._windows or self._memory.has_unnotified():
                 while self._begun < min(self._windows, self._memory.all_have_taken() + self._places):
                     ahead.order(self._place(self._memory.process, self._begun), *self._span(self._begun))
                     self._begun += 1
@@ -404,7 +404,7 @@ class SharedMemoryWindows:
     def _have_given(self, windows: int) -> None:
         if windows:
             self._given += windows
-            self._memory.tell(self._given, self._taken)
+            self._memory.announce(self._given, self._taken)
 
     def _next(self) -> int | None:
         """Whose window can be taken next."""
@@ -418,7 +418,7 @@ class SharedMemoryWindows:
 
     def _have_taken(self) -> None:
         self._taken, self._left = self._taken + 1, set(range(len(self._streams)))
-        self._memory.tell(self._given, self._taken)
+        self._memory.announce(self._given, self._taken)
 
     def _span(self, number: int) -> tuple[int, int]:
         """From where to where a window goes in each stream."""

@@ -20,8 +20,8 @@ import jax
 import msgspec
 import numpy as np
 
-from jaxckpt_train.distributed.coordinator import Coordinator, always
-from jaxckpt_train.distributed.shared_memory import ColocatedMemory, ColocatedProcesses, neighbours
+from jaxckpt_train.distributed.coordinator import Coordinator, no_result
+from jaxckpt_train.distributed.shared_memory import ColocatedMemory, ColocatedProcesses, find_colocated_processes
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, OtherProcessError
 from jaxckpt_train.pytree.placing import spans_processes
 from jaxckpt_train.pytree.read_assignment import (
@@ -117,7 +117,7 @@ class JobAgreement(Protocol):
     """Does something in all processes of the job, as `Coordinator.exchange`."""
 
     def __call__(
-        self, doing: str, act: Callable[[], bytes | None], merge: Callable[[Sequence[bytes]], bytes] = always
+        self, doing: str, act: Callable[[], bytes | None], merge: Callable[[Sequence[bytes]], bytes] = no_result
     ) -> bytes:
         """What `merge` makes of it in process 0."""
 
@@ -386,7 +386,7 @@ class JointRead:
             raise CheckpointError(f"{self._subject}: stopped, as another process failed")
 
     def _together(
-        self, doing: str, act: Callable[[], bytes | None], merge: Callable[[Sequence[bytes]], bytes] = always
+        self, doing: str, act: Callable[[], bytes | None], merge: Callable[[Sequence[bytes]], bytes] = no_result
     ) -> bytes:
         """Do something in all processes; what fails in one of them fails in all."""
         return self._job.exchange(doing, _Once(act), merge, lambda: (self._bytes, self._signs))
@@ -452,7 +452,7 @@ class JobLoads:
         if self._job is not None and self._order is None and any(map(spans_processes, shardings)):
             self._order = self._job.within("load", self._settings.barrier_timeout_s)
 
-    def neighbours(self, block_bytes: int) -> ColocatedProcesses:
+    def find_colocated_processes(self, block_bytes: int) -> ColocatedProcesses:
         """Whether all processes run on one machine, and see each other's memory there; each time it is other memory.
 
         Args:
@@ -460,7 +460,7 @@ class JobLoads:
         """
         settings = self._settings
         size = memory_bytes(settings.read_budget_bytes, settings.known_io_threads, block_bytes)
-        return neighbours(self.order, size)
+        return find_colocated_processes(self.order, size)
 
     @property
     def order(self) -> Coordinator:
@@ -529,7 +529,7 @@ def read_together(
     is_worth_it = repeated >= WORTH_BYTES and repeated * NOTICEABLE >= stored
     if not found or not (read_once is True or is_worth_it):
         return ReadTogether([], [], None)
-    are_colocated, memory = loads.neighbours(block_bytes)
+    are_colocated, memory = loads.find_colocated_processes(block_bytes)
     if are_colocated and memory is None and read_once == "auto":
         return ReadTogether([], [each.number for each in found], None)
     return ReadTogether(found, [], memory)

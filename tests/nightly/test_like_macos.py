@@ -30,7 +30,7 @@ import os, sys
 from tests.support import like_macos
 import jax.numpy as jnp
 import jaxckpt_train as jct
-from jaxckpt_train.distributed.shared_memory import NearMemory
+from jaxckpt_train.distributed.shared_memory import ColocatedMemory
 
 root, plain = sys.argv[1], []
 fsync = os.fsync
@@ -46,7 +46,7 @@ with jct.CheckpointCallback(root + "/run", save_interval_steps=2) as ckpt:
 with jct.StepManager(root + "/run") as manager:
     assert manager.latest == 5 and manager.restore()["state"]["w"].tolist() == [5, 5, 5]
 try:
-    NearMemory(4096)
+    ColocatedMemory(4096)
 except OSError:
     pass
 else:

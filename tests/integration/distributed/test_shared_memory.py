@@ -38,7 +38,7 @@ def refuse(done: int) -> None:
 
 
 def interrupt(done: int) -> None:
-    if done == 0 and any(frame.name == "read" and "near_windows" in frame.filename for frame in extract_stack()):
+    if done == 0 and any(frame.name == "read" and "redistribution" in frame.filename for frame in extract_stack()):
         raise KeyboardInterrupt
 
 

@@ -27,7 +27,7 @@ def trial_of(victim: int) -> Trial:
 
 
 def test_a_process_that_is_late_or_names_another_is_found_out() -> None:
-    named = {"value": {"at": 105.0, "error": "CheckpointTimeoutError: ...: process 2 of 4 did not come for 6 s"}}
+    named = {"value": {"at": 105.0, "error": "CheckpointTimeoutError: ...: process 2 of 4 did not arrive for 6 s"}}
     check(trial_of(2), 0, named, 100.0, GRACE_S)
     with pytest.raises(AssertionError, match="process 1"):
         check(trial_of(1), 0, named, 100.0, GRACE_S)

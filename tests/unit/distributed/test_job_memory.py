@@ -16,7 +16,13 @@ import pytest
 
 from jaxckpt_train.distributed import shared_memory as near_memory
 from jaxckpt_train.distributed.coordinator import SingleProcess
-from jaxckpt_train.distributed.shared_memory import Channel, ColocatedMemory, Mailbox, SharedMemory, neighbours
+from jaxckpt_train.distributed.shared_memory import (
+    Channel,
+    ColocatedMemory,
+    Mailbox,
+    SharedMemory,
+    find_colocated_processes,
+)
 from tests.support.interrupts import interrupt_at
 from tests.support.open_memory import left_open
 
@@ -47,13 +53,13 @@ def take_turns(memory: ColocatedMemory) -> None:
         while memory.all_have_taken() < turn:
             memory.wait()
         memory.data[memory.process][:] = (turn * 3 + memory.process) % 256
-        memory.tell(turn + 1, turn)
+        memory.announce(turn + 1, turn)
         for process, data in enumerate(memory.data):
             while memory.has_given(process) <= turn:
                 memory.wait()
             assert memory.has_given(process) == turn + 1
             assert np.all(data == (turn * 3 + process) % 256), (turn, process)
-        memory.tell(turn + 1, turn + 1)
+        memory.announce(turn + 1, turn + 1)
 
 
 def joined(count: int) -> list[ColocatedMemory]:
@@ -116,18 +122,18 @@ def tell(process: subprocess.Popen[str], line: str) -> None:
 
 def test_what_was_told_is_of_who_told_it(three: list[ColocatedMemory]) -> None:
     first, second, third = three
-    second.tell(5, 2)
+    second.announce(5, 2)
     assert [first.has_given(number) for number in range(3)] == [0, 0, 0]  # not heard yet
     first.wait()
     assert [first.has_given(number) for number in range(3)] == [0, 5, 0]
     assert first.all_have_taken() == 0
-    third.tell(1 << 40, 3)
-    first.tell(7, 4)
+    third.announce(1 << 40, 3)
+    first.announce(7, 4)
     first.wait()
     assert [first.has_given(number) for number in range(3)] == [7, 5, 1 << 40]
     assert first.all_have_taken() == 2
-    second.tell(6, 8)
-    second.tell(9, 9)
+    second.announce(6, 8)
+    second.announce(9, 9)
     first.wait()
     assert first.has_given(1) == 9
     assert first.all_have_taken() == 3
@@ -143,7 +149,7 @@ def test_a_wait_ends_when_it_is_woken(three: list[ColocatedMemory], monkeypatch:
     thread.start()
     three[1].wait()
     thread.join()
-    three[0].tell(3, 0)
+    three[0].announce(3, 0)
     for _ in range(5000):  # more than there is room for
         three[1].wake()
     monkeypatch.setattr(near_memory, "SLICE_S", 0)
@@ -159,7 +165,7 @@ def test_a_wait_ends_when_it_is_woken(three: list[ColocatedMemory], monkeypatch:
 
 def test_to_wake_one_that_is_closed_does_nothing(tmp_path: Path) -> None:
     (memory,) = joined(1)
-    bell = memory._bell._descriptor
+    bell = memory._wake_channel._descriptor
     assert bell is not None
     memory.close()
     with open(tmp_path / "file", "wb") as file:
@@ -172,7 +178,7 @@ def test_to_wake_one_that_is_closed_does_nothing(tmp_path: Path) -> None:
 def test_who_is_closed_is_told_nothing_and_the_others_go_on(three: list[ColocatedMemory]) -> None:
     gone = three.pop()
     gone.close()
-    three[0].tell(1, 1)
+    three[0].announce(1, 1)
     three[1].wait()
     assert three[1].has_given(0) == 1
 
@@ -210,20 +216,20 @@ def test_nothing_is_left_of_those_that_are_closed() -> None:
 def test_who_has_no_room_for_what_it_is_told_hears_the_last_of_it_later() -> None:
     one, other = memories = joined(2)
     for given in range(5000):
-        one.tell(given, 0)
-    assert one.owes()
+        one.announce(given, 0)
+    assert one.has_unnotified()
     while other.has_given(0) < 4999:
         one.wake()
         one.wait()
         other.wait()
-    assert not one.owes()
+    assert not one.has_unnotified()
     for memory in memories:
         memory.close()
 
 
 def test_nothing_of_it_stays_after_an_interrupt_at_any_moment() -> None:
     makers = [
-        neighbours,
+        find_colocated_processes,
         ColocatedMemory.__init__,
         ColocatedMemory.close,
         Channel.__init__,
@@ -235,7 +241,7 @@ def test_nothing_of_it_stays_after_an_interrupt_at_any_moment() -> None:
         number, was_interrupted = number + 1, False
         try:
             with interrupt_at(number, *makers):
-                memory = neighbours(SingleProcess(), 4096).memory
+                memory = find_colocated_processes(SingleProcess(), 4096).memory
                 assert memory is not None
                 memory.close()
         except KeyboardInterrupt:

@@ -26,8 +26,8 @@ pytestmark = [
 
 SEND = """
 import sys
-from jaxckpt_train.distributed.shared_memory import MESSAGE_BYTES, Letters
-letters, sender, count = Letters(bytes.fromhex(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
+from jaxckpt_train.distributed.shared_memory import MESSAGE_BYTES, Channel
+letters, sender, count = Channel(bytes.fromhex(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
 for number in range(count):
     message = bytes([sender]) + number.to_bytes(4, "big") + bytes([number % 251 + 1]) * (MESSAGE_BYTES - 5)
     while True:
@@ -84,25 +84,25 @@ def test_messages_of_several_processes_come_whole_and_in_the_order_of_each(run_p
             pool.submit(run_python, SEND, mailbox.address.hex(), str(n), str(count), check=True) for n in range(senders)
         ]
         while sum(next_of) < senders * count:
-            for message in mailbox.hear(60):
+            for message in mailbox.receive(60):
                 sender, number = message[0], int.from_bytes(message[1:5], "big")
                 assert number == next_of[sender]
                 assert message[5:] == bytes([number % 251 + 1]) * (MESSAGE_BYTES - 5)
                 next_of[sender] += 1
         for done in each:
             done.result()
-        assert mailbox.hear(0) == []
+        assert mailbox.receive(0) == []
 
 
 def test_who_hears_nothing_waits_as_long_as_asked() -> None:
     mailbox = Mailbox()
     for timeout_s in (0, 0.2):
         began = time.monotonic()
-        assert mailbox.hear(timeout_s) == []
+        assert mailbox.receive(timeout_s) == []
         assert timeout_s - 0.01 <= time.monotonic() - began < 30
     Channel(mailbox.address).send(b"here")
     began = time.monotonic()
-    assert mailbox.hear(90) == [b"here".ljust(MESSAGE_BYTES, b"\0")]
+    assert mailbox.receive(90) == [b"here".ljust(MESSAGE_BYTES, b"\0")]
     assert time.monotonic() - began < 30
     mailbox.close()
 
@@ -129,7 +129,7 @@ def test_other_files_are_not_taken_for_it(tmp_path: Path) -> None:
         process.communicate()
     os.close(writing)
     assert (tmp_path / "file").read_bytes() == b""
-    assert mailbox.hear(0) == other.hear(0) == []
+    assert mailbox.receive(0) == other.receive(0) == []
     assert descriptors() == before
     mailbox.close()
     other.close()
@@ -155,10 +155,10 @@ def test_a_full_mailbox_refuses_more_and_loses_nothing() -> None:
         while sent < 1 << 20:
             letters.send(sent.to_bytes(MESSAGE_BYTES, "big"))
             sent += 1
-    heard = [message for _ in range(1 + sent // 1024) for message in mailbox.hear(0)]
+    heard = [message for _ in range(1 + sent // 1024) for message in mailbox.receive(0)]
     assert heard == [number.to_bytes(MESSAGE_BYTES, "big") for number in range(sent)]
     letters.send(b"again")
-    assert len(mailbox.hear(0)) == 1
+    assert len(mailbox.receive(0)) == 1
     letters.close()
     mailbox.close()
 
@@ -179,7 +179,7 @@ def test_after_its_close_nothing_is_written_to_a_file_that_has_its_number(tmp_pa
             ends.set()
             thread.join()
             os.close(number)
-            while mailbox.hear(0):
+            while mailbox.receive(0):
                 pass
     letters.close()
     mailbox.close()
@@ -207,10 +207,10 @@ def test_all_descriptors_are_closed() -> None:
 
 SEND_TO_NOBODY = """
 import signal
-from jaxckpt_train.distributed.shared_memory import Letters, Mailbox
+from jaxckpt_train.distributed.shared_memory import Channel, Mailbox
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in a script that ends when nobody reads its output any more
 mailbox = Mailbox()
-letters = Letters(mailbox.address)
+letters = Channel(mailbox.address)
 mailbox.close()
 letters.send(b"late")
 print("alive")

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.counted_values import CountedValues, ValuesOfProcess
 from jaxckpt_train.distributed import rendezvous as meeting_module
 from jaxckpt_train.distributed.coordinator import ManyProcesses
-from jaxckpt_train.distributed.rendezvous import PACK, SMALL_BYTES, GivenValues
+from jaxckpt_train.distributed.rendezvous import PACK, SMALL_BYTES, Contributions
 from jaxckpt_train.errors import CheckpointTimeoutError, OtherProcessError, StorageError
 
 LIMIT_S = 60.0
@@ -71,9 +71,9 @@ def collect_in(heard: list[bytes]) -> Callable[[Sequence[bytes]], bytes]:
 def test_what_was_read_is_not_read_again_at_the_next_look() -> None:
     values, processes, size = CountedValues(waits=True), 3 * PACK, 100 * SMALL_BYTES
     mine = values.of(0)
-    given = GivenValues(mine, "x", processes)
+    given = Contributions(mine, "x", processes)
     for process in [n for n in range(1, processes) if n != PACK]:  # the second pack lacks one
-        GivenValues(values.of(process), "x", processes).give(process, value_of(process, size))
+        Contributions(values.of(process), "x", processes).give(process, value_of(process, size))
     for look in range(5):
         before = mine.asked.copy()
         assert sorted(given.look()) == [n for n in range(1, processes) if n != PACK]
@@ -152,7 +152,7 @@ def test_who_is_missing_among_many_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
     in_all(PACK + 4, act, limit_s=0.5)
     assert len(messages) == PACK + 3
-    assert all(f"process {PACK + 1} of {PACK + 4} did not come" in message for message in messages)
+    assert all(f"process {PACK + 1} of {PACK + 4} did not arrive" in message for message in messages)
 
 
 @pytest.mark.parametrize("who", [0, 2])
@@ -175,7 +175,7 @@ def test_who_has_left_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, who: in
 
     in_all(3, act)
     assert len(messages) == 2
-    assert all(f"process {who} of 3 will not come" in message for message in messages), messages
+    assert all(f"process {who} of 3 left" in message for message in messages), messages
 
 
 def test_what_was_said_is_heard_after_who_said_it_has_left() -> None:
@@ -197,7 +197,7 @@ class NeverAnswers(ValuesOfProcess):
 def test_no_look_waits_for_a_stopped_process_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting_module, "SLICE_S", 0.05)
     run = ManyProcesses(NeverAnswers(CountedValues(waits=True)), 1, 2, 0.5).within("run")
-    with pytest.raises(CheckpointTimeoutError, match="process 0 of 2 did not come"):
+    with pytest.raises(CheckpointTimeoutError, match="process 0 of 2 did not arrive"):
         run.within("save").broadcast("telling", lambda: b"")
 
 

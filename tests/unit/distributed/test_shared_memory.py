@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxckpt_train.distributed.shared_memory import SharedMemory, seen
+from jaxckpt_train.distributed.shared_memory import SharedMemory, open_memory
 from jaxckpt_train.store.segment import ALIGNMENT
 from tests.support.addresses import changed
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memf
 
 LOOK = """
 import sys
-from jaxckpt_train.distributed.shared_memory import seen
-data = seen(bytes.fromhex(sys.argv[1]))
+from jaxckpt_train.distributed.shared_memory import open_memory
+data = open_memory(bytes.fromhex(sys.argv[1]))
 print(data.sum(), data.flags.writeable, data.ctypes.data % 4096)
 """
 
@@ -34,7 +34,7 @@ def test_another_process_sees_what_was_written(run_python: Any) -> None:
 
 def test_who_has_it_sees_what_is_written_later_also_when_it_is_hidden() -> None:
     memory = SharedMemory(8192)
-    here = seen(memory.address)
+    here = open_memory(memory.address)
     memory.hide()
     memory.data[5000] = 9
     assert here[5000] == 9
@@ -55,8 +55,8 @@ def test_other_memory_is_not_taken_for_it(tmp_path: Path) -> None:
             (3, b"x" * 16),
         ):
             with pytest.raises(OSError):  # noqa: PT011  # of several kinds
-                seen(changed(memory.address, place, value))
-        assert np.array_equal(seen(memory.address), memory.data)
+                open_memory(changed(memory.address, place, value))
+        assert np.array_equal(open_memory(memory.address), memory.data)
     finally:
         for descriptor in (reading, writing):
             os.close(descriptor)
