@@ -100,7 +100,7 @@ def test_every_event_is_told_with_its_fields_and_no_others(page: Page, written: 
 
 def test_no_event_is_left_out(page: Page) -> None:
     found = set()
-    for file in (ROOT / "jaxckpt_train" / "steps").glob("*.py"):
+    for file in (ROOT / "jaxckpt_train" / "run").glob("*.py"):
         for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
             for named, name in itertools.pairwise([call.func, *call.args]):
                 if ast.unparse(named).endswith(("history.add", "_note")) and isinstance(name, ast.Constant):
