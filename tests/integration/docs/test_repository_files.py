@@ -37,7 +37,7 @@ def test_citation_has_the_version_of_the_package(repo_root: Path, project) -> No
 
 
 @pytest.mark.parametrize(
-    "pattern", [".github/workflows/*.yml", ".github/*.md", ".pre-commit-config.yaml", "SECURITY.md"]
+    "pattern", [".github/workflows/*.yml", ".github/*.md", ".pre-commit-config.yaml", "CONTRIBUTING.md", "SECURITY.md"]
 )
 def test_make_targets_exist(repo_root: Path, pattern: str) -> None:
     targets = set(re.findall(r"^([a-z][a-z-]*):", (repo_root / "Makefile").read_text(), re.MULTILINE))
@@ -48,7 +48,7 @@ def test_make_targets_exist(repo_root: Path, pattern: str) -> None:
     assert called - targets == set()
 
 
-@pytest.mark.parametrize("name", ["SECURITY.md", ".github/pull_request_template.md"])
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "SECURITY.md", ".github/pull_request_template.md"])
 def test_named_paths_exist(repo_root: Path, name: str) -> None:
     text = (repo_root / name).read_text()
     paths = {*re.findall(r"`([\w.-]+/[\w./-]*)`", text), *re.findall(r"\]\(([\w./-]+)\)", text)}
