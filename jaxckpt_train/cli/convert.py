@@ -50,7 +50,7 @@ from jaxckpt_train.inspection.runs import (
     part_bytes,
     told_of_import,
 )
-from jaxckpt_train.pytree.patterns import idle_pattern, keys_there, leaf_filter, suggestion
+from jaxckpt_train.pytree.patterns import idle_pattern, describe_keys, leaf_filter, suggestion
 from jaxckpt_train.store.copy import copy_checkpoint
 from jaxckpt_train.store.files import read_whole
 from jaxckpt_train.store.manifest import PartRecord
@@ -345,7 +345,7 @@ class _Keep(Operation):
         if idle is not None:
             raise MismatchError(
                 f"{self._path}: --only {idle!r} selects none of the {len(leaves)} leaves that are there after all "
-                f"operations{suggestion(idle, leaves)}: {keys_there(str(idle), leaves)}"
+                f"operations{suggestion(idle, leaves)}: {describe_keys(str(idle), leaves)}"
             )
         selected = leaf_filter(self._only)
         for name in [name for name in leaves if not selected(name)]:

@@ -62,7 +62,7 @@ from jaxckpt_train.inspection.runs import (
 )
 from jaxckpt_train.inspection.stats import BINS, Histogram, LeafStats, has_complex
 from jaxckpt_train.pytree.leaves import LeafRecord, describe_saved, has_tree, python_value
-from jaxckpt_train.pytree.patterns import Only, idle_pattern, keys_there, leaf_filter, suggestion
+from jaxckpt_train.pytree.patterns import Only, idle_pattern, describe_keys, leaf_filter, suggestion
 from jaxckpt_train.run.catalog import newest_of_orbax
 from jaxckpt_train.store.backends.local import is_file
 from jaxckpt_train.store.dtypes import DTYPES
@@ -162,7 +162,7 @@ def chosen_leaves(
         paths = [name.partition("/")[2] for name in leaves]
         raise MismatchError(
             f"{opened.path}: {idle!r} selects none of {len(leaves)} leaves{suggestion(idle, paths)}: "
-            f"{keys_there(str(idle), paths)}"
+            f"{describe_keys(str(idle), paths)}"
         )
     selected = _shown_leaves(patterns)
     return {name: leaf for name, leaf in leaves.items() if selected(name)}
@@ -308,7 +308,7 @@ def _refuse_what_selects_nothing(first: Opened, second: Opened, patterns: list[s
             paths = sorted(name.partition("/")[2] for name in leaves)
             raise MismatchError(
                 f"{first.path}, {second.path}: {pattern!r} selects none of the {len(leaves)} leaves of both"
-                f"{suggestion(pattern, paths)}: {keys_there(pattern, paths)}"
+                f"{suggestion(pattern, paths)}: {describe_keys(pattern, paths)}"
             )
 
 

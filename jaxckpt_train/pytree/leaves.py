@@ -1,7 +1,4 @@
-"""What a manifest says of each leaf: a typed record, with small Python values inline.
-
-Which values can be stored: PRNG keys, and what numpy has a fixed byte form of.
-"""
+"""The records of leaves in a manifest, with small Python values inline, and the values that can be stored."""
 
 from __future__ import annotations
 
@@ -19,53 +16,10 @@ from jaxckpt_train.store.dtypes import is_storable
 from jaxckpt_train.store.manifest import NOT_JSON, ArrayRecord, PartRecord
 
 WITHOUT_FUNCTIONS = (
-    "save, and load into, the arrays alone: of an Equinox module eqx.filter(model, eqx.is_array), which eqx.combine "
-    "joins with the functions again; in other trees keep functions in static fields, or outside"
+    "save and load only the arrays: for an Equinox module eqx.filter(model, eqx.is_array), whose result eqx.combine "
+    "joins with the functions; in other trees keep functions in static fields, or outside of the tree"
 )
 MAX_INLINE_BYTES = 16 << 20
-
-
-def is_key_array(value: Any) -> bool:
-    """Whether the value is a typed PRNG key array, or an abstract one."""
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and _is_key_dtype(dtype)
-
-
-def is_function(value: object) -> bool:
-    """Whether a leaf is a function or another callable that holds no data of its own."""
-    return callable(value) and not isinstance(value, type) and not hasattr(value, "__array__")
-
-
-@functools.cache
-def _is_key_dtype(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
-
-
-def check_storable(name: str, value: Any) -> np.ndarray | np.generic:
-    """The value as numpy, if it is a numpy array or scalar that can be stored.
-
-    Raises:
-        UnsupportedLeafError: it is neither, or of a dtype without fixed bytes.
-    """
-    plain = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and type(value) in (np.ndarray, np.memmap))
-    if not plain:
-        iterable = hasattr(value, "__iter__") and not hasattr(value, "__next__")
-        hint = "; of a data set pass its iterator, iter(...)" if iterable else ""
-        if is_function(value):
-            raise UnsupportedLeafError(
-                f"leaf {name!r}: a function or other callable cannot be stored{escapes_in(name)}; {WITHOUT_FUNCTIONS}"
-            )
-        raise UnsupportedLeafError(
-            f"leaf {name!r}: a {type(value).__module__}.{type(value).__qualname__} cannot be stored{escapes_in(name)}; "
-            "expected arrays, numbers, text, bytes or None. Convert it, or register a handler "
-            f"(jaxckpt_train.register_handler){hint}"
-        )
-    if not is_storable(value.dtype):
-        raise UnsupportedLeafError(
-            f"leaf {name!r}: numpy dtype {value.dtype} has no fixed byte form; convert it, for example to uint8 or text"
-        )
-    storable: np.ndarray | np.generic = value
-    return storable
 
 
 class _Record(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, omit_defaults=True, tag_field="kind"):
@@ -73,7 +27,7 @@ class _Record(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True,
 
 
 class ArrayLeaf(_Record, frozen=True, gc=False, tag="array"):
-    """An array in the store. `host`: what it was; `weak`: JAX's weak type; `big_endian`: numpy byte order."""
+    """An array in the store. `host`: its type before the save; `weak`: JAX's weak type; `big_endian`: numpy's order."""
 
     host: Literal["jax", "numpy", "scalar"] = "jax"
     weak: bool = False
@@ -81,25 +35,25 @@ class ArrayLeaf(_Record, frozen=True, gc=False, tag="array"):
 
 
 class KeyLeaf(_Record, frozen=True, gc=False, tag="key"):
-    """A typed PRNG key array: its key data is in the store, its implementation here."""
+    """A typed PRNG key array: the store has its key data, the record its implementation."""
 
     impl: str
 
 
 class IntLeaf(_Record, frozen=True, gc=False, tag="int"):
-    """A Python int of any size: decimal, hexadecimal beyond 64 bits."""
+    """A Python int of any size: decimal, or hexadecimal beyond 64 bits."""
 
     value: str
 
 
 class FloatLeaf(_Record, frozen=True, gc=False, tag="float"):
-    """A Python float, in the hexadecimal form of `float.hex`, which is exact and knows nan and inf."""
+    """A Python float in the hexadecimal form of `float.hex`, which is exact and can express nan and inf."""
 
     value: str
 
 
 class ComplexLeaf(_Record, frozen=True, gc=False, tag="complex"):
-    """A Python complex, both parts as in FloatLeaf."""
+    """A Python complex; both parts have the form of FloatLeaf."""
 
     real: str
     imag: str
@@ -118,7 +72,7 @@ class StrLeaf(_Record, frozen=True, gc=False, tag="str"):
 
 
 class BytesLeaf(_Record, frozen=True, gc=False, tag="bytes"):
-    """A Python bytes, in base 64."""
+    """A Python bytes, in base64."""
 
     value: bytes
 
@@ -143,9 +97,9 @@ class TreeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """A pytree as data.
 
     Attributes:
-        containers: what its containers were, by path; those that are no plain dict.
-        leaves: its leaves by path.
-        static: static data of nodes that are registered without keys, by path; see `static_data`.
+        containers: kind of each container that is not a plain dict, by path.
+        leaves: records of the leaves, by path.
+        static: static data of nodes that are registered without keys, by path; see `flatten.describe`.
     """
 
     containers: dict[str, str]
@@ -154,20 +108,20 @@ class TreeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 def encode_tree(record: TreeRecord) -> msgspec.Raw:
-    """The record as the manifest holds it."""
+    """Encode a record for the manifest."""
     return msgspec.Raw(msgspec.json.encode(record))
 
 
 def has_tree(part: PartRecord) -> bool:
-    """Whether a checkpointable is a tree, with leaves, and no value of another kind."""
+    """Return whether a checkpointable is a tree with leaves, and not a value of another kind."""
     return bytes(part.detail) != b"null"
 
 
 def decode_tree(part: PartRecord, subject: str) -> TreeRecord:
-    """The tree of a checkpointable.
+    """Decode the tree of a checkpointable.
 
     Raises:
-        CorruptCheckpointError: malformed, or its leaves and the stored arrays do not fit.
+        CorruptCheckpointError: it is malformed, or its leaves do not match the stored arrays.
     """
     try:
         record = msgspec.json.decode(part.detail, type=TreeRecord)
@@ -176,18 +130,18 @@ def decode_tree(part: PartRecord, subject: str) -> TreeRecord:
     if msgspec.json.encode(record) != bytes(part.detail):
         raise CorruptCheckpointError(f"{subject}: tree of {part.name!r} is not in canonical form")
     if any(name.count("/") >= MAX_DEPTH for name in record.leaves):
-        raise CorruptCheckpointError(f"{subject}: tree of {part.name!r} is deeper than {MAX_DEPTH} levels")
+        raise CorruptCheckpointError(f"{subject}: tree of {part.name!r} is nested deeper than {MAX_DEPTH} levels")
     stored = {name for name, leaf in record.leaves.items() if isinstance(leaf, STORED)}
     if stored != {array.name for array in part.arrays}:
-        raise CorruptCheckpointError(f"{subject}: tree of {part.name!r} does not fit its arrays")
+        raise CorruptCheckpointError(f"{subject}: tree of {part.name!r} does not match its arrays")
     return record
 
 
 def record_value(name: str, value: Any) -> LeafRecord | None:
-    """The record of a leaf that is stored inline; None for one that is not.
+    """Return the record of a leaf that is stored inline; None for a leaf that is not.
 
     Raises:
-        UnsupportedLeafError: inline, but too large or not representable.
+        UnsupportedLeafError: the value is too large or cannot be represented.
     """
     kind = type(value)
     if value is None:
@@ -208,7 +162,7 @@ def record_value(name: str, value: Any) -> LeafRecord | None:
 def _text_or_bytes(name: str, value: str | bytes) -> LeafRecord:
     if len(value) > MAX_INLINE_BYTES:
         raise UnsupportedLeafError(
-            f"leaf {name!r}: {type(value).__name__} of {len(value)}, at most {MAX_INLINE_BYTES} are stored inline; "
+            f"leaf {name!r}: {type(value).__name__} of length {len(value)}, expected at most {MAX_INLINE_BYTES}; "
             "store it as a numpy uint8 array"
         )
     if isinstance(value, bytes):
@@ -216,17 +170,15 @@ def _text_or_bytes(name: str, value: str | bytes) -> LeafRecord:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise UnsupportedLeafError(
-            f"leaf {name!r}: text that is not valid Unicode: {error}; store it as bytes"
-        ) from error
+        raise UnsupportedLeafError(f"leaf {name!r}: text is not valid Unicode: {error}; store it as bytes") from error
     return StrLeaf(value)
 
 
 def python_value(name: str, record: LeafRecord, subject: str) -> Any:
-    """The Python value that `record_value` recorded.
+    """Return the Python value that `record_value` recorded.
 
     Raises:
-        CorruptCheckpointError: the text is no such value.
+        CorruptCheckpointError: the record holds no such value.
     """
     try:
         match record:
@@ -248,7 +200,7 @@ PYTHON_TYPES = {BoolLeaf: bool, IntLeaf: int, FloatLeaf: float, ComplexLeaf: com
 
 
 def describe_saved(saved: LeafRecord, array: ArrayRecord | None) -> str:
-    """A saved leaf in a few words: `float32[512,128]`, `key<threefry2x32>[]`, `int`, `None`."""
+    """Describe a saved leaf in a few words: `float32[512,128]`, `key<threefry2x32>[]`, `int`, `None`."""
     match saved:
         case ArrayLeaf() if array is not None:
             return f"{array.dtype}{shape_text(array.shape)}"
@@ -263,5 +215,48 @@ def describe_saved(saved: LeafRecord, array: ArrayRecord | None) -> str:
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """A shape in brackets."""
+    """Write a shape in brackets."""
     return f"[{','.join(map(str, shape))}]"
+
+
+def is_key_array(value: Any) -> bool:
+    """Return whether the value is a typed PRNG key array, or an abstract one."""
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and _is_key_dtype(dtype)
+
+
+def is_function(value: object) -> bool:
+    """Return whether a leaf is a function or another callable that holds no data of its own."""
+    return callable(value) and not isinstance(value, type) and not hasattr(value, "__array__")
+
+
+@functools.cache
+def _is_key_dtype(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+def check_storable(name: str, value: Any) -> np.ndarray | np.generic:
+    """Return the value, if it is a numpy array or scalar that can be stored.
+
+    Raises:
+        UnsupportedLeafError: it is not, or its dtype has no fixed byte form.
+    """
+    plain = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and type(value) in (np.ndarray, np.memmap))
+    if not plain:
+        iterable = hasattr(value, "__iter__") and not hasattr(value, "__next__")
+        hint = "; for a data set pass its iterator, iter(...)" if iterable else ""
+        if is_function(value):
+            raise UnsupportedLeafError(
+                f"leaf {name!r}: a function or other callable cannot be stored{escapes_in(name)}; {WITHOUT_FUNCTIONS}"
+            )
+        raise UnsupportedLeafError(
+            f"leaf {name!r}: a {type(value).__module__}.{type(value).__qualname__} cannot be stored{escapes_in(name)}; "
+            "expected arrays, numbers, text, bytes or None. Convert it, or register a handler "
+            f"(jaxckpt_train.register_handler){hint}"
+        )
+    if not is_storable(value.dtype):
+        raise UnsupportedLeafError(
+            f"leaf {name!r}: numpy dtype {value.dtype} has no fixed byte form; convert it, for example to uint8 or text"
+        )
+    storable: np.ndarray | np.generic = value
+    return storable

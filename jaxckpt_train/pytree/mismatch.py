@@ -1,7 +1,4 @@
-"""Gathers how a checkpoint and a target differ, and tells all of it at once, with what helps against it.
-
-Compares what a checkpoint holds with what a target wants, and words each difference.
-"""
+"""Compares a checkpoint with a target, and reports all differences in one error, with advice."""
 
 from __future__ import annotations
 
@@ -25,86 +22,90 @@ from jaxckpt_train.pytree.leaves import (
     describe_saved,
     shape_text,
 )
-from jaxckpt_train.pytree.patterns import alike, keys_there, suggestion
+from jaxckpt_train.pytree.patterns import describe_keys, similar_names, suggestion
 from jaxckpt_train.pytree.target import Want, is_held, settled
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord
 
 _ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
 SHOWN_DIFFERENCES = 50
-_Sort = Literal["missing", "without value", "unexpected", "shape", "moved", "other"]
+_Category = Literal["missing", "without value", "unexpected", "shape", "moved", "other"]
 
 
 def leaf_difference(name: str, saved: LeafRecord, array: ArrayRecord | None, want: Want, *, cast: bool) -> str | None:
-    """How a saved leaf and what is wanted differ, as one line; None if the load can go ahead."""
+    """Describe in one line how a saved leaf differs from the target; None if the load can go ahead."""
     if want.form == "skip":
         return None
-    same_sort = {"none": NoneLeaf, "empty": EmptyLeaf, "key": KeyLeaf}.get(want.form)
-    if same_sort is not None or isinstance(saved, (NoneLeaf, EmptyLeaf, KeyLeaf)):
-        if same_sort is None or not isinstance(saved, same_sort):
-            return _line(name, saved, array, want, "")
+    same_kind = {"none": NoneLeaf, "empty": EmptyLeaf, "key": KeyLeaf}.get(want.form)
+    if same_kind is not None or isinstance(saved, (NoneLeaf, EmptyLeaf, KeyLeaf)):
+        if same_kind is None or not isinstance(saved, same_kind):
+            return _difference_line(name, saved, array, want, "")
         return _key_difference(name, saved, array, want) if isinstance(saved, KeyLeaf) else None
     if isinstance(saved, ArrayLeaf):
         assert array is not None
         return _array_difference(name, saved, array, want, cast)
     if want.form == "python":
-        return None if PYTHON_TYPES[type(saved)] is want.python else _line(name, saved, array, want, "")
+        return None if PYTHON_TYPES[type(saved)] is want.python else _difference_line(name, saved, array, want, "")
     return _number_difference(name, saved, want, cast)
 
 
 def _key_difference(name: str, saved: KeyLeaf, array: ArrayRecord | None, want: Want) -> str | None:
     assert array is not None
     same = saved.impl == want.impl and array.shape[: len(want.shape)] == want.shape
-    return None if same and len(array.shape) == len(want.shape) + 1 else _line(name, saved, array, want, "")
+    return None if same and len(array.shape) == len(want.shape) + 1 else _difference_line(name, saved, array, want, "")
 
 
 def _array_difference(name: str, saved: ArrayLeaf, array: ArrayRecord, want: Want, cast: bool) -> str | None:
     stored = DTYPES[array.dtype]
     if want.form == "python":
-        fits = array.shape == () and want.python in (bool, int, float, complex) and _sort(stored) == _python_sort(want)
-        return None if fits else _line(name, saved, array, want, "")
+        fits = (
+            array.shape == ()
+            and want.python in (bool, int, float, complex)
+            and _number_kind(stored) == _python_kind(want)
+        )
+        return None if fits else _difference_line(name, saved, array, want, "")
     assert want.dtype is not None
     if array.shape != want.shape:
-        return _line(name, saved, array, want, "")
+        return _difference_line(name, saved, array, want, "")
     if stored != want.dtype.newbyteorder("=") and not (cast and can_cast(stored, want.dtype)):
         hint = (
             "load(..., cast=True) converts it"
             if can_cast(stored, want.dtype) and not cast
-            else "this conversion loses data"
+            else "the conversion would lose data"
         )
-        return _line(name, saved, array, want, hint)
+        return _difference_line(name, saved, array, want, hint)
     return _x64_difference(name, saved, array, want)
 
 
 def _x64_difference(name: str, saved: LeafRecord, array: ArrayRecord | None, want: Want) -> str | None:
     assert want.dtype is not None
     if want.form == "jax" and not is_held(want.dtype):
-        return _line(
+        return _difference_line(
             name, saved, array, want, 'JAX holds 64-bit types only with jax.config.update("jax_enable_x64", True)'
         )
     return None
 
 
 def _number_difference(name: str, saved: LeafRecord, want: Want, cast: bool) -> str | None:
-    """A saved Python number against a 0-d array: allowed if the dtype holds it exactly."""
+    """Compare a saved Python number with a 0-d array, whose dtype must hold it exactly."""
     assert want.dtype is not None
     python = PYTHON_TYPES[type(saved)]
     if want.shape != () or python in (str, bytes):
-        return _line(name, saved, None, want, "")
-    sort = {bool: "b", int: "i", float: "f", complex: "c"}[python]
-    if sort != _sort(want.dtype) and not (cast and _ORDER[sort] <= _ORDER.get(_sort(want.dtype), -1)):
-        return _line(name, saved, None, want, "")
+        return _difference_line(name, saved, None, want, "")
+    kind = {bool: "b", int: "i", float: "f", complex: "c"}[python]
+    if kind != _number_kind(want.dtype) and not (cast and _ORDER[kind] <= _ORDER.get(_number_kind(want.dtype), -1)):
+        return _difference_line(name, saved, None, want, "")
     return _x64_difference(name, saved, None, want)
 
 
 def exact_array(value: complex, dtype: np.dtype) -> np.ndarray | None:
-    """A Python number as a 0-d array; None if the dtype does not hold it exactly."""
+    """Convert a Python number to a 0-d array; None if the dtype does not hold it exactly."""
     array = rounded_array(value, dtype)
     return array if array is not None and (array.item() == value or value != value) else None
 
 
 def rounded_array(value: complex, dtype: np.dtype) -> np.ndarray | None:
-    """A Python number as a 0-d array, rounded; None if it is beyond the range of the dtype."""
+    """Convert a Python number to a rounded 0-d array; None if it is out of the dtype's range."""
     try:
         with np.errstate(all="ignore"):
             array = np.asarray(value).astype(dtype)
@@ -118,7 +119,7 @@ def _is_finite(value: complex) -> bool:
 
 
 def inexact_line(name: str, value: complex, want: Want) -> str:
-    """A saved Python number that the wanted dtype cannot hold."""
+    """Describe a saved Python number that the wanted dtype cannot hold."""
     found = f"of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 128 else repr(value)
     return (
         f"leaf {name!r}: saved Python {type(value).__name__} {found}, wanted {describe_want(want)}, "
@@ -126,42 +127,42 @@ def inexact_line(name: str, value: complex, want: Want) -> str:
     )
 
 
-def _sort(dtype: np.dtype) -> str:
-    """b, i (all integers), f or c; ml_dtypes' types included."""
-    for sort, kind in (("b", np.bool_), ("i", np.integer), ("f", np.floating), ("c", np.complexfloating)):
-        if jax.numpy.issubdtype(dtype, kind):
-            return sort
+def _number_kind(dtype: np.dtype) -> str:
+    """Return the kind of number: b, i (all integers), f or c; it knows ml_dtypes too."""
+    for kind, numpy_type in (("b", np.bool_), ("i", np.integer), ("f", np.floating), ("c", np.complexfloating)):
+        if jax.numpy.issubdtype(dtype, numpy_type):
+            return kind
     return "?"
 
 
-def _python_sort(want: Want) -> str:
+def _python_kind(want: Want) -> str:
     return {bool: "b", int: "i", float: "f", complex: "c"}.get(want.python or str, "?")
 
 
 def can_cast(saved: np.dtype, want: np.dtype) -> bool:
-    """Whether `cast=True` converts one dtype into the other: within a sort of number, or up, bool to int to float."""
-    low, high = _ORDER.get(_sort(saved), 9), _ORDER.get(_sort(want.newbyteorder("=")), -1)
+    """Return whether `cast=True` converts one dtype to the other: within a kind, or up from bool to int to float."""
+    low, high = _ORDER.get(_number_kind(saved), 9), _ORDER.get(_number_kind(want.newbyteorder("=")), -1)
     return low <= high
 
 
 def missing_line(name: str, want: Want) -> str:
-    """A leaf that the target has and the checkpoint has not."""
+    """Describe a leaf that is in the target but not in the checkpoint."""
     return f"leaf {name!r}: not in the checkpoint, wanted {describe_want(want)}"
 
 
 def unexpected_line(name: str, saved: LeafRecord, array: ArrayRecord | None, near: Sequence[str]) -> str:
-    """A leaf that the checkpoint has and the target has not, which has others that are called nearly so."""
+    """Describe a leaf that is in the checkpoint but not in the target; `near`: leaves of the target with like names."""
     there = f", which has {', '.join(map(repr, near))}" if near else ""
     return f"leaf {name!r}: saved {describe_saved(saved, array)}, not in the target{there}"
 
 
-def _line(name: str, saved: LeafRecord, array: ArrayRecord | None, want: Want, hint: str) -> str:
+def _difference_line(name: str, saved: LeafRecord, array: ArrayRecord | None, want: Want, hint: str) -> str:
     advice = f"; {hint}" if hint else ""
     return f"leaf {name!r}: saved {describe_saved(saved, array)}, wanted {describe_want(want)}{advice}"
 
 
 def describe_want(want: Want) -> str:
-    """What a target leaf wants, in the same words."""
+    """Describe what a target leaf asks for, in the words of `describe_saved`."""
     match want.form:
         case "key":
             return f"key<{want.impl}>{shape_text(want.shape)}"
@@ -177,10 +178,10 @@ def describe_want(want: Want) -> str:
 
 
 def rename_map(names: Sequence[str], rules: Mapping[str, str]) -> dict[str, str]:
-    """Which saved leaf path is known under which new one: rules are `{"old/**": "new/**"}` or single paths.
+    """Map each saved leaf path to its new path by rules such as `{"old/**": "new/**"}`, or rules for single paths.
 
     Raises:
-        MismatchError: a rule applies to no leaf, or two leaves get one name.
+        MismatchError: a rule applies to no leaf, or two leaves get one path.
     """
     renamed, used = {}, set()
     for name in names:
@@ -197,8 +198,8 @@ def rename_map(names: Sequence[str], rules: Mapping[str, str]) -> dict[str, str]
     idle = [rule for rule in rules if rule not in used]
     if idle:
         raise MismatchError(
-            f"rename: no saved leaf fits {', '.join(map(repr, idle))}{suggestion(idle, names)}; saved are "
-            f"{keys_there(idle[0], names)}"
+            f"rename: no saved leaf matches {', '.join(map(repr, idle))}{suggestion(idle, names)}; the checkpoint has "
+            f"{describe_keys(idle[0], names)}"
         )
     olds = dict[str, str]()
     for old, new in renamed.items():
@@ -208,7 +209,7 @@ def rename_map(names: Sequence[str], rules: Mapping[str, str]) -> dict[str, str]
 
 
 class Differences:
-    """The differences of one load.
+    """Collects the differences of one load.
 
     Args:
         subject: what is loaded.
@@ -218,70 +219,72 @@ class Differences:
     def __init__(self, subject: str, *, keeps: bool) -> None:
         self._subject, self._keeps = subject, keeps
         self._lines = list[str]()
-        self._sorts = set[_Sort]()
+        self._categories = set[_Category]()
 
     def __bool__(self) -> bool:
         return bool(self._lines)
 
     def missing(self, name: str, want: Want) -> None:
-        """A leaf that the target has and the checkpoint has not."""
+        """Add a leaf that is in the target but not in the checkpoint."""
         self._lines.append(missing_line(name, want))
-        self._sorts.add("without value" if self._keeps else "missing")
+        self._categories.add("without value" if self._keeps else "missing")
 
     def unexpected(self, name: str, saved: LeafRecord, array: ArrayRecord | None, free: Collection[str]) -> None:
-        """A leaf that the checkpoint has and the target has not; of its leaves some are free, and may be meant."""
-        near = alike(name, free) if len(self._lines) < SHOWN_DIFFERENCES else []  # more are not shown
+        """Add a leaf that is in the checkpoint but not in the target; `free`: target leaves that it may belong to."""
+        near = similar_names(name, free) if len(self._lines) < SHOWN_DIFFERENCES else []  # later lines are not shown
         self._lines.append(unexpected_line(name, saved, array, near))
-        self._sorts.add("unexpected")
+        self._categories.add("unexpected")
 
     def unlike(self, line: str, array: ArrayRecord | None, want: Want) -> None:
-        """A leaf that both have, with a line that tells how it differs."""
+        """Add a leaf that both have, with a line that says how it differs."""
         self._lines.append(line)
         other_shape = array is not None and want.form in ("jax", "numpy") and array.shape != want.shape
-        self._sorts.add("shape" if other_shape else "other")
+        self._categories.add("shape" if other_shape else "other")
 
     def moved(self, path: str, saved: str, found: str) -> None:
-        """A node without keys whose static data names the children in another order."""
+        """Add a node without keys whose static data names the children in another order."""
         self._lines.append(
-            f"node {path!r}: saved with the static data {shortened(saved)}, the target has {shortened(found)}: "
-            "its values would change places, as the type is registered without keys"
+            f"node {path!r}: saved with the static data {shortened(saved)}, the target has {shortened(found)}; "
+            "its values would be exchanged, because the type is registered without keys"
         )
-        self._sorts.add("moved")
+        self._categories.add("moved")
 
     def raise_all(self) -> None:
-        """Raise one MismatchError for all of them, if there are any."""
+        """Raise one MismatchError for all differences, if there are any."""
         raise_differences(self._subject, self._lines, self._advice())
 
     def _advice(self) -> str:
-        helps = []
-        if "missing" in self._sorts:
-            helps.append('missing="keep" keeps leaves of the target that the checkpoint lacks')
-        if "without value" in self._sorts:
-            helps.append('missing="keep" keeps arrays, and a jax.ShapeDtypeStruct is none: give arrays there')
-        if self._sorts & {"missing", "without value", "unexpected"}:
-            helps.append("rename= gives saved leaves other paths")
-        if "moved" in self._sorts:
-            helps.append('rename={"node/0/**": "node/1/**", ...} gives each saved position its new one')
-        if "shape" in self._sorts:
-            helps.append("transforms= changes shapes (pad, truncate, reshape, transpose, ...)")
-        if self._sorts & {"unexpected", "shape", "other"}:
-            helps.append("only= leaves leaves out")
+        hints = []
+        if "missing" in self._categories:
+            hints.append('missing="keep" keeps leaves of the target that the checkpoint lacks')
+        if "without value" in self._categories:
+            hints.append(
+                'missing="keep" needs arrays in the target where the checkpoint has none, not ShapeDtypeStructs'
+            )
+        if self._categories & {"missing", "without value", "unexpected"}:
+            hints.append("rename= gives saved leaves other paths")
+        if "moved" in self._categories:
+            hints.append('rename={"node/0/**": "node/1/**", ...} assigns each saved position its new one')
+        if "shape" in self._categories:
+            hints.append("transforms= changes shapes (pad, truncate, reshape, transpose, ...)")
+        if self._categories & {"unexpected", "shape", "other"}:
+            hints.append("only= selects the leaves to load")
         return (
-            "If the model has changed, begin with what fits, by options of `jaxckpt_train.load` (and save that) or "
-            f"`init_from`: {'; '.join(helps)}"
+            "If the model has changed, load the part that fits with options of `jaxckpt_train.load` (and save that) "
+            f"or with `init_from`: {'; '.join(hints)}"
         )
 
 
 def tree_differences(
     subject: str, record: TreeRecord, arrays: Mapping[str, ArrayRecord], wants: Mapping[str, Want]
 ) -> Differences:
-    """How a stored tree and a target differ, leaf by leaf under the same paths.
+    """Compare a stored tree with a target, leaf by leaf under the same paths.
 
     Args:
         subject: what is compared.
-        record: the tree as it is stored.
-        arrays: its arrays by leaf path.
-        wants: what the leaves of the target want, by leaf path.
+        record: the stored tree.
+        arrays: its arrays, by leaf path.
+        wants: what the leaves of the target ask for, by leaf path.
     """
     found = Differences(subject, keeps=False)
     skipped = tuple("" if name == ROOT else f"{name}/" for name, want in wants.items() if want.form == "skip")
@@ -301,7 +304,7 @@ def tree_differences(
 
 
 def raise_differences(subject: str, lines: Sequence[str], advice: str = "") -> None:
-    """Raise one MismatchError for all differences, if there are any; what helps comes last."""
+    """Raise one MismatchError for all differences, if there are any; the advice comes last."""
     if not lines:
         return
     shown = "\n".join(f"  {line}" for line in lines[:SHOWN_DIFFERENCES])

@@ -1,4 +1,4 @@
-"""Patterns of leaf paths: `params/**`, `*/kernel`, a list of them, or any predicate."""
+"""Patterns of leaf paths: `params/**`, `*/kernel`, a list of patterns, or any predicate."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from jaxckpt_train.pytree.flatten import HOW_ESCAPED, ROOT, key_text, parse_key,
 Only = str | Sequence[str] | Callable[[str], bool] | None
 _MOST_NAMED = 3
 _MOST_KEYS = 8
-_MOST_COMPARED = 1000  # more take seconds
+_MOST_COMPARED = 1000  # comparing more takes seconds
 _PIECES = re.compile(r"\*\*|\*|\?|[^*?]+")
 _MEANING = {"**": ".*", "*": "[^/]*", "?": "[^/]"}
 
 
 def leaf_filter(only: Only) -> Callable[[str], bool]:
-    """A predicate of the leaf path. In a pattern `**` stands for anything, `*` for anything within one key.
+    """Compile patterns to a predicate of the leaf path. `**` matches anything, `*` anything within one key.
 
     Raises:
-        SettingsError: `only` is none of the forms.
+        SettingsError: `only` is not a pattern, a list of patterns or a predicate.
     """
     if only is None:
         return lambda name: True
@@ -39,7 +39,7 @@ def leaf_filter(only: Only) -> Callable[[str], bool]:
 
 
 def idle_pattern(only: Only, names: Collection[str]) -> Only:
-    """The first of the patterns that selects nothing: one that is misspelt must not pass for chosen. None: all do."""
+    """Return the first pattern that selects nothing, probably because it is misspelt; None: all select something."""
     if only is None or callable(only) or isinstance(only, str) or not only:
         return None if only is None or any(map(leaf_filter(only), names)) else only
     known = set(names)
@@ -47,19 +47,19 @@ def idle_pattern(only: Only, names: Collection[str]) -> Only:
 
 
 def refuse_idle_pattern(subject: str, only: Only, names: Collection[str]) -> None:
-    """Raise MismatchError if one of the patterns of a load selects nothing."""
+    """Raise MismatchError if a pattern of a load selects nothing."""
     idle = idle_pattern(only, names)
     if idle is not None:
         raise MismatchError(
             f"{subject}: only={idle!r} selects none of {len(names)} leaves{suggestion(idle, names)}: "
-            f"{keys_there(idle if isinstance(idle, str) else '', names)}"
+            f"{describe_keys(idle if isinstance(idle, str) else '', names)}"
         )
 
 
-def keys_there(pattern: str, names: Collection[str]) -> str:
-    """The leaves and containers where a pattern that selects nothing parts from the tree, as patterns to use instead.
+def describe_keys(pattern: str, names: Collection[str]) -> str:
+    """List what exists where a pattern that selects nothing leaves the tree, as patterns to use instead.
 
-    Where a key is escaped, how to write one is added.
+    If a key is escaped, the text explains how keys are escaped.
     """
     inside, above = list(names), ""
     for key in pattern.strip().split("/"):
@@ -78,20 +78,22 @@ def _expression(pattern: str) -> str:
     return "".join(_MEANING.get(piece, re.escape(piece)) for piece in _PIECES.findall(pattern))
 
 
-def alike(name: str, names: Collection[str]) -> list[str]:
-    """The few of the names that end as this one does, the shortest first; else those that resemble it."""
-    ends = [each for each in names if each.endswith(f"/{name}")]
-    near = ends or (difflib.get_close_matches(name, names, _MOST_NAMED, 0.7) if len(names) <= _MOST_COMPARED else [])
-    return sorted(near, key=len)[:_MOST_NAMED] if ends else near
+def similar_names(name: str, names: Collection[str]) -> list[str]:
+    """Return the few names that end like this one, the shortest first; otherwise names that resemble it."""
+    same_ending = [each for each in names if each.endswith(f"/{name}")]
+    similar = same_ending or (
+        difflib.get_close_matches(name, names, _MOST_NAMED, 0.7) if len(names) <= _MOST_COMPARED else []
+    )
+    return sorted(similar, key=len)[:_MOST_NAMED] if same_ending else similar
 
 
 def suggestion(only: Only, names: Collection[str], fits: Callable[[str], Callable[[str], bool]] = leaf_filter) -> str:
-    """A question that names a pattern like those given that does select something; empty if none is found.
+    """Suggest, as a question, a similar pattern that selects something; empty if there is none.
 
     Args:
         only: the patterns that select nothing.
         names: of leaves.
-        fits: what makes a predicate of a pattern.
+        fits: makes a predicate from a pattern.
     """
     patterns = [only] if isinstance(only, str) else only
     if callable(patterns) or patterns is None:
@@ -101,9 +103,9 @@ def suggestion(only: Only, names: Collection[str], fits: Callable[[str], Callabl
         plain = pattern.strip("/").removesuffix("/*").removesuffix("/**")
         tops = difflib.get_close_matches(plain.partition("/")[0], {name.partition("/")[0] for name in names}, 1)
         _, slash, rest = plain.partition("/")
-        corrected = _with_known_keys(pattern, names)
+        corrected = _correct_keys(pattern, names)
         ways = (f"{top}{slash}{rest}/**" for top in tops)
-        escaped = _with_escapes(pattern, names)
+        escaped = _escape_keys(pattern, names)
         for tried in (
             pattern,
             plain,
@@ -120,8 +122,8 @@ def suggestion(only: Only, names: Collection[str], fits: Callable[[str], Callabl
     return ""
 
 
-def _with_escapes(pattern: str, names: Collection[str]) -> str:
-    """The path of a leaf whose keys are given as they are, or a pattern with the keys that are none escaped."""
+def _escape_keys(pattern: str, names: Collection[str]) -> str:
+    """Return the path of the leaf whose plain keys are given, or the pattern with its unknown keys escaped."""
     for name in names:
         if "~" in name and pattern == "/".join(str(_key(text)) for text in split(name)):
             return name
@@ -140,8 +142,8 @@ def _key(text: str) -> object:
         return text
 
 
-def _with_known_keys(pattern: str, names: Collection[str]) -> str:
-    """A pattern with the nearest key that there is for each one without wildcards that is none."""
+def _correct_keys(pattern: str, names: Collection[str]) -> str:
+    """Replace each unknown key without wildcards by the most similar known key."""
     known = {key for name in names for key in name.split("/")}
     if len(known) > _MOST_COMPARED:
         return pattern

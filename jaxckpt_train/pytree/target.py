@@ -1,12 +1,6 @@
-"""Placement: which boxes of an array the devices of this process need, as the target's sharding says.
+"""What a load must produce for each leaf of a target, and where it goes.
 
-Shardings that a caller gives for a load: one for a whole tree, or a tree of them, or those that a target brings.
-
-What each leaf of a target wants: a host or device array, a key, a Python value, or to be left alone.
-
-What decides results (dtype, weak type) comes from the checkpoint; the target says the form, the shape and the place.
-
-The order in which a device stores the dimensions of an array, where a target has or asks for another than usual.
+What decides results (dtype, weak type) comes from the checkpoint; the target decides the form, shape and placement.
 """
 
 from __future__ import annotations
@@ -48,23 +42,23 @@ _KINDS = {IntLeaf: np.integer, FloatLeaf: np.floating, ComplexLeaf: np.complexfl
 
 
 def is_format(value: object) -> bool:
-    """Whether a value is a sharding with a layout."""
+    """Return whether a value is a sharding with a layout."""
     return _HAS_FORMATS and isinstance(value, layout.Format)
 
 
 def with_layout(sharding: Any, asked: object) -> Any:
-    """The sharding, as a format if a layout was asked for."""
+    """Combine a sharding with a layout to a format, if a layout is given."""
     return layout.Format(asked, sharding) if _HAS_FORMATS and isinstance(asked, layout.Layout) else sharding
 
 
 def in_format_of(target: Any, value: Any) -> Any:
-    """A restored array in the layout of its target: a function that was compiled for that layout takes no other.
+    """Put a restored array into the layout of its target: a function compiled for that layout accepts no other.
 
-    A load puts arrays in the usual layout of their device, which is nearly always that of the target too.
+    A load uses the default layout of the device, which is nearly always the layout of the target too.
     """
     if value is target or not isinstance(value, jax.Array) or value.ndim < 2 or is_key_array(value):
         return value
-    if not value.sharding.addressable_devices:  # all of it is on another process, and JAX knows no layout of it
+    if not value.sharding.addressable_devices:  # the array lies on another process, where JAX knows no layout
         return value
     wanted = _layout_of(target)
     if wanted is None or _order(wanted) == _order(_layout_of(value)):
@@ -73,7 +67,7 @@ def in_format_of(target: Any, value: Any) -> Any:
 
 
 def _layout_of(leaf: Any) -> Any:
-    """The layout of an array, or that which an abstract one asks for; None: none, or a JAX before 0.7."""
+    """Return the layout of an array, or the one that an abstract array asks for; None: none, or JAX before 0.7."""
     return getattr(getattr(leaf, "format", None), "layout", None)
 
 
@@ -88,10 +82,10 @@ class Want(NamedTuple):
         form: "jax", "numpy", "scalar" (numpy scalar), "key", "python", "none", "empty" or "skip".
         shape: of the array or key array.
         dtype: of the array.
-        sharding: where a JAX array must lie; None: uncommitted, on the default device.
+        sharding: of a JAX array; None: uncommitted, on the default device.
         impl: of a key array.
-        python: the type of a Python value.
-        weak: JAX's weak type. Such a leaf of a target accepts any dtype.
+        python: type of a Python value.
+        weak: JAX's weak type. A weakly typed leaf of a target accepts any dtype.
     """
 
     form: Literal["jax", "numpy", "scalar", "key", "python", "none", "empty", "skip"]
@@ -104,11 +98,11 @@ class Want(NamedTuple):
 
 
 def wanted(name: str, leaf: Any, sharding: jax.sharding.Sharding | None) -> Want:
-    """What a leaf of a target wants; `sharding` is used where the leaf brings none itself.
+    """Return what a leaf of a target must become; `sharding` is used if the leaf has none of its own.
 
     Raises:
-        UnsupportedLeafError: the leaf says nothing about what it wants.
-        MismatchError: its sharding names an abstract mesh, and no concrete mesh is in effect that fits.
+        UnsupportedLeafError: the leaf does not say what to load.
+        MismatchError: its sharding names an abstract mesh, and no concrete mesh in effect fits.
     """
     if leaf is PLACEHOLDER:
         return Want("skip")
@@ -140,20 +134,20 @@ def wanted(name: str, leaf: Any, sharding: jax.sharding.Sharding | None) -> Want
 
 
 def settled(want: Want, saved: LeafRecord, array: ArrayRecord | None, *, has_types: bool) -> Want:
-    """What a leaf becomes: the form, shape and place of the target, with the dtype and weak type of the checkpoint.
+    """Combine target and checkpoint: form, shape and placement of the target, dtype and weak type of the checkpoint.
 
-    A weakly typed array and a Python number of a target accept any dtype. A dtype that the target insists on stays:
-    the comparison refuses it, or `cast=True` converts to it.
+    A weakly typed array and a Python number in a target accept any dtype. An explicit dtype of the target is kept: the
+    comparison then refuses the leaf, or `cast=True` converts it.
 
     Args:
-        want: what the target says.
+        want: what the target asks for.
         saved: the leaf in the checkpoint.
-        array: its array, if it is one.
+        array: its array, if it has one.
         has_types: whether the checkpoint records weak types and Python numbers; those of other tools do not.
     """
     if isinstance(saved, ArrayLeaf):
         if want.form == "jax" and not want.weak and not saved.weak:
-            return want  # as most leaves are
+            return want  # the most frequent case
         assert array is not None
         if want.form == "python" and has_types:
             return _of_number(want, saved, array)
@@ -172,7 +166,7 @@ def settled(want: Want, saved: LeafRecord, array: ArrayRecord | None, *, has_typ
 
 
 def _of_number(want: Want, saved: ArrayLeaf, array: ArrayRecord) -> Want:
-    """A saved array where the target has a Python number: the array, if JAX can hold its dtype."""
+    """Combine a saved array with a Python number in the target: the array, if JAX supports its dtype."""
     stored = DTYPES[array.dtype]
     is_number = want.python in (int, float, complex) or (want.python is bool and stored == np.bool_)
     if array.shape != () or not is_number:
@@ -183,29 +177,29 @@ def _of_number(want: Want, saved: ArrayLeaf, array: ArrayRecord) -> Want:
 
 
 def own_dtype(saved: ArrayLeaf, array: ArrayRecord) -> np.dtype:
-    """The dtype of a saved array, in the byte order that it had."""
+    """Return the dtype of a saved array, in its original byte order."""
     dtype: np.dtype = DTYPES[array.dtype]
     return dtype.newbyteorder(">") if saved.big_endian else dtype
 
 
 def is_held(dtype: np.dtype) -> bool:
-    """Whether JAX holds this dtype now: 64-bit types need `jax_enable_x64`."""
+    """Return whether JAX supports this dtype now: 64-bit types need `jax_enable_x64`."""
     return dtype.itemsize < 8 or bool(jax.dtypes.canonicalize_dtype(dtype) == dtype)
 
 
 def lost_type(saved: LeafRecord, want: Want) -> str | None:
-    """What a load cannot take from the checkpoint of a leaf's type, and what to do; None: nothing is lost."""
+    """Say which part of a leaf's type the load loses, and how to keep it; None: nothing is lost."""
     if want.form == "jax":
         return None
     if want.form in ("numpy", "scalar"):
         if isinstance(saved, ArrayLeaf) and saved.weak:
-            return "saved weakly typed, loaded as a NumPy array, which has no weak type; use a JAX array as the target"
+            return "saved weakly typed, but loaded as a NumPy array, which has no weak type; use a JAX array as target"
         if type(saved) in _KINDS:
             number = f"Python {PYTHON_TYPES[type(saved)].__name__}"
-            return f"saved as a {number}, loaded as NumPy {want.dtype}; use a {number} as the target"
+            return f"saved as a {number}, but loaded as NumPy {want.dtype}; use a {number} as the target"
     if want.form == "python" and isinstance(saved, ArrayLeaf):
         assert want.python is not None
-        return f"saved as a 64-bit JAX array, loaded as a Python {want.python.__name__}; enable jax_enable_x64"
+        return f"saved as a 64-bit JAX array, but loaded as a Python {want.python.__name__}; enable jax_enable_x64"
     return None
 
 
@@ -221,7 +215,7 @@ def _place(name: str, leaf: Any, default: jax.sharding.Sharding | None) -> jax.s
 
 
 def concrete_sharding(name: str, sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
-    """The sharding on real devices: an abstract mesh is replaced by the mesh in effect (`jax.set_mesh`).
+    """Replace an abstract mesh in a sharding by the mesh in effect (`jax.set_mesh`).
 
     Raises:
         MismatchError: no mesh is in effect, or its axes differ.
@@ -252,7 +246,7 @@ def _implementation(name: str, leaf: Any) -> str:
 
 
 def shardings_by_name(shardings: Any) -> Callable[[str], jax.sharding.Sharding | None]:
-    """From one sharding, or a tree of shardings that may end above the leaves, to a function of the leaf path."""
+    """Turn one sharding, or a tree of shardings that may end above the leaves, into a function of the leaf path."""
     if shardings is None or isinstance(shardings, jax.sharding.Sharding):
         return lambda name: shardings
     flat = flatten(shardings)
@@ -260,7 +254,7 @@ def shardings_by_name(shardings: Any) -> Callable[[str], jax.sharding.Sharding |
         if not isinstance(leaf, jax.sharding.Sharding) and leaf is not None and leaf is not EMPTY:
             raise SettingsError(
                 f"shardings: leaf {name!r}: expected a jax.sharding.Sharding or None, found {leaf!r}; "
-                "of a mesh and a PartitionSpec make jax.sharding.NamedSharding(mesh, spec)"
+                "use jax.sharding.NamedSharding(mesh, spec) for a mesh and a PartitionSpec"
             )
     known = dict(zip(flat.names, flat.leaves, strict=True))
 
@@ -276,18 +270,18 @@ def shardings_by_name(shardings: Any) -> Callable[[str], jax.sharding.Sharding |
 
 
 def wanted_shardings(like: Any, only: Only, shardings: Any) -> Iterator[jax.sharding.Sharding]:
-    """Those that a load wants which begins with these, as far as it can be told before a checkpoint is opened.
+    """Find the shardings that a load with these arguments asks for, as far as known before the checkpoint is opened.
 
-    What is wrong with one leaf is no error here, and keeps nothing of the others from being told.
+    A leaf that is in error is skipped; the load itself reports it.
     """
     try:
         given, selected = shardings_by_name(shardings), leaf_filter(only)
         flat = flatten(shardings if like is None else like)
-    except CheckpointError:  # as the load will say
+    except CheckpointError:  # the load will raise it
         with contextlib.suppress(TypeError, ValueError):
             yield from _shardings_in(jax.tree_util.tree_leaves((like, shardings)))
         return
-    if like is None:  # which leaves there are is not known
+    if like is None:  # the leaves are not known
         yield from _shardings_in(flat.leaves)
         return
     for name, leaf in zip(flat.names, flat.leaves, strict=True):
@@ -297,7 +291,7 @@ def wanted_shardings(like: Any, only: Only, shardings: Any) -> Iterator[jax.shar
 
 
 def _shardings_in(found: Iterable[Any]) -> Iterator[jax.sharding.Sharding]:
-    """These, and those of arrays and of what stands for arrays."""
+    """Yield the shardings among the values, and those of concrete and abstract arrays."""
     for each in found:
         sharding = each if isinstance(each, jax.sharding.Sharding) else getattr(each, "sharding", None)
         if isinstance(sharding, jax.sharding.Sharding):
@@ -308,7 +302,7 @@ def _shardings_in(found: Iterable[Any]) -> Iterator[jax.sharding.Sharding]:
 class Placement:
     """Where one array goes: the distinct boxes to read, and for every device the number of its box.
 
-    Without devices the array stays on the host.
+    Without devices, the array stays on the host.
     """
 
     shape: tuple[int, ...]
@@ -318,12 +312,12 @@ class Placement:
 
 
 def host_placement(shape: tuple[int, ...]) -> Placement:
-    """The whole array as one box, kept on the host or put uncommitted on the default device."""
+    """Place the whole array as one box, on the host or uncommitted on the default device."""
     return Placement(shape, None, (full_box(shape),), ())
 
 
 def device_placement(name: str, shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Placement:
-    """The boxes that the devices of this process need; replicas share one box.
+    """Find the boxes that the devices of this process need; replicas share one box.
 
     Raises:
         MismatchError: the sharding does not fit the shape.
@@ -343,7 +337,7 @@ def device_placement(name: str, shape: tuple[int, ...], sharding: jax.sharding.S
 
 
 def default_platform() -> str:
-    """Where JAX puts an array without a sharding: what its default device is made of."""
+    """Return the platform of the device on which JAX puts an array without a sharding."""
     (device,) = jax.device_put(np.zeros((), np.bool_)).devices()
     platform: str = device.platform
     return platform

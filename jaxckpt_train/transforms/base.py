@@ -19,7 +19,7 @@ from jaxckpt_train._validation import nearest
 from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.pytree.flatten import MAX_DEPTH, one_below_another, parse_key, split
 from jaxckpt_train.pytree.leaves import ArrayLeaf, KeyLeaf, LeafRecord
-from jaxckpt_train.pytree.patterns import keys_there, suggestion
+from jaxckpt_train.pytree.patterns import describe_keys, suggestion
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import MAX_ARRAYS
 from jaxckpt_train.store.segment import array_bytes
@@ -183,7 +183,7 @@ def matches(pattern: str, names: Collection[str], subject: str) -> dict[str, tup
     found = {name: groups for name in names if (groups := taken(pattern, name)) is not None}
     if not found:
         hint = suggestion(pattern, names, lambda tried: lambda name: taken(tried, name) is not None)
-        raise MismatchError(f"{subject}: no leaf fits {pattern!r}{hint or f'; there are {keys_there(pattern, names)}'}")
+        raise MismatchError(f"{subject}: no leaf fits {pattern!r}{hint or f'; there are {describe_keys(pattern, names)}'}")
     return found
 
 

@@ -81,11 +81,11 @@ def test_what_is_no_plain_value_has_no_inline_record() -> None:
 
 
 def test_text_that_is_too_large_or_not_unicode_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnsupportedLeafError, match=r"leaf 'x': text that is not valid Unicode.*store it as bytes"):
+    with pytest.raises(UnsupportedLeafError, match=r"leaf 'x': text is not valid Unicode.*store it as bytes"):
         record_value("x", "\ud800")
     monkeypatch.setattr(leaf_records, "MAX_INLINE_BYTES", 10)
     for value in ("a" * 11, b"a" * 11):
-        with pytest.raises(UnsupportedLeafError, match=r"leaf 'x': .* of 11, at most 10 .*store it as a numpy uint8"):
+        with pytest.raises(UnsupportedLeafError, match=r"leaf 'x': .* of length 11, expected at most 10; store it as a numpy uint8"):
             record_value("x", value)
 
 
@@ -125,7 +125,7 @@ def test_a_number_that_is_none_is_corrupt(record: Any) -> None:
         (b'{"containers":{},"leaves":{"x":{"kind":"int","value":"1","more":2}}}', "more"),
         (b'{"containers":{},"leaves":{"x":{"kind":"int","value":"1"},"x":{"kind":"int","value":"2"}}}', "canonical"),
         (b'{"containers": {},"leaves":{}}', "not in canonical form"),
-        (b'{"containers":{},"leaves":{"x":{"kind":"array"}}}', "does not fit its arrays"),
+        (b'{"containers":{},"leaves":{"x":{"kind":"array"}}}', "does not match its arrays"),
         (b'{"containers":{},"leaves":{"' + b"a/" * 200 + b'a":{"kind":"none"}}}', "deeper than 200 levels"),
     ],
 )
@@ -136,5 +136,5 @@ def test_a_tree_record_that_this_package_would_not_write_is_corrupt(detail: byte
 
 
 def test_an_array_that_the_tree_does_not_know_is_corrupt() -> None:
-    with pytest.raises(CorruptCheckpointError, match="does not fit its arrays"):
+    with pytest.raises(CorruptCheckpointError, match="does not match its arrays"):
         decode_tree(part_of(TreeRecord({}, {"a": ArrayLeaf()}), "a", "b"), "here")
