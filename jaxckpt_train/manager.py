@@ -279,12 +279,12 @@ class StepManager(RunNotes):
         self._closed, self._guard = False, threading.RLock()  # each save has its turn
         free_in_child(self)
 
-    def check_fresh(self, progress: ReadProgress | None = None, *, beside_flax: bool = False) -> None:
+    def check_fresh(self, progress: ReadProgress | None = None, *, allow_flax: bool = False) -> None:
         """Raise CorruptCheckpointError if there are step directories, none of them whole; `progress`: of waits.
 
-        Where no loop of this run has had its state yet, checkpoints of Flax are refused, but for `beside_flax`.
+        Where no loop of this run has had its state yet, checkpoints of Flax are refused, but for `allow_flax`.
         """
-        may_be = beside_flax or self._run.past.has_begun
+        may_be = allow_flax or self._run.past.has_begun
         self._job_sync.led("looking for steps", lambda: self._run.check_fresh(progress, may_be), time.monotonic)
 
     def own(self) -> None:

@@ -297,7 +297,7 @@ class Recorder:
         if self._polled or changed:
             self._writer.add(Between(self._last_step, self._polled, changed))
 
-    def told(self, manager: StepManager, loop: LoopState) -> None:
+    def update_completed(self, manager: StepManager, loop: LoopState) -> None:
         """Record the update; in the one that is asked for, interrupt the run."""
         assert loop.last is not None
         self._end_between(looks=False)

@@ -148,7 +148,7 @@ def test_nothing_is_saved_right_after_a_resume(tmp_path: Path) -> None:
         assert ckpt(state, step=10).reason == "not due"
         with pytest.raises(jct.SettingsError, match="save_now: expected a completed update"):
             callback(tmp_path).save_now()
-        assert ckpt.save_now().reason == "step 10 is saved already"
+        assert ckpt.save_now().reason == "step 10 is already saved"
     assert files_below(tmp_path) == before
 
 
@@ -346,13 +346,13 @@ def test_save_now_saves_the_last_completed_update_once(tmp_path: Path) -> None:
             next(data)
             if step == 3:
                 with pytest.raises(
-                    jct.SettingsError, match=r"save_now: update 4 is under way.*right after ckpt\(state\)"
+                    jct.SettingsError, match=r"save_now: update 4 is running.*right after ckpt\(state\)"
                 ):
                     ckpt.save_now()
             ckpt(state_of(step + 1))
             if step == 1:
                 assert ckpt.save_now().saved
-                assert ckpt.save_now().reason == "step 2 is saved already"
+                assert ckpt.save_now().reason == "step 2 is already saved"
     assert saves(tmp_path) == [(2, "save_now"), (4, "end of the loop")]
     assert position_of(tmp_path, 2) == 2
 
@@ -431,9 +431,9 @@ def test_another_live_job_is_refused_before_anything_is_restored(tmp_path: Path)
 def test_a_closed_callback_says_so(tmp_path: Path) -> None:
     with callback(tmp_path) as ckpt:
         ckpt(state_of(1))
-    with pytest.raises(jct.SettingsError, match="closed; make a new one"):
+    with pytest.raises(jct.SettingsError, match="closed"):
         ckpt.resume(state_of(0))
-    with pytest.raises(jct.SettingsError, match="closed; make a new one"):
+    with pytest.raises(jct.SettingsError, match="closed"):
         ckpt(state_of(100), step=100)
 
 

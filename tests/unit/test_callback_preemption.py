@@ -13,7 +13,6 @@ import jax
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train import config as hydra_job
 from tests.support.runs import Counter, made_run, state_of, step_of
 from tests.support.signal_handlers import WATCHED, handlers_put_back
 
@@ -84,7 +83,7 @@ def test_it_raises_an_ordinary_error_if_that_is_wanted(tmp_path: Path) -> None:
 
 
 def test_in_a_multirun_it_raises_an_ordinary_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hydra_job, "is_multirun", lambda: True)
+    monkeypatch.setattr("jaxckpt_train.callback.is_multirun", lambda: True)
     with pytest.raises(jct.Preempted, match="step 2 is saved"):
         train(tmp_path / "auto", 1)
     with pytest.raises(SystemExit):

@@ -10,7 +10,7 @@ import pytest
 import jaxckpt_train as jct
 from tests.support.runs import state_of, step_of
 
-UNTOLD = "ended and ckpt(...) was not called"
+UNTOLD = "ended without a call of ckpt(...)"
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

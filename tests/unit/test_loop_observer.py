@@ -25,7 +25,7 @@ class Watching:
         self.notes.append(("resumed", manager.restored_step, *values))
         return {**values, "data": "instead"} if "data" in values else values
 
-    def told(self, manager: StepManager, loop: LoopState) -> None:
+    def update_completed(self, manager: StepManager, loop: LoopState) -> None:
         assert loop.last is not None
         self.notes.append(("told", loop.step, sorted(loop.last), loop.metrics, manager.is_saved(loop.step)))
 
@@ -80,7 +80,7 @@ def test_an_error_of_the_observer_ends_the_call(watching: Watching, tmp_path: Pa
     def fail(*_: Any) -> None:
         raise RuntimeError("seen")
 
-    monkeypatch.setattr(watching, "told", fail)
+    monkeypatch.setattr(watching, "update_completed", fail)
     with pytest.raises(RuntimeError, match="seen"):
         train(tmp_path, 1, jct.JsonValue(1))
     assert jct.StepManager(tmp_path).steps == []

@@ -47,7 +47,7 @@ def test_several_reasons_to_keep_are_alternatives() -> None:
 
 
 def test_best_without_a_metric_is_refused() -> None:
-    with pytest.raises(jct.SettingsError, match="keep_best: expected best_metric with it"):
+    with pytest.raises(jct.SettingsError, match="keep_best: expected best_metric"):
         choose_preservation_policy(None, None, 1, None, "min", None)
 
 

@@ -333,7 +333,7 @@ def test_save_now_after_an_update_of_a_loop_without_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_state: Callable[[], Any], make_data: Callable[[], Any] | None
 ) -> None:
     """Also where taking positions would cost more than its share of the time."""
-    monkeypatch.setattr(loop_state, "TAKING_SHARE", -math.inf)
+    monkeypatch.setattr(loop_state, "MAX_POSITION_TIME_SHARE", -math.inf)
     with jct.CheckpointCallback(tmp_path, save_interval_steps=100, save_on_exit=False) as ckpt:
         data: dict[str, Any] = {} if make_data is None else {"data": make_data()}
         found = ckpt.resume(make_state(), **data)

@@ -66,7 +66,7 @@ def test_the_callback_has_one_where_it_is_asked_for(tmp_path: Path) -> None:
             ckpt(state_of(step + 1), metrics={"loss": abs(step - 1)})
     assert os.readlink(tmp_path / "best") == "step-0000000002"
     assert jct.StepManager(tmp_path).steps == [2, 4]
-    with pytest.raises(SettingsError, match=r"best_link: expected checkpoint\.best_metric with it"):
+    with pytest.raises(SettingsError, match=r"best_link: expected checkpoint\.best_metric"):
         jct.CheckpointCallback(tmp_path, best_link=True)
 
 
