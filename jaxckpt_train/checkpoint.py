@@ -45,7 +45,7 @@ from jaxckpt_train.errors import (
 from jaxckpt_train.formats.detect import find_file, find_in_directory
 from jaxckpt_train.formats.flax import FlaxFile
 from jaxckpt_train.formats.foreign import PYTREE, ForeignCheckpoint
-from jaxckpt_train.formats.orbax_metadata import in_form_of
+from jaxckpt_train.formats.orbax_metadata import match_target
 from jaxckpt_train.formats.safetensors import KIND as SAFETENSORS
 from jaxckpt_train.formats.torch import KIND as PYTORCH
 from jaxckpt_train.pending import PendingSave, wait_for_saves_of
@@ -193,7 +193,7 @@ def options_for(source: Opened, options: LoadOptions) -> LoadOptions:
     if source.wrote_tree == SAFETENSORS:
         return dataclasses.replace(options, has_types=False)
     if source.wrote_tree in (ORBAX, PYTORCH):
-        return dataclasses.replace(options, forms=in_form_of, has_types=False)
+        return dataclasses.replace(options, forms=match_target, has_types=False)
     return options
 
 

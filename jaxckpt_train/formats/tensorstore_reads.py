@@ -1,6 +1,7 @@
-"""The arrays of an Orbax item, which TensorStore reads: zarr of both versions, in an OCDBT database or plain files.
+"""Reads arrays of Orbax items with TensorStore: zarr of both versions, in an OCDBT database or in plain files.
 
-TensorStore as it is used here: imported so that no interrupt is lost, and its errors told as ours.
+TensorStore is imported on first use. An interrupt during the import is delivered afterwards, a process that was forked
+after TensorStore started its threads refuses to use it, and its errors become the library's own.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from jaxckpt_train.formats.foreign import (
     page_aligned_chunks,
     segment_size,
 )
-from jaxckpt_train.formats.orbax_metadata import Bounds, check_metadata, chunk_bytes, chunk_shape
+from jaxckpt_train.formats.orbax_metadata import ChunkLimits, check_metadata_sizes, chunk_bytes, chunk_shape
 from jaxckpt_train.store.backends.base import MISSING, Backend, refusal
 from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.dtypes import dtype_name, is_storable
@@ -41,63 +42,63 @@ from jaxckpt_train.store.manifest import ArrayRecord, shown
 if TYPE_CHECKING:
     import tensorstore as ts
 
-MAX_ERROR_CHARACTERS = 2000  # of an error of TensorStore, which names a file
-_SYSTEM_ERROR = re.compile(r"(?:os_error_code='|\[OS error )(\d+)")  # as its versions have it
-_STARTED = "/tensorstore/thread_pool/started"  # its count of the threads that it has started in this process
-_OF_THE_NAME = MISSING | {errno.ENAMETOOLONG}  # nothing can be there, so whatever has this name is damaged
-_has_threads = False  # as of the last fork
-_is_lost_to_fork = False
+MAX_ERROR_CHARACTERS = 2000  # of a message of TensorStore, which contains a path
 OPEN_AT_ONCE = 256
-LEAST_CHUNK_BYTES = 4 << 20  # smaller ones are read together
-MOST_PIECES = 1 << 20  # of an array: 4 TiB in the smallest ones; a record of each is made when it is opened
-DECODING = 2  # times a chunk's size: as it is stored, and as it is decoded
-CACHED_BYTES = 100 << 20  # of nodes of an OCDBT database
+LEAST_CHUNK_BYTES = 4 << 20  # smaller chunks are read together
+MOST_PIECES = 1 << 20  # of an array, each of which has a record: 4 TiB in the smallest pieces
+DECODING = 2  # reading a chunk needs twice its size: its stored bytes and its elements
+CACHED_BYTES = 100 << 20  # nodes of OCDBT databases
+_SYSTEM_ERROR = re.compile(r"(?:os_error_code='|\[OS error )(\d+)")  # in messages of different versions
+_STARTED = "/tensorstore/thread_pool/started"  # TensorStore's count of the threads started in this process
+_OF_THE_NAME = MISSING | {errno.ENAMETOOLONG}  # no file can have this name, so the metadata with the name is damaged
+_has_threads = False  # at the last fork
+_is_lost_to_fork = False
 
 
 def _look_for_threads() -> None:
-    """Note before a fork whether TensorStore has started threads, which the child will not have."""
+    """Record before a fork whether TensorStore has threads, which the child process will not have."""
     global _has_threads
     library = sys.modules.get("tensorstore")
     count = getattr(library, "experimental_collect_matching_metrics", None)
     _has_threads = library is not None and (count is None or bool(count(_STARTED)))
 
 
-def _note_fork() -> None:
+def _after_fork() -> None:
     global _is_lost_to_fork
     _is_lost_to_fork = _is_lost_to_fork or _has_threads
 
 
-os.register_at_fork(before=_look_for_threads, after_in_child=_note_fork)
+os.register_at_fork(before=_look_for_threads, after_in_child=_after_fork)
 
 
 def refuse_fork(subject: str) -> None:
-    """Refuse to use TensorStore in a process in which it would abort.
+    """Refuse to use TensorStore in a process where it would abort.
 
     Args:
-        subject: what is done through it, for messages.
+        subject: the operation, as the start of the message.
 
     Raises:
-        SettingsError: this process was forked after TensorStore had started its threads.
+        SettingsError: this process was forked after TensorStore had started threads.
     """
     if _is_lost_to_fork:
         raise SettingsError(
-            f"{subject} through TensorStore, which cannot be used in process {os.getpid()}: it was forked after its "
-            'parent had used TensorStore. Start the process by multiprocessing.get_context("spawn"), or load in the '
-            "parent"
+            f"{subject} through TensorStore, which cannot be used in process {os.getpid()}: the process was forked "
+            "after "
+            'its parent had used TensorStore. Start it with multiprocessing.get_context("spawn"), or load in the parent'
         )
 
 
 def tensorstore(subject: str) -> Any:
-    """The library.
+    """Import and return TensorStore.
 
     Args:
-        subject: what is done through it, for messages.
+        subject: the operation, as the start of the message.
 
     Raises:
-        SettingsError: it is not installed, cannot be imported, or cannot be used in this forked process.
+        SettingsError: TensorStore is not installed, cannot be imported, or cannot be used in this forked process.
     """
     refuse_fork(subject)
-    with _interrupts_wait():  # one within the start of an extension becomes an ImportError
+    with _delay_interrupts():  # an interrupt during the start of an extension module would become an ImportError
         try:
             import tensorstore
         except ModuleNotFoundError as error:
@@ -109,20 +110,20 @@ def tensorstore(subject: str) -> Any:
     return tensorstore
 
 
-def refused(error: Exception, what: str, path: str) -> StorageError | None:
-    """What the file system said, if it was that which failed: TensorStore tells the number in its text."""
+def system_error(error: Exception, what: str, path: str) -> StorageError | None:
+    """Return the file system's error behind an error of TensorStore, or None. TensorStore has its code only as text."""
     code = _code_of(error)
     return None if code is None else refusal(code, what, path)
 
 
-def read_error(error: ValueError, told: str) -> CheckpointError:
-    """What a read that failed means: that the system refused, or else that what is stored is damaged.
+def read_error(error: ValueError, problem: str) -> CheckpointError:
+    """Return the error for a failed read: StorageError if the system refused it, otherwise CorruptCheckpointError.
 
     Args:
-        error: of TensorStore.
-        told: the message, but for what TensorStore says.
+        error: the error of TensorStore.
+        problem: the message, to which the message of TensorStore is added.
     """
-    code, message = _code_of(error), f"{told}: {shown(error, MAX_ERROR_CHARACTERS)}"
+    code, message = _code_of(error), f"{problem}: {shown(error, MAX_ERROR_CHARACTERS)}"
     return CorruptCheckpointError(message) if code is None or code in _OF_THE_NAME else StorageError(code, message)
 
 
@@ -132,8 +133,8 @@ def _code_of(error: Exception) -> int | None:
 
 
 @contextlib.contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Within: an interrupt does what it does at the end."""
+def _delay_interrupts() -> Iterator[None]:
+    """Deliver an interrupt when the block ends."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
@@ -149,12 +150,12 @@ def _interrupts_wait() -> Iterator[None]:
 
 
 class OrbaxArray(NamedTuple):
-    """An array: its record, and what it is read from; `bounds` are looked at before `store` is read itself."""
+    """An array: its record, its segment and its store. Check `limits` before reading `store` directly."""
 
     record: ArrayRecord
     segment: ForeignSegment
     store: Any
-    bounds: Bounds | None = None
+    limits: ChunkLimits | None = None
 
 
 def open_arrays(
@@ -169,49 +170,49 @@ def open_arrays(
     is_whole: bool = False,
     takes_direct: bool = False,
 ) -> dict[str, OrbaxArray]:
-    """Open arrays; nothing of their content is read.
+    """Open arrays without reading their content.
 
     Args:
-        backend: where.
-        directory: of the item.
-        names: of the parameters, by leaf path.
-        use_ocdbt, use_zarr3: how they are stored.
-        first_segment: the number of the first one's segment.
-        databases: folders below the item with an OCDBT database of their own, as first versions have them.
-        is_whole: every chunk was written: one that is missing is damage, and not zeros.
-        takes_direct: whether files there can be read beside the page cache; then large chunks are.
+        backend: the storage.
+        directory: the directory of the item.
+        names: the parameter names by leaf path.
+        use_ocdbt, use_zarr3: the form of the arrays.
+        first_segment: the number of the first array's segment.
+        databases: folders of the item with an OCDBT database of their own, in the first versions.
+        is_whole: whether every chunk was written. A missing chunk is then damage, and otherwise zeros.
+        takes_direct: whether large chunks can bypass the page cache.
 
     Raises:
         SettingsError: TensorStore is not installed.
-        CorruptCheckpointError: one is not there, or damaged.
-        StorageError: the system refused to read one.
+        CorruptCheckpointError: an array is missing or damaged.
+        StorageError: the system refused to read an array.
     """
     if not names:
         return {}
-    ts = tensorstore(f"{directory}: a checkpoint of Orbax is read")
+    ts = tensorstore(f"{directory}: an Orbax checkpoint is read")
     folders = [*databases] if use_ocdbt else [*names.values()]
-    check_metadata(backend, directory, folders, use_ocdbt=use_ocdbt, use_zarr3=use_zarr3)
+    check_metadata_sizes(backend, directory, folders, use_ocdbt=use_ocdbt, use_zarr3=use_zarr3)
     context = ts.Context(
         {"cache_pool#nodes": {"total_bytes_limit": CACHED_BYTES}, "file_io_concurrency": {"limit": 16}}
     )
     specs = {leaf: _spec(directory, name, use_ocdbt, use_zarr3, databases, is_whole) for leaf, name in names.items()}
-    stores = _stores(directory, names, specs, context)
-    direct = _direct(context) if takes_direct else None
+    stores = _open_stores(directory, names, specs, context)
+    direct = _direct_context(context) if takes_direct else None
     large = [] if direct is None else [leaf for leaf in stores if chunk_bytes(stores[leaf]) >= LEAST_CHUNK_BYTES]
-    beside = _stores(directory, names, {leaf: specs[leaf] for leaf in large}, direct)
-    newest, found = RecentPieces(), dict[str, OrbaxArray]()
+    direct_stores = _open_stores(directory, names, {leaf: specs[leaf] for leaf in large}, direct)
+    recent, found = RecentPieces(), dict[str, OrbaxArray]()
     for number, leaf in enumerate(stores):
-        ways = [each[leaf] for each in (beside, stores) if leaf in each]
+        ways = [each[leaf] for each in (direct_stores, stores) if leaf in each]
         files = None if specs[leaf]["kvstore"]["driver"] == "ocdbt" else backend
-        bounds = Bounds(files, directory, names[leaf], f"{directory}: leaf {leaf!r}", stores[leaf])
-        found[leaf] = _opened(directory, leaf, ways, bounds, first_segment + number, newest)
+        limits = ChunkLimits(files, directory, names[leaf], f"{directory}: leaf {leaf!r}", stores[leaf])
+        found[leaf] = _orbax_array(directory, leaf, ways, limits, first_segment + number, recent)
     return found
 
 
-def _stores(
+def _open_stores(
     directory: str, names: dict[str, str], specs: dict[str, dict[str, Any]], context: ts.Context | None
 ) -> dict[str, ts.TensorStore]:
-    """Open some arrays, many at a time."""
+    """Open arrays, many at a time."""
     import tensorstore as ts
 
     found, leaves = {}, list(specs)
@@ -219,16 +220,16 @@ def _stores(
         some = leaves[start : start + OPEN_AT_ONCE]
         futures = []
         for leaf in some:
-            with _told(directory, leaf, names[leaf]):  # a name may be no path
+            with _naming_leaf(directory, leaf, names[leaf]):  # fails at once if the name is not a valid path
                 futures.append(ts.open(specs[leaf], context=context, open=True, read=True))
         for leaf, future in zip(some, futures, strict=True):
-            with _told(directory, leaf, names[leaf]), foreign_call():
+            with _naming_leaf(directory, leaf, names[leaf]), foreign_call():
                 found[leaf] = future.result()
     return found
 
 
-def _direct(context: ts.Context) -> ts.Context | None:
-    """The same resources, but files are read beside the page cache; None: this TensorStore knows of no such reads."""
+def _direct_context(context: ts.Context) -> ts.Context | None:
+    """Return a context whose file reads bypass the page cache, or None if this TensorStore has no such reads."""
     import tensorstore as ts
 
     try:
@@ -238,7 +239,7 @@ def _direct(context: ts.Context) -> ts.Context | None:
 
 
 @contextlib.contextmanager
-def _told(directory: str, leaf: str, name: str) -> Iterator[None]:
+def _naming_leaf(directory: str, leaf: str, name: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
@@ -252,7 +253,7 @@ def _spec(
     folder, _, last = name.rpartition("/")
     if folder and folder in databases:
         directory, name, use_ocdbt = f"{directory}/{folder}", last, True
-    if not use_ocdbt:  # an array whose name is empty lies in the item's own directory
+    if not use_ocdbt:  # with an empty name, the array is stored in the directory of the item
         return spec | {"kvstore": {"driver": "file", "path": f"{directory}/{name}/" if name else f"{directory}/"}}
     base = {"driver": "file", "path": f"{directory}/"}
     return spec | {
@@ -260,43 +261,41 @@ def _spec(
     }
 
 
-def _opened(
-    directory: str, leaf: str, stores: Sequence[ts.TensorStore], bounds: Bounds, segment: int, newest: RecentPieces
+def _orbax_array(
+    directory: str, leaf: str, stores: Sequence[ts.TensorStore], limits: ChunkLimits, segment: int, recent: RecentPieces
 ) -> OrbaxArray:
     store = stores[-1]
     dtype, shape = np.dtype(store.dtype.numpy_dtype), tuple(store.shape)
     if not is_storable(dtype):
-        raise CorruptCheckpointError(
-            f"{directory}: leaf {leaf!r}: an array of {store.dtype.name}, which is not known here"
-        )
-    subject, held = f"{directory}: leaf {leaf!r}", CachedPieces(newest)
+        raise CorruptCheckpointError(f"{directory}: leaf {leaf!r}: expected a known dtype, found {store.dtype.name}")
+    subject, cached = f"{directory}: leaf {leaf!r}", CachedPieces(recent)
     check_shape(shape, dtype.itemsize, subject)
     cell = _cell(shape, chunk_shape(store), dtype.itemsize)
     count = math.prod(-(-size // width) for size, width in zip(shape, cell, strict=True))
     if count > MOST_PIECES:
         raise CorruptCheckpointError(
-            f"{subject}: shape {list(shape)}, {count:,} pieces, expected at most {MOST_PIECES:,}"
+            f"{subject}: expected at most {MOST_PIECES:,} pieces, found {count:,} in shape {list(shape)}"
         )
     chunks = page_aligned_chunks(grid_boxes(shape, cell), dtype.itemsize, segment)
     record = array_record(leaf, shape, dtype_name(dtype), chunks)
 
     def read(box: Box, target: np.ndarray) -> None:
-        bounds.check()
+        limits.check()
         read_box(subject, stores, box, target)
 
-    source = functools.partial(_source, subject, dtype, record, read, held=held)
+    source = functools.partial(_source, subject, dtype, record, read, cached=cached)
     return OrbaxArray(
-        record, ForeignSegment(f"arrays/{segment:06d}", segment_size(record.chunks), source), store, bounds
+        record, ForeignSegment(f"arrays/{segment:06d}", segment_size(record.chunks), source), store, limits
     )
 
 
 def hold_array(subject: str, name: str, content: np.ndarray, segment: int) -> OrbaxArray:
-    """An array whose content is in memory.
+    """Return an array whose content is in memory.
 
     Args:
-        subject: it, for messages.
+        subject: the array, for messages.
         name: its leaf path.
-        content: of it, in row-major order.
+        content: its content in row-major order.
         segment: the number of its segment.
     """
     chunks = page_aligned_chunks([full_box(content.shape)], content.dtype.itemsize, segment)
@@ -310,7 +309,7 @@ def hold_array(subject: str, name: str, content: np.ndarray, segment: int) -> Or
 
 
 def _cell(shape: Sequence[int], chunk: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """What is read at a time: a chunk, or some of them along the first axis where they are small."""
+    """Return the shape to read at a time: a chunk, or several small chunks along the first axes."""
     cell = [max(1, min(width, size)) for width, size in zip(chunk, shape, strict=True)]
     for axis in reversed(range(len(cell))):
         wanted = -(-LEAST_CHUNK_BYTES // max(1, math.prod(cell) * itemsize))
@@ -321,9 +320,9 @@ def _cell(shape: Sequence[int], chunk: Sequence[int], itemsize: int) -> tuple[in
 
 
 def _source(
-    subject: str, dtype: np.dtype, record: ArrayRecord, read: Any, direct: Any, held: CachedPieces | None = None
+    subject: str, dtype: np.dtype, record: ArrayRecord, read: Any, direct: Any, cached: CachedPieces | None = None
 ) -> Any:
-    return DecodedArraySource(subject, dtype, record.chunks, read, held)
+    return DecodedArraySource(subject, dtype, record.chunks, read, cached)
 
 
 def read_box(subject: str, stores: Sequence[ts.TensorStore], box: Box, target: np.ndarray) -> None:
@@ -331,12 +330,13 @@ def read_box(subject: str, stores: Sequence[ts.TensorStore], box: Box, target: n
 
     Args:
         subject: the array, for messages.
-        stores: ways to read it: each is tried where that before has failed, as a disk may refuse some reads.
-        box: of it.
-        target: row-major.
+        stores: ways to open the array, in order. The next one is tried when a read fails, since storage may refuse
+            direct reads.
+        box: the box to read.
+        target: the row-major memory to fill.
 
     Raises:
-        CorruptCheckpointError: what is stored is damaged.
+        CorruptCheckpointError: the stored content is damaged.
         StorageError: the system refused to read it.
         SettingsError: TensorStore cannot be used in this forked process.
     """
@@ -347,7 +347,7 @@ def read_box(subject: str, stores: Sequence[ts.TensorStore], box: Box, target: n
             return _copy(store, box, target)
     try:
         with foreign_call():
-            _copy(last, box, target)  # what it makes of TensorStore's is gone again when it returns
+            _copy(last, box, target)  # a helper function, so that no TensorStore object outlives the foreign call
     except ValueError as error:
         raise read_error(error, f"{subject}: box {box} cannot be read") from error
 

@@ -147,7 +147,7 @@ def test_a_name_that_is_no_path_is_damage_where_arrays_are_files(tmp_path: Path)
         (path / "_METADATA").write_text(
             text.replace('[{"key": "w", "key_type": 2}]', f'[{{"key": "{name}", "key_type": 2}}]')
         )
-        with pytest.raises(jct.CorruptCheckpointError, match=rf"the array '{name}' (cannot be opened|would lie out)"):
+        with pytest.raises(jct.CorruptCheckpointError, match=rf"the array '{name}' (cannot be opened|would be out)"):
             jct.load(path)
 
 
@@ -185,10 +185,10 @@ def test_an_item_that_is_gone_is_told_to_who_reads_it(name: str, whole: bool, tm
             shutil.rmtree(file)
         elif file.name != "commit_success.txt":
             file.unlink()
-    message = rf"7/{name}: expected what '\w+Handler' wrote, .* found {'no such' if whole else 'an empty'} folder"
+    message = rf"7/{name}: expected .*'\w+Handler', .* found {'no' if whole else 'an empty'} folder"
     with pytest.raises(jct.CorruptCheckpointError, match=message):
         jct.load_checkpointables(path)
-    assert "expected what" in refused("import", path, tmp_path / "all", code=1)
+    assert f"7/{name}: expected" in refused("import", path, tmp_path / "all", code=1)
     assert list(jct.load_checkpointables(path, dict.fromkeys(kept))) == list(kept)
     assert run("import", path, tmp_path / "part", "--part", "other").exit_code == 0
     if name == "state":
@@ -203,11 +203,11 @@ def test_a_tree_without_its_metadata_is_told(tmp_path: Path) -> None:
     path = with_step_of(tmp_path / "run")
     (path / "state" / "_METADATA").unlink()
     (path / "state" / "manifest.ocdbt").unlink()
-    with pytest.raises(jct.CorruptCheckpointError, match=r"'StandardCheckpointHandler' wrote, .* found d, ocdbt"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"'StandardCheckpointHandler', .* found d, ocdbt"):
         jct.load(path)
     shutil.rmtree(path / "config")
     shutil.rmtree(path / "metrics")
-    with pytest.raises(jct.CorruptCheckpointError, match="expected what"):
+    with pytest.raises(jct.CorruptCheckpointError, match="expected the files of"):
         jct.metadata(path)  # nothing of it is left
 
 
@@ -246,11 +246,11 @@ def test_a_position_in_the_data_that_is_gone_is_told(is_second: bool, tmp_path: 
     for file in (tmp_path / "7" / "data").glob("process_*"):
         file.unlink()
     for targets in (None, {"data": iterator}, {"state": None, "data": iterator}):
-        with pytest.raises(jct.CorruptCheckpointError, match=r"7/data: expected what .* found an empty folder"):
+        with pytest.raises(jct.CorruptCheckpointError, match=r"7/data: expected .* found an empty folder"):
             jct.load_checkpointables(tmp_path / "7", targets)
     assert next(iterator) == 1
     assert raw(jct.load(tmp_path / "7")["w"]) == raw(np.arange(4))
-    assert "7/data: expected what" in refused("import", tmp_path / "7", tmp_path / "out", code=1)
+    assert "7/data: expected" in refused("import", tmp_path / "7", tmp_path / "out", code=1)
 
 
 def test_several_trees_are_chosen_from_by_part(tmp_path: Path) -> None:
@@ -278,7 +278,8 @@ def test_a_file_that_is_far_too_large_is_told(how: str, leaf: str, what: str, tm
     os.truncate(file, 1 << 40)
     with pytest.raises(jct.CorruptCheckpointError) as caught:
         jct.load(path)
-    assert f"{file}: 1,099,511,627,776 bytes, expected at most" in str(caught.value)
+    assert f"{file}: expected at most" in str(caught.value)
+    assert "found 1,099,511,627,776" in str(caught.value)
     refused("import", path, tmp_path / "out", code=1)
     assert not (tmp_path / "out").exists()
 
@@ -286,7 +287,9 @@ def test_a_file_that_is_far_too_large_is_told(how: str, leaf: str, what: str, tm
 def test_a_database_that_is_far_too_large_is_told(tmp_path: Path) -> None:
     path = by_handler(tmp_path / "a")
     os.truncate(path / "manifest.ocdbt", 1 << 40)
-    with pytest.raises(jct.CorruptCheckpointError, match=r"manifest\.ocdbt: 1,099,511,627,776 bytes, expected at most"):
+    with pytest.raises(
+        jct.CorruptCheckpointError, match=r"manifest\.ocdbt: expected at most .* found 1,099,511,627,776"
+    ):
         jct.load(path)
 
 
@@ -294,7 +297,7 @@ def test_chunks_far_larger_than_their_array_are_told(tmp_path: Path) -> None:
     path = plain(tmp_path / "a")
     altered = json.loads((path / "w" / ".zarray").read_text()) | {"chunks": [100_000, 100_000]}
     (path / "w" / ".zarray").write_text(json.dumps(altered))
-    with pytest.raises(jct.CorruptCheckpointError, match=r"leaf 'w': its chunks are of 40,000,000,000 bytes"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"leaf 'w': expected chunks .* found 40,000,000,000"):
         jct.load(path)
     refused("import", path, tmp_path / "out", code=1)
 
@@ -302,7 +305,7 @@ def test_chunks_far_larger_than_their_array_are_told(tmp_path: Path) -> None:
 def test_chunks_that_do_not_fit_into_memory_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = plain(tmp_path / "a")
     monkeypatch.setattr(orbax_bounds, "memory_bytes", lambda: 1199)
-    with pytest.raises(jct.StorageError, match="leaf 'w': a chunk of 600 bytes does not fit into memory") as caught:
+    with pytest.raises(jct.StorageError, match=r"leaf 'w': reading a chunk of 600 bytes .* has 1,199 bytes") as caught:
         jct.load(path)
     assert caught.value.errno == errno.ENOMEM
     monkeypatch.setattr(orbax_bounds, "memory_bytes", lambda: 1200)

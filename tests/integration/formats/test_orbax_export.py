@@ -130,7 +130,7 @@ def test_what_is_no_name_of_a_folder_is_no_item(items: Any, tmp_path: Path) -> N
 
 def test_two_items_have_two_names(tmp_path: Path) -> None:
     jct.save_checkpointables(tmp_path / "a", {"state": {"w": np.ones(2)}, "config": jct.JsonValue(1)})
-    with pytest.raises(jct.SettingsError, match="a name of its own for each item, found 'config' for two"):
+    with pytest.raises(jct.SettingsError, match=r"expected .* found 'config' twice"):
         export(tmp_path / "a", tmp_path / "5", items={"state": "config"})
 
 
@@ -172,10 +172,10 @@ def test_several_items_have_names_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"a": b"bytes"}, "leaf 'a': bytes, which Orbax has nothing for"),
-        ({}, "a tree without leaves, which Orbax has nothing for"),
-        (None, "a tree without leaves, which Orbax has nothing for"),
-        ({"a": 2**70}, "leaf 'a': an integer beyond 64 bits"),
+        ({"a": b"bytes"}, "leaf 'a': .* bytes"),
+        ({}, "expected a tree with leaves"),
+        (None, "expected a tree with leaves"),
+        ({"a": 2**70}, "leaf 'a': .* integers beyond 64 bits"),
         ({"a": {"b": 1}, "a.b": 2}, "leaves 'a/b' and 'a.b' would both be called 'a.b' by Orbax"),
     ],
 )

@@ -87,14 +87,14 @@ def test_damage_of_an_item_is_told_to_who_reads_it(content: bytes, step: Path, t
     for name, file in (("config", "config/metadata"), ("metrics", "metrics/metrics")):
         whole = (step / file).read_bytes()
         (step / file).write_bytes(content)
-        with pytest.raises(jct.CorruptCheckpointError, match=f"7/{file}: expected JSON, but"):
+        with pytest.raises(jct.CorruptCheckpointError, match=f"7/{file}: expected JSON, found"):
             jct.load_checkpointables(step)
         assert raw(jct.load(step)["w"]) == raw(np.arange(4))
         assert run("import", step, tmp_path / name, "--part", "state").exit_code == 0
         assert f"7/{file}: expected JSON" in refused("import", step, tmp_path / "all", code=1)
         (step / file).write_bytes(whole)
     (step / "_CHECKPOINT_METADATA").write_bytes(content)
-    with pytest.raises(jct.CorruptCheckpointError, match="7/_CHECKPOINT_METADATA: expected JSON, but"):
+    with pytest.raises(jct.CorruptCheckpointError, match="7/_CHECKPOINT_METADATA: expected JSON, found"):
         jct.load(step)
 
 

@@ -177,7 +177,7 @@ def test_what_is_no_finished_step_is_refused_by_name(tmp_path: Path) -> None:
         jct.load(tmp_path / "run")
     half = tmp_path / "13.orbax-checkpoint-tmp-1"
     (tmp_path / "run" / "12").rename(half)
-    with pytest.raises(jct.NotACheckpointError, match="a save of Orbax that has not ended"):
+    with pytest.raises(jct.NotACheckpointError, match="found an unfinished save"):
         jct.load(half)
 
 
@@ -198,7 +198,7 @@ def test_damage_is_told_by_the_leaf(tmp_path: Path) -> None:
         jct.load(path)
     (path / "_METADATA").unlink()
     (path / "manifest.ocdbt").write_text("")
-    with pytest.raises(jct.NotACheckpointError, match="arrays of Orbax without _METADATA"):
+    with pytest.raises(jct.NotACheckpointError, match="expected _METADATA or checkpoint"):
         jct.load(path)
 
 
@@ -247,7 +247,11 @@ def test_a_chunk_of_which_parts_are_asked_for_is_decoded_once(tmp_path: Path, mo
 
 @pytest.mark.parametrize(
     ("shape", "message"),
-    [([1 << 62], "impossible shape"), ([0, 1 << 62], "impossible shape"), ([1 << 58], "pieces, expected at most")],
+    [
+        ([1 << 62], "impossible shape"),
+        ([0, 1 << 62], "impossible shape"),
+        ([1 << 58], "expected at most 1,048,576 pieces"),
+    ],
 )
 def test_an_array_that_says_it_is_huge_is_told_at_once(tmp_path: Path, shape: list[int], message: str) -> None:
     path = by_handler(use_ocdbt=False)(tmp_path / "a", {"w": np.arange(4.0)})

@@ -175,7 +175,7 @@ def test_a_structure_that_is_cut_off_is_told_wherever_that_is(tmp_path: Path) ->
         path = tmp_path / str(end) / "item"
         path.mkdir(parents=True)
         (path / "checkpoint").write_bytes(whole[:end])
-        with pytest.raises(jct.CorruptCheckpointError, match="checkpoint: expected a tree of Orbax in msgpack, but"):
+        with pytest.raises(jct.CorruptCheckpointError, match="checkpoint: expected a msgpack tree of Orbax, found"):
             jct.load(path)
 
 
@@ -202,7 +202,7 @@ def test_an_array_that_is_not_there_is_told_by_the_leaf(old: Path) -> None:
 def test_nothing_outside_of_the_checkpoint_is_read(name: str, old: Path) -> None:
     shutil.copytree(old / "params.kernel", old.parent.parent / "x", dirs_exist_ok=True)
     changed(old, lambda tree: tree["params"].update(kernel=f"PLACEHOLDER://{name}"))
-    with pytest.raises(jct.CorruptCheckpointError, match=r"leaf 'params/kernel': the array .* would lie outside"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"leaf 'params/kernel': the array .* would be outside"):
         jct.load(old)
     shutil.rmtree(old.parent.parent / "x")
 
@@ -215,7 +215,7 @@ def test_nothing_outside_is_read_by_the_metadata_of_later_versions_either(tmp_pa
     key = '"key_metadata": [{"key": "count", "key_type": 2}]'
     assert key in text
     (path / "_METADATA").write_text(text.replace(key, '"key_metadata": [{"key": "../x", "key_type": 2}]'))
-    with pytest.raises(jct.CorruptCheckpointError, match=r"the array '\.\./x' would lie outside"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"the array '\.\./x' would be outside"):
         jct.load(path)
 
 
@@ -245,15 +245,18 @@ def test_metadata_of_leaves_that_the_structure_lacks_is_told(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("node", "message"),
     [
-        ({1: 2}, "below '~': expected keys of text, found 1"),
-        (msgspec.msgpack.Ext(1, b"\x01"), "leaf 'a': expected an array, but"),
-        (msgspec.msgpack.Ext(1, msgspec.msgpack.encode([[2], "float32", b"1234"])), r"4 bytes, expected 8 for float32"),
+        ({1: 2}, "below '~': expected text keys, found 1"),
+        (msgspec.msgpack.Ext(1, b"\x01"), "leaf 'a': expected an array, found"),
+        (
+            msgspec.msgpack.Ext(1, msgspec.msgpack.encode([[2], "float32", b"1234"])),
+            r"expected 8 bytes for float32\[2\], found 4",
+        ),
         (msgspec.msgpack.Ext(1, msgspec.msgpack.encode([[-1], "float32", b"1234"])), "expected the shape of an array"),
         (msgspec.msgpack.Ext(1, msgspec.msgpack.encode([[0, 2**62], "int8", b""])), "expected the shape of an array"),
-        (msgspec.msgpack.Ext(3, msgspec.msgpack.encode([[], "object", b""])), "an array of 'object', which is not"),
-        (msgspec.msgpack.Ext(9, b""), "of msgpack's extension type 9, expected 1, 2 or 3"),
-        (msgspec.msgpack.Ext(2, b"\x91\x01"), "expected a complex number, but"),
-        ({"__msgpack_chunked_array__": True, "shape": {"0": 3}, "chunks": {}}, "pieces of arrays that do not belong"),
+        (msgspec.msgpack.Ext(3, msgspec.msgpack.encode([[], "object", b""])), "expected .* found 'object'"),
+        (msgspec.msgpack.Ext(9, b""), "expected .* extension type 1, 2 or 3, found 9"),
+        (msgspec.msgpack.Ext(2, b"\x91\x01"), "expected a complex number, found"),
+        ({"__msgpack_chunked_array__": True, "shape": {"0": 3}, "chunks": {}}, "expected pieces of one array"),
         ({"__msgpack_chunked_array__": True, "shape": {"0": 3}, "chunks": 5}, "expected the pieces of an array"),
     ],
 )
@@ -265,7 +268,7 @@ def test_what_orbax_does_not_write_is_told(node: Any, message: str) -> None:
 
 def test_a_tree_that_is_too_deep_is_told() -> None:
     for depth in (300, 100_000):
-        with pytest.raises(jct.CorruptCheckpointError, match=r"more than 200 levels|recursion"):
+        with pytest.raises(jct.CorruptCheckpointError, match=r"at most 200 levels|recursion"):
             decode_aggregate(b"\x81\xa1a" * depth + b"\x01", "file")
 
 

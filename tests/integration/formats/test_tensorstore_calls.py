@@ -13,7 +13,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, SettingsError, StorageError
-from jaxckpt_train.formats.tensorstore_reads import read_error, refused, tensorstore
+from jaxckpt_train.formats.tensorstore_reads import read_error, system_error, tensorstore
 from tests.support.commands import run
 
 # TensorStore's own code imports asyncio when it begins, and makes an ImportError of whatever is raised there.
@@ -30,6 +30,8 @@ class Interrupts:
 def told(number, frame):
     print("told", number)
 
+for name in [each for each in sys.modules if each.partition(".")[0] == "asyncio"]:
+    del sys.modules[name]  # the library's own imports may have loaded it
 sys.meta_path.insert(0, Interrupts())
 if sys.argv[1] == "told":
     signal.signal(signal.SIGINT, told)
@@ -85,7 +87,7 @@ def test_what_the_system_refused_is_not_called_damaged(
     assert type(found) is kind
     assert f"leaf 'w' cannot be read: X: {said}" in str(found)
     assert getattr(found, "errno", None) == number
-    system = refused(ValueError(said), "write", "/a")
+    system = system_error(ValueError(said), "write", "/a")
     assert (None if system is None else system.filename) == (None if "DATA" in said else "/a")
 
 
