@@ -1,14 +1,8 @@
-"""Takes arrays from their devices: copied where they are or brought to the host, in the order of the files.
+"""Copies arrays from their devices, or within them, for a save, in the order of the files.
 
-Transfers: brings device arrays to the host one after the other, a bounded number of bytes ahead of the writer.
-
-Copies of arrays on their own devices, so that training goes on while the copies leave for the host.
-
-Pinned host memory: devices write into it on their own, so that a transfer holds nobody up and is copied once.
-
-Copies of state that is on the host already, into memory that is kept and used again by the next save.
-
-Waits for arrays whose updates JAX has only queued so far, and says how long that took.
+An array is copied on its device (`copy_on_devices`), so that training goes on while the copy is transferred, or it is
+transferred to pinned host memory, or it is fetched later by `Transfers`, which reads a bounded number of bytes ahead of
+the writer. Arrays in host memory are copied into memory that the next save uses again (`copy_all`).
 """
 
 from __future__ import annotations
@@ -40,36 +34,114 @@ from jaxckpt_train.store.buffers import fresh_area
 from jaxckpt_train.store.segment import ChunkSource, alignment_class
 from jaxckpt_train.store.threads import Latch, shared_workers
 
-# Of a larger tree some leaves are asked: asking 10,000 takes a tenth of the time of a snapshot. All outputs of one
-# computation become ready together.
+# Of a larger tree only some leaves are checked: checking 10,000 takes a tenth of the time of a snapshot. All outputs of
+# one computation become ready together.
 MOST_ASKED = 32
-ASKING_S = 1e-3  # a wait that is shorter is the time of asking
+ASKING_S = 1e-3  # a shorter wait is only the time of the call
 COPYING_THREADS = 2
 PIECE_BYTES = 16 << 20
 ALIGNMENT = 64
 LEAST_PAGED_BYTES = 1 << 20
 _KEPT_AREAS = 8
-_kept: list[mmap.mmap] = []  # memory that no copy uses at the moment, touched already: an area per tree
+_kept: list[mmap.mmap] = []  # memory that no copy uses now, already touched: an area per tree
 _KIND = "pinned_host"
 _HOST_KINDS = (_KIND, "unpinned_host")
 _log = logging.getLogger("jaxckpt_train")
 _refused: set[jax.Device] = set()
-# Of the memory that training has never used, this much stays free: allocators cut memory up.
+# This part of the memory that training has never used stays free, because allocators fragment memory.
 SPARE_FRACTION = 0.05
 _measured: set[jax.Device] = set()
-GIVEN_UP = "given up: the state was not taken from its devices in time"
+GIVEN_UP = "given up: the state was not fetched from its devices in time"
+
+
+def take_from_devices(
+    leaves: Sequence[jax.Array], mode: SnapshotMode, ahead: Ahead
+) -> tuple[list[tuple[ChunkSource, ...]], Transfers]:
+    """Take arrays on any devices as they are now; `snapshot` explains the modes.
+
+    Returns:
+        The chunks of each array, and the transfers that fetch those that are not here yet.
+    """
+    copies = copies_if_wanted(leaves, mode)
+    shards = [distinct_shards(leaf) for leaf in copies or leaves]
+    handles: Sequence[jax.Array] = [own_handle(shard.data) for several in shards for shard in several]
+    taken, transfers = take_handles(handles, mode, ahead, is_copied=copies is not None)
+    data = iter(taken)
+    chunks = [
+        tuple(ChunkSource(box_from_index(shard.index, leaf.shape), next(data)) for shard in several)
+        for leaf, several in zip(leaves, shards, strict=True)
+    ]
+    return chunks, transfers
+
+
+def copies_if_wanted(leaves: Sequence[jax.Array], mode: SnapshotMode) -> list[jax.Array] | None:
+    """Copy the arrays on their devices if the mode asks for it and they have room; otherwise return None."""
+    if mode == "device":
+        return copy_on_devices(leaves)
+    if mode == "auto" and have_room(leaves):
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # out of memory
+            return copy_on_devices(leaves)
+    return None
+
+
+def take_handles(
+    handles: Sequence[jax.Array], mode: SnapshotMode, ahead: Ahead, *, is_copied: bool
+) -> tuple[list[np.ndarray | ArrayToCome], Transfers]:
+    """Return the data of single-device arrays in their order, and the transfers that fetch it."""
+    is_bounded = is_copied or mode == "stream"
+    transfers = Transfers(ahead if is_bounded else Ahead(sys.maxsize))
+    turns = sorted(range(len(handles)), key=lambda number: alignment_class(handles[number].nbytes))
+    ordered = [handles[number] for number in turns]
+    if is_bounded:
+        arrived = [transfers.add(handle, is_ours=is_copied) for handle in ordered]
+    else:
+        arrived = _start_all(transfers, ordered)
+    taken = dict(zip(turns, arrived, strict=True))
+    transfers.begin()
+    return [taken[number] for number in range(len(handles))], transfers
+
+
+def _start_all(transfers: Transfers, handles: Sequence[jax.Array]) -> list[np.ndarray | ArrayToCome]:
+    """Start all transfers now, and return the data: on its way to pinned host memory, or here.
+
+    Arrays on the host are copied: a view would make a step that donates them fail.
+    """
+    started = start_transfers(handles)
+    unmoved = [handle for handle, array in zip(handles, started, strict=True) if array is handle]
+    transfers.waited_s = device_wait_s(some_arrays(unmoved))
+    there = [handle for handle in handles if is_on_host(handle)]
+    copies = iter(copy_all(list(map(np.asarray, there))))
+    data: list[np.ndarray | ArrayToCome] = []
+    for handle, array in zip(handles, started, strict=True):
+        if array is not handle:
+            data.append(transfers.add(array, is_ours=True))
+        else:
+            data.append(next(copies) if is_on_host(handle) else np.asarray(handle))
+    return data
+
+
+def own_handle(data: jax.Array) -> jax.Array:
+    """Make a new object for a shard's data: JAX caches a copy on the host with the object that was asked for it."""
+    own: jax.Array = data.addressable_data(0)
+    return own
+
+
+def distinct_shards(leaf: jax.Array) -> list[jax.Shard]:
+    """Return one shard for each distinct part of an array on devices of this process."""
+    return [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
 
 
 def some_arrays(values: Sequence[Any]) -> list[jax.Array]:
-    """The JAX arrays among `values`; of more than `MOST_ASKED` values, some of them."""
+    """Return the JAX arrays among `values`; of more than `MOST_ASKED` values, a sample."""
     step = -(-len(values) // MOST_ASKED) or 1
     return [value for value in values[::step] if isinstance(value, jax.Array) and not _is_traced(value)]
 
 
 def device_wait_s(arrays: Sequence[jax.Array]) -> float:
-    """Wait until these arrays are computed; those that are deleted are passed over.
+    """Wait until these arrays are computed, and ignore deleted ones.
 
-    A loop that does not wait for its device runs ahead of it; JAX queues its updates. Waiting for them is training.
+    A loop that does not wait for its device runs ahead of it, and JAX queues its updates. The time of this wait is
+    training time.
 
     Returns:
         Seconds that the devices needed; 0.0 if nothing was left to compute.
@@ -77,7 +149,7 @@ def device_wait_s(arrays: Sequence[jax.Array]) -> float:
     if not arrays:
         return 0.0
     started = time.perf_counter()
-    # Who takes a deleted array, or the result of a computation that failed, raises an error that names it.
+    # Taking a deleted array, or the result of a failed computation, raises a better error later.
     with contextlib.suppress(RuntimeError):
         wait: Any = jax.block_until_ready
         wait(arrays)
@@ -90,10 +162,10 @@ def _is_traced(value: object) -> bool:
 
 
 def copy_all(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Row-major copies of all arrays, made by a few threads at the speed of memory from the second time on.
+    """Copy all arrays in row-major order, with a few threads.
 
-    The memory is as large as the state, and kept for the next save when the last of the copies is dropped. Large copies
-    begin on a page, so that the disk can have them from where they are.
+    The memory is as large as the state; when the last copy is dropped, it is kept for the next save, which then runs at
+    the speed of memory. Large copies begin on a page, so that the disk can read them directly.
     """
     if not arrays:
         return []
@@ -102,9 +174,9 @@ def copy_all(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         alignment = mmap.PAGESIZE if array.nbytes >= LEAST_PAGED_BYTES else ALIGNMENT
         starts.append(-(-end // alignment) * alignment)
         end = starts[-1] + array.nbytes
-    area = _take(end)
+    area = _take_kept_area(end)
     memory = np.frombuffer(area, np.uint8)
-    weakref.finalize(memory, _give_back, area).atexit = False
+    weakref.finalize(memory, _keep_area, area).atexit = False
     copies = [
         memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
         for start, array in zip(starts, arrays, strict=True)
@@ -114,7 +186,7 @@ def copy_all(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def _portions(arrays: Sequence[np.ndarray], copies: Sequence[np.ndarray]) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """What one thread copies at a time: many small arrays, or a part of a large one."""
+    """Split the work into portions for threads: many small arrays, or a part of a large one."""
     portions: list[list[tuple[np.ndarray, np.ndarray]]] = []
     filled = 0
     for array, copy in zip(arrays, copies, strict=True):
@@ -137,8 +209,8 @@ def _copy_on_host(portion: list[tuple[np.ndarray, np.ndarray]]) -> None:
         np.copyto(target, source)
 
 
-def _take(size: int) -> mmap.mmap:
-    """Memory that was used for as much before; where there is none, the trees have changed, and all is made anew."""
+def _take_kept_area(size: int) -> mmap.mmap:
+    """Return kept memory of about this size; if there is none, the trees have changed, and all kept memory is freed."""
     for area in sorted(_kept, key=len):
         if size <= len(area) <= 2 * size + mmap.PAGESIZE:
             with contextlib.suppress(ValueError):  # another thread took it at this moment
@@ -148,7 +220,7 @@ def _take(size: int) -> mmap.mmap:
     return fresh_area(max(size, mmap.PAGESIZE))
 
 
-def _give_back(area: mmap.mmap) -> None:
+def _keep_area(area: mmap.mmap) -> None:
     _kept.append(area)
     del _kept[:-_KEPT_AREAS]
 
@@ -157,40 +229,40 @@ os.register_at_fork(after_in_child=_kept.clear)
 
 
 def is_on_host(array: jax.Array) -> bool:
-    """Whether an array lies in host memory of its device, as an offloaded optimizer state does."""
+    """Return whether an array lies in host memory of its device, like an offloaded optimizer state."""
     return array.sharding.memory_kind in _HOST_KINDS
 
 
 def start_transfers(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Order that arrays of one device each are brought to the host; returns before they are there.
+    """Start transfers of single-device arrays to the host, and return before they finish.
 
-    They go to pinned host memory where their device knows such memory and has room. What happens to the arrays
-    afterwards, donation included, cannot reach what is transferred: JAX keeps that order. It also keeps pinned memory
-    that is let go of for the next transfers. JAX's own array serialization takes this way too (jax-ml/jax#22114), since
-    other transfers go through small buffers and are copied once more.
+    The arrays go to pinned host memory where their device supports it and has room. Later operations on the arrays,
+    including donation, do not affect the transfer: JAX keeps the order. JAX also reuses released pinned memory for the
+    next transfers. JAX's own array serialization takes this path too (jax-ml/jax#22114), because other transfers go
+    through small buffers and are copied once more.
 
     Returns:
-        Arrays to take the data from, in the same order; `np.asarray` of one waits until it is there. Other objects than
-        those given lie in pinned memory and are the caller's own.
+        Arrays to take the data from, in the same order; `np.asarray` of one waits until it is there. Objects that are
+        not the given ones lie in pinned memory and belong to the caller.
     """
     started = list(arrays)
-    away = [number for number, array in enumerate(arrays) if not is_on_host(array)]
-    devices = {number: next(iter(arrays[number].sharding.device_set)) for number in away}
+    on_device = [number for number, array in enumerate(arrays) if not is_on_host(array)]
+    devices = {number: next(iter(arrays[number].sharding.device_set)) for number in on_device}
     usable = {device for device in set(devices.values()) if device not in _refused and _knows_pinned_memory(device)}
-    pinned = [number for number in away if devices[number] in usable]
+    pinned = [number for number in on_device if devices[number] in usable]
     places = {device: SingleDeviceSharding(device, memory_kind=_KIND) for device in usable}
     try:
         moved = jax.device_put([arrays[n] for n in pinned], [places[devices[n]] for n in pinned]) if pinned else []
     except jax.errors.JaxRuntimeError as error:
-        # Asked again, an allocator that is full may wait for seconds, with every save.
+        # A full allocator may block for seconds at every further request.
         _refused.update(usable)
         _log.warning(
-            "saves do without pinned host memory from now on, and wait longer: the devices refused it: %s", error
+            "the devices refused pinned host memory; saves work without it from now on, and block longer: %s", error
         )
         pinned, moved = [], []
     for number, array in zip(pinned, moved, strict=True):
         started[number] = array
-    for number in away:
+    for number in on_device:
         if started[number] is arrays[number]:
             arrays[number].copy_to_host_async()
     return started
@@ -199,15 +271,15 @@ def start_transfers(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 def _knows_pinned_memory(device: jax.Device) -> bool:
     try:
         return any(memory.kind == _KIND for memory in device.addressable_memories())
-    except RuntimeError:  # a plugin that knows nothing of kinds of memory
+    except RuntimeError:  # a plugin without support for memory kinds
         return False
 
 
 def copy_on_devices(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Copies with the same shardings. Returns once the copying is ordered, before it is done.
+    """Copy arrays with their shardings. Returns once the copies are enqueued.
 
-    The devices run what they are given in order, so a later step that is given the originals' memory cannot reach it
-    before the copies are made. One computation copies all arrays on the same devices; it is compiled at the first save.
+    Devices run their work in order, so that a later step that donates the originals cannot overwrite them before they
+    are copied. One computation copies all arrays on the same devices; it is compiled at the first save.
     """
     copies: list[jax.Array | None] = [None] * len(arrays)
     groups: dict[Any, list[int]] = defaultdict(list)
@@ -228,10 +300,10 @@ def _copy_on_device(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
 
 
 def have_room(arrays: Sequence[jax.Array]) -> bool:
-    """Whether every device surely has memory for a copy of its shards beside all that training has used so far.
+    """Return whether every device certainly has memory for a copy of its shards, on top of what training has used.
 
-    What training uses is known from its peak, which says nothing before the first step has run: so the first question
-    about a device is always answered with no. A device that does not tell its memory counts as full.
+    The peak tells what training uses, but not before the first step has run: so the first answer for a device is always
+    no. A device that does not report its memory counts as full.
     """
     needed: dict[jax.Device, int] = defaultdict(int)
     for array in arrays:
@@ -250,9 +322,10 @@ def _free_bytes(statistics: dict[str, int] | None) -> float:
 
 
 class Ahead:
-    """How much of one save may be on its way from the devices, or be there and not dropped yet, at a time.
+    """Limits how many bytes of one save are in transit from the devices, or fetched and not yet dropped.
 
-    One that is asked for alone is always let through. Whoever asks holds `lock`; giving back needs none.
+    A single request is always granted when nothing else is counted. Callers of `take` hold `lock`; `give_back` needs
+    no lock.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -262,7 +335,7 @@ class Ahead:
         self._dropped: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def take(self, nbytes: int) -> bool:
-        """Count these bytes if there is room for them."""
+        """Count these bytes if they fit; return whether they did."""
         self._collect()
         has_room = self._under_way <= 0 or self._under_way + nbytes <= self.limit_bytes
         if has_room:
@@ -270,7 +343,7 @@ class Ahead:
         return has_room
 
     def take_anyway(self, nbytes: int) -> None:
-        """Count these bytes, which cannot wait."""
+        """Count these bytes without a limit."""
         self._collect()
         self._under_way += nbytes
 
@@ -279,20 +352,20 @@ class Ahead:
             self._under_way -= self._dropped.get()
 
     def give_back(self, nbytes: int) -> None:
-        """They are dropped; may be called by a finalizer, at any time on any thread."""
+        """Release these bytes; a finalizer may call this at any time, on any thread."""
         self._dropped.put(nbytes)
 
 
 class Transfers:
-    """Arrays of one device each that are still to be brought to the host, in the order in which they were added.
+    """Fetches single-device arrays to the host, in the order in which they were added.
 
-    A fetch starts the transfers of the next arrays too, so that they run while others are written, as far as `ahead`
-    lets them. Each array is let go of as soon as it was fetched.
+    Each fetch also starts the transfers of the next arrays, as far as `ahead` permits, so that they run while others
+    are written. An array is released as soon as it is fetched.
 
     Attributes:
-        done: open once nothing is read from the devices any more.
-        fetching: how many fetches wait for their devices now, which may still be computing.
-        waited_s: seconds that the devices were waited for while the arrays were added.
+        done: open once nothing more is read from the devices.
+        fetching: number of fetches that wait for their devices, which may still be computing.
+        waited_s: seconds of waiting for devices while the arrays were added.
     """
 
     def __init__(
@@ -308,10 +381,10 @@ class Transfers:
         self.waited_s = 0.0
 
     def add(self, array: jax.Array, *, is_ours: bool = False) -> ArrayToCome | np.ndarray:
-        """Add an array that lies on a single device; one without elements is here at once.
+        """Add a single-device array; an array without elements is returned at once.
 
-        Unless it is `is_ours`, which nobody else is given the memory of, an array on the host is copied by the fetch: a
-        view of it would make a step fail that is given its memory.
+        An array on the host is copied when it is fetched, unless it is `is_ours`, that is, never donated to a
+        computation: a view would make a step that donates it fail.
         """
         if not array.size:
             return np.empty(array.shape, array.dtype)
@@ -322,17 +395,17 @@ class Transfers:
         return ArrayToCome(self, len(self._waiting) - 1, array)
 
     def begin(self) -> None:
-        """Start the first transfers, once all arrays are added."""
+        """Start the first transfers, after all arrays are added."""
         if not self._left:
             self.done.open()
         with self._lock:
             self._start_more()
 
     def fetch(self, number: int) -> np.ndarray:
-        """Bring array number `number` to the host, once; waits until it is there.
+        """Bring array number `number` to the host, once; waits for its transfer.
 
         Raises:
-            CheckpointTimeoutError: it was let go of meanwhile.
+            CheckpointTimeoutError: the save was given up, or the transfers are closed.
         """
         with self._lock:
             array = self._waiting[number]
@@ -360,9 +433,9 @@ class Transfers:
         return data
 
     def wait_for_devices(self) -> float:
-        """Wait until the first array is computed, and here if its transfer was started; the seconds that it took.
+        """Wait until the first array is computed, and transferred if that was started; return the seconds.
 
-        The devices run what they are given in order: nothing else is computed then that was queued before.
+        Devices run their work in order, so that everything queued before is finished then.
         """
         with self._lock:
             first = next((array for array in self._waiting if array is not None), None)
@@ -374,13 +447,13 @@ class Transfers:
                 self.fetching -= 1
 
     def give_up(self) -> bool:
-        """See to it that a fetch fails, unless all are done; whether one will."""
+        """Make further fetches fail, unless all are done; return whether they will."""
         with self._lock:
             self._is_given_up = self._left > 0
         return self._is_given_up
 
     def close(self) -> None:
-        """Let go of what was not fetched."""
+        """Release the arrays that were not fetched."""
         with self._lock:
             self._waiting = [None] * len(self._waiting)
             self._next = len(self._waiting)
@@ -402,7 +475,7 @@ class Transfers:
 
 
 class ArrayToCome:
-    """An array that is fetched when its turn to be written comes; `store.layout.ArrayToCome` says what it promises."""
+    """An array that is fetched when it is written; implements `store.segment.ArrayToCome`."""
 
     def __init__(self, transfers: Transfers, number: int, array: jax.Array) -> None:
         self._transfers, self._number = transfers, number
@@ -411,80 +484,3 @@ class ArrayToCome:
     def fetch(self) -> np.ndarray:
         """The data; may be called once, from any thread."""
         return self._transfers.fetch(self._number)
-
-
-def take_from_devices(
-    leaves: Sequence[jax.Array], mode: SnapshotMode, ahead: Ahead
-) -> tuple[list[tuple[ChunkSource, ...]], Transfers]:
-    """Take arrays of any devices as they are now; `snapshot` says what the modes are.
-
-    Returns:
-        The chunks of each array, and what brings those that are still to come.
-    """
-    copies = copies_if_wanted(leaves, mode)
-    shards = [distinct_shards(leaf) for leaf in copies or leaves]
-    handles: Sequence[jax.Array] = [own_handle(shard.data) for several in shards for shard in several]
-    taken, transfers = take_handles(handles, mode, ahead, is_copied=copies is not None)
-    data = iter(taken)
-    chunks = [
-        tuple(ChunkSource(box_from_index(shard.index, leaf.shape), next(data)) for shard in several)
-        for leaf, several in zip(leaves, shards, strict=True)
-    ]
-    return chunks, transfers
-
-
-def copies_if_wanted(leaves: Sequence[jax.Array], mode: SnapshotMode) -> list[jax.Array] | None:
-    """Copies on the devices, if that is the way; None: it is not."""
-    if mode == "device":
-        return copy_on_devices(leaves)
-    if mode == "auto" and have_room(leaves):
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # no room after all
-            return copy_on_devices(leaves)
-    return None
-
-
-def take_handles(
-    handles: Sequence[jax.Array], mode: SnapshotMode, ahead: Ahead, *, is_copied: bool
-) -> tuple[list[np.ndarray | ArrayToCome], Transfers]:
-    """The data of arrays of one device each, in their order, and what brings it."""
-    is_bounded = is_copied or mode == "stream"
-    transfers = Transfers(ahead if is_bounded else Ahead(sys.maxsize))
-    turns = sorted(range(len(handles)), key=lambda number: alignment_class(handles[number].nbytes))
-    ordered = [handles[number] for number in turns]
-    if is_bounded:
-        arrived = [transfers.add(handle, is_ours=is_copied) for handle in ordered]
-    else:
-        arrived = _order_now(transfers, ordered)
-    taken = dict(zip(turns, arrived, strict=True))
-    transfers.begin()
-    return [taken[number] for number in range(len(handles))], transfers
-
-
-def _order_now(transfers: Transfers, handles: Sequence[jax.Array]) -> list[np.ndarray | ArrayToCome]:
-    """The data of all: on its way to pinned host memory, or here.
-
-    What lies on the host already is copied: a view of it would make a step fail that is given its memory.
-    """
-    started = start_transfers(handles)
-    unmoved = [handle for handle, array in zip(handles, started, strict=True) if array is handle]
-    transfers.waited_s = device_wait_s(some_arrays(unmoved))
-    there = [handle for handle in handles if is_on_host(handle)]
-    copies = iter(copy_all(list(map(np.asarray, there))))
-    data: list[np.ndarray | ArrayToCome] = []
-    for handle, array in zip(handles, started, strict=True):
-        if array is not handle:
-            data.append(transfers.add(array, is_ours=True))
-        else:
-            data.append(next(copies) if is_on_host(handle) else np.asarray(handle))
-    return data
-
-
-def own_handle(data: jax.Array) -> jax.Array:
-    """A shard's data as an object of ours: JAX keeps what was copied to the host with the object it was asked for."""
-    own: jax.Array = data.addressable_data(0)
-    return own
-
-
-def distinct_shards(leaf: jax.Array) -> list[jax.Shard]:
-    """One shard of each part of an array that lies on devices of this process."""
-    return [shard for shard in leaf.addressable_shards if shard.replica_id == 0]

@@ -1,10 +1,8 @@
-"""Takes from the devices what this process needs in a job of many: its own parts of arrays that are shared.
+"""What each process of a multi-process job writes of each array, so that the job writes each byte once.
 
-What this process writes of the arrays of a job of many: which boxes of a leaf it holds, which parts are its own.
-
-What one process holds of arrays that are cut over a mesh: from its geometry, however many devices it has.
-
-Shares: which process writes which part of each array, so that each byte is written once, by all alike.
+All processes compute the same partition from the shardings, without communication. `MeshLayout` derives the boxes of
+arrays over a mesh from its geometry, in time that does not depend on the number of devices; `PartitionPlan` distributes
+boxes with several holders; `JobShares` and `take_local_shards` apply this to the leaves of one save.
 """
 
 from __future__ import annotations
@@ -27,15 +25,15 @@ from jaxckpt_train.store.boxes import Box, box_elements, box_from_index, box_sha
 from jaxckpt_train.store.segment import ArrayToCome, ChunkSource
 
 Holders = tuple[int, ...] | range
-LEAST_PART_BYTES = 1 << 20  # what is smaller is not cut: another write and another line in the manifest cost more
+LEAST_PART_BYTES = 1 << 20  # smaller parts are not cut: another write and another manifest entry cost more
 Cuts = tuple[tuple[str, ...], ...]
-"""For each dimension of an array the axes of the mesh that it is cut over, the outermost first."""
+"""For each dimension of an array, the mesh axes over which it is sharded, the outermost first."""
 Place = tuple[int, ...]
-"""Where a device stands in a mesh: its position along each axis."""
+"""Position of a device along each axis of a mesh."""
 
 
 class Several(tuple[int, ...]):
-    """Numbers of processes, lowest first, hashed once: for each array it is asked for a hundred thousand of them."""
+    """Numbers of processes, in order, with a cached hash: every array would hash a hundred thousand numbers again."""
 
     def __hash__(self) -> int:
         found: int | None = self.__dict__.get("found")
@@ -52,7 +50,7 @@ class Several(tuple[int, ...]):
 
 
 def as_holders(numbers: Sequence[int] | np.ndarray) -> Holders:
-    """Numbers of processes, lowest first, each once, in the form in which few bytes tell of many."""
+    """Convert process numbers, in order and distinct, to the form that takes the fewest bytes."""
     found = np.asarray(numbers, np.int64)
     steps = np.diff(found)
     if len(steps) and (steps == steps[0]).all():
@@ -61,28 +59,28 @@ def as_holders(numbers: Sequence[int] | np.ndarray) -> Holders:
 
 
 class HeldBox(NamedTuple):
-    """One distinct box of an array, and the processes that have its data, lowest first."""
+    """One distinct box of an array, and the processes that hold its data, in order."""
 
     box: Box
     holders: Holders
 
 
 class Share(NamedTuple):
-    """A part that one process writes of box number `held` of an array."""
+    """A part of box number `held` of an array, which one process writes."""
 
     held: int
     box: Box
 
 
 class Shares:
-    """Hands out the parts of one array after the other; all processes that hold the same boxes come to the same result.
+    """Distributes the parts of arrays; all processes that hold the same boxes compute the same result.
 
-    A box of several holders is cut into parts of at least `least_bytes`, which go to those who have the fewest bytes of
-    what these same processes hold together.
+    A box with several holders is cut into parts of at least `least_bytes`. They go to the holders that have the fewest
+    bytes so far of what exactly these processes hold together.
 
     Args:
-        process: whose shares.
-        least_bytes: what a part has at least.
+        process: number of this process.
+        least_bytes: minimum size of a part.
     """
 
     def __init__(self, process: int, least_bytes: int = LEAST_PART_BYTES) -> None:
@@ -90,10 +88,10 @@ class Shares:
         self._loads: dict[Holders, _Loads] = {}
 
     def of(self, layout: Sequence[HeldBox], item_bytes: int) -> list[Share]:
-        """What this process writes of an array.
+        """Return what this process writes of an array.
 
         Args:
-            layout: its distinct boxes, or those of them that this process holds, in an order that is the same for all.
+            layout: its distinct boxes, or those that this process holds, in the same order in all processes.
             item_bytes: size of an element.
         """
         mine = []
@@ -109,7 +107,7 @@ class Shares:
         return mine
 
     def of_all(self, layout: Sequence[HeldBox], item_bytes: int) -> Iterator[tuple[int, Share]]:
-        """What each process writes of an array, for one process that plans for all; arguments as of `of`."""
+        """Yield what each process writes of an array, in a process that plans for all; arguments as for `of`."""
         for number, (box, holders) in enumerate(layout):
             if len(holders) == 1:
                 yield holders[0], Share(number, box)
@@ -118,7 +116,7 @@ class Shares:
                 yield holder, Share(number, part)
 
     def of_whole(self, holders: Holders, nbytes: int) -> bool:
-        """Whether this process writes what these all have, and what is not cut."""
+        """Return whether this process writes an uncut array that all `holders` have."""
         (holder,) = self._loads_of(holders).give([nbytes])
         return holder == self._process
 
@@ -136,14 +134,14 @@ class Shares:
 
 
 class _Loads:
-    """How many bytes each of some processes has; of those who have none only the first is looked at."""
+    """The bytes assigned to each of some processes; of those without any, only the first is on the heap."""
 
     def __init__(self, holders: Holders) -> None:
         self._holders, self._fresh = holders, 0
         self._heap: list[tuple[int, int]] = []  # bytes and process
 
     def give(self, sizes: Sequence[int]) -> list[int]:
-        """Who gets which of these, each another one: those who have the fewest bytes, the lowest of them first."""
+        """Assign each of these sizes to another process: to those with the fewest bytes, the lowest number first."""
         taken = [self._least() for _ in sizes]
         for (load, holder), size in zip(taken, sizes, strict=True):
             heapq.heappush(self._heap, (load + size, holder))
@@ -159,10 +157,10 @@ class _Loads:
 
 
 def cut(box: Box, parts: int) -> list[Box]:
-    """A box in at most so many parts of about the same size, along one axis.
+    """Cut a box along one axis into at most `parts` parts of about the same size.
 
-    That is the first axis on which they differ by no more than an eighth, so that each is one run of bytes or few long
-    ones; where there is none, the longest.
+    The axis is the first along which sizes differ by at most an eighth, so that each part is one run of bytes or a few
+    long runs; if there is none, the longest axis.
     """
     if parts == 1 or not box:
         return [box]
@@ -177,10 +175,10 @@ def cut(box: Box, parts: int) -> list[Box]:
 
 
 class MeshLayout:
-    """One mesh, as one process sees it. No device is asked, so that meshes can be planned for that are not there.
+    """One mesh, from the viewpoint of one process. It uses no device, so that absent meshes can be planned for.
 
     Args:
-        processes: number of the process of each device, in the form of the mesh.
+        processes: number of the process of each device, in the shape of the mesh.
         axes: names of the mesh's axes.
         process: number of this process.
 
@@ -194,11 +192,11 @@ class MeshLayout:
         self._holders: dict[tuple[int | None, ...], Holders] = {}
 
     def divides(self, cuts: Cuts, shape: Sequence[int]) -> bool:
-        """Whether an array of this shape is cut into boxes that are all of one size."""
+        """Return whether an array of this shape is cut into boxes of equal size."""
         return len(cuts) == len(shape) and all(size % self._parts(axes) == 0 for size, axes in self._sides(cuts, shape))
 
     def box(self, place: Place, cuts: Cuts, shape: Sequence[int]) -> Box:
-        """The box that the device at a place holds."""
+        """Return the box that the device at a place holds."""
         sides = []
         for size, axes in self._sides(cuts, shape):
             number, part = 0, size // self._parts(axes)
@@ -208,7 +206,7 @@ class MeshLayout:
         return tuple(sides)
 
     def held(self, cuts: Cuts, shape: Sequence[int]) -> list[HeldBox]:
-        """The distinct boxes that this process holds, and who else does; in the order of the boxes."""
+        """Return the distinct boxes that this process holds, with all their holders, in the order of the boxes."""
         if 0 in shape:
             return []
         used = {self._axes[axis] for axes in cuts for axis in axes}
@@ -226,7 +224,7 @@ class MeshLayout:
         return parts
 
     def _holders_of(self, place: Place, used: set[int]) -> Holders:
-        """The processes of all devices that hold what the one at this place holds."""
+        """Return the processes of all devices that hold the same box as the device at this place."""
         fixed = tuple(at if axis in used else None for axis, at in enumerate(place))
         found = self._holders.get(fixed)
         if found is None:
@@ -237,10 +235,10 @@ class MeshLayout:
 
 
 def cuts_of(spec: Sequence[object], dimensions: int, axes: Mapping[str, int]) -> Cuts | None:
-    """The cuts that a partition spec names; None: it says something else, too.
+    """Return the cuts that a partition spec names; None: it contains something else.
 
     Args:
-        spec: for each of the first dimensions None, an axis, or several.
+        spec: for each of the first dimensions None, an axis, or several axes.
         dimensions: of the array.
         axes: sizes of the mesh's axes.
     """
@@ -252,7 +250,7 @@ def cuts_of(spec: Sequence[object], dimensions: int, axes: Mapping[str, int]) ->
 
 
 class LocalShard(NamedTuple):
-    """A part of an array: its box, the array on one device that holds it, and where in that; None: it is all of it."""
+    """A part of an array: its box, a single-device array that contains it, and its slices there; None: all of it."""
 
     box: Box
     held: jax.Array
@@ -260,25 +258,25 @@ class LocalShard(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """The boxes of a form of array that this process holds, and which of them each of its devices has."""
+    """The boxes that this process holds of arrays of one shape and sharding, and the box of each of its devices."""
 
     held: Sequence[HeldBox]
     boxes: Mapping[jax.Device, Box]
 
 
 class _Mesh(NamedTuple):
-    """A mesh, and where in it the devices of this process stand."""
+    """The layout of a mesh, and the places of this process's devices in it."""
 
     layout: MeshLayout
     places: Mapping[jax.Device, Place]
 
 
 class JobShares:
-    """Of one save. All processes ask for the same leaves, in one order.
+    """The partition of one save. All processes ask for the same leaves, in the same order.
 
     Args:
         process: number of this process.
-        processes: how many there are.
+        processes: number of processes in the job.
     """
 
     def __init__(self, process: int, processes: int) -> None:
@@ -288,11 +286,11 @@ class JobShares:
         self._meshes: dict[jax.sharding.Mesh, _Mesh] = {}
 
     def writes(self, nbytes: int) -> bool:
-        """Whether this process writes an array that each process has for itself."""
+        """Return whether this process writes an array that each process has for itself."""
         return self._shares.of_whole(self._everyone, nbytes)
 
     def of(self, leaf: jax.Array) -> list[LocalShard]:
-        """The own parts of an array that spans devices of several processes."""
+        """Return the parts that this process writes of an array on devices of several processes."""
         layout = self._layout(leaf.sharding, leaf.shape)
         here = {layout.boxes[shard.device]: shard.data for shard in reversed(leaf.addressable_shards)}
         parts = []
@@ -309,7 +307,7 @@ class JobShares:
         return found
 
     def _by_geometry(self, sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> _Layout | None:
-        """In time that does not grow with the number of devices, once their mesh is known; None: it is no plain one."""
+        """Compute the layout in time independent of the number of devices; None: it is not a plain mesh sharding."""
         cuts = _plain_cuts(sharding, len(shape))
         if cuts is None:
             return None
@@ -328,7 +326,7 @@ class JobShares:
         return found
 
     def _by_device(self, sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> _Layout:
-        """What JAX says of every device there is."""
+        """Compute the layout from the index of every device."""
         holders: dict[Box, set[int]] = {}
         boxes: dict[jax.Device, Box] = {}
         devices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
@@ -342,7 +340,7 @@ class JobShares:
 
 
 def _plain_cuts(sharding: jax.sharding.Sharding, dimensions: int) -> Cuts | None:
-    """How a mesh and the names of its axes cut an array; None: more than these decides who holds what."""
+    """Return how mesh axes cut an array; None: more than the axes determines which device holds what."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return None
     mesh, spec = sharding.mesh, tuple(sharding.spec)
@@ -355,10 +353,10 @@ def _plain_cuts(sharding: jax.sharding.Sharding, dimensions: int) -> Cuts | None
 def take_local_shards(
     leaves: Sequence[Sequence[LocalShard]], mode: SnapshotMode, ahead: Ahead
 ) -> tuple[list[tuple[ChunkSource, ...]], Transfers]:
-    """As `take_from_devices`, of parts of arrays.
+    """Take parts of arrays, as `take_from_devices` takes arrays.
 
-    They are cut out on their device, before they leave it; in mode "stream", which makes nothing new there, afterwards.
-    All is done by computations of single devices: processes may well choose different modes.
+    Parts are sliced on their device before the transfer; in mode "stream", which allocates nothing on devices, after
+    it. Only single-device computations are used, because processes may choose different modes.
     """
     parts = [part for several in leaves for part in several]
     handles = [own_handle(part.held) for part in parts]
@@ -386,7 +384,7 @@ def _inner(data: np.ndarray | ArrayToCome, part: LocalShard) -> np.ndarray | Arr
 
 
 class _PartToCome:
-    """A part of an array that is fetched when its turn comes; `store.layout.ArrayToCome` says what it promises."""
+    """A part of an array that is fetched when it is written; implements `store.segment.ArrayToCome`."""
 
     def __init__(self, whole: ArrayToCome, inner: tuple[slice, ...], shape: tuple[int, ...]) -> None:
         self._whole, self._inner = whole, inner
@@ -399,7 +397,7 @@ class _PartToCome:
 
 
 def cut_out(array: jax.Array, inner: tuple[slice, ...]) -> jax.Array:
-    """A part of an array of one device, made on that device; compiled once for each shape."""
+    """Slice a single-device array on its device; compiled once for each shape."""
     sizes = tuple(part.stop - part.start for part in inner)
     starts = tuple(np.int64(part.start) if max(array.shape) >= 1 << 31 else np.int32(part.start) for part in inner)
     with nothing_set():

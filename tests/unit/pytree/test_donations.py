@@ -74,7 +74,7 @@ def test_without_memory_for_a_copy_it_is_held_as_before(monkeypatch: pytest.Monk
     first = snapshot(state)
     state = step(state)
     first.close()
-    monkeypatch.setattr(host_copies, "_take", none_left)
+    monkeypatch.setattr(host_copies, "_take_kept_area", none_left)
     assert holds_memory_of(snapshot(state), state["w"])
     with pytest.raises(OSError, match="Cannot allocate"):
         snapshot(state, "host")

@@ -109,12 +109,12 @@ def test_a_deleted_array_is_refused_by_name(tmp_path: Path) -> None:
     array = jnp.arange(4.0)
     jax.jit(lambda x: x + 1, donate_argnums=0)(array)
     assert array.is_deleted()
-    with pytest.raises(jct.UnsupportedLeafError, match=r"'state': leaf 'params/w': its memory was given away.*donated"):
+    with pytest.raises(jct.UnsupportedLeafError, match=r"'state': leaf 'params/w': the array was donated"):
         jct.save_async(tmp_path / "c", {"params": {"w": array}})
     key = jax.random.key(0)
     jax.random.key_data(key).delete()
     key.delete()
-    with pytest.raises(jct.UnsupportedLeafError, match="leaf 'key': its memory was given away"):
+    with pytest.raises(jct.UnsupportedLeafError, match="leaf 'key': the array was donated"):
         jct.save_async(tmp_path / "c", {"key": key})
     assert list(tmp_path.iterdir()) == []
 
@@ -125,7 +125,7 @@ def test_a_traced_value_is_refused_by_name(tmp_path: Path) -> None:
         jct.save(tmp_path / "c", {"x": x})
         return x
 
-    with pytest.raises(jct.UnsupportedLeafError, match="leaf 'x': a traced value; save outside of jit"):
+    with pytest.raises(jct.UnsupportedLeafError, match="leaf 'x': .* traced value; save outside of jit"):
         step(jnp.ones(3))
     assert list(tmp_path.iterdir()) == []
 
