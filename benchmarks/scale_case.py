@@ -16,7 +16,7 @@ from benchmarks.counted_values import Asked, CountedValues, ValuesOfProcess, Wai
 from benchmarks.process_figures import ResidentMeter
 from benchmarks.scale_layouts import ITEM_BYTES, LAYOUTS, PlannedState, planned_state
 from jaxckpt_train.distributed.coordinator import ManyProcesses
-from jaxckpt_train.pytree.partition import MeshLayout, Shares
+from jaxckpt_train.pytree.partition import MeshLayout, WriteAssignment
 from jaxckpt_train.store.boxes import Box, box_elements
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
@@ -63,7 +63,7 @@ def timed(act: Callable[[], T]) -> tuple[T, float]:
 
 def plan(state: PlannedState, process: int) -> Planned:
     """As a process finds out what it writes of a state."""
-    layout, shares = MeshLayout(state.mesh, state.axes, process), Shares(process)
+    layout, shares = MeshLayout(state.mesh, state.axes, process), WriteAssignment(process)
     held = {form: layout.held(*form) for form in {(array.cuts, array.shape) for array in state.arrays}}
     boxes = [[share.box for share in shares.of(held[array.cuts, array.shape], ITEM_BYTES)] for array in state.arrays]
     return Planned(boxes, ITEM_BYTES * sum(box_elements(box) for own in boxes for box in own))

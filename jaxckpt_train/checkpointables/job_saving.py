@@ -30,7 +30,7 @@ from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.errors import CheckpointError, OtherProcessError, StorageError
 from jaxckpt_train.pending import ProgressTracker
 from jaxckpt_train.pytree.leaves import encode_tree
-from jaxckpt_train.pytree.partition import JobShares
+from jaxckpt_train.pytree.partition import JobPartition
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.committed import Committed
@@ -103,7 +103,7 @@ class JobSave:
 
     def stage(self, checkpointables: Mapping[str, Any]) -> None:
         """Take all checkpointables as they are now, as `stage_all` does."""
-        shares = JobShares(self.job.process, self.job.processes)
+        shares = JobPartition(self.job.process, self.job.processes)
         self.parts = stage_all(checkpointables, self.times, self.settings, shares)
         self.movement = movement_of(self.parts)
 

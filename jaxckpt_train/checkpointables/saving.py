@@ -34,7 +34,7 @@ from jaxckpt_train.pytree.colocated.transfer import write_on_hosts
 from jaxckpt_train.pytree.copies import Ahead
 from jaxckpt_train.pytree.flatten import refuse_too_deep, refused_if_too_deep
 from jaxckpt_train.pytree.leaves import encode_tree
-from jaxckpt_train.pytree.partition import JobShares
+from jaxckpt_train.pytree.partition import JobPartition
 from jaxckpt_train.pytree.snapshot import Snapshot, snapshot
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend
@@ -125,7 +125,7 @@ class SaveTimes:
 
 
 def stage_all(
-    checkpointables: Mapping[str, Any], times: SaveTimes, settings: StoreSettings, shares: JobShares | None = None
+    checkpointables: Mapping[str, Any], times: SaveTimes, settings: StoreSettings, shares: JobPartition | None = None
 ) -> list[StagedPart]:
     """Take all checkpointables as they are now; `wait_until_taken` says when all of it is safe.
 
@@ -151,7 +151,7 @@ def stage_all(
 
 
 def _stage(
-    name: str, value: Any, times: SaveTimes, settings: StoreSettings, ahead: Ahead, shares: JobShares | None
+    name: str, value: Any, times: SaveTimes, settings: StoreSettings, ahead: Ahead, shares: JobPartition | None
 ) -> StagedPart:
     started = time.perf_counter()
     taken_before = value if isinstance(value, Taken) else take(value)

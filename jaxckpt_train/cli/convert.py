@@ -50,7 +50,7 @@ from jaxckpt_train.inspection.runs import (
     part_bytes,
     told_of_import,
 )
-from jaxckpt_train.pytree.patterns import idle_pattern, describe_keys, leaf_filter, suggestion
+from jaxckpt_train.pytree.patterns import describe_keys, idle_pattern, leaf_filter, suggestion
 from jaxckpt_train.store.copy import copy_checkpoint
 from jaxckpt_train.store.files import read_whole
 from jaxckpt_train.store.manifest import PartRecord

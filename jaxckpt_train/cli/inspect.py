@@ -62,7 +62,7 @@ from jaxckpt_train.inspection.runs import (
 )
 from jaxckpt_train.inspection.stats import BINS, Histogram, LeafStats, has_complex
 from jaxckpt_train.pytree.leaves import LeafRecord, describe_saved, has_tree, python_value
-from jaxckpt_train.pytree.patterns import Only, idle_pattern, describe_keys, leaf_filter, suggestion
+from jaxckpt_train.pytree.patterns import Only, describe_keys, idle_pattern, leaf_filter, suggestion
 from jaxckpt_train.run.catalog import newest_of_orbax
 from jaxckpt_train.store.backends.local import is_file
 from jaxckpt_train.store.dtypes import DTYPES

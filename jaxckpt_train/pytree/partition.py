@@ -1,8 +1,8 @@
 """What each process of a multi-process job writes of each array, so that the job writes each byte once.
 
 All processes compute the same partition from the shardings, without communication. `MeshLayout` derives the boxes of
-arrays over a mesh from its geometry, in time that does not depend on the number of devices; `PartitionPlan` distributes
-boxes with several holders; `JobShares` and `take_local_shards` apply this to the leaves of one save.
+arrays over a mesh from its geometry, in time that does not depend on the number of devices. `WriteAssignment`
+distributes boxes with several holders. `JobPartition` and `take_local_shards` apply this to the leaves of one save.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Place = tuple[int, ...]
 """Position of a device along each axis of a mesh."""
 
 
-class Several(tuple[int, ...]):
+class ProcessSet(tuple[int, ...]):
     """Numbers of processes, in order, with a cached hash: every array would hash a hundred thousand numbers again."""
 
     def __hash__(self) -> int:
@@ -55,7 +55,7 @@ def as_holders(numbers: Sequence[int] | np.ndarray) -> Holders:
     steps = np.diff(found)
     if len(steps) and (steps == steps[0]).all():
         return range(int(found[0]), int(found[-1]) + 1, int(steps[0]))
-    return Several(found.tolist())
+    return ProcessSet(found.tolist())
 
 
 class HeldBox(NamedTuple):
@@ -65,14 +65,14 @@ class HeldBox(NamedTuple):
     holders: Holders
 
 
-class Share(NamedTuple):
+class AssignedPart(NamedTuple):
     """A part of box number `held` of an array, which one process writes."""
 
     held: int
     box: Box
 
 
-class Shares:
+class WriteAssignment:
     """Distributes the parts of arrays; all processes that hold the same boxes compute the same result.
 
     A box with several holders is cut into parts of at least `least_bytes`. They go to the holders that have the fewest
@@ -85,9 +85,9 @@ class Shares:
 
     def __init__(self, process: int, least_bytes: int = LEAST_PART_BYTES) -> None:
         self._process, self._least_bytes = process, least_bytes
-        self._loads: dict[Holders, _Loads] = {}
+        self._loads: dict[Holders, _AssignedBytes] = {}
 
-    def of(self, layout: Sequence[HeldBox], item_bytes: int) -> list[Share]:
+    def of(self, layout: Sequence[HeldBox], item_bytes: int) -> list[AssignedPart]:
         """Return what this process writes of an array.
 
         Args:
@@ -99,31 +99,31 @@ class Shares:
             if self._process not in holders:
                 continue
             if len(holders) == 1:
-                mine.append(Share(number, box))
+                mine.append(AssignedPart(number, box))
                 continue
             for holder, part in self._parts(box, holders, item_bytes):
                 if holder == self._process:
-                    mine.append(Share(number, part))
+                    mine.append(AssignedPart(number, part))
         return mine
 
-    def of_all(self, layout: Sequence[HeldBox], item_bytes: int) -> Iterator[tuple[int, Share]]:
+    def of_all(self, layout: Sequence[HeldBox], item_bytes: int) -> Iterator[tuple[int, AssignedPart]]:
         """Yield what each process writes of an array, in a process that plans for all; arguments as for `of`."""
         for number, (box, holders) in enumerate(layout):
             if len(holders) == 1:
-                yield holders[0], Share(number, box)
+                yield holders[0], AssignedPart(number, box)
                 continue
             for holder, part in self._parts(box, holders, item_bytes):
-                yield holder, Share(number, part)
+                yield holder, AssignedPart(number, part)
 
     def of_whole(self, holders: Holders, nbytes: int) -> bool:
         """Return whether this process writes an uncut array that all `holders` have."""
         (holder,) = self._loads_of(holders).give([nbytes])
         return holder == self._process
 
-    def _loads_of(self, holders: Holders) -> _Loads:
+    def _loads_of(self, holders: Holders) -> _AssignedBytes:
         loads = self._loads.get(holders)
         if loads is None:
-            loads = self._loads[holders] = _Loads(holders)
+            loads = self._loads[holders] = _AssignedBytes(holders)
         return loads
 
     def _parts(self, box: Box, holders: Holders, item_bytes: int) -> Iterator[tuple[int, Box]]:
@@ -133,7 +133,7 @@ class Shares:
         yield from zip(givers, parts, strict=True)
 
 
-class _Loads:
+class _AssignedBytes:
     """The bytes assigned to each of some processes; of those without any, only the first is on the heap."""
 
     def __init__(self, holders: Holders) -> None:
@@ -271,7 +271,7 @@ class _Mesh(NamedTuple):
     places: Mapping[jax.Device, Place]
 
 
-class JobShares:
+class JobPartition:
     """The partition of one save. All processes ask for the same leaves, in the same order.
 
     Args:
@@ -281,7 +281,7 @@ class JobShares:
 
     def __init__(self, process: int, processes: int) -> None:
         self._process, self._everyone = process, range(processes)
-        self._shares = Shares(process)
+        self._shares = WriteAssignment(process)
         self._layouts: dict[tuple[jax.sharding.Sharding, tuple[int, ...]], _Layout] = {}
         self._meshes: dict[jax.sharding.Mesh, _Mesh] = {}
 

@@ -47,7 +47,7 @@ from jaxckpt_train.pytree.leaves import (
     is_key_array,
     record_value,
 )
-from jaxckpt_train.pytree.partition import JobShares, LocalShard, take_local_shards
+from jaxckpt_train.pytree.partition import JobPartition, LocalShard, take_local_shards
 from jaxckpt_train.settings import KIB, MIB, Colocated, SnapshotMode
 from jaxckpt_train.store.boxes import box_from_index, full_box
 from jaxckpt_train.store.dtypes import is_inexact, is_storable
@@ -125,7 +125,7 @@ def snapshot(
     ahead: Ahead | None = None,
     *,
     is_guarded: bool = False,
-    shares: JobShares | None = None,
+    shares: JobPartition | None = None,
     colocated: Colocated = False,
 ) -> Snapshot:
     """Take a pytree as it is now, safe from later donation and in-place changes.
@@ -252,7 +252,7 @@ class _Taker:
         owners: numbers of the arrays that lie wholly on another process, and that process.
     """
 
-    def __init__(self, keeps_views: bool, shares: JobShares | None = None, hosts: HostTaker | None = None) -> None:
+    def __init__(self, keeps_views: bool, shares: JobPartition | None = None, hosts: HostTaker | None = None) -> None:
         self.arrays: list[ArraySource] = []
         self.elsewhere: list[tuple[int, jax.Array | Sequence[LocalShard]]] = []
         self.local: list[int] = []
@@ -382,7 +382,7 @@ class _Taker:
             chunks = tuple(ChunkSource(box_from_index(shard.index, shape), np.asarray(shard.data)) for shard in shards)
         self.arrays.append(ArraySource(name, shape, leaf.dtype, chunks, form.described))
 
-    def _local_shards(self, shares: JobShares, leaf: jax.Array, form: _ShardingFacts) -> Sequence[LocalShard]:
+    def _local_shards(self, shares: JobPartition, leaf: jax.Array, form: _ShardingFacts) -> Sequence[LocalShard]:
         if not form.local:
             return shares.of(leaf)
         self._assign(leaf.nbytes)

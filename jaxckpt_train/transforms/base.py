@@ -183,7 +183,8 @@ def matches(pattern: str, names: Collection[str], subject: str) -> dict[str, tup
     found = {name: groups for name in names if (groups := taken(pattern, name)) is not None}
     if not found:
         hint = suggestion(pattern, names, lambda tried: lambda name: taken(tried, name) is not None)
-        raise MismatchError(f"{subject}: no leaf fits {pattern!r}{hint or f'; there are {describe_keys(pattern, names)}'}")
+        known = f"; there are {describe_keys(pattern, names)}"
+        raise MismatchError(f"{subject}: no leaf fits {pattern!r}{hint or known}")
     return found
 
 

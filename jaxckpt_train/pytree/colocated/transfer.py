@@ -42,7 +42,7 @@ from jaxckpt_train.pytree.colocated.host import (
     settings_there,
 )
 from jaxckpt_train.pytree.copies import device_wait_s
-from jaxckpt_train.pytree.partition import HeldBox, Shares, cut_out
+from jaxckpt_train.pytree.partition import HeldBox, WriteAssignment, cut_out
 from jaxckpt_train.pytree.target import Placement
 from jaxckpt_train.settings import MIB, Colocated, StoreSettings
 from jaxckpt_train.store.backends.base import Opener
@@ -289,7 +289,7 @@ class HostTaker:
         self._whole: list[tuple[int, jax.Array, jax.sharding.Sharding]] = []
         self._found: list[tuple[int, Box, jax.Array]] = []
         self._devices: list[jax.Device] = []
-        self._shares = Shares(0, LEAST_CUT_BYTES)
+        self._shares = WriteAssignment(0, LEAST_CUT_BYTES)
         self._layouts: dict[tuple[jax.sharding.Sharding, tuple[int, ...]], Sequence[HeldBox]] = {}
         self._beside: dict[jax.sharding.Sharding, jax.sharding.Sharding | None] = {}
 

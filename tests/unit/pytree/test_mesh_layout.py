@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxckpt_train.pytree.partition import HeldBox, JobShares, MeshLayout, Several, Shares, as_holders, cuts_of
+from jaxckpt_train.pytree.partition import (
+    HeldBox,
+    JobPartition,
+    MeshLayout,
+    ProcessSet,
+    WriteAssignment,
+    as_holders,
+    cuts_of,
+)
 from jaxckpt_train.store.boxes import box_from_index, check_tiling
 
 AXES = ("data", "fsdp", "model")
@@ -69,7 +77,7 @@ def test_all_processes_write_each_element_once(
     numbers, all_cuts = case
     shape, processes = (64 * 27, 64 * 27), int(numbers.max()) + 1
     layouts = [MeshLayout(numbers, AXES, process) for process in range(processes)]
-    shares = [Shares(process, 1 << 16) for process in range(processes)]
+    shares = [WriteAssignment(process, 1 << 16) for process in range(processes)]
     for cuts in all_cuts * times:
         boxes = []
         for layout, own in zip(layouts, shares, strict=True):
@@ -98,7 +106,7 @@ def test_holders_are_the_same_in_both_forms(numbers: list[int]) -> None:
     assert as_holders(list(numbers)) == holders
     assert hash(as_holders(list(numbers))) == hash(holders)
     assert isinstance(holders, range) == (numbers not in ([3], [0, 1, 3], [0, 4, 5, 9]))
-    assert Several(numbers) == tuple(numbers)
+    assert ProcessSet(numbers) == tuple(numbers)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=40), st.integers(1, 9))
@@ -106,8 +114,8 @@ def test_the_least_loaded_come_first_whichever_form_their_group_has(
     sizes: list[tuple[int, int]], processes: int
 ) -> None:
     plain = [(0, number) for number in range(processes)]
-    groups = [range(processes), Several(range(processes))]
-    shares = [[Shares(number) for number in range(processes)] for _ in groups]
+    groups = [range(processes), ProcessSet(range(processes))]
+    shares = [[WriteAssignment(number) for number in range(processes)] for _ in groups]
     for size, _ in sizes:
         load, least = min(plain)
         plain[least] = (load + size, least)
@@ -121,7 +129,7 @@ def test_a_leaf_is_shared_alike_by_geometry_and_by_device(spec: tuple[object, ..
     leaf = jax.device_put(
         np.arange(16 * 8 * 4, dtype=np.float32).reshape(16, 8, 4), NamedSharding(mesh, PartitionSpec(*spec))
     )
-    shares = JobShares(0, 1)
+    shares = JobPartition(0, 1)
     geometry = shares._by_geometry(leaf.sharding, leaf.shape)
     device = shares._by_device(leaf.sharding, leaf.shape)
     assert geometry is not None

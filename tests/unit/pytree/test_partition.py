@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt_train.errors import CheckpointError
-from jaxckpt_train.pytree.partition import LEAST_PART_BYTES, HeldBox, Shares, cut
+from jaxckpt_train.pytree.partition import LEAST_PART_BYTES, HeldBox, WriteAssignment, cut
 from jaxckpt_train.store.boxes import Box, box_elements
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, PartRecord
 from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, decode_index, encode_index, merge_indexes
@@ -35,7 +35,7 @@ def test_a_cut_box_is_all_of_it_once(shape: tuple[int, ...], parts: int) -> None
 def test_all_processes_together_write_every_element_once(
     arrays: list[tuple[int, ...]], processes: int, least: int
 ) -> None:
-    shares = [Shares(number, least) for number in range(processes)]
+    shares = [WriteAssignment(number, least) for number in range(processes)]
     everyone = tuple(range(processes))
     for shape in arrays:
         box: Box = tuple((0, size) for size in shape)
@@ -55,14 +55,14 @@ def test_all_processes_together_write_every_element_once(
 @pytest.mark.parametrize("processes", [2, 4, 8])
 def test_replicas_share_a_large_array_evenly(shape: tuple[int, ...], processes: int) -> None:
     layout = [HeldBox(tuple((0, size) for size in shape), tuple(range(processes)))]
-    written = [sum(box_elements(s.box) for s in Shares(n).of(layout, 4)) for n in range(processes)]
+    written = [sum(box_elements(s.box) for s in WriteAssignment(n).of(layout, 4)) for n in range(processes)]
     assert sum(written) == math.prod(shape)
     assert max(written) <= 1.2 * math.prod(shape) / processes
 
 
 def test_many_small_arrays_are_shared_whole_and_evenly() -> None:
     layout = [HeldBox(((0, 100),), (0, 1, 2, 3))]
-    shares = [Shares(number) for number in range(4)]
+    shares = [WriteAssignment(number) for number in range(4)]
     written = [0] * 4
     for _ in range(1000):
         found = [each.of(layout, 4) for each in shares]

@@ -125,7 +125,7 @@ def test_a_traced_value_is_refused_by_name(tmp_path: Path) -> None:
         jct.save(tmp_path / "c", {"x": x})
         return x
 
-    with pytest.raises(jct.UnsupportedLeafError, match="leaf 'x': .* traced value; save outside of jit"):
+    with pytest.raises(jct.UnsupportedLeafError, match=r"leaf 'x': .* traced value; save outside of jit"):
         step(jnp.ones(3))
     assert list(tmp_path.iterdir()) == []
 
