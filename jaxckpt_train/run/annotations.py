@@ -1,8 +1,8 @@
-"""Notes on committed steps: pins, metrics of later evaluations, and what is damaged; what they say, and the adding.
+"""Notes on committed steps: pins, metrics attached later, and damage.
 
-The lines of the notes of a run: each has a number and a digest of itself, so that none is lost in silence.
-
-What restores have found out about steps, until the owner writes it down: which are damaged, which whole again.
+Notes are the lines of `notes.jsonl` in the run directory. Each line has a number and a digest, so that a lost note is
+detected. `NoteBook` appends notes for the owner, and `Notes` reads them. `DamageReports` collects what restores find
+out about damaged steps until the owner writes it down.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from jaxckpt_train.store.manifest import NOT_JSON, metrics_from_json
 _log = logging.getLogger("jaxckpt_train")
 _SEAL = b',"xxh3_64":"'
 _END = b'"}'
-_CUT = b"~"  # ends a line that a crash left, where a note ends with a brace
-_ONE_NOTE = 1024  # bytes, about; a crash leaves fewer zeros than that
-_SECTOR = 512  # bytes; a disk writes all of one, or nothing
+_CUT = b"~"  # ends a line that a crash cut; a complete note ends with a brace
+_ONE_NOTE = 1024  # bytes, approximately; a crash leaves fewer zeros than that
+_SECTOR = 512  # bytes; a disk writes a sector completely or not at all
 _LINE = re.compile(rb"[^\n]+")
 _ZEROS = re.compile(rb"\0+")
 NOTES_NAME = "notes.jsonl"
 MOST_BYTES = 64 << 20
-"""More than 300,000 notes take; of a larger file, which each start would have to read, both ends are read."""
+"""Enough for more than 300,000 notes. Of a larger file, only the beginning and the end are read."""
 
 
 class DamageReports:
-    """The last verdict on each save of a step.
+    """The latest finding about each save: damaged, or intact again.
 
     Attributes:
-        compared: the saves of which the last restore has compared all bytes, or found wrong ones.
+        compared: the saves that the last restore verified completely or found damaged.
     """
 
     def __init__(self) -> None:
@@ -52,10 +52,10 @@ class DamageReports:
         self._guard = threading.RLock()
 
     def add(self, restored: Restored) -> None:
-        """Take note of a restore: of steps that are proven to be damaged, and of one that is whole again."""
+        """Add the findings of a restore: damaged steps that it skipped, and a step that is intact again."""
         entry = restored.entry
         with self._guard:
-            self._found.pop(entry.identity, None)  # it may have been looked at while it was being copied here
+            self._found.pop(entry.identity, None)  # an earlier finding may date from an incomplete copy of the step
             if restored.is_mended:
                 self._found[entry.identity] = (entry, None)
             proven = [each for each in restored.skipped if each.is_proven]
@@ -66,15 +66,16 @@ class DamageReports:
             self.compared = frozenset({each.entry.identity for each in proven} | whole)
 
     def damaged(self, entry: Entry, problem: str) -> None:
-        """Take note of a step that is proven to be damaged."""
+        """Add a step that is proven to be damaged."""
         with self._guard:
             self._found[entry.identity] = (entry, problem)
 
     def write(self, write: Callable[[Entry, str | None], bool]) -> list[tuple[Entry, str]]:
-        """Have all of them written down; those that are set aside now, and why.
+        """Write all findings, and return the steps that are set aside now, with the reasons.
 
         Args:
-            write: writes one, and says whether it did. A disk that refuses costs no training: it is found out again.
+            write: writes one finding, and returns whether it did. If the disk refuses, the finding is dropped with a
+                warning: a later restore finds the damage again.
         """
         set_aside = []
         for entry, problem in iter(self._take, None):
@@ -84,13 +85,14 @@ class DamageReports:
                 _log.warning("step %d could not be set aside: %s", entry.step, error)
                 continue
             if is_written and problem is not None:
-                told = "stays for you to look at, or to remove, and is not listed any more"
-                _log.warning("step %d is set aside as damaged: %s %s", entry.step, entry.name, told)
+                _log.warning(
+                    "step %d is set aside as damaged: %s is kept on disk but no longer listed", entry.step, entry.name
+                )
                 set_aside.append((entry, problem))
         return set_aside
 
     def _take(self) -> tuple[Entry, str | None] | None:
-        """One verdict, what is wrong or None for nothing, which is no longer here then; None: there is none."""
+        """Remove and return one finding: the entry and the problem, None if it is intact. None if nothing is left."""
         with self._guard:
             if not self._found:
                 return None
@@ -99,40 +101,40 @@ class DamageReports:
 
 
 def _as_text(problem: str) -> str:
-    """It names a path, which may be no text."""
+    """Escape what is not valid Unicode, such as parts of a path."""
     return problem.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def encode_note(note: Mapping[str, Any], number: int, *, after_cut: bool) -> bytes:
-    """What is added to the file for one note, on a line of its own.
+    """Encode one note as its own line.
 
     Args:
         note: its fields.
-        number: one more than that of the note before.
-        after_cut: whether the file ends with a line that a crash has cut, which is ended first.
+        number: the number of the note before, plus one.
+        after_cut: whether the file ends with a line that a crash cut, which has to be ended first.
     """
     text = msgspec.json.encode({"number": number, **note})
     return (_CUT + b"\n" if after_cut else b"\n") + sealed(text) + b"\n"
 
 
 def sealed(text: bytes) -> bytes:
-    """A JSON object with its digest as its last key."""
+    """Add a digest to a JSON object, as its last key."""
     return text[:-1] + _SEAL + _digest(text) + _END
 
 
 class NoteLines:
-    """What the lines of a file of notes hold.
+    """The lines of a file of notes.
 
     Attributes:
-        notes: all that could be read, in the order of the file.
-        number: of the last note; as many there are, if none is missing.
-        problem: why one may be missing that was acknowledged; None: none is, or it was settled by a later note.
+        notes: all readable notes, in the order of the file.
+        number: the number of the last note, which is the count of notes if none is missing.
+        problem: why an acknowledged note may be missing; None: none is, or a later note settled it.
         is_cut: whether the file ends within a line.
-        is_there: whether there is a file.
+        is_there: whether the file exists.
     """
 
     def __init__(self, pieces: Sequence[tuple[int, bytes]], path: str) -> None:
-        """Decode `pieces`, the whole file or both ends of it, each with the byte that it begins at."""
+        """Decode `pieces`: the whole file, or its beginning and end; each with its byte offset."""
         self.notes: list[dict[str, Any]] = []
         self.number, self.is_cut, self.is_there = 0, False, bool(pieces)
         self.problem: str | None = None
@@ -140,21 +142,21 @@ class NoteLines:
         self._unreadable: str | None = None
         for start, data in pieces:
             if start:
-                self._doubt(f"{path}: too large to be read whole: what lies before byte {start} was left out")
+                self._doubt(f"{path}: too large to read completely: the part before byte {start} was left out")
             for found in _LINE.finditer(data):
                 self._add(found[0], start + found.start(), data[found.end() : found.end() + 2])
         self._doubt(self._unreadable)
 
     def take_notes(self) -> list[dict[str, Any]]:
-        """The notes, which are not kept here any longer."""
+        """Return the notes and drop them from this object."""
         notes, self.notes = self.notes, []
         return notes
 
     def missing_of(self, known: int) -> str | None:
-        """What is wrong if there were so many notes already; None: nothing."""
+        """Return what is wrong if fewer than `known` notes were found; None: nothing."""
         if self.number >= known:
             return None
-        return f"{self._path}: expected {known} notes or more, as the manifest of a step says, found {self.number}"
+        return f"{self._path}: expected at least {known} notes, as the manifest of a step states, found {self.number}"
 
     def _doubt(self, problem: str | None) -> None:
         self.problem = self.problem or problem
@@ -165,12 +167,12 @@ class NoteLines:
         if note is not None:
             self._add_note(note)
         elif not _is_cut(line, at, after):
-            self._unreadable = self._unreadable or f"{self._path}: what lies at byte {at} is damaged: expected a note"
+            self._unreadable = self._unreadable or f"{self._path}: damaged at byte {at}: expected a note"
 
     def _add_note(self, note: dict[str, Any]) -> None:
-        """The next number tells that no note was lost before it, whatever lies there."""
+        """Add a note. If it has the next number, no note was lost before it, whatever the bytes between contain."""
         number = _number_of(note)
-        if isinstance(note.get("held"), list):  # of all that came before, known or not
+        if isinstance(note.get("held"), list):  # it settles all earlier doubts
             self.number, self.problem = number or self.number + 1, None
         else:
             if number != self.number + 1:
@@ -186,8 +188,8 @@ def _number_of(note: Mapping[str, Any]) -> int | None:
 
 
 def _note_of(line: bytes) -> dict[str, Any] | None:
-    """The note in a line, also if the line break before or after it was changed; None: there is none."""
-    if _SEAL not in line or b"\0" in line:  # perhaps a very long one, or one of very many
+    """Decode the note in a line, also if the line break before or after it was altered; None: no note."""
+    if _SEAL not in line or b"\0" in line:  # a quick check: the line may be very long, or there may be many
         return None
     for part in (slice(None), slice(-1), slice(1, None)):
         text = line[part]
@@ -202,16 +204,16 @@ def _note_of(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_cut(line: bytes, at: int, after: bytes) -> bool:
-    """Whether a crash may have left this line, rather than damage.
+    """Whether a crash, rather than damage, may have left this line.
+
+    The part of a note that never reached the disk is missing or zero, up to the end of the note or of a sector. The
+    next owner may have ended such a line, or tried to.
 
     Args:
-        line: what is no note.
-        at: the byte of the file that it begins at.
-        after: the two bytes that come next, fewer at the end of the file. A note ends with a line break, and an empty
-            line comes before the next one.
-
-    What never reached the disk of a note is missing or zero, up to its end or that of a sector. The next owner may have
-    ended such a line, or tried to.
+        line: a line that is not a note.
+        at: its byte offset in the file.
+        after: the two bytes after it, fewer at the end of the file. A note ends with a line break, and an empty line
+            precedes the next one.
     """
     has_no_end = line.endswith(_CUT) or after not in (b"\n", b"\n\n")
     if b"\0" not in line:
@@ -228,71 +230,71 @@ def _digest(text: bytes) -> bytes:
 
 
 class NoteBook:
-    """Adds notes, for the owner of a run and from any of its threads.
+    """Appends notes, from any thread of the run's owner.
 
-    What a note is numbered after is on the disk before it: a power cut takes the last one only.
+    Each note is written after the previous one is on the disk, so a power cut can lose only the last one.
 
     Attributes:
-        number: of the last note that is on the disk for certain; the manifest of each save holds it.
+        number: the number of the last note that is certainly on the disk; the manifest of each save records it.
     """
 
     def __init__(self, backend: Backend, directory: str, check: Callable[[], None] = lambda: None) -> None:
         self._backend, self._directory, self._path = backend, directory, f"{directory}/{NOTES_NAME}"
         self._check = check
         self._guard = threading.Lock()
-        self._is_cut: bool | None = None  # whether the file ends with half a line; None: not known
+        self._is_cut: bool | None = None  # whether the file ends within a line; None: unknown
         self.number = 0
 
     def settle(self, notes: Notes, entries: Sequence[Entry]) -> None:
-        """Go on after these notes, read by the owner.
+        """Continue after the notes that the owner has read.
 
-        If one may be missing, write down which steps there are now: those are held, and none that is saved later.
+        If a note may be missing, add one that lists all current steps: retention keeps those, but no later ones.
         """
-        with self._guard, contextlib.suppress(StorageError):  # the next note tries it again
+        with self._guard, contextlib.suppress(StorageError):  # the next `add` tries again
             self.number, self._is_cut = notes.known, None
             self._is_cut = self._go_on_after(notes.lines)
         if notes.problem is None:
             return
         _log.warning(
-            "%s; the %d steps that are there now are not deleted, as they may be pinned: pin(step) what must stay, and "
-            "pin(step, False) what may go",
+            "%s; the current %d steps may be pinned and are therefore not deleted: call pin(step) to keep a step, and "
+            "pin(step, False) to allow its deletion",
             notes.problem,
             len(entries),
         )
         try:
             self.add({"held": [entry.name for entry in entries]})
         except StorageError as error:
-            _log.warning("all steps that the next process finds are held, too: %s", error)
+            _log.warning("all steps that the next process finds will be kept, too: %s", error)
 
     def add(self, note: Mapping[str, Any]) -> None:
-        """Add one note; when this returns it is on the disk, and whoever owns the run next will read it.
+        """Add one note. When this returns, the note is on the disk, and the next owner will read it.
 
         Raises:
             StorageError: the file system refused.
-            DirectoryLockedError: `check`, that the run is this process's own, raised it; the note may be there or not.
+            DirectoryLockedError: the run belongs to another process now. The note may have been written or not.
         """
         with self._guard:
-            is_cut, self._is_cut = self._is_cut, None  # until it is known how this ends
+            is_cut, self._is_cut = self._is_cut, None  # unknown until the append has succeeded
             if is_cut is None:
                 is_cut = self._go_on_after(_read(self._backend, self._directory)[0])
-            self._check()  # who was made to wait may own it no more
+            self._check()  # the run may have been taken over while this thread waited for the guard
             self._backend.append(self._path, encode_note(note, self.number + 1, after_cut=is_cut))
             self._backend.sync(self._path)
             sync_directory(self._backend, self._directory)  # it may be the first note
-            self._check()  # while that took its time, another may have taken over, and read the notes without this one
+            self._check()  # another process may have taken over meanwhile, and read the notes without this one
             self.number, self._is_cut = self.number + 1, False
 
     def note_roll_back(self, roll_back: RollBack) -> None:
-        """Write down what was left behind; the manifest of the save says so, too, so a refusal is no failure of it."""
+        """Note what was left behind. The manifest of the save says it too, so a refusal is only a warning."""
         try:
             self.add({"sequence": roll_back.sequence, "left_behind": sorted(roll_back.names)})
         except (StorageError, DirectoryLockedError) as error:
-            _log.warning("what a roll-back has left behind is told by one manifest only: %s", error)
+            _log.warning("only one manifest records what a roll-back left behind: %s", error)
 
     def _go_on_after(self, lines: NoteLines | None) -> bool:
-        """Make durable what was read, so that the next number may follow it; whether half a line is at its end.
+        """Sync the notes that were read, so that the next one may follow; return whether a cut line ends the file.
 
-        Where nothing can be read, there may be; and if the number is not the next one, whoever reads it is told so.
+        An unreadable file is treated as cut. If the next number is wrong then, a reader detects it.
         """
         if lines is None:
             return True
@@ -304,14 +306,14 @@ class NoteBook:
 
 
 class Notes:
-    """What was noted of the steps of a run.
+    """The content of all notes of a run.
 
     Attributes:
-        problem: why some of it may be missing, so that nobody knows which steps are pinned; None: all is there, or what
-            was there then is held.
-        roll_back: what was left behind by the last one that was noted.
-        lines: how the file ends; None: it cannot be read.
-        known: how many notes there are, as the manifests of later saves tell.
+        problem: why a note may be missing, so that it is unknown which steps are pinned. None: all notes are present,
+            or a later note lists the steps to keep.
+        roll_back: the last roll-back that was noted.
+        lines: the lines of the file; None: it could not be read.
+        known: how many notes there are according to the manifests of later saves.
     """
 
     def __init__(self, backend: Backend, directory: str) -> None:
@@ -327,13 +329,13 @@ class Notes:
             self.add(note)
 
     def expect(self, known: int) -> None:
-        """Take note that there were so many already when a step was saved."""
+        """Record that a manifest states `known` notes, and set `problem` if there are fewer."""
         self.known = known
         if self.lines is not None:
             self.problem = self.problem or self.lines.missing_of(known)
 
     def add(self, note: Mapping[str, Any]) -> None:
-        """Take note of one more."""
+        """Apply one note."""
         self._add_of_run(note)
         step = note.get("step")
         if not isinstance(step, int):
@@ -344,7 +346,7 @@ class Notes:
             self._pinned.discard(step)
             self._held = {name for name in self._held if (parse_step_name(name) or (None,))[0] != step}
         name, saved = note.get("name"), note.get("saved")
-        # A name may be given again, to another save.
+        # The name of a deleted step may be reused for another save.
         of = (name, saved) if isinstance(name, str) and isinstance(saved, str) else step
         if "damaged" in note and isinstance(name, str):
             self._damaged[of] = self._damaged[name] = note["damaged"] if isinstance(note["damaged"], str) else None
@@ -361,14 +363,14 @@ class Notes:
             self._held |= {name for name in held if isinstance(name, str)}
 
     def is_pinned(self, step: int) -> bool:
-        """Whether each save of this step is, also of one whose earlier saves are lost."""
+        """Whether the step is pinned. A pin applies to every save of the step."""
         return step in self._pinned
 
     def added_to(self, entry: Entry) -> Entry:
-        """The entry with what was noted of it."""
+        """Return the entry with its notes applied."""
         of = (entry.name, entry.time.isoformat())
         metrics = {**(entry.metrics or {}), **self._metrics.get(entry.step, {}), **self._metrics.get(of, {})}
-        # When a save was, only its manifest tells: one that cannot be read has what was said last of that name.
+        # Only the manifest has the time of a save. If it is unreadable, the latest damage note for the name applies.
         is_pinned, damaged = self.is_pinned(entry.step), self._damaged.get(of if entry.tells_lineage else entry.name)
         is_held = not entry.is_certain or self.problem is not None or entry.name in self._held
         entry = dataclasses.replace(entry, is_held=is_held, is_unsynced=of in self._unsynced)
@@ -376,7 +378,7 @@ class Notes:
 
 
 def noted(entry: Entry, subject: Entry, note: Mapping[str, Any]) -> Entry:
-    """The entry after a note of `subject`: a pin is of all generations of a step, all else of one."""
+    """Return the entry after a note about `subject`. A pin applies to all generations, other notes to one."""
     if "pin" in note and entry.step == subject.step:
         is_held = entry.is_held and (note["pin"] or not entry.is_certain)
         return dataclasses.replace(entry, pinned=bool(note["pin"]), is_held=is_held)
@@ -390,7 +392,7 @@ def noted(entry: Entry, subject: Entry, note: Mapping[str, Any]) -> Entry:
 
 
 def _read(backend: Backend, directory: str) -> tuple[NoteLines | None, str | None]:
-    """The lines of the notes, none if there is no file, and why a note may be missing."""
+    """Read the notes. Returns no lines if there is no file, None if it is unreadable, and why a note may be missing."""
     try:
         lines = NoteLines(read_ends(backend, directory, NOTES_NAME, MOST_BYTES), f"{directory}/{NOTES_NAME}")
     except (StorageError, CorruptCheckpointError) as error:

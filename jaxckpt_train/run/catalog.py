@@ -1,8 +1,7 @@
-"""The catalog: reads which steps of a run directory are committed, and what is known of them.
+"""The catalog of a run directory: which steps are committed, and what is known of them.
 
-What interrupted saves and deletions leave in a run directory, and the names of steps that are being deleted.
-
-Saves that a run refuses, since they would go beside what is there, or over it, unasked.
+It also finds what interrupted saves and deletions left, recognises checkpoints of other tools, and refuses saves that
+would conflict with existing steps.
 """
 
 from __future__ import annotations
@@ -41,23 +40,24 @@ from jaxckpt_train.store.timeouts import call_with_timeout
 
 _MOST_NAMED = 5
 Seen = Mapping[str, datetime.datetime | None]
-"""When each step of a run was saved, by the names of the directories; None where that could not be read."""
+"""The time of the save for each step directory by its name; None: the time could not be read."""
 _DELETING = ".deleting"
 _log = logging.getLogger("jaxckpt_train")
 _LINEAGE = ("created", "run", "sequence", "left_behind")
 
 
 def refuse_checkpoint(backend: Backend, directory: str) -> None:
-    """Raise SettingsError if a checkpoint lies where a run is to be: retention of its own run would delete both."""
+    """Raise SettingsError if the directory is a single checkpoint: retention of a run would delete it."""
     if is_committed(backend, directory) and any(entry.name == MANIFEST_NAME for entry in backend.list(directory)):
         raise SettingsError(
-            f"{directory}: is one checkpoint, and no directory of a run: give that of the run which it is a step of; "
-            "to begin a new run with its state, give an empty one, and this as `init_from` (or to `jaxckpt_train.load`)"
+            f"{directory}: expected a run directory, found a single checkpoint: pass the directory of the run that "
+            "this step belongs to. To start a new run from its state, pass an empty directory, and this one as "
+            "`init_from` (or to `jaxckpt_train.load`)"
         )
 
 
 def refuse_other_steps(backend: Backend, directory: str) -> None:
-    """Raise SettingsError if a run is to begin anew where Orbax, Levanter or TorchTitan has left its steps."""
+    """Raise SettingsError if the directory has steps of Orbax, Levanter or TorchTitan."""
     entries = _listed(backend, directory)
     steps = orbax_steps(backend, directory, entries)
     if steps:
@@ -73,7 +73,7 @@ def refuse_other_steps(backend: Backend, directory: str) -> None:
 
 
 def refuse_flax_checkpoints(backend: Backend, directory: str) -> None:
-    """As `refuse_other_steps`, for the files of `flax.training.checkpoints`."""
+    """Like `refuse_other_steps`, for the files of `flax.training.checkpoints`."""
     names = certain_checkpoints(backend, directory, _listed(backend, directory))
     if names:
         raise _not_gone_on_from(directory, _flax_text(names), names[-1])
@@ -81,14 +81,14 @@ def refuse_flax_checkpoints(backend: Backend, directory: str) -> None:
 
 def _not_gone_on_from(directory: str, found: str, newest: str) -> SettingsError:
     return SettingsError(
-        f"{directory}: expected a run of this package or an empty directory, found {found}, which are not gone on "
-        "from by themselves: load one by jaxckpt_train.load, or begin a new run with it "
-        f"(init_from={directory}/{newest}), and choose another directory"
+        f"{directory}: expected a run of this package or an empty directory, found {found}, from which a run does not "
+        "continue by itself: choose another directory, and load a checkpoint by jaxckpt_train.load, or start the new "
+        f"run from it (init_from={directory}/{newest})"
     )
 
 
 def of_others(backend: Backend, directory: str, moved: Callable[[], None] = lambda: None) -> str:
-    """What other tools have left where a run is looked for; empty: nothing that is known here."""
+    """Describe the checkpoints of other tools in a directory; empty: none that is recognised."""
     entries = _listed(backend, directory)
     steps = orbax_steps(backend, directory, entries)
     if steps:
@@ -101,7 +101,7 @@ def of_others(backend: Backend, directory: str, moved: Callable[[], None] = lamb
 
 
 def newest_of_orbax(backend: Backend, directory: str) -> int | None:
-    """The newest step that Orbax has left where a run is looked for; None: there is none."""
+    """The newest step of Orbax in a directory; None: there is none."""
     return next(reversed(orbax_steps(backend, directory, _listed(backend, directory))), None)
 
 
@@ -109,7 +109,7 @@ def _listed(backend: Backend, directory: str) -> list[Listed]:
     try:
         return list(backend.list(directory))
     except StorageError:
-        return []  # there is none, or who saves there is told
+        return []  # the directory does not exist, or a save reports the problem
 
 
 def _orbax_text(steps: Mapping[int, str]) -> str:
@@ -125,18 +125,18 @@ def _flax_text(names: Sequence[str]) -> str:
 
 
 def refuse_again_or_below(directory: str, step: int, line: Sequence[Entry], restored: Entry | None) -> None:
-    """Refuse a step that the run has already, or that would stand beside later ones.
+    """Refuse a step that the run has already, or that is below a later one.
 
     Args:
-        directory: of the run.
-        step: that is to be saved.
-        line: the steps that the run goes on from.
-        restored: the one that this process does, if it has saved none since. Older ones may have higher numbers, as
-            where somebody has renamed them: they are left behind then.
+        directory: the run directory.
+        step: the step to save.
+        line: the steps of the current branch.
+        restored: the step that this process restored, if it has saved none since. Earlier saves may have higher
+            numbers, for example after a renaming: they are left behind.
 
     Raises:
-        CheckpointExistsError: it is committed.
-        SettingsError: it is below one that is.
+        CheckpointExistsError: the step is committed.
+        SettingsError: a later step is committed.
     """
     steps = {entry.step for entry in line}
     if step in steps:
@@ -146,22 +146,22 @@ def refuse_again_or_below(directory: str, step: int, line: Sequence[Entry], rest
     latest = max(steps, default=step) if restored is None else restored.step
     if latest > step:
         raise SettingsError(
-            f"{directory}: expected a step above {latest}, which the run has already, found {step}: restore() first, "
-            "to go on from there (or restore(step=...), or overwrite=True, to leave later steps behind), or choose "
+            f"{directory}: expected a step above {latest}, which the run already has, found {step}: call restore() "
+            "first to continue from there, leave later steps behind by restore(step=...) or overwrite=True, or choose "
             "another directory"
         )
 
 
 @contextlib.contextmanager
 def advised_for_a_loop(directory: str, step: int, saved: int | None) -> Iterator[None]:
-    """Within: a step that is refused as it is not above the last is told of with what a loop can do.
+    """Within the context, replace a refusal of a step by one with advice for a training loop.
 
-    It cannot overwrite, nor restore as it goes.
+    A loop can neither overwrite nor restore while it runs.
 
     Args:
-        directory: of the run.
-        step: that is to be saved.
-        saved: the last one that the loop had saved.
+        directory: the run directory.
+        step: the step to save.
+        saved: the last step that the loop saved.
     """
     try:
         yield
@@ -169,44 +169,44 @@ def advised_for_a_loop(directory: str, step: int, saved: int | None) -> Iterator
         if saved is None or step > saved:
             raise
         raise type(error)(
-            f"{directory}: expected a step above {saved}, which is saved already, found {step}: number updates over "
-            "the whole training (ckpt.steps(...) does, or begin at ckpt.completed_steps after a resume). To go back to "
-            "an earlier step and train on from there give it as `init_from` to a run in a new directory, or use "
-            "jaxckpt_train.StepManager, by restore(step=...)"
+            f"{directory}: expected a step above {saved}, which is already saved, found {step}: number the updates "
+            "over the whole training (use ckpt.steps(...), or start at ckpt.completed_steps after a resume). To train "
+            "on from an earlier step, pass it as `init_from` to a run in a new directory, or use "
+            "jaxckpt_train.StepManager with restore(step=...)"
         ) from error
 
 
 def seen_of(entries: Sequence[Entry]) -> Seen:
-    """What a process has seen of a run."""
+    """The steps that a process has seen in a run, with the times of their saves."""
     return {entry.name: entry.time if entry.is_certain else None for entry in entries}
 
 
 def unseen_steps(entries: Sequence[Entry], seen: Seen) -> list[int]:
-    """What others have saved since."""
+    """The steps that others have saved since."""
     return sorted({entry.step for entry in entries if not _is_seen(entry, seen)})
 
 
 def refuse_unseen(directory: str, restored: Entry | None, entries: Sequence[Entry], seen: Seen) -> None:
-    """Raise CheckpointExistsError if others have saved since this process restored: it would leave that behind.
+    """Raise CheckpointExistsError if another process has saved since this one restored, and would be left behind.
 
     Args:
-        directory: of the run.
-        restored: what this process goes on from; None: it begins from scratch.
-        entries: all that there is now.
-        seen: what there was when it looked.
+        directory: the run directory.
+        restored: the step that this process resumed from; None: it starts from scratch.
+        entries: all current entries.
+        seen: the steps that existed at the restore.
     """
     unseen = unseen_steps(entries, seen)
     if unseen:
         steps = ", ".join(map(str, unseen))
         since = "found no step" if restored is None else f"restored step {restored.step}"
         raise CheckpointExistsError(
-            f"{directory}: since this process {since}, another one has saved {steps}; restore again, to go on from "
-            "there or, by restore(step=...), to leave that behind; or choose another directory"
+            f"{directory}: since this process {since}, another process has saved {steps}: restore again to continue "
+            "from there, use restore(step=...) to leave those steps behind, or choose another directory"
         )
 
 
 def _is_seen(entry: Entry, seen: Seen) -> bool:
-    """Whether it was there: its name, and where both times could be read, the same save, as names are given again."""
+    """Whether `seen` has this save: the same name, and the same time where both are known, as names are reused."""
     return entry.name in seen and (not entry.is_certain or seen[entry.name] in (None, entry.time))
 
 
@@ -217,38 +217,38 @@ def step_not_found(
     backend: Backend | None = None,
     progress: ReadProgress | None = None,
 ) -> StepNotFoundError:
-    """What to say where a run has no such step.
+    """Make the error for a step that the run does not have.
 
     Args:
-        directory: of the run.
-        step: which was asked for; None: any.
-        there: what it has.
-        backend: where to look for what other tools have left, if it has nothing; None: nowhere.
-        progress: called with 0 while the disk is waited for.
+        directory: the run directory.
+        step: the requested step; None: any.
+        there: the entries that the run has.
+        backend: where to look for checkpoints of other tools if the run has no entries; None: do not look.
+        progress: called with 0 while waiting for the disk.
     """
     steps = ", ".join(str(each) for each in sorted({entry.step for entry in there})) or "none"
-    which = "" if step is None else f" {step}; committed are {steps}"
+    which = "" if step is None else f" {step}; committed: {steps}"
     others = ""
     if backend is not None and not there:
         others = call_with_timeout(directory, functools.partial(of_others, backend, directory), progress)
     found = f"; found {others}" if others else ""
     if others and LEVANTER not in others:
-        found += ", which jaxckpt_train.load loads"
+        found += ", which jaxckpt_train.load can read"
     return StepNotFoundError(f"{directory}: has no committed step{which}{found}")
 
 
 def hidden_name(name: str) -> str:
-    """The name of a directory while it is being deleted."""
+    """The name of a directory while it is deleted."""
     return name if name.endswith(_DELETING) else f".{name}{_DELETING}"
 
 
 def shown_name(name: str) -> str:
-    """The name that a directory had before it was being deleted; of all others, that which they have."""
+    """The original name of a directory that is being deleted; any other name is returned unchanged."""
     return name[1 : -len(_DELETING)] if name.startswith(".") and name.endswith(_DELETING) else name
 
 
 def half_deleted(backend: Backend, directory: str) -> list[str]:
-    """The step directories whose deletion was begun and not finished."""
+    """The step directories whose deletion was started and not finished."""
     return _hidden_among(entry.name for entry in backend.list(directory))
 
 
@@ -263,17 +263,17 @@ def begun_deletions(
     events: Iterable[Mapping[str, Any]],
     tell: Callable[[str], object],
 ) -> list[str]:
-    """The step directories whose deletion was begun and not finished.
+    """The names of step directories whose deletion was started and not finished.
 
-    One that could not be renamed has its own name, and what was its COMMIT has the hidden one.
+    A directory that could not be renamed keeps its name, and its former COMMIT has the hidden name.
 
     Args:
-        backend: where.
-        directory: of the run.
-        committed: the names of its steps.
-        events: of its history.
-        tell: is called with the names of the steps of which these do not say so: their owner died in between. Not of
-            one that is there: it has been saved anew, or brought back by a power cut.
+        backend: the storage.
+        directory: the run directory.
+        committed: the names of its committed steps.
+        events: the events of its history.
+        tell: called with the name of each deleted step that the history does not report, because its owner died in
+            between. Not called for a name that exists: the step was saved again, or a power cut restored it.
     """
     there = [entry.name for entry in backend.list(directory)]
     hidden = _hidden_among(there)
@@ -286,7 +286,7 @@ def begun_deletions(
 
 
 def remove_attempts(backend: Backend, directory: str) -> None:
-    """Remove what interrupted saves left. What the disk does not let go does no harm: nobody reads it."""
+    """Remove the attempts of interrupted saves. What the disk refuses to remove does no harm: it is never read."""
     for attempt, final in attempts(backend, directory):
         if parse_step_name(final) is not None:
             _log.info("removing an interrupted attempt, %s", attempt)
@@ -303,10 +303,10 @@ class _Info(msgspec.Struct):
 
 
 def scan(backend: Backend, directory: str) -> list[Entry]:
-    """All committed generations of all steps, in the order in which they were saved.
+    """All committed generations of all steps, in the order of the saves.
 
-    A step whose manifest is damaged, or cannot be read, is listed too: a restore finds out and falls back, with a
-    warning. Retention leaves it alone.
+    Steps with a damaged or unreadable manifest are included: a restore warns and falls back to another step, and
+    retention does not delete them.
     """
     return scan_with_notes(backend, directory)[0]
 
@@ -314,7 +314,7 @@ def scan(backend: Backend, directory: str) -> list[Entry]:
 def scan_with_notes(
     backend: Backend, directory: str, moved: Callable[[], None] = lambda: None
 ) -> tuple[list[Entry], Notes]:
-    """As `scan`, with the notes that were read for it; `moved` is told of each step."""
+    """Like `scan`, with the notes of the run. `moved` is called once for each step."""
     names = _step_names(backend, directory)
     while True:
         notes = Notes(backend, directory)
@@ -324,7 +324,7 @@ def scan_with_notes(
         if missing <= now:
             notes.expect(_known_notes(entries))
             return in_order([notes.added_to(entry) for entry in entries]), notes
-        names = now  # the owner deleted a step while it was looked at, and has saved another
+        names = now  # the owner deleted a step during the scan, and may have saved another
 
 
 def refuse_uncommitted(
@@ -333,37 +333,38 @@ def refuse_uncommitted(
     """Raise CorruptCheckpointError if there are step directories, none of which can be restored.
 
     Args:
-        backend, directory: where the run is.
+        backend: the storage.
+        directory: the run directory.
         damaged: whether steps were set aside.
-        progress: called with 0 while the disk is waited for.
-        beside_flax: whether a run may begin beside checkpoints of Flax.
+        progress: called with 0 while waiting for the disk.
+        beside_flax: whether the directory may have checkpoints of Flax.
 
     Raises:
-        SettingsError: there are steps of Orbax, Levanter or TorchTitan, or checkpoints of Flax.
+        SettingsError: the directory has steps of Orbax, Levanter or TorchTitan, or checkpoints of Flax.
     """
     call_with_timeout(directory, lambda moved: refuse_other_steps(backend, directory), progress)
     names = sorted(call_with_timeout(directory, lambda moved: _step_names(backend, directory), progress))
     if names:
         why = "damaged or not committed" if damaged else "not committed (copied in part, or links?)"
         raise CorruptCheckpointError(
-            f"{directory}: has {', '.join(names[:5])}, but each of its steps is {why}; copy them anew, or "
-            "move them away to start from the beginning"
+            f"{directory}: has {', '.join(names[:5])}, but each of its steps is {why}: copy them again, or move them "
+            "away to start from scratch"
         )
     if not beside_flax:
         call_with_timeout(directory, lambda moved: refuse_flax_checkpoints(backend, directory), progress)
 
 
-def tell_of_uncommitted(backend: Backend, directory: str, told: set[str]) -> None:
-    """Warn of step directories without COMMIT, once of each: no save leaves one, so somebody has lost a part of it."""
-    with contextlib.suppress(StorageError):  # what was restored is restored
+def tell_of_uncommitted(backend: Backend, directory: str, warned: set[str]) -> None:
+    """Warn once of each step directory without COMMIT. No save leaves one, so a part of it was lost."""
+    with contextlib.suppress(StorageError):  # the restore itself has succeeded
         for name in sorted(entry.name for entry in backend.list(directory) if entry.kind != "directory"):
-            if parse_step_name(name) is not None and name not in told:
-                told.add(name)
-                _log.warning("%s/%s: is no directory, perhaps a link, so it is no step", directory, name)
-        without = {name for name in _step_names(backend, directory) - told if is_gone(backend, f"{directory}/{name}")}
-        for name in sorted(without & _step_names(backend, directory)):  # else it was deleted meanwhile
-            told.add(name)
-            _log.warning("%s/%s: has no COMMIT, so it is no step: copied in part, or damaged?", directory, name)
+            if parse_step_name(name) is not None and name not in warned:
+                warned.add(name)
+                _log.warning("%s/%s: ignored: expected a directory, found a file or a link", directory, name)
+        without = {name for name in _step_names(backend, directory) - warned if is_gone(backend, f"{directory}/{name}")}
+        for name in sorted(without & _step_names(backend, directory)):  # else it was deleted in the meantime
+            warned.add(name)
+            _log.warning("%s/%s: ignored: has no COMMIT; the step is damaged or copied in part", directory, name)
 
 
 def _entries(backend: Backend, directory: str, names: Set[str], moved: Callable[[], None]) -> list[Entry]:
@@ -378,7 +379,7 @@ def _entries(backend: Backend, directory: str, names: Set[str], moved: Callable[
 
 
 def _known_notes(entries: Sequence[Entry]) -> int:
-    """How many notes there were when the last step of this run was saved, as far as manifests are certain."""
+    """How many notes the run had at its last save, according to the reliable manifests."""
     known = [entry.notes for entry in in_order(entries) if entry.tells_lineage and entry.is_certain]
     return max(known, default=0)
 
@@ -394,10 +395,10 @@ def _step_names(backend: Backend, directory: str) -> set[str]:
 
 
 def _committed_info(backend: Backend, directory: str) -> tuple[dict[str, Any], bool] | None:
-    """What the manifest says of a step, and whether that is what was committed; None: there is no COMMIT.
+    """The `info` section of a step's manifest, and whether it matches COMMIT; None: there is no COMMIT.
 
-    One that is not is asked for its place in the run all the same: without it, what a roll-back has left behind would
-    be restored, and nobody would come to try it.
+    Of a manifest that does not match, the lineage is used nevertheless: without it, a restore would try steps that a
+    roll-back left behind.
     """
     try:
         found = read_committed(backend, directory)

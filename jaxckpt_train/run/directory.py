@@ -1,14 +1,7 @@
-"""The state of a run directory as its owner, or a reader, sees it: entries, generations, notes, retention, the lock.
+"""A run directory as its owner or a reader sees it.
 
-Takes a run directory for this process: makes it, takes its lock, removes what dead owners left half done.
-
-Lets go of a run directory: the scrubber ends, deletions that were begun are finished, then the lock goes.
-
-What the manifest of the next save says of its place in the run: which run, the how manieth save, what it leaves.
-
-What a process goes on from, until it has saved: what others have saved since is not left behind unasked.
-
-Which steps of a run are being read: retention leaves them alone meanwhile.
+`RunDirectory` combines the lock, the list of committed steps, the notes, the history and retention of one run. The
+owner keeps this state in memory, because no other process changes the directory. A reader scans the disk on each call.
 """
 
 from __future__ import annotations
@@ -79,10 +72,10 @@ T = TypeVar("T")
 
 
 class BeingRead:
-    """The names of their directories, one for each reader.
+    """Counts the readers of each step directory. Retention does not delete a step that is being read.
 
     Args:
-        guard: of the run: nobody decides what goes while somebody begins to read.
+        guard: the run's lock; it keeps retention from choosing steps while a read starts.
     """
 
     def __init__(self, guard: threading.RLock) -> None:
@@ -93,7 +86,7 @@ class BeingRead:
 
     @contextlib.contextmanager
     def reading(self, entries: Sequence[Entry]) -> Iterator[None]:
-        """Within: these are being read."""
+        """Protect these steps from deletion within the context."""
         names = [entry.name for entry in entries]
         with self._guard:
             self._names += names
@@ -106,77 +99,87 @@ class BeingRead:
 
 
 class ResumePoint:
-    """The step that was restored, or that there was none, and what there was in the run by then.
+    """The step that this process resumed from, and the steps that existed at that time.
+
+    It keeps a save from silently leaving behind steps that another process has saved in the meantime.
 
     Attributes:
-        entry: of the step that was restored; None: none was, or this process has saved since.
+        entry: the restored step. None: no step was restored, or this process has saved since.
     """
 
     def __init__(self) -> None:
         self.entry: Entry | None = None
-        self._seen: Seen | None = None  # None: it has not looked
+        self._seen: Seen | None = None  # None: this process has not scanned the run yet
 
     def restored(self, entry: Entry, there: Sequence[Entry]) -> None:
-        """It goes on from this step, which was chosen from what was there."""
+        """Record that `entry` was restored, chosen from the entries in `there`."""
         self.entry, self._seen = entry, seen_of([entry, *there])
 
     def nothing(self) -> None:
-        """It has looked, and begins from scratch as there is no step."""
+        """Record that the run has no step, so that training starts from scratch."""
         if self.entry is None:
             self._seen = {}
 
     def saved(self) -> None:
-        """It goes on from what it has saved."""
+        """Record a save of this process: it continues from its own step now."""
         self.entry = self._seen = None
 
     def left_behind(self, there: Sequence[Entry], before: frozenset[str]) -> frozenset[str]:
-        """The names of what it leaves behind by going on; of what was left `before` if it knows of nothing."""
+        """The names of the steps left behind from here; `before` if nothing was restored or others have saved."""
         if self.entry is None or self._seen is None or unseen_steps(there, self._seen):
             return before
         return left_behind_by(self.entry, there)
 
     def refuse(self, directory: str, there: Sequence[Entry]) -> None:
-        """Raise CheckpointExistsError if others have saved since."""
+        """Raise CheckpointExistsError if another process has saved since the restore."""
         if self._seen is not None:
             refuse_unseen(directory, self.entry, there, self._seen)
 
 
 class NextSave:
-    """Its number is above that of every save there ever was, also of those that failed or were deleted."""
+    """Assigns each save its place in the run: run id, sequence number, and the steps that it leaves behind.
+
+    The sequence number is higher than that of every earlier save, including failed and deleted ones.
+    """
 
     def __init__(self) -> None:
         self._run = uuid.uuid4().hex
         self._highest = -1
-        self._undone: set[str] = set()  # saves that failed, and lie there as if they had not
+        self._undone: set[str] = set()  # names of failed saves that still look committed on the disk
 
     def found(self, entries: Sequence[Entry], noted: RollBack) -> None:
-        """Take note of what is in the run directory."""
+        """Take the entries of the run directory into account."""
         self._highest = max(self._highest, last_sequence(entries, noted))
 
     def goes_on(self, entries: Sequence[Entry]) -> None:
-        """It is a save of the run to which these belong."""
+        """Continue the run that these entries belong to."""
         self._run = home_run(entries) or self._run
 
     def gone(self, sequences: Iterable[int]) -> None:
-        """Take note of saves that were deleted, which a power cut may bring back."""
+        """Take deleted saves into account: a power cut may bring them back."""
         self._highest = max(self._highest, *sequences, -1)
 
     def failed(self, sequence: int, stays: str | None) -> None:
-        """Take note of a save that failed; `stays`: the name under which it lies there all the same, for nobody."""
+        """Take a failed save into account.
+
+        Args:
+            sequence: its sequence number.
+            stays: its directory name, if it could not be removed and still looks committed.
+        """
         self._highest = max(self._highest, sequence)
         self._undone.update([] if stays is None else [stays])
 
     def saved(self, name: str) -> None:
-        """Take note of a save that has a name which is not that of a failed one any more."""
+        """Record that `name` belongs to a successful save now."""
         self._undone.discard(name)
 
     def place(self, entries: Sequence[Entry], left_behind: Collection[str], notes: int) -> dict[str, Any]:
-        """For its manifest.
+        """The lineage fields for the manifest of the next save.
 
         Args:
-            entries: all steps that are there.
-            left_behind: the names of those that it does not go on from.
-            notes: how many notes of the run there are.
+            entries: all steps of the run.
+            left_behind: the names of the steps that the run no longer descends from.
+            notes: the number of notes of the run.
         """
         sequence = max(self._highest, *(entry.sequence for entry in entries), -1) + 1
         left = sorted({*left_behind, *self._undone})
@@ -185,7 +188,7 @@ class NextSave:
 
 @dataclasses.dataclass(frozen=True)
 class Holding:
-    """What this process holds of a run directory, and what works there in the background."""
+    """The lock of a run directory and the background workers of its owner."""
 
     lock: OwnerLock
     deleter: Deleter
@@ -194,7 +197,7 @@ class Holding:
 
 
 def let_go(held: Holding) -> None:
-    """Let go once the deletions are done, without waiting for that, or for a disk that does not answer."""
+    """Release the lock when pending deletions are finished. Returns without waiting for them or for the disk."""
     if not held.lock.is_inherited:
         held.scrubber.end()
         held.lock.end()
@@ -202,16 +205,17 @@ def let_go(held: Holding) -> None:
 
 
 def finish(held: Holding, timeout_s: float | None, until: Callable[[], bool]) -> None:
-    """Let go once the deletions are done, and wait for that; interrupted or late, without waiting any more.
+    """Finish pending deletions, then release the lock.
 
-    A forked child has none of it: neither the thread that deletes nor the lock.
+    After an interrupt or the timeout, the background thread continues, and this function returns. In a forked child it
+    does nothing: the child has neither the thread nor the lock.
     """
     if held.lock.is_inherited:
         return
     held.scrubber.end()
     is_done = False
     try:
-        if not held.deleter.is_here:  # else called by garbage collection, in the middle of a deletion
+        if not held.deleter.is_here:  # else garbage collection called this on the deleting thread
             is_done = held.deleter.close(functools.partial(release, held), timeout_s, until)
     finally:
         if not is_done:
@@ -219,9 +223,9 @@ def finish(held: Holding, timeout_s: float | None, until: Callable[[], bool]) ->
 
 
 def release(held: Holding) -> None:
-    """Give the lock back; a disk that refuses is told."""
+    """Release the lock; log a warning if the disk refuses."""
     held.scrubber.join()  # it writes notes as the owner
-    if held.lock.is_own():  # else the run is another's, whose history would say that it has ended
+    if held.lock.is_own():  # else another process owns the run, and its history must not record an end
         held.log.ended()
     try:
         held.lock.release()
@@ -231,10 +235,16 @@ def release(held: Holding) -> None:
 
 
 def take(backend: Backend, directory: str, lock: OwnerLock, took_over: Callable[[ProcessIdentity], object]) -> None:
-    """Take a directory; `took_over` is told of a dead owner.
+    """Acquire the lock of a run directory, and create the directory if necessary.
+
+    Args:
+        backend: the storage.
+        directory: the run directory.
+        lock: its lock.
+        took_over: called with the identity of a dead owner whose lock was taken over.
 
     Raises:
-        SettingsError: there is a checkpoint, and no run.
+        SettingsError: the directory is a single checkpoint, not a run.
         DirectoryLockedError, StorageError: a live process owns it, or the disk refuses.
         CheckpointTimeoutError: the disk has not answered for ten minutes.
     """
@@ -246,19 +256,28 @@ def take(backend: Backend, directory: str, lock: OwnerLock, took_over: Callable[
             _log.warning("%s: %s", directory, doubt)
         try_to_write(backend, directory)
 
-    with contextlib.suppress(StorageError):  # which is told below: asked first where nobody waits for ever
+    with contextlib.suppress(StorageError):  # raised again below; the first attempt has a time limit
         call_with_timeout(directory, look)
     backend.make_directory(directory, parents=True, sync=True)
     dead = lock.acquire()
     if dead is not None:
         took_over(dead)
     lock.clean()
-    sync_directory(backend, directory)  # names that a dead owner gave may be known to memory only
+    sync_directory(backend, directory)  # names that a dead owner created may not be on the disk yet
     remove_attempts(backend, directory)
 
 
 class RunDirectory:
-    """One run directory. A reader looks at the disk each time; the owner knows, since nobody else changes it."""
+    """One run directory, for its owner or for a reader.
+
+    Args:
+        backend: the storage.
+        directory: the path of the run.
+        policy: the steps to keep; None: all but temporary ones.
+        clock: the current time.
+        scrub_bytes_per_s: the rate of the scrubber; 0: it verifies only neighbours of damaged steps.
+        best_link: the link to the best step; None: no link.
+    """
 
     def __init__(
         self,
@@ -276,7 +295,7 @@ class RunDirectory:
         self._deleter = Deleter(backend, directory, weakref.ref(self), self._lock.check)
         self._scrubber = Scrubber(backend, directory, scrub_bytes_per_s, weakref.ref(self))
         self.held = Holding(self._lock, self._deleter, self._scrubber, self.log)
-        # A manager that was dropped without close(), as in a notebook, must not lock its directory for ever.
+        # A manager dropped without close(), as in a notebook, must not keep its directory locked.
         weakref.finalize(self, let_go, self.held).atexit = False
         self._guard, self._book = threading.RLock(), NoteBook(backend, directory, self._lock.check)
         free_in_child(self)
@@ -292,7 +311,7 @@ class RunDirectory:
         )
 
     def own(self) -> None:
-        """Become the owner: take the lock, clean up after dead owners, read what is there; or see that it still is.
+        """Become the owner: take the lock, clean up after dead owners, and read the run; or check the ownership.
 
         Raises:
             DirectoryLockedError: a live process owns the directory, or took it over from this one.
@@ -302,7 +321,7 @@ class RunDirectory:
         return call_with_timeout(self._directory, lambda moved: self.check_owner())
 
     def hold(self) -> None:
-        """As `own`, but whoever is the owner already asks no disk whether it still is, which may not answer."""
+        """Like `own`, but an owner does not access the disk, which may not answer."""
         with self._guard:
             if self.is_owner:
                 self._lock.refuse_child()
@@ -310,8 +329,8 @@ class RunDirectory:
                 self._own()
 
     def check_owner(self) -> None:
-        """Raise DirectoryLockedError if the directory is not this process's own any more."""
-        self._lock.check()  # keeps no guard, which others need who want nothing of the disk
+        """Raise DirectoryLockedError if this process no longer owns the directory."""
+        self._lock.check()  # without the guard: other threads need it for calls that do not access the disk
 
     def _own(self) -> None:
         take(self._backend, self._directory, self._lock, self.log.took_over)
@@ -325,7 +344,7 @@ class RunDirectory:
         self.past = RunStatistics.of(recent)
         names = {entry.name for entry in self._entries}
         self._deleter.delete(begun_deletions(self._backend, self._directory, names, recent, self.log.deleted))
-        self.is_owner = True  # last of all: what is interrupted before is done again
+        self.is_owner = True  # last: whatever an interrupt prevents is repeated
         self.log.started(None if self._origin.entry is None else self._origin.entry.step)
         self._best.update(self.newest)
         self._scrubber.start()
@@ -338,15 +357,15 @@ class RunDirectory:
         self._infos = None
 
     def check_fresh(self, progress: ReadProgress | None = None, beside_flax: bool = False) -> None:
-        """Raise CorruptCheckpointError if there are step directories, but none that is committed and whole."""
+        """Raise CorruptCheckpointError if there are step directories but none of them is committed and intact."""
         if not self.entries(progress):
             refuse_uncommitted(self._backend, self._directory, bool(self.damaged(progress)), progress, beside_flax)
             self._origin.nothing()
 
     def entries(self, progress: ReadProgress | None = None) -> list[Entry]:
-        """All committed generations of all steps that are neither damaged nor about to be deleted, as they were saved.
+        """All committed generations of all steps, except damaged ones and pending deletions, in the order of the saves.
 
-        What a roll-back has left behind comes before all others.
+        Steps that a roll-back has left behind come first.
         """
         with self._guard:
             self._look_again(progress)
@@ -360,28 +379,28 @@ class RunDirectory:
         return [entry for entry in self._entries if entry.name not in self._pending_deletions and entry.damaged is None]
 
     def damaged(self, progress: ReadProgress | None = None) -> list[Entry]:
-        """What was set aside since it is damaged, in the order of the saves."""
+        """The entries that were set aside as damaged, in the order of the saves."""
         with self._guard:
             self._look_again(progress)
             return [entry for entry in self._entries if entry.damaged is not None]
 
     def left(self) -> frozenset[str]:
-        """The names of what a roll-back has left behind, as of the last look."""
+        """The names of the steps that a roll-back has left behind, as of the last scan."""
         return self._left
 
     def newest(self) -> list[Entry]:
-        """The last generation of each step, in the same order."""
+        """The last generation of each step, in the order of `entries`."""
         return newest_generations(self.entries())
 
     def candidates(
         self, step: int | None, *, damaged: bool = False, progress: ReadProgress | None = None
     ) -> list[Entry]:
-        """The generations of a step, None: of all steps, the last to be tried last.
+        """The generations of one step or of all steps, in the order in which a restore tries them.
 
         Args:
-            step: which one.
-            damaged: whether those that were set aside are tried after the others.
-            progress: called with 0 in waits for the disk.
+            step: the step; None: all steps.
+            damaged: whether to append the steps that were set aside.
+            progress: called with 0 while waiting for the disk.
 
         Raises:
             StepNotFoundError: there is none.
@@ -392,7 +411,7 @@ class RunDirectory:
             entries = to_try(self._entries, self._left, self._pending_deletions.is_going, damaged=damaged)
         found = [entry for entry in entries if wanted in (None, entry.step)]
         if not found:
-            if wanted is None and damaged:  # as who restores asks
+            if wanted is None and damaged:  # a restore
                 self._origin.nothing()
             raise step_not_found(self._directory, step, entries, self._backend, progress)
         return found
@@ -406,22 +425,30 @@ class RunDirectory:
         progress: ReadProgress | None = None,
         then: Callable[[T, list[Entry] | None], object] = lambda result, there: None,
     ) -> T:
-        """Use the `candidates`, which retention leaves alone meanwhile; `then` gets the result, and what was there."""
+        """Call `use` with the candidates, which retention does not delete meanwhile.
+
+        Args:
+            step: the step; None: all steps.
+            use: called with the candidates.
+            damaged: whether to append the steps that were set aside.
+            progress: called with 0 while waiting for the disk.
+            then: called with the result, and for a reader with the entries of its scan.
+        """
         while True:
             try:
                 with contextlib.ExitStack() as held:
                     with self._guard:
                         candidates = self.candidates(step, damaged=damaged, progress=progress)
-                        there = None if self.is_owner else [*self._entries]  # nobody but the owner changes it
+                        there = None if self.is_owner else [*self._entries]  # only the owner changes the run
                         held.enter_context(self.reading(candidates))
                     result = use(candidates)
                     then(result, there)
                     return result
-            except StepVanishedError as gone:  # the owner deleted it after it was listed: look again
+            except StepVanishedError as gone:  # the owner deleted it after the scan: scan again
                 self.forget(gone.name)
 
     def infos(self) -> tuple[CheckpointInfo, ...]:
-        """The steps that the run descends from, as policies see them. Cheap for an owner, old for a reader."""
+        """The steps that the run descends from, as policies see them. Cheap for an owner, stale for a reader."""
         infos = self._infos
         if infos is None:
             with self._guard:
@@ -430,7 +457,7 @@ class RunDirectory:
         return infos
 
     def is_committed(self, step: int) -> bool:
-        """Whether the line that the run descends from has this step, now."""
+        """Whether the current branch of the run has this step."""
         with self._guard:
             self._look_again()
             return any(entry.step == step and entry.name not in self._left for entry in self._whole())
@@ -442,16 +469,17 @@ class RunDirectory:
         return [entry for entry in entries if entry.name not in left]
 
     def lineage(self, step: int) -> dict[str, Any]:
-        """What the manifest of the next save says of its place in the run."""
+        """The lineage fields for the manifest of the next save."""
         with self._guard:
             left = self._left | names_after(step, self._line())
             return self._next_save.place(self._entries, left, self._book.number)
 
     def refuse(self, step: int, *, overwrite: bool = False) -> None:
-        """Refuse a step that is committed; one that was left behind, or set aside as damaged, may be saved again.
+        """Refuse to save a step that is committed. A step left behind or set aside as damaged may be saved again.
 
         Raises:
-            CheckpointExistsError, SettingsError: it, or later ones are; or another has saved since this one restored.
+            CheckpointExistsError: the step is committed, or another process has saved since this one restored.
+            SettingsError: a later step is committed.
         """
         with self._guard:
             self._origin.refuse(self._directory, self._entries)
@@ -459,12 +487,12 @@ class RunDirectory:
                 refuse_again_or_below(self._directory, step, self._line(), self._origin.entry)
 
     def free_name(self, step: int) -> str:
-        """The directory name under which a step is to be saved: its next generation, whatever is there or is to go."""
+        """The directory name of the next generation of a step, unused by existing and pending-deletion directories."""
         names = {*self._pending_deletions, *(shown_name(item.name) for item in self._backend.list(self._directory))}
         return free_step_name(step, names, [entry.name for entry in self._entries])
 
     def committed(self, committed: Committed, info: Mapping[str, Any]) -> None:
-        """Take note of a commit."""
+        """Record a commit."""
         name = committed.directory.rpartition("/")[2]
         step, generation = parse_step_name(name) or (int(info["step"]), 0)
         entry = entry_from_manifest(name, step, generation, info)
@@ -476,30 +504,30 @@ class RunDirectory:
             self._infos = None
 
     def failed(self, place: Mapping[str, Any], stays: str | None, attempt: str | None) -> None:
-        """Take note of a save that failed.
+        """Record a failed save.
 
         Args:
-            place: of the save in the run.
-            stays: its name, if the disk has refused to take it back.
-            attempt: the directory of the attempt, if the disk has refused to remove it.
+            place: its lineage fields.
+            stays: its directory name, if the disk refused to remove it after the commit.
+            attempt: the directory of its attempt, if the disk refused to remove that.
         """
         with self._guard:
             self._next_save.failed(place["sequence"], stays)
             self._left_attempts += [] if attempt is None else [attempt]
 
     def remove_left_attempts(self) -> None:
-        """Remove what failed saves of this process have left, as far as the disk lets it."""
+        """Remove the attempts that failed saves of this process left on the disk."""
         with self._guard:
             left, self._left_attempts = self._left_attempts, []
         for attempt in left:
             try:
                 self._backend.remove(attempt)
             except StorageError as error:
-                _log.warning("what a failed save has left was not removed: %s", error)
+                _log.warning("the files of a failed save were not removed: %s", error)
                 self._left_attempts.append(attempt)
 
     def note_roll_back(self, unsynced: str | None = None) -> None:
-        """Write down what a roll-back left behind, once `unsynced`, the save after it, is on the disk, too."""
+        """Note what a roll-back left behind, after `unsynced`, the first step saved since, is on the disk."""
         with self._guard:
             there = {entry.name for entry in self._entries}
             now = RollBack(max(entry.sequence for entry in self._entries), self._left & there)
@@ -509,21 +537,21 @@ class RunDirectory:
             self._book.note_roll_back(now)
 
     def refused(self, name: str) -> None:
-        """Take note that the disk refuses to keep a step, for this process and for later ones."""
+        """Record, for this process and later ones, that the disk refuses to sync a step."""
         for entry in [each for each in self._entries if each.name == name]:
             self._take_note(entry, {"unsynced": True})
             with contextlib.suppress(StorageError, DirectoryLockedError):
                 self.note(entry, {"unsynced": True})
 
     def retain(self, *, is_durable: bool = True) -> None:
-        """Hand what nobody keeps to the deleter. Called after a commit, which may not be durable yet."""
+        """Queue the expired steps for deletion. Called after a commit, which may not be durable yet."""
         with self._guard:
             line = self._line()
             free = {name for name in self._unkept(line) if name not in self._pending_deletions}
             pending_deletions, instead = replaced(free, self._whole(), line, is_durable=is_durable)
             self._pending_deletions.add(pending_deletions, wait=bool(instead))
             self._infos = None
-        self._best.update(self.newest)  # before what it stood for goes
+        self._best.update(self.newest)  # before the deletion of the step that the link points to
         self._deleter.delete(sorted(pending_deletions), instead=instead)
 
     def _unkept(self, line: list[Entry]) -> set[str]:
@@ -531,7 +559,7 @@ class RunDirectory:
         return expired_names(self._entries, line, self._left, self._policy, context) - {*self._being_read}
 
     def about_to_go(self, names: Sequence[str]) -> list[str]:
-        """Of what has waited to be deleted that which still may go: it may have been pinned, or restored."""
+        """Of these delayed deletions, the ones that are still due: a step may have been pinned or restored since."""
         with self._guard:
             self._infos, unkept = None, self._unkept(self._line(pending_deletions=True))
             return self._pending_deletions.let_go(
@@ -539,35 +567,38 @@ class RunDirectory:
             )
 
     def held_up(self, names: Sequence[str]) -> None:
-        """Take note that they could not go, and wait until they can."""
+        """Record that these steps could not be deleted yet; they wait."""
         with self._guard:
             self._pending_deletions.add([name for name in names if name in self._pending_deletions], wait=True)
 
     def forget(self, name: str) -> None:
-        """Take note that a step directory is gone."""
+        """Record that a step directory no longer exists."""
         with self._guard:
             self._next_save.gone(each.sequence for each in self._entries if each.name == name)
             self._entries = [entry for entry in self._entries if entry.name != name]
             self._pending_deletions.discard([name])
-            self._infos = None  # and what was left behind stays so
+            self._infos = None  # `_left` stays: what was left behind is still left behind
 
     def deleted(self, name: str) -> None:
-        """Take note that it is not there under this name any more."""
+        """Record a deletion, also in the history."""
         self.forget(name)
         self.log.deleted(name)
 
     def reading(self, entries: Sequence[Entry]) -> contextlib.AbstractContextManager[None]:
-        """Keep retention away from these steps meanwhile."""
+        """Protect these steps from deletion within the context."""
         return self._being_read.reading(entries)
 
     def rolled_back(self, restored: Restored, there: Sequence[Entry] | None, *, warns: bool = True) -> None:
-        """Take note of a restore from what was `there`: everything later is left behind once this process saves.
+        """Record a restore. The next save of this process leaves all later steps behind.
 
-        `warns`: whether an owner that saved later steps is warned about that.
+        Args:
+            restored: the result.
+            there: the entries that it was chosen from; None: those of the owner.
+            warns: whether to warn an owner that has saved later steps.
         """
         entry = restored.entry
         if restored.skipped and entry.name in self._left:
-            _log.warning("step %d was left behind by a roll-back; no step since is whole", entry.step)
+            _log.warning("step %d was left behind by a roll-back, but no later step is intact", entry.step)
         with self._guard:
             self._origin.restored(entry, self._entries if there is None else there)
             if self.is_owner:
@@ -588,7 +619,7 @@ class RunDirectory:
             self._infos = None
 
     def judge(self, restored: Restored) -> None:
-        """Set aside what a restore has proven to be damaged: the owner writes it down now, others once they own it."""
+        """Record the damage that a restore found. The owner writes it at once, others when they own the run."""
         tell_of_uncommitted(self._backend, self._directory, self._told_of)
         self._damage_reports.add(restored)
         if self.is_owner:
@@ -596,10 +627,10 @@ class RunDirectory:
             self.history.add("restore", self._clock(), **restored.record(), completed=self.log.completed)
 
     def set_aside(self, entry: Entry, problem: str) -> None:
-        """As `judge`, of one step that is proven to be damaged, while another one is whole."""
+        """Record that one step is damaged while another one is intact."""
         self._damage_reports.damaged(entry, problem)
         if self.is_owner:
-            self._lock.check()  # another may have it since this was begun
+            self._lock.check()  # another process may own the run by now
             self._write_verdicts()
 
     def _write_verdicts(self) -> None:
@@ -609,7 +640,7 @@ class RunDirectory:
             self.history.add("set_aside", self._clock(), step=entry.step, name=entry.name, problem=problem)
 
     def _write_verdict(self, entry: Entry, damaged: str | None) -> bool:
-        """Write it down, unless the step is gone, or about to go, or was saved anew."""
+        """Write one damage report, unless the step is gone, about to be deleted, or saved again."""
         with self.reading([entry]):
             if self._pending_deletions.is_going(entry.name) or all(
                 each.identity != entry.identity for each in self._entries
@@ -619,7 +650,11 @@ class RunDirectory:
         return True
 
     def note_step(self, step: int, note: Mapping[str, Any]) -> None:
-        """As `note`, of a step that retention leaves alone meanwhile; StepNotFoundError: there is none."""
+        """Like `note`, for a step by its number, protected from deletion meanwhile.
+
+        Raises:
+            StepNotFoundError: there is no such step.
+        """
         self.check_owner()
         with contextlib.ExitStack() as held:
             with self._guard:
@@ -630,7 +665,7 @@ class RunDirectory:
                 self._pending_deletions.discard([entry.name])
 
     def note(self, entry: Entry, note: Mapping[str, Any]) -> None:
-        """Write a pin of a step, or metrics of one generation of it or that it is damaged, durably."""
+        """Write a note durably: a pin of a step, or metrics or damage of one generation of it."""
         line = {"step": entry.step, "name": entry.name, "saved": entry.time.isoformat(), **note}
         self._book.add(line)
         self._notes.add(line)
@@ -643,6 +678,6 @@ class RunDirectory:
             self._infos = None
 
     def close(self, timeout_s: float | None = None, until: Callable[[], bool] = lambda: False) -> None:
-        """Finish deletions and let go of the directory; when interrupted or late, once the deletions are done."""
+        """Finish deletions and release the directory; see `finish` for interrupts and the timeout."""
         self.is_owner = False
         finish(self.held, timeout_s, until)

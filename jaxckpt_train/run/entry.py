@@ -1,10 +1,8 @@
-"""Lineage: which committed steps the run descends from, and which a roll-back has left behind.
+"""Entries: what a run directory knows of each committed step.
 
-The names of step directories: `step-0000000100`, and `step-0000000100.g1` for its next generation.
-
-What a restore brought back, or why it has to look again.
-
-An entry: what a run directory knows of one committed generation of a step.
+This module has the names of step directories (`step-0000000100`, `step-0000000100.g1` for the next generation of the
+same step), the `Entry` of a committed step, the result of a restore, and the lineage of a run: which steps it descends
+from, and which ones a roll-back has left behind.
 """
 
 from __future__ import annotations
@@ -29,11 +27,11 @@ MAX_STEP = 10**15
 _DIGITS = 6
 MAX_GENERATION = 10**_DIGITS - 1
 _NAME = re.compile(rf"step-(?P<step>[0-9]{{10,16}})(\.g(?P<generation>[1-9][0-9]{{0,{_DIGITS - 1}}}))?")
-UNKNOWN_SAVES = 1 << 20  # more than lie between any two steps of a run
+UNKNOWN_SAVES = 1 << 20  # more saves than any run has between two steps
 
 
 def count_of(value: object) -> int | None:
-    """A number of notes, as files tell it; None: it is none."""
+    """A number of notes as read from a file; None: the value is not a valid count."""
     if isinstance(value, bool) or not isinstance(value, int):
         return None
     return value if 0 <= value < _MOST_NOTES else None
@@ -44,17 +42,17 @@ class Entry:
     """One committed generation of a step.
 
     Attributes:
-        name: of its directory.
-        sequence: the how-manieth save of the run it was; orders steps by when they were saved, also after a roll-back.
-        run: id of the run that saved it; None: not told.
-        left_behind: names of the directories that a roll-back before this save has left behind.
-        notes: how many notes the run had on the disk when it was saved.
-        damaged: what is wrong with its bytes, if it was set aside for that; None: nothing that is known.
-        tells_lineage: whether its manifest could be read, and is of the run whose directory this is.
-        is_certain: whether its manifest is what was committed; else what it says is not to be relied upon.
-        is_held: whether that, or what was noted of it, is not known: retention neither counts nor deletes it.
-        is_unsynced: whether the disk has refused to keep its bytes. A later sync may succeed all the same, since a
-            system forgets what it could not write; so nothing that it replaces is deleted.
+        name: the name of its directory.
+        sequence: the number of the save within the run; orders steps by the time of the save, also after a roll-back.
+        run: the id of the run that saved it; None: unknown.
+        left_behind: the names of the directories that a roll-back before this save left behind.
+        notes: the number of notes that the run had on the disk when it was saved.
+        damaged: why it was set aside as damaged; None: no damage is known.
+        tells_lineage: whether its manifest could be read and belongs to the run of this directory.
+        is_certain: whether its manifest matches its COMMIT; otherwise its content is unreliable.
+        is_held: whether its manifest or its notes could not be read: retention neither counts nor deletes it.
+        is_unsynced: whether the disk has refused to sync it. A later sync may succeed although bytes are lost, because
+            a system forgets what it could not write; therefore nothing that it replaces is deleted.
     """
 
     name: str
@@ -76,17 +74,17 @@ class Entry:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Later saves are greater."""
+        """The sort key by save order; later saves are greater."""
         return (self.sequence, self.step, self.generation)
 
     @property
     def identity(self) -> tuple[str, datetime]:
-        """Which save it is; a name alone may be given again."""
+        """Identifies the save: a directory name alone may be reused."""
         return (self.name, self.time)
 
     @property
     def tells_time(self) -> bool:
-        """Whether its manifest says when it was saved."""
+        """Whether its manifest has the time of the save."""
         return self.time != _LONG_AGO
 
     def info(self) -> CheckpointInfo:
@@ -95,7 +93,7 @@ class Entry:
 
 
 def entry_from_manifest(name: str, step: int, generation: int, info: Mapping[str, Any]) -> Entry:
-    """An entry from the free-form part of its manifest; empty where that could not be read."""
+    """Make an entry from the `info` section of a manifest; `info` is empty if the manifest could not be read."""
     sequence, left = info.get("sequence"), info.get("left_behind")
     run = info.get("run")
     return Entry(
@@ -117,14 +115,14 @@ def _time(value: object) -> datetime:
     try:
         found = datetime.fromisoformat(str(value))
         found = found if found.tzinfo else found.replace(tzinfo=UTC)
-        found.astimezone(UTC)  # as policies see it; kept as it is written, by which notes name it
+        found.astimezone(UTC)  # policies compare in UTC; notes refer to the entry by the original text
     except (ValueError, OverflowError):
         return _LONG_AGO
     return found
 
 
 class StepVanishedError(Exception):
-    """A step was deleted by its owner after it was listed."""
+    """The owner deleted a step after it was listed."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -133,7 +131,13 @@ class StepVanishedError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Skipped:
-    """A step that could not be restored; whether its bytes are proven to be wrong, or only could not be read now."""
+    """A step that could not be restored.
+
+    Attributes:
+        entry: the step.
+        problem: why.
+        is_proven: whether its bytes are proven to be wrong; otherwise it could not be read this time.
+    """
 
     entry: Entry
     problem: str
@@ -142,25 +146,38 @@ class Skipped:
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What a restore brought back, from which step, and past which it had to skip."""
+    """The result of a restore.
+
+    Attributes:
+        entry: the step that was restored.
+        results: the checkpointables, by name.
+        skipped: the steps that could not be restored.
+        bytes: the bytes read.
+        restore_s: the duration in seconds.
+        is_mended: whether the step had been set aside as damaged, and all of it was verified now.
+        is_verified: whether all of it was verified; determined only if another step was skipped.
+        left_out: the names of the checkpointables that the step has and the caller did not request.
+    """
 
     entry: Entry
     results: dict[str, Any]
     skipped: list[Skipped]
     bytes: int
     restore_s: float
-    is_mended: bool = False  # it was set aside, and all of it was verified now
-    is_verified: bool = False  # all of it was compared by this; asked for only where another one was skipped
-    left_out: frozenset[str] = frozenset()  # names of what the step has and nobody asked for
+    is_mended: bool = False
+    is_verified: bool = False
+    left_out: frozenset[str] = frozenset()
 
     def warn_of_left_out(self) -> None:
-        """For a run that goes on from it: what was not restored, such as the position in the data, is at its start."""
+        """Log a warning if the run continues without a part of the step, such as the position in the data."""
         if self.left_out:
             names = ", ".join(map(repr, sorted(self.left_out)))
-            _log.warning("step %d also has %s, not asked for: what is not restored begins anew", self.entry.step, names)
+            _log.warning(
+                "step %d also has %s, which were not requested: they start from scratch", self.entry.step, names
+            )
 
     def record(self) -> dict[str, Any]:
-        """What the history says of it."""
+        """The fields of the history event."""
         return {
             "step": self.entry.step,
             "name": self.entry.name,
@@ -177,7 +194,7 @@ def step_name(step: int, generation: int = 0) -> str:
 
 
 def parse_step_name(name: str) -> tuple[int, int] | None:
-    """Step and generation of a directory name; None if it is no step directory's."""
+    """The step and the generation of a directory name; None: not the name of a step directory."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -186,10 +203,10 @@ def parse_step_name(name: str) -> tuple[int, int] | None:
 
 
 def check_step(step: object) -> int:
-    """The step as an int.
+    """Return the step as an int.
 
     Raises:
-        SettingsError: not a whole number, negative or absurdly large.
+        SettingsError: it is not an integer, negative, or too large.
     """
     number = index_of(step)
     if number is None:
@@ -200,13 +217,13 @@ def check_step(step: object) -> int:
 
 
 def free_step_name(step: int, names: Iterable[str], committed: Iterable[str] = ()) -> str:
-    """The name of the next generation of a step, after all those that are among some names.
+    """The directory name of the next generation of a step.
 
-    Where a stranger's name has the last number that a generation can have, the first one that is free after those that
-    are `committed`: a name with a higher number would be no step's, and what is saved under it lost.
+    It is the generation after the highest one in `names`. If that exceeds the maximum, because of a foreign directory,
+    it is the first free generation after those in `committed`.
 
     Raises:
-        CheckpointExistsError: there is none.
+        CheckpointExistsError: no generation is free.
     """
     taken = _generations(step, names)
     next_one = max(taken, default=-1) + 1
@@ -216,8 +233,8 @@ def free_step_name(step: int, names: Iterable[str], committed: Iterable[str] = (
         next_one = next(free, next_one)
     if next_one > MAX_GENERATION:
         raise CheckpointExistsError(
-            f"step {step} cannot be saved again: {step_name(step, MAX_GENERATION)} is there, and no generation comes "
-            "after it; move it away, or give it another name"
+            f"step {step} cannot be saved again: {step_name(step, MAX_GENERATION)} exists and has the highest possible "
+            "generation; move or rename it"
         )
     return step_name(step, next_one)
 
@@ -229,20 +246,20 @@ def _generations(step: int, names: Iterable[str]) -> set[int]:
 
 @dataclasses.dataclass(frozen=True)
 class RollBack:
-    """What was left behind at some save of the run, by the names of the directories."""
+    """The names of the directories that a roll-back left behind, and the sequence number of the save after it."""
 
     sequence: int = -1
     names: frozenset[str] = frozenset()
 
 
 def last_sequence(entries: Sequence[Entry], noted: RollBack) -> int:
-    """The highest number that a save of the run has; where a manifest does not tell it, a higher one than it can be."""
+    """The highest sequence number of the run. If a manifest is unreliable, a number above any that it can have."""
     known = max([noted.sequence, *(entry.sequence for entry in entries)])
     return known if all(entry.is_certain for entry in entries) else known + UNKNOWN_SAVES
 
 
 def home_run(entries: Sequence[Entry]) -> str | None:
-    """The id of the run whose directory this is: that of most steps, of equally many the one that has saved most."""
+    """The id of the run that owns the directory: that of most steps; among equals, that of the latest save."""
     count = collections.Counter(entry.run for entry in entries if entry.run is not None)
     last = {entry.run: entry.order for entry in sorted(entries, key=lambda entry: entry.order)}
     return max(count, key=lambda run: (count[run], last[run], run), default=None)
@@ -251,8 +268,8 @@ def home_run(entries: Sequence[Entry]) -> str | None:
 def in_order(entries: Sequence[Entry]) -> list[Entry]:
     """The entries in the order in which the run saved them.
 
-    A step whose manifest is damaged does not say when that was, and one copied in from another run says when that run
-    saved it: both are placed by their numbers. What such a copy says of its own run's branches is forgotten.
+    A step with a damaged manifest has no sequence number, and a step copied from another run has a number of that run.
+    Both are placed by their step number, and the lineage of such a copy is ignored.
     """
     home = home_run(entries)
     known: list[Entry] = []
@@ -267,47 +284,48 @@ def in_order(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def left_behind(entries: Sequence[Entry], noted: RollBack | None = None) -> frozenset[str]:
-    """The names of those that are no part of the line of the last save, as that save says.
+    """The names of the steps that are not on the branch of the last save, according to that save.
 
-    Never its own: it may have been given the name of one that was left behind and is deleted.
+    The last save itself is never among them: its name may be the reused name of a step that was left behind and
+    deleted.
 
     Args:
         entries: in order.
-        noted: what was noted of the last roll-back; used if no manifest that is certain is of a later save.
+        noted: the noted roll-back; it applies if no reliable manifest is from a later save.
     """
     telling = [entry for entry in entries if entry.tells_lineage]
     last = next((entry for entry in reversed(telling) if entry.is_certain), None)
     found = RollBack() if last is None else RollBack(last.sequence, frozenset(last.left_behind) - {last.name})
     if noted is not None and noted.sequence > found.sequence:
         found = noted
-    if telling and telling[-1].sequence > found.sequence:  # nobody else tells of it
+    if telling and telling[-1].sequence > found.sequence:  # an unreliable manifest is the only source
         found = RollBack(names=frozenset(telling[-1].left_behind) - {telling[-1].name})
     return frozenset(entry.name for entry in entries) & found.names
 
 
 def left_behind_by(restored: Entry, entries: Sequence[Entry]) -> frozenset[str]:
-    """The names of those that are left behind once `restored` is what the run goes on from."""
+    """The names of the steps that are left behind once the run continues from `restored`."""
     before = [entry for entry in entries if entry.order <= restored.order]
     later = {entry.name for entry in entries if entry.order > restored.order}
     return left_behind(before) - {restored.name} | later
 
 
 def line_last(entries: Sequence[Entry], left: Collection[str]) -> list[Entry]:
-    """What was left behind first, then the line of the run; each in order."""
+    """Sort the entries: first those left behind, then the current branch; each in order."""
     return sorted(entries, key=lambda entry: (entry.name not in left, entry.order))
 
 
 def to_try(
     entries: Sequence[Entry], left: Collection[str], is_going: Callable[[str], bool], *, damaged: bool
 ) -> list[Entry]:
-    """Those that may be restored, the last to be tried last; `damaged`: those that were set aside after all others."""
+    """The entries in the order in which a restore tries them; with `damaged`, those set aside come last."""
     there = [each for each in entries if each.damaged is None and not is_going(each.name)]
     aside = [each for each in reversed(entries) if each.damaged is not None and damaged]
     return line_last(there, left)[::-1] + aside
 
 
 def newest_generations(entries: Sequence[Entry]) -> list[Entry]:
-    """Of every step only the last one in the given order, in that order."""
+    """The last entry of each step, in the given order."""
     last: dict[int, Entry] = {}
     for entry in entries:
         last.pop(entry.step, None)
@@ -316,6 +334,6 @@ def newest_generations(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def names_after(step: int, line: Sequence[Entry]) -> set[str]:
-    """What is above a step of the line, or came after it: to save that step anew is to roll back to before it."""
+    """The names of the branch's steps above `step`, or saved after it: saving `step` again leaves them behind."""
     same = [entry.order for entry in line if entry.step == step]
     return {entry.name for entry in line if entry.step > step or (same and entry.order > max(same))}

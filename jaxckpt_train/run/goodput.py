@@ -1,10 +1,7 @@
-"""What earlier processes of a run tell a new one: how often it has failed, and what its saves took.
+"""Goodput: the share of a run's time that went into updates that count, over all its processes.
 
-Prints the goodput of a run as one table.
-
-Goodput: which part of a run's time went into updates that count, over all its processes.
-
-The processes that a run has had so far, read from its history: when each lived, how far it came, how it ended.
+`attempts_of` reads from the history when each process lived, how far it trained, and how it ended. `goodput` rates
+these attempts, `print_goodput` prints them, and `RunStatistics` summarises them for the next process of the run.
 """
 
 from __future__ import annotations
@@ -22,22 +19,22 @@ from rich.table import Table
 from jaxckpt_train.policies.context import Failures
 from jaxckpt_train.run.history import CLOSED, FINISHED, PREEMPTED, RunEvent, run_events
 
-RUNNING, KILLED = "running", "killed"  # as nobody has said how it ended
+RUNNING, KILLED = "running", "killed"  # the history has no end of the process
 COLUMNS = ("began", "ended", "steps", "useful", "redone", "saves", "blocked", "resume", "wall", "useful time")
-LESS_NEEDED = ("resume", "blocked", "saves", "began", "steps", "wall")  # left out in this order where all are too wide
+LESS_NEEDED = ("resume", "blocked", "saves", "began", "steps", "wall")  # omitted in this order if the table is too wide
 MOST_ROWS = 40
-MOST_SHOWN = 24  # letters of how a process has ended
-LEAST_WIDTH = 120  # where there is no terminal to tell
+MOST_SHOWN = 24  # characters of the end of a process
+LEAST_WIDTH = 120  # without a terminal
 
 
 @dataclasses.dataclass
 class Stretch:
-    """Updates that one process did one after the other, from a step that it took up.
+    """Consecutive updates of one process, starting from one step.
 
     Attributes:
-        first: the step that it went on from.
-        last: how many updates were complete when it was last heard of.
-        saved: the steps that were committed meanwhile, each above the one before.
+        first: the step that they started from.
+        last: the last known number of completed updates.
+        saved: the steps committed meanwhile, in ascending order.
     """
 
     first: int
@@ -46,26 +43,26 @@ class Stretch:
 
     @property
     def safe(self) -> int:
-        """The last step of it that a later process can go on from."""
+        """The last step of the stretch from which a later process can continue."""
         return self.saved[-1] if self.saved else self.first
 
 
 @dataclasses.dataclass
 class Attempt:
-    """One process of a run, from when it took the directory.
+    """One process of a run, from the time when it took the directory.
 
     Attributes:
-        began: when it was made, where that is known, or took the directory.
-        ended: when it let go of the directory; of one that was killed, when it was last heard of.
-        how: "finished", "preempted", "late" (asked to leave, without the time for a save), "closed", "killed",
-            "running", or the error that it ended with.
-        stretches: its updates. None: it had no state yet when it ended. More than one: it went back in between.
-        saves: how many saves were committed.
-        failed_saves: how many were not.
-        blocked_s: seconds that saves held up the loop.
+        began: when the process started, if known, or took the directory.
+        ended: when it released the directory; if it was killed, the time of its last event.
+        how: "finished", "preempted", "late" (asked to shut down without enough time for a save), "closed", "killed",
+            "running", or the error that ended it.
+        stretches: its updates. Empty: it ended before it had its state. More than one: it went back in between.
+        saves: the number of committed saves.
+        failed_saves: the number of failed saves.
+        blocked_s: seconds that saves blocked the loop.
         to_resume_s: seconds from `began` until the loop had its state.
-        follows: the step that was last committed before it began; 0: none was.
-        tends: whether it took the directory for a command, as `jaxckpt pin` and `prune` do.
+        follows: the last step committed before it began; 0: none.
+        tends: whether it took the directory for a command, such as `jaxckpt pin` or `prune`.
     """
 
     began: datetime.datetime
@@ -87,22 +84,22 @@ class Attempt:
 
     @property
     def safe_step(self) -> int:
-        """The step that whoever came next could go on from."""
+        """The step from which the next process could continue."""
         return self.stretches[-1].safe if self.stretches else self.follows
 
     @property
     def has_lost_work(self) -> bool:
-        """Whether it had its state, and ended without the chance to save: killed, late, or with an error."""
+        """Whether it had its state and ended without a chance to save: killed, late, or with an error."""
         return bool(self.stretches) and self.how not in (FINISHED, CLOSED, PREEMPTED, RUNNING)
 
     @property
     def is_of_the_training(self) -> bool:
-        """Whether it may have had a loop: of a command's process older histories tell no more than that it came."""
+        """Whether it may have had a loop. Older histories only have the start of a command's process."""
         has_left_nothing = self.how == CLOSED and not (self.stretches or self.saves or self.failed_saves)
         return not self.tends and not has_left_nothing
 
     def hear(self, event: RunEvent) -> None:
-        """Take note of an event of it."""
+        """Apply an event of this process."""
         kind, step = event.event, event.step
         if kind not in ("restore", "resumed", "save", "progress", "preempted", "end"):
             return
@@ -119,13 +116,13 @@ class Attempt:
             self.how = event.how or CLOSED
 
     def takes_up(self, step: int) -> None:
-        """It goes on from this step; to be told so twice, by the restore and by the loop, changes nothing."""
+        """Start a stretch at this step, unless the last one has just started there: restore and loop both report it."""
         if not self.stretches or not self.stretches[-1].first == self.stretches[-1].last == step:
             self.stretches.append(Stretch(step, step))
 
     def came_to(self, step: int) -> Stretch:
-        """So many updates are complete."""
-        if not self.stretches:  # nobody has said where it began
+        """Record the number of completed updates."""
+        if not self.stretches:  # the history does not have the start
             self.takes_up(min(self.follows, step))
         stretch = self.stretches[-1]
         stretch.last = max(stretch.last, step)
@@ -153,7 +150,7 @@ class Attempt:
             return
         stretch = self.came_to(step)
         if event.ok:
-            if step < stretch.first or (stretch.saved and step <= stretch.safe):  # they are committed in order
+            if step < stretch.first or (stretch.saved and step <= stretch.safe):  # a stretch commits in ascending order
                 stretch = Stretch(step, step)
                 self.stretches.append(stretch)
             stretch.saved.append(step)
@@ -165,13 +162,13 @@ def attempts_of(
     *,
     is_live: bool = False,
 ) -> list[Attempt]:
-    """The processes that these events of one run tell of, in order.
+    """The processes in the history of one run, in order.
 
     Args:
-        events: oldest first.
-        running: of the last one, if it is this process: how many updates are complete (None: it has no state yet), and
-            the time.
-        is_live: whether the last one is at work, here or elsewhere.
+        events: the events, oldest first.
+        running: if the last process is this one: the number of completed updates (None: it has no state yet), and the
+            current time.
+        is_live: whether the last process is running, here or elsewhere.
     """
     found: list[Attempt] = []
     for event in events:
@@ -180,11 +177,11 @@ def attempts_of(
 
 
 def hear(found: list[Attempt], event: RunEvent) -> None:
-    """Take note of the next event of a run."""
+    """Apply the next event of a run."""
     if event.event == "start":
         follows = found[-1].safe_step if found else 0
         found.append(Attempt(event.time, event.time, follows=follows, tends=event.tends))
-        if event.step is not None:  # it had restored that before
+        if event.step is not None:  # it had restored this step before
             found[-1].takes_up(event.step)
     elif found:
         found[-1].hear(event)
@@ -193,7 +190,7 @@ def hear(found: list[Attempt], event: RunEvent) -> None:
 def settled(
     found: list[Attempt], running: tuple[int | None, datetime.datetime] | None = None, *, is_live: bool = False
 ) -> list[Attempt]:
-    """The processes once all events of them were heard; arguments as of `attempts_of`."""
+    """Complete the processes after their last event. The arguments are those of `attempts_of`."""
     if running is not None and found and found[-1].how == RUNNING:
         completed, now = running
         found[-1].ended = max(found[-1].ended, now)
@@ -206,20 +203,21 @@ def settled(
 
 @dataclasses.dataclass(frozen=True)
 class AttemptGoodput:
-    """One process of a run.
+    """The goodput of one process of a run.
 
     Attributes:
-        began, ended: when; of one that was killed, when it was last heard of.
-        how: how it ended: "finished", "preempted", "late" (asked to leave, without the time for a save), "closed",
-            "killed", "running", or an error.
-        first_step: the step that it went on from first. None: it had no state yet when it ended.
-        last_step: how many updates were complete when it was last heard of; None as before.
-        useful_steps: of its updates those that what the run has now descends from.
-        redone_steps: those that were lost, and done again or to be done again.
-        saves: how many were committed.
-        blocked_s: seconds that they held up the loop.
+        began: when it started.
+        ended: when it ended; if it was killed, the time of its last event.
+        how: how it ended: "finished", "preempted", "late" (asked to shut down without enough time for a save),
+            "closed", "killed", "running", or an error.
+        first_step: the step that it started from. None: it ended before it had its state.
+        last_step: the last known number of completed updates; None as before.
+        useful_steps: the updates that the current state of the run descends from.
+        redone_steps: the updates that were lost, and were or will be repeated.
+        saves: the number of committed saves.
+        blocked_s: seconds that saves blocked the loop.
         to_resume_s: seconds until the loop had its state.
-        useful_s: seconds in useful updates: those in the loop, without the time blocked, by the share of useful ones.
+        useful_s: seconds in useful updates: the unblocked time in the loop, times the share of useful updates.
         wall_s: all its seconds.
     """
 
@@ -239,14 +237,14 @@ class AttemptGoodput:
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """All processes of a run, and their totals.
+    """The goodput of all processes of a run, and the totals.
 
     Attributes:
         attempts: the processes, in order.
         useful_steps, redone_steps, saves, blocked_s, to_resume_s, useful_s: totals.
-        between_s: seconds in which there was none.
-        wall_s: from the first one's begin to the last one's end.
-        share: of these the useful ones, from 0 to 1.
+        between_s: seconds without any process.
+        wall_s: seconds from the start of the first process to the end of the last.
+        share: the share of useful seconds in `wall_s`, from 0 to 1.
     """
 
     attempts: tuple[AttemptGoodput, ...] = ()
@@ -261,12 +259,12 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """The useful part of the run's time."""
-        return min(1.0, self.useful_s / self.wall_s) if self.wall_s > 0 else 0.0  # clocks may be set back
+        """The share of the run's time that was useful."""
+        return min(1.0, self.useful_s / self.wall_s) if self.wall_s > 0 else 0.0  # a clock may be set back
 
 
 def goodput(attempts: Sequence[Attempt]) -> Goodput:
-    """The goodput of a run, of which these are the processes in order; what only tended it is left out."""
+    """Rate the processes of a run, given in order. Processes of commands are left out."""
     attempts = [attempt for attempt in attempts if attempt.is_of_the_training]
     if not attempts:
         return Goodput()
@@ -289,10 +287,10 @@ def goodput(attempts: Sequence[Attempt]) -> Goodput:
 
 
 def _complete(attempts: Sequence[Attempt]) -> None:
-    """One that was killed may have come further than was heard of it: to where the next one went on."""
+    """Extend killed processes: if the next one started from a later step, it was reached before."""
     trained = [attempt for attempt in attempts if attempt.stretches]
     asked = {attempt.stretches[0].first for attempt in trained}
-    committed = set[int]()  # those of them that an event so far says were committed
+    committed = set[int]()  # those of `asked` that are committed according to the events so far
     for attempt, following in itertools.pairwise(trained):
         for stretch in attempt.stretches:
             committed.update(asked.intersection([stretch.first]), asked.intersection(stretch.saved))
@@ -302,8 +300,8 @@ def _complete(attempts: Sequence[Attempt]) -> None:
 
 
 def _useful(stretches: Sequence[Stretch]) -> list[int]:
-    """Of each stretch, how many of its updates are among those that what the run has now descends from."""
-    # The numbers of the stretches that had a step committed, in order, by the steps that a stretch began with.
+    """For each stretch, the number of its updates that the current state of the run descends from."""
+    # For each step that a stretch started from: the numbers of the stretches that committed it, in order.
     had_in: dict[int, list[int]] = {stretch.first: [] for stretch in stretches}
     for number, stretch in enumerate(stretches):
         had_in[stretch.first].append(number)
@@ -320,9 +318,9 @@ def _useful(stretches: Sequence[Stretch]) -> list[int]:
 
 
 def _origin(stretches: Sequence[Stretch], number: int, had_in: Sequence[int]) -> int:
-    """The number of the stretch from which this one went on: the last before it that had its first step committed.
+    """The number of the stretch that this one continues: the last earlier one that committed its first step.
 
-    If none is known to have, the last one that reached it; -1: there is none, it began from scratch.
+    If none is known to have committed it, the last one that reached it; -1: there is none.
     """
     step, before = stretches[number].first, bisect.bisect_left(had_in, number)
     if before:
@@ -351,12 +349,12 @@ def _rated(attempt: Attempt, useful: int) -> AttemptGoodput:
 
 
 def print_goodput(found: Goodput, file: IO[str] | None = None, width: int | None = None) -> None:
-    """Print one line for each process of a run, and the totals; of very many the first and the last.
+    """Print one line for each process of a run, and the totals. Of many processes, print the first and the last ones.
 
     Args:
         found: the goodput.
-        file: where to; None: standard output.
-        width: in letters. None: that of the terminal, or what is needed where there is none.
+        file: the output; None: standard output.
+        width: the width in characters; None: that of the terminal, or as wide as needed.
     """
     console = Console(file=file, width=width, highlight=False, markup=False, emoji=False)
     if width is None and not console.is_terminal:
@@ -394,7 +392,7 @@ def _cells(row: AttemptGoodput) -> dict[str, str]:
     share = min(1.0, row.useful_s / row.wall_s) if row.wall_s > 0 else 0.0
     return {
         "began": f"{row.began.astimezone():%m-%d %H:%M:%S}",
-        "ended": "".join(letter if letter.isprintable() else "?" for letter in row.how[:MOST_SHOWN]),  # as a file says
+        "ended": "".join(letter if letter.isprintable() else "?" for letter in row.how[:MOST_SHOWN]),  # untrusted text
         "steps": "-" if row.first_step is None else f"{row.first_step}-{row.last_step}",
         **_amounts(row, share),
     }
@@ -423,13 +421,13 @@ def _duration(seconds: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class RunStatistics:
-    """What earlier processes of a run tell a new one.
+    """What the history of earlier processes gives a new one.
 
     Attributes:
-        failures: how often, and in which time, it has failed.
-        cost_s: what a save cost the loop; None: not known.
-        duration_s: the longest of the last saves, from its begin until it was committed; None: not known.
-        has_begun: whether a loop has had its state.
+        failures: how often the run has failed, and in which time.
+        cost_s: the measured cost of a save for the loop; None: unknown.
+        duration_s: the longest of the last saves, from start to commit; None: unknown.
+        has_begun: whether a loop has ever had its state.
     """
 
     failures: Failures = dataclasses.field(default_factory=Failures)
@@ -439,7 +437,7 @@ class RunStatistics:
 
     @classmethod
     def of(cls, events: Iterable[Mapping[str, Any]], last: int = 6) -> RunStatistics:
-        """Read it from the events of a run, of which none is of a process that is at work."""
+        """Compute the statistics from the events of a run that no process is using."""
         listed = [*run_events(events)]
         attempts = [each for each in attempts_of(listed) if each.is_of_the_training]
         failures = Failures(sum(each.has_lost_work for each in attempts), sum(each.wall_s for each in attempts))

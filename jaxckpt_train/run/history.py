@@ -1,10 +1,7 @@
-"""Notes in the history when a process of a run begins, how far it has come now and then, and how it ends.
+"""The history of a run: one JSON line for each save, restore, deletion, preemption, start and end.
 
-The history: one JSON line for every save, restore, deletion and preemption of a run.
-
-Events of a history as far as they tell of the processes of a run; what is damaged, or of others, is left out.
-
-What tells one start of a run from another: host, process, and the Slurm job with its restarts.
+`History` appends and reads events. `RunLog` records the start, the progress and the end of one process. `RunEvent`
+holds the fields that statistics use. The module also converts metrics to numbers that JSON can hold.
 """
 
 from __future__ import annotations
@@ -38,23 +35,23 @@ from jaxckpt_train.store.threads import free_in_child
 
 PREEMPTED, LATE, FINISHED, CLOSED = "preempted", "late", "finished", "closed"
 Clock = Callable[[], datetime.datetime]
-FIRST_YEAR, LAST_YEAR = 1971, 9000  # what is outside no clock has told
+FIRST_YEAR, LAST_YEAR = 1971, 9000  # times outside are not from a clock
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 _Step = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 HISTORY_NAME = "history.jsonl"
 MOST_BYTES = 1 << 30
-"""More than two million events take; of a larger file both ends are read."""
-MOST_LISTED_BYTES = 256 << 20  # where all events are in memory at once
+"""Enough for more than two million events. Of a larger file, the beginning and the end are read."""
+MOST_LISTED_BYTES = 256 << 20  # where all events are held in memory
 BLOCK_BYTES = 4 << 20
-MOST_LINE_BYTES = 16 << 20  # what is longer is no event, and is not put together
+MOST_LINE_BYTES = 16 << 20  # a longer line is not an event, and is not buffered
 RECENT_BYTES = 8 << 20
 MAX_LISTED = 5
 T = TypeVar("T")
 _log = logging.getLogger("jaxckpt_train")
-# Between two notes of how far it has come: those of a month are some 4 MB.
+# The interval of progress events, and its share of the time since the start: a month takes about 4 MB.
 LEAST_S, MOST_S, SHARE = 9.0, 60.0, 0.02
-NOTE_S = 60.0  # that the loop waits for a disk to take a note
-_resumes = itertools.count()  # counts the loops of this process that have had their state
+NOTE_S = 60.0  # the longest time that the loop waits for the disk
+_resumes = itertools.count()  # counts the loops in this process that had their state
 
 
 def utc_now() -> datetime.datetime:
@@ -63,11 +60,11 @@ def utc_now() -> datetime.datetime:
 
 
 def run_facts() -> dict[str, str | int]:
-    """The facts of this process, in types that JSON has.
+    """Facts about this process, as JSON types.
 
     Returns:
-        `host` and `pid`; in a job of Slurm also `slurm_job_id`, as `scontrol` and `sacct` take it ("1234", "1200_7"),
-        and `slurm_restart_count`, which is 0 in the first start.
+        `host` and `pid`; in a Slurm job also `slurm_job_id` as `scontrol` and `sacct` take it ("1234", "1200_7"), and
+        `slurm_restart_count`, which is 0 for the first start.
     """
     facts: dict[str, str | int] = {"host": this_process().host, "pid": os.getpid()}
     job = slurm_job()
@@ -77,14 +74,14 @@ def run_facts() -> dict[str, str | int]:
 
 
 class RunEvent(msgspec.Struct):
-    """What is looked at of an event; the rest of it may be anything. Fields as the history has them."""
+    """The fields of an event that statistics use. All other fields are ignored."""
 
     event: str
     time: Annotated[datetime.datetime, msgspec.Meta(tz=True)]
     step: _Step | None = None
-    completed: _Step | None = None  # by a loop that goes back
+    completed: _Step | None = None  # by the loop, before a restore in it
     ok: bool | None = None
-    tends: bool = False  # it took the directory for a command such as `jaxckpt pin`
+    tends: bool = False  # the process was a command such as `jaxckpt pin`
     how: str | None = None
     blocked_s: Seconds = 0.0
     save_s: Seconds = 0.0
@@ -100,39 +97,39 @@ class RunEvent(msgspec.Struct):
 
 
 def run_events(events: Iterable[Mapping[str, Any]]) -> Iterator[RunEvent]:
-    """Those that are whole, in their order."""
+    """The valid events, in order."""
     for event in events:
         with contextlib.suppress(msgspec.ValidationError):
             yield msgspec.convert(event, RunEvent)
 
 
 class History:
-    """Appends to the history of a run. A disk that refuses the history warns and never stops a training."""
+    """Appends to the history of a run. If the disk refuses, it logs a warning and does not stop the training."""
 
     def __init__(self, backend: Backend, directory: str) -> None:
         self._backend, self._directory = backend, directory
-        self._is_ended = False  # whether the last line surely is
+        self._is_ended = False  # whether the file certainly ends with a line break
         self._feeds = Feeds()
-        self._guard = threading.RLock()  # sinks are told in the order of the lines
+        self._guard = threading.RLock()  # keeps the order of events the same for sinks and file
         free_in_child(self)
 
     def send_to(self, sinks: Sequence[Sink]) -> None:
-        """Have sinks told of each event from now on, also of one that the disk refuses."""
+        """Send each event to these sinks from now on, including events that the disk refuses."""
         self._feeds = Feeds(sinks)
 
     def finish(self, timeout_s: float, until: Callable[[], bool]) -> None:
-        """Wait until the sinks were told of all events, for a few seconds at most, and close those of the run's own."""
+        """Wait a few seconds at most until the sinks have received all events, and close the sinks of the run."""
         self._feeds.finish(timeout_s, until)
 
     def add(self, event: str, now: datetime.datetime, **fields: Any) -> None:
-        """Append one event; seconds end in `_s`, None fields are left out."""
+        """Append one event. Durations have names ending in `_s`; fields that are None are omitted."""
         record: dict[str, Any] = {"event": event, "time": now.isoformat(timespec="milliseconds")}
         for name, value in fields.items():
             if value is not None:
                 record[name] = round(value, 6) if isinstance(value, float) and name.endswith("_s") else value
         line = _encoded(record)
         with self._guard:
-            self._feeds.put(line)  # first: the disk may refuse it, or not answer
+            self._feeds.put(line)  # before the disk, which may refuse or not answer
             self._append(line + b"\n")
 
     def _append(self, line: bytes) -> None:
@@ -145,7 +142,7 @@ class History:
             _log.warning("the history was not written: %s", error)
 
     def _ends_with_a_line(self) -> bool:
-        """Whether no crash, or damage, has left half a line, which would take the next event with it."""
+        """Whether the file ends with a complete line; else the next event would be appended to a broken one."""
         try:
             ends = read_ends(self._backend, self._directory, HISTORY_NAME, 2)
         except CheckpointError as error:
@@ -153,7 +150,7 @@ class History:
         return ends[-1][1][-1:] in (b"", b"\n")
 
     def events(self) -> list[dict[str, Any]]:
-        """All events so far, oldest first; what is no event, or is too much, is left out with a warning.
+        """All events, oldest first. Damaged lines, and the middle of a very large file, are left out with a warning.
 
         Raises:
             CorruptCheckpointError, StorageError: the history cannot be read.
@@ -161,15 +158,15 @@ class History:
         return list(self.each(dict[str, Any], MOST_LISTED_BYTES))
 
     def each(self, kind: type[T], most_bytes: int = MOST_BYTES) -> Generator[T, None, int]:
-        """All events so far, oldest first, one at a time: a history may be larger than memory.
+        """Iterate over all events, oldest first: a history may be larger than memory.
 
         Args:
-            kind: of what is yielded: `dict[str, Any]`, or a struct of msgspec with the fields that matter. Events that
-                do not fit it are left out; what is no event is left out with a warning.
-            most_bytes: of a larger history both ends are read, with a warning.
+            kind: the type to yield: `dict[str, Any]`, or a msgspec struct with the fields of interest. Events that do
+                not fit it are left out; lines that are not events are left out with a warning.
+            most_bytes: of a larger history, only the beginning and the end are read, with a warning.
 
         Returns:
-            How many events did not fit `kind`; what is no event is not counted.
+            The number of events that did not fit `kind`, without the lines that are not events.
 
         Raises:
             CorruptCheckpointError, StorageError: the history cannot be read.
@@ -192,16 +189,16 @@ class History:
         return unfit
 
     def recent(self) -> list[dict[str, Any]]:
-        """The last events, oldest first; none if the history cannot be read, which is told."""
+        """The last events, oldest first. If the history cannot be read, logs a warning and returns none."""
         try:
             last = read_end(self._backend, self._directory, HISTORY_NAME, RECENT_BYTES)
         except CheckpointError as error:
             if getattr(error, "errno", None) != errno.ENOENT:
-                _log.warning("what the history says of earlier processes is not known: %s", error)
+                _log.warning("the history of earlier processes cannot be read: %s", error)
             return []
         found = []
         for line in last.split(b"\n"):
-            with contextlib.suppress(*NOT_JSON):  # the first one may be half a line, and `events` tells of others
+            with contextlib.suppress(*NOT_JSON):  # the first line may be cut; `events` reports other damage
                 found.append(msgspec.json.decode(line, type=dict[str, Any]))
         return found
 
@@ -211,7 +208,7 @@ class History:
             for at, block in read_blocks(self._backend, self._directory, HISTORY_NAME, most_bytes, BLOCK_BYTES):
                 if at != end:
                     path = f"{self._directory}/{HISTORY_NAME}"
-                    text = "%s: too large to be read whole: what lies in the middle, to byte %d, is left out"
+                    text = "%s: too large to read completely: the middle part, up to byte %d, is left out"
                     _log.warning(text, path, at)
                     yield rest
                     rest = b""
@@ -228,7 +225,7 @@ class History:
 
 
 def _why_no_event(line: bytes) -> Exception | None:
-    """What is wrong with a line; None: it is an event."""
+    """Return the error of decoding a line; None: it is an event."""
     try:
         msgspec.json.decode(line, type=dict[str, Any])
     except NOT_JSON as error:
@@ -237,10 +234,10 @@ def _why_no_event(line: bytes) -> Exception | None:
 
 
 def _encoded(record: Mapping[str, Any]) -> bytes:
-    """A record as one line; what of its text is no Unicode is written as `\\udc80`."""
+    """Encode a record as one line; text that is not valid Unicode is escaped, such as `\\udc80`."""
     try:
         return msgspec.json.encode(record)
-    except UnicodeEncodeError:  # a path within the text of an error may hold any bytes
+    except UnicodeEncodeError:  # an error message may contain a path with arbitrary bytes
         return msgspec.json.encode(_as_unicode(record))
 
 
@@ -253,10 +250,10 @@ def _as_unicode(value: Any) -> Any:
 
 
 def plain_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Metrics as Python floats; waits for devices that still compute them.
+    """Convert metrics to Python floats. Waits for devices that still compute them.
 
     Raises:
-        SettingsError: a name is not text that can be stored, or a value is not a single number.
+        SettingsError: a name is not valid Unicode text, or a value is not a single number.
     """
     if metrics is not None and not isinstance(metrics, Mapping):
         raise SettingsError(f"metrics: expected a mapping of names to numbers, found {shown(metrics)}")
@@ -275,7 +272,7 @@ def plain_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def _single(value: Any) -> Any:
-    """The one Python value of a metric; text is none, also if it spells a number, nor is what is masked."""
+    """Return the scalar value of a metric; text and masked values are errors, even text that spells a number."""
     if np.ma.is_masked(value):
         raise TypeError("masked")
     single = np.asarray(value).item()
@@ -285,7 +282,7 @@ def _single(value: Any) -> Any:
 
 
 def savable_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """The metrics, or none with a warning if they are no numbers: they must not cost a save that has to be."""
+    """Return the metrics; if they are invalid, log a warning and return none, so that the save still happens."""
     try:
         return plain_metrics(metrics)
     except SettingsError as error:
@@ -294,22 +291,24 @@ def savable_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def metrics_to_json(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    """Metrics as JSON can hold them, `nan` and `inf` as text; `metrics_from_json` reads them."""
+    """Convert metrics for JSON: `nan` and `inf` become text, which `metrics_from_json` reads."""
     return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
 
 
 class RunLog:
-    """Of one process. A process that was killed has noted no end: the last note says how far it had come by then.
+    """Records one process in the history: its start, its progress and its end.
+
+    A killed process has no end event; its last progress event shows how far it came.
 
     Args:
-        history: of the run.
-        clock: the time, with a time zone.
+        history: the history of the run.
+        clock: the current time, with a time zone.
         monotonic: the time in seconds.
 
     Attributes:
-        completed: how many updates are complete; None: nobody has said.
-        tends: whether the process takes the run for a command, and has no loop.
-        ends_as: how it ends: "closed", or what whoever knows better has set.
+        completed: the number of completed updates; None: unknown.
+        tends: whether the process is a command without a loop.
+        ends_as: how the process ends: "closed", unless it was set to something else.
     """
 
     def __init__(
@@ -325,40 +324,43 @@ class RunLog:
         self._noted: tuple[float, int | None] = (0.0, None)
 
     def took_over(self, dead: ProcessIdentity) -> None:
-        """The process takes the run from an owner that has died."""
+        """Record that the lock of a dead owner was taken over."""
         self._history.add("take_over", self._clock(), host=dead.host, pid=dead.pid)
 
     def deleted(self, name: str) -> None:
-        """A step directory is not there under this name any more."""
+        """Record that a step directory no longer exists under this name."""
         self._history.add("delete", self._clock(), name=name)
 
     def started(self, step: int | None = None) -> None:
-        """The process owns the run; `step`: that it has restored before."""
+        """Record that the process owns the run; `step`: the step that it had restored before."""
         self._began_at = self._monotonic()
         self._noted = self._began_at, None
         self._note("start", {"step": step, "tends": self.tends or None, **run_facts()})
 
     def resumed(self, step: int, resume_s: float, progress: ReadProgress | None = None) -> None:
-        """The loop has its state, that of this step, so many seconds after it has begun to look for it.
+        """Record that the loop has its state.
 
-        `progress` is called with 0 while the disk is waited for; what it raises ends the wait.
+        Args:
+            step: the restored step; 0 if none was restored.
+            resume_s: seconds since the loop started to resume.
+            progress: called with 0 while waiting for the disk; an exception that it raises ends the wait.
         """
         if self._began_at is not None:
             self.completed = step
             self._noted = self._monotonic(), step
-            is_first = next(_resumes) == 0  # what came before belongs to the loop that came first
+            is_first = next(_resumes) == 0  # the age of the process counts only for its first loop
             age_s = process_age_s() if is_first else None
             self._note("resumed", {"step": step, "resume_s": resume_s, "process_age_s": age_s}, progress)
 
     def _note(self, event: str, fields: Mapping[str, Any], progress: ReadProgress | None = None) -> None:
-        """Note it on another thread: the disk may not answer, and the loop goes on then."""
+        """Write the event on a helper thread; if the disk does not answer, the loop continues."""
         add = functools.partial(self._history.add, event, self._clock(), **fields)
         call_within(add, NOTE_S, progress or (lambda done: None))
 
     def beat(self) -> None:
-        """Note how far the loop has come, if it has got further and the last note is old. Called every few seconds."""
+        """Record the progress of the loop, if the last event is old enough. Called every few seconds."""
         now, (at, step) = self._monotonic(), self._noted
-        began_at, completed = self._began_at, self.completed  # other threads change them
+        began_at, completed = self._began_at, self.completed  # read once: other threads change them
         if began_at is None or completed in (None, step):
             return
         if now - at >= max(LEAST_S, min(MOST_S, SHARE * (now - began_at))):
@@ -366,7 +368,7 @@ class RunLog:
             self._history.add("progress", self._clock(), step=completed)
 
     def ended(self) -> None:
-        """The process lets go of the run."""
+        """Record that the process releases the run."""
         if self._began_at is not None:
             self._began_at = None
             self._history.add("end", self._clock(), how=self.ends_as, step=self.completed)

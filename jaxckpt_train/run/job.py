@@ -1,8 +1,8 @@
-"""Decisions to save in a job of many processes: all decide alike, and ask process 0 only where they have to.
+"""One run directory shared by the processes of a job.
 
-What the processes of a job do together with one run directory: process 0 does it, and tells the others.
-
-A run directory as the processes of a job know it that do not own it: by what process 0 tells them.
+`JobSync` runs directory operations in the primary process and broadcasts the results. `RunReplica` is what the other
+processes know of the run. `JobDecisions` makes all processes take the same decision to save, and asks the primary only
+where the processes cannot decide alike on their own.
 """
 
 from __future__ import annotations
@@ -56,41 +56,41 @@ from jaxckpt_train.store.threads import Latch
 
 T = TypeVar("T")
 MOST_SHOWN = 300  # characters of a policy, in a message
-LEAVING_S = 2.0  # to tell the others; process 0, which takes it, may be stopped
-# A network file system may say for up to a minute that a name is not there which another machine has made since.
+LEAVING_S = 2.0  # seconds to notify the others; the primary, which has to receive it, may be stopped
+# A network file system may hide a name for up to a minute after another machine has created it.
 SEEN_WITHIN_S, LOOK_S, QUIET_S = 90.0, 0.5, 5.0
 _log = logging.getLogger("jaxckpt_train")
-# They decide by the step, and by what all processes know. What is made of them may decide otherwise.
+# They decide by the step and by facts that all processes have. A subclass may decide otherwise.
 _BY_STEPS: frozenset[type] = frozenset({FixedIntervalPolicy, SpecificStepsPolicy, PreemptionCheckpointingPolicy})
-# They become due in the course of time, so some steps later is as good.
+# They become due as time passes, so a few steps later are as good.
 _BY_TIME: frozenset[type] = frozenset(
     {EverySecondsPolicy, ContinuousCheckpointingPolicy, OverheadBudgetPolicy, YoungDalyPolicy}
 )
 
 
 class KnownRun(Protocol):
-    """What a process may ask of a run without a word to the others."""
+    """What a process can find out about a run without the other processes."""
 
     def newest(self) -> list[Entry]:
-        """The last generation of each step, in the order of the saves; what a roll-back has left behind first."""
+        """The last generation of each step, in the order of the saves; steps left behind by a roll-back come first."""
 
     def damaged(self) -> list[Entry]:
-        """What was set aside since it is damaged, in the order of the saves."""
+        """The entries that were set aside as damaged, in the order of the saves."""
 
     def is_committed(self, step: int) -> bool:
-        """Whether the line that the run descends from has this step."""
+        """Whether the current branch of the run has this step."""
 
     def candidates(self, step: int | None) -> list[Entry]:
-        """The generations of a step, or of all, the newest first; StepNotFoundError: there is none."""
+        """The generations of a step, or of all steps, newest first. Raises StepNotFoundError if there is none."""
 
 
 class News(msgspec.Struct, array_like=True):
-    """What has changed in a run since process 0 has told of it last.
+    """The changes of a run since the previous delta.
 
     Attributes:
-        entries: that are new, or not as before.
-        gone: names of those that are not there any more.
-        left: names of those that a roll-back has left behind.
+        entries: the new or changed entries.
+        gone: the names of the entries that no longer exist.
+        left: the names of all entries that a roll-back has left behind.
     """
 
     entries: tuple[Entry, ...]
@@ -99,14 +99,14 @@ class News(msgspec.Struct, array_like=True):
 
 
 class Newsroom:
-    """In process 0: what the others know of its run, and so what is news to them."""
+    """In the primary: computes what has changed since the others were last updated."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._told: dict[str, Entry] = {}
 
     def news(self) -> News:
-        """What they do not know yet; they do once this was sent."""
+        """The changes since the last call. The caller must send them."""
         now = {entry.name: entry for entry in [*self._run.entries(), *self._run.damaged()]}
         changed = tuple(entry for name, entry in now.items() if self._told.get(name) != entry)
         gone = tuple(name for name in self._told if name not in now)
@@ -115,10 +115,12 @@ class Newsroom:
 
 
 class RunReplica:
-    """What process 0 has told. As long as that is nothing, this looks at the disk as any reader does.
+    """The run as a process other than the primary knows it: from deltas of the primary.
+
+    Until the first delta arrives, it reads the disk, as any reader does.
 
     Args:
-        reader: of the same directory.
+        reader: reads the same directory.
         directory: its path.
     """
 
@@ -129,7 +131,7 @@ class RunReplica:
         self._directory, self._guard = directory, threading.Lock()
 
     def hear(self, news: News) -> None:
-        """Take note of what process 0 has told."""
+        """Apply a delta of the primary."""
         with self._guard:
             known = {} if self._entries is None else self._entries
             known = {name: entry for name, entry in known.items() if name not in news.gone}
@@ -137,26 +139,26 @@ class RunReplica:
             self._left = frozenset(news.left)
 
     def committed(self, entry: Entry, gone: Sequence[str]) -> None:
-        """Take note of a save that was committed, of which no news have come yet, and of what nobody keeps since."""
+        """Record a commit of which no delta has arrived yet, and the names of entries that retention deletes since."""
         with self._guard:
             there = {name: each for name, each in (self._entries or {}).items() if name not in gone}
             self._entries = there | {entry.name: entry}
             self._left = frozenset(entry.left_behind) - {entry.name}
 
     def _known(self) -> list[Entry] | None:
-        """All that are whole, in order."""
+        """All intact entries, in order; None: no delta has arrived."""
         with self._guard:
             if self._entries is None:
                 return None
             return line_last([each for each in self._entries.values() if each.damaged is None], self._left)
 
     def newest(self) -> list[Entry]:
-        """As `KnownRun` says."""
+        """See `KnownRun.newest`."""
         known = self._known()
         return self._reader.newest() if known is None else newest_generations(known)
 
     def damaged(self) -> list[Entry]:
-        """As `KnownRun` says."""
+        """See `KnownRun.damaged`."""
         with self._guard:
             entries = self._entries
         if entries is None:
@@ -164,14 +166,14 @@ class RunReplica:
         return sorted((each for each in entries.values() if each.damaged is not None), key=lambda each: each.order)
 
     def is_committed(self, step: int) -> bool:
-        """As `KnownRun` says."""
+        """See `KnownRun.is_committed`."""
         known = self._known()
         if known is None:
             return self._reader.is_committed(step)
         return any(entry.step == step and entry.name not in self._left for entry in known)
 
     def candidates(self, step: int | None) -> list[Entry]:
-        """As `KnownRun` says."""
+        """See `KnownRun.candidates`."""
         known = self._known()
         if known is None:
             return self._reader.candidates(step)
@@ -193,19 +195,23 @@ class _Meant(msgspec.Struct, array_like=True):
 
 
 class JobSync:
-    """One run of a job. All processes call the same, in the same order, each on the thread of its loop.
+    """The run directory of a job, shared by its processes.
+
+    All processes call the same methods in the same order, each on the thread of its loop. A single process is a job of
+    size one.
 
     Args:
-        everyone: the processes; one alone agrees with itself.
-        timeout_s: seconds without a sign of life after which a process is not waited for any more.
-        run: the directory, as process 0 owns it, and the others read it.
-        backend, directory: where that is.
+        everyone: the processes of the job.
+        timeout_s: seconds without a sign of life after which a process is considered lost.
+        run: the directory; the primary owns it, the others read it.
+        backend: its storage.
+        directory: its path.
 
     Attributes:
-        is_alone: whether there is no other process.
-        leads: whether this process does what is done with the directory.
-        followed: what a process knows that does not lead.
-        known: what may be asked of the run without a word to the others.
+        is_alone: whether the job has only this process.
+        leads: whether this process is the primary, which performs the directory operations.
+        followed: the replica of a process that is not the primary.
+        known: answers questions about the run without the other processes.
     """
 
     def __init__(
@@ -220,35 +226,35 @@ class JobSync:
 
     @property
     def job(self) -> Coordinator:
-        """The order of what all do here; begun by the first of it, as one process may make what the others do not."""
+        """The channel of all collective calls. Opened by the first call: not every process may make this object."""
         if not self._order:
             self._order.append(self._everyone.within("run", self._timeout_s))
         return self._order[0]
 
     @property
     def processes(self) -> int:
-        """How many there are."""
+        """The number of processes."""
         return self._everyone.processes
 
     def decides(self, what: str) -> None:
-        """Say what each process decides alone, before the directory is taken: it must be the same in all."""
+        """Set a description of what each process decides on its own. All processes must have the same one."""
         self._decides = what
 
     def leave(self) -> None:
-        """This process does nothing more together with the others, which are told if they wait for it."""
+        """Take no further part in collective calls; processes that wait for this one are notified."""
         for order in self._order:
             leave_order(order)
 
     def led(self, doing: str, act: Callable[[], Any], moved: Callable[[], object] | None = None) -> Any:
-        """What `act` gives in process 0, in all of them.
+        """Run `act` in the primary and return its result in all processes.
 
         Args:
-            doing: what, for messages.
-            act: called in process 0; gives plain data.
-            moved: gives another value whenever that gets further; None: it is quick.
+            doing: what is done, for messages.
+            act: called in the primary; returns plain data.
+            moved: returns another value whenever `act` makes progress; None: `act` is quick.
 
         Raises:
-            What `act` raised, in process 0; the same class of error in the others.
+            Exception: in the primary what `act` raised, in the others an error of the same class.
         """
         if self.is_alone:
             return act()
@@ -256,7 +262,7 @@ class JobSync:
 
         def say() -> bytes:
             done.append(act())
-            news = self._newsroom.news() if self._run.is_owner else None  # else each looks at the disk
+            news = self._newsroom.news() if self._run.is_owner else None  # else each process reads the disk
             return msgspec.msgpack.encode(_Led(done[0], news))
 
         said = self.job.broadcast(doing, say, moved)
@@ -268,10 +274,10 @@ class JobSync:
         return heard.result
 
     def all_do(self, doing: str, act: Callable[[], T]) -> T:
-        """Do something in every process.
+        """Run `act` in every process.
 
         Raises:
-            What `act` raised in one, in all of them; of several the first one's.
+            Exception: what `act` raised in one process is raised in all; of several errors that of the first process.
         """
         done: list[T] = []
 
@@ -283,11 +289,13 @@ class JobSync:
         return done[0]
 
     def own(self) -> None:
-        """Have process 0 own the directory, once it is certain that all mean the same one, decide alike, and see it.
+        """Make the primary the owner of the directory.
+
+        The processes first check that all have the same directory, take the same decisions, and see the same storage.
 
         Raises:
             OtherProcessError: they do not.
-            What `RunDirectory.own` raises.
+            Exception: what `RunDirectory.own` raises.
         """
         if self.is_alone:
             self._run.own()
@@ -302,7 +310,7 @@ class JobSync:
         self._is_taken = True
 
     def hold(self) -> None:
-        """As `own`, but whoever has it already asks no disk, and no other process."""
+        """Like `own`, but if the directory is already owned, accesses neither the disk nor other processes."""
         if self.is_alone:
             self._run.hold()
         elif not self._is_taken:
@@ -311,10 +319,10 @@ class JobSync:
             self._run.hold()
 
     def retain(self, *, is_durable: bool) -> None:
-        """Have process 0 let go of what the policy does not keep; `is_durable`: whether the newest step surely is."""
+        """Make the primary delete expired steps; `is_durable`: whether the newest step is certainly on the disk."""
         self.hold()
         let_go = functools.partial(self._run.retain, is_durable=is_durable)
-        self.led(f"letting steps of {self._directory} go", let_go, time.monotonic)
+        self.led(f"deleting steps of {self._directory}", let_go, time.monotonic)
 
     def _take(self) -> bytes:
         self._run.own()
@@ -325,7 +333,7 @@ class JobSync:
         return None if found is None else bytes(found)
 
     def _look_for(self, lock: bytes) -> bytes:
-        """Raise OtherProcessError if this process does not see the lock of process 0: it has another disk."""
+        """Raise OtherProcessError if this process does not see the primary's lock: it has different storage."""
         waiting, began_s, is_quiet = Latch(), time.monotonic(), True
         while not self.leads and self._seen() != lock:
             waited_s = time.monotonic() - began_s
@@ -338,8 +346,8 @@ class JobSync:
             if waited_s >= SEEN_WITHIN_S:
                 raise OtherProcessError(
                     f"{self._directory}: process 0 owns this directory, but process {self._everyone.process} does not "
-                    f"see its lock, {LOCK_NAME}: all processes of a job save to one directory, on storage that all of "
-                    "them share; choose one that is not local to each machine"
+                    f"see its lock, {LOCK_NAME}: all processes of a job must save to one directory on shared storage; "
+                    "choose one that is not local to each machine"
                 )
             waiting.wait(LOOK_S)
         return b""
@@ -356,7 +364,7 @@ class JobSync:
         return found
 
     def _look_anew(self) -> None:
-        """Open the directories above, the highest first: an NFS client asks its server then which names are new."""
+        """Open all parent directories, top down, which makes an NFS client ask its server for new names."""
         above, folder = list[str](), self._directory
         while (folder := os.path.dirname(folder)) not in above:
             above.append(folder)
@@ -366,29 +374,29 @@ class JobSync:
 
 
 def leave_order(order: Coordinator) -> None:
-    """Leave an order of calls; whoever waits in it is told, unless that takes long."""
+    """Leave a channel; processes that wait in it are notified, unless that takes too long."""
 
     def leave() -> None:
-        with contextlib.suppress(CheckpointError):  # then they find out by themselves
+        with contextlib.suppress(CheckpointError):  # then they notice it by a timeout
             order.leave()
 
     call_within(leave, LEAVING_S)
 
 
-def _refuse_others(told: Sequence[bytes]) -> bytes:
-    first, *others = (msgspec.msgpack.decode(each, type=_Meant) for each in told)
+def _refuse_others(sent: Sequence[bytes]) -> bytes:
+    first, *others = (msgspec.msgpack.decode(each, type=_Meant) for each in sent)
     for process, other in enumerate(others, 1):
         if other.path != first.path:
             raise OtherProcessError(
                 f"process {process} saves to {os.fsdecode(other.path)}, but process 0 to {os.fsdecode(first.path)}: "
-                "all processes of a job are given the same directory; one with the time in its name is made in one of "
-                "them and told to the others, and in a Hydra multirun, which names it by the overrides, all are given "
-                "the same ones"
+                "all processes of a job must have the same directory. If its name contains the time, make it in one "
+                "process and pass it to the others; in a Hydra multirun, which names it by the overrides, give all "
+                "processes the same overrides"
             )
         if other.decides != first.decides:
             raise OtherProcessError(
                 f"process {process} decides what to save by {_short(other.decides)}, but process 0 by "
-                f"{_short(first.decides)}: all processes of a job are given the same save policy"
+                f"{_short(first.decides)}: all processes of a job must have the same save policy"
             )
     return b""
 
@@ -398,11 +406,11 @@ def _short(text: str) -> str:
 
 
 class Outlook(enum.IntEnum):
-    """What every process of a job knows of a decision by itself."""
+    """What a process knows about a decision without asking the primary; the same in every process."""
 
     NO = 0
-    SOME_TIME = 1  # process 0 is asked at the next tick
-    NOW = 2  # process 0 must be asked about this very step
+    SOME_TIME = 1  # the primary is asked at the next poll
+    NOW = 2  # the primary must be asked about this step
     YES = 3
 
 
@@ -411,19 +419,20 @@ class _Answer(msgspec.Struct, array_like=True):
     reason: str
     temporary: bool
     has_steps: bool
-    is_over: bool  # whether the save before has ended, as all find out now
+    is_over: bool  # whether the previous save has ended
     next: int
 
 
 class JobDecisions:
-    """What a policy decides in a job. All processes ask about the same steps, in the same order.
+    """Takes the same decision to save in all processes. All of them ask about the same steps in the same order.
 
-    A policy by steps is decided by each process alone. One by time is asked in process 0, about once a second, which
-    tells the others; every other policy, such as a user's, at every step, since nobody knows what it goes by.
+    A policy that depends only on the step is evaluated by each process on its own. One that depends on time is
+    evaluated by the primary, about once a second, and every other policy, such as a user's, by the primary at every
+    step.
 
     Args:
-        together: the processes.
-        policy: what decides.
+        job_sync: the processes.
+        policy: the policy.
     """
 
     def __init__(self, job_sync: JobSync, policy: SavePolicy) -> None:
@@ -439,14 +448,14 @@ class JobDecisions:
         is_over: Callable[[], bool],
         settle: Callable[[], object],
     ) -> Decision:
-        """Whether to save a step.
+        """Decide whether to save a step.
 
         Args:
             step: the step.
-            context: everything else.
-            ask: in process 0: what the policy decides, and whether there are steps already.
-            is_over: in process 0: whether the save before has ended.
-            settle: takes note of how it has ended; called in all processes at the same step.
+            context: the other arguments of the policy.
+            ask: in the primary: evaluates the policy, and returns whether the run has steps already.
+            is_over: in the primary: whether the previous save has ended.
+            settle: collects the outcome of the previous save; called in all processes at the same step.
         """
         found = outlook(self._policy, step, context, has_steps=self._has_steps)
         if found is Outlook.YES:
@@ -472,13 +481,13 @@ class JobDecisions:
 
 
 def outlook(policy: SavePolicy, step: CheckpointInfo, context: DecisionContext, *, has_steps: bool) -> Outlook:
-    """What is known of the decision about a step, the same in all processes.
+    """What is known about the decision for a step; the same in all processes.
 
     Args:
-        policy: what decides.
+        policy: the policy.
         step: the step.
-        context: of which only what all processes have alike is looked at.
-        has_steps: whether it is known that the run has steps.
+        context: its other arguments; only what is the same in all processes is used.
+        has_steps: whether the run is known to have steps.
     """
     kind = type(policy)
     if kind in _BY_STEPS:
@@ -496,7 +505,7 @@ def outlook(policy: SavePolicy, step: CheckpointInfo, context: DecisionContext, 
 
 
 def decided_locally(policy: SavePolicy | None) -> str:
-    """What each process of a job decides without the others, as text: where that differs, they save other steps."""
+    """Describe the decisions that each process takes on its own; they must be the same in all processes."""
     kind = type(policy)
     if policy is None:
         return "no save policy"
@@ -510,21 +519,21 @@ def decided_locally(policy: SavePolicy | None) -> str:
         return f"TemporarySavePolicy({decided_locally(policy.policy)})"
     if isinstance(policy, AnySavePolicy | AllSavePolicy) and kind in (AnySavePolicy, AllSavePolicy):
         return f"{kind.__name__}({', '.join(map(decided_locally, policy.policies))})"
-    return "a policy that process 0 is asked about at every step"
+    return "a policy that process 0 evaluates at every step"
 
 
 def _known_deciding(policy: SavePolicy, step: CheckpointInfo, context: DecisionContext) -> list[SavePolicy]:
-    """Of a policy whose outlook is YES: what in it asks for the save by itself."""
+    """The parts of a policy with outlook YES that request the save by themselves."""
     if not isinstance(policy, AnySavePolicy | AllSavePolicy):
         return [policy]
     sure = [each for each in policy.policies if outlook(each, step, context, has_steps=True) is Outlook.YES]
-    if isinstance(policy, AnySavePolicy):  # the first that asks for a step that stays
+    if isinstance(policy, AnySavePolicy):  # prefer a policy whose step is not temporary
         sure = sorted(sure, key=has_temporary)[:1]
     return [inner for each in sure for inner in _known_deciding(each, step, context)]
 
 
 def _of_any(policies: Sequence[SavePolicy], found: Sequence[Outlook]) -> Outlook:
-    """What saves for sure decides; where that saves a step that goes, the others are asked whether it is to stay."""
+    """The outlook of an AnySavePolicy. If only temporary saves are certain, ask whether another wants a lasting one."""
     if max(found) is not Outlook.YES:
         return max(found)
     each = list(zip(policies, found, strict=True))
@@ -534,7 +543,7 @@ def _of_any(policies: Sequence[SavePolicy], found: Sequence[Outlook]) -> Outlook
 
 
 def _of_all(found: Sequence[Outlook]) -> Outlook:
-    """Where some know it of this very step, the others are asked about this one, too."""
+    """The outlook of an AllSavePolicy. Policies of different kinds have to be asked about the same step."""
     if Outlook.NO in found or len(set(found)) == 1:
         return min(found)
     return Outlook.NOW

@@ -1,7 +1,7 @@
-"""The owner's lock of a run directory: one job saves there, and a dead one is recognised.
+"""The owner's lock of a run directory: one job saves there, and the lock of a dead owner is taken over.
 
-No clock of another machine, or of the storage, decides: a live owner changes the modification time of its lock every
-`HEARTBEAT_S`, and a process that wants the lock compares successive looks at it, for `SILENCE_S` of its own time.
+No decision compares clocks of different machines. A live owner changes the modification time of its lock every
+`HEARTBEAT_S` seconds. A process that wants the lock watches it for `SILENCE_S` seconds of its own time.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ MAX_LOCK_BYTES = 1 << 16
 _DEAD = ".dead-"
 _TRIES = 10
 _ENDING_LOOK_S = 0.02
-_ending: set[str] = set()  # tokens of locks of this process that are about to be released
-_unreleased: set[str] = set()  # of those that the disk refused to release
+_ending: set[str] = set()  # tokens of this process's locks that are about to be released
+_unreleased: set[str] = set()  # tokens of this process's locks that the disk refused to release
 _log = logging.getLogger("jaxckpt_train")
-_UNKNOWN = ProcessIdentity(host="", pid=0, start="")  # of which only the heartbeat tells whether it lives
+_UNKNOWN = ProcessIdentity(host="", pid=0, start="")  # only the heartbeat shows whether it is alive
 
 
 os.register_at_fork(after_in_child=_ending.clear)  # the threads that would release them are not in the child
@@ -46,18 +46,21 @@ os.register_at_fork(after_in_child=_ending.clear)  # the threads that would rele
 
 class _Record(msgspec.Struct, frozen=True):
     process: ProcessIdentity
-    token: Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z_-]{1,64}\Z")]  # becomes part of a name
+    token: Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z_-]{1,64}\Z")]  # becomes part of a file name
 
     def __str__(self) -> str:
         if self.process == _UNKNOWN:
-            return "a process that it does not tell (it is damaged)"
+            return "an unknown process (its lock is damaged)"
         return f"process {self.process.pid} on {self.process.host}"
 
 
 class Owner(NamedTuple):
-    """Who holds a lock, as text; whether it lives, as far as is known; and seconds since its last heartbeat.
+    """The owner of a lock, for display.
 
-    The seconds are by the clock of this machine, and so is what they say of an owner elsewhere: good enough to show.
+    Attributes:
+        name: the process, as text.
+        is_alive: whether it is alive, as far as is known.
+        silent_s: seconds since its last heartbeat. They compare the clocks of two machines, and are approximate.
     """
 
     name: str
@@ -66,7 +69,7 @@ class Owner(NamedTuple):
 
 
 def try_to_write(backend: Backend, directory: str) -> None:
-    """Do what taking a directory begins with: make it, and a file in it that goes at once.
+    """Check that the directory is writable: create it, then create and remove a file in it.
 
     Raises:
         StorageError: the file system refused.
@@ -80,24 +83,25 @@ def try_to_write(backend: Backend, directory: str) -> None:
 class OwnerLock:
     """Holds `<directory>/.owner` while a job saves there.
 
-    An owner on this machine is known to be dead at once. One on another machine, or that cannot be seen from here, or
-    whose lock is damaged or empty, is dead once its lock has not changed for `SILENCE_S`, for which `acquire` waits.
+    The death of an owner on this machine is detected at once. An owner on another machine, in another PID namespace, or
+    with a damaged lock counts as dead when its lock has not changed for `SILENCE_S`; `acquire` waits for that.
 
     Args:
-        backend, directory: where the run is.
-        beaten: called after each heartbeat, on its thread.
+        backend: the storage.
+        directory: the run directory.
+        beaten: called after each heartbeat, on the heartbeat thread.
 
     Attributes:
-        path: of the lock's file.
+        path: the path of the lock file.
     """
 
     def __init__(self, backend: Backend, directory: str, beaten: Callable[[], None] = lambda: None) -> None:
         self._backend, self._directory, self._beaten = backend, directory, beaten
         self.path = f"{directory}/{LOCK_NAME}"
-        self._record = _Record(this_process(), uuid.uuid4().hex)  # until it is acquired, by a forked child perhaps
+        self._record = _Record(this_process(), uuid.uuid4().hex)  # renewed on acquire: that may be in a forked child
         self._stop = Latch()
         self._tried = self._held = False
-        self._left, self._left_seen_s = list[str](), 0.0  # what the dead left, and when that was seen
+        self._left, self._left_seen_s = list[str](), 0.0  # files of dead owners, and when they were seen
         self._guard = threading.RLock()
         free_in_child(self)
         self._beating: threading.Thread | None = None
@@ -114,12 +118,12 @@ class OwnerLock:
         """
         with self._guard:
             if self._held:
-                self.check()  # whoever could not go on then comes again: another may have taken over meanwhile
+                self.check()  # after an interrupted attempt, another process may have taken over
                 return None
             if not self._tried:
                 self._record = _Record(this_process(), self._record.token)
-            self._look_for_left()  # now: a dead owner's lock may be one file with what it was made of
-            self._tried = True  # from now on the file may be there, whatever interrupts this
+            self._look_for_left()  # before: a new lock may be a link to its temporary file
+            self._tried = True  # from now on the lock file may exist, even after an interrupt
             dead = self._acquire()
             self._keep_beating()
             self._held = True
@@ -127,24 +131,24 @@ class OwnerLock:
 
     @property
     def may_be_held(self) -> bool:
-        """Whether there may be something to release."""
+        """Whether there may be a lock to release."""
         return self._tried
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this is a forked child's copy of its parent's lock, and holds nothing."""
+        """Whether this is a forked child's copy of its parent's lock. It holds nothing."""
         mine, here = self._record.process, this_process()
         return self._tried and (mine.pid, mine.nonce) != (here.pid, here.nonce)
 
     def _keep_beating(self) -> None:
-        """Have a thread for the heartbeat; where the system has none for it now, beat once until the next look."""
+        """Start the heartbeat thread. If the system cannot start one, beat once; the next check tries again."""
         if self._beating is not None and self._beating.is_alive():
             return
         thread = threading.Thread(target=self._beat, name="jaxckpt-heartbeat", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
-            if not self._is_without_heartbeat:  # once: each look tries again
+            if not self._is_without_heartbeat:  # warn once
                 _log.warning("%s: no heartbeat for now: %s", self.path, error)
             self._is_without_heartbeat = True
             self._backend.touch(self.path)
@@ -152,13 +156,14 @@ class OwnerLock:
             self._beating = thread
 
     def check(self) -> None:
-        """Raise DirectoryLockedError if the lock that this process holds is not its own any more.
+        """Raise DirectoryLockedError if this process no longer holds the lock.
 
-        After `SILENCE_S` without a heartbeat (a machine that slept, storage that did not answer) another may have it.
+        After `SILENCE_S` without a heartbeat, because the machine slept or the storage did not answer, another process
+        may have taken it over.
         """
         self.refuse_child()
         other = self._read()
-        if other is None:  # out of sight for a moment, as on a network file system?
+        if other is None:  # a network file system may hide it for a moment
             self._stop.wait(LOOK_S)
             other = self._read()
         if other is not None and other.token == self._record.token:
@@ -166,18 +171,18 @@ class OwnerLock:
             return
         if other is None and self._is_directory_gone():
             raise DirectoryLockedError(
-                f"{self._directory}: is not there any more; was it removed or moved under this job? Nothing more is "
-                "saved by it. Move it back, or start the job again where its steps are"
+                f"{self._directory}: no longer exists. Was it removed or moved while the job ran? This job saves "
+                "nothing more: move the directory back, or start the job again at its new place"
             )
         found = "is gone" if other is None else f"is held by {other}"
         raise DirectoryLockedError(
-            f"{self._directory}: this job owned it, and its lock {found}: it was taken for dead (was this machine "
-            "asleep, or the storage away, for a minute?). Nothing more is saved by it, since another may have gone "
-            "on from its last step; start it again to go on from what is there now"
+            f"{self._directory}: this job owned it, but its lock {found}: it was considered dead (was this machine "
+            "asleep, or the storage unreachable, for a minute?). This job saves nothing more, because another one may "
+            "have continued from its last step: start it again to continue from the current state"
         )
 
     def is_own(self) -> bool:
-        """Whether it is still held, as far as the disk tells."""
+        """Whether this process still holds the lock, as far as the disk shows."""
         try:
             found = self._read()
         except StorageError:
@@ -185,7 +190,7 @@ class OwnerLock:
         return found is not None and found.token == self._record.token
 
     def is_anybodys(self) -> bool:
-        """Whether anybody who lives, as far as is known, holds the lock; asks the disk, and waits for nobody."""
+        """Whether any live process holds the lock, as far as is known. Reads the disk and does not wait."""
         try:
             found = self._read()
             return found is not None and self._shown(found).is_alive
@@ -193,13 +198,14 @@ class OwnerLock:
             return False
 
     def owner(self, *, watches: bool = False) -> Owner | None:
-        """Who holds the lock.
+        """Return the current owner; None: nobody holds the lock.
 
         Args:
-            watches: whether to wait for a heartbeat of an owner that cannot be asked, up to `SILENCE_S`.
+            watches: whether to wait up to `SILENCE_S` for a heartbeat if the owner's death cannot be detected
+                otherwise.
 
         Raises:
-            StorageError: the disk refused to say.
+            StorageError: the disk cannot be read.
         """
         while (found := self._read()) is not None:
             shown = self._shown(found)
@@ -211,9 +217,9 @@ class OwnerLock:
         return None
 
     def _shown(self, found: _Record) -> Owner:
-        """To look at, not to decide by: it compares the clock of this machine with that of the lock."""
+        """Describe an owner for display. It compares clocks of two machines, so nothing may be decided by it."""
         sign, dead = self._sign(), is_dead(found.process)
-        if sign is None:  # it has gone since
+        if sign is None:  # it was released in the meantime
             return Owner(str(found), False, 0.0)
         silent_s = time.time() - sign[1] / 1e9
         return Owner(str(found), not dead and (dead is False or silent_s <= SILENCE_S), silent_s)
@@ -226,11 +232,11 @@ class OwnerLock:
         return False
 
     def refuse_child(self) -> None:
-        """Raise DirectoryLockedError in a forked child, which has no lock: its parent goes on."""
+        """Raise DirectoryLockedError in a forked child, which does not own the lock of its parent."""
         if self.is_inherited:
             raise DirectoryLockedError(
-                f"{self._directory}: owned by process {self._record.process.pid}, of which this is a forked child. Two "
-                "processes cannot save to one directory: save in the parent, or to another directory"
+                f"{self._directory}: owned by process {self._record.process.pid}, and this is a forked child of it. "
+                "Two processes cannot save to one directory: save in the parent, or to another directory"
             )
 
     def _beat(self) -> None:
@@ -238,7 +244,7 @@ class OwnerLock:
             pass
 
     def _beat_once(self) -> bool:
-        """Tell that the owner lives; False once the lock is another's, whose death must not be hidden."""
+        """Update the lock's time; False if another process took the lock over, whose death must not be hidden."""
         try:
             other = self._read()
             if other is not None and other.token != self._record.token and other.process != _UNKNOWN:
@@ -261,9 +267,9 @@ class OwnerLock:
             if other is None:
                 continue
             if other.token == self._record.token:
-                return dead  # an interrupt came when it had just been taken
+                return dead  # an interrupt came right after the lock was taken
             if other.process == self._record.process and not collected:
-                gc.collect()  # a manager that was dropped without close() lets go when it is freed
+                gc.collect()  # releases the lock of a manager that was dropped without close()
                 collected = True
                 continue
             if self._was_ending(other):
@@ -275,14 +281,14 @@ class OwnerLock:
                 self._remove_dead(other, aside)
                 continue
             if self._is_alive(other):
-                continue  # it has changed: another has it now, or it is whole now
+                continue  # the lock has changed: read it again
             if self._remove_dead(other, aside):
                 dead = other.process
                 _log.warning("%s: took over from %s, which is dead", self._directory, other)
-        raise CheckpointError(f"{self.path}: other processes keep taking this lock; is the job started many times?")
+        raise CheckpointError(f"{self.path}: other processes keep taking this lock; was the job started several times?")
 
     def _was_ending(self, other: _Record) -> bool:
-        """Wait for a lock of this process that is released as soon as deletions are done; not for ever."""
+        """Wait, at most `SILENCE_S`, for a lock of this process that is released once its deletions are finished."""
         until = time.monotonic() + SILENCE_S
         is_ending = other.token in _ending
         while other.token in _ending and time.monotonic() < until:
@@ -290,12 +296,12 @@ class OwnerLock:
         return is_ending and other.token not in _ending
 
     def end(self) -> None:
-        """Say that it is about to be released: whoever wants it in this process waits for that."""
+        """Announce that the lock is about to be released; other managers in this process wait for that."""
         if self._tried:
             _ending.add(self._record.token)
 
     def _read(self, name: str = LOCK_NAME) -> _Record | None:
-        """Who holds the lock, or held the one that has this name now; None if nobody does any more."""
+        """Read the lock, or a lock renamed to `name`; None if there is none."""
         try:
             data = read_whole(self._backend, self._directory, name, limit=MAX_LOCK_BYTES).tobytes()
             found = msgspec.json.decode(data, type=_Record)
@@ -304,15 +310,15 @@ class OwnerLock:
             if error.errno in GONE:
                 return None
             raise
-        except (CorruptCheckpointError, *NOT_JSON) as error:  # too large, or no lock of ours
-            told = data if isinstance(error, NOT_JSON) else str(error).partition(name)[2].encode()
-            return _Record(_UNKNOWN, f"damaged-{hashlib.sha256(told).hexdigest()[:32]}")
+        except (CorruptCheckpointError, *NOT_JSON) as error:  # too large, or not a lock
+            content = data if isinstance(error, NOT_JSON) else str(error).partition(name)[2].encode()
+            return _Record(_UNKNOWN, f"damaged-{hashlib.sha256(content).hexdigest()[:32]}")
 
     def _is_alive(self, other: _Record) -> bool:
-        """Whether an owner may be alive whose lock has changed since: look again. One that surely is, is refused.
+        """Whether the lock has to be read again, because it has changed; False: its owner is dead.
 
         Raises:
-            DirectoryLockedError: it lives.
+            DirectoryLockedError: the owner is alive.
         """
         dead, seen = is_dead(other.process), self._sign()
         if dead:
@@ -321,7 +327,7 @@ class OwnerLock:
             return True
         if dead is None:
             _log.warning(
-                "%s: owned by %s, which cannot be seen from here; waiting up to %.0f s for a sign of life",
+                "%s: owned by %s, which cannot be seen from here; waiting up to %.0f s for a heartbeat",
                 self._directory, other, SILENCE_S,
             )  # fmt: skip
             if self._stays(seen):
@@ -330,16 +336,16 @@ class OwnerLock:
             if now is None or now[0] != other.token:
                 return True
         is_own = other.process == this_process()
-        who = "this very process (call close() of the manager or callback that has it)" if is_own else str(other)
+        who = "this process (call close() of the manager or callback that has it)" if is_own else str(other)
         raise DirectoryLockedError(
-            f"{self._directory}: owned by {who}, which is alive. Two jobs cannot save to "
-            "one directory: stop the other one, close its manager, or choose another directory; if both are processes "
-            "of one job, join them by jax.distributed.initialize first; if this is a copy of "
-            f"its directory, in which nobody saves, remove {self.path}"
+            f"{self._directory}: owned by {who}, which is alive. Two jobs cannot save to one directory: stop the other "
+            "one, close its manager, or choose another directory. If both are processes of one job, call "
+            "jax.distributed.initialize first. If this is a copy of its directory that no job uses, remove "
+            f"{self.path}"
         )
 
     def _sign(self) -> tuple[str, int] | None:
-        """What a heartbeat of the owner changes, as it is now; None: the lock is gone."""
+        """The token and the modification time of the lock, which a heartbeat changes; None: the lock is gone."""
         try:
             modified_ns, found = self._backend.modified_ns(self.path), self._read()
         except StorageError as error:
@@ -349,10 +355,10 @@ class OwnerLock:
         return None if found is None else (found.token, modified_ns)
 
     def _stays(self, seen: tuple[str, int]) -> bool:
-        """Watch the lock; whether it stays as it was seen for `SILENCE_S` of this process's own time.
+        """Watch the lock; True if it does not change for `SILENCE_S` of this process's own time.
 
-        What a single look takes counts for little: where the storage does not answer, or this machine sleeps, the owner
-        may not have been able to beat either.
+        A single look counts for at most one heartbeat interval: if it takes longer, because the storage does not answer
+        or this machine sleeps, the owner may have been unable to beat, too.
         """
         silent_s, looked_s = 0.0, time.monotonic()
         while silent_s < SILENCE_S:
@@ -364,10 +370,10 @@ class OwnerLock:
         return True
 
     def _name_of_dead(self, other: _Record) -> str | None:
-        """The path that its lock gets if it is dead; None: it was taken out of the way meanwhile.
+        """The path to which the lock of a dead owner is renamed; None: another process has already renamed it.
 
-        A damaged lock may be like one of before, whose name is taken: it gets another one. That it is not that very
-        one, which somebody was quicker to take, the second look tells: it comes after the look at the names.
+        A damaged lock may be identical to an earlier one, whose path is taken; then it gets a numbered path. Reading
+        the lock again, after listing the names, shows that it was not renamed in between.
         """
         name = f"{LOCK_NAME}{_DEAD}{other.token}"
         if other.process == _UNKNOWN:
@@ -379,26 +385,26 @@ class OwnerLock:
         return f"{self._directory}/{name}"
 
     def _remove_dead(self, other: _Record, aside: str) -> bool:
-        """Take a dead owner's lock out of the way; of several that try, one succeeds.
+        """Rename the lock of a dead owner. Of several processes that try, one succeeds.
 
-        The name it gets is that of the dead, and stays taken for a while: whoever comes late, with the dead owner
-        still in mind, fails to rename and so cannot take away the lock of who was quicker.
+        The new name contains the dead owner's token and is kept for a while. A slower process that has read the same
+        dead owner therefore fails to rename, and cannot remove the lock of the faster one.
         """
         try:
             self._backend.rename(self.path, aside)
         except StorageError:
-            return False  # somebody else was quicker
+            return False  # another process was faster
         taken = self._read(aside.rpartition("/")[2])
         if taken is None:
             return False
         if taken.token != other.token:
-            self._backend.rename(aside, self.path)  # it was a new, live owner's: put it back
+            self._backend.rename(aside, self.path)  # it was the lock of a new, live owner: put it back
             return False
         self._backend.touch(aside)
         return True
 
     def _look_for_left(self) -> None:
-        """Take note of the locks of dead owners, and of what crashes left of new ones, or what others make just now."""
+        """Collect the files that dead owners and crashes left, which may also include files that others create now."""
         left = (f"{LOCK_NAME}{_DEAD}", *HALF_MADE)
         try:
             names = [entry.name for entry in self._backend.list(self._directory) if entry.kind == "file"]
@@ -409,7 +415,7 @@ class OwnerLock:
         self._left_seen_s = time.monotonic()
 
     def clean(self) -> None:
-        """Remove what dead owners left, as an owner, once it was seen long enough ago. What stays does no harm."""
+        """As the owner, remove what dead owners left, once it is old enough. Leftover files do no harm."""
         if not self._left or time.monotonic() - self._left_seen_s < SILENCE_S:
             return
         left, self._left = self._left, []
@@ -420,10 +426,10 @@ class OwnerLock:
             self._tell_what_stays(error)
 
     def _tell_what_stays(self, error: StorageError) -> None:
-        _log.warning("%s: what dead owners left was not removed: %s", self._directory, error)
+        _log.warning("%s: the files of dead owners were not removed: %s", self._directory, error)
 
     def release(self) -> None:
-        """Give the directory free, if this lock holds it."""
+        """Release the directory, if this lock holds it."""
         with self._guard:
             if self._tried and not self.is_inherited:
                 self._release()
@@ -433,7 +439,7 @@ class OwnerLock:
         self._stop.open()
         try:
             self._remove_own()
-            self._tried = False  # last: an interrupt before leaves it to the next release
+            self._tried = False  # last: after an interrupt, the next call releases the lock
         except StorageError:
             _unreleased.add(self._record.token)
             raise
@@ -442,6 +448,6 @@ class OwnerLock:
 
     def _remove_own(self) -> None:
         self.clean()
-        other = self._read()  # last: a disk that does not answer for a while may have let another take over
+        other = self._read()  # last: if the disk did not answer for a while, another process may have taken over
         if other is not None and other.token == self._record.token:
             self._backend.remove(self.path)

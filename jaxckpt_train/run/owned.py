@@ -1,8 +1,6 @@
-"""What is noted of a run: pins and metrics of its steps, how its processes begin and end, and what came of them all.
+"""What `StepManager` offers apart from saving and restoring: the list of steps, notes on them, run statistics.
 
-What a run directory says of its steps, without a word to other processes; and letting go of those not kept.
-
-A run that this process owns for a while, to pin a step of it or to let some go; needs no JAX.
+`owned_run` owns a run without a manager, for commands such as `jaxckpt pin` and `jaxckpt prune`; it needs no JAX.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.timeouts import call_with_timeout
 
-PATIENCE_S = 7 * 86400.0  # for deletions: whoever does not want to wait interrupts
+PATIENCE_S = 7 * 86400.0  # for deletions; a user can interrupt the wait
 
 
 def _now() -> datetime.datetime:
@@ -41,14 +39,15 @@ def _now() -> datetime.datetime:
 
 @contextlib.contextmanager
 def owned_run(backend: Backend, directory: str, policy: PreservationPolicy | None = None) -> Iterator[RunDirectory]:
-    """Within: this process owns the run. Afterwards its deletions are done, and it is nobody's.
+    """Own a run within the context. On exit, its deletions are finished and the lock is released.
 
     Args:
-        backend, directory: where the run is.
+        backend: the storage.
+        directory: the run directory.
         policy: what `retain` keeps; None: all but temporary steps.
 
     Raises:
-        NotACheckpointError: there is no run, and none is to be made.
+        NotACheckpointError: there is no run in the directory.
         DirectoryLockedError, StorageError: a live process owns it, or the disk refuses.
         CheckpointTimeoutError: the disk has not answered for ten minutes.
     """
@@ -64,23 +63,24 @@ def owned_run(backend: Backend, directory: str, policy: PreservationPolicy | Non
 
 
 def _own(run: RunDirectory) -> None:
-    """Become its owner; a disk that has not a single block for that is told of with the way out."""
+    """Take the ownership; if the disk is full, explain how to free space without it."""
     try:
         run.own()
     except StorageError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        told = (
-            f"{error.strerror}. Steps are deleted, or moved, by the owner of a run only, and there is no room to be "
-            "that: remove the directory of the oldest step by hand, while no job runs, and try it again"
+        advice = (
+            f"{error.strerror}. Only the owner of a run deletes or moves steps, and there is no space for its lock: "
+            "remove the directory of the oldest step by hand while no job runs, then try again"
         )
-        raise StorageError(error.errno, told, error.filename) from error
+        raise StorageError(error.errno, advice, error.filename) from error
 
 
 class StepListing:
-    """The committed steps of a run; the part of `StepManager` that saves nothing and restores nothing.
+    """The committed steps of a run: the part of `StepManager` that neither saves nor restores.
 
-    In a job each process answers by what process 0 has told it last; before the directory is taken, by the disk.
+    In a multi-process job, each process answers from what the primary has last reported; before the directory is owned,
+    from the disk.
     """
 
     _backend: Backend
@@ -92,31 +92,31 @@ class StepListing:
 
     @property
     def steps(self) -> list[int]:
-        """The committed steps, lowest first."""
+        """The committed steps in ascending order."""
         return sorted(entry.step for entry in self._known.newest())
 
     @property
     def latest(self) -> int | None:
-        """The step that was committed last; after a roll-back, of the new branch. None: there is none."""
+        """The step that was committed last; after a roll-back, on the new branch. None: there is none."""
         found = self._known.newest()
         return found[-1].step if found else None
 
     @property
     def damaged(self) -> list[int]:
-        """The steps that were set aside as damaged and not saved anew, lowest first; `restore(step=...)` tries one."""
+        """The steps set aside as damaged and not saved again, in ascending order; `restore(step=...)` tries one."""
         return sorted({entry.step for entry in self._known.damaged()} - set(self.steps))
 
     @property
     def infos(self) -> list[CheckpointInfo]:
-        """The committed steps as policies see them, lowest first."""
+        """The committed steps as policies see them, in ascending order of the step."""
         return sorted((entry.info() for entry in self._known.newest()), key=lambda info: info.step)
 
     def all_steps(self) -> list[int]:
-        """As `steps`."""
+        """Same as `steps`."""
         return self.steps
 
     def latest_step(self) -> int | None:
-        """As `latest`."""
+        """Same as `latest`."""
         return self.latest
 
     def is_committed(self, step: int) -> bool:
@@ -124,14 +124,15 @@ class StepListing:
         return self._known.is_committed(step)
 
     def best(self, metric: str, mode: Literal["min", "max"] | None = None) -> int | None:
-        """The step with the best value of a metric; of equal ones the latest; nan is never best. None: no step has it.
+        """The step with the best value of a metric. Of equal values, the latest wins; nan never does. None: no value.
 
         Args:
-            metric: its name.
-            mode: "min": lower is better; "max": higher is; None: "min", and refused for a metric such as "accuracy".
+            metric: the name of the metric.
+            mode: "min": lower is better; "max": higher is better; None: "min", but an error for a metric such as
+                "accuracy".
 
         Raises:
-            SettingsError: `metric` is no name, or `mode` is neither "min" nor "max", or has to be stated.
+            SettingsError: `metric` is not a name, or `mode` is invalid or has to be stated.
         """
         name = metric_name("best: metric", metric)
         infos = [entry.info() for entry in self._known.newest()]
@@ -139,7 +140,7 @@ class StepListing:
         return ranked[0].step if ranked else None
 
     def path(self, step: int | None = None) -> str:
-        """The directory of a step, for `jaxckpt_train.load`, `verify` and whoever copies it; None: of the latest.
+        """The directory of a step, for `jaxckpt_train.load` and `verify`, or to copy it; None: of the latest step.
 
         Raises:
             StepNotFoundError: there is no such step, or none at all.
@@ -147,7 +148,11 @@ class StepListing:
         return f"{self.directory}/{self._known.candidates(step)[0].name}"
 
     def metadata(self, step: int | None = None, *, progress: ReadProgress | None = None) -> CheckpointMetadata:
-        """What a step holds; None: the latest. `progress` is called with 0 in waits; what it raises ends them.
+        """Describe what a step contains.
+
+        Args:
+            step: the step; None: the latest.
+            progress: called with 0 while waiting for the disk; an exception that it raises ends the wait.
 
         Raises:
             StepNotFoundError: there is no such step, or none at all.
@@ -162,10 +167,10 @@ class StepListing:
 
 
 class RunNotes(StepListing, abc.ABC):
-    """The part of `StepManager` that writes notes and history; in a job process 0 does that for all.
+    """The part of `StepManager` that writes notes and history. In a multi-process job, the primary writes for all.
 
     Attributes:
-        history: of the run, `history.jsonl` in its directory.
+        history: the history of the run, `history.jsonl` in its directory.
     """
 
     settings: StoreSettings
@@ -177,19 +182,19 @@ class RunNotes(StepListing, abc.ABC):
 
     @property
     def leads(self) -> bool:
-        """Whether this process writes for all: the only one, or process 0 of a job."""
+        """Whether this process is the primary, which writes for all processes."""
         return self._job_sync.leads
 
     @abc.abstractmethod
     def _check_open(self) -> None:
-        """Raise SettingsError if it is closed."""
+        """Raise SettingsError if the manager is closed."""
 
     @abc.abstractmethod
     def _replace_idle(self) -> None:
-        """Close older managers of this directory that nobody uses any more."""
+        """Close older managers of this directory that are no longer in use."""
 
     def pin(self, step: int, pinned: bool = True) -> None:
-        """Keep a step whatever the preservation policy says; `pinned=False` lets it go again.
+        """Keep a step whatever the preservation policy says; `pinned=False` removes the pin.
 
         Raises:
             StepNotFoundError: there is no such step.
@@ -197,7 +202,7 @@ class RunNotes(StepListing, abc.ABC):
         self._note(step, lambda: {"pin": flag("pin: pinned", pinned)})
 
     def attach_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add metrics to a committed step, such as those of an evaluation that ended later.
+        """Add metrics to a committed step, such as those of an evaluation that finished later.
 
         Raises:
             StepNotFoundError: there is no such step.
@@ -213,44 +218,45 @@ class RunNotes(StepListing, abc.ABC):
             found = check_step(step), note()
             call_with_timeout(self.directory, lambda moved: self._run.note_step(*found))
 
-        self._job_sync.led(f"noting of step {step}", write, time.monotonic)
+        self._job_sync.led(f"writing a note on step {step}", write, time.monotonic)
 
     def note_preemption(self, step: int | None, reason: str, plan: str | None = None) -> None:
-        """Write into the history that the run was asked to leave, which step is saved, and what was chosen to do."""
+        """Record a preemption in the history: the step to save, the reason, and the chosen shutdown plan."""
         if self._job_sync.leads:
             self.history.add("preempted", self._clock(), step=step, reason=reason, plan=plan)
 
     def retain(self) -> None:
-        """Let go now of what the preservation policy does not keep any more; else the next commit does.
+        """Delete the steps that the preservation policy no longer keeps now, instead of after the next commit.
 
         Raises:
-            DirectoryLockedError, StorageError: a live process owns the directory, or it cannot be taken.
+            DirectoryLockedError, StorageError: a live process owns the directory, or its lock cannot be acquired.
         """
         self._check_open()
         self._replace_idle()
         self._job_sync.retain(is_durable=self.settings.durability == "full")
 
     def note_resume(self, step: int, resume_s: float, progress: ReadProgress | None = None) -> None:
-        """Write into the history that the loop has its state: that of this step, 0: none was restored.
+        """Record in the history that the loop has its state.
 
         Args:
-            step: number of completed updates.
-            resume_s: seconds since the loop began to look for it.
-            progress: called with 0 while the disk is waited for, a minute at most; what it raises ends the wait.
+            step: the number of completed updates; 0 if no step was restored.
+            resume_s: seconds since the loop started to resume.
+            progress: called with 0 while waiting for the disk, at most a minute; an exception that it raises ends the
+                wait.
         """
         if self._job_sync.leads:
             self._run.log.resumed(step, resume_s, progress)
 
     def ends_as(self, how: str) -> None:
-        """What the history is to say of how this process has ended: "finished", "preempted", or an error."""
+        """Set how the history describes the end of this process: "finished", "preempted", or an error."""
         self._run.log.ends_as = how
 
     def goodput(self) -> Goodput:
-        """Which part of the run's time went into updates that count, over all its processes so far.
+        """The share of the run's time that went into updates that count, over all its processes so far.
 
         Raises:
             CorruptCheckpointError, StorageError: the history cannot be read.
-            CheckpointTimeoutError: its disk has not answered for ten minutes.
+            CheckpointTimeoutError: the disk has not answered for ten minutes.
         """
         running = (self._run.log.completed, self._clock()) if self._run.is_owner else None
 
@@ -261,7 +267,10 @@ class RunNotes(StepListing, abc.ABC):
                 hear(found, event)
                 if number % 10_000 == 0:
                     moved()
-            return found, was_live or lock.is_anybodys()  # one may begin meanwhile, and one that ends says so first
+            return (
+                found,
+                was_live or lock.is_anybodys(),
+            )  # a process may start meanwhile; one that ends records it first
 
         found, is_live = call_with_timeout(self.directory, read)
         return goodput(settled(found, running, is_live=is_live))

@@ -1,6 +1,6 @@
-"""What becomes of each step of a run if a preservation policy is asked now: which go, which stay, and why.
+"""Which steps of a run expire: those that neither the preservation policy, nor a pin, nor an open question keeps.
 
-Which generations of steps nobody keeps: neither the policy, nor a pin, nor doubt about what they are.
+`expired_names` and `replaced` decide for the owner of a run. `fates` explains the same decision, for `jaxckpt prune`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def expired_names(
     policy: PreservationPolicy | None,
     context: DecisionContext,
 ) -> set[str]:
-    """The names of what may be deleted. The newest step of the line is never among them.
+    """The names of the steps that may be deleted. The newest step of the branch is never among them.
 
-    What a roll-back has left behind is not counted by the policy; it goes when the run has saved the same step again,
-    unless it is pinned. What is damaged stays for ever, and what is held until somebody knows more of it.
+    A step that a roll-back left behind does not count for the policy; it expires when the run has saved the same step
+    again, unless it is pinned. Damaged steps are never deleted, held steps not until their state is known.
 
     Args:
         entries: all generations of all steps.
-        line: those that the run descends from.
-        left: the names of what a roll-back has left behind.
+        line: the entries of the current branch.
+        left: the names of the steps that a roll-back left behind.
         policy: which steps are kept; None: all but temporary ones.
-        context: for the policy.
+        context: the context for the policy.
     """
     newest = newest_generations([entry for entry in line if not entry.is_held])
     saved, steps = {entry.step for entry in newest}, _steps_to_delete(newest, policy, context)
@@ -56,15 +56,15 @@ def _steps_to_delete(newest: Sequence[Entry], policy: PreservationPolicy | None,
 def replaced(
     unkept: Set[str], whole: Sequence[Entry], line: Sequence[Entry], *, is_durable: bool
 ) -> tuple[set[str], list[str]]:
-    """Those of what nobody keeps that may go now, and what must be on the disk before: what replaces them, the newest.
+    """The expired steps that may be deleted now, and the steps that must be on the disk before, newest last.
 
-    None that is replaced by something which the disk has refused to keep.
+    A step is not deleted if the disk has refused to sync the step that replaces it.
 
     Args:
-        unkept: the names of what nobody keeps.
-        whole: all generations of all steps that are whole.
-        line: those that the run descends from, the newest last.
-        is_durable: whether the newest is on the disk already.
+        unkept: the names of the expired steps.
+        whole: all intact generations of all steps.
+        line: the entries of the current branch, newest last.
+        is_durable: whether the newest step is on the disk already.
     """
     newest = [entry for entry in line if not entry.is_held][-1:]
     if not is_durable and any(entry.is_unsynced for entry in newest):
@@ -78,26 +78,26 @@ def replaced(
 
 
 class Pruning:
-    """Keeps what one of its policies keeps, and what must not go for another reason.
+    """A preservation policy that keeps what one of several policies keeps, and what is safe for another reason.
 
     Args:
-        policies: of the user, by how reasons name them.
+        policies: the user's policies, by the names that reasons give.
 
     Attributes:
-        safe: why a step stays whatever the policies say, by step.
+        safe: why a step is kept regardless of the policies, by step.
     """
 
     def __init__(self, policies: Mapping[str, PreservationPolicy]) -> None:
         self.policies, self.safe = dict(policies), dict[int, str]()
 
     def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
-        """True where one of the policies says so, or the step is safe."""
+        """Keep a step if one of the policies keeps it or it is safe."""
         answers = [ask_to_preserve(policy, checkpoints, context=context) for policy in self.policies.values()]
         answers.append([info.step in self.safe for info in checkpoints])
         return [any(flags) for flags in zip(*answers, strict=True)]
 
     def reasons(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> Mapping[int, list[str]]:
-        """By step: the names of the policies that keep it."""
+        """The names of the policies that keep each step."""
         found: dict[int, list[str]] = {info.step: [] for info in checkpoints}
         for name, policy in self.policies.items():
             flags = ask_to_preserve(policy, checkpoints, context=context)
@@ -108,11 +108,11 @@ class Pruning:
 
 @dataclasses.dataclass(frozen=True)
 class Fate:
-    """What becomes of one generation of a step.
+    """The decision about one generation of a step.
 
     Attributes:
-        entry: which.
-        goes: whether nobody keeps it.
+        entry: the generation.
+        goes: whether it is deleted.
         why: the reasons, at least one.
     """
 
@@ -122,19 +122,19 @@ class Fate:
 
 
 def current_line(entries: Sequence[Entry], roll_back: RollBack) -> list[Entry]:
-    """The steps that a run goes on from, as they were saved, the newest last; none that was set aside as damaged."""
+    """The intact steps that the run descends from, in the order of the saves, newest last."""
     left = left_behind(entries, roll_back)
     return [entry for entry in entries if entry.damaged is None and entry.name not in left]
 
 
 def fates(entries: Sequence[Entry], roll_back: RollBack, pruning: Pruning, now: datetime.datetime) -> list[Fate]:
-    """What becomes of each step, by what the owner of the run would decide; in the order of the saves.
+    """The decision about each step that the owner of the run would take, in the order of the saves.
 
     Args:
         entries: all steps of the run, in the order of the saves.
-        roll_back: the last one that was noted.
-        pruning: what is kept.
-        now: the time, for policies.
+        roll_back: the last noted roll-back.
+        pruning: the policies.
+        now: the current time, for the policies.
     """
     line, context = current_line(entries, roll_back), DecisionContext(now)
     left, whole = left_behind(entries, roll_back), [entry for entry in entries if entry.damaged is None]
@@ -153,12 +153,12 @@ def fates(entries: Sequence[Entry], roll_back: RollBack, pruning: Pruning, now: 
         if listed.get(entry.step) == entry.name:
             reasons += [pruning.safe[entry.step]] if entry.step in pruning.safe else []
             reasons += kept_by.get(entry.step, [])
-        fated.append(Fate(entry, False, tuple(reasons) or ("the disk has refused to keep what replaces it",)))
+        fated.append(Fate(entry, False, tuple(reasons) or ("the disk refused to sync the step that replaces it",)))
     return fated
 
 
 def _always(newest: Sequence[Entry]) -> Mapping[str, str]:
-    """What stays under every policy, by name."""
+    """The steps that every policy keeps, by name, with the reason."""
     if not newest:
         return {}
     highest = max(newest, key=lambda entry: entry.step)
@@ -173,12 +173,12 @@ def _why_it_goes(entry: Entry, listed: Mapping[int, str]) -> str:
 
 
 def _why_it_stays(entry: Entry, left: frozenset[str]) -> list[str]:
-    """The reasons beside policies."""
+    """The reasons other than policies."""
     reasons = []
     if entry.damaged is not None:
         reasons.append("set aside as damaged")
     if entry.is_held:
-        reasons.append("its manifest, or what was noted of it, cannot be read")
+        reasons.append("its manifest or its notes cannot be read")
     if entry.pinned:
         reasons.append("pinned")
     if entry.name in left:

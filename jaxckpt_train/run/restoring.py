@@ -1,6 +1,8 @@
-"""A restore by all processes of a job: process 0 chooses the step, all load it, and one that fails is one for all.
+"""Restoring a step of a run, by one process or by all processes of a job.
 
-Restores the newest step that is whole: a damaged one is read twice, then skipped with a warning.
+`restore_newest` restores the newest intact step: a step that fails to load is read twice, then skipped with a warning.
+`JobRestore` does this in a multi-process job: the primary chooses the step, all processes load it, and a failure in one
+process is a failure in all.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from jaxckpt_train.store.manifest_decoding import decode_manifest
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.verify import verify
 
-# What a damaged or vanished file looks like. Anything else (no permission, no memory) is not the step's fault.
+# The errors of a damaged or vanished file. Any other error (no permission, no memory) is not caused by the step.
 _DAMAGE = {
     *GONE,
     errno.EIO,
@@ -42,24 +44,24 @@ _DAMAGE = {
     errno.ENOTDIR,
     errno.EISDIR,
     errno.EBADMSG,
-    getattr(errno, "EUCLEAN", errno.EIO),  # macOS has none
+    getattr(errno, "EUCLEAN", errno.EIO),  # macOS does not have it
 }
-# Of these, what the disk itself says of a file that was committed there; a read that failed may succeed tomorrow.
+# Of these, errors that prove damage of a committed file; a read error may not occur again.
 _PROVEN = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
 _log = logging.getLogger("jaxckpt_train")
-# A larger manifest is read by each process itself: the storage gives it to many sooner than process 0 does.
+# Each process reads a larger manifest itself: the storage delivers it to many processes faster than the primary.
 MOST_TOLD_BYTES = 4 << 20
 
 
 class ByteMeter:
-    """Counts the bytes that a load reports, and passes them on."""
+    """Counts the bytes that a load reports, and forwards them."""
 
     def __init__(self, progress: ReadProgress | None) -> None:
         self.bytes = 0
         self._progress, self._lock = progress, threading.Lock()
 
     def __call__(self, done: int) -> None:
-        """Count some more."""
+        """Add bytes."""
         with self._lock:
             self.bytes += done
         if self._progress is not None:
@@ -69,11 +71,11 @@ class ByteMeter:
 def describe_listed(
     backend: Backend, directory: str, listed: Sequence[Entry], progress: ReadProgress | None
 ) -> CheckpointMetadata:
-    """What the first of the listed steps holds.
+    """Describe the first of the listed steps.
 
     Raises:
         CorruptCheckpointError: its manifest is damaged.
-        StepVanishedError: it is not there any more; look again.
+        StepVanishedError: it no longer exists; scan again.
     """
     path = f"{directory}/{listed[0].name}"
     try:
@@ -85,7 +87,7 @@ def describe_listed(
 
 
 def size_if_readable(describe: Callable[[], CheckpointMetadata]) -> int | None:
-    """How many bytes a step holds; None: it cannot be read, which the restore of it finds out, and tells."""
+    """The size of a step in bytes; None: it cannot be read, which its restore will report."""
     try:
         return describe().bytes
     except UNREADABLE:
@@ -102,22 +104,23 @@ def restore_newest(
     asked: int | None = None,
     load: Callable[[Committed], dict[str, Any]] | None = None,
 ) -> Restored:
-    """Restore the first of the candidates that is whole.
+    """Restore the first intact candidate.
 
     Args:
-        backend: where.
+        backend: the storage.
         directory: the run directory.
-        candidates: in the order in which they are tried; at least one.
-        targets: by name of the checkpointable, None without targets: all of them.
+        candidates: the entries to try, in this order; at least one.
+        targets: the targets by name of the checkpointable, a target of None to restore it without one; None: restore
+            all checkpointables.
         settings: how to read.
         progress: called with numbers of bytes.
-        asked: the one step that was asked for, if it was.
-        load: loads a checkpoint, in a job with the other processes; None: this one alone.
+        asked: the requested step; None: any.
+        load: loads a checkpoint together with the other processes; None: this process loads it alone.
 
     Raises:
-        CorruptCheckpointError: none is whole.
-        MismatchError: the first one that can be read does not fit the targets.
-        StepVanishedError: one is not there any more; look again.
+        CorruptCheckpointError: no candidate is intact.
+        MismatchError: the first readable candidate does not fit the targets.
+        StepVanishedError: a candidate no longer exists; scan again.
     """
     started, meter = time.perf_counter(), ByteMeter(progress)
     skipped: list[Skipped] = []
@@ -137,26 +140,26 @@ def restore_newest(
                 raise StepVanishedError(entry.name) from error
             skipped.append(Skipped(entry, str(error), _is_proof(error)))
             last = error
-            free_frames(error)  # all that was loaded until then, whose memory the next step needs
+            free_frames(error)  # the frames hold the values loaded so far, and the next step needs the memory
             _log.warning("step %d cannot be restored and is skipped: %s", entry.step, error)
     listing = "\n".join(f"  step {each.entry.step}: {each.problem}" for each in skipped)
     what = f"none of {len(skipped)} committed steps can" if asked is None else f"step {asked} cannot"
-    instead = "begin anew in another directory" if asked is None else "restore another step"
+    instead = "start from scratch in another directory" if asked is None else "restore another step"
     raise CorruptCheckpointError(
         f"{directory}: {what} be restored; no file was changed. Bring the damaged files back from a copy "
-        "(`jaxckpt_train.verify` tells which), load the parts that are whole by `jaxckpt_train.load_checkpointables`, "
+        "(`jaxckpt_train.verify` lists them), load the intact parts by `jaxckpt_train.load_checkpointables`, "
         f"or {instead}:\n{listing}"
     ) from last
 
 
 def _is_proof(error: Exception) -> bool:
-    """Whether bytes are wrong or missing; else they could not be read, or not be found, this time."""
+    """Whether the error proves that bytes are wrong or missing; otherwise they could not be read this time."""
     return isinstance(error, CorruptCheckpointError) or (isinstance(error, StorageError) and error.errno in _PROVEN)
 
 
 @dataclasses.dataclass
 class _Reading:
-    """One candidate, and how it is read."""
+    """Reads one candidate."""
 
     backend: Backend
     path: str
@@ -170,20 +173,20 @@ class _Reading:
     parts: frozenset[str] = frozenset()
 
     def twice(self) -> dict[str, Any]:
-        """Load it; what came out damaged, or not at all, is read once more: memory, or the way from the disk, may err.
+        """Load the candidate. After a failure, read it once more: memory or the data path may have been at fault.
 
         Raises:
-            StepVanishedError: another one has its name since; look again.
+            StepVanishedError: another save has its name since; scan again.
         """
         try:
             return self._once()
         except (CorruptCheckpointError, StorageError) as error:
             if isinstance(error, StorageError) and error.errno not in _DAMAGE:
                 raise
-            first = f"{'is the memory sound' if _is_proof(error) else 'is the disk'}? {error}"
+            first = f"{'check the memory' if _is_proof(error) else 'check the disk'}; the first attempt failed: {error}"
             free_frames(error)
         results = self._once()
-        _log.warning("step %d was whole when it was read again; %s", self.entry.step, first)
+        _log.warning("step %d was intact when it was read again; %s", self.entry.step, first)
         return results
 
     def _once(self) -> dict[str, Any]:
@@ -199,31 +202,31 @@ class _Reading:
         return load_parts(self.backend, committed, wanted, self.settings, LoadOptions(donatable=True), self.meter)
 
     def tell_if_renamed(self) -> None:
-        """A directory may have been given another number; whoever did it knows what is trained anew, or not at all."""
+        """Warn if the directory was renamed to another step, which may be intended."""
         if self.saved_as not in (None, self.entry.step):
             _log.warning("step %d was saved as step %s: %s was renamed", self.entry.step, self.saved_as, self.path)
 
     def left_out(self) -> frozenset[str]:
-        """Names of what the step has and nobody asked for, such as the position in the data."""
+        """The names of the checkpointables that the step has and the caller did not request."""
         return frozenset() if self.targets is None else self.parts - set(self.targets)
 
     def is_mended(self) -> bool:
-        """Whether it was set aside and is whole again, also where nothing was asked for."""
+        """Whether the step had been set aside and is intact again. Verifies all of it, not only what was requested."""
         return self.entry.damaged is not None and verify(self.backend, self.path, self.settings, self.meter).ok
 
     def is_verified(self) -> bool:
-        """Whether all bytes of all that it holds were read and compared."""
+        """Whether all bytes of the step were read and compared."""
         if not self.settings.verify_on_load or self.targets is None:
             return self.settings.verify_on_load
         try:
             leaves = jax.tree.leaves(dict(self.targets))
-        except (TypeError, ValueError):  # a target that is no tree for JAX
+        except (TypeError, ValueError):  # a target is not a pytree
             return False
         return self.parts <= set(self.targets) and not any(leaf is PLACEHOLDER for leaf in leaves)
 
 
 class _Chosen(msgspec.Struct, array_like=True):
-    """What process 0 tells: which checkpoint to load, or that all is restored, from which step."""
+    """A message of the primary: the checkpoint to load, or the step that all processes have restored."""
 
     directory: str
     sha256: str
@@ -232,14 +235,14 @@ class _Chosen(msgspec.Struct, array_like=True):
 
 
 class JobRestore:
-    """One restore, as one of the processes does it.
+    """One restore, as one process of a job performs it.
 
     Args:
-        together: the run.
-        backend: where.
-        targets: by name of the checkpointable, None without targets: all of them.
+        job_sync: the processes.
+        backend: the storage.
+        targets: the targets, as for `restore_newest`.
         settings: how to read.
-        progress: called with numbers of bytes that this process reads.
+        progress: called with the numbers of bytes that this process reads.
     """
 
     def __init__(
@@ -256,13 +259,13 @@ class JobRestore:
 
     @contextlib.contextmanager
     def led(self) -> Iterator[Callable[[Committed], dict[str, Any]] | None]:
-        """In process 0: within, choose a checkpoint, load it by what this yields, and say that it is `restored`.
+        """In the primary: choose and load checkpoints within the context, then call `restored`.
 
         Yields:
-            What loads a checkpoint in all processes; None: there is only this one.
+            A function that loads a checkpoint in all processes; None: there is only this process.
 
         Raises:
-            What is raised within, which is told to the others.
+            Exception: what is raised within the context. The others raise it, too.
         """
         if self._job_sync.is_alone:
             yield None
@@ -275,7 +278,7 @@ class JobRestore:
             raise
 
     def restored(self, step: int) -> None:
-        """In process 0: tell that all have restored this step."""
+        """In the primary: report that all processes have restored this step."""
         if not self._job_sync.is_alone:
             self._is_told = True
             self._job_sync.led("restoring", lambda: _Chosen("", "", b"", step))
@@ -289,29 +292,29 @@ class JobRestore:
 
     def _tell_and_load(self, committed: Committed) -> dict[str, Any]:
         manifest = encode_manifest(committed.manifest)
-        told = manifest if len(manifest) <= MOST_TOLD_BYTES else b""
-        chosen = _Chosen(committed.directory, committed.manifest_sha256, told, None)
+        sent = manifest if len(manifest) <= MOST_TOLD_BYTES else b""
+        chosen = _Chosen(committed.directory, committed.manifest_sha256, sent, None)
         self._job_sync.led("restoring", lambda: chosen)
         return self._load(committed.directory, lambda: committed)
 
     def follow(self) -> tuple[dict[str, Any], int]:
-        """In any other process: load what process 0 chooses, until one can be loaded by all.
+        """In the other processes: load what the primary chooses, until all processes succeed.
 
         Returns:
-            What was restored, by name, and from which step.
+            The restored checkpointables by name, and the step.
 
         Raises:
-            What process 0 raised in the end.
+            Exception: what the primary raises in the end.
         """
         results: dict[str, Any] = {}
         own: BaseException | None = None
         while True:
             try:
                 chosen = msgspec.convert(self._job_sync.led("restoring", _never), _Chosen)
-            except CheckpointError as told:
+            except CheckpointError as error:
                 if own is None:
                     raise
-                raise own from told  # what a checkpointable's own code has raised here
+                raise own from error  # an error of a checkpointable's own code in this process
             if chosen.step is not None:
                 return results, chosen.step
             results = {}
@@ -319,9 +322,9 @@ class JobRestore:
                 results = self._load(chosen.directory, lambda chosen=chosen: self._opened(chosen))  # type: ignore[misc]
             except CheckpointError as error:
                 if 0 in getattr(error, "lost", ()):
-                    raise  # process 0 says nothing more
-                free_frames(error)  # process 0 decides what it means, and what is tried next
-            except BaseException as error:  # noqa: BLE001  # raised once process 0 has said what comes of it
+                    raise  # the primary is lost
+                free_frames(error)  # the primary decides what the error means, and what to try next
+            except BaseException as error:  # noqa: BLE001  # raised above, after the decision of the primary
                 own = error
 
     def _opened(self, chosen: _Chosen) -> Committed:
@@ -330,11 +333,11 @@ class JobRestore:
             return Committed(chosen.directory, manifest, chosen.sha256)
         committed = opened(self._backend, chosen.directory, self._meter)
         if committed.manifest_sha256 != chosen.sha256:
-            raise CorruptCheckpointError(f"{chosen.directory}: was replaced while it was being restored")
+            raise CorruptCheckpointError(f"{chosen.directory}: was replaced during the restore")
         return committed
 
     def _load(self, directory: str, open_it: Callable[[], Committed]) -> dict[str, Any]:
-        """Load it, and have all succeed, or fail."""
+        """Load a checkpoint so that all processes succeed or all fail."""
 
         def look() -> tuple[Committed, Mapping[str, Any]]:
             committed = open_it()
@@ -343,11 +346,11 @@ class JobRestore:
             compare_parts(self._backend, committed, wanted, self._settings)
             return committed, wanted
 
-        # First: what does not fit in one process is told at once, and not found missing by those that read together.
+        # First compare everywhere: a mismatch in one process is reported at once, before the processes read together.
         committed, wanted = self._job_sync.all_do(f"comparing with {directory}", look)
 
         job = self._job_sync.job
-        order = job.within("load", self._settings.barrier_timeout_s)  # now, while nothing can fail in one alone
+        order = job.within("load", self._settings.barrier_timeout_s)  # here, where no process can fail alone
         loads = JobLoads(job, self._settings, order)
 
         def load() -> dict[str, Any]:
@@ -359,4 +362,4 @@ class JobRestore:
 
 
 def _never() -> Any:
-    raise AssertionError("only process 0 says")
+    raise AssertionError("only the primary calls this")

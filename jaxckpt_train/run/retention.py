@@ -1,8 +1,7 @@
-"""Retention: deletes steps that no policy keeps, on a thread of its own, never visible half-way.
+"""Retention: deletes expired steps on a background thread, and maintains the link to the best step.
 
-A link in the run's directory that stands for its best step, for whoever exports that.
-
-Which steps of a run are about to be deleted, and which of these wait for the disk to keep what replaces them.
+A step is renamed before its first file is removed, so that no reader sees a partly deleted step. Steps that replace it
+are synced before.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ _MOMENT_S = 0.2
 
 
 class PendingDeletions:
-    """The names of their directories.
+    """The names of the step directories that are about to be deleted. They are no longer listed.
 
-    None of them is listed. Those that wait stay for a while, and for ever if the disk does not keep what replaces them:
-    they can be restored and pinned, and are then kept again.
+    Some of them wait, perhaps for ever, until the steps that replace them are on the disk. While they wait, they can be
+    restored and pinned, and are then kept again.
     """
 
     def __init__(self) -> None:
@@ -54,40 +53,41 @@ class PendingDeletions:
         return name in self._names
 
     def add(self, names: Collection[str], *, wait: bool) -> None:
-        """They are about to be deleted; `wait`: something else has to be on the disk before."""
+        """Add names; `wait`: other steps have to be on the disk before the deletion."""
         self._names.update(names)
         self._waiting.update(names if wait else ())
 
     def discard(self, names: Iterable[str]) -> None:
-        """They are gone, or kept again."""
+        """Remove names that are deleted, or kept again."""
         found = [*names]
         self._names.difference_update(found)
         self._waiting.difference_update(found)
 
     def is_going(self, name: str) -> bool:
-        """Whether it may be gone at any moment."""
+        """Whether the directory may disappear at any moment."""
         return name in self._names and name not in self._waiting
 
     def let_go(self, names: Sequence[str], kept: Collection[str]) -> list[str]:
-        """These have waited: those of them that somebody has kept again do not go, the others do now."""
+        """End the wait of these names: discard those in `kept`, and return the others, which are deleted now."""
         self.discard(name for name in names if name in kept)
         going = [name for name in names if name not in kept]
-        self._names.update(going)  # somebody may have kept them for a while only
+        self._names.update(going)  # a name may have been discarded in between
         self._waiting.difference_update(going)
         return going
 
 
 @dataclasses.dataclass(frozen=True)
 class BestLink:
-    """What the link stands for.
+    """The link to the best step of a run.
 
     Args:
-        metric: the metric that says which step is better.
-        mode: "min": lower is better; "max": higher is better; None: "min", and refused for a metric such as "accuracy".
-        name: of the link, in the run's directory.
+        metric: the metric that ranks the steps.
+        mode: "min": lower is better; "max": higher is better; None: "min", but an error for a metric such as
+            "accuracy".
+        name: the name of the link, in the run directory.
 
     Raises:
-        SettingsError: an argument is wrong, or the name is one that something else has, or may have.
+        SettingsError: an argument is wrong, or the name may conflict with another file.
     """
 
     metric: str
@@ -104,11 +104,12 @@ class BestLink:
 
 
 class LinkToBest:
-    """Keeps the link up to date, for the owner of the run. A disk that refuses it, or has none, is told once.
+    """Updates the link to the best step, for the owner of the run. Warns once if the storage refuses or has no links.
 
     Args:
-        backend, directory: where the run is.
-        link: what it stands for; None: there is none.
+        backend: the storage.
+        directory: the run directory.
+        link: the settings; None: no link.
     """
 
     def __init__(self, backend: Backend | Linking, directory: str, link: BestLink | None) -> None:
@@ -119,7 +120,7 @@ class LinkToBest:
         self._is_known = self._is_told = False
 
     def update(self, newest: Callable[[], Sequence[Entry]]) -> None:
-        """Have it stand for the best of the steps that there are; where none has the metric, there is no link."""
+        """Point the link to the best of the current steps; if no step has the metric, remove the link."""
         if self._link is None:
             return
         number = next(self._begun)
@@ -127,7 +128,7 @@ class LinkToBest:
         ranked = rank_checkpoints([entry.info() for entry in entries], self._link.metric, self._link.mode or "min")
         target = next((entry.name for entry in entries if ranked and entry.step == ranked[0].step), None)
         with self._guard:
-            if number < self._newest:  # another thread has looked later, and was faster
+            if number < self._newest:  # another thread has newer information
                 return
             self._newest = number
             if self._is_known and target == self._target:
@@ -155,47 +156,47 @@ class LinkToBest:
 
 @dataclasses.dataclass
 class _Batch:
-    """Steps that were to be deleted together, and which others must be on the disk before they go."""
+    """Steps to delete together, and the steps that must be on the disk before."""
 
     names: list[str]
     instead: list[str]
     has_waited: bool = False
 
     def replace(self, lost: Collection[str], by: Sequence[str]) -> None:
-        """Wait for what has replaced those that are `lost`, rather than for them."""
+        """Wait for the steps in `by` instead of those that are `lost`."""
         if not set(lost).isdisjoint(self.instead):
             self.instead = list(dict.fromkeys([*(name for name in self.instead if name not in lost), *by]))
 
     def has_step_of(self, name: str) -> bool:
-        """Whether another generation of the same step is among them, which that one replaces."""
+        """Whether another generation of the same step is in this batch."""
         parsed = parse_step_name(name)
         return parsed is not None and any((parse_step_name(each) or (None,))[0] == parsed[0] for each in self.names)
 
 
 class Told(Protocol):
-    """Who is told what becomes of steps, by the names of their directories."""
+    """Receives the progress of deletions, by the names of the directories."""
 
     def about_to_go(self, names: Sequence[str]) -> list[str]:
-        """These have waited, perhaps long: which of them still may go."""
+        """Return those of these names, which have waited, that are still to be deleted."""
 
     def held_up(self, names: Sequence[str]) -> None:
-        """These could not go when they should: they wait, and are asked for before the next try."""
+        """These could not be deleted now. They wait, and `about_to_go` is called again before the next attempt."""
 
     def deleted(self, name: str) -> None:
-        """It is not listed any more."""
+        """The step is no longer listed."""
 
     def refused(self, name: str) -> None:
-        """The disk refuses to keep it."""
+        """The disk refuses to sync the step."""
 
 
 class Deleter:
-    """Deletes step directories one after the other. A failing deletion warns and is tried again with the next one.
+    """Deletes step directories on one thread. A failed deletion warns and is tried again with the next one.
 
     Args:
-        backend: where.
-        directory: of the run.
-        told: a weak reference to whoever is told what becomes of the steps.
-        check: raises if the directory is another process's by now.
+        backend: the storage.
+        directory: the run directory.
+        told: a weak reference to the object that receives the progress.
+        check: raises if another process owns the directory.
     """
 
     def __init__(
@@ -206,10 +207,10 @@ class Deleter:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._backend, self._directory, self._told, self._check = backend, directory, told, check
-        # A queue that garbage collection may put into at any moment: dropped managers say so by a finalizer.
+        # Garbage collection may put into a SimpleQueue at any moment: finalizers of dropped managers do.
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._retry: dict[str, None] = {}  # in their order
-        self._waiting: list[_Batch] = []  # for the disk
+        self._retry: dict[str, None] = {}  # ordered
+        self._waiting: list[_Batch] = []  # until the steps that replace them are synced
         self._unsynced: set[str] = set()
         self._warned: set[tuple[str, int | None]] = set()
         self._guard = threading.RLock()
@@ -218,23 +219,23 @@ class Deleter:
 
     @property
     def is_here(self) -> bool:
-        """Whether this very thread is the one that deletes."""
+        """Whether the current thread is the deleting thread."""
         return self._worker is threading.current_thread()
 
     def delete(self, names: Sequence[str], *, instead: Sequence[str] = ()) -> None:
-        """Delete step directories soon; each stops being listed before its first byte goes.
+        """Delete step directories in the background; each stops being listed before its first file is removed.
 
         Args:
-            names: of the directories.
-            instead: steps that may have been saved without being synced: they are now, before the others go. A power
-                cut would else find none, since names are often on the disk before the data are.
+            names: the names of the directories.
+            instead: steps that may not be synced yet, and are synced before the deletion. Otherwise a power cut could
+                leave neither, since the system often writes names before data.
         """
         if names:
             self._jobs.put(functools.partial(self._delete, names, instead))
             self._ensure_worker()
 
     def _ensure_worker(self) -> None:
-        """Have somebody who does what is left: a thread, or the caller if the system has none for it."""
+        """Make sure that the jobs are done: by a thread, or by the caller if the system cannot start one."""
         if self._worker is not None or self._jobs.empty():
             return
         try:
@@ -243,12 +244,12 @@ class Deleter:
             self._work(stays=False)
 
     def _has_work(self) -> bool:
-        """Whether something is left to do, or being done: a worker is known before it takes its first job."""
+        """Whether a job is left or running: a worker is registered before it takes its first job."""
         with self._guard:
             return self._worker is not None or not self._jobs.empty()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is left to delete; False if that took too long."""
+        """Wait until all deletions are done; False: they took too long."""
         if not self._has_work():
             return True
         done = Latch()
@@ -257,7 +258,7 @@ class Deleter:
         return self._is_reached(done, timeout_s)
 
     def _is_reached(self, done: Latch, timeout_s: float | None, until: Callable[[], bool] = lambda: False) -> bool:
-        """Wait for a job of one's own, or until none is left: an interrupt may have lost it to a caller that worked."""
+        """Wait for `done`, or until no job is left: an interrupt may have dropped the job that sets it."""
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not done.wait(min(SLICE_S, max(0.0, end - time.monotonic()))):
             if not self._has_work():
@@ -272,10 +273,10 @@ class Deleter:
         timeout_s: float | None = None,
         until: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Finish what is under way, call `then` and end the thread. Not to be called on that thread itself.
+        """Finish all jobs, call `then`, and end the thread. Must not be called on that thread.
 
         Returns:
-            False: that was not done within `timeout_s` seconds, or before `until` became true, and goes on.
+            Whether this was done within `timeout_s` seconds and before `until` became true; if not, it continues.
         """
         done, last = Latch(), list[threading.Thread]()
 
@@ -288,18 +289,18 @@ class Deleter:
 
         self._jobs.put(reached)
         self._jobs.put(self._end_when_done)
-        self._ensure_worker()  # also where nothing is left to delete: `then` may ask a disk that does not answer
+        self._ensure_worker()  # even without deletions: `then` may access a disk that does not answer
         if not self._is_reached(done, timeout_s, until):
             return False
         for worker in last:
-            if worker.name == _THREAD:  # else it is a caller who had no thread for it
+            if worker.name == _THREAD:  # else a caller did the work, as no thread could be started
                 worker.join()
         return True
 
     def end(self, then: Callable[[], object] | None) -> None:
-        """As `close`, but whoever calls it may be the garbage collector in the midst of all: `then` has a thread.
+        """Like `close`, for garbage collection, which may call it at any moment: `then` runs on the thread.
 
-        It is waited for a moment only, and not at all if something is left to do before; None: nothing is to be called.
+        Waits only briefly, and not at all if other jobs are left. With `then` None, only ends the thread.
         """
         done, is_busy = Latch(), self._has_work()
         if then is None and not is_busy:
@@ -315,7 +316,7 @@ class Deleter:
         self._stays = False
 
     def _work(self, stays: bool = True) -> None:
-        """Work off the jobs, one thread at a time; one that fails ends its thread, and the next goes on."""
+        """Do the jobs, on one thread at a time. A job that fails ends its thread, and the next thread continues."""
         here = threading.current_thread()
         if self._worker is not None:
             return
@@ -353,20 +354,20 @@ class Deleter:
             self._remove(name)
 
     def _may_go(self, batch: _Batch) -> bool:
-        """Whether it may go now, without what somebody has pinned or restored while it waited.
+        """Whether the batch may be deleted now, after removing steps that were pinned or restored meanwhile.
 
-        Nobody knows of a run that was dropped: it is for the next owner to decide.
+        If the run was dropped, nothing is deleted: the next owner decides.
         """
-        told = self._told()  # which is not held while they are deleted: perhaps it is about to be dropped
+        told = self._told()  # no strong reference during the deletions: the run may be dropped meanwhile
         try:
             batch.names = [] if told is None else told.about_to_go(batch.names)
-        except Exception as error:  # noqa: BLE001  # a thread's edge: of a policy, which every save asks as well
-            _log.warning("deleting old steps waits, since it cannot be told which are kept: %r", error)
+        except Exception as error:  # noqa: BLE001  # a user's policy failed; every save asks it again and raises
+            _log.warning("deleting old steps waits, because the preservation policy failed: %r", error)
             return False
         return True
 
     def _hide_all(self) -> list[str]:
-        """Hide what is to go, as long as the directory is this process's: another may own it after a long wait."""
+        """Rename the directories to delete, while this process owns the run: a long wait may end the ownership."""
         hidden, pending_deletions = [], deque(self._retry)
         self._retry = {}
         while pending_deletions and self._is_allowed():
@@ -376,10 +377,11 @@ class Deleter:
         return hidden
 
     def _add(self, batch: _Batch) -> None:
-        """What others wait for and is now to go itself, or is gone, has been replaced by what this batch waits for.
+        """Add a batch, and update the others: steps that they wait for may be deleted, gone, or refused by the disk.
 
-        So has what the disk refused to keep, but for what has replaced another generation of its own step. Each batch
-        comes after a commit, whose step it waits for unless that is on the disk.
+        They then wait for the steps of the new batch instead, except if a refused step replaces another generation of
+        the same step. Each batch follows a commit, and waits for the committed step unless that is on the disk
+        already.
         """
         lost = {*batch.names, *self._lost()}
         for other in self._waiting:
@@ -388,13 +390,13 @@ class Deleter:
         self._waiting.append(batch)
 
     def _lost(self) -> set[str]:
-        """What is waited for and is not there any more: somebody has removed it by hand."""
+        """The steps that batches wait for and that no longer exist: they were removed by hand."""
         wanted = {name for batch in self._waiting for name in batch.instead}
         there = names_in(self._backend, self._directory) if wanted else None
         return set() if there is None else wanted - there
 
     def _take_replaced(self) -> None:
-        """Let those go that may, as what replaces them is on the disk now."""
+        """Release the batches whose replacements are on the disk now."""
         wanted = dict.fromkeys(name for batch in self._waiting for name in batch.instead)
         durable = {name for name in wanted if self.make_durable(name)}
         for batch in self._waiting:
@@ -413,16 +415,16 @@ class Deleter:
         return True
 
     def make_durable(self, name: str) -> bool:
-        """Bring a step to the disk; False: it refuses, or has done so once.
+        """Sync a step; False: the disk refuses, or has refused before.
 
-        The system may have forgotten then what it could not write, so that a second sync succeeds and proves nothing.
+        After a failed sync, the system may forget what it could not write, so that a second sync proves nothing.
         """
         if name in self._unsynced:
             return False
         try:
             make_durable(self._backend, f"{self._directory}/{name}")
         except StorageError as error:
-            _log.warning("%s could not be synced, so what it replaces stays: %s", name, error)
+            _log.warning("%s could not be synced, so the steps that it replaces are kept: %s", name, error)
             self._unsynced.add(name)
             told = self._told()
             if told is not None:
@@ -431,7 +433,7 @@ class Deleter:
         return True
 
     def _hide(self, name: str) -> str | None:
-        """Give a step the name under which it is deleted; None: that failed, or nothing is left to delete."""
+        """Rename a step for its deletion; None: that failed, or nothing is left to delete."""
         hidden = hidden_name(name)
         if name == hidden:
             return hidden
@@ -445,7 +447,7 @@ class Deleter:
             if there is None or name in there:
                 self._warn_of(name, error)
                 self._wait_again([name])
-                if there is not None and hidden in there:  # what is left of one that had this name stands in its way
+                if there is not None and hidden in there:  # a half-deleted step blocks the name: remove it first
                     self._retry[hidden] = None
                 return None
             if hidden not in there:
@@ -461,9 +463,9 @@ class Deleter:
             told.deleted(name)
 
     def _remove_in_place(self, name: str, hidden: str) -> None:
-        """Delete a step whose directory cannot be renamed, as one of a container's image.
+        """Delete a step whose directory cannot be renamed, such as a directory from a container image.
 
-        Its COMMIT gets the hidden name and goes last: by that a later owner knows what it has to remove.
+        Its COMMIT gets the hidden name and is removed last, so that a later owner can finish the deletion.
         """
         path, marker = f"{self._directory}/{name}", f"{self._directory}/{hidden}"
         try:
@@ -481,14 +483,14 @@ class Deleter:
             self._note_deleted(name)
 
     def _is_cut(self, hidden: str) -> bool:
-        """Whether an owner died while it deleted the step of this hidden name in place."""
+        """Whether an owner died while it deleted this step in place."""
         try:
             return StoredEntry(hidden, "file") in self._backend.list(self._directory)
         except StorageError:
             return False
 
     def _is_hiding_durable(self) -> bool:
-        """Sync the new names: a power cut might else bring steps back under the old ones, without all their files."""
+        """Sync the new names. Otherwise a power cut could bring back a step under its old name with files missing."""
         try:
             sync_directory(self._backend, self._directory)
         except StorageError as error:
@@ -504,13 +506,13 @@ class Deleter:
             self._wait_again([hidden])
 
     def _warn_of(self, name: str, error: StorageError) -> None:
-        """Warn once of what is tried again at each deletion."""
+        """Warn once about a failure that is tried again at each deletion."""
         level = logging.DEBUG if (name, error.errno) in self._warned else logging.WARNING
         self._warned.add((name, error.errno))
         _log.log(level, "deleting %s failed and will be tried again: %s", shown_name(name), error)
 
     def _wait_again(self, names: Sequence[str]) -> None:
-        """Try these again with the next deletion; steps that are still listed are asked for before, and may be kept."""
+        """Try again with the next deletion. Names that are still listed are checked again, since they may be kept."""
         listed = [name for name in names if name != hidden_name(name)]
         self._retry.update((name, None) for name in names if name not in listed)
         if listed:
@@ -524,7 +526,7 @@ class Deleter:
 
 
 def names_in(backend: Backend, directory: str) -> set[str] | None:
-    """What is in a run directory; None: the disk does not tell."""
+    """The names in a run directory; None: it cannot be read."""
     try:
         return {entry.name for entry in backend.list(directory)}
     except StorageError:

@@ -1,8 +1,8 @@
-"""One save of a step: taken on the loop's thread, written, committed, recorded and retained in the background.
+"""Saving a step of a run.
 
-The one save of a run that is under way: waited for, given up; what it fails with is raised once.
-
-Warns when what a loop saves drifts from what `resume` was given, or its position in the data does not move.
+`StepSave` is one save: it takes the state on the loop's thread; then it writes, commits, records and applies retention
+in the background. `SaveSlot` holds the one save of a run that is in progress. `Drift` warns if a save would not fit
+the targets of the next `resume`.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ from jaxckpt_train.store.threads import Latch
 from jaxckpt_train.store.transaction import Transaction
 
 _log = logging.getLogger("jaxckpt_train")
-ENDS_WITHIN_S = 60.0  # in a job, of process 0: by then all have heard how a save has ended
+ENDS_WITHIN_S = 60.0  # in a job, after the end of the save in the primary: by then all processes know the outcome
 Busy = Literal["wait", "skip"]
 Stalled = Literal["skip", "raise"]
 CALL_S = 10.0
-"""By then the call that saves has ended, as all it waits for is written; unless an interrupt kept it from saying so."""
+"""A background save waits this long for the end of its `save` call, to record its duration: interrupts may hide it."""
 
 
 class Drift:
-    """What the next start of a loop will ask for, compared with each save. Holds no array.
+    """Compares each save with what the next start of the loop will ask for. Holds no array.
 
     Args:
-        targets: what `resume` was given, by name.
+        targets: the targets that `resume` was given, by name.
 
     Attributes:
-        warns_of_position: whether a position that does not move is warned of.
+        warns_of_position: whether to warn if the position in the data does not change.
     """
 
     def __init__(self, targets: Mapping[str, Any]) -> None:
@@ -78,7 +78,7 @@ class Drift:
         self.warns_of_position = True
 
     def look(self, step: int, parts: Sequence[StagedPart]) -> None:
-        """Warn, once of each, if this save does not fit the next start, or has the position in the data of the last."""
+        """Warn, once for each reason, if this save does not fit the targets or repeats the position in the data."""
         for part in parts:
             if part.name == DATA_NAME and self.warns_of_position:
                 self._look_at_position(step, part)
@@ -93,11 +93,12 @@ class Drift:
         try:
             tree_differences(f"step {step}: {name}", snapshot.record, arrays, self._wants[name]).raise_all()
         except MismatchError as error:
-            del self._wants[name]  # it was said
+            del self._wants[name]  # warn once
             _log.warning(
-                "step %d: %r is not of the form that resume(...) was given: the next start of this program would fail "
-                "with the error below. Keep the leaves, shapes and dtypes in each update (cast back what changes, take "
-                "out what only one step needs), or give resume(...) a state of the new form.\n%s",
+                "step %d: %r does not have the structure that resume(...) was given: the next start of this program "
+                "would fail with the error below. Keep leaves, shapes and dtypes the same in each update (cast changed "
+                "values back, remove what only one step needs), or pass a state with the new structure to "
+                "resume(...).\n%s",
                 step,
                 name,
                 error,
@@ -109,12 +110,12 @@ class Drift:
         if found is not None and before is not None and before[1] == found and before[0] < step:
             self.warns_of_position = False
             _log.warning(
-                "step %d: the position of %r is that of step %d. If the loop takes its batches from another iterator, "
-                "a resume would repeat data: take them from the iterator that resume(...) returned. For several epochs "
-                "let the data repeat (dataset.repeat()), or hand over each new iterator by ckpt(state, data=iterator). "
-                "If one batch serves several updates, call ckpt(...) after the last of them only, or keep the batch in "
-                "the state: a resume between them would take the next batch. "
-                "If the position starts anew in each epoch, and each save is at the same place of one, all is well",
+                "step %d: the position of %r is the same as at step %d. If the loop takes its batches from another "
+                "iterator, a resume would repeat data: take them from the iterator that resume(...) returned. For "
+                "several epochs, repeat the dataset (dataset.repeat()), or pass each new iterator by ckpt(state, "
+                "data=iterator). If several updates use one batch, call ckpt(...) only after the last of them, or keep "
+                "the batch in the state: a resume between them would continue with the next batch. "
+                "Ignore this warning if the position restarts in each epoch and each save is at the same place of one",
                 step,
                 part.name,
                 before[0],
@@ -122,7 +123,7 @@ class Drift:
 
 
 def _wants_of(value: Any) -> dict[str, Want] | None:
-    """What each leaf of a target wants; None: it is no tree, or none that can be a target, as its first save says."""
+    """What each leaf of a target requires; None: the value is not a pytree, or not a valid target."""
     tree_of = getattr(handler_of(value), "tree_of", None)
     if tree_of is None:
         return None
@@ -140,23 +141,23 @@ def _form_of(snapshot: Snapshot) -> Any:
 
 
 def _position_of(part: StagedPart) -> Any:
-    """What a save holds of the position in the data, to be compared; None: it cannot be."""
+    """The position in the data that a save holds, for a comparison; None: it cannot be compared."""
     if part.kind == JsonHandler.kind:
         return None
-    if part.snapshot is not None:  # the state of an object with get_state
+    if part.snapshot is not None:  # the state of an object with `get_state`
         return None if part.snapshot.arrays else part.snapshot.record.leaves
     return part.value
 
 
 class SaveSlot:
-    """At most one save, and what the next one does about it. `StepManager` documents the arguments.
+    """At most one save in progress, and what the next save does about it. `StepManager` documents the arguments.
 
     Attributes:
-        pending: the save, until its outcome was seen.
-        info: what policies may know of it.
-        given_up: one that nobody waits for any more.
-        is_asked_to_leave: whether a save is not to wait for its turn any more, since it has to end in time.
-        is_time_up: whether what is not done by now is given up, since the job was asked to leave.
+        pending: the save, until its outcome was reported.
+        info: the step of the save, as policies see it.
+        given_up: a save that is no longer waited for.
+        is_asked_to_leave: whether the job has to shut down soon, so that a save must not wait for the slot.
+        is_time_up: whether the time to shut down is over, so that unfinished work is given up.
 
     Raises:
         SettingsError: an argument is wrong.
@@ -181,35 +182,36 @@ class SaveSlot:
         self._begun_at = 0.0
 
     def begun(self, pending: PendingSave[CheckpointMetadata] | None) -> None:
-        """Take note of a save that is about to begin; None: it did not."""
+        """Store a save that is about to start; None: it did not start."""
         self.pending, self._begun_at = pending, time.monotonic()
 
     def running_for_s(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the save started."""
         return time.monotonic() - self._begun_at
 
     def is_running(self) -> bool:
-        """Whether it has neither committed nor failed."""
+        """Whether the save has neither committed nor failed."""
         return self.pending is not None and not self.pending.done()
 
     def running_info(self) -> tuple[CheckpointInfo, ...]:
-        """What policies may know of it, if it is running."""
+        """The running save as policies see it; empty if none is running."""
         return (self.info,) if self.info is not None and self.is_running() else ()
 
     def check(self) -> None:
-        """Raise the error of a save that failed, once."""
+        """If the save has failed, raise its error, once."""
         pending = self.pending
         if pending is not None and pending.done():
             self._tell(self.settle())
 
     def is_over(self) -> bool:
-        """Whether there is one, which has ended, and whose outcome was not told yet."""
+        """Whether a save has ended whose outcome was not reported yet."""
         return self.pending is not None and self.pending.done()
 
     def report_outcome(self, *, is_told: bool = False) -> None:
-        """In a job where it has ended, or is about to in this process, too: raise the error that it failed with.
+        """In a job, when the save has ended in the primary: wait for its end here, and raise its error.
 
-        `is_told`: that is raised already, or another one.
+        Args:
+            is_told: whether this or another error is already being raised, so that none is raised here.
         """
         try:
             error = self.settle(ENDS_WITHIN_S)
@@ -226,7 +228,7 @@ class SaveSlot:
 
     @contextlib.contextmanager
     def telling_later(self) -> Iterator[None]:
-        """Within: the error of a save that failed is raised at the end, when the next one may have begun."""
+        """Collect errors of failed saves within the context, and raise the first at its end."""
         if self._kept is not None:
             yield
             return
@@ -235,7 +237,7 @@ class SaveSlot:
             yield
         except BaseException:
             for error in kept:
-                _log.error("the save before failed", exc_info=error)  # that one, and not this
+                _log.error("the previous save failed", exc_info=error)  # not the error that is raised here
             raise
         finally:
             self._kept = None
@@ -248,43 +250,43 @@ class SaveSlot:
         patience_s: float = LAST_PATIENCE_S,
         until: Callable[[], bool] = lambda: False,
     ) -> BaseException | None:
-        """Wait for it; the error, if it failed.
+        """Wait for the save and free the slot; return the error if the save failed.
 
         Raises:
-            CheckpointTimeoutError: not in time, it has not got any further for `patience_s` seconds, or `until` became
-                true; it goes on.
+            CheckpointTimeoutError: the save was not done within `timeout_s`, made no progress for `patience_s` seconds,
+                or `until` became true. The save continues.
         """
         pending = self.pending
         if pending is None:
             return None
         error = pending.outcome(timeout_s, patience_s, until)
-        if self.pending is pending:  # else another thread has begun the next one meanwhile
+        if self.pending is pending:  # else another thread has started the next save
             self.pending = None
             self._skipped_for = (None, 0.0)
-        if pending is self._without_state:  # that it failed was told when it was skipped
+        if pending is self._without_state:  # its failure was reported when the step was skipped
             self._without_state = None
             return None
         return error
 
     def wait_until_free(self, step: int, force: bool, timeout_s: float | None) -> str | None:
-        """Wait until there is none, before the save of `step`; or say why that is skipped.
+        """Wait until the slot is free for the save of `step`; if the step is skipped instead, return the reason.
 
         Raises:
-            CheckpointTimeoutError: not in time, or it has not got any further for too long.
-            Exception: the original error of the save, if it failed.
+            CheckpointTimeoutError: the running save was not done in time, or made no progress for too long.
+            Exception: the original error of the running save, if it failed.
         """
         pending = self.pending
         if pending is None or pending.done():
-            self.check()  # it may have failed since the last look
+            self.check()  # it may have failed since the last check
             return None
         if self._if_busy == "skip" and not force:
             self._look_at(pending)
             if pending.movement.waited_s >= self._stall_timeout_s:
                 return self._skipped(step, force, pending.no_further())
-            why = f"skipped: {pending.subject} is still under way, and if_busy is 'skip'"
+            why = f"skipped: {pending.subject} is still in progress, and if_busy is 'skip'"
             _log.info("step %d: %s", step, why)
             return why
-        _log.info("step %d waits: %s is still under way", step, pending.subject)
+        _log.info("step %d waits: %s is still in progress", step, pending.subject)
         try:
             error = self.settle(timeout_s, self.patience_s(force), self.is_asked_to_leave)
         except CheckpointTimeoutError as stalled:
@@ -295,9 +297,10 @@ class SaveSlot:
         return None
 
     def _look_at(self, pending: PendingSave[CheckpointMetadata]) -> None:
-        """Who skips does not wait, but is awake: the time counts since it last skipped for this save, or that moved.
+        """Count the time since the last skipped step as time without progress.
 
-        Half of what is allowed at most: after a stop of the whole job the save has until the next look to get further.
+        A single interval counts for at most half of the limit: after a suspension of the whole job, the save has until
+        the next step to make progress.
         """
         now, (seen, at) = time.monotonic(), self._skipped_for
         if seen is pending:
@@ -305,17 +308,17 @@ class SaveSlot:
         self._skipped_for = (pending, now)
 
     def patience_s(self, force: bool) -> float:
-        """Seconds without any progress after which a save is not waited for any more."""
+        """Seconds without progress after which a running save is no longer waited for."""
         return LAST_PATIENCE_S if force else self._stall_timeout_s
 
     def not_taken(self, step: int, force: bool, timeout_s: float | None, stalled: CheckpointTimeoutError) -> str:
-        """The save under way could not even take its state: why it is skipped.
+        """The state of a save could not be taken in time: return why the step is skipped.
 
         Raises:
-            CheckpointTimeoutError: as given, if it is not to be skipped.
+            CheckpointTimeoutError: `stalled`, if the step must not be skipped.
         """
         self._without_state = self.pending
-        if timeout_s is None and self.is_asked_to_leave():  # else it is who leaves that set a time, and is told
+        if timeout_s is None and self.is_asked_to_leave():  # with a timeout, the caller is the shutdown: raise instead
             _log.warning("step %d is skipped: %s", step, stalled)
             return f"skipped: {stalled}"
         return self._skipped(step, force, stalled)
@@ -323,18 +326,18 @@ class SaveSlot:
     def _skipped(self, step: int, force: bool, stalled: CheckpointTimeoutError) -> str:
         if force or self._if_stalled == "raise":
             raise stalled
-        level = logging.INFO if self._told_of is self.pending else logging.WARNING  # once for each that is stalled
+        level = logging.INFO if self._told_of is self.pending else logging.WARNING  # warn once for each stalled save
         _log.log(level, "step %d is skipped: %s", step, stalled)
         self._told_of = self.pending
         return f"skipped: {stalled}"
 
     def leave_to_parent(self) -> None:
-        """Do not wait for a save of which this process, a fork, has a copy only."""
+        """Do not wait for a save that belongs to the parent of this forked process."""
         if self.pending is not None and self.pending.is_of_parent():
             self.pending, self.given_up = None, self.pending
 
     def give_up(self, exit_code: int) -> None:
-        """Do not wait for it any more, also at the end of the process, which has this exit code then."""
+        """Stop waiting for the save, also at the end of the process, which then exits with this code."""
         if self.pending is not None:
             self.pending.give_up(exit_code)
             self.pending, self.given_up = None, self.pending
@@ -342,12 +345,12 @@ class SaveSlot:
 
 @dataclasses.dataclass(frozen=True)
 class SaveResult:
-    """What became of a call to `StepManager.save`; true where a step is being saved.
+    """The result of `StepManager.save`. It is true if the step is being saved.
 
     Attributes:
         saved: whether the step is being saved.
         reason: why, or why not.
-        pending: the save under way; None if nothing is saved.
+        pending: the save in progress; None if nothing is saved.
     """
 
     saved: bool
@@ -361,7 +364,7 @@ class SaveResult:
 
 @dataclasses.dataclass(frozen=True)
 class SaveRequest:
-    """What is saved under which label, how long the loop was held up before, and what a save was seen to cost it."""
+    """What to save under which label, the seconds that the loop has waited before, and the measured cost of a save."""
 
     step: int
     reason: str
@@ -374,15 +377,26 @@ class SaveRequest:
 
 
 class StepSave:
-    """One save. Making it takes the state; `run` does the rest, on any thread.
+    """One save. The constructor takes the state; `run` does the rest, on any thread.
 
-    In a job all processes make the same one, and each writes its share; what is done with the directory process 0 does.
-    `took` is called with the seconds until it was committed, and those of them in which devices were computing. `drift`
-    looks at what is saved.
+    In a multi-process job, every process makes the same save and writes its shards. The primary performs the directory
+    operations.
+
+    Args:
+        request: what to save, and why.
+        checkpointables: the values to save, by name.
+        backend: the storage.
+        directory: the run directory.
+        run: the state of the run directory.
+        job_sync: the processes.
+        settings: how to write.
+        clock: the current time.
+        took: called after the commit with its duration in seconds, and the part of it in which devices were computing.
+        drift: compares the save with the targets of `resume`.
 
     Attributes:
-        device_wait_s: seconds that the call waited for updates that JAX had queued. They are training: no save blocks
-            the loop by them.
+        device_wait_s: seconds that the call waited for updates that JAX had queued. This is training time, not time
+            that the save blocked the loop.
     """
 
     def __init__(
@@ -412,11 +426,11 @@ class StepSave:
         with contextlib.nullcontext() if self._job_save is None else self._job_save.told_on_error():
             self._take(request, checkpointables)
         self._record = {key: getattr(request, key) for key in ("step", "decide_s", "wait_s", "cost_s")}
-        self._record["reason"] = str(request.reason)  # a plain text, which it may only look like
-        self._record["metrics"] = metrics_to_json(self.metrics) or None  # which a step that is deleted takes with it
+        self._record["reason"] = str(request.reason)  # a plain str, not a subclass
+        self._record["metrics"] = metrics_to_json(self.metrics) or None  # kept when the step is deleted
         self.device_wait_s = self._times.device_wait_s
         self._record["blocked_s"] = request.decide_s + time.perf_counter() - started - self.device_wait_s
-        if self.device_wait_s:  # the devices were at work while the save before was waited for, too
+        if self.device_wait_s:  # the devices were computing during the wait for the previous save, too
             self.device_wait_s += request.wait_s
         else:
             self._record["blocked_s"] += request.wait_s
@@ -464,17 +478,23 @@ class StepSave:
         patience_s: float,
         until: Callable[[], bool],
     ) -> PendingSave[CheckpointMetadata]:
-        """Write in the background; returns once the caller may do anything with what it saved.
+        """Write in the background; return when the caller may modify what it saved.
 
-        `begun` is told of the save before it begins (None: it did not), so that an interrupt does not lose it.
+        Args:
+            subject: names the save in messages.
+            begun: called with the save before it starts, so that an interrupt does not lose it; with None if it did not
+                start.
+            timeout_s: the time limit for taking the state.
+            patience_s: the time limit for progress in taking it.
+            until: ends the wait when it returns true.
 
         Raises:
-            CheckpointTimeoutError: the state was not taken in time, or before `until` became true, or no part of it
-                for `patience_s` seconds.
+            CheckpointTimeoutError: the state was not taken within `timeout_s`, or before `until` became true, or made
+                no progress for `patience_s` seconds.
         """
         started, waited_s = time.perf_counter(), self._times.device_wait_s
         is_streamed = not all(part.snapshot is None or part.snapshot.is_taken.is_open() for part in self._parts)
-        if unfinished.is_over():  # the call waits for the save then, which must not wait for the call
+        if unfinished.is_over():  # at the end of the process, the call waits for the save, not the other way round
             self._call_ended.open()
         try:
             pending = begin_save(subject, self.run, None, self._parts, self._movement, begun)
@@ -488,14 +508,14 @@ class StepSave:
         return pending
 
     def run(self) -> CheckpointMetadata:
-        """Write and commit; then note it in the history, and hand what no policy keeps any more to the deleter.
+        """Write and commit, then record the save in the history and apply retention.
 
-        All that touches the disk is here, so that one that does not answer does not keep the loop.
+        All disk access is here, so that a disk that does not answer does not block the loop.
         """
         try:
             return self._lead() if self._job_sync.leads else self._follow()
         except BaseException as error:
-            if not self._is_committed:  # the loop is told at its next save, which it may never get to
+            if not self._is_committed:  # log it now: the next save, which raises the error, may never happen
                 _log.warning("saving step %d failed: %s: %s", self._step, type(error).__name__, error)
             raise
 
@@ -529,7 +549,7 @@ class StepSave:
         )
 
     def _follow(self) -> CheckpointMetadata:
-        """What a process does that does not lead: its share, and take note of what came of it."""
+        """The part of a process that is not the primary: write the own shards, and record the outcome."""
         assert self._job_save is not None
         committed = self._job_save.run()
         self._took(time.perf_counter() - self._began_at, self._times.device_wait_s)
@@ -540,7 +560,7 @@ class StepSave:
 
     def _check_owner(self) -> None:
         self._run.check_owner()
-        self._is_owner = True  # else nothing is written, not even into the history
+        self._is_owner = True  # without ownership nothing is written, not even to the history
 
     def _begun(self) -> Transaction:
         with undone_on_error(None, self._parts):
@@ -562,35 +582,35 @@ class StepSave:
         self._note(ok=False, error=str(error))
 
     def _conclude(self, committed: Committed) -> list[str]:
-        """It is committed: note that, and decide which steps to keep; the names of those that are listed no more."""
+        """Record the commit and apply retention; return the names of the steps that are no longer listed."""
         times, self._is_committed = self._times, True
         self._took(time.perf_counter() - self._began_at, self._times.device_wait_s)
         self._run.committed(committed, self._info)
         is_durable = self._settings.durability == "full"
         self._run.note_roll_back(None if is_durable else committed.directory.rpartition("/")[2])
-        times.bytes = committed.data_bytes  # of all processes of a job
+        times.bytes = committed.data_bytes  # of all processes
         spent_s = times.write_s + times.commit_s
         self._note(ok=True, bytes_per_s=round(times.bytes / spent_s) if spent_s > 0 else math.inf)
         took_s = self._record["save_s"] - times.device_wait_s
         _log.info("saved step %d in %s s (%s)", self._step, _short(took_s), _size_text(times.bytes))
         try:
-            self._run.check_owner()  # another may have taken the run over, and list what this one would delete
+            self._run.check_owner()  # another process may have taken the run over, and list what retention would delete
             before = self._listed()
             self._run.retain(is_durable=is_durable)
             return sorted(before - self._listed())
         except BaseException as error:
-            error.add_note(f"step {self._record['step']} is committed; what failed is deciding which steps to keep")
+            error.add_note(f"step {self._record['step']} is committed; only retention failed")
             raise
 
     def _listed(self) -> set[str]:
-        """The names of what is listed, for the other processes; nobody is told where there is none."""
+        """The names of the listed steps, for the other processes; empty if there are none."""
         return set() if self._job_sync.is_alone else {entry.name for entry in self._run.entries()}
 
     def _note(self, **outcome: Any) -> None:
         before_s = self._record["decide_s"] + self._record["wait_s"]
         self._record["save_s"] = before_s + time.perf_counter() - self._began_at
-        if threading.get_ident() != self._caller:  # who saves on the calling thread is still in the call
-            self._call_ended.wait(CALL_S)  # else it is not known yet how long the call took
+        if threading.get_ident() != self._caller:  # else this is still within the call
+            self._call_ended.wait(CALL_S)  # until then the duration of the call is unknown
         self._run.history.add("save", self._clock(), **self._record, **dataclasses.asdict(self._times), **outcome)
 
 
@@ -599,6 +619,6 @@ def _short(seconds: float) -> str:
 
 
 def _size_text(nbytes: int) -> str:
-    """Such as "3.4 GiB"."""
+    """Format a size, such as "3.4 GiB"."""
     power = min(4, max(0, nbytes.bit_length() - 1) // 10)
     return f"{nbytes} B" if power == 0 else f"{nbytes / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"

@@ -1,4 +1,4 @@
-"""The scrubber: reads committed steps again in the background, at a byte rate, and has damaged ones set aside."""
+"""The scrubber: verifies committed steps again in the background, at a limited rate, and sets damaged ones aside."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from jaxckpt_train.store.verify import first_damage
 
 IDLE_S = 1.0
 JOIN_S = 5.0
-LEAST_READ = 1 << 16  # counted for each look at a step, however little was read
-NEIGHBOURS_BYTES_PER_S = 64 << 20  # where no rate is set: a fraction of what a disk for checkpoints gives
+LEAST_READ = 1 << 16  # bytes counted at least for each verification
+NEIGHBOURS_BYTES_PER_S = 64 << 20  # if no rate is set: a fraction of the bandwidth of a disk for checkpoints
 _log = logging.getLogger("jaxckpt_train")
 _Identity = tuple[str, datetime.datetime]
 
 
 class Run(Protocol):
-    """What a scrubber asks of a run directory."""
+    """The part of a run directory that the scrubber uses."""
 
     is_owner: bool
 
@@ -34,32 +34,33 @@ class Run(Protocol):
         """The committed generations of all steps that are not set aside, in order."""
 
     def set_aside(self, entry: Entry, problem: str) -> None:
-        """A step is proven to be damaged, and another one is whole."""
+        """Set aside a step that is proven to be damaged, while another one is intact."""
 
 
 class _SetAside(NamedTuple):
-    """A step that was set aside, and the saves that were compared when that was found."""
+    """A step that was set aside, and the saves that were verified when its damage was found."""
 
     entry: Entry
     compared: Collection[_Identity]
 
 
 class _EndedError(Exception):
-    """The scrubber is asked to end."""
+    """The scrubber has to end."""
 
 
 class Scrubber:
-    """Verifies one step after the other, and all of them again and again; neighbours of a damaged one first.
+    """Verifies steps in a cycle, starting with the neighbours of damaged ones.
 
-    What is found is read twice, and set aside only once another step was found to be whole after that. A run in which
-    none is whole stays as it is. Retention is not held up: a step that goes while it is read is not damaged.
+    A damaged step is read twice, and set aside only when another step is found to be intact afterwards, so a run
+    without intact steps stays as it is. Retention does not wait: a step that is deleted during its verification is not
+    damaged.
 
     Args:
-        backend: where.
-        directory: of the run.
-        bytes_per_s: how much it reads at most; 0: only the neighbours of damaged steps, once, on a thread that ends
-            then, `NEIGHBOURS_BYTES_PER_S` at most.
-        run: a weak reference to the run directory, which this must not keep alive.
+        backend: the storage.
+        directory: the run directory.
+        bytes_per_s: the maximum rate. 0: verify only the neighbours of damaged steps, once, at
+            `NEIGHBOURS_BYTES_PER_S`, on a thread that ends afterwards.
+        run: a weak reference to the run directory, which the scrubber must not keep alive.
     """
 
     def __init__(self, backend: Backend, directory: str, bytes_per_s: int, run: Callable[[], Run | None]) -> None:
@@ -70,28 +71,28 @@ class Scrubber:
         self._is_on = self._works = False
         self._set_aside: list[_SetAside] = []
         self._thread: threading.Thread | None = None
-        self._verified: dict[str, None] = {}  # names, the latest last
+        self._verified: dict[str, None] = {}  # names, the last verified one last
         self._suspects: list[str] = []
-        self._damaged: dict[str, tuple[Entry, str]] = {}  # what is wrong with each, until another is found to be whole
-        self._found: set[_Identity] = set()  # whose neighbours are suspects by that
+        self._damaged: dict[str, tuple[Entry, str]] = {}  # damaged steps, until another step is found to be intact
+        self._found: set[_Identity] = set()  # damaged saves whose neighbours are already suspects
         self._warned: set[tuple[str, str]] = set()
         self._due_s = 0.0
 
     def start(self) -> None:
-        """Begin, now that the run has its owner."""
+        """Start, after the run has its owner."""
         with self._guard:
             self._is_on = True
             self._ensure_thread()
 
     def look_around(self, damaged: Sequence[Entry], compared: Collection[_Identity]) -> None:
-        """Verify the neighbours of steps that were set aside next, but none that whoever found it has `compared`."""
+        """Verify the neighbours of steps that were set aside next, except those that were already `compared`."""
         new = [_SetAside(entry, compared) for entry in damaged if entry.identity not in self._found]
         with self._guard:
             self._set_aside += new
             self._ensure_thread()
 
     def _ensure_thread(self) -> None:
-        """Have a thread if there is something to do; where the system has none for it now, that is not done."""
+        """Start a thread if there is something to do; if the system cannot start one, warn."""
         if self._works or not self._is_on or not (self._reads_all or self._set_aside) or self._stop.is_open():
             return
         thread = threading.Thread(target=self._work, name="jaxckpt-scrub", daemon=True)
@@ -103,20 +104,20 @@ class Scrubber:
             self._thread, self._works = thread, True
 
     def end(self) -> None:
-        """Ask it to end."""
+        """Ask the thread to end, without waiting."""
         self._stop.open()
 
     def join(self) -> None:
-        """Wait until it has, as long as its disk answers; not on its own thread."""
+        """Wait for the end of the thread, unless the disk does not answer; no-op on that thread."""
         self.end()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join(JOIN_S)  # after that it only reads: the run takes no verdict that is not the owner's
+            thread.join(JOIN_S)  # a longer read does no harm: the run accepts findings only from its owner
 
     def _work(self) -> None:
         self._due_s = time.monotonic()
         try:
-            with contextlib.suppress(_EndedError, CheckpointError):  # of who looks at the disk, being the owner no more
+            with contextlib.suppress(_EndedError, CheckpointError):  # such as after the loss of the ownership
                 while self._verify_next():
                     pass
         finally:
@@ -124,12 +125,12 @@ class Scrubber:
                 self._works = self._works and self._thread is not threading.current_thread()
 
     def _verify_next(self) -> bool:
-        """Verify one step; False once there is none, or the run directory is gone."""
+        """Verify one step; False: nothing is left to do, or the run directory was dropped."""
         run = self._run()
         if run is None or not run.is_owner:
             return False
         entries = run.entries()
-        del run  # a manager that was dropped must not be kept by a slow reading
+        del run  # a slow read must not keep a dropped manager alive
         entry = self._next(entries)
         if entry is not None:
             self._look_at(entry, entries)
@@ -147,19 +148,19 @@ class Scrubber:
     def _look_at(self, entry: Entry, entries: Sequence[Entry]) -> None:
         self._verified.pop(entry.name, None)
         try:
-            problem = self._damage(entry) and self._damage(entry)  # a bit may have flipped on its way
+            problem = self._damage(entry) and self._damage(entry)  # read twice: a bit may have flipped on its way
             if problem is None or not is_gone(self._backend, f"{self._directory}/{entry.name}"):
                 self._judge(entry, problem, entries)
         except _EndedError:
             raise
         except NotACheckpointError:
-            pass  # it is gone: a step whose COMMIT is missing is found by the next restore
-        except Exception as error:  # noqa: BLE001  # a thread's edge: one bad moment must not end it for good
+            pass  # the step was deleted; if only its COMMIT is missing, the next restore warns
+        except Exception as error:  # noqa: BLE001  # an unexpected error must not end the scrubber
             self._warn(entry, error)
         self._verified[entry.name] = None
 
     def _warn(self, entry: Entry, error: Exception) -> None:
-        """Once for each step and kind of error, not at every look."""
+        """Warn once for each step and kind of error."""
         kind = (entry.name, type(error).__name__)
         if kind not in self._warned:
             self._warned.add(kind)
@@ -187,7 +188,7 @@ class Scrubber:
         self._suspects += [entry.name for entry in entries if entry.name not in self._suspects]
 
     def _next(self, entries: Sequence[Entry]) -> Entry | None:
-        """A neighbour of a damaged step, else, if all are read, the one never verified or verified the longest ago."""
+        """The next step to verify: a neighbour of a damaged step, else one never verified, else the oldest result."""
         with self._guard:
             set_aside, self._set_aside = self._set_aside, []
         for found, compared in set_aside:
@@ -209,7 +210,7 @@ class Scrubber:
         return by_name[next(iter(self._verified))] if self._verified else None
 
     def _pace(self, nbytes: int) -> None:
-        """Wait until so many bytes more may be read."""
+        """Wait until `nbytes` more may be read."""
         now = time.monotonic()
         self._due_s = max(self._due_s, now - IDLE_S) + nbytes / self._rate
         self._wait(self._due_s - now)
@@ -220,7 +221,7 @@ class Scrubber:
 
 
 def _neighbours(entry: Entry, entries: Sequence[Entry]) -> list[Entry]:
-    """Of these, the one that was saved right after it, and the one right before."""
+    """The entries saved right after and right before `entry`."""
     others = sorted((each for each in entries if each.name != entry.name), key=lambda each: each.order)
     at = sum(each.order < entry.order for each in others)
     return [*others[at : at + 1], *others[max(at - 1, 0) : at]]

@@ -294,7 +294,7 @@ def test_a_save_that_has_to_wait_or_is_skipped_says_so(tmp_path: Path, caplog: p
     with jct.StepManager(tmp_path / "skip", if_busy="skip") as manager:
         manager.save(1, large)
         second = manager.save(2, large)
-        assert second.saved or "still under way" in second.reason
+        assert second.saved or "in progress" in second.reason
         assert second.saved is (second.pending is not None)
 
 

@@ -71,7 +71,7 @@ def test_saves_between_the_updates_of_one_batch_are_warned_of(tmp_path: Path, ca
             for _ in range(2):
                 state = {"w": state["w"] * 0.9 + batch}
                 ckpt(state)
-    assert ["one batch serves several updates" in message for message in caplog.messages] == [True]
+    assert ["several updates use one batch" in message for message in caplog.messages] == [True]
 
 
 # The state of NumPy's generators, whose integers have 128 bits, among the leaves.

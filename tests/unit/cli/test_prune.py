@@ -150,7 +150,7 @@ def test_what_cannot_be_judged_stays(tmp_path: Path) -> None:
     (step_path(directory, 2) / "COMMIT").unlink()
     found = told("prune", directory, "--keep-latest", 1, "--yes")
     assert going(found) == [3]
-    assert why(found, 1) == ["its manifest, or what was noted of it, cannot be read"]
+    assert why(found, 1) == ["its manifest or its notes cannot be read"]
     assert why(found, 2)[0].startswith("not committed: ")
     assert sorted(path.name for path in directory.glob("step-*")) == [
         step_path(directory, step).name for step in (1, 2, 4)
@@ -255,5 +255,5 @@ def test_on_a_disk_without_any_room_the_way_out_is_told(
     name, *rest = [str(tmp_path / each) if each == "elsewhere" else each for each in command]
     message = refused(name, directory, *rest, code=4)
     assert "No space left on device" in message
-    assert "remove the directory of the oldest step by hand, while no job runs" in message
+    assert "remove the directory of the oldest step" in message
     assert files_below(directory) == before

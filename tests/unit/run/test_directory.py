@@ -250,7 +250,7 @@ def test_a_forked_child_is_told_whatever_a_thread_of_its_parent_was_at(tmp_path:
     manager.own()
 
     def use(tell: Tell) -> None:
-        with pytest.raises(jct.DirectoryLockedError, match="of which this is a forked child"):
+        with pytest.raises(jct.DirectoryLockedError, match="a forked child"):
             manager.save(2, {"state": state_of(2)})
         manager.close()
         tell("closed", [])

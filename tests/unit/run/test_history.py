@@ -218,7 +218,7 @@ def test_a_history_that_cannot_be_read_has_no_recent_events_which_is_told(
     History(LocalBackend(), str(tmp_path)).add("save", START, step=7)
     history = History(RefusingBackend("open", HISTORY_NAME, errno.EIO, 1), str(tmp_path))
     assert history.recent() == []
-    assert "what the history says of earlier processes is not known" in caplog.text
+    assert "history of earlier processes cannot be read" in caplog.text
     assert [event["step"] for event in history.recent()] == [7]
 
 

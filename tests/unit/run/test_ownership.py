@@ -110,7 +110,7 @@ def test_a_run_that_was_moved_under_its_job_is_told(tmp_path: Path) -> None:
     with jct.StepManager(run) as manager:
         save_steps(manager, 1)
         run.rename(tmp_path / "moved")
-        with pytest.raises(jct.DirectoryLockedError, match=r"is not there any more; was it removed or moved"):
+        with pytest.raises(jct.DirectoryLockedError, match=r"no longer exists. Was it removed or moved"):
             save_steps(manager, 2)
         (tmp_path / "moved").rename(run)
         save_steps(manager, 3)

@@ -56,12 +56,12 @@ def test_all_reasons_are_told() -> None:
     found = told(entries, pruning)
     assert found["step-0000000001"].why == ("set aside as damaged",)
     assert found["step-0000000002"].why == ("pinned", "because", "the latest", "even")
-    assert found["step-0000000003"].why == ("its manifest, or what was noted of it, cannot be read",)
+    assert found["step-0000000003"].why == ("its manifest or its notes cannot be read",)
 
 
 def test_what_the_disk_does_not_keep_replaces_nothing() -> None:
     found = told([entry(1, 0), entry(2, 1, is_unsynced=True)], latest(1))
-    assert found["step-0000000001"] == Fate(entry(1, 0), False, ("the disk has refused to keep what replaces it",))
+    assert found["step-0000000001"] == Fate(entry(1, 0), False, ("the disk refused to sync the step that replaces it",))
 
 
 flags = st.fixed_dictionaries(
@@ -95,5 +95,5 @@ def test_it_is_what_the_owner_decides_and_each_has_a_reason(
     going = {fate.entry.name for fate in found if fate.goes}
     newest = [each for each in line if not each.is_held][-1:]
     assert not going & {each.name for each in newest}
-    refused = "the disk has refused to keep what replaces it"
+    refused = "the disk refused to sync the step that replaces it"
     assert all(any(each.is_unsynced for each in entries) for fate in found if refused in fate.why)

@@ -25,10 +25,10 @@ def test_a_step_is_no_run(tmp_path: Path) -> None:
     made_run(tmp_path / "run", 5)
     step = step_path(tmp_path / "run", 5)
     before = content(tmp_path)
-    with jct.StepManager(step) as steps, pytest.raises(jct.SettingsError, match="is one checkpoint, and no directory"):
+    with jct.StepManager(step) as steps, pytest.raises(jct.SettingsError, match="found a single checkpoint"):
         steps.save(1, {"state": state_of(1)})
     ckpt = jct.CheckpointCallback(step, save_interval_steps=1)
-    with pytest.raises(jct.SettingsError, match=r"is one checkpoint, .* `init_from`"):
+    with pytest.raises(jct.SettingsError, match=r"found a single checkpoint: .* `init_from`"):
         ckpt.resume(state_of(0))
     assert content(tmp_path) == before
 
