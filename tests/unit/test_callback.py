@@ -423,7 +423,7 @@ def test_another_live_job_is_refused_before_anything_is_restored(tmp_path: Path)
         save_steps(other, 1)
         ckpt = callback(tmp_path)
         for _ in range(2):
-            with pytest.raises(jct.DirectoryLockedError, match="owned by this very process"):
+            with pytest.raises(jct.DirectoryLockedError, match="owned by this process"):
                 ckpt.resume(state_of(0))
     ckpt.close()
 

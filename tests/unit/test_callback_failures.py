@@ -64,7 +64,7 @@ def test_the_loops_own_error_is_not_hidden_by_one_that_is_told_later(
         with pytest.raises(KeyError), manager.telling_later():
             manager.save(2, {"state": state_of(2)})
             raise KeyError("own")
-        assert "the save before failed" in caplog.text
+        assert "the previous save failed" in caplog.text
         manager.wait()
         assert manager.steps == [2]
 

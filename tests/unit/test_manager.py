@@ -219,7 +219,7 @@ def test_metrics_can_come_later_and_count_then(tmp_path: Path) -> None:
         manager.attach_metrics(1, {"accuracy": jnp.float32(0.75), "bad": math.nan})
         manager.attach_metrics(2, {"accuracy": 0.5})
         assert manager.best("accuracy", mode="max") == 1
-        with pytest.raises(jct.StepNotFoundError, match="has no committed step 9; committed are 1, 2"):
+        with pytest.raises(jct.StepNotFoundError, match="has no committed step 9; committed: 1, 2"):
             manager.attach_metrics(9, {"accuracy": 0.5})
     with jct.StepManager(tmp_path, preservation_policy=policy) as manager:
         assert manager.best("accuracy", mode="max") == 1
@@ -311,7 +311,7 @@ def test_two_managers_cannot_save_to_one_directory(tmp_path: Path) -> None:
         save_steps(first, 1)
         second = jct.StepManager(tmp_path)
         for attempt in (second.own, lambda: second.save(2, {"state": state_of(2)}), lambda: second.pin(1)):
-            with pytest.raises(jct.DirectoryLockedError, match="owned by this very process"):
+            with pytest.raises(jct.DirectoryLockedError, match="owned by this process"):
                 attempt()
         save_steps(first, 2)
     with jct.StepManager(tmp_path) as third:

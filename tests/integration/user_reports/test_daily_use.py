@@ -200,7 +200,7 @@ def test_init_from_is_used_only_while_the_run_has_no_step_of_its_own(tmp_path: P
 
 def test_an_explicit_step_that_is_missing_raises_and_lists_what_there_is(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 10, 20)
-    with pytest.raises(jct.StepNotFoundError, match=r"has no committed step 15; committed are 10, 20"):
+    with pytest.raises(jct.StepNotFoundError, match=r"has no committed step 15; committed: 10, 20"):
         jct.StepManager(run).restore(step=15)
 
 

@@ -48,7 +48,7 @@ def test_a_live_owner_is_not_disturbed(tmp_path: Path) -> None:
 
 def test_a_step_that_there_is_not_ends_with_3(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
-    assert "has no committed step 7; committed are 1, 2" in refused("pin", directory, 7, code=3)
+    assert "has no committed step 7; committed: 1, 2" in refused("pin", directory, 7, code=3)
     refused("pin", tmp_path / "gone", 1, code=3)
     assert not (tmp_path / "gone").exists()
     truncate_the_manifest(step_path(directory, 2))

@@ -153,7 +153,7 @@ def test_after_a_save_that_failed_the_last_update_is_saved_all_the_same(
                     send()
                 if noticed_by == "poll":
                     assert ckpt.poll()
-    assert "the save before failed" in caplog.text
+    assert "the previous save failed" in caplog.text
     assert "refused to create" in caplog.text
     assert jct.StepManager(tmp_path).latest == (2 if noticed_by == "poll" else 3)
 

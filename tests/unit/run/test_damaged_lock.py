@@ -41,12 +41,12 @@ def test_a_damaged_lock_is_taken_over_only_after_its_silence(
     tmp_path: Path, quick_looks: None, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / LOCK_NAME).write_bytes(content)
-    with pytest.raises(DirectoryLockedError, match=r"does not tell \(it is damaged\), which is alive"):
+    with pytest.raises(DirectoryLockedError, match=r"its lock is damaged\), which is alive"):
         new_lock(tmp_path, Beats(8, 8, 9)).acquire()
     assert (tmp_path / LOCK_NAME).read_bytes() == content
     lock = new_lock(tmp_path)
     assert lock.acquire() is not None
-    assert "took over from a process that it does not tell (it is damaged), which is dead" in caplog.text
+    assert "took over from an unknown process (its lock is damaged), which is dead" in caplog.text
     lock.check()
     lock.release()
     assert not (tmp_path / LOCK_NAME).exists()
@@ -61,9 +61,9 @@ def test_who_lives_beats_on_when_its_lock_is_damaged_and_saves_no_more(
     owner.acquire()
     with (tmp_path / LOCK_NAME).open("r+b") as file:
         file.write(b"\0\0")
-    with pytest.raises(DirectoryLockedError, match="it is damaged"):
+    with pytest.raises(DirectoryLockedError, match="is damaged"):
         new_lock(tmp_path).acquire()
-    with pytest.raises(DirectoryLockedError, match="its lock is held by a process that it does not tell"):
+    with pytest.raises(DirectoryLockedError, match="its lock is held by an unknown process"):
         owner.check()
     owner.release()
     assert (tmp_path / LOCK_NAME).exists()
@@ -115,7 +115,7 @@ def test_whoever_is_late_does_not_unseat_who_took_over_from_a_damaged_lock(
         quick.acquire()
         renamed.append((tmp_path / LOCK_NAME).read_text())
 
-    with pytest.raises(DirectoryLockedError, match="this very process"):
+    with pytest.raises(DirectoryLockedError, match="this process"):
         new_lock(tmp_path, between(take)).acquire()
     assert renamed == [(tmp_path / LOCK_NAME).read_text()]
     quick.check()

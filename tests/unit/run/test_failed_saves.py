@@ -232,7 +232,7 @@ def test_who_is_interrupted_while_closing_stays_the_owner_until_the_save_has_end
     with paused_collection(), pytest.raises(KeyboardInterrupt):
         manager.close()
     helper.join()
-    with pytest.raises(jct.DirectoryLockedError, match="this very process"):
+    with pytest.raises(jct.DirectoryLockedError, match="this process"):
         jct.StepManager(tmp_path / "run").own()
     backend.go.set()
     pending.wait()

@@ -194,7 +194,7 @@ def test_a_policy_that_fails_once_costs_no_deletion(tmp_path: Path, caplog: pyte
         save_steps(steps, 1, 2)
         assert steps._run._deleter.wait(60)
         assert step_directories(tmp_path) == ["step-0000000001", "step-0000000002"]
-        assert "deleting old steps waits, since it cannot be told which are kept: OSError('the metrics" in caplog.text
+        assert "OSError('the metrics" in caplog.text
         save_steps(steps, 3)
         assert steps._run._deleter.wait(60)
         assert step_directories(tmp_path) == ["step-0000000003"]

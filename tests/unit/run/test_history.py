@@ -130,7 +130,8 @@ def test_of_a_history_that_is_too_large_both_ends_are_read(tmp_path: Path, caplo
         file.write(b"\n")
     history.add("save", START, step=2)
     assert [event["step"] for event in history.events()] == [1, 2]
-    assert "history.jsonl: too large to be read whole: what lies in the middle, to byte 1099377410" in caplog.text
+    assert "history.jsonl: too large" in caplog.text
+    assert "byte 1099377410" in caplog.text
 
 
 class Small(msgspec.Struct):

@@ -296,7 +296,7 @@ def test_a_lock_out_of_sight_for_a_moment_is_kept_alive(
 def test_the_same_process_twice_is_refused_and_told_so(tmp_path: Path) -> None:
     first = new_lock(tmp_path)
     first.acquire()
-    with pytest.raises(DirectoryLockedError, match=r"owned by this very process.*close its manager"):
+    with pytest.raises(DirectoryLockedError, match=r"owned by this process.*close its manager"):
         new_lock(tmp_path).acquire()
     first.acquire()  # the owner itself may ask again
     first.release()
@@ -308,7 +308,7 @@ def test_who_holds_it_and_asks_again_is_refused_if_another_has_taken_it_over(tmp
     lock.acquire()
     other = (tmp_path / LOCK_NAME).read_bytes().replace(lock._record.token.encode(), b"another")
     (tmp_path / LOCK_NAME).write_bytes(other)
-    with pytest.raises(DirectoryLockedError, match="this job owned it, and its lock is held by process"):
+    with pytest.raises(DirectoryLockedError, match="its lock is held by process"):
         lock.acquire()
     assert (tmp_path / LOCK_NAME).read_bytes() == other
 
@@ -375,7 +375,7 @@ def test_whoever_is_late_to_take_over_does_not_unseat_who_was_quicker(tmp_path: 
             refused.append("third")
 
     late = new_lock(tmp_path, Between(quick.acquire, try_as_third))
-    with pytest.raises(DirectoryLockedError, match="this very process"):
+    with pytest.raises(DirectoryLockedError, match="this process"):
         late.acquire()
     assert refused == ["third"]
 
@@ -419,7 +419,7 @@ def test_a_lock_that_the_disk_refused_to_release_does_not_lock_its_process_out(t
     assert (tmp_path / LOCK_NAME).exists()
     again = new_lock(tmp_path)
     assert again.acquire() is None
-    with pytest.raises(DirectoryLockedError, match="this very process"):
+    with pytest.raises(DirectoryLockedError, match="this process"):
         new_lock(tmp_path).acquire()
     again.check()
     again.release()

@@ -126,7 +126,7 @@ def test_a_lock_of_the_dead_that_cannot_be_removed_stops_no_heartbeat(
     held.acquire()
     assert held._beat_once()
     assert len(beating() - before) == 1
-    assert "was not removed" in caplog.text
+    assert "not removed" in caplog.text
     with pytest.raises(StorageError):
         held.release()
 
@@ -304,7 +304,7 @@ def test_who_failed_to_go_on_after_taking_the_lock_looks_at_it_when_it_tries_aga
     (tmp_path / ".owner").write_bytes(record.replace(token, b"another"))  # it was asleep, and is taken for dead
     under_way = tmp_path / ".step-0000000007.tmp-deadbeef-deadbeef-1-1-0"
     under_way.mkdir()
-    with pytest.raises(jct.DirectoryLockedError, match="this job owned it, and its lock is held by"):
+    with pytest.raises(jct.DirectoryLockedError, match="its lock is held by"):
         manager.own()
     assert under_way.exists(), "the other one's save"
     (tmp_path / ".owner").write_bytes(record)
@@ -336,7 +336,7 @@ if child == 0:
     os.write(write, "\\n".join(told).encode())
     os._exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-print(os.read(read, 10000).decode().count("of which this is a forked child"))
+print(os.read(read, 10000).decode().count("a forked child"))
 manager.save(4, {"state": {"w": np.full(10, 4)}})
 manager.close()
 print(jct.StepManager(sys.argv[1]).steps)

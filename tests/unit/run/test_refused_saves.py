@@ -62,7 +62,7 @@ def test_steps_that_another_process_has_saved_since_the_restore_are_not_left_beh
         with jct.StepManager(tmp_path) as second:
             second.restore()
             save_steps(second, 11, 12, 20)
-        with pytest.raises(jct.CheckpointExistsError, match=r"restored step 10, .* 11, 12, 20; restore"):
+        with pytest.raises(jct.CheckpointExistsError, match=r"restored step 10, .* 11, 12, 20: restore"):
             first.save(11, {"state": state_of(11)})
         assert first.steps == [10, 11, 12, 20]
         first.restore(step=10)  # now it is meant
@@ -83,7 +83,7 @@ def test_who_restores_again_goes_on_from_what_others_have_saved_since(tmp_path: 
             if is_noted:
                 steps.attach_metrics(5, {"accuracy": 0.5})
             else:
-                with pytest.raises(jct.CheckpointExistsError, match=r"another one has saved 6, 7; restore again"):
+                with pytest.raises(jct.CheckpointExistsError, match=r"has saved 6, 7: restore"):
                     steps.save(6, {"state": state_of(6)})
             assert (steps.latest, steps.is_committed(7)) == (7, True)
             assert step_of(steps.restore()) == 7
@@ -115,7 +115,7 @@ def test_metrics_and_pins_are_taken_from_who_restored_and_saves_nothing(tmp_path
         evaluation.attach_metrics(3, {"accuracy": 0.5})
         evaluation.pin(3)
         for options in ({}, {"overwrite": True}):
-            with pytest.raises(jct.CheckpointExistsError, match=r"restored step 3, another one has saved 4, 5;"):
+            with pytest.raises(jct.CheckpointExistsError, match=r"restored step 3, .* has saved 4, 5:"):
                 evaluation.save(4, {"state": state_of(4)}, **options)
     with jct.StepManager(tmp_path) as job:
         assert (job.steps, job.best("accuracy", "max")) == ([3, 4, 5], 3)
@@ -173,7 +173,7 @@ def test_a_process_that_restored_nothing_does_not_begin_below_what_is_there(tmp_
     before = content(tmp_path)
     del before["history.jsonl"]  # of which the end tells of this process
     with jct.StepManager(tmp_path) as steps:
-        with pytest.raises(jct.SettingsError, match=r"expected a step above 2000, .* found 10: restore\(\) first"):
+        with pytest.raises(jct.SettingsError, match=r"expected a step above 2000, .* found 10: "):
             steps.save(10, {"state": state_of(10)})
         assert {name: data for name, data in content(tmp_path).items() if name in before} == before
         save_steps(steps, 3000)
@@ -231,7 +231,7 @@ def test_what_another_saves_during_a_restore_is_not_left_behind_by_a_look_at_it(
 
     assert step_of(reader.restore(step=10, progress=meanwhile)) == 10
     owner.close()
-    with pytest.raises(jct.CheckpointExistsError, match="restored step 10, another one has saved 20; restore again"):
+    with pytest.raises(jct.CheckpointExistsError, match=r"restored step 10, .* has saved 20: restore"):
         reader.save(11, {"state": state_of(11)})
     reader.close()
     assert jct.StepManager(tmp_path).latest == 20
@@ -247,7 +247,7 @@ def test_who_began_from_scratch_does_not_go_over_what_another_has_saved_since(tm
             getattr(first, begin)()
     made_run(tmp_path, 10, 20)
     for overwrite in (False, True):
-        with pytest.raises(jct.CheckpointExistsError, match="found no step, another one has saved 10, 20; "):
+        with pytest.raises(jct.CheckpointExistsError, match=r"found no step, .* has saved 10, 20: "):
             first.save(30, {"state": state_of(30)}, overwrite=overwrite)
     assert step_of(first.restore()) == 20
     save_steps(first, 30)

@@ -75,5 +75,5 @@ def test_a_free_name_is_a_steps_and_comes_after_what_is_committed(taken: set[int
 
 def test_no_name_is_given_that_is_no_steps() -> None:
     last = step_name(5, MAX_GENERATION)
-    with pytest.raises(CheckpointExistsError, match=f"step 5 cannot be saved again: {last} is there"):
+    with pytest.raises(CheckpointExistsError, match=f"step 5 cannot be saved again: {last}"):
         free_step_name(5, [last], [last])
