@@ -65,5 +65,5 @@ def test_bug_report_asks_for_a_command_that_works(repo_root: Path, tmp_path: Pat
     text = (repo_root / ".github/ISSUE_TEMPLATE/bug_report.yml").read_text()
     (arguments,) = re.findall(r"label: \"Output of `jaxckpt (.+) RUN`\"", text)
     command = [sys.executable, "-m", "jaxckpt_train.cli", *arguments.split(), str(tmp_path), "--size-mib", "0"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert {"python", "jax", "jaxckpt-train"} <= json.loads(found.stdout)["versions"].keys()
