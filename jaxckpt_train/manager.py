@@ -1,8 +1,7 @@
-"""StepManager: a run directory with a sequence of steps, saved in the background, restored with fall-back.
+"""StepManager: a directory with a sequence of checkpoints, saved in the background and restored with fallback.
 
-The turn of a save: the one before it has ended, and the run takes this step; in a job as process 0 finds.
-
-Asks the save policy of a run about a step, in a job as all its processes do.
+`SaveScheduler` asks the save policy and measures the loop. `StepManager` combines it with the run's directory, the
+processes of the job, and the running save.
 """
 
 from __future__ import annotations
@@ -60,18 +59,18 @@ _managers: weakref.WeakSet[StepManager] = weakref.WeakSet()
 
 
 class SaveScheduler:
-    """What the policy of one run decides.
+    """Decides which steps of a run to save.
 
     Args:
-        policy: None: every step is saved.
-        run: the directory.
-        in_flight: the save under way.
-        together: the processes of the job.
-        clock: the time, with a time zone.
+        policy: the save policy. None: save every step.
+        run: the run's directory.
+        save_slot: the running save.
+        job_sync: the processes of the job.
+        clock: returns the time, with a time zone.
 
     Attributes:
         clock: measures the loop.
-        reached_preemption: whether the job was asked to leave; the same in all processes.
+        reached_preemption: whether the job was asked to stop; the same in all processes.
     """
 
     def __init__(
@@ -83,19 +82,20 @@ class SaveScheduler:
         self.clock, self._recalled = LoopTimer(), RunStatistics()
         job_sync.decides(decided_locally(policy))
         self.reached_preemption = False
-        self._asked: tuple[int, Decision] | None = None  # in a job, what was decided and not begun yet
+        # In a multi-process job, a decision to save whose save has not started yet.
+        self._asked: tuple[int, Decision] | None = None
 
     def decide(self, step: int, metrics: Mapping[str, Any] | None = None) -> Decision:
-        """Whether to save a step, and why; `StepManager.decide` says more."""
+        """Return whether to save a step, and why; see `StepManager.decide`."""
         policy = self._policy
-        if policy is None:  # who saves tells of the step
+        if policy is None:
             return NO_POLICY
         with self.call(step):
             return self._decide(policy, step, metrics)
 
     @contextlib.contextmanager
     def call(self, step: int) -> Iterator[None]:
-        """Within: the loop has called with so many updates complete; after it the loop goes on."""
+        """Record that the loop has called with this step, and that it continues after the `with` block."""
         self._run.log.completed = step
         self.clock.entered(step, self._save_slot.is_running())
         try:
@@ -122,18 +122,19 @@ class SaveScheduler:
             previous = self._previous()
             return decide(policy, info, previous, context), bool(previous)
 
-        if self._asked is None or self._asked[0] != step:  # else who has asked `should_save` saves now
+        # A loop that called `should_save` and now saves gets the same answer without another agreement.
+        if self._asked is None or self._asked[0] != step:
             found = self._job.decide(info, context, ask, self._save_slot.is_over, self._save_slot.report_outcome)
             self._asked = (step, found) if found.save else None
             return found
         return self._asked[1]
 
-    def begun(self) -> None:
-        """A save has begun: what was decided before it is done."""
+    def save_started(self) -> None:
+        """Forget the last decision, since a save has started."""
         self._asked = None
 
     def costs(self) -> SaveCosts:
-        """What saves were seen to cost, by this process or those before it."""
+        """Return what saves have cost in this process or in earlier ones of the run."""
         past = self._run.past
         if past is not self._recalled:
             self._recalled = past
@@ -141,8 +142,8 @@ class SaveScheduler:
         return self.clock.costs()
 
     def situation(self, left_s: float | None, unsaved: int) -> Situation:
-        """What is known when the job has been asked to leave, with this update complete and not saved."""
-        self._run.log.completed = unsaved  # it may be told of nowhere else
+        """Return what is known when the job is asked to stop and the update `unsaved` is complete but not saved."""
+        self._run.log.completed = unsaved  # nothing else may report this update
         running, committed, costs = self._save_slot.running_info(), self._run.infos(), self.costs()
         return Situation(
             left_s,
@@ -172,34 +173,34 @@ def wait_until_free(
     timeout_s: float | None,
     overwrite: bool,
 ) -> str | None:
-    """Wait until it is the turn of a step, or say why it is skipped; the same in all processes of a job.
+    """Wait until a step may be saved, or return why to skip it; the same in all processes of a job.
 
     Raises:
-        As `InFlight.wait_for_turn` and `RunDirectory.refuse`.
+        As `SaveSlot.wait_until_free` and `RunDirectory.refuse`.
     """
 
     def acquire() -> str | None:
-        why_not = save_slot.wait_until_free(step, force, timeout_s)
-        if why_not is None:
+        skip_reason = save_slot.wait_until_free(step, force, timeout_s)
+        if skip_reason is None:
             run.refuse(step, overwrite=overwrite)
-        return why_not
+        return skip_reason
 
     try:
-        found: str | None = job_sync.led("waiting to save", acquire, time.monotonic)
+        found: str | None = job_sync.led("waiting for the previous save", acquire, time.monotonic)
     except CheckpointError as error:
         if not job_sync.leads and not isinstance(error, CheckpointTimeoutError):
             save_slot.report_outcome(is_told=True)
         raise
     if not job_sync.leads and found is None:
-        save_slot.report_outcome()  # within `telling_later`: this process joins first
+        save_slot.report_outcome()  # inside `telling_later`: this process joins the save before it raises
     return found
 
 
 class Holder(Protocol):
-    """What a manager is part of, and is closed with."""
+    """The object that owns a manager and closes it."""
 
     def close(self) -> None:
-        """Close it, and the manager."""
+        """Close this object and the manager."""
 
 
 def _never() -> bool:
@@ -207,31 +208,32 @@ def _never() -> bool:
 
 
 class StepManager(RunNotes):
-    """A sequence of checkpoints in one directory. A step's label is the number of completed updates.
+    """A sequence of checkpoints in one directory. The label of a step is the number of completed updates.
 
-    Reading needs no lock. The first save takes the directory for this process: two jobs cannot save to one directory.
+    Reading needs no lock. The first save takes the directory for this process, since two jobs cannot save to the same
+    directory.
 
     Args:
-        directory: of the run; created by the first save.
-        save_decision_policy: which steps `save` saves; None: every one it is called with.
-        preservation_policy: which committed steps are kept; None: all.
-        best_link: have a link in the directory that stands for the best step; None: none.
+        directory: the directory of the run. The first save creates it.
+        save_decision_policy: decides which steps `save` saves. None: every step.
+        preservation_policy: decides which committed steps are kept. None: all of them.
+        best_link: maintain a link in the directory that points to the best step. None: no link.
         settings: how checkpoints are stored.
-        if_busy: what a save does while the one before is under way: "wait" for it, or "skip" this step.
-        stall_timeout_s: seconds without any progress after which the save before is not waited for any more.
-        if_stalled: what a save does then: "skip" this step with a warning, or "raise" CheckpointTimeoutError.
-        sinks: each is called with every event of the history, as `PrometheusSink` is, on a thread of its own.
-        clock: the time, with a time zone, for tests; None: the wall clock.
-        backend: where the directory is.
+        if_busy: what a save does while the previous one is running: "wait" for it, or "skip" this step.
+        stall_timeout_s: how many seconds without any progress a save waits for the previous one.
+        if_stalled: what it does then: "skip" this step with a warning, or "raise" CheckpointTimeoutError.
+        sinks: each one is called with every event of the history, on its own thread, like `PrometheusSink`.
+        clock: returns the time, with a time zone, for tests. None: the wall clock.
+        backend: the storage that holds the directory. None: the local file system.
 
     Attributes:
-        history: of the run, `history.jsonl` in its directory.
-        restored_step: the step that `restore` brought back last; None: none so far.
-        is_in_loop: whether a loop goes on from what was restored, so that `restore` only reads.
-        drift: compares each save with what the loop was resumed with; None: nothing does.
-        holder: what it is closed with; None: it is used by itself.
-        is_within: whether it is used in a `with`, which closes it.
-        users: numbers of the threads that have used it.
+        history: the history of the run, `history.jsonl` in its directory.
+        restored_step: the step that the last `restore` restored. None: none so far.
+        is_in_loop: whether a loop continues from the restored step, so that `restore` only reads.
+        drift: compares each save with the values that the loop resumed with. None: no comparison.
+        holder: a reference to the object that closes this manager. None: there is no such object.
+        is_within: whether a `with` statement uses and closes it.
+        users: the identifiers of the threads that have used it.
         is_replaced: whether a newer manager of this process has taken over its directory.
 
     Raises:
@@ -276,47 +278,47 @@ class StepManager(RunNotes):
         self.is_within = self.is_replaced = False
         self.users = set[int]()
         _managers.add(self)
-        self._closed, self._guard = False, threading.RLock()  # each save has its turn
+        self._closed, self._guard = False, threading.RLock()  # one call of `save` at a time
         free_in_child(self)
 
     def check_fresh(self, progress: ReadProgress | None = None, *, allow_flax: bool = False) -> None:
-        """Raise CorruptCheckpointError if there are step directories, none of them whole; `progress`: of waits.
+        """Raise CorruptCheckpointError if the directory has steps, but no valid one.
 
-        Where no loop of this run has had its state yet, checkpoints of Flax are refused, but for `allow_flax`.
+        Checkpoints of Flax are refused, too, unless `allow_flax` is set or a loop of this run has already had its
+        state. `progress` is called during waits.
         """
-        may_be = allow_flax or self._run.past.has_begun
-        self._job_sync.led("looking for steps", lambda: self._run.check_fresh(progress, may_be), time.monotonic)
+        allowed = allow_flax or self._run.past.has_begun
+        self._job_sync.led("looking for steps", lambda: self._run.check_fresh(progress, allowed), time.monotonic)
 
     def own(self) -> None:
-        """Take the directory for this process and clean what dead owners left; the first save does so by itself.
+        """Take the directory for this process and clean up after dead owners. The first save calls this by itself.
 
         Raises:
-            DirectoryLockedError, StorageError: a live process owns it, or it cannot be created.
-            CheckpointTimeoutError: its disk has not answered for ten minutes; as `restore`.
+            DirectoryLockedError, StorageError: a live process owns the directory, or it cannot be created.
+            CheckpointTimeoutError: the disk has not answered for ten minutes.
         """
         self._check_open()
         self._replace_idle()
         self._job_sync.own()
 
     def all_do(self, doing: str, act: Callable[[], T]) -> T:
-        """Do something in this process, and in a job in all of them: what it raises in one, it raises in all."""
+        """Call a function in all processes of the job. An error that it raises in one of them is raised in all."""
         return self._job_sync.all_do(doing, act)
 
     def decide(self, step: int, metrics: Mapping[str, Any] | None = None) -> Decision:
-        """Whether the save policy asks for this step, and why.
+        """Return whether the save policy asks for this step, and why.
 
-        docs/how-to/multi-process.md says how often it is asked in a job.
-
-        Reads no device unless the policy decides by metrics.
+        It reads no device unless the policy decides by metrics. docs/how-to/multi-process.md says how often a policy is
+        asked in a multi-process job.
         """
         return self._save_scheduler.decide(step, metrics)
 
     def should_save(self, step: int, metrics: Mapping[str, Any] | None = None) -> bool:
-        """As `decide`, without the reason."""
+        """Return whether the save policy asks for this step."""
         return self.decide(check_step(step), metrics).save
 
     def is_saved(self, step: int) -> bool:
-        """Whether a step that this process has saved is committed, or on its way; in a job, as all processes see it."""
+        """Return whether a step that this process saved is committed or being saved; all processes of a job agree."""
         return bool(
             self._job_sync.led(
                 f"looking for step {step}", lambda: self.is_saving_in_progress() or self._run.is_committed(step)
@@ -324,7 +326,7 @@ class StepManager(RunNotes):
         )
 
     def is_saving_in_progress(self) -> bool:
-        """Whether a save is under way in the background."""
+        """Return whether a save is running in the background."""
         return self._save_slot.is_running()
 
     def save(
@@ -340,31 +342,32 @@ class StepManager(RunNotes):
         reason: str | None = None,
         timeout_s: float | None = None,
     ) -> SaveResult:
-        """Save a step if the policy asks for it. Returns once the state is taken; the rest happens in the background.
+        """Save a step if the policy asks for it. Return once the state is copied; the save continues in the background.
 
         Args:
-            step: number of completed updates.
-            checkpointables: what to save, by name.
-            metrics: numbers to record with the step; they are read from devices only if it is saved.
-            custom_metadata: plain JSON data to keep with the step, less than 1 MiB; more belongs into a JsonValue.
-            overwrite: publish a new generation of a step that exists; later steps are left behind, as by a roll-back.
-            force: save whatever the policy says, and wait for a save under way instead of skipping.
-            temporary: the step goes after the next commit.
-            reason: why it is saved, if that is decided already: the policy is not asked.
-            timeout_s: seconds for the end of the save under way, and again for taking the state; None: no limit.
+            step: the number of completed updates.
+            checkpointables: the values to save, by name.
+            metrics: numbers to record with the step. They are read from devices only if the step is saved.
+            custom_metadata: plain JSON data to keep with the step, less than 1 MiB. Save more as a JsonValue.
+            overwrite: publish a new generation of an existing step. Later steps are left behind, as after a roll-back.
+            force: save regardless of the policy, and wait for a running save instead of skipping the step.
+            temporary: delete the step after the next commit.
+            reason: why the step is saved, if that is already decided. The policy is then not asked.
+            timeout_s: the time limit for the end of the running save, and again for copying the state. None: no limit.
 
         Returns:
-            Whether it is being saved, and why or why not.
+            Whether the step is being saved, and why or why not.
 
         Raises:
-            CheckpointExistsError: the step is committed, without `overwrite`; or another saved since this one restored.
-            SettingsError: it is below the step that the run goes on from, without `overwrite`.
-            CheckpointTimeoutError: with `force` or `if_stalled="raise"`, instead of skipping the step: not in time, or
-                the disk does not answer.
-            Exception: the original error of the save before, if that failed.
+            CheckpointExistsError: the step is committed, without `overwrite`; or another process has saved since this
+                one restored.
+            SettingsError: the step is below the one that the run continues from, without `overwrite`.
+            CheckpointTimeoutError: the time limit was exceeded or the disk does not answer. Raised only with `force` or
+                `if_stalled="raise"`; otherwise the step is skipped.
+            Exception: the original error of the previous save, if it failed.
         """
         step = check_step(step)
-        # In a job a process first takes part, and then raises what the save before has failed with.
+        # In a multi-process job, a process first joins the save, and then raises the error of the previous one.
         later = contextlib.nullcontext() if self._job_sync.is_alone else self.telling_later()
         with self._guard, later, self._save_scheduler.call(step):
             self._check_open()
@@ -378,7 +381,7 @@ class StepManager(RunNotes):
             started = time.perf_counter()
             self._replace_idle()
             self._job_sync.hold()
-            why_not = wait_until_free(
+            skip_reason = wait_until_free(
                 self._job_sync,
                 self._run,
                 self._save_slot,
@@ -387,8 +390,8 @@ class StepManager(RunNotes):
                 timeout_s=time_limit("StepManager.save: timeout_s", timeout_s),
                 overwrite=flag("StepManager.save: overwrite", overwrite),
             )
-            if why_not is not None:
-                return SaveResult(False, why_not)
+            if skip_reason is not None:
+                return SaveResult(False, skip_reason)
             wait_s = time.perf_counter() - started
             cost_s = self._save_scheduler.costs().cost_s
             more = (custom_metadata, temporary or decision.temporary, decide_s, wait_s, cost_s)
@@ -412,7 +415,7 @@ class StepManager(RunNotes):
         )
         now, metrics = self._clock(), save.metrics or None
         self._save_slot.info = CheckpointInfo(request.step, now, metrics, temporary=request.temporary)
-        self._save_scheduler.begun()
+        self._save_scheduler.save_started()
         _log.debug("step %d: saving (%s)", request.step, request.reason)
         subject, patience_s = f"step {request.step} to {self.directory}", self._save_slot.patience_s(force)
         try:
@@ -430,25 +433,28 @@ class StepManager(RunNotes):
         progress: ReadProgress | None = None,
         roll_back: bool = False,
     ) -> dict[str, Any]:
-        """Restore checkpointables into targets, to go on from there.
+        """Restore checkpointables into targets, to continue the run from there.
 
-        The next save continues the run from the restored step: after an older one it leaves the later steps behind,
-        which retention may delete. `load` only reads. So does this in the loop of a `CheckpointCallback`, without
-        `roll_back`.
+        The next save continues the run from the restored step. If that is an older step, the later ones are left
+        behind, and retention may delete them. Use `load` to only read. Inside the loop of a `CheckpointCallback`, this
+        method only reads as well, unless `roll_back` is set.
 
         Args:
-            targets: by name; a target of None means without one. None: all checkpointables, without targets.
-            step: which, also one that was set aside as damaged; None: the newest one that is whole, falling back past
-                damaged ones with a warning each.
-            progress: called with numbers of bytes as they are read, and 0 in waits; what it raises ends the restore.
-            roll_back: continue from an older step on purpose: no warning, and also in the loop of a callback.
+            targets: the targets by name; a target of None restores without one. None: all checkpointables without
+                targets.
+            step: the step, which may also be one that was set aside as damaged. None: the newest valid one. Each
+                damaged step that is passed over causes a warning.
+            progress: called with the number of bytes of each read, and with 0 during waits. An error that it raises
+                ends the restore.
+            roll_back: continue from an older step on purpose: without a warning, and also inside the loop of a
+                callback.
 
         Returns:
-            What was restored, by name. `restored_step` tells from which step.
+            The restored values by name. `restored_step` is the step that they come from.
 
         Raises:
-            StepNotFoundError: there is no such step, or no step at all.
-            CorruptCheckpointError: no candidate is whole.
+            StepNotFoundError: the step does not exist, or the run has no step.
+            CorruptCheckpointError: no candidate is valid.
             MismatchError: a target does not fit; nothing was read.
         """
         if self.is_in_loop and not flag("StepManager.restore: roll_back", roll_back):
@@ -478,9 +484,9 @@ class StepManager(RunNotes):
         *,
         progress: ReadProgress | None = None,
     ) -> dict[str, Any]:
-        """As `restore`, but only reads: the next save continues the run as if nothing was loaded.
+        """Load checkpointables like `restore`, but only read: the next save continues the run as before.
 
-        A save under way is not waited for; its step is not there yet.
+        The method does not wait for a running save, and does not see its step.
         """
         if not self._job_sync.is_alone:
             return load_checkpointables(self.path(step), targets, settings=self.settings, progress=progress)
@@ -489,15 +495,18 @@ class StepManager(RunNotes):
         return self._run.with_entries(step, load, damaged=step is not None, progress=progress).results
 
     def check(self) -> None:
-        """Raise the error of a save that failed in the background, once; in a job the next save does, in all."""
+        """Raise the error of a failed background save, once.
+
+        In a multi-process job this does nothing: the next save raises the error in all processes.
+        """
         if self._job_sync.is_alone:
             self._save_slot.check()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the save under way is committed.
+        """Wait until the running save is committed.
 
         Raises:
-            CheckpointTimeoutError: not in time; it goes on.
+            CheckpointTimeoutError: the time limit was exceeded; the save continues.
             Exception: the original error of the save, if it failed.
         """
         error = self.settle(timeout_s)
@@ -505,24 +514,29 @@ class StepManager(RunNotes):
             raise error
 
     def settle(self, timeout_s: float | None = None, until: Callable[[], bool] | None = None) -> BaseException | None:
-        """As `wait`, but returns the error of a save that failed instead of raising it.
+        """Wait like `wait`, but return the error of a failed save instead of raising it.
 
         Raises:
-            CheckpointTimeoutError: not in time, it has not got any further for ten minutes, or `until` became true; it
-                goes on.
+            CheckpointTimeoutError: the time limit was exceeded, the save made no progress for ten minutes, or `until`
+                returned true. The save continues.
         """
         return self._save_slot.settle(time_limit("timeout_s", timeout_s), until=until or _never)
 
     def leave_when(self, is_asked: Callable[[], bool], is_time_up: Callable[[], bool]) -> None:
-        """Once asked, no save waits for its turn any more; one whose state is not taken when time is up is given up."""
+        """Set when to stop early: saves stop waiting for the previous one, and abandon a state that takes too long.
+
+        Args:
+            is_asked: returns whether the job was asked to stop. Then no save waits for the previous one.
+            is_time_up: returns whether the time is up. Then a save whose state is not yet copied is abandoned.
+        """
         self._save_slot.is_asked_to_leave, self._save_slot.is_time_up = is_asked, is_time_up
 
     def plan_to_leave(self, left_s: float | None, unsaved: int | None) -> ShutdownPlan:
-        """What to do now that the job was asked to leave; the same in all processes.
+        """Return what to do after a request to stop; the same in all processes.
 
         Args:
-            left_s: seconds in which all must be done; None: no limit.
-            unsaved: the last completed update, if no save of it is committed or under way.
+            left_s: the seconds that are left. None: no limit.
+            unsaved: the last completed update, if no save of it is committed or running.
         """
         if unsaved is None:
             return choose(Situation(left_s, None, *(info.step for info in self._save_slot.running_info())))
@@ -533,37 +547,38 @@ class StepManager(RunNotes):
         return ShutdownPlan(*self._job_sync.led("choosing how to leave", plan))
 
     def agreed(self, value: bool) -> bool:
-        """The same for all processes of a job: that of process 0."""
+        """Return the primary process's value in all processes of the job."""
         return bool(self._job_sync.led("agreeing how to leave", lambda: value))
 
     def leave_early_s(self, limit_s: float) -> float:
-        """How many seconds before a time limit to ask a job to leave."""
+        """Return how many seconds before a time limit the loop should be asked to stop."""
         costs = self._save_scheduler.costs()
         return leave_early_s(costs.duration_s, costs.step_s, limit_s)
 
     def leaves(self) -> None:
-        """Tell the policies that the job was asked to leave."""
+        """Let the policies know that the job was asked to stop."""
         self._save_scheduler.reached_preemption = True
 
     wait_until_finished = wait
 
     def give_up(self, exit_code: int) -> None:
-        """Do not wait for the save under way, also at the end of the process, which has this exit code then."""
+        """Do not wait for the running save, not even at the end of the process, which then has this exit code."""
         self._save_slot.give_up(exit_code)
 
     def close(
         self, timeout_s: float | None = None, until: Callable[[], bool] | None = None, *, waits: bool = True
     ) -> None:
-        """Wait for the save and the deletions under way, let go of the directory, and let the sinks catch up.
+        """Wait for the running save and for deletions, release the directory, and let the sinks catch up.
 
         Args:
-            timeout_s: seconds to wait for the deletions; later ones go on while the process lives. None: 10 minutes.
-            until: ends the wait for the deletions once it returns true; None: nothing does.
-            waits: False: the save is not waited for; the directory is let go of once it has ended.
+            timeout_s: how many seconds to wait for deletions. Later ones continue while the process lives. None: ten
+                minutes.
+            until: ends the wait for deletions once it returns true. None: nothing ends it.
+            waits: False: do not wait for the save. The directory is released once the save has ended.
 
         Raises:
-            CheckpointTimeoutError: the save does not get any further.
-            Exception: the original error of a save that failed.
+            CheckpointTimeoutError: the save makes no progress.
+            Exception: the original error of a failed save.
         """
         limit_s = time_limit("close: timeout_s", timeout_s)
         longest_s = LAST_PATIENCE_S if limit_s is None else limit_s
@@ -571,12 +586,12 @@ class StepManager(RunNotes):
             return
         until = until or _never
         try:
-            with self._guard:  # a save that another thread is starting is waited for, too
+            with self._guard:  # this waits for a save that another thread is starting
                 self._closed = True
-            self.leave_to_parent()  # in a fork
+            self.leave_to_parent()  # only has an effect in a forked child
             if waits:
                 self.wait()
-        finally:  # who writes stays the owner: there is one after an interrupt
+        finally:  # a save that still writes after an interrupt keeps the directory until its end
             last = self._save_slot.pending or self._save_slot.given_up
             call_after(last, self._job_sync.leave)
             ends_at = time.monotonic() + longest_s
@@ -584,9 +599,9 @@ class StepManager(RunNotes):
             self.history.finish(ends_at - time.monotonic(), until)
 
     def _replace_idle(self) -> None:
-        """Close older managers of this directory that nobody in this process uses any more, such as in a notebook.
+        """Close older managers of this directory that this process no longer uses.
 
-        A stored traceback keeps them alive there. A failed save of theirs is logged.
+        In a notebook, a stored traceback may keep them alive. If one of their saves failed, the error is logged.
         """
         if self._run.is_owner or not self._job_sync.is_alone:
             return
@@ -596,7 +611,7 @@ class StepManager(RunNotes):
                 other._give_way()
 
     def _is_idle(self) -> bool:
-        """Whether it may have the directory, is not used in a `with`, and no other live thread has used it."""
+        """Return whether this manager is not used in a `with` statement, and no other live thread has used it."""
         lock = self._run.held.lock
         if self._closed or self.is_within or not self._job_sync.is_alone:
             return False
@@ -606,37 +621,37 @@ class StepManager(RunNotes):
     def _give_way(self) -> None:
         try:
             failure = self.settle()
-        except CheckpointTimeoutError as stalled:  # it keeps the directory, which is refused to the newer one
-            _log.error("%s: its older manager cannot be closed: %s", self.directory, stalled)
+        except CheckpointTimeoutError as stalled:  # it keeps the directory, so the newer manager cannot own it
+            _log.error("%s: cannot close the older manager of this directory: %s", self.directory, stalled)
             return
         if failure is not None:
-            _log.error("a save of the older manager failed", exc_info=failure)
+            _log.error("%s: a save of the older manager of this directory failed", self.directory, exc_info=failure)
         self.is_replaced = True
         holder = None if self.holder is None else self.holder()
         if holder is None:
             self.close()
         else:
             holder.close()
-        _log.warning("%s: taken over from an older manager of this process, which is closed now", self.directory)
+        _log.warning("%s: closed an older manager of this process, to take over its directory", self.directory)
 
     def refuse_replaced(self) -> None:
-        """Take note of the thread that uses it; SettingsError: a newer manager has taken over its directory."""
+        """Record the calling thread as a user; raise SettingsError if a newer manager has taken over the directory."""
         self.users.add(threading.get_ident())
         if self.is_replaced:
             raise SettingsError(
-                f"{self.directory}: this manager or callback is closed, since a newer one of this process took over "
+                f"{self.directory}: this manager or callback is closed, because a newer one in this process took over "
                 "its directory; use the newer one"
             )
 
     def _check_open(self) -> None:
         self.refuse_replaced()
         if self._closed:
-            raise SettingsError(f"{self.directory}: this StepManager is closed; make a new one")
+            raise SettingsError(f"{self.directory}: this StepManager is closed; create a new one")
         made_in, now = self._job_sync.processes, current().processes
         if made_in != now:
             raise SettingsError(
-                f"{self.directory}: made in a job of {made_in} processes, found {now}: call jax.distributed.initialize "
-                "before the manager, or the callback, is made"
+                f"{self.directory}: the manager was created in a job of {made_in} processes, found {now}; call "
+                "jax.distributed.initialize before you create the manager or the callback"
             )
 
     def __repr__(self) -> str:

@@ -359,7 +359,7 @@ def test_a_closed_manager_refuses_to_change_anything(tmp_path: Path) -> None:
         lambda: manager.attach_metrics(1, {"loss": 1.0}),
         manager.own,
     ):
-        with pytest.raises(jct.SettingsError, match="this StepManager is closed; make a new one"):
+        with pytest.raises(jct.SettingsError, match="this StepManager is closed"):
             attempt()
     assert manager.steps == [1]
     with jct.StepManager(tmp_path) as other:
