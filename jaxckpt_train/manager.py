@@ -287,7 +287,7 @@ class StepManager(RunNotes):
         Checkpoints of Flax are refused, too, unless `allow_flax` is set or a loop of this run has already had its
         state. `progress` is called during waits.
         """
-        allowed = allow_flax or self._run.past.has_begun
+        allowed = allow_flax or self._run.past.was_resumed
         self._job_sync.led("looking for steps", lambda: self._run.check_fresh(progress, allowed), time.monotonic)
 
     def own(self) -> None:

@@ -427,13 +427,13 @@ class RunStatistics:
         failures: how often the run has failed, and in which time.
         cost_s: the measured cost of a save for the loop; None: unknown.
         duration_s: the longest of the last saves, from start to commit; None: unknown.
-        has_begun: whether a loop has ever had its state.
+        was_resumed: whether a loop has ever had its state.
     """
 
     failures: Failures = dataclasses.field(default_factory=Failures)
     cost_s: float | None = None
     duration_s: float | None = None
-    has_begun: bool = False
+    was_resumed: bool = False
 
     @classmethod
     def of(cls, events: Iterable[Mapping[str, Any]], last: int = 6) -> RunStatistics:
@@ -444,5 +444,5 @@ class RunStatistics:
         saves = [event for event in listed if event.event == "save" and event.ok][-last:]
         costs = [event.cost_s for event in saves if event.cost_s is not None]
         took = [max(0.0, event.save_s - event.decide_s - event.wait_s) for event in saves if event.save_s]
-        has_begun = any(event.event == "resumed" for event in listed)
-        return cls(failures, costs[-1] if costs else None, max(took, default=None), has_begun)
+        was_resumed = any(event.event == "resumed" for event in listed)
+        return cls(failures, costs[-1] if costs else None, max(took, default=None), was_resumed)
