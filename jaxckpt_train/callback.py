@@ -247,7 +247,7 @@ class CheckpointCallback(LoopForms):
         notify_update(self.manager, self._loop)
         if self._watch.reached():
             return self._leave()
-        with self.manager.telling_later():
+        with self.manager.deferring_errors():
             self.manager.check()
             decision = self._decide(metrics)
             # Save the last update here and not at the exit: here the data is certain to be at this step's position.
@@ -347,7 +347,7 @@ class CheckpointCallback(LoopForms):
         loop = self._loop
         assert loop.last is not None
         metrics = savable_metrics(loop.metrics) if force else loop.metrics
-        with with_fingerprint(self._fingerprint), self.manager.telling_later():
+        with with_fingerprint(self._fingerprint), self.manager.deferring_errors():
             more: dict[str, Any] = {"metrics": metrics, "force": force, "reason": reason, "timeout_s": timeout_s}
             if self.manager.drift is not None and DATA_NAME in loop.replaced:
                 # The loop passed a new iterator, so each epoch may end at the same position.

@@ -423,7 +423,7 @@ def _save_in_job(
 
     info = dict[str, Any]()
     save = JobSave(job.within("save", settings.barrier_timeout_s), final, begin, _BACKEND, info, settings, replace)
-    with save.told_on_error():
+    with save.sharing_errors():
         save.stage(checkpointables)
         info.update(run_info(custom_metadata))
     pending = begin_save(final, lambda: describe(save.run()), None, save.parts, save.movement)
@@ -485,7 +485,7 @@ def load(
     """
     chosen = checked_settings("settings", settings)
     loads = JobLoads(current(), chosen)
-    with loads.told_on_error():
+    with loads.sharing_errors():
         expect_parts(loads, {DEFAULT_NAME: like}, only, shardings)
         options = LoadOptions(
             only=only, rename=rename, cast=cast, missing=missing, shardings=shardings, donatable=donatable
@@ -527,7 +527,7 @@ def load_checkpointables(
         how = options_for(source, LoadOptions())
         return load_parts(source.files, source.committed, wanted, source.settings, how, progress, loads)
 
-    with loads.told_on_error():
+    with loads.sharing_errors():
         expect_parts(loads, {} if targets is None else named("targets", targets))
         return use_source(_BACKEND, _to_read(path), load_named, chosen, progress)
 

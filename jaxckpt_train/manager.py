@@ -189,10 +189,10 @@ def wait_until_free(
         found: str | None = job_sync.led("waiting for the previous save", acquire, time.monotonic)
     except CheckpointError as error:
         if not job_sync.leads and not isinstance(error, CheckpointTimeoutError):
-            save_slot.report_outcome(is_told=True)
+            save_slot.report_outcome(is_raised=True)
         raise
     if not job_sync.leads and found is None:
-        save_slot.report_outcome()  # inside `telling_later`: this process joins the save before it raises
+        save_slot.report_outcome()  # inside `deferring_errors`: this process joins the save before it raises
     return found
 
 
@@ -273,7 +273,7 @@ class StepManager(RunNotes):
         super().__init__(self.directory, run, job_sync, clock)
         self._save_scheduler = SaveScheduler(save_decision_policy, run, self._save_slot, job_sync, clock)
         self.history.send_to(checked_sinks("StepManager.sinks", sinks))
-        self.telling_later, self.leave_to_parent = self._save_slot.telling_later, self._save_slot.leave_to_parent
+        self.deferring_errors, self.leave_to_parent = self._save_slot.deferring_errors, self._save_slot.leave_to_parent
         self.holder: weakref.ref[Holder] | None = None
         self.is_within = self.is_replaced = False
         self.users = set[int]()
@@ -368,7 +368,7 @@ class StepManager(RunNotes):
         """
         step = check_step(step)
         # In a multi-process job, a process first joins the save, and then raises the error of the previous one.
-        later = contextlib.nullcontext() if self._job_sync.is_alone else self.telling_later()
+        later = contextlib.nullcontext() if self._job_sync.is_alone else self.deferring_errors()
         with self._guard, later, self._save_scheduler.call(step):
             self._check_open()
             self.check()

@@ -121,7 +121,7 @@ class JobSave:
             self.job.end()
 
     @contextlib.contextmanager
-    def told_on_error(self) -> Iterator[None]:
+    def sharing_errors(self) -> Iterator[None]:
         """What fails within, before it runs, is told to the other processes."""
         try:
             yield

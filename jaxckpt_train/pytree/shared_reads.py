@@ -469,7 +469,7 @@ class JobLoads:
         return self._order
 
     @contextlib.contextmanager
-    def told_on_error(self) -> Iterator[None]:
+    def sharing_errors(self) -> Iterator[None]:
         """All of the loads: what fails within is told to the other processes, some of which may wait for this one.
 
         It may be what they know already: after a failure of all of them one may try again, where another one gives up.

@@ -354,7 +354,7 @@ class JobRestore:
         loads = JobLoads(job, self._settings, order)
 
         def load() -> dict[str, Any]:
-            with loads.told_on_error():
+            with loads.sharing_errors():
                 options = LoadOptions(donatable=True)
                 return load_parts(self._backend, committed, wanted, self._settings, options, self._meter, loads)
 

@@ -207,17 +207,17 @@ class SaveSlot:
         """Whether a save has ended whose outcome was not reported yet."""
         return self.pending is not None and self.pending.done()
 
-    def report_outcome(self, *, is_told: bool = False) -> None:
+    def report_outcome(self, *, is_raised: bool = False) -> None:
         """In a job, when the save has ended in the primary: wait for its end here, and raise its error.
 
         Args:
-            is_told: whether this or another error is already being raised, so that none is raised here.
+            is_raised: whether this or another error is already being raised, so that none is raised here.
         """
         try:
             error = self.settle(ENDS_WITHIN_S)
         except CheckpointTimeoutError as late:
             error, self.pending = late, None
-        if not is_told:
+        if not is_raised:
             self._tell(error)
 
     def _tell(self, error: BaseException | None) -> None:
@@ -227,7 +227,7 @@ class SaveSlot:
             self._kept.append(error)
 
     @contextlib.contextmanager
-    def telling_later(self) -> Iterator[None]:
+    def deferring_errors(self) -> Iterator[None]:
         """Collect errors of failed saves within the context, and raise the first at its end."""
         if self._kept is not None:
             yield
@@ -423,7 +423,7 @@ class StepSave:
         self._is_owner = self._is_committed = False
         self._info: dict[str, Any] = {}
         self._job_save = None if job_sync.is_alone else self._in_job()
-        with contextlib.nullcontext() if self._job_save is None else self._job_save.told_on_error():
+        with contextlib.nullcontext() if self._job_save is None else self._job_save.sharing_errors():
             self._take(request, checkpointables)
         self._record = {key: getattr(request, key) for key in ("step", "decide_s", "wait_s", "cost_s")}
         self._record["reason"] = str(request.reason)  # a plain str, not a subclass

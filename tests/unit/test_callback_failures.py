@@ -61,7 +61,7 @@ def test_the_loops_own_error_is_not_hidden_by_one_that_is_told_later(
 ) -> None:
     with jct.StepManager(tmp_path, backend=FullAtTimes(1)) as manager:
         manager.save(1, {"state": state_of(1)})
-        with pytest.raises(KeyError), manager.telling_later():
+        with pytest.raises(KeyError), manager.deferring_errors():
             manager.save(2, {"state": state_of(2)})
             raise KeyError("own")
         assert "the previous save failed" in caplog.text

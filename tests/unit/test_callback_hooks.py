@@ -177,9 +177,7 @@ def test_what_is_no_step_no_function_and_no_info_is_told_so(tmp_path: Path) -> N
             jct.SettingsError, match=r"as_hook: get_state: expected a function without .* found an object of dict"
         ):
             ckpt.as_hook(state_of(1))
-        with pytest.raises(
-            jct.SettingsError, match=r"get_metrics: expected a function .* found an object of int"
-        ):
+        with pytest.raises(jct.SettingsError, match=r"get_metrics: expected a function .* found an object of int"):
             ckpt.as_hook(lambda: state_of(1), get_metrics=5)
         for info, said in (
             (5, "info: expected an object with `state` and `step`, found an object of int without `state`"),
