@@ -71,10 +71,11 @@ lint: $(STAMP)  ## style, imports, formatting, and words to avoid
 	@$(MAKE) --no-print-directory language
 
 # Files and folders without banned words; the list grows as more of them are cleaned.
-LANGUAGE_PATHS := README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md SECURITY.md .github .pre-commit-config.yaml configs tools pyproject.toml \
-	docs/index.md docs/site_hooks.py docs/tutorial docs/how-to docs/reference/api docs/reference/versions.md \
+LANGUAGE_PATHS := README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md SECURITY.md .ci .github .pre-commit-config.yaml pyproject.toml configs tools \
+	docs/index.md docs/site_hooks.py docs/adr docs/tutorial docs/how-to docs/reference/api docs/reference/versions.md \
+	jaxckpt_train/callback.py jaxckpt_train/config.py jaxckpt_train/distributed jaxckpt_train/loop.py \
 	tests/unit/test_check_language.py tests/integration/docs/test_api_reference.py tests/integration/docs/test_repository_files.py \
-	tests/integration/examples tests/integration/testing tests/nightly/integrations jaxckpt_train/config.py jaxckpt_train/distributed
+	tests/integration/examples tests/integration/testing tests/nightly/integrations
 .PHONY: language
 language: $(STAMP)  ## look for words that the project's texts avoid
 	$(BIN)/python tools/check_language.py $(LANGUAGE_PATHS)
