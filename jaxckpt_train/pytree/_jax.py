@@ -1,4 +1,4 @@
-"""What a caller has set in JAX for its own programs, kept away from ours: a mesh, or that nothing is compiled."""
+"""Compatibility with several JAX versions, and isolation from the JAX settings of the caller."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ except ImportError:
     from jax._src.mesh import get_concrete_mesh
 
     def get_mesh() -> jax.sharding.Mesh:
-        """The mesh in effect; an empty one if there is none."""
+        """Return the mesh in effect; an empty one if there is none."""
         return get_concrete_mesh() or _NO_MESH
 
 
-# Each name came with a release of its own: `set_mesh` with 0.7.1, `enable_x64` with 0.8.0, `get_mesh` with 0.8.1.
+# Each name was introduced in another release: `set_mesh` with 0.7.1, `enable_x64` with 0.8.0, `get_mesh` with 0.8.1.
 try:
     from jax import set_mesh
 except ImportError:
     from jax.sharding import use_mesh as set_mesh  # type: ignore[attr-defined, no-redef]
-__all__ = ["enable_x64", "get_mesh", "nothing_set", "set_mesh"]
+__all__ = ["enable_x64", "get_mesh", "set_mesh", "without_caller_settings"]
 _NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
 
 
 @contextlib.contextmanager
-def nothing_set() -> Iterator[None]:
-    """Within, JAX compiles programs for the arrays that they are given, wherever these lie.
+def without_caller_settings() -> Iterator[None]:
+    """Suspend the caller's mesh and `disable_jit` within, so that JAX compiles programs for arrays on any device.
 
-    In a training loop that runs under `jax.set_mesh(mesh)` it would refuse arrays of other devices, and a shard that a
-    process has of an array is one of those. Without compiling, programs would ignore where their results should go.
+    In a training loop under `jax.set_mesh(mesh)`, JAX refuses arrays on other devices, and the shard of an array that
+    one process holds is such an array. Under `disable_jit`, programs ignore where their results should go.
     """
     with set_mesh(_NO_MESH), jax.disable_jit(False):
         yield

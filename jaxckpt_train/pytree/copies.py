@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxckpt_train.errors import CheckpointTimeoutError
-from jaxckpt_train.pytree._jax import nothing_set
+from jaxckpt_train.pytree._jax import without_caller_settings
 from jaxckpt_train.settings import SnapshotMode
 from jaxckpt_train.store.boxes import box_from_index
 from jaxckpt_train.store.buffers import fresh_area
@@ -288,7 +288,7 @@ def copy_on_devices(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         groups[devices, array.sharding.memory_kind].append(number)
     for numbers in groups.values():
         shardings = tuple(arrays[number].sharding for number in numbers)
-        with nothing_set():
+        with without_caller_settings():
             copied = jax.jit(_copy_on_device, out_shardings=shardings)(tuple(arrays[number] for number in numbers))
         for number, copy in zip(numbers, copied, strict=True):
             copies[number] = copy

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import numpy as np
 
-from jaxckpt_train.pytree._jax import nothing_set
+from jaxckpt_train.pytree._jax import without_caller_settings
 from jaxckpt_train.pytree.copies import Ahead, Transfers, copies_if_wanted, own_handle, take_handles
 from jaxckpt_train.settings import SnapshotMode
 from jaxckpt_train.store.boxes import Box, box_elements, box_from_index, box_shape, full_box, slices_within
@@ -400,7 +400,7 @@ def cut_out(array: jax.Array, inner: tuple[slice, ...]) -> jax.Array:
     """Slice a single-device array on its device; compiled once for each shape."""
     sizes = tuple(part.stop - part.start for part in inner)
     starts = tuple(np.int64(part.start) if max(array.shape) >= 1 << 31 else np.int32(part.start) for part in inner)
-    with nothing_set():
+    with without_caller_settings():
         cut: jax.Array = _sliced(array, starts, sizes)
     return cut
 

@@ -1,10 +1,7 @@
-"""What becomes of the boxes of one load as they come, from the disk or from other processes.
+"""Turns the boxes of a load into leaves: converts their dtype, and puts them onto devices as they arrive.
 
-Converts arrays to another dtype or byte order while they are loaded; values that would be lost are an error.
-
-What a leaf becomes of its data on the host: host arrays, scalars, keys, and JAX arrays of Python numbers.
-
-Puts host arrays onto devices one after the other, as they come from the disk.
+`DevicePuts` makes JAX arrays of boxes, `value_of` makes leaves of whole arrays on the host, and `converted` changes the
+dtype or byte order and raises an error where values would be lost. `Placer` combines them for one load.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxckpt_train.errors import MismatchError
-from jaxckpt_train.pytree._jax import nothing_set
+from jaxckpt_train.pytree._jax import without_caller_settings
 from jaxckpt_train.pytree.flatten import PLACEHOLDER
 from jaxckpt_train.pytree.target import Placement, Want
 from jaxckpt_train.store.buffers import ReadBudget, empty_array
@@ -33,11 +30,78 @@ _finfo: Any = jnp.finfo
 _iinfo: Any = jnp.iinfo
 
 
-def _find_fast_put() -> Callable[..., jax.Array] | None:
-    """JAX's internal call that makes an array of one host buffer per device; None where it is not as it was.
+class Destination(NamedTuple):
+    """Where one array goes.
 
-    Of the public functions only `device_put` and `make_array_from_single_device_arrays` together do the same, in ten
-    times the time for a small array: each array passes through shape inference and checks anew. See ADR 009.
+    Attributes:
+        number: of its value in the load.
+        name: for messages.
+        want: what it becomes.
+        placement: its boxes and devices.
+        dtype: as stored.
+        leaves_host: whether it goes to an accelerator.
+        donatable: as for `DevicePuts.put`.
+    """
+
+    number: int
+    name: str
+    want: Want
+    placement: Placement
+    dtype: np.dtype
+    leaves_host: bool
+    donatable: bool
+
+
+class Placer:
+    """Makes the values of one load from boxes as they arrive.
+
+    Args:
+        destinations: of all arrays, by their numbers in the load.
+        values: filled with the values.
+        budget: counts converted arrays on their way to accelerators.
+    """
+
+    def __init__(self, destinations: Sequence[Destination], values: list[Any], budget: ReadBudget) -> None:
+        self._destinations, self._values, self._budget = destinations, values, budget
+        self._puts = DevicePuts()
+        self._late = dict[int, tuple[Destination, np.ndarray]]()
+        for each in destinations:
+            if not each.placement.boxes:  # the whole array lies on devices of other processes
+                dtype = each.dtype if each.want.dtype is None else each.want.dtype
+                values[each.number] = _typed(each, self._puts.none_here(each.placement, dtype))
+
+    def take(self, read: ReadBox) -> None:
+        """Take one box; the caller must release its memory."""
+        wanted, box, data = read
+        each = self._destinations[wanted]
+        if each.want.dtype is not None and each.want.dtype != data.dtype:
+            data = converted(each.name, data, each.want.dtype)
+            if each.leaves_host:
+                self._budget.charge(data)  # until the transfer to the device ends
+        if each.want.form == "jax":
+            array = self._puts.put(wanted, each.placement, box, data, donatable=each.donatable)
+            self._values[each.number] = PLACEHOLDER if array is None else _typed(each, array)
+        elif spans_processes(each.want.sharding):
+            self._late[each.number] = each, data
+        else:
+            self._values[each.number] = value_of(each.name, each.want, data)
+
+    def finish(self) -> None:
+        """Make the values that all processes make together, in the same order in all of them."""
+        for number in sorted(self._late):
+            each, data = self._late.pop(number)
+            self._values[number] = value_of(each.name, each.want, data)
+
+
+def _typed(each: Destination, array: jax.Array) -> jax.Array:
+    return weakly_typed(each.name, array) if each.want.weak else array
+
+
+def _find_fast_put() -> Callable[..., jax.Array] | None:
+    """Find JAX's internal call that makes an array from one host buffer per device; None where it has changed.
+
+    Of the public functions, only `device_put` with `make_array_from_single_device_arrays` does the same, in ten times
+    the time for a small array, because each array passes through shape inference and checks again. See ADR 009.
     """
     try:
         from jax._src.interpreters import pxla
@@ -50,9 +114,9 @@ def _find_fast_put() -> Callable[..., jax.Array] | None:
 
 
 def _find_copying_put() -> Callable[..., jax.Array] | None:
-    """The call behind `_find_fast_put`, which can copy: the array gets memory that XLA allocates. None: not there.
+    """Find the call behind `_find_fast_put`, which can copy into memory that XLA allocates; None where it is missing.
 
-    On the CPU XLA reuses only its own memory for the results of a computation that its arguments are donated to, and
+    On the CPU, XLA reuses only its own memory for the results of a computation to which its arguments are donated, and
     no public function copies a host array into such memory without keeping the host array for a while.
     """
     try:
@@ -72,7 +136,7 @@ _copying_put = _find_copying_put()
 
 
 class _Kind(NamedTuple):
-    """What JAX found out about the first array of a shape, dtype and sharding, and takes again for the next."""
+    """What JAX finds out about the first array of a shape, dtype and sharding; reused for all later ones."""
 
     aval: Any
     sharding: jax.sharding.Sharding
@@ -80,49 +144,49 @@ class _Kind(NamedTuple):
 
 
 class DevicePuts:
-    """Arrays of one load on their way to the devices. The first of each kind goes through JAX's public functions."""
+    """Puts the arrays of one load onto devices. The first of each kind goes through JAX's public functions."""
 
     def __init__(self) -> None:
         self._kinds: dict[object, _Kind] = {}
-        self._begun: dict[int, tuple[list[jax.Array], int]] = {}
+        self._incomplete: dict[int, tuple[list[jax.Array], int]] = {}
 
     def put(
         self, number: int, placement: Placement, box: int, data: np.ndarray, *, donatable: bool = False
     ) -> jax.Array | None:
-        """Put one box of array number `number` onto its devices; returns the array once it has all of its boxes.
+        """Put one box of array number `number` onto its devices; return the array once it has all of its boxes.
 
-        Without a sharding it goes to the default device and stays uncommitted. On the CPU an aligned, writable box
-        becomes the device's memory without a copy: the caller must drop it. If the array is to be donatable, the box is
-        copied into memory of XLA, which reuses it when the array is donated to a computation.
+        Without a sharding, the array goes to the default device and stays uncommitted. On the CPU, an aligned, writable
+        box becomes the device's memory without a copy, and the caller must drop it. If the array is to be donatable,
+        the box is copied into memory of XLA, which can reuse it when the array is donated to a computation.
         """
         if len(placement.boxes) == 1 and not (donatable and _spans_cpus_of_processes(placement)):
-            return self._put_alike(placement.shape, placement.sharding, data, donatable)
-        shards, left = self._begun.pop(number, ([], len(placement.boxes)))
+            return self._put_same(placement.shape, placement.sharding, data, donatable)
+        shards, left = self._incomplete.pop(number, ([], len(placement.boxes)))
         assert placement.sharding is not None
         memory = placement.sharding.memory_kind
         for device, wanted in placement.devices:
             if wanted == box:
                 alone = jax.sharding.SingleDeviceSharding(device, memory_kind=memory)
-                shards.append(self._put_alike(data.shape, alone, data, donatable))
+                shards.append(self._put_same(data.shape, alone, data, donatable))
         if left > 1:
-            self._begun[number] = shards, left - 1
+            self._incomplete[number] = shards, left - 1
             return None
         return jax.make_array_from_single_device_arrays(placement.shape, placement.sharding, shards)
 
     def none_here(self, placement: Placement, dtype: np.dtype) -> jax.Array:
-        """An array of which no device of this process has any part."""
+        """Make an array of which this process's devices have no part."""
         assert placement.sharding is not None
         return jax.make_array_from_single_device_arrays(placement.shape, placement.sharding, [], dtype=dtype)
 
-    def _put_alike(
+    def _put_same(
         self, shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, data: np.ndarray, donatable: bool
     ) -> jax.Array:
-        """An array of this shape, with the same data on every device of its sharding that this process has."""
+        """Make an array with the same data on every device of its sharding that belongs to this process."""
         key = shape, data.dtype, sharding
         kind = self._kinds.get(key)
-        donatable = donatable and data.size > 0  # XLA fails to copy an empty array that is cut where it has no elements
+        donatable = donatable and data.size > 0  # XLA fails to copy an empty array that is sharded
         if kind is None or _fast_put is None:
-            array = _put_here(shape, sharding, data)
+            array = _public_put(shape, sharding, data)
             if array.dtype != data.dtype:  # JAX converts: 64-bit types while x64 is off
                 return array
             devices = list(array.sharding.addressable_devices_indices_map(shape))
@@ -135,7 +199,7 @@ class DevicePuts:
 
 
 def _spans_cpus_of_processes(placement: Placement) -> bool:
-    """Whether its array is partly on CPU devices of other processes; the call that copies fails for some of these."""
+    """Return whether CPU devices of other processes hold a part; the copying call fails for some of these arrays."""
     sharding, devices = placement.sharding, placement.devices
     is_elsewhere = sharding is not None and not sharding.is_fully_addressable
     return is_elsewhere and any(device.platform == "cpu" for device, _ in devices)
@@ -145,7 +209,7 @@ def _can_copy(kind: _Kind) -> bool:
     return _copying_put is not None and kind.devices[0].platform == "cpu"
 
 
-def _put_here(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, data: np.ndarray) -> jax.Array:
+def _public_put(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, data: np.ndarray) -> jax.Array:
     if sharding is None or sharding.is_fully_addressable:
         placed: jax.Array = jax.device_put(data, sharding)
         return placed
@@ -155,7 +219,7 @@ def _put_here(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, da
 
 
 def weakly_typed(name: str, array: jax.Array) -> jax.Array:
-    """The same array, weakly typed, in the same memory where JAX's internal call is as known."""
+    """Make an array weakly typed, in the same memory if JAX's internal call is available."""
     if array.weak_type:
         return array
     if _fast_put is not None:
@@ -167,8 +231,8 @@ def weakly_typed(name: str, array: jax.Array) -> jax.Array:
     weak = jnp.broadcast_to(jnp.asarray(zero), array.shape)
     if weak.dtype != array.dtype or not array.is_fully_addressable:
         _log.warning(
-            "leaf %r: saved weakly typed, loaded strongly typed: this version of JAX makes no weakly typed %s array "
-            "with its sharding. What is computed with it may get another dtype than before",
+            "leaf %r: saved weakly typed, loaded strongly typed, because this version of JAX cannot make a weakly "
+            "typed %s array with its sharding; computations with it may get another dtype than before",
             name,
             array.dtype,
         )
@@ -178,7 +242,7 @@ def weakly_typed(name: str, array: jax.Array) -> jax.Array:
 
 
 def spans_processes(sharding: jax.sharding.Sharding | None) -> bool:
-    """Whether it names devices of several processes: all processes make such an array, in the same order."""
+    """Return whether a sharding has devices of several processes, which then make the array in the same order."""
     return sharding is not None and not sharding.is_fully_addressable and not _is_of_one_process(sharding)
 
 
@@ -189,12 +253,12 @@ def _is_of_one_process(sharding: jax.sharding.Sharding) -> bool:
 
 
 def is_elsewhere(sharding: jax.sharding.Sharding | None) -> bool:
-    """Whether no device of it belongs to this process."""
+    """Return whether no device of a sharding belongs to this process."""
     return sharding is not None and not sharding.is_fully_addressable and not sharding.addressable_devices
 
 
 def value_of(name: str, want: Want, array: np.ndarray) -> Any:
-    """The leaf, of all of its data."""
+    """Make a leaf from all of its data on the host."""
     match want.form:
         case "numpy":
             return array
@@ -215,11 +279,11 @@ def _key(name: str, data: np.ndarray, want: Want) -> jax.Array:
             dtype = jax.eval_shape(functools.partial(jax.random.wrap_key_data, impl=want.impl), data).dtype
             return jax.make_array_from_single_device_arrays(want.shape, want.sharding, [], dtype=dtype)
         if want.sharding is not None and spans_processes(want.sharding):
-            return _made_on_all(data, want.sharding, want.impl)
+            return _make_on_all(data, want.sharding, want.impl)
         key: jax.Array = jax.random.wrap_key_data(jnp.asarray(data), impl=want.impl)
     except (TypeError, ValueError) as error:
         raise MismatchError(
-            f"leaf {name!r}: saved as a key of implementation {want.impl!r}, of which this JAX makes none of "
+            f"leaf {name!r}: saved as a key of implementation {want.impl!r}, but this JAX cannot make such a key from "
             f"{data.dtype}{list(data.shape)}: {error}"
         ) from error
     return key if want.sharding is None else jax.device_put(key, want.sharding)
@@ -230,44 +294,44 @@ def _put(name: str, want: Want, array: np.ndarray) -> jax.Array:
     if want.sharding is not None and is_elsewhere(want.sharding):
         made = jax.make_array_from_single_device_arrays(array.shape, want.sharding, [], dtype=array.dtype)
     elif want.sharding is not None and spans_processes(want.sharding):
-        made = _made_on_all(array, want.sharding)
+        made = _make_on_all(array, want.sharding)
     else:
         made = jax.device_put(array, want.sharding)
     return weakly_typed(name, made) if want.weak else made
 
 
-def _made_on_all(value: Any, sharding: jax.sharding.Sharding, impl: str | None = None) -> jax.Array:
-    """An array over devices of several processes, of what each of them has. No process waits for another.
+def _make_on_all(value: Any, sharding: jax.sharding.Sharding, impl: str | None = None) -> jax.Array:
+    """Make an array over devices of several processes, all of which have its data, without waiting for another.
 
-    `jax.device_put` compares the values of all processes first.
+    `jax.device_put` would first compare the values of all processes.
     """
 
     def make(value: Any) -> Any:
         return value if impl is None else jax.random.wrap_key_data(value, impl=impl)
 
-    with nothing_set():
+    with without_caller_settings():
         made: jax.Array = jax.jit(make, out_shardings=sharding)(value)
     return made
 
 
 def converted(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The array in another dtype or byte order, in new memory; floats are rounded.
+    """Convert an array to another dtype or byte order, in new memory; floats are rounded.
 
     Raises:
-        MismatchError: an integer would change, or a finite float would not be finite.
+        MismatchError: an integer would change, or a finite float would become infinite or nan.
     """
     result = empty_array(array.shape, dtype)
     with np.errstate(all="ignore"):
         try:
             np.copyto(result, array, casting="unsafe")
-        except TypeError:  # ml_dtypes does not know each pair of small floats; double precision holds all of them
+        except TypeError:  # ml_dtypes cannot convert between all pairs of small floats; float64 holds all of them
             np.copyto(result, array.astype(np.float64), casting="unsafe")
-        _check(name, array.reshape(-1), result.reshape(-1))
+        _check_survival(name, array.reshape(-1), result.reshape(-1))
     return result
 
 
-def _check(name: str, array: np.ndarray, result: np.ndarray) -> None:
-    """Raise MismatchError unless the values have survived; in pieces, so that it takes little memory."""
+def _check_survival(name: str, array: np.ndarray, result: np.ndarray) -> None:
+    """Raise MismatchError if a value was lost; compares in pieces, to use little memory."""
     saved, wanted = array.dtype.newbyteorder("="), result.dtype.newbyteorder("=")
     least, most = _exact_range(saved, wanted)
     if saved == wanted or array.size == 0:
@@ -292,7 +356,7 @@ def _check(name: str, array: np.ndarray, result: np.ndarray) -> None:
 
 
 def _exact_range(saved: np.dtype, wanted: np.dtype) -> tuple[float, float]:
-    """The range of values that survive for certain; some floats and integers beyond it may survive too."""
+    """Return the range of values that certainly survive; some floats and integers beyond it may survive too."""
     if wanted == np.bool_:
         return 0, 1
     if not jnp.issubdtype(wanted, jnp.inexact):
@@ -307,11 +371,11 @@ def _exact_range(saved: np.dtype, wanted: np.dtype) -> tuple[float, float]:
 
 def _integers_survived(old: np.ndarray, new: np.ndarray) -> bool:
     if not jnp.issubdtype(new.dtype, jnp.inexact):
-        return False  # the range has decided
+        return False  # the caller has compared the ranges
     old = _plain_integers(old)
     limits = np.iinfo(old.dtype)
     wide = new.real.astype(np.float64)
-    # The float above the largest integer is exact, and compared first: no float beyond it becomes an integer.
+    # The float above the largest integer is exact and is compared first, so that no float out of range is converted.
     is_within = (wide >= float(limits.min)) & (wide < float(limits.max // 2 + 1) * 2)
     return bool(is_within.all()) and np.array_equal(wide.astype(old.dtype), old)
 
@@ -321,13 +385,13 @@ def _floats_survived(old: np.ndarray, new: np.ndarray) -> bool:
         return False
     if new.dtype.itemsize > 1:
         return True
-    # Some of the small dtypes have no infinity, and give their largest number instead.
+    # Some small dtypes have no infinity and saturate at their largest number.
     found, wanted = np.abs(new.astype(np.float64)), np.abs(old.astype(np.float64))
     return not (np.isfinite(wanted) & (wanted >= 1) & (wanted > 2 * found)).any()
 
 
 def _plain_integers(array: np.ndarray) -> np.ndarray:
-    """Integers of ml_dtypes and booleans as numpy's own integers, which are compared faster; floats as they are."""
+    """Convert ml_dtypes' integers and booleans to int8, which compares faster; return others unchanged."""
     is_plain = array.dtype.kind in "iu" or jnp.issubdtype(array.dtype, jnp.inexact)
     return array if is_plain else array.astype(np.int8)
 
@@ -340,70 +404,3 @@ def _range_of_values(array: np.ndarray) -> str:
     else:
         array = _plain_integers(array)
     return f"{array.min()} to {array.max()}"
-
-
-class Destination(NamedTuple):
-    """Where one array goes.
-
-    Attributes:
-        number: of its value.
-        name: for messages.
-        want: what it becomes.
-        placement: which boxes of it, and on which devices.
-        dtype: as it is stored.
-        leaves_host: whether it goes to an accelerator.
-        donatable: as of `DevicePuts.put`.
-    """
-
-    number: int
-    name: str
-    want: Want
-    placement: Placement
-    dtype: np.dtype
-    leaves_host: bool
-    donatable: bool
-
-
-class Arrivals:
-    """Puts each box where it goes.
-
-    Args:
-        destinations: of all arrays, by their numbers in the load.
-        values: what is made of them.
-        budget: in which arrays on their way to accelerators count.
-    """
-
-    def __init__(self, destinations: Sequence[Destination], values: list[Any], budget: ReadBudget) -> None:
-        self._destinations, self._values, self._budget = destinations, values, budget
-        self._puts = DevicePuts()
-        self._late = dict[int, tuple[Destination, np.ndarray]]()
-        for each in destinations:
-            if not each.placement.boxes:  # all of it lies on devices of other processes
-                dtype = each.dtype if each.want.dtype is None else each.want.dtype
-                values[each.number] = _typed(each, self._puts.none_here(each.placement, dtype))
-
-    def take(self, read: ReadBox) -> None:
-        """One box; whoever gives it lets go of its memory."""
-        wanted, box, data = read
-        each = self._destinations[wanted]
-        if each.want.dtype is not None and each.want.dtype != data.dtype:
-            data = converted(each.name, data, each.want.dtype)
-            if each.leaves_host:
-                self._budget.charge(data)  # until the device has it
-        if each.want.form == "jax":
-            array = self._puts.put(wanted, each.placement, box, data, donatable=each.donatable)
-            self._values[each.number] = PLACEHOLDER if array is None else _typed(each, array)
-        elif spans_processes(each.want.sharding):
-            self._late[each.number] = each, data
-        else:
-            self._values[each.number] = value_of(each.name, each.want, data)
-
-    def finish(self) -> None:
-        """What is made by all processes, in the order that is the same in all of them."""
-        for number in sorted(self._late):
-            each, data = self._late.pop(number)
-            self._values[number] = value_of(each.name, each.want, data)
-
-
-def _typed(each: Destination, array: jax.Array) -> jax.Array:
-    return weakly_typed(each.name, array) if each.want.weak else array

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxckpt_train.distributed.shared_memory import ColocatedMemory
-from jaxckpt_train.pytree._jax import nothing_set
+from jaxckpt_train.pytree._jax import without_caller_settings
 from jaxckpt_train.pytree.read_assignment import Assembly, Requirements, ShardReader, Stream, Window, pack, row_bytes
 from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.dtypes import DTYPES
@@ -145,7 +145,7 @@ class JobTransfer:
         alone = jax.sharding.SingleDeviceSharding(self._mesh.devices[self._here])
         shape = (self._mesh.size, *mine.shape[1:])
         given = jax.make_array_from_single_device_arrays(shape, sharding, [jax.device_put(mine, alone)])
-        with nothing_set():
+        with without_caller_settings():
             return Moving(move(given)[0])
 
 

@@ -1,7 +1,4 @@
-"""Restores one pytree: compares it with the target, reads what is wanted, and puts it together.
-
-Rebuilds a tree from a checkpoint alone: nested dicts, lists and tuples, without the types that made it.
-"""
+"""Restores one pytree: compares it with the target, reads the leaves that are asked for, and assembles the tree."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ from jaxckpt_train.pytree.mismatch import (
     rounded_array,
 )
 from jaxckpt_train.pytree.patterns import Only, leaf_filter, refuse_idle_pattern
-from jaxckpt_train.pytree.placing import Arrivals, Destination, value_of, weakly_typed
+from jaxckpt_train.pytree.placing import Destination, Placer, value_of, weakly_typed
 from jaxckpt_train.pytree.shared_reads import JobLoads, JointRead, ReadTogether, read_together
 from jaxckpt_train.pytree.target import (
     Placement,
@@ -83,65 +80,9 @@ from jaxckpt_train.store.threads import paused_collection
 _log = logging.getLogger("jaxckpt_train")
 
 
-def rebuild(record: TreeRecord, leaves: Mapping[str, Any], subject: str) -> Any:
-    """Nested containers with the given leaves; a NamedTuple or object becomes a dict of its fields.
-
-    Leaves of the record that are not given are left out, and so are containers without any that is; in a list or tuple
-    PLACEHOLDER keeps their position.
-
-    Raises:
-        CorruptCheckpointError: the paths contradict each other, or are none that a save writes.
-    """
-    root: dict[str, Any] = {}
-    for name in record.leaves:
-        node = root
-        keys = split(name)
-        for key in keys[:-1]:
-            node = node.setdefault(key, {})
-            if not isinstance(node, dict):
-                raise CorruptCheckpointError(f"{subject}: leaf {name!r} lies below another leaf")
-        last = keys[-1] if keys else ROOT
-        if last in node:
-            raise CorruptCheckpointError(f"{subject}: leaf {name!r} is also a container")
-        node[last] = _Leaf(name)
-    if ROOT in record.leaves and len(record.leaves) > 1:
-        raise CorruptCheckpointError(f"{subject}: the root is a leaf, but there are others")
-    return _finish(root.get(ROOT, root), ROOT, record, leaves, subject)
-
-
-class _Leaf:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-def _finish(node: Any, path: str, record: TreeRecord, leaves: Mapping[str, Any], subject: str) -> Any:
-    sort = record.containers.get(path, "dict").partition(" ")[0]
-    if isinstance(node, _Leaf):
-        if isinstance(record.leaves[node.name], EmptyLeaf) and node.name in leaves:
-            return {"list": list, "tuple": tuple}.get(sort, dict)()
-        return leaves.get(node.name, PLACEHOLDER)
-    children = {key: _finish(child, join(path, key), record, leaves, subject) for key, child in node.items()}
-    if children and all(child is PLACEHOLDER for child in children.values()):
-        return PLACEHOLDER
-    if sort in ("list", "tuple"):
-        try:
-            ordered = [children.pop(str(number)) for number in range(len(children))]
-        except KeyError:
-            raise CorruptCheckpointError(f"{subject}: the positions of the {sort} {path!r} have a gap") from None
-        return ordered if sort == "list" else tuple(ordered)
-    return {_parsed(key, path, subject): child for key, child in children.items() if child is not PLACEHOLDER}
-
-
-def _parsed(key: str, path: str, subject: str) -> Key:
-    try:
-        return parse_key(key)
-    except (ValueError, OverflowError) as error:
-        raise CorruptCheckpointError(f"{subject}: {key!r:.100} below {path!r:.100} is no key: {error}") from error
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How a tree is loaded; see `jaxckpt_train.load` for the meaning of each."""
+    """How a tree is loaded; `jaxckpt_train.load` documents the options."""
 
     only: Only = None
     rename: Mapping[str, str] | None = None
@@ -149,7 +90,7 @@ class LoadOptions:
     missing: Literal["error", "keep"] = "error"
     shardings: Any = None
     forms: Callable[[Flat, TreeRecord, Mapping[str, str]], tuple[TreeRecord, dict[str, str]]] | None = None  # of others
-    donatable: bool | None = None  # None: what takes the place of an array on a device
+    donatable: bool | None = None  # None: leaves that replace an array on a device
     has_types: bool = True  # whether weak types and Python numbers are recorded; most other tools do not
 
     def __post_init__(self) -> None:
@@ -169,7 +110,7 @@ class LoadOptions:
             flag("donatable", self.donatable)
 
 
-class _Job(NamedTuple):
+class _LeafLoad(NamedTuple):
     """One leaf to produce: its path in the checkpoint, its record, what it must become, whether it can be donated."""
 
     name: str
@@ -180,7 +121,7 @@ class _Job(NamedTuple):
 
 
 class TreeRestore:
-    """Restores the tree of one checkpointable of an opened checkpoint."""
+    """Restores the tree of one checkpointable of an open checkpoint."""
 
     def __init__(self, files: Opener, committed: Committed, part: PartRecord, settings: StoreSettings) -> None:
         self._files, self._committed, self._settings = files, committed, settings
@@ -191,20 +132,20 @@ class TreeRestore:
     def load(
         self, like: Any, options: LoadOptions, progress: ReadProgress | None = None, loads: JobLoads | None = None
     ) -> Any:
-        """The stored leaves in the structure of `like`, or rebuilt without a target.
+        """Load the stored leaves in the structure of `like`, or rebuild the tree without a target.
 
         Args:
             like: the target, or None.
             options: how.
-            progress: told of the bytes that this process reads.
-            loads: those of the job that all of its processes take part in; None: this one reads for itself.
+            progress: called with the number of bytes that this process has read.
+            loads: the loads of the job in which all processes take part; None: this process reads alone.
 
         Raises:
-            MismatchError: before anything is read: every difference between the checkpoint and `like`.
+            MismatchError: before anything is read; lists every difference between the checkpoint and `like`.
             CorruptCheckpointError: bytes are not what was saved.
-            CheckpointTimeoutError, OtherProcessError: another process does not take part, or in something else.
+            CheckpointTimeoutError, OtherProcessError: another process does not take part, or loads something else.
         """
-        with jax.transfer_guard_host_to_device("allow"):  # the caller's guard is about what its training does unasked
+        with jax.transfer_guard_host_to_device("allow"):  # the caller's guard concerns implicit transfers of training
             return self._load(like, options, progress, loads or JobLoads(None, self._settings))
 
     def _load(self, like: Any, options: LoadOptions, progress: ReadProgress | None, loads: JobLoads) -> Any:
@@ -212,28 +153,34 @@ class TreeRestore:
             names = rename_map(list(self.record.leaves), options.rename or {})
             return self._load_all(names, leaf_filter(options.only), options, progress, loads)
         with paused_collection():
-            flat, names, jobs, places = self._plan(like, options, loads)
+            flat, names, leaf_loads, places = self._plan(like, options, loads)
         if options.has_types:
-            self._report_lost_types(names, jobs)
+            self._report_lost_types(names, leaf_loads)
         if self.record.static:
-            self._report_other_static(flat, {names[job.name]: job.name for job in jobs})
-        values = self._produce(jobs, places, progress, loads)
-        loaded = dict(zip((names[job.name] for job in jobs), values, strict=True))
+            self._report_other_static(flat, {names[leaf_load.name]: leaf_load.name for leaf_load in leaf_loads})
+        values = self._load_leaves(leaf_loads, places, progress, loads)
+        loaded = dict(zip((names[leaf_load.name] for leaf_load in leaf_loads), values, strict=True))
         del values
         leaves = zip(flat.names, flat.leaves, strict=True)
         return unflatten(like, [in_format_of(leaf, loaded.pop(name, leaf)) for name, leaf in leaves])
 
-    def _report_lost_types(self, names: Mapping[str, str], jobs: Sequence[_Job]) -> None:
-        lost = [(names[job.name], text) for job in jobs if (text := lost_type(job.record, job.want)) is not None]
+    def _report_lost_types(self, names: Mapping[str, str], leaf_loads: Sequence[_LeafLoad]) -> None:
+        lost = [
+            (names[leaf_load.name], text)
+            for leaf_load in leaf_loads
+            if (text := lost_type(leaf_load.record, leaf_load.want)) is not None
+        ]
         if lost:
             (name, text), others = lost[0], f" ({len(lost) - 1} other leaves have such differences)" if lost[1:] else ""
-            _log.warning("%s: leaf %r: %s, or computations may get another dtype%s", self._subject, name, text, others)
+            _log.warning(
+                "%s: leaf %r: %s; otherwise computations may get another dtype%s", self._subject, name, text, others
+            )
 
     def _report_other_static(self, flat: Flat, loaded: Mapping[str, str]) -> None:
         for path, _ in other_static(self.record.static, flat.static, flat.names, loaded):
             _log.warning(
-                "%s: node %r: its static data is %s in the checkpoint, %s in the target; its values were loaded by "
-                "position, as the type is registered without keys",
+                "%s: node %r: its static data is %s in the checkpoint, but %s in the target; its values were loaded by "
+                "position, because the type is registered without keys",
                 self._subject,
                 path,
                 shortened(self.record.static[path]),
@@ -241,14 +188,14 @@ class TreeRestore:
             )
 
     def compare(self, like: Any, options: LoadOptions, loads: JobLoads | None = None) -> None:
-        """Raise MismatchError where `load` would; nothing is read."""
+        """Raise the MismatchError that `load` would raise; read nothing."""
         if like is not None:
             self._plan(like, options, loads or JobLoads(None, self._settings))
 
     def _plan(
         self, like: Any, options: LoadOptions, loads: JobLoads
-    ) -> tuple[Flat, dict[str, str], list[_Job], list[Placement | None]]:
-        """The target's leaves, the names that stored leaves have in it, the leaves to produce, and where each goes."""
+    ) -> tuple[Flat, dict[str, str], list[_LeafLoad], list[Placement | None]]:
+        """Return the target's leaves, their names by stored name, the leaves to produce, and where each goes."""
         names = rename_map(list(self.record.leaves), options.rename or {})
         selected = leaf_filter(options.only)
         flat = flatten(like)
@@ -260,23 +207,23 @@ class TreeRestore:
         loads.expect(want.sharding for want in wants.values())
         saved_names = {new: old for old, new in names.items()}
         found = self._compare(wants, saved_names, selected, options, flat)
-        jobs = [
-            self._job(saved_names[name], want, donatable=_is_donatable(options, leaves[name]))
+        leaf_loads = [
+            self._leaf_load(saved_names[name], want, donatable=_is_donatable(options, leaves[name]))
             for name, want in found.items()
         ]
-        return flat, names, jobs, self._places(jobs)
+        return flat, names, leaf_loads, self._places(leaf_loads)
 
-    def _places(self, jobs: Sequence[_Job]) -> list[Placement | None]:
-        """Where each stored leaf goes; None: it is inline.
+    def _places(self, leaf_loads: Sequence[_LeafLoad]) -> list[Placement | None]:
+        """Return where each stored leaf goes; None: it is inline.
 
         Raises:
-            MismatchError: shardings that do not fit, all of them.
+            MismatchError: lists all shardings that do not fit.
         """
-        known: dict[object, Placement] = {}  # most leaves share their shape and sharding with others
+        known: dict[object, Placement] = {}  # most leaves share their shape and sharding
         places, lines = list[Placement | None](), list[str]()
-        for job in jobs:
+        for leaf_load in leaf_loads:
             try:
-                places.append(_placement(job, known) if isinstance(job.record, STORED) else None)
+                places.append(_placement(leaf_load, known) if isinstance(leaf_load.record, STORED) else None)
             except MismatchError as error:
                 lines.append(str(error))
         raise_differences(self._subject, lines)
@@ -290,7 +237,7 @@ class TreeRestore:
         options: LoadOptions,
         flat: Flat,
     ) -> dict[str, Want]:
-        """Raise all differences at once; returns what the leaves become that are loaded."""
+        """Raise all differences at once; return what each leaf that is loaded must become."""
         differences, found = Differences(self._subject, keeps=options.missing == "keep"), dict[str, Want]()
         leaves = dict(zip(flat.names, flat.leaves, strict=True))
         for name, asked in wants.items():
@@ -317,14 +264,14 @@ class TreeRestore:
             if kind == "moved":
                 differences.moved(path, self.record.static[path], flat.static[path])
         if not differences:
-            # A pattern may be of what a placeholder skips; one at least has to be of the target.
+            # A pattern may match only leaves that a placeholder skips, but one must match a leaf of the target.
             known = {**saved_names, **leaves} if any(map(selected, leaves)) else leaves
             refuse_idle_pattern(self._subject, options.only, known)
         differences.raise_all()
         return found
 
     def _inexact_number(self, name: str, saved: str, want: Want, *, is_rounded: bool) -> str | None:
-        """A difference if the wanted dtype does not hold a Python number; a weakly typed one is rounded as JAX does."""
+        """Describe a Python number that the wanted dtype does not hold; weakly typed ones are rounded, as JAX does."""
         record = self.record.leaves[saved]
         if want.dtype is None or isinstance(record, STORED):
             return None
@@ -345,23 +292,27 @@ class TreeRestore:
         chosen = [old for old, new in names.items() if selected(new)]
         refuse_idle_pattern(self._subject, options.only, names.values())
         if options.rename and (pair := one_below_another(set(names.values()))):
-            raise MismatchError(f"{self._subject}: rename: leaf {pair[0]!r} would lie below leaf {pair[1]!r}")
+            raise MismatchError(f"{self._subject}: rename: leaf {pair[0]!r} would be below leaf {pair[1]!r}")
         donatable = _is_donatable(options, None)
-        jobs = [self._job(old, self._own_want(old, given(names[old])), donatable=donatable) for old in chosen]
-        loads.expect(job.want.sharding for job in jobs)
+        leaf_loads = [
+            self._leaf_load(old, self._own_want(old, given(names[old])), donatable=donatable) for old in chosen
+        ]
+        loads.expect(leaf_load.want.sharding for leaf_load in leaf_loads)
         lines = [
-            leaf_difference(names[job.name], job.record, job.array, job.want, cast=False) for job in jobs if job.array
+            leaf_difference(names[leaf_load.name], leaf_load.record, leaf_load.array, leaf_load.want, cast=False)
+            for leaf_load in leaf_loads
+            if leaf_load.array
         ]
         raise_differences(self._subject, [line for line in lines if line is not None])
-        produced = self._produce(jobs, self._places(jobs), progress, loads)
-        values = dict(zip((names[job.name] for job in jobs), produced, strict=True))
+        produced = self._load_leaves(leaf_loads, self._places(leaf_loads), progress, loads)
+        values = dict(zip((names[leaf_load.name] for leaf_load in leaf_loads), produced, strict=True))
         if options.rename:
             record = TreeRecord({}, {names[old]: leaf for old, leaf in self.record.leaves.items()})
             return rebuild(record, values, self._subject)
         return rebuild(self.record, values, self._subject)
 
     def _own_want(self, name: str, sharding: jax.sharding.Sharding | None) -> Want:
-        """What a leaf becomes without a target: itself, on the host, or on devices where a sharding is given."""
+        """Return what a leaf becomes without a target: itself, on the host, or on devices if a sharding is given."""
         record, array = self.record.leaves[name], self._arrays.get(name)
         place = concrete_sharding(name, sharding)
         match record:
@@ -379,76 +330,84 @@ class TreeRestore:
             case _:
                 return Want("python")
 
-    def _job(self, name: str, want: Want, *, donatable: bool) -> _Job:
-        return _Job(name, self.record.leaves[name], self._arrays.get(name), want, donatable and want.form == "jax")
+    def _leaf_load(self, name: str, want: Want, *, donatable: bool) -> _LeafLoad:
+        return _LeafLoad(name, self.record.leaves[name], self._arrays.get(name), want, donatable and want.form == "jax")
 
-    def _produce(
-        self, jobs: Sequence[_Job], places: Sequence[Placement | None], progress: ReadProgress | None, loads: JobLoads
+    def _load_leaves(
+        self,
+        leaf_loads: Sequence[_LeafLoad],
+        places: Sequence[Placement | None],
+        progress: ReadProgress | None,
+        loads: JobLoads,
     ) -> list[Any]:
-        """The values of all jobs, in order; inline ones first, so that they fail before a bulk read."""
-        values: list[Any] = [PLACEHOLDER] * len(jobs)
-        stored: list[tuple[int, _Job, Placement]] = []
-        for number, (job, place) in enumerate(zip(jobs, places, strict=True)):
+        """Produce all values in order; inline values first, so that their errors precede a bulk read."""
+        values: list[Any] = [PLACEHOLDER] * len(leaf_loads)
+        stored: list[tuple[int, _LeafLoad, Placement]] = []
+        for number, (leaf_load, place) in enumerate(zip(leaf_loads, places, strict=True)):
             if place is not None:
-                stored.append((number, job, place))
+                stored.append((number, leaf_load, place))
             else:
-                values[number] = self._inline(job)
+                values[number] = self._inline(leaf_load)
         self._read(stored, values, progress, loads)
         return values
 
     def _read(
         self,
-        jobs: Sequence[tuple[int, _Job, Placement]],
+        leaf_loads: Sequence[tuple[int, _LeafLoad, Placement]],
         values: list[Any],
         progress: ReadProgress | None,
         loads: JobLoads,
     ) -> None:
-        """Read what the jobs want and put each array where it goes while others are still on their way."""
-        jobs = self._read_on_hosts(jobs, values, progress)
-        if not jobs:
+        """Read the stored leaves, and put each array where it goes while others are still being read."""
+        leaf_loads = self._read_on_hosts(leaf_loads, values, progress)
+        if not leaf_loads:
             return
-        unplaced = any(job.want.form == "jax" and not placement.devices for _, job, placement in jobs)
+        unplaced = any(leaf_load.want.form == "jax" and not placement.devices for _, leaf_load, placement in leaf_loads)
         default = default_platform() if unplaced else "cpu"
         requests = [
-            Wanted(job.array, placement.boxes, job.donatable or _only_passes(job, placement, default))
-            for _, job, placement in jobs
-            if job.array is not None
+            Wanted(
+                leaf_load.array,
+                placement.boxes,
+                leaf_load.donatable or _passes_through_host(leaf_load, placement, default),
+            )
+            for _, leaf_load, placement in leaf_loads
+            if leaf_load.array is not None
         ]
         destinations = [
             Destination(
                 number,
-                job.name,
-                job.want,
+                leaf_load.name,
+                leaf_load.want,
                 placement,
-                DTYPES[job.array.dtype],
-                _leaves_host(job, placement, default),
-                job.donatable,
+                DTYPES[leaf_load.array.dtype],
+                _leaves_host(leaf_load, placement, default),
+                leaf_load.donatable,
             )
-            for number, job, placement in jobs
-            if job.array is not None
+            for number, leaf_load, placement in leaf_loads
+            if leaf_load.array is not None
         ]
         budget = ReadBudget(self._settings.read_budget_bytes)
-        arrivals = Arrivals(destinations, values, budget)
-        shared, cached, memory = self._shared(destinations, loads)
+        placer = Placer(destinations, values, budget)
+        shared, cached, memory = self._choose_shared(destinations, loads)
         left = sorted(set(range(len(requests))) - {each.number for each in shared} - {*cached})
-        # No function that refers to these: it would stay with the frames of an error, and all that is loaded with it.
-        read_alone = functools.partial(self._read_alone, requests, cached, left, arrivals, budget)
+        # `partial`, not a closure: a closure would stay in the frames of an error, with all that is loaded.
+        read_alone = functools.partial(self._read_alone, requests, cached, left, placer, budget)
         if not shared:
             read_alone(progress)
             return
         joint = JointRead(loads.order, self._files, self._committed, self._subject, self._settings, progress, memory)
-        joint.run(shared, arrivals.take, read_alone)
+        joint.run(shared, placer.take, read_alone)
 
     def _read_alone(
         self,
         requests: Sequence[Wanted],
         cached: Sequence[int],
         left: Sequence[int],
-        arrivals: Arrivals,
+        placer: Placer,
         budget: ReadBudget,
         progress: ReadProgress | None,
     ) -> None:
-        """Read what this process needs of the arrays with these numbers, some through the page cache if that may be."""
+        """Read the given arrays in this process; those in `cached` may go through the page cache."""
         direct = False if self._settings.direct_io == "auto" else self._settings.direct_io
         through_cache = dataclasses.replace(self._settings, direct_io=direct)
         for numbers, settings in ((cached, through_cache), (left, self._settings)):
@@ -458,71 +417,133 @@ class TreeRestore:
             reading = iter_boxes(self._files, self._committed, chosen, settings, progress, budget)
             with contextlib.closing(reading) as boxes:
                 for wanted, box, data in boxes:
-                    arrivals.take(ReadBox(numbers[wanted], box, data))
-                    del data  # the next box may wait for its memory
-        arrivals.finish()
+                    placer.take(ReadBox(numbers[wanted], box, data))
+                    del data  # the next box may need its memory
+        placer.finish()
 
-    def _shared(self, destinations: Sequence[Destination], loads: JobLoads) -> ReadTogether:
-        """The arrays that the processes of the job read once together, or through one page cache."""
+    def _choose_shared(self, destinations: Sequence[Destination], loads: JobLoads) -> ReadTogether:
+        """Choose the arrays that the processes of the job read once together, or through one page cache."""
         places = [(self._arrays[each.name], each.placement) for each in destinations]
         block_bytes = self._committed.manifest.block_bytes
         return read_together(places, self._settings.read_once, loads, block_bytes)
 
     def _read_on_hosts(
-        self, jobs: Sequence[tuple[int, _Job, Placement]], values: list[Any], progress: ReadProgress | None
-    ) -> Sequence[tuple[int, _Job, Placement]]:
-        """Have those read that go to devices of other hosts of this one controller; returns the rest."""
-        there, rest = list[tuple[int, _Job, Placement]](), list[tuple[int, _Job, Placement]]()
-        for each in jobs:
+        self, leaf_loads: Sequence[tuple[int, _LeafLoad, Placement]], values: list[Any], progress: ReadProgress | None
+    ) -> Sequence[tuple[int, _LeafLoad, Placement]]:
+        """Let other hosts of this single controller read what goes to their devices; return the remaining leaves."""
+        there, rest = list[tuple[int, _LeafLoad, Placement]](), list[tuple[int, _LeafLoad, Placement]]()
+        for each in leaf_loads:
             is_there = each[2].sharding is not None and runs_on_hosts(each[2].sharding, self._settings.colocated)
             (there if is_there else rest).append(each)
         if there:
             leaves = [
-                HostLeaf(job.array, place, dtype_of(job.array, job.want.dtype)) for _, job, place in there if job.array
+                HostLeaf(leaf_load.array, place, dtype_of(leaf_load.array, leaf_load.want.dtype))
+                for _, leaf_load, place in there
+                if leaf_load.array
             ]
             found = HostReads(self._files, self._committed, self._settings, leaves).load(progress)
-            for (number, job, _), array in zip(there, found, strict=True):
-                values[number] = weakly_typed(job.name, array) if job.want.weak else array
+            for (number, leaf_load, _), array in zip(there, found, strict=True):
+                values[number] = weakly_typed(leaf_load.name, array) if leaf_load.want.weak else array
         return rest
 
-    def _inline(self, job: _Job) -> Any:
-        if isinstance(job.record, EmptyLeaf):
+    def _inline(self, leaf_load: _LeafLoad) -> Any:
+        if isinstance(leaf_load.record, EmptyLeaf):
             return EMPTY
-        value = python_value(job.name, job.record, self._subject)
-        if job.want.form in ("python", "none"):
+        value = python_value(leaf_load.name, leaf_load.record, self._subject)
+        if leaf_load.want.form in ("python", "none"):
             return value
-        assert job.want.dtype is not None
-        array = rounded_array(value, job.want.dtype)
-        assert array is not None, "compared before"
-        return value_of(job.name, job.want, array)
+        assert leaf_load.want.dtype is not None
+        array = rounded_array(value, leaf_load.want.dtype)
+        assert array is not None, "the comparison has checked it"
+        return value_of(leaf_load.name, leaf_load.want, array)
 
 
-def _placement(job: _Job, known: dict[object, Placement]) -> Placement:
-    assert job.array is not None
-    shape, sharding = job.array.shape, job.want.sharding
-    if job.want.form != "jax":
+def _placement(leaf_load: _LeafLoad, known: dict[object, Placement]) -> Placement:
+    assert leaf_load.array is not None
+    shape, sharding = leaf_load.array.shape, leaf_load.want.sharding
+    if leaf_load.want.form != "jax":
         sharding = None
     found = known.get((shape, sharding))
     if found is None:
-        found = host_placement(shape) if sharding is None else device_placement(job.name, shape, sharding)
+        found = host_placement(shape) if sharding is None else device_placement(leaf_load.name, shape, sharding)
         known[shape, sharding] = found
     return found
 
 
 def _is_donatable(options: LoadOptions, leaf: Any) -> bool:
-    """Whether what takes the place of a leaf of the target can be donated; by default, if the leaf can."""
+    """Return whether the new leaf can be donated; by default, if the leaf of the target can."""
     return isinstance(leaf, jax.Array) if options.donatable is None else options.donatable
 
 
-def _only_passes(job: _Job, placement: Placement, default: str) -> bool:
-    """Whether its bytes only pass through host memory: to an accelerator, or to another dtype or byte order."""
-    if job.array is not None and job.want.dtype is not None and job.want.dtype != DTYPES[job.array.dtype]:
+def _passes_through_host(leaf_load: _LeafLoad, placement: Placement, default: str) -> bool:
+    """Return whether its bytes only pass through host memory: to an accelerator, or to another dtype or byte order."""
+    if (
+        leaf_load.array is not None
+        and leaf_load.want.dtype is not None
+        and leaf_load.want.dtype != DTYPES[leaf_load.array.dtype]
+    ):
         return True
-    return _leaves_host(job, placement, default)
+    return _leaves_host(leaf_load, placement, default)
 
 
-def _leaves_host(job: _Job, placement: Placement, default: str) -> bool:
-    """Whether it goes to an accelerator."""
+def _leaves_host(leaf_load: _LeafLoad, placement: Placement, default: str) -> bool:
+    """Return whether it goes to an accelerator."""
     if placement.devices:
         return all(device.platform != "cpu" for device, _ in placement.devices)
-    return job.want.form == "jax" and default != "cpu"
+    return leaf_load.want.form == "jax" and default != "cpu"
+
+
+def rebuild(record: TreeRecord, leaves: Mapping[str, Any], subject: str) -> Any:
+    """Build nested containers with the given leaves; a NamedTuple or object becomes a dict of its fields.
+
+    Leaves of the record that are not given are left out, and so are containers without any given leaf; in a list or
+    tuple, PLACEHOLDER keeps their position.
+
+    Raises:
+        CorruptCheckpointError: the paths contradict each other, or no save writes such paths.
+    """
+    root: dict[str, Any] = {}
+    for name in record.leaves:
+        node = root
+        keys = split(name)
+        for key in keys[:-1]:
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                raise CorruptCheckpointError(f"{subject}: leaf {name!r} is below another leaf")
+        last = keys[-1] if keys else ROOT
+        if last in node:
+            raise CorruptCheckpointError(f"{subject}: leaf {name!r} is also a container")
+        node[last] = _Leaf(name)
+    if ROOT in record.leaves and len(record.leaves) > 1:
+        raise CorruptCheckpointError(f"{subject}: the root is a leaf, but there are other leaves")
+    return _build_node(root.get(ROOT, root), ROOT, record, leaves, subject)
+
+
+class _Leaf:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def _build_node(node: Any, path: str, record: TreeRecord, leaves: Mapping[str, Any], subject: str) -> Any:
+    kind = record.containers.get(path, "dict").partition(" ")[0]
+    if isinstance(node, _Leaf):
+        if isinstance(record.leaves[node.name], EmptyLeaf) and node.name in leaves:
+            return {"list": list, "tuple": tuple}.get(kind, dict)()
+        return leaves.get(node.name, PLACEHOLDER)
+    children = {key: _build_node(child, join(path, key), record, leaves, subject) for key, child in node.items()}
+    if children and all(child is PLACEHOLDER for child in children.values()):
+        return PLACEHOLDER
+    if kind in ("list", "tuple"):
+        try:
+            ordered = [children.pop(str(number)) for number in range(len(children))]
+        except KeyError:
+            raise CorruptCheckpointError(f"{subject}: positions of the {kind} {path!r} are missing") from None
+        return ordered if kind == "list" else tuple(ordered)
+    return {_parsed(key, path, subject): child for key, child in children.items() if child is not PLACEHOLDER}
+
+
+def _parsed(key: str, path: str, subject: str) -> Key:
+    try:
+        return parse_key(key)
+    except (ValueError, OverflowError) as error:
+        raise CorruptCheckpointError(f"{subject}: {key!r:.100} below {path!r:.100} is not a key: {error}") from error

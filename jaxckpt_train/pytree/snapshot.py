@@ -24,7 +24,7 @@ from jax.extend.backend import backends
 from jax.sharding import SingleDeviceSharding
 
 from jaxckpt_train.errors import UnsupportedLeafError
-from jaxckpt_train.pytree._jax import nothing_set
+from jaxckpt_train.pytree._jax import without_caller_settings
 from jaxckpt_train.pytree.colocated.transfer import HostParts, HostTaker, host_taker
 from jaxckpt_train.pytree.copies import (
     Ahead,
@@ -441,7 +441,7 @@ class ValueGuard:
         for group in groups.values():
             for at in range(0, len(group), TOGETHER):
                 some = group[at : at + TOGETHER]
-                with nothing_set():
+                with without_caller_settings():
                     results = _device_flaws(tuple(array for _, array in some))
                 self._pending.append(([(name, array.ndim) for name, array in some], results))
 

@@ -18,7 +18,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import free_frames
-from jaxckpt_train.pytree.placing import Arrivals
+from jaxckpt_train.pytree.placing import Placer
 from jaxckpt_train.store.manifest import MANIFEST_NAME
 from jaxckpt_train.store.reader import ReadBox
 from tests.support.jobs.arrays import digest_of
@@ -172,11 +172,11 @@ def load_unlike(path: str, other: str, who: int, kind: str) -> dict[str, Any]:
 def load_without_memory(path: str) -> dict[str, Any]:
     """There is no memory for what comes from the others."""
 
-    def take(arrivals: Arrivals, read: ReadBox) -> None:
+    def take(arrivals: Placer, read: ReadBox) -> None:
         raise MemoryError("there is none")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Arrivals, "take", take)
+        patch.setattr(Placer, "take", take)
         try:
             return loaded_or_error(path, [], None)
         except MemoryError as error:

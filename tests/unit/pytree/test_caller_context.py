@@ -95,7 +95,7 @@ from jaxckpt_train.pytree import _jax as caller_context
 mesh = jax.make_mesh((1,), ("x",))
 with caller_context.set_mesh(mesh), caller_context.enable_x64(True):
     print(caller_context.get_mesh() == mesh, jax.numpy.arange(2.0).dtype)
-    with caller_context.nothing_set():
+    with caller_context.without_caller_settings():
         print(caller_context.get_mesh().empty)
 print(caller_context.get_mesh().empty, jax.numpy.arange(2.0).dtype)
 """

@@ -77,17 +77,17 @@ LEAF = IntLeaf("1")
 @pytest.mark.parametrize(
     ("containers", "leaves", "reason"),
     [
-        ({}, {"a": LEAF, "a/b": LEAF}, "'a/b' lies below another leaf"),
+        ({}, {"a": LEAF, "a/b": LEAF}, "'a/b' is below another leaf"),
         ({}, {"a/b": LEAF, "a": LEAF}, "'a' is also a container"),
-        ({}, {"~": LEAF, "a": LEAF}, "the root is a leaf, but there are others"),
-        ({"a": "list"}, {"a/0": LEAF, "a/2": LEAF}, "the positions of the list 'a' have a gap"),
-        ({"a": "tuple"}, {"a/x": LEAF}, "the positions of the tuple 'a' have a gap"),
-        ({"a": "list"}, {"a/00": LEAF}, "have a gap"),
-        ({}, {"a/~fzz": LEAF}, "'~fzz' below 'a' is no key: invalid hexadecimal"),
-        ({}, {"~f0x1p99999": LEAF}, "below '~' is no key: hexadecimal value too large"),
-        ({}, {"9" * 5000: LEAF}, "is no key: Exceeds the limit"),
-        ({}, {"~t1," + "9" * 5000: LEAF}, "is no key: Exceeds the limit"),
-        ({}, {"~t" * 5000: LEAF}, "is no key: a tuple within a tuple"),
+        ({}, {"~": LEAF, "a": LEAF}, "the root is a leaf, but there are other leaves"),
+        ({"a": "list"}, {"a/0": LEAF, "a/2": LEAF}, "positions of the list 'a' are missing"),
+        ({"a": "tuple"}, {"a/x": LEAF}, "positions of the tuple 'a' are missing"),
+        ({"a": "list"}, {"a/00": LEAF}, "are missing"),
+        ({}, {"a/~fzz": LEAF}, "'~fzz' below 'a' is not a key: invalid hexadecimal"),
+        ({}, {"~f0x1p99999": LEAF}, "below '~' is not a key: hexadecimal value too large"),
+        ({}, {"9" * 5000: LEAF}, "is not a key: Exceeds the limit"),
+        ({}, {"~t1," + "9" * 5000: LEAF}, "is not a key: Exceeds the limit"),
+        ({}, {"~t" * 5000: LEAF}, "is not a key: a tuple within a tuple"),
     ],
 )
 def test_paths_that_contradict_each_other_are_corrupt(containers: Any, leaves: Any, reason: str) -> None:

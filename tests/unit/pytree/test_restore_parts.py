@@ -144,7 +144,7 @@ def test_a_partial_load_reads_what_it_needs_and_little_more(only: str, tmp_path:
 @pytest.mark.timeout(30)
 def test_a_cast_that_fails_on_an_accelerator_is_raised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The CPU stands for the accelerator. The same with an out-of-memory error of device_put."""
-    monkeypatch.setattr(restore, "_only_passes", lambda job, placement, default: True)
+    monkeypatch.setattr(restore, "_passes_through_host", lambda job, placement, default: True)
     tree = {f"x{n}": np.full(1 << 20, 1 << 20, np.int32) for n in range(20)}
     jct.save(tmp_path / "c", tree)
     like = {name: jax.ShapeDtypeStruct(leaf.shape, np.int8) for name, leaf in tree.items()}
@@ -168,7 +168,7 @@ def test_each_of_several_patterns_chooses_something(path: Path, like: Any) -> No
 
 
 def test_a_leaf_that_a_rename_would_put_below_another_is_told_before_anything_is_read(path: Path) -> None:
-    with pytest.raises(jct.MismatchError, match=r"leaf 'params/dense/kernel/x' would lie below leaf '.*/kernel'"):
+    with pytest.raises(jct.MismatchError, match=r"leaf 'params/dense/kernel/x' would be below leaf '.*/kernel'"):
         jct.load(path, rename={"params/dense/bias": "params/dense/kernel/x"})
 
 
